@@ -27,14 +27,15 @@ File = Annotated[
 
 
 @client.command(name="add")
-def add(
+def add(  # noqa: PLR0913 - one for each option
     *,
     tenant: Annotated[str, Parameter(help="Whose it is; clients of one tenant may share KV.")],
     expires_days: Annotated[int | None, Parameter(help="Days for which it is good.")] = None,
     max_inflight: Annotated[int | None, Parameter(help="Requests at once.")] = None,
     requests_per_minute: Annotated[int | None, Parameter(help="Requests in a minute.")] = None,
     priority: Annotated[
-        Literal["low", "normal", "high"], Parameter(help="Which places it may fill, and before whom it is served.")
+        Literal["low", "normal", "high"],
+        Parameter(help="Which places it may fill, and before whom it is served."),
     ] = "normal",
     weight: Annotated[
         float, Parameter(help="What it gets while requests wait, relative to other tenants.")
@@ -84,7 +85,8 @@ def show(*, file: File = None) -> int:
         expires = key.expires_at and datetime.fromtimestamp(key.expires_at, UTC).isoformat()
         limits = (key.max_inflight, key.requests_per_minute)
         shown = ("" if limit is None else str(limit) for limit in limits)
-        table.add_row(key.id, key.tenant, expires or "never", *shown, key.priority, f"{key.weight:g}")
+        rank = (key.priority, f"{key.weight:g}")
+        table.add_row(key.id, key.tenant, expires or "never", *shown, *rank)
     Console().print(table)
     return 0
 

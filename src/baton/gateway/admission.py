@@ -118,7 +118,8 @@ class Admission:
         served = self._workers.fleet.models.get(model)
         if served is None:
             return UNLIMITED
-        return self._room.look(served, self._clock.now(), self.num_running[model])
+        tpot_s = self._options.targets_of(model).tpot_s
+        return self._room.look(served, self._clock.now(), self.num_running[model], tpot_s)
 
     def _make_request(
         self,

@@ -23,7 +23,7 @@ import msgspec
 from baton.protocol.worker_http import Role
 from baton.registry import Plugin
 from baton.router.division import Division, Limits
-from baton.router.load import MOST_SHARE, WINDOW_S
+from baton.router.load import WINDOW_S
 from baton.router.pairing import (
     explain_alone,
     find_decodes,
@@ -169,7 +169,7 @@ class CostPolicy:
             )
         if len(decodes) > MOST_OF_EACH:
             decodes = nsmallest(
-                MOST_OF_EACH, decodes, key=lambda w: _pace(load.of(w.id, w.model), 1, request.at)
+                MOST_OF_EACH, decodes, key=lambda w: load.of(w.id, w.model).pace_s(1, request.at)
             )
         for prefill in usable:
             for decode in decodes:
@@ -205,7 +205,7 @@ class CostPolicy:
             computing.queue_s(now),
             prefill_s,
             handoff_s,
-            _pace(answering, 1, now),
+            answering.pace_s(1, now),
             request.num_prompt_tokens - uncached,
         )
         cost = self._own(prediction, request) + self._others(computing, answering, prefill_s, now)
@@ -223,7 +223,7 @@ class CostPolicy:
         self, computing: WorkerActivity, answering: WorkerActivity, prefill_s: float, now: float
     ) -> float:
         """What the answers under way at the two will see of it."""
-        before, after = _pace(answering, 0, now), _pace(answering, 1, now)
+        before, after = answering.pace_s(0, now), answering.pace_s(1, now)
         stalled = computing.num_decodes
         if self._options.objective == "throughput":
             slower_s = (after - before) * TYPICAL_ANSWER_TOKENS * answering.num_decodes
@@ -232,19 +232,13 @@ class CostPolicy:
         slower = (_bend(after / limit) - _bend(before / limit)) * answering.num_decodes
         if not stalled:
             return slower
-        usual = _pace(computing, 0, now)
-        shared = _pace(computing, 0, now, more_share=prefill_s / WINDOW_S)
+        usual = computing.pace_s(0, now)
+        shared = computing.pace_s(0, now, more_share=prefill_s / WINDOW_S)
         return slower + (_bend(shared / limit) - _bend(usual / limit)) * stalled
 
 
 def _is_for_prefill(worker: WorkerView, prefills: frozenset[WorkerId]) -> bool:
     return worker.role is Role.PREFILL or worker.id in prefills
-
-
-def _pace(activity: WorkerActivity, more: int, now: float, *, more_share: float = 0.0) -> float:
-    """Seconds of a token with so many answers more, and prompts taking so much more of the time."""
-    share = min(MOST_SHARE, activity.prefill_share(now) + more_share)
-    return activity.step_cost.predict(activity.num_decodes + more) / (1.0 - share)
 
 
 def _bend(share: float) -> float:

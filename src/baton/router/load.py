@@ -32,6 +32,8 @@ MOST_WORKERS: Final = 4096
 """Of which anything is remembered; those that have nothing to do are forgotten then."""
 MOST_ENDED: Final = 512
 """Requests that are remembered after their end."""
+MOST_SHARE: Final = 0.95
+"""Of a worker's time that prompts take: a step is not called slower than 20 times for that."""
 _TYPICAL_TOKENS: Final = 1000.0
 _PREFILL_GUESS: Final = (0.005, 5e-5)
 _STEP_GUESS: Final = (0.01, 2e-4)
@@ -73,6 +75,11 @@ class WorkerActivity:
     def prefill_share(self, now: float) -> float:
         """The share of its time that prompts took lately, 0 to 1."""
         return min(1.0, self._prefill_share * exp((self._share_at - now) / WINDOW_S))
+
+    def pace_s(self, more: int, now: float, *, more_share: float = 0.0) -> float:
+        """Of a token, with so many answers more, and so much more of its time for prompts."""
+        share = min(MOST_SHARE, self.prefill_share(now) + more_share)
+        return self.step_cost.predict(self.num_decodes + more) / (1.0 - share)
 
     def add_prefill(self, num_tokens: int, now: float) -> tuple[float, float]:
         """A prompt is given to it: when it should be done, and what that is relative to."""
@@ -190,10 +197,6 @@ class RunningRequest:
         self.decode.step_cost.observe(stream_seconds / (now - first_at), pace_s * alone)
         ttft_s = self.waited_s + first_at - self.began_at
         self.ended.append(EndedRequest(now, self.num_tokens, num_streamed, ttft_s, pace_s))
-
-
-MOST_SHARE: Final = 0.95
-"""Of a worker's time that prompts take: a step is not called slower than 20 times for that."""
 
 
 class ModelCosts:

@@ -4,17 +4,18 @@ A worker is full when it has as many requests of this gateway as it may:
 
     configured, or what it reports to run at once, and `spare_for` that, so that the engine has the
     next ones at hand when some end
-    less where its own queue is longer than that: then it runs fewer (it lacks blocks, or serves
-    other gateways too), and its report shows how many
+    less where it lacks blocks, or its own queue stays longer than that (it serves other gateways,
+    too): its report shows how many it does run
+    as many as leave each answer within the model's `tpot_s`, if there is such a target
 
-Besides, a prompt waits while every worker has `AHEAD_S` of prompts before it, where that is known.
-A worker that reports nothing is never full, unless a limit is configured.
+Besides, a prompt waits while every worker has `AHEAD_S` of prompts before it. Predictions count
+once they were learned. A worker that reports nothing is never full, unless a limit is configured.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
+from math import copysign, inf
 from typing import TYPE_CHECKING, Final
 
 from msgspec import UNSET
@@ -32,10 +33,12 @@ AHEAD_S: Final = 0.5
 LEAST_AHEAD: Final = 2
 """Prompts that a worker may have whatever they cost: one is computed, one is at hand."""
 LEAST_SEEN: Final = 8
-"""Prompts from which a worker's speed is known."""
+"""Prompts, or answers, from which a worker's speed is known."""
 LEAST_SPARE: Final = 2
 SPARE_SHARE: Final = 8
 """One in so many of those that run: requests that end together leave no place empty for long."""
+LACKS_BLOCKS: Final = 8
+"""If fewer than one in so many are free. Else requests wait for the next step, as a rule."""
 
 
 def spare_for(most_running: int) -> int:
@@ -65,6 +68,7 @@ class FleetRoom:
         self._load, self._max_running = load, max_running
         self._most = inf if max_running is None else max_running + spare_for(max_running)
         self._limits: dict[WorkerId, float] = {}
+        self._num_waiting: dict[WorkerId, int] = {}  # by the latest report
         self._least = self._most
 
     def limit(self, worker: WorkerId) -> float:
@@ -74,57 +78,65 @@ class FleetRoom:
     def note_report(self, worker: WorkerId, model: str, report: WorkerLoad | None) -> None:
         """A worker was asked for its load just now; None: it does not report it."""
         known = self._limits.pop(worker, inf)
-        if len(self._limits) >= MOST_WORKERS:  # names of lives that are over
+        waited = self._num_waiting.pop(worker, 0)
+        if len(self._num_waiting) >= MOST_WORKERS:  # names of lives that are over
             self._limits.clear()
+            self._num_waiting.clear()
         if report is not None:
+            self._num_waiting[worker] = report.num_waiting
+            lacks_blocks = LACKS_BLOCKS * report.num_free_blocks < report.num_blocks
+            waits = report.num_waiting if lacks_blocks else min(waited, report.num_waiting)
             activity = self._load.find(worker, model)
             given = 0 if activity is None else count_given(activity)
-            limit = self._find_limit(report, given, known)
+            most, spare = self._find_most(report)
+            limit = most
+            if waits > spare or (waits and lacks_blocks):
+                limit = min(most, max(spare, given - waits + spare))
+            elif known < most and given:  # it may have more room than it had: step by step
+                limit = min(most, 2 * max(known, spare))
             if limit < inf:
                 self._limits[worker] = limit
         self._least = min(self._limits.values(), default=inf)
         self._least = min(self._least, self._most)
 
-    def look(self, served: ModelWorkers, now: float, num_running: int) -> Room:
+    def look(
+        self, served: ModelWorkers, now: float, num_running: int, tpot_s: float | None = None
+    ) -> Room:
         """What a model's workers can use, which have `num_running` requests in all, or fewer.
 
-        Where none is available nothing is held back: placement reports that.
+        `tpot_s` is what each answer is to take for a token at most. Where no worker is available
+        nothing is held back: placement reports that.
         """
         is_behind = self._is_behind(served, now)
-        if num_running < self._least:  # none can be full
+        if num_running < self._least and tpot_s is None:  # none can be full
             return NO_ROOM if is_behind else UNLIMITED
-        decodes = [(w.id, self._count_free(w)) for w in served.decodes if w.available]
-        helpers = [(w.id, self._count_free(w)) for w in served.helpers if w.available]
-        full = frozenset(worker for worker, free in (*decodes, *helpers) if free <= 0)
+        decodes = {w.id: self._count_free(w, now, tpot_s) for w in served.decodes if w.available}
+        helpers = {w.id: self._count_free(w, now) for w in served.helpers if w.available}
+        full = frozenset(w for each in (helpers, decodes) for w, free in each.items() if free <= 0)
+        num_free = _add(decodes) if not helpers else min(_add(decodes), _add(helpers))
         if is_behind:
-            return Room(0, full)
-        num_free = (
-            min(
-                sum(max(0, free) for _, free in each)
-                for each in (decodes, helpers or decodes)
-                if each
-            )
-            if decodes
-            else inf
-        )
-        return Room(num_free, full)
+            num_free = 0
+        return Room(num_free if decodes else inf, full)
 
-    def _find_limit(self, report: WorkerLoad, given: int, known: float) -> float:
-        most, spare = self._most, LEAST_SPARE
-        if self._max_running is not None:
-            spare = spare_for(self._max_running)
-        elif report.max_running is not UNSET:
-            spare = spare_for(report.max_running)
-            most = report.max_running + spare
-        if report.num_waiting:
-            return min(most, max(spare, given - report.num_waiting + spare))
-        if known < most and given:  # it may have more room than it had: step by step
-            return min(most, 2 * max(known, spare))
-        return most
+    def _find_most(self, report: WorkerLoad) -> tuple[float, int]:
+        """What a worker with room may have, and how many of them may wait there."""
+        running = self._max_running
+        if running is None and report.max_running is not UNSET:
+            running = report.max_running
+        if running is None:
+            return inf, LEAST_SPARE
+        return running + spare_for(running), spare_for(running)
 
-    def _count_free(self, worker: WorkerView) -> float:
+    def _count_free(self, worker: WorkerView, now: float, tpot_s: float | None = None) -> float:
         activity = self._load.find(worker.id, worker.model)
-        return self.limit(worker.id) - (0 if activity is None else count_given(activity))
+        if activity is None:
+            return self.limit(worker.id)
+        free = self.limit(worker.id) - count_given(activity)
+        if tpot_s is None or not activity.num_decodes or activity.step_cost.num_seen < LEAST_SEEN:
+            return free
+        slack_s, each_s = tpot_s - activity.pace_s(0, now), activity.pace_s(1, now)
+        each_s -= activity.pace_s(0, now)
+        return min(free, slack_s // each_s if each_s > 0 else copysign(inf, slack_s))
 
     def _is_behind(self, served: ModelWorkers, now: float) -> bool:
         """Whether every worker has enough prompts before it."""
@@ -138,6 +150,10 @@ class FleetRoom:
                     return False
                 is_any = True
         return is_any
+
+
+def _add(free: dict[WorkerId, float]) -> float:
+    return sum(max(0, each) for each in free.values())
 
 
 def count_given(activity: WorkerActivity) -> int:

@@ -69,16 +69,21 @@ def test_a_worker_that_is_not_available_counts_for_nothing(load):
     assert room.look(ModelWorkers.of([gone]), 0.0, 10).num_free == inf, "placement has the reason"
 
 
-def test_a_worker_whose_own_queue_is_long_gets_fewer(load):
+def short(num_waiting: int, **more) -> WorkerLoad:
+    """Of a worker without blocks for those that wait there."""
+    return WorkerLoad(num_waiting, 100, 3, 16, **more)
+
+
+def test_a_worker_without_blocks_gets_as_many_as_it_runs(load):
     """It has blocks for 20 requests, though it may run 64."""
     room, running = FleetRoom(load), begin(load, 50)
-    room.note_report(A.id, "demo", report(30, max_running=64))
+    room.note_report(A.id, "demo", short(30, max_running=64))
     assert room.limit(A.id) == 20 + spare_for(64)
     for each in running[:22]:
         each.end(1.0)
-    room.note_report(A.id, "demo", report(8, max_running=64))
+    room.note_report(A.id, "demo", short(8, max_running=64))
     assert room.limit(A.id) == 20 + spare_for(64), "it stays so while some wait there"
-    room.note_report(A.id, "demo", report(0, max_running=64))
+    room.note_report(A.id, "demo", short(0, max_running=64))
     assert room.limit(A.id) == 56, "it may have more room than it had"
     for each in running:
         each.end(2.0)
@@ -86,13 +91,42 @@ def test_a_worker_whose_own_queue_is_long_gets_fewer(load):
     assert room.limit(A.id) == 72
 
 
+def test_requests_that_wait_for_the_next_step_alone_do_not_count(load):
+    room = FleetRoom(load)
+    begin(load, 40)
+    room.note_report(A.id, "demo", report(40, max_running=64))
+    assert room.limit(A.id) == 72, "they have just come"
+    room.note_report(A.id, "demo", report(5, max_running=64))
+    assert room.limit(A.id) == 72, "as many as come during a step"
+
+
 def test_others_may_have_filled_a_worker(load):
     room = FleetRoom(load)
     begin(load, 3)
-    room.note_report(A.id, "demo", report(40, max_running=64))
+    for _ in range(2):
+        room.note_report(A.id, "demo", report(40, max_running=64))
+        room.note_report(B.id, "demo", report(40))
     assert room.limit(A.id) == spare_for(64), "a gateway among several keeps a few"
-    room.note_report(B.id, "demo", report(40))
     assert room.limit(B.id) == 2
+
+
+def test_a_target_for_each_token_bounds_the_answers_of_a_worker(load):
+    room, served, now = FleetRoom(load), ModelWorkers.of([D]), 0.0
+    for num in (2, 4, 8) * 20:  # a step takes 10 ms and 5 ms for each answer
+        answers = begin(load, num, D)
+        for each in answers:
+            each.first_token(now)
+        now += 49 * (0.01 + 0.005 * num)
+        for each in answers:
+            each.end(now, 50)
+        now += 60.0
+    begin(load, 4, D)
+    assert room.look(served, now, 4).num_free == inf
+    assert 5 <= room.look(served, now, 4, 0.06).num_free <= 7
+    looked = room.look(served, now, 4, 0.02)
+    assert (looked.num_free, looked.full) == (0, {D.id})
+    idle = ModelWorkers.of([D, view("idle", Role.DECODE)])
+    assert room.look(idle, now, 4, 0.001).num_free == inf, "one answer alone is as fast as can be"
 
 
 def test_prefill_workers_have_limits_too(load):
