@@ -78,8 +78,8 @@ class Admission:
         body: CompletionBody,
         num_tokens: int,
         match: PromptMatch | None,
-    ) -> None:
-        """Return when workers can use a request; then `leave` must follow.
+    ) -> frozenset[WorkerId]:
+        """Return when workers can use a request, and which are full; then `leave` must follow.
 
         Raises:
             QuotaError: its tenant has more than its share waiting, and there is no room for it, or
@@ -91,18 +91,15 @@ class Admission:
             room = self._look(model)
             if room.num_free > self._num_admitted[model]:
                 self.num_running[model] += 1
-                return
+                return room.full
         await self._wait(context, self._make_request(context, body, num_tokens, match))
+        return self._look(model).full
 
     def leave(self, model: str) -> None:
         """A request that entered is over."""
         self.num_running[model] -= 1
         if self.queue.is_waiting(model):
             self._admit(model)
-
-    def find_full(self, model: str) -> frozenset[WorkerId]:
-        """The workers that are to get no more requests, while others can use some."""
-        return self._look(model).full
 
     def tpot_s(self, context: RequestContext) -> float | None:
         """What a request is to take for each token; None: nothing is named."""

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
     from baton.gateway.request import CompletionBody
     from baton.gateway.request_context import RequestContext, Services
+    from baton.ids import WorkerId
     from baton.router.fleet import Fleet, WorkerView
     from baton.router.load import RunningRequest
     from baton.router.prefixes import PromptMatch
@@ -75,6 +76,7 @@ class RequestProxy:
         self._created = str(int(services.clock.unix_now()))
         self._num_tokens = estimate_prompt_tokens(body)
         self._match: PromptMatch | None = None
+        self._full: frozenset[WorkerId] = frozenset()
 
     async def run(self) -> None:
         """Place, ask, forward.
@@ -87,7 +89,8 @@ class RequestProxy:
         """
         admission = self._services.admission
         await self._check_prompt()
-        await admission.enter(self._context, self._body, self._num_tokens, self._match)
+        full = await admission.enter(self._context, self._body, self._num_tokens, self._match)
+        self._full = full
         try:
             await self._try_workers()
         finally:
@@ -133,7 +136,7 @@ class RequestProxy:
             failed_modes=failover.failed_modes,
             at=services.clock.now(),
             cached={} if self._match is None else self._match.cached,
-            full=services.admission.find_full(context.model),
+            full=self._full,
             ttft_s=services.admission.ttft_s(context),
             tpot_s=services.admission.tpot_s(context),
         )

@@ -23,6 +23,8 @@ from msgspec import UNSET
 from baton.router.load import MOST_WORKERS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from baton.ids import WorkerId
     from baton.protocol.worker_http import WorkerLoad
     from baton.router.fleet import ModelWorkers, WorkerView
@@ -110,13 +112,14 @@ class FleetRoom:
         is_behind = self._is_behind(served, now)
         if num_running < self._least and tpot_s is None:  # none can be full
             return NO_ROOM if is_behind else UNLIMITED
-        decodes = {w.id: self._count_free(w, now, tpot_s) for w in served.decodes if w.available}
-        helpers = {w.id: self._count_free(w, now) for w in served.helpers if w.available}
-        full = frozenset(w for each in (helpers, decodes) for w, free in each.items() if free <= 0)
-        num_free = _add(decodes) if not helpers else min(_add(decodes), _add(helpers))
-        if is_behind:
-            num_free = 0
-        return Room(num_free if decodes else inf, full)
+        full: set[WorkerId] = set()
+        num_free = self._count_free(served.decodes, now, full, tpot_s)
+        if num_free is None:
+            return UNLIMITED
+        if served.helpers is not served.decodes:
+            helped = self._count_free(served.helpers, now, full)
+            num_free = num_free if helped is None else min(num_free, helped)
+        return Room(0 if is_behind else num_free, frozenset(full))
 
     def _find_most(self, report: WorkerLoad) -> tuple[float, int]:
         """What a worker with room may have, and how many of them may wait there."""
@@ -127,16 +130,30 @@ class FleetRoom:
             return inf, LEAST_SPARE
         return running + spare_for(running), spare_for(running)
 
-    def _count_free(self, worker: WorkerView, now: float, tpot_s: float | None = None) -> float:
-        activity = self._load.find(worker.id, worker.model)
-        if activity is None:
-            return self.limit(worker.id)
-        free = self.limit(worker.id) - count_given(activity)
-        if tpot_s is None or not activity.num_decodes or activity.step_cost.num_seen < LEAST_SEEN:
-            return free
-        slack_s, each_s = tpot_s - activity.pace_s(0, now), activity.pace_s(1, now)
-        each_s -= activity.pace_s(0, now)
-        return min(free, slack_s // each_s if each_s > 0 else copysign(inf, slack_s))
+    def _count_free(
+        self,
+        workers: Iterable[WorkerView],
+        now: float,
+        full: set[WorkerId],
+        tpot_s: float | None = None,
+    ) -> float | None:
+        """Requests that these can use, None if none is available; add who is `full`."""
+        find, limits, most, total, is_any = self._load.find, self._limits, self._most, 0.0, False
+        for worker in workers:
+            if not worker.available:
+                continue
+            is_any = True
+            name = worker.id
+            free, activity = limits.get(name, most), find(name, worker.model)
+            if activity is not None:
+                free -= count_given(activity)
+                if tpot_s is not None:
+                    free = min(free, _count_within(activity, tpot_s, now))
+            if free > 0:
+                total += free
+            else:
+                full.add(name)
+        return total if is_any else None
 
     def _is_behind(self, served: ModelWorkers, now: float) -> bool:
         """Whether every worker has enough prompts before it."""
@@ -152,8 +169,13 @@ class FleetRoom:
         return is_any
 
 
-def _add(free: dict[WorkerId, float]) -> float:
-    return sum(max(0, each) for each in free.values())
+def _count_within(activity: WorkerActivity, tpot_s: float, now: float) -> float:
+    """Answers more that leave each within its target; one alone is as fast as can be."""
+    if not activity.num_decodes or activity.step_cost.num_seen < LEAST_SEEN:
+        return inf
+    pace_s = activity.pace_s(0, now)
+    each_s = activity.pace_s(1, now) - pace_s
+    return (tpot_s - pace_s) // each_s if each_s > 0 else copysign(inf, tpot_s - pace_s)
 
 
 def count_given(activity: WorkerActivity) -> int:
