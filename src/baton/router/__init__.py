@@ -14,5 +14,8 @@ File map:
     pairing.py      `PairingPolicy`: a decode worker, then a prefill worker for it
     simple.py       `RoundRobin`, `LeastLoaded`, `RandomChoice`
     cost.py         `CostPolicy`: one worker or two, by what the client will see
+    room.py         `FleetRoom`: how many more requests the workers can use
+    admission.py    `AdmissionQueue`: those that wait for that, and who is refused early;
+                    fair_queue.py: whose turn it is; drain_rate.py: how fast they are taken
     failover.py     what to do when a worker fails
 """
