@@ -36,7 +36,7 @@ LEAST_AHEAD: Final = 2
 """Prompts that a worker may have whatever they cost: one is computed, one is at hand."""
 LEAST_SEEN: Final = 8
 """Prompts, or answers, from which a worker's speed is known."""
-LEAST_SPARE: Final = 2
+LEAST_SPARE: Final = 4
 SPARE_SHARE: Final = 8
 """One in so many of those that run: requests that end together leave no place empty for long."""
 LACKS_BLOCKS: Final = 8
@@ -44,8 +44,8 @@ LACKS_BLOCKS: Final = 8
 
 
 def spare_for(most_running: int) -> int:
-    """Requests that may wait at an engine that runs so many at once."""
-    return max(LEAST_SPARE, most_running // SPARE_SHARE)
+    """Requests that may wait at an engine that runs so many at once: no more than those."""
+    return min(most_running, max(LEAST_SPARE, most_running // SPARE_SHARE))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from baton.protocol.worker_http import Role, WorkerLoad
 from baton.router.fleet import ModelWorkers, WorkerView
 from baton.router.load import FleetLoad
 from baton.router.placement import Placement
-from baton.router.room import AHEAD_S, LEAST_SEEN, FleetRoom, spare_for
+from baton.router.room import AHEAD_S, LEAST_SEEN, LEAST_SPARE, FleetRoom, spare_for
 
 
 def view(name: str, role: Role = Role.BOTH, *, available: bool = True) -> WorkerView:
@@ -51,22 +51,22 @@ def test_a_worker_is_full_with_what_it_runs_and_a_few_that_wait(load, configured
     room, served = FleetRoom(load, configured), ModelWorkers.of([A, B])
     room.note_report(A.id, "demo", report(max_running=8))
     room.note_report(B.id, "demo", report(max_running=8))
-    assert room.limit(A.id) == 8 + spare_for(8) == 10
-    begin(load, 10, A)
-    begin(load, 7, B)
-    looked = room.look(served, 0.0, 17)
+    assert room.limit(A.id) == 8 + spare_for(8) == 12
+    begin(load, 12, A)
+    begin(load, 9, B)
+    looked = room.look(served, 0.0, 21)
     assert (looked.num_free, looked.full) == (3, {A.id})
     begin(load, 3, B)
-    looked = room.look(served, 0.0, 20)
+    looked = room.look(served, 0.0, 24)
     assert (looked.num_free, looked.full) == (0, {A.id, B.id})
 
 
 def test_a_worker_that_is_not_available_counts_for_nothing(load):
     room = FleetRoom(load, 8)
-    begin(load, 10, A)
+    begin(load, 12, A)
     gone = view("b", available=False)
-    assert room.look(ModelWorkers.of([A, gone]), 0.0, 10).num_free == 0
-    assert room.look(ModelWorkers.of([gone]), 0.0, 10).num_free == inf, "placement has the reason"
+    assert room.look(ModelWorkers.of([A, gone]), 0.0, 12).num_free == 0
+    assert room.look(ModelWorkers.of([gone]), 0.0, 12).num_free == inf, "placement has the reason"
 
 
 def short(num_waiting: int, **more) -> WorkerLoad:
@@ -107,7 +107,7 @@ def test_others_may_have_filled_a_worker(load):
         room.note_report(A.id, "demo", report(40, max_running=64))
         room.note_report(B.id, "demo", report(40))
     assert room.limit(A.id) == spare_for(64), "a gateway among several keeps a few"
-    assert room.limit(B.id) == 2
+    assert room.limit(B.id) == LEAST_SPARE
 
 
 def test_a_target_for_each_token_bounds_the_answers_of_a_worker(load):
@@ -133,11 +133,11 @@ def test_prefill_workers_have_limits_too(load):
     room, served = FleetRoom(load), ModelWorkers.of([P, D])
     room.note_report(P.id, "demo", report(max_running=4))
     room.note_report(D.id, "demo", report(max_running=64))
-    requests = begin(load, 6, D, P)
-    looked = room.look(served, 0.0, 6)
+    requests = begin(load, 8, D, P)
+    looked = room.look(served, 0.0, 8)
     assert (looked.num_free, looked.full) == (0, {P.id})
     requests[0].prefilled(1.0)
-    assert room.look(served, 1.0, 6).num_free == 1
+    assert room.look(served, 1.0, 8).num_free == 1
 
 
 def test_a_prompt_waits_while_every_worker_has_enough_before_it(load):
