@@ -106,8 +106,15 @@ class Admission:
         named = (context.whole or context).targets.tpot_s
         return named or self._options.targets_of(context.model).tpot_s
 
-    def ttft_s(self, context: RequestContext) -> float | None:
-        """When its first token is to come; None: nothing is named."""
+    def ttft_left_s(self, context: RequestContext) -> float | None:
+        """Until its first token is to come, or a tenth of that; None: nothing is named."""
+        ttft_s = self._ttft_s(context)
+        if ttft_s is None:
+            return None
+        elapsed_s = self._clock.now() - (context.whole or context).received_at
+        return max(0.1 * ttft_s, ttft_s - elapsed_s)
+
+    def _ttft_s(self, context: RequestContext) -> float | None:
         named = (context.whole or context).targets.ttft_s
         return named or self._options.targets_of(context.model).ttft_s
 
@@ -131,7 +138,7 @@ class Admission:
         limit_s, target_at = whole.deadline - received_at, inf
         if body.stream:
             limit_s = min(limit_s, self._options.first_byte_timeout_s)
-        ttft_s = self.ttft_s(context)
+        ttft_s = self._ttft_s(context)
         if ttft_s is not None and (whole is context or whole.placement is None):
             num_cached = 0 if match is None else max(match.cached.values(), default=0)
             takes_s = self._predict_s(context.model, num_tokens - num_cached)
@@ -200,11 +207,13 @@ class Admission:
 
     def _tick(self) -> None:
         self._timer = None
-        self._end(self.queue.expire(self._clock.now()))
-        for model in self.queue.models():
-            self._admit(model)
-        if self.queue.num_requests:
-            self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+        try:
+            self._end(self.queue.expire(self._clock.now()))
+            for model in self.queue.models():
+                self._admit(model)
+        finally:
+            if self.queue.num_requests:
+                self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def _end(self, ended: Iterable[tuple[QueuedRequest, Refusal]]) -> None:
         for request, refusal in ended:

@@ -17,6 +17,7 @@ from baton.gateway.request import MAX_MODEL_CHARS
 from baton.gateway.targets import (
     MAX_TPOT_MS,
     MAX_TTFT_MS,
+    MIN_MS,
     PRIORITY_HEADER,
     TPOT_HEADER,
     TTFT_HEADER,
@@ -227,12 +228,12 @@ def _request_headers() -> list[Json]:
             TTFT_HEADER,
             f"target of the time to first token, {seconds}; a request that would wait longer for a "
             "worker is refused at once",
-            {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TTFT_MS},
+            {"type": "number", "minimum": MIN_MS, "maximum": MAX_TTFT_MS},
         ),
         _header(
             TPOT_HEADER,
             f"target of the mean time per output token, {seconds}; for the policy `cost`",
-            {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TPOT_MS},
+            {"type": "number", "minimum": MIN_MS, "maximum": MAX_TPOT_MS},
         ),
         _header(
             PRIORITY_HEADER,

@@ -137,7 +137,7 @@ class RequestProxy:
             at=services.clock.now(),
             cached={} if self._match is None else self._match.cached,
             full=self._full,
-            ttft_s=services.admission.ttft_s(context),
+            ttft_s=services.admission.ttft_left_s(context),
             tpot_s=services.admission.tpot_s(context),
         )
         held = self._place_beside(fleet) if failed is None else None

@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 TTFT_HEADER: Final = "x-baton-ttft-ms"
 TPOT_HEADER: Final = "x-baton-tpot-ms"
 PRIORITY_HEADER: Final = "x-baton-priority"
+MIN_MS: Final = 0.001
 MAX_TTFT_MS: Final = 3_600_000
 MAX_TPOT_MS: Final = 60_000
 
 _PREFIX: Final = b"x-baton-"
-_NUMBER: Final = re.compile(rb"[0-9]{1,7}(\.[0-9]{1,3})?")
+_NUMBER: Final = re.compile(rb"[0-9]{1,32}(\.[0-9]{1,32})?([eE][+-]?[0-9]{1,3})?")
 _PRIORITIES: Final = {name.encode(): name for name in get_args(Priority)}
 
 
@@ -56,10 +57,10 @@ def _read_ms(found: dict[bytes, bytes], name: str, most: int) -> float | None:
     if value is None:
         return None
     milliseconds = float(value) if _NUMBER.fullmatch(value) else 0.0
-    if not 0 < milliseconds <= most:
+    if not MIN_MS <= milliseconds <= most:
         raise InvalidRequestError(
-            f"{name} must be milliseconds above 0, {most} at most; correct the header, or leave it "
-            "out",
+            f"{name} must be milliseconds, from {MIN_MS} to {most}; correct the header, or leave "
+            "it out",
             param=name,
             code="invalid_value",
         )
