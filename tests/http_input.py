@@ -124,6 +124,8 @@ def explore(gateway_url: str, directory: Path, *changes: str, model: dict[str, A
         schemas[request]["properties"].update(model)
     schemas["ChatMessage"]["required"] = ["role", "content"]
     schemas["ChatMessage"]["properties"]["content"] = {"type": "string"}
+    for described in document["paths"].values():  # it takes headers that are not listed for wrong
+        described.get("post", {}).pop("parameters", None)
     file = directory / "openapi.json"
     file.write_text(json.dumps(document))
     command = [

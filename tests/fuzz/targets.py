@@ -70,6 +70,7 @@ from baton.gateway.request import (
 )
 from baton.gateway.stream_record import RecordBudget, StreamRecord
 from baton.gateway.stream_replay import Replay
+from baton.gateway.targets import MAX_TPOT_MS, MAX_TTFT_MS, read_targets
 from baton.gateway.upstream import read_error
 from baton.gateway.worker_discovery import _first_model
 from baton.gateway.workers import read_info, read_load, why_not_used, worker_view
@@ -318,6 +319,14 @@ def read_headers(data: bytes) -> object:
     for line in forwarded_headers_from(headers).split(b"\r\n"):
         assert line.decode("ascii").isprintable()
     return None
+
+
+def read_target_headers(data: bytes) -> object:
+    name, _, value = data.partition(b"=")
+    targets = read_targets([(b"x-baton-" + name, value)])
+    assert targets.ttft_s is None or 0 < targets.ttft_s <= MAX_TTFT_MS / 1000
+    assert targets.tpot_s is None or 0 < targets.tpot_s <= MAX_TPOT_MS / 1000
+    return (targets.ttft_s, targets.tpot_s, targets.priority)
 
 
 CLIENT_TEXT, CLIENT_KEY = make_key("acme", max_inflight=3, requests_per_minute=7, expires_at=1)
@@ -867,6 +876,10 @@ TARGETS: Final = {
         Target("http-control", read_control_body, NO_ERROR,
                (*json_of({"reason": "gone"}, SampledToken(7, -0.5)), b"0" * 32), "json"),
         Target("http-headers", read_headers, NO_ERROR, (b"req-1", b"00-abc-def-01"), "text"),
+        Target(
+            "target-headers", read_target_headers, (InvalidRequestError,),
+            (b"ttft-ms=1500", b"tpot-ms=7.5e1", b"priority=low"), "text",
+        ),
         Target("client-keys", of_file(read_keys), CONFIG_ERROR,
                json_of(ClientKeyFile((CLIENT_KEY,))), "json"),
         Target("client-authorization", authenticate, (UnauthorizedError,),

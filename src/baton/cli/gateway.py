@@ -25,6 +25,7 @@ from baton.config.environment import change_environment, read_environment
 from baton.config.logs import configure_logging
 from baton.config.sections import Config
 from baton.gateway.options import GatewayOptions, WorkerAddress
+from baton.gateway.targets import Targets
 from baton.net.credentials import find_credentials
 from baton.protocol.worker_http import Role
 from baton.router.health import HealthOptions
@@ -105,6 +106,14 @@ def _options(config: Config, status_fd: int) -> GatewayOptions:
         max_answer_bytes=section.max_answer_bytes,
         max_answers=section.max_answers,
         max_total_record_bytes=section.max_total_record_bytes,
+        max_running_per_worker=section.max_running_per_worker,
+        max_queued_requests=section.max_queued_requests,
+        max_queued_tokens=section.max_queued_tokens,
+        max_queued_per_tenant=section.max_queued_per_tenant,
+        targets={
+            model: Targets(table.ttft_s, table.tpot_s)
+            for model, table in config.router.targets.items()
+        },
         request_timeout_s=section.request_timeout_s,
         first_byte_timeout_s=section.first_byte_timeout_s,
         connect_timeout_s=section.connect_timeout_s,

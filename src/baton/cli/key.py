@@ -27,15 +27,19 @@ File = Annotated[
 
 
 @client.command(name="add")
-def add(
+def add(  # noqa: PLR0913 - one for each option
     *,
     tenant: Annotated[str, Parameter(help="Whose it is; clients of one tenant may share KV.")],
     expires_days: Annotated[int | None, Parameter(help="Days for which it is good.")] = None,
     max_inflight: Annotated[int | None, Parameter(help="Requests at once.")] = None,
     requests_per_minute: Annotated[int | None, Parameter(help="Requests in a minute.")] = None,
     priority: Annotated[
-        Literal["low", "normal", "high"], Parameter(help="Which places it may fill.")
+        Literal["low", "normal", "high"],
+        Parameter(help="Which places it may fill, and before whom it is served."),
     ] = "normal",
+    weight: Annotated[
+        float, Parameter(help="What it gets while requests wait, relative to other tenants.")
+    ] = 1.0,
     file: File = None,
 ) -> int:
     """Make an API key and print it: it is shown this once. A running gateway takes it up."""
@@ -55,6 +59,7 @@ def add(
         max_inflight=max_inflight,
         requests_per_minute=requests_per_minute,
         priority=priority,
+        weight=weight,
     )
     try:
         msgspec.convert(msgspec.to_builtins(kept), type=type(kept))  # its fields' bounds
@@ -75,12 +80,13 @@ def show(*, file: File = None) -> int:
 
     from baton.gateway.clients import read_keys  # noqa: PLC0415
 
-    table = Table("id", "tenant", "expires", "at once", "a minute", "priority")
+    table = Table("id", "tenant", "expires", "at once", "a minute", "priority", "weight")
     for key in read_keys(file or _default_file()):
         expires = key.expires_at and datetime.fromtimestamp(key.expires_at, UTC).isoformat()
         limits = (key.max_inflight, key.requests_per_minute)
         shown = ("" if limit is None else str(limit) for limit in limits)
-        table.add_row(key.id, key.tenant, expires or "never", *shown, key.priority)
+        rank = (key.priority, f"{key.weight:g}")
+        table.add_row(key.id, key.tenant, expires or "never", *shown, *rank)
     Console().print(table)
     return 0
 

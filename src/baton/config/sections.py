@@ -64,6 +64,10 @@ class GatewaySection(Struct, frozen=True, kw_only=True):
     max_answer_bytes: PositiveCount = 64 * 1024 * 1024
     max_answers: PositiveCount = 128
     max_total_record_bytes: Count = 256 * 1024 * 1024
+    max_running_per_worker: PositiveCount | None = None
+    max_queued_requests: PositiveCount = 1024
+    max_queued_tokens: PositiveCount = 4 * 1024 * 1024
+    max_queued_per_tenant: PositiveCount | None = None
     request_timeout_s: Seconds = 600.0
     first_byte_timeout_s: Seconds = 300.0
     connect_timeout_s: Seconds = 3.0
@@ -136,8 +140,17 @@ class TransferSection(Struct, frozen=True, kw_only=True):
     options: dict[str, Table] = {}
 
 
+class TargetsTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When requests for a model are to have their first token, and each token after it."""
+
+    ttft_s: Seconds | None = None
+    tpot_s: Seconds | None = None
+
+
 class RouterSection(Struct, frozen=True, kw_only=True):
     """How a gateway chooses workers: a policy, and each policy's own options.
+
+    `targets` by model; `"*"`: for those that are not named.
 
     `tokenizers`: models' folders by name, where no worker's own can be read by the gateway.
     """
@@ -145,6 +158,7 @@ class RouterSection(Struct, frozen=True, kw_only=True):
     policy: Annotated[str, Meta(min_length=1, max_length=64)] = "round_robin"
     options: dict[str, Table] = {}
     tokenizers: dict[str, str] = {}
+    targets: dict[str, TargetsTable] = {}
 
 
 class StoreSection(Struct, frozen=True, kw_only=True):

@@ -167,7 +167,10 @@ class EngineStats(msgspec.Struct, frozen=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """What a worker and its peers must know about a loaded model."""
+    """What a worker and its peers must know about a loaded model.
+
+    `max_running`: requests that it works on at once, None where it has no such limit.
+    """
 
     engine: str
     model_path: str
@@ -177,6 +180,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     max_context_tokens: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    max_running: int | None = None
 
 
 class Engine(Protocol):

@@ -16,6 +16,7 @@ File map, along the way of a request:
     answer_plan.py  `n` and lists of prompts: which answers a body asks for
     several_answers.py    a request for each of them; answer_merge.py: one answer of all
     request_context.py    what is recorded about one request, and what all requests share
+    admission.py    waiting for workers with room; targets.py: headers that name targets and class
     request_proxy.py      placement, ticket, prefill and decode request, retry
     prefill_request.py    the prefill worker's part; aborts at decode when it fails
     response_forwarder.py the decode worker's bytes to the client; the early first token
@@ -32,4 +33,5 @@ Workers, metrics, debugging:
     waiting.py      requests that wait until a worker is back
     kv_events.py    which blocks vLLM workers hold
     metrics.py, debug.py  Prometheus metrics; `/debug/requests` and `/debug/workers`
+    queue_metrics.py, queue_page.py   the same of what waits; `/debug/queue`
 """

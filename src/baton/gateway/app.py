@@ -25,6 +25,7 @@ from baton.gateway.errors import (
 )
 from baton.gateway.openapi import (
     OPENAPI_PATH,
+    QUEUE_PATH,
     READY_PATH,
     REQUESTS_PATH,
     WORKERS_PATH,
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from baton.gateway.debug import RequestTraces, WorkerList
     from baton.gateway.metrics import GatewayMetrics
     from baton.gateway.options import GatewayOptions
+    from baton.gateway.queue_page import QueuePage
     from baton.gateway.workers import Workers
 
 
@@ -191,6 +193,7 @@ class DebugPages:
 
     traces: RequestTraces
     workers: WorkerList
+    queue: QueuePage
 
 
 class GatewayApp:
@@ -275,6 +278,8 @@ class GatewayApp:
                 answer = await self._debug(path)
             case _ if path == WORKERS_PATH:
                 answer = self._debug_pages.workers.show()
+            case _ if path == QUEUE_PATH:
+                answer = self._debug_pages.queue.show()
             case _:
                 raise PathNotFoundError(f"{path} does not exist here")
         _need_get(path, scope)

@@ -14,13 +14,14 @@ import os
 import re
 import secrets
 from collections import Counter
-from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
 from baton.errors import UNDECODABLE, ConfigError
 from baton.gateway.errors import QuotaError, UnauthorizedError
+from baton.router.fair_queue import Priority
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from baton.clock import Clock, Instant
 
-Priority: TypeAlias = Literal["low", "normal", "high"]
+Weight: TypeAlias = Annotated[float, Meta(ge=0.01, le=100)]
 Label: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 
 SHARES: Final[dict[Priority, float]] = {"low": 0.5, "normal": 0.9, "high": 1.0}
@@ -47,7 +48,10 @@ log = logging.getLogger(__name__)
 
 
 class ClientKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the file has of one key. `expires_at` is Unix time; None: never, or without a limit."""
+    """What the file has of one key. `expires_at` is Unix time; None: never, or without a limit.
+
+    `priority` and `weight`: when its requests are served of those that wait, and how many of them.
+    """
 
     id: Annotated[str, Meta(pattern=r"^[0-9a-f]{12}$")]
     tenant: Label
@@ -56,6 +60,7 @@ class ClientKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     max_inflight: Annotated[int, Meta(ge=1)] | None = None
     requests_per_minute: Annotated[int, Meta(ge=1)] | None = None
     priority: Priority = "normal"
+    weight: Weight = 1.0
 
 
 class ClientKeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,6 +76,7 @@ def make_key(
     max_inflight: int | None = None,
     requests_per_minute: int | None = None,
     priority: Priority = "normal",
+    weight: float = 1.0,
 ) -> tuple[str, ClientKey]:
     """A new key: what its client gets, once, and what is kept."""
     key_id, secret = secrets.token_hex(ID_BYTES), secrets.token_urlsafe(SECRET_BYTES)
@@ -82,6 +88,7 @@ def make_key(
         max_inflight=max_inflight,
         requests_per_minute=requests_per_minute,
         priority=priority,
+        weight=weight,
     )
     return f"bk-{key_id}-{secret}", kept
 
@@ -144,6 +151,16 @@ class Client:
     def tenant(self) -> str:
         """Whose KV the client's requests may share; empty for everybody."""
         return self.key.tenant if self.key else ""
+
+    @property
+    def priority(self) -> Priority:
+        """The class of its requests; they may name a lower one."""
+        return self.key.priority if self.key else "normal"
+
+    @property
+    def weight(self) -> float:
+        """What its tenant gets of those that wait, relative to others."""
+        return self.key.weight if self.key else 1.0
 
     @property
     def share(self) -> float:

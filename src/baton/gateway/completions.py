@@ -37,6 +37,7 @@ from baton.gateway.request import (
 from baton.gateway.request_context import RequestContext
 from baton.gateway.request_proxy import RequestProxy
 from baton.gateway.several_answers import SeveralAnswers
+from baton.gateway.targets import read_targets
 from baton.gateway.workers import Interruptible
 from baton.ids import new_epoch
 from baton.net.http_exchange import EXTENSION
@@ -89,6 +90,7 @@ class Completions:
         """Serve, or answer with the error; the status to count."""
         try:
             context.client = self._services.clients.authenticate(scope["headers"])
+            context.targets = read_targets(scope["headers"])
             check_content_type(scope["headers"])
             with self._services.clients.admit(context.client):
                 await self._within_limits(context, receive, send)

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from baton.gateway.queue_metrics import QueueMetrics
 from baton.router.health import EjectionCause, HealthState
 from baton.router.placement import NonDisaggregableField
 from baton.telemetry.log_limit import WARNINGS
@@ -248,6 +249,7 @@ class GatewayMetrics:
             registry=self.registry,
         )
         self._add_totals()
+        self.queue = QueueMetrics(self.registry)
         self._models: dict[tuple[str, str], ModelMetrics] = {}
         self.of(NO_MODEL, NO_MODE)
 

@@ -7,13 +7,21 @@ answer; vLLM's have more.
 from __future__ import annotations
 
 from functools import cache
-from typing import Annotated, Any, Final, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias, get_args
 
 import msgspec
 from msgspec import Meta
 
 from baton import __version__
 from baton.gateway.request import MAX_MODEL_CHARS
+from baton.gateway.targets import (
+    MAX_TPOT_MS,
+    MAX_TTFT_MS,
+    MIN_MS,
+    PRIORITY_HEADER,
+    TPOT_HEADER,
+    TTFT_HEADER,
+)
 from baton.protocol.engine_fields import VLLM_FIELDS
 from baton.protocol.request_fields import ChatFields, CompletionFields
 from baton.protocol.worker_http import (
@@ -28,11 +36,13 @@ from baton.protocol.worker_http import (
     ServedModels,
     Version,
 )
+from baton.router.fair_queue import Priority
 
 OPENAPI_PATH: Final = "/openapi.json"
 READY_PATH: Final = "/ready"
 REQUESTS_PATH: Final = "/debug/requests"
 WORKERS_PATH: Final = "/debug/workers"
+QUEUE_PATH: Final = "/debug/queue"
 
 Json: TypeAlias = dict[str, Any]
 
@@ -171,6 +181,7 @@ def _management_paths() -> Json:
             **_get("show_request", "a request's way and its times", an_object, "404"),
         },
         WORKERS_PATH: _get("list_workers", "the workers and their state", an_object, "404"),
+        QUEUE_PATH: _get("show_queue", "requests that wait for a worker", an_object, "404"),
     }
 
 
@@ -202,11 +213,34 @@ def _completion(what: str, request: type, answer: type) -> Json:
         "post": {
             "operationId": f"create_{answer.__name__}",
             "summary": f"Go on from {what}",
+            "parameters": _request_headers(),
             "requestBody": {"required": True, "content": _json(request)},
             "responses": responses,
             "security": [{"key": []}, {}],
         }
     }
+
+
+def _request_headers() -> list[Json]:
+    seconds = "milliseconds, a decimal number"
+    return [
+        _header(
+            TTFT_HEADER,
+            f"target of the time to first token, {seconds}; a request that would wait longer for a "
+            "worker is refused at once",
+            {"type": "number", "minimum": MIN_MS, "maximum": MAX_TTFT_MS},
+        ),
+        _header(
+            TPOT_HEADER,
+            f"target of the mean time per output token, {seconds}; for the policy `cost`",
+            {"type": "number", "minimum": MIN_MS, "maximum": MAX_TPOT_MS},
+        ),
+        _header(
+            PRIORITY_HEADER,
+            "a class below that of the API key",
+            {"type": "string", "enum": list(get_args(Priority))},
+        ),
+    ]
 
 
 def _get(operation_id: str, summary: str, content: Json, *errors: str) -> Json:
@@ -234,6 +268,10 @@ def _json(struct: type) -> Json:
 
 def _content(media_type: str, schema: Json) -> Json:
     return {media_type: {"schema": schema}}
+
+
+def _header(name: str, description: str, schema: Json) -> Json:
+    return {"name": name, "in": "header", "schema": schema, "description": description}
 
 
 def _path_parameter(name: str, description: str) -> Json:

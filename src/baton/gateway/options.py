@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from baton.config.cluster_key import is_loopback
 from baton.errors import ConfigError
+from baton.gateway.targets import NO_TARGETS
 from baton.protocol.worker_http import Role
 from baton.router.health import DEFAULT_HEALTH, HealthOptions
 from baton.router.placement import POLICIES
@@ -18,9 +19,11 @@ if TYPE_CHECKING:
 
     from baton.auth.credentials import Credentials
     from baton.config.sections import Tls
+    from baton.gateway.targets import Targets
     from baton.router.modes import ModeSetting
 
 MIB = 1 << 20
+ANY_MODEL = "*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,8 @@ class GatewayOptions:
     or `insecure`. Of several processes, which share the gateway's port, each has its own one.
     `tls_certificate` and `tls_key`: PEM files, with which the gateway's own port speaks TLS.
     `wait_for_worker_s`: how long a request waits where no worker can serve it; 0: not at all.
+    `max_running_per_worker` None: as workers report; `max_queued_…`: what may wait for them.
+    `targets`: by model, "*" for those that are not named.
     `allowed_hosts` and `allowed_origins`: see `baton.gateway.app.RequestOrigin`.
 
     Raises:
@@ -93,6 +98,11 @@ class GatewayOptions:
     max_answer_bytes: int = 64 * MIB
     max_answers: int = 128
     max_total_record_bytes: int = 256 * MIB
+    max_running_per_worker: int | None = None
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 4 * MIB
+    max_queued_per_tenant: int | None = None
+    targets: Mapping[str, Targets] = field(default_factory=dict)
     request_timeout_s: float = 600.0
     first_byte_timeout_s: float = 300.0
     connect_timeout_s: float = 3.0
@@ -155,6 +165,11 @@ class GatewayOptions:
                 "file with --client-keys; or give --insecure"
             )
 
+    def targets_of(self, model: str) -> Targets:
+        """What the operator wants for a model's requests."""
+        found = self.targets.get(model)
+        return self.targets.get(ANY_MODEL, NO_TARGETS) if found is None else found
+
     @property
     def is_managed_here(self) -> bool:
         """Whether /metrics and /debug are answered on the gateway's own port."""
@@ -171,6 +186,8 @@ class GatewayOptions:
             "max_total_body_bytes",
             "max_answer_bytes",
             "max_answers",
+            "max_queued_requests",
+            "max_queued_tokens",
             "request_timeout_s",
             "first_byte_timeout_s",
             "connect_timeout_s",
@@ -183,3 +200,6 @@ class GatewayOptions:
                 raise ConfigError(f"gateway.{name} must be above 0")
         if self.wait_for_worker_s < 0:
             raise ConfigError("gateway.wait_for_worker_s must not be below 0")
+        for name in ("max_running_per_worker", "max_queued_per_tenant"):
+            if (limit := getattr(self, name)) is not None and limit <= 0:
+                raise ConfigError(f"gateway.{name} must be above 0, or left out")

@@ -22,6 +22,7 @@ from prometheus_client import disable_created_metrics
 from baton.auth.ticket import TicketIssuer
 from baton.clock import MachineClock
 from baton.config.cluster_key import is_loopback
+from baton.gateway.admission import Admission
 from baton.gateway.app import (
     Access,
     DebugPages,
@@ -39,6 +40,7 @@ from baton.gateway.kv_events import KVEvents
 from baton.gateway.metrics import GatewayMetrics, HealthCollector, RouterCollector
 from baton.gateway.prefixes import Prefixes
 from baton.gateway.process_group import ProcessGroup
+from baton.gateway.queue_page import QueuePage
 from baton.gateway.request_context import BackgroundTasks, Fallbacks, Services
 from baton.gateway.stream_record import RecordBudget
 from baton.gateway.upstream import Upstream
@@ -50,6 +52,7 @@ from baton.net.tls import ServerTls
 from baton.router.failover import RetryBudget
 from baton.router.load import FleetLoad
 from baton.router.placement import POLICIES
+from baton.router.room import FleetRoom
 from baton.telemetry.process_status import Ready, StatusReporter
 
 if TYPE_CHECKING:
@@ -106,7 +109,9 @@ def _give_large_bodies_back() -> None:
 async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[GatewayApp]:
     """The ASGI application with its probes and connections, for as long as the block runs."""
     metrics, load = GatewayMetrics(), FleetLoad()
-    workers = Workers(options.workers, metrics, options.health)
+    room = FleetRoom(load, options.max_running_per_worker)
+    workers = Workers(options.workers, metrics, options.health, on_load=room.note_report)
+    admission = Admission(options, clock, metrics, workers=workers, load=load, room=room)
     metrics.registry.register(RouterCollector(load, workers))
     metrics.registry.register(HealthCollector(workers))
     upstream = Upstream(options)
@@ -125,6 +130,7 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
         upstream=upstream,
         placement=policy,
         load=load,
+        admission=admission,
         prefixes=prefixes,
         fallbacks=Fallbacks(metrics, clock),
         background_tasks=BackgroundTasks(),
@@ -139,13 +145,15 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
     health_monitor.start()
     events.start()
     try:
-        traces = RequestTraces(records, workers, upstream)
-        worker_list = WorkerList(workers, events, load, clock)
         yield GatewayApp(
             Completions(services, records),
             workers,
             metrics,
-            debug=DebugPages(traces, worker_list),
+            debug=DebugPages(
+                RequestTraces(records, workers, upstream),
+                WorkerList(workers, events, load, clock),
+                QueuePage(admission, room, load, workers=workers, clock=clock),
+            ),
             readiness=Readiness(workers, clock),
             access=Access(
                 RequestOrigin.of(options),

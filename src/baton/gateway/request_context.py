@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 from baton.gateway.clients import EVERYBODY
 from baton.gateway.metrics import NO_MODE, NO_MODEL, Phase
 from baton.gateway.request import MAX_REQUEST_ID_CHARS
+from baton.gateway.targets import NO_TARGETS
 from baton.ids import RequestId
 from baton.protocol.worker_http import REQUEST_ID_HEADER
 from baton.telemetry.log_limit import LimitedLog
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from baton.auth.ticket import TicketIssuer
     from baton.clock import Clock, Instant
+    from baton.gateway.admission import Admission
     from baton.gateway.audit import AuditLog
     from baton.gateway.clients import Client, Clients
     from baton.gateway.health_monitor import HealthMonitor
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from baton.gateway.options import GatewayOptions
     from baton.gateway.prefixes import Prefixes
     from baton.gateway.stream_record import RecordBudget
+    from baton.gateway.targets import Targets
     from baton.gateway.upstream import Upstream
     from baton.gateway.waiting import WaitingRequests
     from baton.gateway.workers import Workers
@@ -89,6 +92,7 @@ class Services:
     upstream: Upstream
     placement: PlacementPolicy
     load: FleetLoad
+    admission: Admission
     prefixes: Prefixes | None
     fallbacks: Fallbacks
     background_tasks: BackgroundTasks
@@ -114,8 +118,8 @@ class RequestContext:
     that went to the client, and is empty before the first: of a stream, whole events. `running` is
     the attempt under way, `num_streamed` the parts of its answer that came one by one,
     `num_predicted` the tokens that its worker should have cached, `num_cached` those that a prefill
-    worker had. Where this is one part of a client's request, `whole` is that; else `exchange` is
-    the client's.
+    worker had, `waited_s` its time in the queue. Where this is one part of a client's request,
+    `whole` is that; else `exchange` is the client's.
     """
 
     id: RequestId
@@ -137,6 +141,8 @@ class RequestContext:
     num_predicted: int | None = None
     num_cached: int | None = None
     num_streamed: int = 0
+    targets: Targets = NO_TARGETS
+    waited_s: float = 0.0
     first_byte_timer: asyncio.TimerHandle | None = None
     whole: RequestContext | None = None
     exchange: HttpExchange | None = None
@@ -185,6 +191,12 @@ class RequestContext:
         self.trace.peer = decode.id if prefill is None else f"{prefill.id} → {decode.id}"
         if self.whole is not None and self.whole.placement is None:
             self.whole.begin_attempt(placement, metrics)
+
+    def note_waited(self, seconds: float) -> None:
+        """It is no longer in the queue."""
+        self.waited_s = self.trace.waited_s = seconds
+        if self.whole is not None:
+            self.whole.trace.waited_s = max(seconds, self.whole.trace.waited_s)
 
     def watch_client(self, on_left: Callable[[], None]) -> None:
         """Call `on_left` once if the client leaves, or has left."""

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from baton.clock import Instant
     from baton.gateway.request import CompletionBody
     from baton.gateway.request_context import RequestContext, Services
+    from baton.ids import WorkerId
     from baton.router.fleet import Fleet, WorkerView
     from baton.router.load import RunningRequest
     from baton.router.prefixes import PromptMatch
@@ -80,6 +81,7 @@ class RequestProxy:
         self._match: PromptMatch | None = None
         self._resumption = Resumption(services, context)
         self._wait_ends_at: Instant | None = None
+        self._full: frozenset[WorkerId] = frozenset()
 
     async def run(self) -> None:
         """Place, ask, forward.
@@ -87,16 +89,23 @@ class RequestProxy:
         Raises:
             ModelNotFoundError: no worker serves that model.
             NoWorkerError: none of those that do is available.
+            QuotaError, OverloadedError: see `Admission.enter`.
             UpstreamError: the workers that were asked failed.
         """
-        with self._resumption:
-            await self._serve()
+        admission = self._services.admission
+        await self._check_prompt()
+        full = await admission.enter(self._context, self._body, self._num_tokens, self._match)
+        self._full = full
+        try:
+            with self._resumption:
+                await self._try_workers()
+        finally:
+            admission.leave(self._context.model)
 
-    async def _serve(self) -> None:
+    async def _try_workers(self) -> None:
         services, resumption = self._services, self._resumption
         failover, failed = Failover(failed_modes=self._excluded_modes), None
         services.retry_budget.add_request()
-        await self._check_prompt()
         while failover.may_retry and not resumption.is_over:
             if failed is not None and not services.retry_budget.take(services.clock.now()):
                 services.metrics.refused_retries.inc()
@@ -176,6 +185,9 @@ class RequestProxy:
             failed_modes=EVERY_MODE if self._resumption.needs_no_prompt else failover.failed_modes,
             at=services.clock.now(),
             cached={} if self._match is None else self._match.cached,
+            full=self._full,
+            ttft_s=services.admission.ttft_left_s(context),
+            tpot_s=services.admission.tpot_s(context),
         )
         held = self._place_beside(fleet) if failed is None else None
         placement = held or services.placement.place(fleet, request, services.load)
@@ -218,7 +230,9 @@ class RequestProxy:
             num_handed -= match.cached.get(placement.decode.id, 0)
             num_tokens -= context.num_predicted
             services.prefixes.expect(context.model, match, placement)
-        context.running = services.load.begin(placement, num_tokens, now, num_handed)
+        context.running = services.load.begin(
+            placement, num_tokens, now, num_handed, waited_s=context.waited_s
+        )
         return context.running
 
     def _note_cached(self, placement: Placement) -> None:

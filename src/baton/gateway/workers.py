@@ -45,6 +45,8 @@ KV_ROLES: Final = {
 }
 
 
+OnLoad: TypeAlias = "Callable[[WorkerId, str, WorkerLoad | None], None]"
+
 _decoder = msgspec.json.Decoder(WorkerInfo)
 _health_decoder = msgspec.json.Decoder(Health)
 
@@ -250,11 +252,14 @@ class Workers:
         addresses: Iterable[WorkerAddress],
         metrics: GatewayMetrics,
         health: HealthOptions = DEFAULT_HEALTH,
+        *,
+        on_load: OnLoad | None = None,
     ) -> None:
+        """`on_load` is called with each report: a worker's name, its model, its load."""
         self.all = tuple(Worker(address, health) for address in addresses)
         self.fleet = Fleet()
         self.on_change: Callable[[Fleet], None] = _ignore
-        self._metrics = metrics
+        self._metrics, self._on_load = metrics, on_load
         self._by_id: dict[WorkerId, Worker] = {}
         for worker in self.all:
             metrics.worker_up(str(worker.url), worker.address.role, up=False)
@@ -352,7 +357,9 @@ class Workers:
         self._make_fleet()
 
     def note_load(self, worker: Worker, load: WorkerLoad | None) -> None:
-        """It reported its load."""
+        """It reported its load, or that it does not."""
+        if self._on_load is not None and worker.info is not None:
+            self._on_load(worker.info.worker, worker.info.served_model_name, load)
         if worker.load != load:
             worker.load = load
             self._make_fleet()

@@ -125,12 +125,16 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerLoad(msgspec.Struct, frozen=True):
-    """A worker's queue and KV blocks. A block that is only cached is free."""
+    """A worker's queue and KV blocks. A block that is only cached is free.
+
+    `max_running`: requests that its engine works on at once, where they have blocks.
+    """
 
     num_waiting: Annotated[int, Meta(ge=0)]
     num_blocks: Annotated[int, Meta(gt=0)]
     num_free_blocks: Annotated[int, Meta(ge=0)]
     block_size: Annotated[int, Meta(gt=0)]
+    max_running: Annotated[int, Meta(gt=0)] | UnsetType = UNSET
 
 
 class Health(msgspec.Struct, frozen=True):

@@ -14,6 +14,9 @@ File map:
     pairing.py      `PairingPolicy`: a decode worker, then a prefill worker for it
     simple.py       `RoundRobin`, `LeastLoaded`, `RandomChoice`
     cost.py         `CostPolicy`: one worker or two, by what the client will see
+    room.py         `FleetRoom`: how many more requests the workers can use
+    admission.py    `AdmissionQueue`: those that wait for that, and who is refused early;
+                    fair_queue.py: whose turn it is; drain_rate.py: how fast they are taken
     failover.py     what to do when a worker fails
     health.py       `WorkerHealth`: who is ejected, gets a trial request, or a growing share
 """

@@ -31,6 +31,7 @@ from baton.router.pairing import (
     find_decodes,
     hand_over,
     is_usable,
+    not_full,
     serve_alone,
 )
 from baton.router.placement import Placement, Unplaceable
@@ -192,13 +193,13 @@ class CostPolicy:
     def _find_usable(
         self, fleet: Fleet, request: PlacementRequest, load: FleetLoad
     ) -> _Usable | Unplaceable:
-        """Made once for a fleet, unless workers have just failed this request."""
+        """Made once for a fleet, unless some of its workers are not for this request."""
         served = fleet.models.get(request.model)
         prefills = self._divide(served, request, load) if served is not None else frozenset()
         known = self._usable.get(request.model)
         if (
             known is not None
-            and not request.avoid
+            and not (request.avoid or request.full)
             and known.served is served
             and known.prefills == prefills
             and known.num_forgotten == load.num_forgotten
@@ -211,8 +212,8 @@ class CostPolicy:
         decodes = [w for w in decodes if w.id not in prefills] or decodes
         places = {worker.id: at for at, worker in enumerate(decodes)}
         workers = [*decodes]
-        for worker in served.helpers:
-            if is_usable(worker, request) and worker.id not in places:
+        for worker in not_full([w for w in served.helpers if is_usable(w, request)], request):
+            if worker.id not in places:
                 places[worker.id] = len(workers)
                 workers.append(worker)
         helpers = [
@@ -230,7 +231,7 @@ class CostPolicy:
             load.rows(workers),
             any(worker.slow_start is not None for worker in workers),
         )
-        if not request.avoid:
+        if not (request.avoid or request.full):
             self._usable[request.model] = usable
         return usable
 
@@ -281,8 +282,9 @@ class CostPolicy:
 
     def _best_alone(self, parts: _Parts, request: PlacementRequest) -> Candidate:
         """The best worker to do both parts; among equals the first of the operator's list."""
-        ttft = self._own_ttft(parts.queue_s + parts.prefill_s)
-        costs = ttft + parts.stall + self._own_tpot(parts.tpot_s) + parts.crowd
+        ttft = self._own_ttft(parts.queue_s + parts.prefill_s, request)
+        tpot = self._own_tpot(parts.tpot_s, request)
+        costs = ttft + parts.stall + tpot + parts.crowd
         if parts.shares is not None:
             costs /= parts.shares
         usable = parts.usable
@@ -303,8 +305,8 @@ class CostPolicy:
         """
         usable = parts.usable
         workers, num = usable.workers, usable.num_decodes
-        computing = self._own_ttft(parts.queue_s + parts.prefill_s) + parts.stall
-        answering = self._own_tpot(parts.tpot_s[:num]) + parts.crowd[:num]
+        computing = self._own_ttft(parts.queue_s + parts.prefill_s, request) + parts.stall
+        answering = self._own_tpot(parts.tpot_s[:num], request) + parts.crowd[:num]
         found: list[tuple[float, int, int, float]] = []
         least = enough = inf
         seconds = _find_least(answering, np.arange(num))
@@ -320,7 +322,8 @@ class CostPolicy:
                     continue
                 handed = float(parts.num_uncached[second])
                 handoff_s = load.handoff_cost(prefill, decode).predict(handed)
-                cost = self._own_ttft(before_s + handoff_s) + stall + float(answering[second])
+                ttft = self._own_ttft(before_s + handoff_s, request)
+                cost = ttft + stall + float(answering[second])
                 if parts.shares is not None:
                     cost /= float(min(parts.shares[first], parts.shares[second]))
                 found.append((cost, first, second, handoff_s))
@@ -337,17 +340,17 @@ class CostPolicy:
             for cost, first, second, handoff_s in found
         ]
 
-    def _own_ttft(self, ttft_s: _Number) -> _Number:
-        """What the time to the first token counts."""
+    def _own_ttft(self, ttft_s: _Number, request: PlacementRequest) -> _Number:
+        """What the time to the first token counts, by the request's own limit if it has one."""
         if self._options.objective == "throughput":
             return ttft_s
-        return _bend(ttft_s / self._options.ttft_s)
+        return _bend(ttft_s / (request.ttft_s or self._options.ttft_s))
 
-    def _own_tpot(self, tpot_s: _Number) -> _Number:
-        """What the time of a token counts."""
+    def _own_tpot(self, tpot_s: _Number, request: PlacementRequest) -> _Number:
+        """What the time of a token counts, by the request's own limit if it has one."""
         if self._options.objective == "throughput":
             return TYPICAL_ANSWER_TOKENS * tpot_s
-        return _bend(tpot_s / self._options.tpot_s)
+        return _bend(tpot_s / (request.tpot_s or self._options.tpot_s))
 
 
 def _find_least(values: NDArray[np.float64], places: NDArray[np.intp]) -> list[int]:

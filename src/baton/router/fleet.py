@@ -89,10 +89,11 @@ class ModelWorkers:
         """Sort the workers of one model by their parts."""
         listed = tuple(workers)
         decodes = tuple(w for w in listed if w.decodes)
+        helpers = tuple(w for w in listed if w.role is not Role.DECODE)
         return cls(
             prefills=tuple(w for w in listed if w.role is Role.PREFILL),
             decodes=decodes,
-            helpers=tuple(w for w in listed if w.role is not Role.DECODE),
+            helpers=decodes if helpers == decodes else helpers,
             decode_protocols=frozenset(w.protocol for w in decodes),
             trials=tuple(w for w in listed if w.half_open),
         )

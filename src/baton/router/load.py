@@ -36,6 +36,8 @@ MOST_WORKERS: Final = 4096
 """Of which anything is remembered; those that have nothing to do are forgotten then."""
 MOST_ENDED: Final = 512
 """Requests that are remembered after their end."""
+MOST_SHARE: Final = 0.95
+"""Of a worker's time that prompts take: a step is not called slower than 20 times for that."""
 _TYPICAL_TOKENS: Final = 1000.0
 _PREFILL_GUESS: Final = (0.005, 5e-5)
 _STEP_GUESS: Final = (0.01, 2e-4)
@@ -132,6 +134,11 @@ class WorkerActivity:
         """The share of its time that prompts took lately, 0 to 1."""
         return min(1.0, self._prefill_share * exp((self._share_at - now) / WINDOW_S))
 
+    def pace_s(self, more: int, now: float) -> float:
+        """Of a token, with so many answers more."""
+        share = min(MOST_SHARE, self.prefill_share(now))
+        return self.step_cost.predict(self.num_decodes + more) / (1.0 - share)
+
     def add_prefill(self, num_tokens: int, now: float) -> tuple[float, float]:
         """A prompt is given to it: when it should be done, and what that is relative to."""
         self.num_prefills += 1
@@ -200,7 +207,7 @@ class EndedRequest:
 
     @property
     def lasted_s(self) -> float:
-        """From its placement to its end."""
+        """From its arrival to its end."""
         return self.ttft_s + self.tpot_s * (self.num_streamed - 1)
 
 
@@ -208,7 +215,8 @@ class EndedRequest:
 class RunningRequest:
     """One attempt, from its placement to its end. Owner: the gateway's thread.
 
-    `num_tokens` of its prompt are to be computed, `num_handed` to be handed over.
+    `num_tokens` of its prompt are to be computed, `num_handed` to be handed over. Before that it
+    `waited_s` in the gateway.
     """
 
     prefill: WorkerActivity
@@ -219,6 +227,7 @@ class RunningRequest:
     began_at: float
     ended: deque[EndedRequest]
     _expected: tuple[float, float]
+    waited_s: float = 0.0
     _is_prefilled: bool = False
     _prefilled_at: float | None = None
     _first_at: float | None = None
@@ -260,12 +269,8 @@ class RunningRequest:
         pace_s = (now - first_at) / (num_streamed - 1)
         alone = 1.0 - min(MOST_SHARE, self.decode.prefill_share(now))
         self.decode.observe_step(stream_seconds / (now - first_at), pace_s * alone)
-        ttft_s = first_at - self.began_at
+        ttft_s = self.waited_s + first_at - self.began_at
         self.ended.append(EndedRequest(now, self.num_tokens, num_streamed, ttft_s, pace_s))
-
-
-MOST_SHARE: Final = 0.95
-"""Of a worker's time that prompts take: a step is not called slower than 20 times for that."""
 
 
 class ModelCosts:
@@ -322,11 +327,17 @@ class FleetLoad:
         return cost
 
     def begin(
-        self, placement: Placement, num_tokens: int, now: float, num_handed: int | None = None
+        self,
+        placement: Placement,
+        num_tokens: int,
+        now: float,
+        num_handed: int | None = None,
+        *,
+        waited_s: float = 0.0,
     ) -> RunningRequest:
         """A request goes to these workers, of which one has so many prompt tokens to compute.
 
-        `num_handed` are then handed over, all of them unless it is given.
+        `num_handed` are then handed over, all of them unless it is given. `waited_s`: for a place.
         """
         decode_view, prefill_view = placement.decode, placement.prefill
         decode, cost = self.of(decode_view.id, decode_view.model), None
@@ -338,7 +349,9 @@ class FleetLoad:
         decode.count_decodes(+1)
         ended = self.costs(decode_view.model).ended
         handed = num_tokens if num_handed is None else num_handed
-        return RunningRequest(prefill, decode, cost, num_tokens, handed, now, ended, expected)
+        return RunningRequest(
+            prefill, decode, cost, num_tokens, handed, now, ended, expected, waited_s
+        )
 
     def costs(self, model: str) -> ModelCosts:
         """What a model's workers share."""

@@ -62,7 +62,7 @@ def find_decodes(fleet: Fleet, request: PlacementRequest) -> list[WorkerView] | 
     if not decodes or request.avoid:  # a retry is no trial
         decodes = [w for w in served.decodes if is_usable(w, request)]
     decodes = decodes or [w for w in served.decodes if w.ejected and w.id not in request.avoid]
-    return decodes or Unplaceable(_explain_no_decode(served, request))
+    return not_full(decodes, request) or Unplaceable(_explain_no_decode(served, request))
 
 
 def find_prefills(
@@ -71,7 +71,15 @@ def find_prefills(
     """Those that may prefill a request for this decode worker; a half-open one, if there is."""
     listed = served.prefills
     found = [w for w in listed if is_usable(w, request) and decode.why_not_from(w) is None]
-    return [w for w in found if w.half_open][:1] or found if served.trials else found
+    half_open = [w for w in found if w.half_open][:1] if served.trials else []
+    return half_open or not_full(found, request)
+
+
+def not_full(workers: list[WorkerView], request: PlacementRequest) -> list[WorkerView]:
+    """Those that can use a request now; all of them if none can."""
+    if not request.full:
+        return workers
+    return [worker for worker in workers if worker.id not in request.full] or workers
 
 
 def is_usable(worker: WorkerView, request: PlacementRequest) -> bool:

@@ -40,7 +40,8 @@ class PlacementRequest:
     `num_prompt_tokens` is an estimate where the prompt could not be tokenized, `at` the time on the
     clock by which `FleetLoad` is kept. `failed_modes` may name modes that are not for this request.
     `cached`: tokens of the prompt that workers have, from the first on; others have none, as far as
-    is known.
+    is known. `full`: workers that are not chosen while others are left. `ttft_s` and `tpot_s`: the
+    request's own limits, None where the policy's hold.
     """
 
     model: str
@@ -50,6 +51,9 @@ class PlacementRequest:
     failed_modes: frozenset[HandoffMode] = frozenset()
     at: float = 0.0
     cached: Mapping[WorkerId, int] = field(default_factory=dict)
+    full: frozenset[WorkerId] = frozenset()
+    ttft_s: float | None = None
+    tpot_s: float | None = None
 
     def count_uncached(self, worker: WorkerId) -> int:
         """Tokens that a worker would have to compute: at least one, for the answer's first."""

@@ -66,6 +66,7 @@ class RequestSpan(msgspec.Struct, kw_only=True):
     reroutes: list[str] = []  # "transport: why", for each that failed and was taken over
     verified_bytes: dict[str, int] = {}  # by transport: compared with their sender's digests
     digest_failures: dict[str, int] = {}  # by transport: notices whose bytes were others
+    waited_s: float = 0.0  # in the gateway's queue
     outcome: str | None = None
 
     def stamp(self, name: Stamp, at: float) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+from msgspec import UNSET
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 import baton
@@ -161,6 +162,7 @@ class StatusPages:
             num_blocks=stats.num_blocks,
             num_free_blocks=stats.num_free_blocks,
             block_size=self.engine.info.layout.block_size,
+            max_running=self.engine.info.max_running or UNSET,
         )
 
 

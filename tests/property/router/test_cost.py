@@ -50,6 +50,8 @@ requests = st.builds(
     num_prompt_tokens=st.integers(1, 30_000),
     at=st.just(NOW),
     cached=st.dictionaries(st.sampled_from([f"w{i}" for i in range(5)]), st.integers(0, 30_000)),
+    ttft_s=st.none() | st.floats(0.05, 5.0),
+    tpot_s=st.none() | st.floats(0.01, 0.5),
 )
 
 
@@ -91,7 +93,8 @@ def naive_cost(prefill, decode, request_, load, wanted):
     slower = (bend(after / limit) - bend(before / limit)) * answering.num_decodes
     usual, shared = pace(computing, 0), pace(computing, 0, prefill_s / 3.0)
     stalled = (bend(shared / limit) - bend(usual / limit)) * computing.num_decodes
-    return bend(ttft_s / wanted.ttft_s) + bend(after / limit) + slower + stalled
+    own_ttft, own_tpot = request_.ttft_s or wanted.ttft_s, request_.tpot_s or limit
+    return bend(ttft_s / own_ttft) + bend(after / own_tpot) + slower + stalled
 
 
 @given(fleets, requests, work, options)

@@ -151,6 +151,7 @@ class TransformersEngine:
             max_context_tokens=loaded.max_context_tokens,
             vocab_size=loaded.vocab_size,
             eos_token_ids=loaded.eos_token_ids,
+            max_running=options.max_num_seqs,
         )
         self._options, self._clock = options, clock
         self._model = PagedModel(loaded.model, loaded.shape, pages, options.block_size)

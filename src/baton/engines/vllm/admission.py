@@ -83,8 +83,8 @@ class VllmBlockPool(Protocol):
 class SchedulerPressure:
     """Owned by the scheduler's thread."""
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self, block_size: int, max_running: int | None = None) -> None:
+        self._block_size, self._max_running = block_size, max_running
         self._pool: VllmBlockPool | None = None
         self._waiting: set[VllmRequestId] = set()
         self._blocked: set[VllmRequestId] = set()
@@ -148,7 +148,9 @@ class SchedulerPressure:
         # One block is vLLM's own: it stands for those that a window has left behind.
         num_blocks = pool.num_gpu_blocks - 1
         num_free = pool.get_num_free_blocks()
-        return Occupancy(len(self._waiting), num_blocks, num_free, self._block_size)
+        return Occupancy(
+            len(self._waiting), num_blocks, num_free, self._block_size, self._max_running
+        )
 
     def _leave(self, request: VllmRequestId) -> None:
         self._waiting.discard(request)
@@ -181,7 +183,7 @@ class Admission:
         self._reader = reader
         self._schedule = HandoffSchedule(block_size)
         self._block_size, self._held = block_size, held
-        self._pressure = SchedulerPressure(block_size)
+        self._pressure = SchedulerPressure(block_size, model.max_running)
         self._refused = RefusalCounter()
         self._probes: set[VllmRequestId] = set()
         self._ranks: dict[int, RankFacts] = {}

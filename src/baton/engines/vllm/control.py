@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 import uvicorn
+from msgspec import UNSET
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from baton.clock import MachineClock
@@ -242,6 +243,7 @@ def _load(occupancy: Occupancy | None) -> WorkerLoad | None:
         num_blocks=occupancy.num_blocks,
         num_free_blocks=occupancy.num_free_blocks,
         block_size=occupancy.block_size,
+        max_running=occupancy.max_running or UNSET,
     )
 
 

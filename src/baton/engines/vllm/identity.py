@@ -139,6 +139,7 @@ class ModelFacts:
     max_context_tokens: int
     transports: tuple[str, ...]
     kv_events: KVEventsSource | None
+    max_running: int | None = None
 
 
 def describe_worker(
@@ -178,6 +179,7 @@ def read_model_facts(vllm_config: VllmConfig, transports: tuple[str, ...]) -> Mo
         max_context_tokens=int(model.max_model_len),
         transports=transports,
         kv_events=_read_kv_events(vllm_config),
+        max_running=int(vllm_config.scheduler_config.max_num_seqs),
     )
 
 

@@ -19,12 +19,16 @@ VllmRequestId: TypeAlias = str
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """vLLM's queue and KV blocks, of `block_size` tokens each."""
+    """vLLM's queue and KV blocks, of `block_size` tokens each.
+
+    `max_running`: its `max_num_seqs`, None where that is not known.
+    """
 
     num_waiting: int
     num_blocks: int
     num_free_blocks: int
     block_size: int
+    max_running: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
