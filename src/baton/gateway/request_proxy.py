@@ -123,17 +123,23 @@ class RequestProxy:
 
     async def _wait_for_decode(self, failover: Failover) -> str | None:
         """Wait for one of those that are away; or why not."""
-        known = self._serving(self._services.workers.fleet).models[self._context.model].decodes
+        known = self._decodes_in(self._services.workers.fleet)
         away = frozenset(w.id for w in known if not w.available and not w.ejected)
         if not away:
             return "none is expected back"
         failover.forgive(away)
 
         def is_served(fleet: Fleet) -> bool:
-            served = self._serving(fleet).models[self._context.model].decodes
-            return any(w.available and w.id not in failover.avoid for w in served)
+            decodes = self._decodes_in(fleet)
+            return any(w.available and w.id not in failover.avoid for w in decodes)
 
         return await self._wait(is_served)
+
+    def _decodes_in(self, fleet: Fleet) -> list[WorkerView]:
+        """The workers that may answer it, available or not."""
+        served, needs_vllm = fleet.models.get(self._context.model), find_vllm_field(self._body)
+        decodes = () if served is None else served.decodes
+        return [w for w in decodes if needs_vllm is None or w.protocol == "vllm"]
 
     async def _wait(self, is_served: Callable[[Fleet], bool]) -> str | None:
         waiting = self._services.waiting
@@ -151,6 +157,8 @@ class RequestProxy:
         context, services = self._context, self._services
         fleet = services.workers.fleet
         context.metrics = services.metrics.of(context.model, NO_MODE)
+        if context.model not in fleet.models:  # its last worker came back as something else
+            return Unplaceable(f"the model {context.model!r} is not served any more")
         fleet = self._serving(fleet)
         speaks_vllm = "vllm" in fleet.models[context.model].decode_protocols
         non_disaggregable = find_non_disaggregable_field(self._body) if speaks_vllm else None
