@@ -228,22 +228,29 @@ def gateways(fleet: Fleet, peers: Path | None) -> Iterator[dict[str, tuple[str, 
         yield found
 
 
-def answers(url: str) -> bool:
+def answers(url: str, model: str) -> bool:
     """Whether a server answers one request."""
     try:
-        post(url, PATH, WHOLE)
+        post(url, PATH, WHOLE | {"model": model})
     except (ServerError, OSError, http.client.HTTPException):
         return False
     return True
 
 
 @contextmanager
-def router(name: str, environment: Path, urls: list[str]) -> Iterator[tuple[str, int]]:
+def router(
+    name: str,
+    environment: Path,
+    urls: list[str],
+    *,
+    policy: str = "round_robin",
+    model: str = MODEL,
+) -> Iterator[tuple[str, int]]:
     """A peer's router before these workers: its URL and process id."""
     module, port = name.replace("-", "_"), find_free_port()
     command = [
         str(environment / "bin" / "python"), "-m", f"{module}.launch_router",
-        "--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin",
+        "--host", "127.0.0.1", "--port", str(port), "--policy", policy,
         "--prometheus-port", str(find_free_port()), "--prometheus-host", "127.0.0.1",
         "--worker-urls", *urls,
     ]  # fmt: skip
@@ -254,7 +261,7 @@ def router(name: str, environment: Path, urls: list[str]) -> Iterator[tuple[str,
     )  # fmt: skip
     try:
         url, deadline_s = f"http://127.0.0.1:{port}", time.perf_counter() + PEER_TIMEOUT_S
-        while not answers(url):  # it is healthy before it has registered its workers
+        while not answers(url, model):  # it is healthy before it has registered its workers
             if process.poll() is not None or time.perf_counter() > deadline_s:
                 raise RouterError(f"{name} did not start: {' '.join(command)}")
             time.sleep(0.2)

@@ -80,6 +80,10 @@ def start_small_decode(cluster_factory: ClusterFactory) -> tuple[FleetProcess, .
     return (server,)
 
 
+def start_victim(cluster_factory: ClusterFactory) -> tuple[FleetProcess, ...]:
+    return (cluster_factory.start("victim", "decode"),)
+
+
 STARTERS: Final[Mapping[str, Starter]] = {
     "speculating": start_speculating,
     "fp8_pair": start_fp8_pair,
@@ -87,5 +91,6 @@ STARTERS: Final[Mapping[str, Starter]] = {
     "two_ranks": start_two_ranks,
     "standing_pair": start_slow_prefill,
     "small_decode": start_small_decode,
+    "victim": start_victim,
 }
 """By the name of the fixture."""

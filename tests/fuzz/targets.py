@@ -52,9 +52,10 @@ from baton.errors import (
     TicketError,
     TransferError,
 )
-from baton.events.blocks import EventDomain, WorkerBlockIndex
+from baton.events.blocks import BlockRemoved, BlockStored, EventDomain, WorkerBlockIndex
+from baton.events.journal import BATON_HASHES, JournalPage
 from baton.events.sequence import Deliver, Sequencer
-from baton.events.wire import decode_message, decode_replayed
+from baton.events.wire import decode_message, decode_page, decode_replayed, encode_page
 from baton.gateway import protocol_adapters
 from baton.gateway.clients import ClientKeyFile, Clients, make_key, read_keys
 from baton.gateway.errors import UnauthorizedError
@@ -67,6 +68,8 @@ from baton.gateway.request import (
     parse_body,
     request_id_from,
 )
+from baton.gateway.stream_record import RecordBudget, StreamRecord
+from baton.gateway.stream_replay import Replay
 from baton.gateway.upstream import read_error
 from baton.gateway.worker_discovery import _first_model
 from baton.gateway.workers import read_info, read_load, why_not_used, worker_view
@@ -90,6 +93,8 @@ from baton.planner.links import read_links
 from baton.protocol.worker_http import FirstToken, PrefillReply, Role
 from baton.rig import backend
 from baton.rig.transport import PageAnnouncement, decode_announcement, map_announced
+from baton.router.prefix_names import PrefixNames
+from baton.router.prefixes import ModelPrefixes
 from baton.store.entry_format import HEADER_BYTES, make_header, read_digest
 from baton.store.interface import EntryName
 from baton.telemetry.process_status import read_status
@@ -129,8 +134,9 @@ from tests.fuzz.transfers import run_transfer
 from tests.tickets import issue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
+    from baton.events.blocks import FeedEvent
     from tests.fuzz.mutation import Form
 
 KEY: Final = Credentials.of(ClusterKey(bytes(range(32))))
@@ -264,6 +270,42 @@ def read_gateway_body(body: bytes, tenant: str = "") -> bytes:
     sent = json.loads(parsed.encode())
     assert "kv_transfer_params" not in sent
     return parsed.encode()
+
+
+CHUNKS: Final = json_of(
+    {"id": "a", "created": 1, "choices": [{"index": 0, "delta": {"role": "assistant"}}]},
+    {"choices": [{"text": "c", "logprobs": {"tokens": ["c"]}, "finish_reason": "stop"}]},
+    {"choices": [{"index": 0, "logprobs": {"content": [{"token": "a"}]}, "delta": {
+        "content": "ab", "tool_calls": [{"index": 0, "id": "x", "function": {"name": "f"}}]}}]},
+    {"choices": [], "usage": {"completion_tokens": 3}},
+    {"error": {"message": "x", "type": "y"}},
+)  # fmt: skip
+STREAMS: Final = (
+    b"".join(b"data: " + chunk + b"\n\n" for chunk in CHUNKS[:4]) + b"data: [DONE]\n\n",
+    b"".join(b":%d\ndata: %b\n\n" % (number, chunk) for number, chunk in enumerate(CHUNKS)),
+)
+
+
+def go_on_with_stream(data: bytes) -> object:
+    """A stream that is cut after each of its chunks, and answered by itself from its start."""
+    chunks = [data[at : at + 100] for at in range(0, len(data), 100)]
+    budget = RecordBudget(1 << 20)
+    for has_ids in (False, True):
+        record = StreamRecord(budget, MAX_EVENT_BYTES)
+        record.begin(has_ids=has_ids)
+        sent = b"".join(map(record.take, chunks))
+        assert len(sent) <= len(data)
+        record.read_token_ids()
+        assert record.is_finished in {False, True}
+        if not has_ids:
+            record.begin(has_ids=False, replay=Replay(record.events))
+            list(map(record.take, chunks))
+        record.close()
+    assert budget.num_bytes == 0
+    return type(record.failure)
+
+
+MAX_EVENT_BYTES: Final = 10_000
 
 
 def read_headers(data: bytes) -> object:
@@ -568,6 +610,27 @@ TABLE: Final = Table(3, LockPlace("boot", 1, 2), (Extent(bytes(16), 1 << 21, 409
 DOMAIN: Final = EventDomain("vllm/sha256")
 
 
+PREFIX_NAMES: Final = PrefixNames(bytes(32))
+
+
+def index_prefixes(events: Iterable[FeedEvent]) -> None:
+    """What a router makes of them: the index is consistent, and forgets all."""
+    prefixes = ModelPrefixes(PREFIX_NAMES)
+    feed = prefixes.follow(WorkerId("w"))
+    for event in events:
+        feed.apply(event)
+        prefixes.check_invariants()
+    prefixes.forget(WorkerId("w"))
+    assert prefixes.num_blocks == 0
+
+
+def read_journal(body: bytes) -> str:
+    """What a Baton worker answers about its prefix cache."""
+    page = decode_page(body, BATON_HASHES)
+    index_prefixes(page.events)
+    return f"{page.is_whole}, {len(page.events)}"
+
+
 def read_events(data: bytes) -> str:
     """8 bytes are the number, the rest the payload; then what a gateway makes of the message."""
     frames = [b"", data[:8], data[8:]]
@@ -585,6 +648,7 @@ def read_events(data: bytes) -> str:
         )
     )
     sequencer.check_invariants()
+    index_prefixes(message.batch.events)
     for step in steps:
         if isinstance(step, Deliver):
             for event in step.batch.batch.events:
@@ -893,9 +957,15 @@ TARGETS: Final = {
         Target("kv-events", read_events, PROTOCOL, EVENT_VECTORS, "bytes"),
         Target("kv-events-payload", lambda body: read_events(bytes(8) + body), PROTOCOL,
                tuple(seed[8:] for seed in EVENT_VECTORS), weight=2),
+        Target("kv-journal", read_journal, PROTOCOL, (
+            encode_page(JournalPage(7, is_whole=True, events=(
+                BlockStored(BATON_HASHES, (b"a" * 32, b"b" * 32), None, (1, 2, 3, 4), 2, "GPU", 0),
+                BlockRemoved(BATON_HASHES, (b"b" * 32,), "GPU", 0)))),
+            encode_page(JournalPage(0, is_whole=False, events=()))), "bytes"),
         Target("worker-info", read_worker_info, (ProtocolError, ConfigError),
                json_of(INFO, VLLM_INFO), "json"),
         Target("worker-answers", read_worker_answers, NO_ERROR, ANSWERS, "json"),
+        Target("worker-streams", go_on_with_stream, NO_ERROR, STREAMS, "bytes"),
         Target("worker-traces", read_traces_of_workers, NO_ERROR,
                json_of(RequestSpan(request_id="req-1", worker="w", epoch="e", role="decode",
                                    ticket=TICKET.id.hex(), fallbacks=["no KV"])), "json"),

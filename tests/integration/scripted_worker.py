@@ -197,8 +197,8 @@ class ScriptedWorker:
         self, path: str, headers: dict[str, str], body: bytes, receive: Any, send: Any
     ) -> None:
         fields = json.loads(body)
-        params = fields.get("kv_transfer_params")
-        ticket = unseal(params["baton_ticket"], KEY) if params else None
+        sealed = (fields.get("kv_transfer_params") or {}).get("baton_ticket")
+        ticket = unseal(sealed, KEY) if sealed else None
         visit = Visit(self, path, headers, fields, ticket, send)
         self.visits.append(visit)
         if ticket is not None and self.refuses(ticket):

@@ -104,6 +104,7 @@ def _options(config: Config, status_fd: int) -> GatewayOptions:
         max_total_body_bytes=section.max_total_body_bytes,
         max_answer_bytes=section.max_answer_bytes,
         max_answers=section.max_answers,
+        max_total_record_bytes=section.max_total_record_bytes,
         request_timeout_s=section.request_timeout_s,
         first_byte_timeout_s=section.first_byte_timeout_s,
         connect_timeout_s=section.connect_timeout_s,

@@ -63,6 +63,7 @@ class GatewaySection(Struct, frozen=True, kw_only=True):
     max_total_body_bytes: PositiveCount = 512 * 1024 * 1024
     max_answer_bytes: PositiveCount = 64 * 1024 * 1024
     max_answers: PositiveCount = 128
+    max_total_record_bytes: Count = 256 * 1024 * 1024
     request_timeout_s: Seconds = 600.0
     first_byte_timeout_s: Seconds = 300.0
     connect_timeout_s: Seconds = 3.0

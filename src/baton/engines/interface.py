@@ -50,7 +50,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     one at submission by the worker of the decode request; with a seed, token number i of the answer
     depends on (seed, i) and the logits alone. `num_logprobs` None reports none; 0 the chosen
     token's only. `stop_token_ids` and, unless `ignore_eos`, the model's own end tokens finish the
-    answer, but not before `min_tokens`.
+    answer, but not before `min_tokens`. `first_index` is the number, in the answer, of the first
+    token that is chosen here: those before it are the last ones of the prompt, and count no more.
     """
 
     max_tokens: int
@@ -62,6 +63,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     num_logprobs: int | None = None
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    first_index: int = 0
 
 
 @dataclass(frozen=True, slots=True)

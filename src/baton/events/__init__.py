@@ -1,13 +1,14 @@
 """KV events: which blocks a worker has cached, and which it has evicted.
 
-Enters: a publisher's messages (vLLM's, over ZMQ). Leaves: `BlockStored`, `BlockRemoved` and
-`AllBlocksCleared`, each once and in order, or `Lost` and `Restarted`, which invalidate whatever was
-known of that worker. Wire format: docs/wire/kv-events.md.
+Enters: a publisher's messages (vLLM's, over ZMQ), or what the embedded engine's cache does. Leaves:
+`BlockStored`, `BlockRemoved` and `AllBlocksCleared`, each once and in order, or `Lost` and
+`Restarted`, which invalidate whatever was known of that worker. Wire: docs/wire/kv-events.md.
 
 File map:
     blocks.py      the events, the batch they came in, and the feed that delivers them;
                    `WorkerBlockIndex`: what one worker holds now (pure)
-    wire.py        vLLM's messages: decoded, bounds-checked
+    wire.py        vLLM's messages, and pages of a journal: decoded, bounds-checked
+    journal.py     `CacheJournal`: the latest events of the embedded engine, for who asks
     sequence.py    `Sequencer`: gaps, replays, duplicates, restarts (pure)
     endpoint.py    where a publisher is
     subscriber.py  `KVEventSubscriber`: its thread and its bounded queue; the live socket, replay

@@ -7,10 +7,13 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from baton.events.blocks import DEFAULT_MEDIUM, BlockRemoved, BlockStored, EventDomain
 
 if TYPE_CHECKING:
-    import numpy as np
+    from collections.abc import Iterable, Iterator
+
     from numpy.typing import NDArray
 
     from baton.kv.identity import BlockHash
@@ -29,14 +32,24 @@ class JournalPage:
     events: tuple[BlockStored | BlockRemoved, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A block, with its tokens as int32: a fifth of what Python's integers take."""
+
+    block_hash: BlockHash
+    parent: BlockHash | None
+    tokens: bytes
+    salt: str
+
+
 class CacheJournal:
     """One engine's. The engine's thread writes, any thread reads."""
 
     def __init__(self, num_remembered: int = NUM_REMEMBERED) -> None:
         self._lock = threading.Lock()
         self._last = 0
-        self._latest: deque[BlockStored | BlockRemoved] = deque(maxlen=num_remembered)
-        self._held: dict[BlockHash, BlockStored] = {}
+        self._latest: deque[_Stored | BlockHash] = deque(maxlen=num_remembered)
+        self._held: dict[BlockHash, _Stored] = {}
 
     @property
     def last(self) -> int:
@@ -51,35 +64,69 @@ class CacheJournal:
         tenant_salt: str,
     ) -> None:
         """Blocks that follow one another were stored. `token_ids` `[num_blocks * block_size]`."""
-        tokens: list[int] = token_ids.tolist()
-        size = len(tokens) // len(hashes)
+        raw, num_bytes = token_ids.tobytes(), token_ids.nbytes // len(hashes)
         with self._lock:
             for at, block_hash in enumerate(hashes):
                 if block_hash not in self._held:
-                    own = tuple(tokens[at * size : (at + 1) * size])
+                    own = raw[at * num_bytes : (at + 1) * num_bytes]
                     salt = tenant_salt if parent is None else ""
-                    event = BlockStored(
-                        BATON_HASHES, (block_hash,), parent, own, size, DEFAULT_MEDIUM, 0, salt
-                    )
-                    self._held[block_hash] = event
-                    self._add(event)
+                    stored = self._held[block_hash] = _Stored(block_hash, parent, own, salt)
+                    self._add(stored)
                 parent = block_hash
 
     def add_removed(self, block_hash: BlockHash) -> None:
         """A block has lost its name, because its room was needed."""
         with self._lock:
             if self._held.pop(block_hash, None) is not None:
-                self._add(BlockRemoved(BATON_HASHES, (block_hash,), DEFAULT_MEDIUM, 0))
+                self._add(block_hash)
 
     def read(self, after: int) -> JournalPage:
         """What happened since event number `after`; 0: from the beginning on."""
         with self._lock:
-            first = self._last - len(self._latest)
-            if first <= after <= self._last:
-                fresh = list(self._latest)[after - first :]
-                return JournalPage(self._last, is_whole=False, events=tuple(fresh))
-            return JournalPage(self._last, is_whole=True, events=tuple(self._held.values()))
+            last, first = self._last, self._last - len(self._latest)
+            is_whole = not first <= after <= last
+            found = [*self._held.values()] if is_whole else [*self._latest][after - first :]
+        return JournalPage(last, is_whole, tuple(_as_events(found)))
 
-    def _add(self, event: BlockStored | BlockRemoved) -> None:
-        self._latest.append(event)
+    def _add(self, entry: _Stored | BlockHash) -> None:
+        self._latest.append(entry)
         self._last += 1
+
+
+def _as_events(entries: Iterable[_Stored | BlockHash]) -> Iterator[BlockStored | BlockRemoved]:
+    """What follows one another, in one event: of a sequence's blocks, or of what was removed."""
+    run: list[_Stored] = []
+    removed: list[BlockHash] = []
+    for entry in entries:
+        if not isinstance(entry, _Stored):
+            if run:
+                yield _join(run)
+                run = []
+            removed.append(entry)
+            continue
+        if removed:
+            yield BlockRemoved(BATON_HASHES, tuple(removed), DEFAULT_MEDIUM, 0)
+            removed = []
+        if run and run[-1].block_hash != entry.parent:
+            yield _join(run)
+            run = []
+        run.append(entry)
+    if run:
+        yield _join(run)
+    if removed:
+        yield BlockRemoved(BATON_HASHES, tuple(removed), DEFAULT_MEDIUM, 0)
+
+
+def _join(run: list[_Stored]) -> BlockStored:
+    first = run[0]
+    token_ids = np.frombuffer(b"".join(each.tokens for each in run), dtype=np.int32).tolist()
+    return BlockStored(
+        BATON_HASHES,
+        tuple(each.block_hash for each in run),
+        first.parent,
+        tuple(token_ids),
+        len(token_ids) // len(run),
+        DEFAULT_MEDIUM,
+        0,
+        first.salt,
+    )

@@ -19,6 +19,7 @@ from baton.gateway.errors import (
     DeadlineError,
     ShuttingDownError,
     UpstreamError,
+    WorkerReportedError,
     answer_for,
 )
 from baton.gateway.metrics import (
@@ -176,10 +177,8 @@ class Completions:
                     context.status = answer.status
                     await send_error(send, answer, (own,))
                 else:
-                    if not isinstance(error, AnswerError):  # it is counted where it was read
-                        self._services.metrics.broken_streams[_cause_of(error)].inc()
-                    lead = b"" if context.tail.endswith(b"\n\n") or not context.tail else b"\n\n"
-                    await send({"type": "http.response.body", "body": lead + answer.event})
+                    self._services.metrics.broken_streams[_cause_of(error)].inc()
+                    await send({"type": "http.response.body", "body": answer.event})
         except TimeoutError:
             log.warning("request %s: its client does not read; closing", context.id)
         return answer.status
@@ -246,6 +245,8 @@ def _cause_of(error: Exception) -> BrokenStreamCause:
     match error:
         case DeadlineError():
             return BrokenStreamCause.DEADLINE
+        case WorkerReportedError() | AnswerError():
+            return BrokenStreamCause.WORKER_REPORTED
         case UpstreamError():
             return BrokenStreamCause.WORKER_LOST
         case _:

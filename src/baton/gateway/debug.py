@@ -181,11 +181,15 @@ class CachedBlocks(msgspec.Struct, frozen=True):
 
 
 class FollowedEvents(msgspec.Struct, frozen=True):
-    """A worker's KV events. `problem` is why they are not followed, if they are not."""
+    """A worker's KV events. `problem` is why they are not followed, if they are not.
+
+    `num_ignored` of the blocks that it reported cannot be found by a prompt's tokens.
+    """
 
     endpoint: str
     problem: str | None = None
     blocks: tuple[CachedBlocks, ...] = ()
+    num_ignored: int = 0
     feed: FeedHealth | None = None
 
 
@@ -234,9 +238,14 @@ class ListedWorker(msgspec.Struct, frozen=True):
 
 
 class WorkerListReply(msgspec.Struct, frozen=True):
-    """The answer to `/debug/workers`, in the order of the operator's list."""
+    """The answer to `/debug/workers`, in the order of the operator's list.
+
+    `not_tokenized`: why prompts of a model are not tokenized here, so that what is cached of them
+    is not known.
+    """
 
     workers: tuple[ListedWorker, ...]
+    not_tokenized: dict[str, str] = {}
 
 
 class WorkerList:
@@ -247,7 +256,8 @@ class WorkerList:
 
     def show(self) -> WorkerListReply:
         """All workers."""
-        return WorkerListReply(tuple(self._show(worker) for worker in self._workers.all))
+        workers = tuple(self._show(worker) for worker in self._workers.all)
+        return WorkerListReply(workers, self._events.not_tokenized)
 
     def _show(self, worker: Worker) -> ListedWorker:
         following = self._events.of(worker)
@@ -309,9 +319,12 @@ def _show_events(following: Following) -> FollowedEvents:
     match following:
         case NotFollowed(reason=reason):
             return FollowedEvents(endpoint, problem=reason)
-        case Followed(feed=feed, block_index=block_index):
+        case Followed(feed=feed, block_index=block_index, prefixes=prefixes):
             held = sorted(block_index.num_blocks.items())
             blocks = tuple(CachedBlocks(*key, num_blocks) for key, num_blocks in held)
-            return FollowedEvents(endpoint, blocks=blocks, feed=feed.health)
+            num_ignored = 0 if prefixes is None else prefixes.num_ignored
+            return FollowedEvents(
+                endpoint, blocks=blocks, num_ignored=num_ignored, feed=feed.health
+            )
         case _ as never:
             assert_never(never)

@@ -13,6 +13,8 @@ GatewayError
 │   ├── WorkerUnreachableError
 │   ├── WorkerLostError
 │   ├── WorkerFailedError   it answered with a 5xx, which the client gets if no other can serve
+│   ├── WorkerReportedError its stream ended with an error
+│   ├── ReplayDiffersError  it does not give the answer of which the client has a part
 │   ├── PrefillFailedError  a prefill worker that was asked first has no KV for decode
 │   ├── TicketRefusedError  a worker does not accept the ticket: it computes the prompt itself
 │   └── StaleTicketError    a worker is a new incarnation: place the request again
@@ -27,11 +29,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from baton.errors import (
+    UNDECODABLE,
     BatonError,
     InvalidRequestError,
     ModelNotFoundError,
@@ -44,6 +48,8 @@ if TYPE_CHECKING:
     from baton.gateway.metrics import FallbackCause
 
 RETRY_AFTER_NO_WORKER_S = 2.0
+CLIENTS_FAULTS: Final = frozenset({"invalid_request_error", "BadRequestError"})
+"""Types of errors, Baton's and vLLM's, that the same request would meet again."""
 
 
 class GatewayError(BatonError):
@@ -125,6 +131,26 @@ class WorkerFailedError(UpstreamError):
     def __init__(self, message: str, *, answer: ErrorAnswer) -> None:
         super().__init__(message)
         self.answer = answer
+
+
+class WorkerReportedError(UpstreamError):
+    """A stream ended with an error's event, of which `event` is the JSON."""
+
+    def __init__(self, event: bytes) -> None:
+        detail = _read_detail(event)
+        super().__init__(f"the worker ended its stream with an error ({detail})")
+        self.answer = ErrorAnswer(HTTPStatus.BAD_GATEWAY, event)
+        self.is_clients_fault = detail.type in CLIENTS_FAULTS
+
+
+class ReplayDiffersError(UpstreamError):
+    """A worker that was to go on with a stream gives another answer."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the worker of this stream was lost, and the one that took its place computed another "
+            "answer, which the part that was sent does not fit; send the request again"
+        )
 
 
 class AnswerError(GatewayError):
@@ -220,7 +246,7 @@ _INTERNAL = _Kind(500, "server_error", "internal_error")
 
 def answer_for(error: Exception) -> ErrorAnswer:
     """What the client receives. The text of errors that are not ours goes to the log only."""
-    if isinstance(error, WorkerFailedError | AnswerError):
+    if isinstance(error, WorkerFailedError | WorkerReportedError | AnswerError):
         return error.answer
     kind = next((kind for cls, kind in _KINDS if isinstance(error, cls)), _INTERNAL)
     message = "internal error; see the gateway's log" if kind is _INTERNAL else str(error)
@@ -231,6 +257,16 @@ def answer_for(error: Exception) -> ErrorAnswer:
         code = error.code
     body = msgspec.json.encode(ErrorBody(ErrorDetail(message, kind.type, param, code)))
     return ErrorAnswer(kind.status, body, _headers(error))
+
+
+_body_decoder = msgspec.json.Decoder(ErrorBody)
+
+
+def _read_detail(event: bytes) -> ErrorDetail:
+    try:
+        return _body_decoder.decode(event).error
+    except UNDECODABLE:
+        return ErrorDetail()
 
 
 def _headers(error: Exception) -> tuple[tuple[bytes, bytes], ...]:

@@ -218,6 +218,11 @@ class KVEvents:
         """How this worker is followed; None if it does not publish, or is not used."""
         return self._following.get(worker)
 
+    @property
+    def not_tokenized(self) -> dict[str, str]:
+        """Models whose prompts cannot be looked for in what is followed, and why."""
+        return {} if self._prefixes is None else self._prefixes.not_tokenized
+
     def start(self) -> None:
         """Begin to follow."""
         self._task = asyncio.create_task(self._run())

@@ -181,6 +181,20 @@ class BrokenStreamCause(StrEnum):
     INTERNAL = "internal"
 
 
+class ResumeResult(StrEnum):
+    """What became of a stream whose decode worker failed after a part of it was sent.
+
+    `NO_WORKER`: none could take it, or too many failed. `NOT_KEPT`: it was too long to be kept.
+    """
+
+    RESUMED = "resumed"
+    DIFFERED = "differed"
+    REFUSED = "refused"
+    SAMPLED = "sampled"
+    NOT_KEPT = "not_kept"
+    NO_WORKER = "no_worker"
+
+
 class ModelMetrics:
     """The instruments of one model and mode: what is touched on the hot path."""
 
@@ -273,6 +287,18 @@ class GatewayMetrics:
             registry=self.registry,
         )
         self.broken_streams = {cause: broken.labels(cause) for cause in BrokenStreamCause}
+        resumed = Counter(
+            "baton_gateway_resumed_streams",
+            "Streams that lost their decode worker, by what became of them.",
+            ("result",),
+            registry=self.registry,
+        )
+        self.resumed_streams = {result: resumed.labels(result) for result in ResumeResult}
+        self.resumed_tokens = Counter(
+            "baton_gateway_resumed_tokens",
+            "Tokens (of vLLM, events) that clients had of streams when their workers were lost.",
+            registry=self.registry,
+        )
         self.refused_retries = Counter(
             "baton_gateway_refused_retries",
             "Requests that failed without another attempt: too many others had needed one.",

@@ -186,7 +186,7 @@ def _schemas() -> Json:
         del properties["kv_transfer_params"]  # between Baton's processes
         properties["model"]["maxLength"] = MAX_MODEL_CHARS
         properties.update(vllm_only)
-    del schemas["KVTransferParams"]
+    del schemas["KVTransferParams"], schemas["Resume"]
     return schemas
 
 

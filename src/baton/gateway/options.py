@@ -92,6 +92,7 @@ class GatewayOptions:
     max_total_body_bytes: int = 512 * MIB
     max_answer_bytes: int = 64 * MIB
     max_answers: int = 128
+    max_total_record_bytes: int = 256 * MIB
     request_timeout_s: float = 600.0
     first_byte_timeout_s: float = 300.0
     connect_timeout_s: float = 3.0

@@ -105,7 +105,8 @@ class PrefillRequest:
             cause = _CAUSES.get(type(exc), FallbackCause.PREFILL_FAILED)
             raise PrefillFailedError(str(exc), cause=cause) from exc
         match result:
-            case PrefillDone(first):
+            case PrefillDone(first, num_cached):
+                self._context.num_cached = num_cached
                 if self._context.running is not None:
                     self._context.running.prefilled(self._services.clock.now())
                 await self._send_first_token(first)
@@ -164,8 +165,10 @@ class PrefillRequest:
         if not answer.is_complete or answer.status != HTTPStatus.OK or self._early is not None:
             return False
         reply = answer.peek()
-        if not isinstance(read_prefill_result(self._handoff.protocol, 200, reply), PrefillDone):
+        result = read_prefill_result(self._handoff.protocol, 200, reply)
+        if not isinstance(result, PrefillDone):
             return False
+        self._context.num_cached = result.num_cached
         self._services.health_monitor.note_answered(self._handoff.prefill)
         self._context.note_prefilled(self._services.clock.now())
         return True
@@ -182,7 +185,8 @@ class PrefillRequest:
             await self._fail(FallbackCause.PREFILL_FAILED, "internal error in the gateway")
             return
         match result:
-            case PrefillDone(first):
+            case PrefillDone(first, num_cached):
+                self._context.num_cached = num_cached
                 await self._send_first_token(first)
                 self._context.note_prefilled(self._services.clock.now())
             case TicketStale():

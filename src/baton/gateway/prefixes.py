@@ -104,10 +104,10 @@ class Prefixes:
         self._predicted.inc(predicted)
         self._actual.inc(actual)
 
-    def why_not_tokenized(self, model: str) -> str | None:
-        """Why prompts for a model are not tokenized here; None if they are, or not yet known."""
-        tokenizer = self._tokenizers.get(model)
-        return tokenizer if isinstance(tokenizer, str) else None
+    @property
+    def not_tokenized(self) -> dict[str, str]:
+        """Models whose prompts are not tokenized here, as far as is known, and why."""
+        return {name: why for name, why in self._tokenizers.items() if isinstance(why, str)}
 
     def _of(self, model: str) -> ModelPrefixes:
         prefixes = self._models.get(model)

@@ -40,6 +40,7 @@ from baton.gateway.metrics import GatewayMetrics, HealthCollector, RouterCollect
 from baton.gateway.prefixes import Prefixes
 from baton.gateway.process_group import ProcessGroup
 from baton.gateway.request_context import BackgroundTasks, Fallbacks, Services
+from baton.gateway.stream_record import RecordBudget
 from baton.gateway.upstream import Upstream
 from baton.gateway.waiting import WaitingRequests
 from baton.gateway.workers import Workers
@@ -131,6 +132,7 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
         retry_budget=RetryBudget(clock.now(), 2 * options.max_inflight_requests),
         clients=Clients(options.client_keys_file, clock),
         audit=AuditLog(options.audit_log) if options.audit_log else None,
+        stream_records=RecordBudget(options.max_total_record_bytes),
     )
     records = RequestHistory(options.num_records)
     events = KVEvents(workers, metrics, clock, upstream=upstream, prefixes=prefixes)

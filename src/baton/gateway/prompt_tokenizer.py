@@ -9,6 +9,7 @@ Tools and images are taken up as well as a gateway can; whether the workers' own
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
@@ -97,6 +98,7 @@ class PromptTokenizer:
         self._threads = threads
         self._remembered: OrderedDict[int, NDArray[np.int32]] = OrderedDict()
         self._num_remembered = 0
+        self._seed = secrets.randbits(64)
 
     async def tokenize(self, body: CompletionBody) -> NDArray[np.int32] | None:
         """Token ids `[num_tokens]` of the body's prompt; None where they cannot be known."""
@@ -107,7 +109,7 @@ class PromptTokenizer:
         num_bytes = sum(len(value) for _, value in shaping)
         if num_bytes > MAX_PROMPT_BYTES:
             return None
-        digest = xxhash.xxh3_64()
+        digest = xxhash.xxh3_64(seed=self._seed)
         for name, value in shaping:
             digest.update(name.encode())
             digest.update(value)

@@ -132,9 +132,13 @@ def request_bodies(
 
 @dataclass(frozen=True, slots=True)
 class PrefillDone:
-    """Decode has the KV, can fetch it, or wants none. `first` is what the client may have now."""
+    """Decode has the KV, can fetch it, or wants none. `first` is what the client may have now.
+
+    `num_cached` tokens of the prompt were cached; None where that is not reported.
+    """
 
     first: FirstToken | None = None
+    num_cached: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +169,8 @@ _prefill_reply_decoder = msgspec.json.Decoder(PrefillReply)
 
 def _of_baton(answer: bytes) -> PrefillResult:
     try:
-        return PrefillDone(_prefill_reply_decoder.decode(answer).first or None)
+        reply = _prefill_reply_decoder.decode(answer)
+        return PrefillDone(reply.first or None, reply.cached_tokens)
     except UNDECODABLE as exc:
         return PrefillFailed(FallbackCause.PREFILL_FAILED, f"answered what does not decode: {exc}")
 

@@ -21,11 +21,14 @@ from baton.protocol.engine_fields import (
     unsupported,
 )
 from baton.protocol.prompt_bounds import check_ids, check_messages, count_chars, lists_ids
+from baton.protocol.request_fields import KVTransferParams
 from baton.protocol.worker_http import REQUEST_ID_HEADER
 from baton.router.placement import NonDisaggregableField
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+    from baton.protocol.request_fields import Resume
 
 
 TICKET_FIELD: Final = "kv_transfer_params"
@@ -81,12 +84,14 @@ _encoder = msgspec.json.Encoder()
 class CompletionBody:
     """The top level of a body, without what clients may not send.
 
-    Each field's value is the client's own JSON text.
+    Each field's value is the client's own JSON text. `resume` is the part of the answer that the
+    client has, for a Baton worker that goes on from there.
     """
 
     model: str
     stream: bool
     fields: dict[str, msgspec.Raw]
+    resume: Resume | None = None
 
     @property
     def cache_salt(self) -> str:
@@ -137,12 +142,16 @@ class CompletionBody:
 
     def encode(self) -> bytes:
         """The body for a worker that prefills and decodes itself."""
-        return _encoder.encode(self.fields)
+        if self.resume is None:
+            return _encoder.encode(self.fields)
+        return self._encode_with(KVTransferParams(baton_resume=self.resume))
 
     def encode_with_ticket(self, ticket: str) -> bytes:
         """The body for Baton workers, prefill and decode alike. `ticket` is base64url text."""
-        granted = msgspec.Raw(b'{"baton_ticket":"' + ticket.encode() + b'"}')
-        return _encoder.encode({**self.fields, TICKET_FIELD: granted})
+        return self._encode_with(KVTransferParams(ticket, self.resume))
+
+    def _encode_with(self, params: KVTransferParams) -> bytes:
+        return _encoder.encode({**self.fields, TICKET_FIELD: params})
 
 
 def parse_body(body: bytes, tenant: str = "") -> CompletionBody:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from baton.gateway.metrics import FallbackCause, GatewayMetrics, ModelMetrics
     from baton.gateway.options import GatewayOptions
     from baton.gateway.prefixes import Prefixes
+    from baton.gateway.stream_record import RecordBudget
     from baton.gateway.upstream import Upstream
     from baton.gateway.waiting import WaitingRequests
     from baton.gateway.workers import Workers
@@ -95,6 +96,7 @@ class Services:
     retry_budget: RetryBudget
     clients: Clients
     audit: AuditLog | None
+    stream_records: RecordBudget
 
 
 STREAM_HEADERS: Final = (
@@ -109,10 +111,11 @@ class RequestContext:
     """One request: where it stands. Owner: the task that serves it.
 
     `status` is what was sent to the client, None before. `tail` holds the last bytes of the body
-    that went to the client, and is empty as long as another worker could still answer. `running` is
+    that went to the client, and is empty before the first: of a stream, whole events. `running` is
     the attempt under way, `num_streamed` the parts of its answer that came one by one,
-    `num_predicted` the tokens that its worker should have cached, until it has reported them. Where
-    this is one part of a client's request, `whole` is that; else `exchange` is the client's.
+    `num_predicted` the tokens that its worker should have cached, `num_cached` those that a prefill
+    worker had. Where this is one part of a client's request, `whole` is that; else `exchange` is
+    the client's.
     """
 
     id: RequestId
@@ -132,6 +135,7 @@ class RequestContext:
     placement: Placement | None = None
     running: RunningRequest | None = None
     num_predicted: int | None = None
+    num_cached: int | None = None
     num_streamed: int = 0
     first_byte_timer: asyncio.TimerHandle | None = None
     whole: RequestContext | None = None
@@ -165,7 +169,7 @@ class RequestContext:
 
     @property
     def has_sent_bytes(self) -> bool:
-        """Whether a part of an answer has gone to the client: there is no way back from here."""
+        """Whether a part of an answer has gone to the client: only the same answer can go on."""
         return bool(self.tail)
 
     def left_s(self, now: Instant) -> float:
@@ -210,10 +214,11 @@ class RequestContext:
             self.running.prefilled(now)
 
     def note_first_token(self, now: Instant) -> None:
-        """The first byte of a stream is here."""
+        """The first byte of a stream is here, or of the rest of one that is resumed."""
         if self.running is not None:
             self.running.first_token(now)
-        self.note_first_byte(now)
+        if not self.has_sent_bytes:
+            self.note_first_byte(now)
 
     def note_first_byte(self, now: Instant) -> None:
         """The first byte of the answer is here."""

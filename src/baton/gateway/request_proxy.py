@@ -30,12 +30,17 @@ from baton.gateway.request import (
     find_non_disaggregable_field,
     find_vllm_field,
 )
-from baton.gateway.response_forwarder import EarlyFirstToken, ResponseForwarder
+from baton.gateway.response_forwarder import (
+    EarlyFirstToken,
+    ResponseForwarder,
+    find_cached_tokens,
+)
+from baton.gateway.resumption import Resumption
 from baton.gateway.workers import Interruptible
 from baton.ids import new_ticket_id
 from baton.protocol.engine_fields import unsupported
 from baton.protocol.worker_http import CREATED_HEADER, TIMEOUT_HEADER
-from baton.router.failover import PREFILL_FIRST, Attempt, Failover, Failure
+from baton.router.failover import EVERY_MODE, PREFILL_FIRST, Attempt, Failover, Failure
 from baton.router.placement import Placement, PlacementRequest, Unplaceable
 
 if TYPE_CHECKING:
@@ -52,7 +57,7 @@ if TYPE_CHECKING:
 
 
 class RequestProxy:
-    """Serves one parsed request. Once a part of an answer has left, nothing is tried again.
+    """Serves one parsed request. A stream of which a part has left goes on where it can.
 
     `beside` is a worker that holds the prompt's KV: it is asked first, without a handoff.
     `excluded_modes` are not used.
@@ -73,6 +78,7 @@ class RequestProxy:
         self._created = str(int(services.clock.unix_now()))
         self._num_tokens = estimate_prompt_tokens(body)
         self._match: PromptMatch | None = None
+        self._resumption = Resumption(services, context)
         self._wait_ends_at: Instant | None = None
 
     async def run(self) -> None:
@@ -83,11 +89,15 @@ class RequestProxy:
             NoWorkerError: none of those that do is available.
             UpstreamError: the workers that were asked failed.
         """
-        services = self._services
+        with self._resumption:
+            await self._serve()
+
+    async def _serve(self) -> None:
+        services, resumption = self._services, self._resumption
         failover, failed = Failover(failed_modes=self._excluded_modes), None
         services.retry_budget.add_request()
         await self._check_prompt()
-        while failover.may_retry and not self._context.has_sent_bytes:
+        while failover.may_retry and not resumption.is_over:
             if failed is not None and not services.retry_budget.take(services.clock.now()):
                 services.metrics.refused_retries.inc()
                 break
@@ -99,10 +109,14 @@ class RequestProxy:
             except UpstreamError as exc:
                 failed = exc
                 services.health_monitor.report(services.workers.with_id(placement.decode.id), exc)
-                failover.record(_attempt_at(placement), _failure_of(exc))
+                has_progressed = resumption.note_failure(exc, placement.decode, self._body)
+                failover.record(
+                    _attempt_at(placement), _failure_of(exc), has_progressed=has_progressed
+                )
                 if isinstance(exc, StaleTicketError):
                     await services.health_monitor.refresh(exc.worker)
             else:
+                self._note_cached(placement)
                 self._note_answered(placement)
                 return
             finally:
@@ -135,11 +149,15 @@ class RequestProxy:
 
         return await self._wait(is_served)
 
-    def _decodes_in(self, fleet: Fleet) -> list[WorkerView]:
+    def _decodes_in(self, fleet: Fleet) -> tuple[WorkerView, ...]:
         """The workers that may answer it, available or not."""
-        served, needs_vllm = fleet.models.get(self._context.model), find_vllm_field(self._body)
-        decodes = () if served is None else served.decodes
-        return [w for w in decodes if needs_vllm is None or w.protocol == "vllm"]
+        model = self._context.model
+        served = fleet.models.get(model)
+        if served is None:
+            return ()
+        if find_vllm_field(self._body) is not None and "vllm" not in served.decode_protocols:
+            return ()
+        return self._usable(fleet).models[model].decodes
 
     async def _wait(self, is_served: Callable[[Fleet], bool]) -> str | None:
         waiting = self._services.waiting
@@ -159,7 +177,7 @@ class RequestProxy:
         context.metrics = services.metrics.of(context.model, NO_MODE)
         if context.model not in fleet.models:  # its last worker came back as something else
             return Unplaceable(f"the model {context.model!r} is not served any more")
-        fleet = self._serving(fleet)
+        fleet = self._usable(fleet)
         speaks_vllm = "vllm" in fleet.models[context.model].decode_protocols
         non_disaggregable = find_non_disaggregable_field(self._body) if speaks_vllm else None
         request = PlacementRequest(
@@ -167,7 +185,7 @@ class RequestProxy:
             failover.avoid,
             non_disaggregable,
             num_prompt_tokens=self._num_tokens,
-            failed_modes=failover.failed_modes,
+            failed_modes=EVERY_MODE if self._resumption.needs_no_prompt else failover.failed_modes,
             at=services.clock.now(),
             cached={} if self._match is None else self._match.cached,
         )
@@ -208,12 +226,26 @@ class RequestProxy:
         now, num_tokens, num_handed = services.clock.now(), self._num_tokens, self._num_tokens
         if match is not None and services.prefixes is not None:
             computing = placement.prefill or placement.decode
-            context.num_predicted = min(num_tokens - 1, match.cached.get(computing.id, 0))
-            num_handed -= min(num_tokens - 1, match.cached.get(placement.decode.id, 0))
+            context.num_predicted = match.cached.get(computing.id, 0)
+            num_handed -= match.cached.get(placement.decode.id, 0)
             num_tokens -= context.num_predicted
             services.prefixes.expect(context.model, match, placement)
         context.running = services.load.begin(placement, num_tokens, now, num_handed)
         return context.running
+
+    def _note_cached(self, placement: Placement) -> None:
+        """Compare what was predicted to be cached with what the workers have reported."""
+        prefixes, context = self._services.prefixes, self._context
+        if prefixes is None or context.num_predicted is None:
+            return
+        alone = placement.prefill is None
+        actual = find_cached_tokens(context.tail) if alone else context.num_cached
+        if actual is not None:
+            prefixes.note_actual(context.num_predicted, actual)
+
+    def _usable(self, fleet: Fleet) -> Fleet:
+        """Without the workers that cannot serve the request, or go on with its stream."""
+        return self._resumption.narrow(self._serving(fleet))
 
     def _serving(self, fleet: Fleet) -> Fleet:
         """Without the workers that do not serve the request's fields."""
@@ -236,18 +268,18 @@ class RequestProxy:
         return None
 
     async def _attempt(self, placement: Placement) -> None:
+        body = self._resumption.continued(self._body)
         if placement.prefill is None:
-            await self._send_decode_request(placement.decode, self._body.encode())
+            await self._send_decode_request(placement.decode, body.encode())
             return
         prefill, decode = placement.prefill, placement.decode
         handoff = self._issue_ticket(prefill, decode, placement.handoff)
         sealed = seal(handoff.ticket, self._services.options.credentials)
-        bodies = request_bodies(
-            self._body, sealed, prefill=prefill.protocol, decode=decode.protocol
-        )
+        bodies = request_bodies(body, sealed, prefill=prefill.protocol, decode=decode.protocol)
         wanted = None
         if handoff.ticket.first_token_early:
-            wanted = EarlyFirstToken(self._services, self._context, self._send)
+            record = self._resumption.record
+            wanted = EarlyFirstToken(self._services, self._context, record, self._send)
         send_decode = partial(self._decode_with_kv, handoff, decode, bodies.decode, wanted)
         with Interruptible() as attempt:
             prefill_request = PrefillRequest(
@@ -309,7 +341,14 @@ class RequestProxy:
                 worker.completion_urls[context.path], body, self._headers()
             )
             try:
-                answer = ResponseForwarder(services, context, decode, self._send, early=early)
+                answer = ResponseForwarder(
+                    services,
+                    context,
+                    decode,
+                    self._send,
+                    resumption=self._resumption,
+                    early=early,
+                )
                 await answer.forward(response)
             finally:
                 response.release()
@@ -333,13 +372,16 @@ class RequestProxy:
     def _wants_early(self, prefill: WorkerView, decode: WorkerView) -> bool:
         """Only between Baton workers: vLLM cannot be asked to continue from a token."""
         both_ours = prefill.protocol == decode.protocol == "baton"
-        return self._services.options.first_token_early and self._body.stream and both_ours
+        is_wanted = self._body.stream and not self._context.has_sent_bytes
+        return self._services.options.first_token_early and is_wanted and both_ours
 
     def _headers(self) -> bytes:
         """What is the request's own in the head of both workers' requests."""
         context = self._context
         left_s = context.left_s(self._services.clock.now())
         own = f"{CREATED_HEADER}: {self._created}\r\n{TIMEOUT_HEADER}: {left_s:.3f}\r\n"
+        if self._body.stream:
+            own += self._resumption.headers
         return context.headers_to_workers + own.encode("ascii")
 
 

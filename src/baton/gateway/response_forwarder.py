@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
@@ -18,10 +19,10 @@ from baton.gateway.errors import (
     WorkerFailedError,
     WorkerLostError,
 )
-from baton.gateway.metrics import BrokenStreamCause
 from baton.gateway.protocol_adapters import client_answer, client_error, first_error
+from baton.gateway.stream_record import ERROR_EVENT
 from baton.gateway.upstream import read_error
-from baton.protocol.worker_http import REQUEST_ID_HEADER, first_token_path
+from baton.protocol.worker_http import REQUEST_ID_HEADER, TOKEN_IDS_HEADER, first_token_path
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from baton.clock import Instant
     from baton.gateway.http_client import Answer
     from baton.gateway.request_context import RequestContext, Services
+    from baton.gateway.resumption import Resumption
+    from baton.gateway.stream_record import StreamRecord
     from baton.gateway.workers import Worker
     from baton.net.http_exchange import HttpExchange
     from baton.protocol.worker_http import FirstToken
@@ -46,8 +49,11 @@ log = logging.getLogger(__name__)
 class EarlyFirstToken:
     """One attempt's. Owner: the event loop's thread; two tasks meet here."""
 
-    def __init__(self, services: Services, context: RequestContext, send: Send) -> None:
+    def __init__(
+        self, services: Services, context: RequestContext, record: StreamRecord, send: Send
+    ) -> None:
         self._services, self._context, self._send = services, context, send
+        self._record = record
         self._lock = asyncio.Lock()
         self._is_closed = False
         self._sent = b""
@@ -64,15 +70,13 @@ class EarlyFirstToken:
             if self._is_closed:
                 return
             self._sent = first.events.encode()
-            self._context.tail = self._sent
+            self._record.begin(has_ids=True)  # as decode's: both are Baton's workers
+            events = self._record.take(self._sent)
             self._services.metrics.early_first_tokens.inc()
             await self._context.start_stream(self._send)
             self._context.note_first_token(self._services.clock.now())
-            await self._send({
-                "type": "http.response.body",
-                "body": self._sent,
-                "more_body": True,
-            })
+            self._context.tail = events
+            await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def close(self) -> bool:
         """Decode's stream is here: nothing more is sent early. Whether something was."""
@@ -104,16 +108,18 @@ class EarlyFirstToken:
 
 STALE_TICKET: Final = "stale_ticket"
 EVENT_STREAM: Final = b"text/event-stream"
-ERROR_EVENT: Final = b'data: {"error"'
 DONE: Final = b"data: [DONE]"
 TAIL_BYTES: Final = 32
+USAGE_BYTES: Final = 1024
+"""An answer's usage is within so many bytes of its end."""
 REFUSALS: Final = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
 """Of who asks: that is the gateway, never its client."""
+_CACHED_TOKENS: Final = re.compile(rb'"cached_tokens": ?([0-9]{1,9})[,}]')
 ANSWER_HEADERS: Final = (b"content-type", b"retry-after")
 
 
 class ResponseForwarder:
-    """One decode worker's answer to one request, whose start the client may have already."""
+    """One decode worker's answer to one request, of which the client may have a part already."""
 
     def __init__(
         self,
@@ -122,10 +128,11 @@ class ResponseForwarder:
         decode: WorkerView,
         send: Send,
         *,
+        resumption: Resumption,
         early: EarlyFirstToken | None = None,
     ) -> None:
         self._services, self._context, self._decode, self._send = services, context, decode, send
-        self._early = early
+        self._resumption, self._record, self._early = resumption, resumption.record, early
 
     async def forward(self, response: Answer) -> None:
         """Forward it to the client.
@@ -136,11 +143,14 @@ class ResponseForwarder:
             WorkerFailedError: it is a 5xx, or a stream of vLLM's that begins with one. Of a stream
                 its headers may have been sent.
             WorkerLostError: it was cut off. A stream may have been sent in part.
+            WorkerReportedError: it is a stream that ends with an error, which was not sent.
+            ReplayDiffersError: it is another answer than that of which a part was sent.
             UpstreamError: it is too long. Nothing was sent.
         """
         has_begun = self._early is not None and await self._early.close()
         if response.status == HTTPStatus.OK and _is_event_stream(response):
             await self._context.start_stream(self._send)
+            self._resumption.begin_stream(has_ids=TOKEN_IDS_HEADER.encode() in response.headers)
             try:
                 await self._pump(response, has_begun=has_begun)
             except UpstreamError:
@@ -156,59 +166,73 @@ class ResponseForwarder:
         return self._context.tail.rstrip().endswith(DONE)
 
     async def _pump(self, response: Answer, *, has_begun: bool) -> None:
-        context = self._context
+        context, take = self._context, self._record.take
         if has_begun and self._early is not None:
             chunk = await self._early.skip_sent(response.read)
         else:
             chunk = await response.read()
             if chunk.startswith(ERROR_EVENT):
                 self._refuse(chunk)
-            if chunk:
-                context.note_first_token(self._services.clock.now())
-        if not chunk:
-            return
+        while not (events := take(chunk)):
+            self._check()
+            if not (chunk := await response.read()):
+                return
         last = self._services.clock.now()
-        self._note(chunk)
-        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+        context.note_first_token(last)
+        self._resumption.note_news()
+        context.tail = events
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+        self._check()
         if context.exchange is not None:
             await self._pass_on(response, context.exchange, last)
         else:
             await self._send_on(response, last)
 
+    def _check(self) -> None:
+        """Raise what the record found in the stream."""
+        if self._record.failure is not None:
+            raise self._record.failure
+
     async def _pass_on(self, response: Answer, exchange: HttpExchange, last: Instant) -> None:
         """The hot path: whatever is added here is paid for each token of each stream."""
-        now, note, write = self._services.clock.now, self._note, exchange.write
+        now, record, write = self._services.clock.now, self._record, exchange.write
+        take, note_end, context = record.take, self._note_end, self._context
         num_chunks = 1
-        observe_interval = self._context.metrics.inter_token_latency.observe
+        observe_interval = context.metrics.inter_token_latency.observe
 
         def forward(chunk: bytes) -> bool:
             nonlocal last, num_chunks
+            events = take(chunk)
+            if not events:
+                return record.failure is None
             at = now()
             observe_interval(at - last)
             last = at
             num_chunks += 1
-            note(chunk)
-            return write(chunk)
+            note_end(events)
+            return write(events) and record.failure is None
 
         while await response.push_to(forward):
+            self._check()
             await exchange.drain()
-        self._context.num_streamed = num_chunks
+        context.num_streamed = num_chunks
 
     async def _send_on(self, response: Answer, last: Instant) -> None:
         """The same to a receiver that has to be awaited: one of several answers."""
         while chunk := await response.read():
-            at = self._services.clock.now()
-            self._context.metrics.inter_token_latency.observe(at - last)
-            last = at
-            self._note(chunk)
-            await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+            if events := self._record.take(chunk):
+                at = self._services.clock.now()
+                self._context.metrics.inter_token_latency.observe(at - last)
+                last = at
+                self._note_end(events)
+                await self._send({"type": "http.response.body", "body": events, "more_body": True})
+            self._check()
 
-    def _note(self, chunk: bytes) -> None:
-        """Look at what goes to the client: for errors, and for the stream's end."""
+    def _note_end(self, events: bytes) -> None:
+        """Usage may have been sent before `[DONE]`."""
         context = self._context
-        if has_error(context.tail, chunk):
-            self._services.metrics.broken_streams[BrokenStreamCause.WORKER_REPORTED].inc()
-        context.tail = chunk if len(chunk) >= TAIL_BYTES else (context.tail + chunk)[-TAIL_BYTES:]
+        is_long = len(events) >= TAIL_BYTES
+        context.tail = events if is_long else (context.tail + events)[-USAGE_BYTES:]
 
     def _refuse(self, event: bytes) -> None:
         """An error instead of a first token: vLLM sends its 200 before it knows."""
@@ -237,24 +261,16 @@ class ResponseForwarder:
         if self._decode.protocol == "vllm":
             is_error = response.status >= HTTPStatus.BAD_REQUEST
             body = client_error(response.status, body) if is_error else client_answer(body)
-        context.status, context.tail = response.status, body[-TAIL_BYTES:]
+        context.status, context.tail = response.status, body[-USAGE_BYTES:]
         context.note_first_byte(self._services.clock.now())
         own = (REQUEST_ID_HEADER.encode(), context.id.encode())
         await send_whole(self._send, response.status, body, (*headers, own))
 
 
-def has_error(tail: bytes, chunk: bytes) -> bool:
-    """Whether an error event is in a stream's next chunk, of which `tail` was the end so far.
-
-    Events share a chunk when they come fast, and a chunk may end within one. No token's text looks
-    like an error: its quotes are escaped.
-    """
-    if ERROR_EVENT in chunk:
-        return True
-    if not tail or chunk.startswith(b"data:"):
-        return False
-    reach = len(ERROR_EVENT) - 1
-    return ERROR_EVENT in tail[-reach:] + chunk[:reach]
+def find_cached_tokens(tail: bytes) -> int | None:
+    """The cached tokens in the usage at an answer's end; None where it is not reported."""
+    reported = _CACHED_TOKENS.findall(tail)
+    return int(reported[-1]) if reported else None
 
 
 def _is_event_stream(response: Answer) -> bool:

@@ -54,10 +54,21 @@ class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
 
 
-class KVTransferParams(msgspec.Struct, frozen=True):
+class Resume(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A part of the answer is with the client: the tokens `[0, len(token_ids))`.
+
+    `is_complete`: that is all, and only what ends a stream is missing.
+    """
+
+    token_ids: list[TokenId]
+    is_complete: bool = False
+
+
+class KVTransferParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """What the gateway adds: clients cannot send it (docs/wire/worker-http.md)."""
 
     baton_ticket: str | None = None
+    baton_resume: Resume | None = None
 
 
 class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):

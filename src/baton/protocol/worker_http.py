@@ -35,6 +35,10 @@ TIMEOUT_HEADER: Final = "x-baton-timeout-s"
 """Seconds left for the request, a decimal number."""
 CREATED_HEADER: Final = "x-baton-created"
 """Unix seconds, written into the answers of both workers as their time of creation."""
+TOKEN_IDS_HEADER: Final = "x-baton-token-ids"  # noqa: S105 - a header
+"""`1` asks for the ids of a stream's tokens in comments; answers that have them carry it, too."""
+SEED_HEADER: Final = "x-baton-seed"
+"""For requests that have none: a number below 2^63."""
 
 MAX_ABORT_BYTES: Final = 4096
 MAX_REASON_CHARS: Final = 500

@@ -15,10 +15,12 @@ and what the placement costs the answers that are under way at the two. The leas
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from heapq import nsmallest
-from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
+from math import inf
+from operator import itemgetter
+from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
+import numpy as np
 
 from baton.protocol.worker_http import Role
 from baton.registry import Plugin
@@ -34,11 +36,13 @@ from baton.router.pairing import (
 from baton.router.placement import Placement, Unplaceable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
 
     from baton.ids import WorkerId
     from baton.router.fleet import Fleet, ModelWorkers, WorkerView
-    from baton.router.load import FleetLoad, WorkerActivity
+    from baton.router.load import FleetLoad
     from baton.router.modes import ModeSetting
     from baton.router.placement import PlacementRequest, PolicyFactory
 
@@ -51,6 +55,7 @@ MOST_OF_EACH: Final = 8
 """Workers of each part that pairs are made of, the most promising ones."""
 
 Objective: TypeAlias = Literal["goodput", "throughput"]
+_Number = TypeVar("_Number", "float", "NDArray[np.float64]")
 _Seconds: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
 
 
@@ -99,6 +104,52 @@ class Candidate:
         return f"{who}: cost {self.cost:.3f}, {ttft} ({parts}), {tpot}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Usable:
+    """Who may serve: the first `num_decodes` of `workers` may answer, those at `helpers` prefill.
+
+    Good for `served` and `prefills`; `rows` until the load forgets workers.
+    """
+
+    served: ModelWorkers
+    prefills: frozenset[WorkerId]
+    num_forgotten: int
+    workers: Sequence[WorkerView]
+    num_decodes: int
+    helpers: NDArray[np.intp]
+    rows: NDArray[np.intp]
+    has_slow_starts: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What each worker would add to a request's cost, as arrays `[num_workers]`.
+
+    Computing the prompt takes `queue_s + prefill_s` and costs the answers there `stall`; answering
+    takes `tpot_s` for a token and costs them `crowd`. `shares` are what workers in a slow start get
+    of what they would get otherwise; None where there are none.
+    """
+
+    usable: _Usable
+    num_uncached: NDArray[np.float64]
+    queue_s: NDArray[np.float64]
+    prefill_s: NDArray[np.float64]
+    stall: NDArray[np.float64]
+    tpot_s: NDArray[np.float64]
+    crowd: NDArray[np.float64]
+    shares: NDArray[np.float64] | None
+
+    def predict(self, first: int, second: int, handoff_s: float, num_tokens: int) -> Prediction:
+        """What a client will see of a prompt computed by the first, and answered by the second."""
+        return Prediction(
+            float(self.queue_s[first]),
+            float(self.prefill_s[first]),
+            handoff_s,
+            float(self.tpot_s[second]),
+            num_tokens - int(self.num_uncached[first]),
+        )
+
+
 class CostPolicy:
     """See the module. Owner: the caller's thread."""
 
@@ -108,24 +159,22 @@ class CostPolicy:
         self._options = options
         self._mode: ModeSetting = mode
         self._divisions: dict[str, Division] = {}
+        self._usable: dict[str, _Usable] = {}
 
     def place(
         self, fleet: Fleet, request: PlacementRequest, load: FleetLoad
     ) -> Placement | Unplaceable:
         """See `PlacementPolicy`."""
-        decodes = find_decodes(fleet, request)
-        if isinstance(decodes, Unplaceable):
-            return decodes
-        served = fleet.models[request.model]
-        prefills = self._divide(served, request, load)
-        decodes = [w for w in decodes if w.id not in prefills] or decodes
-        divided = [f"only prefilling at present: {', '.join(sorted(prefills))}"] if prefills else []
-        alone = self._rank([(None, decode) for decode in decodes], request, load)
-        best = alone[0]
+        usable = self._find_usable(fleet, request, load)
+        if isinstance(usable, Unplaceable):
+            return usable
+        parts = self._weigh(usable, request, load)
+        best = self._best_alone(parts, request)
         if (fixed := serve_alone(best.decode, request, self._mode)) is not None:
             return fixed
-        helpers = [w for w in served.helpers if not prefills or _is_for_prefill(w, prefills)]
-        pairs = self._rank([*self._pairs(helpers, decodes, request, load)], request, load)
+        pairs = self._rank_pairs(parts, best.cost, request, load)
+        prefills = usable.prefills
+        divided = [f"only prefilling at present: {', '.join(sorted(prefills))}"] if prefills else []
         for pair in pairs:
             if pair.prefill is None or pair.cost >= PREFERRED_ALONE * best.cost:
                 break
@@ -134,11 +183,56 @@ class CostPolicy:
                 why = (*placement.why, f"chosen: {pair}", f"rather than {best}", *divided)
                 return replace(placement, why=why)
         reasons: tuple[str, ...] = ()
-        is_meant = served.prefills or fleet.absent_prefills
-        if is_meant and not any(is_usable(w, request) for w in served.prefills):
+        listed = usable.served.prefills
+        if (listed or fleet.absent_prefills) and not any(is_usable(w, request) for w in listed):
             reasons = explain_alone(fleet, best.decode, request)
         why = (f"chosen: {best}", *(f"rather than {pair}" for pair in pairs[:1]), *divided)
         return Placement(None, best.decode, reasons, why=why)
+
+    def _find_usable(
+        self, fleet: Fleet, request: PlacementRequest, load: FleetLoad
+    ) -> _Usable | Unplaceable:
+        """Made once for a fleet, unless workers have just failed this request."""
+        served = fleet.models.get(request.model)
+        prefills = self._divide(served, request, load) if served is not None else frozenset()
+        known = self._usable.get(request.model)
+        if (
+            known is not None
+            and not request.avoid
+            and known.served is served
+            and known.prefills == prefills
+            and known.num_forgotten == load.num_forgotten
+        ):
+            return known
+        decodes = find_decodes(fleet, request)
+        if isinstance(decodes, Unplaceable):
+            return decodes
+        served = fleet.models[request.model]
+        decodes = [w for w in decodes if w.id not in prefills] or decodes
+        places = {worker.id: at for at, worker in enumerate(decodes)}
+        workers = [*decodes]
+        for worker in served.helpers:
+            if is_usable(worker, request) and worker.id not in places:
+                places[worker.id] = len(workers)
+                workers.append(worker)
+        helpers = [
+            places[worker.id]
+            for worker in served.helpers
+            if worker.id in places and (not prefills or _is_for_prefill(worker, prefills))
+        ]
+        usable = _Usable(
+            served,
+            prefills,
+            load.num_forgotten,
+            workers,
+            len(decodes),
+            np.array(helpers, dtype=np.intp),
+            load.rows(workers),
+            any(worker.slow_start is not None for worker in workers),
+        )
+        if not request.avoid:
+            self._usable[request.model] = usable
+        return usable
 
     def _divide(
         self, served: ModelWorkers, request: PlacementRequest, load: FleetLoad
@@ -150,107 +244,127 @@ class CostPolicy:
         if division is None:
             limits = Limits(self._options.ttft_s, self._options.tpot_s)
             division = self._divisions[request.model] = Division(limits)
-        both = [w for w in served.helpers if w.role is Role.BOTH and w.available]
-        division.look(both, load, request.at)
+        if division.is_due(request.at):
+            both = [w for w in served.helpers if w.role is Role.BOTH and w.available]
+            division.look(both, load, request.at)
         return division.prefills
 
-    def _pairs(
-        self,
-        helpers: Sequence[WorkerView],
-        decodes: Sequence[WorkerView],
-        request: PlacementRequest,
-        load: FleetLoad,
-    ) -> Iterator[tuple[WorkerView, WorkerView]]:
-        """The pairs that are worth a look: of the least busy ones of each part."""
-        usable = [worker for worker in helpers if is_usable(worker, request)]
-        if len(usable) > MOST_OF_EACH:
-            usable = nsmallest(
-                MOST_OF_EACH, usable, key=lambda w: load.of(w.id, w.model).queue_s(request.at)
-            )
-        if len(decodes) > MOST_OF_EACH:
-            decodes = nsmallest(
-                MOST_OF_EACH, decodes, key=lambda w: _pace(load.of(w.id, w.model), 1, request.at)
-            )
-        for prefill in usable:
-            for decode in decodes:
-                if prefill.id != decode.id and decode.why_not_from(prefill) is None:
-                    yield prefill, decode
+    def _weigh(self, usable: _Usable, request: PlacementRequest, load: FleetLoad) -> _Parts:
+        now, rows, costs = request.at, usable.rows, load.costs(request.model)
+        columns, tokens = costs.columns, float(request.num_prompt_tokens)
+        num_uncached = np.full(len(rows), tokens)
+        if request.cached:
+            num_uncached -= [request.cached.get(worker.id, 0) for worker in usable.workers]
+            num_uncached = np.maximum(min(tokens, 1.0), num_uncached)
+        prefill_s = costs.prefill.factors(columns.prefill_log[rows])
+        prefill_s *= costs.prefill.predict(num_uncached)
+        step_s, num = costs.step.factors(columns.step_log[rows]), columns.num_decodes[rows]
+        before_s, after_s = step_s * costs.step.predict(num), step_s * costs.step.predict(num + 1)
+        share = columns.prefill_share[rows] * np.exp((columns.share_at[rows] - now) / WINDOW_S)
+        share = np.minimum(1.0, share)
+        left = 1.0 - np.minimum(MOST_SHARE, share)
+        usual_s, tpot_s = before_s / left, after_s / left
+        if self._options.objective == "throughput":
+            stall = num * prefill_s
+            crowd = num * (tpot_s - usual_s) * TYPICAL_ANSWER_TOKENS
+        else:
+            limit = self._options.tpot_s
+            usual = _bend(usual_s / limit)
+            left = 1.0 - np.minimum(MOST_SHARE, share + prefill_s / WINDOW_S)
+            stall = num * (_bend(before_s / left / limit) - usual)
+            crowd = num * (_bend(tpot_s / limit) - usual)
+        queue_s = np.maximum(0.0, columns.free_at[rows] - now)
+        shares = None
+        if usable.has_slow_starts:
+            shares = np.array([worker.share(now) for worker in usable.workers])
+        return _Parts(usable, num_uncached, queue_s, prefill_s, stall, tpot_s, crowd, shares)
 
-    def _rank(
+    def _best_alone(self, parts: _Parts, request: PlacementRequest) -> Candidate:
+        """The best worker to do both parts; among equals the first of the operator's list."""
+        ttft = self._own_ttft(parts.queue_s + parts.prefill_s)
+        costs = ttft + parts.stall + self._own_tpot(parts.tpot_s) + parts.crowd
+        if parts.shares is not None:
+            costs /= parts.shares
+        usable = parts.usable
+        best = int(costs[: usable.num_decodes].argmin())
+        prediction = parts.predict(best, best, 0.0, request.num_prompt_tokens)
+        return Candidate(None, usable.workers[best], prediction, float(costs[best]))
+
+    def _rank_pairs(
         self,
-        ways: Sequence[tuple[WorkerView | None, WorkerView]],
+        parts: _Parts,
+        alone_cost: float,
         request: PlacementRequest,
         load: FleetLoad,
     ) -> list[Candidate]:
-        """From the best on; among equals in the order that was given."""
-        found = [self._weigh(prefill, decode, request, load) for prefill, decode in ways]
-        return sorted(found, key=lambda candidate: candidate.cost)
+        """Pairs of the most promising workers of each part, from the best on.
 
-    def _weigh(
-        self,
-        prefill: WorkerView | None,
-        decode: WorkerView,
-        request: PlacementRequest,
-        load: FleetLoad,
-    ) -> Candidate:
-        now, handoff_s = request.at, 0.0
-        answering = computing = load.of(decode.id, decode.model)
-        if prefill is not None:
-            computing = load.of(prefill.id, prefill.model)
-            handed = request.count_uncached(decode.id)
-            handoff_s = load.handoff_cost(prefill, decode).predict(handed)
-        uncached = request.count_uncached(decode.id if prefill is None else prefill.id)
-        prefill_s = computing.prefill_cost.predict(uncached)
-        prediction = Prediction(
-            computing.queue_s(now),
-            prefill_s,
-            handoff_s,
-            _pace(answering, 1, now),
-            request.num_prompt_tokens - uncached,
-        )
-        cost = self._own(prediction) + self._others(computing, answering, prefill_s, now)
-        if decode.slow_start is not None or (prefill is not None and prefill.slow_start):
-            cost /= min(worker.share(now) for worker in (decode, prefill or decode))
-        return Candidate(prefill, decode, prediction, cost)
+        Those that could be better than one worker, and the best in any case.
+        """
+        usable = parts.usable
+        workers, num = usable.workers, usable.num_decodes
+        computing = self._own_ttft(parts.queue_s + parts.prefill_s) + parts.stall
+        answering = self._own_tpot(parts.tpot_s[:num]) + parts.crowd[:num]
+        found: list[tuple[float, int, int, float]] = []
+        least = enough = inf
+        seconds = _find_least(answering, np.arange(num))
+        for first in _find_least(computing[usable.helpers], usable.helpers):
+            prefill = workers[first]
+            before_s = float(parts.queue_s[first] + parts.prefill_s[first])
+            stall = float(parts.stall[first])
+            for second in seconds:
+                decode = workers[second]
+                if float(computing[first] + answering[second]) >= enough:
+                    break  # without any handoff; all that follow are worse
+                if first == second or decode.why_not_from(prefill) is not None:
+                    continue
+                handed = float(parts.num_uncached[second])
+                handoff_s = load.handoff_cost(prefill, decode).predict(handed)
+                cost = self._own_ttft(before_s + handoff_s) + stall + float(answering[second])
+                if parts.shares is not None:
+                    cost /= float(min(parts.shares[first], parts.shares[second]))
+                found.append((cost, first, second, handoff_s))
+                least = min(least, cost)
+                enough = max(least, PREFERRED_ALONE * alone_cost)
+        found.sort(key=itemgetter(0))
+        return [
+            Candidate(
+                workers[first],
+                workers[second],
+                parts.predict(first, second, handoff_s, request.num_prompt_tokens),
+                cost,
+            )
+            for cost, first, second, handoff_s in found
+        ]
 
-    def _own(self, prediction: Prediction) -> float:
-        """What the request itself will see."""
-        options = self._options
-        if options.objective == "throughput":
-            return prediction.ttft_s + TYPICAL_ANSWER_TOKENS * prediction.tpot_s
-        return _bend(prediction.ttft_s / options.ttft_s) + _bend(prediction.tpot_s / options.tpot_s)
-
-    def _others(
-        self, computing: WorkerActivity, answering: WorkerActivity, prefill_s: float, now: float
-    ) -> float:
-        """What the answers under way at the two will see of it."""
-        before, after = _pace(answering, 0, now), _pace(answering, 1, now)
-        stalled = computing.num_decodes
+    def _own_ttft(self, ttft_s: _Number) -> _Number:
+        """What the time to the first token counts."""
         if self._options.objective == "throughput":
-            slower_s = (after - before) * TYPICAL_ANSWER_TOKENS * answering.num_decodes
-            return slower_s + stalled * prefill_s
-        limit = self._options.tpot_s
-        slower = (_bend(after / limit) - _bend(before / limit)) * answering.num_decodes
-        if not stalled:
-            return slower
-        usual = _pace(computing, 0, now)
-        shared = _pace(computing, 0, now, more_share=prefill_s / WINDOW_S)
-        return slower + (_bend(shared / limit) - _bend(usual / limit)) * stalled
+            return ttft_s
+        return _bend(ttft_s / self._options.ttft_s)
+
+    def _own_tpot(self, tpot_s: _Number) -> _Number:
+        """What the time of a token counts."""
+        if self._options.objective == "throughput":
+            return TYPICAL_ANSWER_TOKENS * tpot_s
+        return _bend(tpot_s / self._options.tpot_s)
+
+
+def _find_least(values: NDArray[np.float64], places: NDArray[np.intp]) -> list[int]:
+    """The places of the `MOST_OF_EACH` least values, from the least on."""
+    found: list[int] = places[values.argsort(kind="stable")[:MOST_OF_EACH]].tolist()
+    return found
 
 
 def _is_for_prefill(worker: WorkerView, prefills: frozenset[WorkerId]) -> bool:
     return worker.role is Role.PREFILL or worker.id in prefills
 
 
-def _pace(activity: WorkerActivity, more: int, now: float, *, more_share: float = 0.0) -> float:
-    """Seconds of a token with so many answers more, and prompts taking so much more of the time."""
-    share = min(MOST_SHARE, activity.prefill_share(now) + more_share)
-    return activity.step_cost.predict(activity.num_decodes + more) / (1.0 - share)
-
-
-def _bend(share: float) -> float:
+def _bend(share: _Number) -> _Number:
     """A figure in units of its limit, with what is beyond it counted `BEYOND` times."""
-    return share + BEYOND * max(0.0, share - 1.0)
+    if isinstance(share, float):
+        return share + BEYOND * max(0.0, share - 1.0)
+    return share + BEYOND * np.maximum(0.0, share - 1.0)
 
 
 def _build(options: CostOptions) -> PolicyFactory:

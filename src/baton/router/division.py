@@ -142,9 +142,13 @@ class Division:
     _known: dict[int, _Known] = field(default_factory=dict)
     _refuted: dict[int, _Refuted] = field(default_factory=dict)
 
+    def is_due(self, now: float) -> bool:
+        """Whether it is time to look again."""
+        return now - self._looked_at >= LOOK_EVERY_S
+
     def look(self, workers: Sequence[WorkerView], load: FleetLoad, now: float) -> None:
         """Change the division of these workers, which do both parts, if that is due."""
-        if now - self._looked_at < LOOK_EVERY_S:
+        if not self.is_due(now):
             return
         self._looked_at = now
         names = {worker.id for worker in workers}

@@ -6,8 +6,11 @@
     ticket refused      the same                                     costs an attempt
     prefill failed      avoid it, its mode, or every handoff         bounded by its own count
 
-Used by the gateway and by the simulator. Nothing is tried again once a part of an answer was sent;
-the caller checks that.
+A stream of which a part was sent goes on at another worker, where it can: each attempt that added
+to it is followed by as many others as a new request has, up to `MAX_RESUMES` times. One that ends
+the workers that compute its next token gets no third.
+
+Used by the gateway and by the simulator. Whether a stream can go on, the caller decides.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
     from baton.ids import WorkerId
 
 MAX_ATTEMPTS: Final = 2
+MAX_RESUMES: Final = 4
+"""Of one stream: so many of its decode workers may die one after the other."""
 MAX_PREFILL_FAILURES: Final = 2
 """Of prefill workers that are asked first: then the decode worker computes the prompt."""
 
@@ -65,6 +70,7 @@ class Failover:
     """What was tried for one request, and what the next placement must avoid."""
 
     num_left: int = MAX_ATTEMPTS
+    num_resumes_left: int = MAX_RESUMES
     num_prefill_failures: int = 0
     avoid: frozenset[WorkerId] = frozenset()
     failed_modes: frozenset[HandoffMode] = frozenset()
@@ -72,10 +78,17 @@ class Failover:
     @property
     def may_retry(self) -> bool:
         """Whether another attempt is allowed."""
-        return self.num_left > 0
+        return self.num_left > 0 and self.num_resumes_left >= 0
 
-    def record(self, attempt: Attempt, failure: Failure) -> None:
-        """An attempt failed: do not repeat what made it fail."""
+    def record(self, attempt: Attempt, failure: Failure, *, has_progressed: bool = False) -> None:
+        """An attempt failed: do not repeat what made it fail.
+
+        `has_progressed`: it added to a stream. What failed before that may serve again.
+        """
+        if has_progressed:
+            self.num_left, self.num_prefill_failures = MAX_ATTEMPTS, 0
+            self.num_resumes_left -= 1
+            self.avoid, self.failed_modes = frozenset(), frozenset()
         match failure:
             case Failure.PREFILL_FAILED | Failure.PREFILL_REJECTED | Failure.MODE_FAILED:
                 self._record_prefill(attempt, failure)

@@ -11,8 +11,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import exp, log
-from typing import Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_Size = TypeVar("_Size", "float", "NDArray[np.float64]")
 FORGETTING: Final = 0.97
 """About the last 33 observations count."""
 GUESS_WEIGHT: Final = 0.5
@@ -47,9 +53,20 @@ class LearnedLine:
         for size in (0.0, self.guess_size):
             self._add(size, self.fixed + self.each * size, GUESS_WEIGHT / 2)
 
-    def predict(self, size: float) -> float:
+    @property
+    def mean_log(self) -> float:
+        """Of the workers' factors."""
+        return self.sum_of_logs / max(1, self.num_workers)
+
+    def predict(self, size: _Size) -> _Size:
         """Seconds for so much."""
         return self.fixed + self.each * size
+
+    def factors(self, logs: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Of workers, by `WorkerCost.log` of each, NaN before anything was seen of it."""
+        found = np.exp(np.where(np.isnan(logs), 0.0, logs - self.mean_log))
+        bounded: NDArray[np.float64] = np.minimum(np.maximum(found, 1 / MOST_FACTOR), MOST_FACTOR)
+        return bounded
 
     def observe(self, size: float, seconds: float) -> None:
         """So much took so long, by the measure of a worker of factor 1."""
@@ -80,22 +97,22 @@ class LearnedLine:
 class WorkerCost:
     """One worker's cost, on a line that it shares with others.
 
-    `num_seen` are its observations; `error` is the mean, over the latest, of the difference to what
+    `num_seen` are its observations, `log` is its factor's logarithm, not yet relative to the
+    others'; `error` is the mean, over the latest, of the difference to what
     was predicted, as a share of the larger of the two. Owner: one thread.
     """
 
     line: LearnedLine
     num_seen: int = 0
     error: float = 0.0
-    _log: float = 0.0
+    log: float = 0.0
 
     @property
     def factor(self) -> float:
         """How much slower than the mean it is; 1 before anything was seen."""
-        line = self.line
         if not self.num_seen:
             return 1.0
-        factor = exp(self._log - line.sum_of_logs / line.num_workers)
+        factor = exp(self.log - self.line.mean_log)
         return min(MOST_FACTOR, max(1 / MOST_FACTOR, factor))
 
     def predict(self, size: float) -> float:
@@ -109,12 +126,12 @@ class WorkerCost:
         error = abs(predicted - seconds) / max(predicted, seconds)
         self.error += max(ERROR_SHARE, 1 / (self.num_seen + 1)) * (error - self.error)
         if not self.num_seen:  # it joins at the mean
-            self._log = line.sum_of_logs / max(1, line.num_workers)
+            self.log = line.mean_log
             line.num_workers += 1
-            line.sum_of_logs += self._log
+            line.sum_of_logs += self.log
         self.num_seen += 1
         line.observe(size, seconds / self.factor)
         beyond = log(seconds / max(self.predict(size), 1e-6))
         change = ERROR_SHARE * beyond - PULL * log(self.factor)
-        self._log += change
+        self.log += change
         line.sum_of_logs += change

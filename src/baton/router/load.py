@@ -15,10 +15,14 @@ from dataclasses import dataclass
 from math import exp
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from baton.router.learning import LearnedLine, WorkerCost
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from numpy.typing import NDArray
 
     from baton.ids import WorkerId
     from baton.router.fleet import WorkerView
@@ -39,27 +43,81 @@ _HANDOFF_GUESS: Final = (0.003, 1e-6)
 _TYPICAL_STREAMS: Final = 16.0
 
 
-@dataclass(slots=True)
+class LoadColumns:
+    """What placement looks at of one model's workers, one row for each: see `WorkerActivity`.
+
+    A policy reads many workers at once as arrays, requests change one at a time. Until a cost was
+    seen, its logarithm is NaN.
+    """
+
+    FIRST_ROWS: Final = 64
+
+    def __init__(self) -> None:
+        self._free: list[int] = []
+        self._num_rows = 0
+        self.free_at = np.zeros(self.FIRST_ROWS)
+        self.num_decodes = np.zeros(self.FIRST_ROWS)
+        self.prefill_share = np.zeros(self.FIRST_ROWS)
+        self.share_at = np.zeros(self.FIRST_ROWS)
+        self.prefill_log = np.full(self.FIRST_ROWS, np.nan)
+        self.step_log = np.full(self.FIRST_ROWS, np.nan)
+
+    def add_row(self) -> int:
+        """A row for one worker more."""
+        if self._free:
+            row = self._free.pop()
+        else:
+            row = self._num_rows
+            self._num_rows += 1
+            if row == len(self.free_at):
+                self._grow()
+        for column in (self.free_at, self.num_decodes, self.prefill_share, self.share_at):
+            column[row] = 0.0
+        self.prefill_log[row] = self.step_log[row] = np.nan
+        return row
+
+    def free_row(self, row: int) -> None:
+        """Its worker is forgotten."""
+        self._free.append(row)
+
+    def _grow(self) -> None:
+        for name, column in vars(self).items():
+            if isinstance(column, np.ndarray):
+                setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
+
+
 class WorkerActivity:
     """One worker's part. `num_prefills` prompts are waiting or computed here, of `prefill_tokens`.
 
     `num_decodes` answers are generated here, or will be. `free_at`: when the prompts will be done.
     `prefill_cost` gives seconds of a prompt's tokens, `step_cost` seconds of a step's answers.
+    `row` is its row in the model's columns, which follow whatever changes here.
     """
 
-    prefill_cost: WorkerCost
-    step_cost: WorkerCost
-    num_prefills: int = 0
-    prefill_tokens: int = 0
-    num_decodes: int = 0
-    free_at: float = 0.0
-    _drift_s: float = 0.0
-    _last_done_at: float = 0.0
-    _num_streams: int = 0
-    _stream_seconds: float = 0.0
-    _streams_at: float = 0.0
-    _prefill_share: float = 0.0
-    _share_at: float = 0.0
+    __slots__ = (
+        "_columns",
+        "_drift_s",
+        "_last_done_at",
+        "_num_streams",
+        "_prefill_share",
+        "_share_at",
+        "_stream_seconds",
+        "_streams_at",
+        "free_at",
+        "num_decodes",
+        "num_prefills",
+        "prefill_cost",
+        "prefill_tokens",
+        "row",
+        "step_cost",
+    )
+
+    def __init__(self, costs: ModelCosts) -> None:
+        self.prefill_cost, self.step_cost = WorkerCost(costs.prefill), WorkerCost(costs.step)
+        self._columns, self.row = costs.columns, costs.columns.add_row()
+        self.num_prefills = self.prefill_tokens = self.num_decodes = self._num_streams = 0
+        self.free_at = self._drift_s = self._last_done_at = 0.0
+        self._stream_seconds = self._streams_at = self._prefill_share = self._share_at = 0.0
 
     @property
     def num_requests(self) -> int:
@@ -79,9 +137,11 @@ class WorkerActivity:
         self.num_prefills += 1
         self.prefill_tokens += num_tokens
         takes_s = self.prefill_cost.predict(num_tokens)
-        self.free_at = max(now, self.free_at) + takes_s
+        self._set_free_at(max(now, self.free_at) + takes_s)
         self._prefill_share = self.prefill_share(now) + takes_s / WINDOW_S
         self._share_at = now
+        self._columns.prefill_share[self.row] = self._prefill_share
+        self._columns.share_at[self.row] = now
         return self.free_at, self._drift_s
 
     def finish_prefill(
@@ -91,8 +151,9 @@ class WorkerActivity:
         self._remove_prefill(num_tokens)
         late_s = now - (expected[0] + self._drift_s - expected[1])
         self._drift_s += late_s
-        self.free_at = max(now, self.free_at + late_s)
+        self._set_free_at(max(now, self.free_at + late_s))
         self.prefill_cost.observe(num_tokens, now - max(began_at, self._last_done_at))
+        self._columns.prefill_log[self.row] = self.prefill_cost.log
         self._last_done_at = now
 
     def drop_prefill(self, num_tokens: int, expected: tuple[float, float], now: float) -> None:
@@ -100,7 +161,7 @@ class WorkerActivity:
         self._remove_prefill(num_tokens)
         early_s = min(0.0, now - (expected[0] + self._drift_s - expected[1]))
         self._drift_s += early_s
-        self.free_at = max(now, self.free_at + early_s)
+        self._set_free_at(max(now, self.free_at + early_s))
 
     def count_streams(self, change: int, now: float) -> float:
         """One answer more begins here, or ends: answers times seconds until now."""
@@ -108,6 +169,19 @@ class WorkerActivity:
         self._num_streams += change
         self._streams_at = now
         return self._stream_seconds
+
+    def count_decodes(self, change: int) -> None:
+        """One answer more is to be generated here, or one less."""
+        self.num_decodes += change
+        self._columns.num_decodes[self.row] = self.num_decodes
+
+    def observe_step(self, num_streams: float, seconds: float) -> None:
+        """A step with so many answers took so long."""
+        self.step_cost.observe(num_streams, seconds)
+        self._columns.step_log[self.row] = self.step_cost.log
+
+    def _set_free_at(self, at: float) -> None:
+        self.free_at = self._columns.free_at[self.row] = at
 
     def _remove_prefill(self, num_tokens: int) -> None:
         self.num_prefills -= 1
@@ -178,14 +252,14 @@ class RunningRequest:
             stream_seconds = self.decode.count_streams(-1, now) - self._stream_seconds
             if num_streamed >= MIN_STREAMED and now > self._first_at:
                 self._learn(self._first_at, stream_seconds, now, num_streamed)
-        self.decode.num_decodes -= 1
+        self.decode.count_decodes(-1)
         self._is_over = True
 
     def _learn(self, first_at: float, stream_seconds: float, now: float, num_streamed: int) -> None:
         """From a whole stream: a step's cost for as many answers as there were on the average."""
         pace_s = (now - first_at) / (num_streamed - 1)
         alone = 1.0 - min(MOST_SHARE, self.decode.prefill_share(now))
-        self.decode.step_cost.observe(stream_seconds / (now - first_at), pace_s * alone)
+        self.decode.observe_step(stream_seconds / (now - first_at), pace_s * alone)
         ttft_s = first_at - self.began_at
         self.ended.append(EndedRequest(now, self.num_tokens, num_streamed, ttft_s, pace_s))
 
@@ -202,6 +276,7 @@ class ModelCosts:
         self.step = LearnedLine(_STEP_GUESS, _TYPICAL_STREAMS)
         self.handoff = LearnedLine(_HANDOFF_GUESS, _TYPICAL_TOKENS)
         self.ended: deque[EndedRequest] = deque(maxlen=MOST_ENDED)
+        self.columns = LoadColumns()
 
 
 class FleetLoad:
@@ -211,18 +286,28 @@ class FleetLoad:
         self._models: dict[str, ModelCosts] = {}
         self._workers: dict[tuple[str, WorkerId], WorkerActivity] = {}
         self._handoffs: dict[tuple[str, WorkerId, WorkerId], WorkerCost] = {}
+        self.num_forgotten = 0
 
     def of(self, worker: WorkerId, model: str) -> WorkerActivity:
         """What that worker has to do for a model."""
         activity = self._workers.get((model, worker))
         if activity is None:
             if len(self._workers) >= MOST_WORKERS:  # names of lives that are over
-                self._workers = {k: each for k, each in self._workers.items() if each.num_requests}
-                self._handoffs.clear()
-            costs = self.costs(model)
-            activity = WorkerActivity(WorkerCost(costs.prefill), WorkerCost(costs.step))
-            self._workers[model, worker] = activity
+                self._forget_idle()
+            activity = self._workers[model, worker] = WorkerActivity(self.costs(model))
         return activity
+
+    def rows(self, workers: Iterable[WorkerView]) -> NDArray[np.intp]:
+        """Their rows in the model's columns `[num_workers]`; good until `num_forgotten` changes."""
+        return np.array([self.of(each.id, each.model).row for each in workers], dtype=np.intp)
+
+    def _forget_idle(self) -> None:
+        self.num_forgotten += 1
+        self._handoffs.clear()
+        for key, each in list(self._workers.items()):
+            if not each.num_requests:
+                del self._workers[key]
+                self.costs(key[0]).columns.free_row(each.row)
 
     def find(self, worker: WorkerId, model: str) -> WorkerActivity | None:
         """What that worker has to do for a model; None if it was never asked about."""
@@ -250,7 +335,7 @@ class FleetLoad:
             prefill = self.of(prefill_view.id, prefill_view.model)
             cost = self.handoff_cost(prefill_view, decode_view)
         expected = prefill.add_prefill(num_tokens, now)
-        decode.num_decodes += 1
+        decode.count_decodes(+1)
         ended = self.costs(decode_view.model).ended
         handed = num_tokens if num_handed is None else num_handed
         return RunningRequest(prefill, decode, cost, num_tokens, handed, now, ended, expected)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 MAX_BLOCKS: Final = 1 << 22
 """Of one index; what is stored beyond that is not known here, as if it had not been published."""
+NUM_WALKED: Final = 8
+"""Blocks that are walked one by one: where sets change at most blocks, bisection costs more."""
 _ALL: Final = -1
 
 
@@ -29,12 +31,17 @@ class _Node:
 
     __slots__ = ("children", "held", "name", "parent", "whole")
 
-    def __init__(self, name: int, parent: _Node | None) -> None:
-        self.name, self.parent = name, parent
-        self.held = self.whole = 0
+    def __init__(self, name: int, parent: _Node | None, held: int, whole: int) -> None:
+        self.name = name
+        self.parent = parent
+        self.held = held
+        self.whole = whole
         self.children: dict[int, _Node] | _Node | None = None
         if parent is not None:
-            parent.add(self)
+            if parent.children is None:
+                parent.children = self
+            else:
+                parent.add(self)
 
     def add(self, child: _Node) -> None:
         """Most blocks have one successor: a dict only where there are more."""
@@ -64,8 +71,7 @@ class PrefixIndex:
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self._max_blocks = max_blocks
-        self._root = _Node(0, None)
-        self._root.held = self._root.whole = _ALL
+        self._root = _Node(0, None, _ALL, _ALL)
         self._nodes: dict[int, _Node] = {}
         self._bits: dict[WorkerId, int] = {}
         self._workers: list[WorkerId] = []
@@ -88,7 +94,11 @@ class PrefixIndex:
         if node is None:
             self.num_refused += len(names)
             return
+        nodes, most = self._nodes, self._max_blocks
         for at, name in enumerate(names):
+            if name not in nodes and len(nodes) < most:  # the usual case, and the hot one
+                node = nodes[name] = _Node(name, node, bit, node.whole & bit)
+                continue
             child = self._find_or_add(name, node)
             if child is None:
                 self.num_refused += len(names) - at
@@ -138,21 +148,23 @@ class PrefixIndex:
         ahead = [(num - 1, last)]
         while ahead:
             stop, after = ahead[-1]
-            if before == after:
-                ahead.pop()
-                start = stop
-            elif stop - start > 1:
+            if before != after and stop - start > NUM_WALKED:
                 middle = (start + stop) // 2
                 node = get(names[middle])
                 ahead.append((middle, 0 if node is None else node.whole))
-            else:
-                ahead.pop()
-                ended = before & ~after
+                continue
+            ahead.pop()
+            at = start
+            while before != after:
+                at += 1
+                node = get(names[at])
+                ended = before if node is None else before ^ node.whole
+                before ^= ended
                 while ended:
-                    lowest = ended & -ended
-                    matches[workers[lowest.bit_length() - 1]] = stop
-                    ended ^= lowest
-                start, before = stop, after
+                    top = ended.bit_length() - 1
+                    matches[workers[top]] = at
+                    ended ^= 1 << top
+            start = stop
         return matches
 
     def holdings(self) -> dict[WorkerId, set[int]]:
@@ -205,7 +217,7 @@ class PrefixIndex:
         if node is None:
             if len(self._nodes) >= self._max_blocks:
                 return None
-            node = self._nodes[name] = _Node(name, parent)
+            node = self._nodes[name] = _Node(name, parent, 0, 0)
         elif node.parent is None and parent is not None and parent is not node:
             node.parent = parent
             parent.add(node)

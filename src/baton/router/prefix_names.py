@@ -47,7 +47,7 @@ class PrefixNames:
         """Name the full blocks among `token_ids` `[num_tokens]`, which follow the block `after`."""
         num_blocks = len(token_ids) // block_size
         blocks = token_ids[: num_blocks * block_size].reshape(num_blocks, block_size)
-        terms = (blocks.astype(np.uint64) * self._factors(block_size)).sum(axis=1, dtype=np.uint64)
+        terms = np.matmul(blocks.view(np.uint32), self._factors(block_size))
         places = (np.arange(1, num_blocks + 1) + (after & _BEFORE_FIRST)) & _BEFORE_FIRST
         terms ^= self._places[places]
         for factor in self._mix:

@@ -101,8 +101,9 @@ class ModelPrefixes:
             for size in self._indexes or (DEFAULT_BLOCK_SIZE,)
         }
         for size, index in self._indexes.items():
+            most = (len(token_ids) - 1) // size  # an engine computes the last token in any case
             for worker, num_blocks in index.find_matches(names[size]).items():
-                cached[worker] = num_blocks * size
+                cached[worker] = min(num_blocks, most) * size
         return PromptMatch(len(token_ids), cached, names)
 
     def expect(self, match: PromptMatch, placement: Placement, now: float) -> None:
@@ -215,7 +216,7 @@ class WorkerPrefixes:
             and event.is_plain
             and num > 0
             and len(event.token_ids) == num * size
-            and len(self._name_of) + num <= MAX_BLOCKS_OF_WORKER
+            and len(self.reported) + num <= MAX_BLOCKS_OF_WORKER
         )
         if not is_usable or self.block_size not in {0, size}:
             return False

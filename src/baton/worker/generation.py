@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, assert_never
 
 import msgspec
@@ -19,9 +19,22 @@ from msgspec import UNSET
 from baton.auth.ticket import hash_tenant
 from baton.clock import Instant
 from baton.engines.interface import Colocated, DecodeRequest, GenerationRequest, PrefillRequest
-from baton.errors import BatonError, ContextLengthError, EngineError, InvalidRequestError
+from baton.errors import (
+    BatonError,
+    ContextLengthError,
+    EngineError,
+    InvalidRequestError,
+    TicketError,
+)
 from baton.ids import RequestId
-from baton.protocol.worker_http import CREATED_HEADER, TIMEOUT_HEADER, FirstToken, PrefillReply
+from baton.protocol.worker_http import (
+    CREATED_HEADER,
+    SEED_HEADER,
+    TIMEOUT_HEADER,
+    TOKEN_IDS_HEADER,
+    FirstToken,
+    PrefillReply,
+)
 from baton.telemetry.trace import RequestSpan, Stamp
 from baton.worker.http_exchange import BodyTooLargeError, describe
 from baton.worker.output_processor import OutputProcessor
@@ -32,7 +45,9 @@ from baton.worker.replies import (
     ReplyHead,
     count_usage,
     error_event,
+    token_ids_line,
 )
+from baton.worker.resumed_answer import find_known_tokens
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -48,11 +63,13 @@ if TYPE_CHECKING:
     from baton.worker.output_processor import TextChunk
     from baton.worker.prompts import Generation
     from baton.worker.replies import ApiAdapter
+    from baton.worker.resumed_answer import KnownTokens
     from baton.worker.ticket_reader import TicketReader
 
 logger = logging.getLogger(__name__)
 
 MAX_CREATED_DIGITS: Final = 12
+MAX_SEED_DIGITS: Final = 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +93,7 @@ class _Job:
     exchange: HttpExchange
     adapter: ApiAdapter
     generation: Generation
+    known: KnownTokens
     request: GenerationRequest
     head: ReplyHead
 
@@ -117,19 +135,32 @@ class GenerationService:
         generation = await adapter.read(body)
         is_from_gateway = exchange.is_from_gateway
         kind = self._context.tickets.read(generation.ticket, is_from_gateway=is_from_gateway)
-        request = self._request(exchange, generation, kind, received)
+        if generation.resume is not None:
+            self._check_resume(generation, is_from_gateway=is_from_gateway)
+        generation = _seeded(generation, exchange)
+        known = await find_known_tokens(generation, self._context.tokenizer)
+        request = self._request(exchange, known.to_compute(generation), kind, received)
         head = ReplyHead(
             exchange.request_id,
             self._context.options.served_model_name,
             _read_created(exchange) or int(self._context.clock.unix_now()),
         )
-        job = _Job(exchange, adapter, generation, request, head)
+        job = _Job(exchange, adapter, generation, known, request, head)
+        if generation.resume is not None and generation.resume.is_complete:
+            await self._end_complete(job)
+            return
         self._context.traces.add(request.trace)
         with (
             self._context.observer.watch(request.trace),
             self._context.engine_client.open(request) as stream,
         ):
             await self._respond(job, stream)
+
+    def _check_resume(self, generation: Generation, *, is_from_gateway: bool) -> None:
+        if self._context.options.is_tls and not is_from_gateway:
+            raise TicketError("only a gateway can ask to go on with an answer")
+        if not generation.stream:
+            raise InvalidRequestError("only a stream can go on", param="stream")
 
     async def _respond(self, job: _Job, stream: AnswerStream) -> None:
         match job.request.kind:
@@ -159,10 +190,10 @@ class GenerationService:
     def _begin(self, job: _Job, token: NewToken) -> FirstToken | None:
         """What the decode worker's stream will begin with, if it does not end there as well."""
         chunk = OutputProcessor(job.generation, self._context.tokenizer).push(token)
-        if chunk.finish is not None or not job.generation.stream:
+        if chunk.finish is not None or not job.generation.stream or job.generation.resume:
             return None
         writer = self._writer(job)
-        events = writer.opening() + (b"" if chunk.is_empty else self._event(job, writer, chunk))
+        events = writer.opening() + self._events(job, writer, [chunk], [])
         if not events:
             return None
         return FirstToken(msgspec.Raw(msgspec.json.encode(token.token)), events.decode())
@@ -187,14 +218,14 @@ class GenerationService:
         await job.exchange.send_json(200, job.adapter.reply(job.head, whole))
 
     async def _respond_stream(self, job: _Job, stream: AnswerStream) -> None:
-        answer = OutputProcessor(job.generation, self._context.tokenizer)
-        writer = self._writer(job)
+        answer = await job.known.restore(job.generation, self._context.tokenizer)
+        writer, pending = self._writer(job), list[int]()
         try:
             async for batch in self._chunks(job, answer, stream):
-                events = b"".join(self._event(job, writer, p) for p in batch if not p.is_empty)
+                events = self._events(job, writer, batch, pending)
                 if not job.exchange.started:
-                    await job.exchange.start_stream()
-                    events = writer.opening() + events
+                    await job.exchange.start_stream(has_token_ids=_wants_token_ids(job))
+                    events = (b"" if job.generation.resume else writer.opening()) + events
                 if events:
                     await job.exchange.send_events(events)
         except Exception as exc:
@@ -205,9 +236,36 @@ class GenerationService:
             await job.exchange.end_stream(error_event(describe(exc).body) + DONE)
             job.request.trace.outcome = "failed"
             return
+        await self._end_stream(job, writer, answer)
+
+    async def _end_complete(self, job: _Job) -> None:
+        """The client lacks only what ends a stream."""
+        answer = await job.known.restore(job.generation, self._context.tokenizer)
+        await job.exchange.start_stream(has_token_ids=_wants_token_ids(job))
+        await self._end_stream(job, self._writer(job), answer)
+
+    async def _end_stream(self, job: _Job, writer: EventWriter, answer: OutputProcessor) -> None:
         usage = count_usage(len(job.generation.prompt_ids), answer)
         last = writer.usage(usage) if job.generation.include_usage else b""
         await job.exchange.end_stream(last + DONE)
+
+    def _events(
+        self, job: _Job, writer: EventWriter, batch: list[TextChunk], pending: list[int]
+    ) -> bytes:
+        """The events of some pieces, each with its tokens' ids where they are wanted.
+
+        `pending` are tokens that have had no event yet.
+        """
+        if not _wants_token_ids(job):
+            return b"".join(self._event(job, writer, p) for p in batch if not p.is_empty)
+        parts: list[bytes] = []
+        for chunk in batch:
+            pending.append(chunk.token_id)
+            if not chunk.is_empty:
+                parts.append(token_ids_line(pending))
+                parts.append(self._event(job, writer, chunk))
+                pending.clear()
+        return b"".join(parts)
 
     def _event(self, job: _Job, writer: EventWriter, chunk: TextChunk) -> bytes:
         wanted = job.generation.sampling.num_logprobs is not None and chunk.entries
@@ -221,9 +279,17 @@ class GenerationService:
         trace = job.request.trace
         token_clock = self._context.observer.token_clock(trace)
         finish: FinishReason | None = None
+        num_again = 0
         while finish is None:
             tokens = await stream.tokens()
             token_clock.arrived(len(tokens))
+            if num_again < len(job.known.again):
+                num_known = job.known.skip(num_again, tokens)
+                _push_all(answer, tokens[:num_known])
+                num_again += num_known
+                tokens = tokens[num_known:]
+                if not tokens:
+                    continue
             chunks = _push_all(answer, tokens)
             finish = chunks[-1].finish
             if finish is not None:
@@ -275,6 +341,10 @@ def _push_all(answer: OutputProcessor, tokens: list[NewToken]) -> list[TextChunk
     return chunks
 
 
+def _wants_token_ids(job: _Job) -> bool:
+    return job.exchange.header(TOKEN_IDS_HEADER.encode()) is not None
+
+
 def _role_of(kind: RequestKind) -> str:
     match kind:
         case Colocated():
@@ -297,6 +367,15 @@ def _read_created(exchange: HttpExchange) -> int | None:
     """When the answer was created by the gateway's clock, the same for prefill and decode."""
     text = exchange.header(CREATED_HEADER.encode()) or b""
     return int(text) if text.isdigit() and len(text) <= MAX_CREATED_DIGITS else None
+
+
+def _seeded(generation: Generation, exchange: HttpExchange) -> Generation:
+    """With the gateway's seed, where the client gave none: another worker can go on with it."""
+    text = exchange.header(SEED_HEADER.encode()) or b""
+    if generation.sampling.seed is not None or not text.isdigit() or len(text) > MAX_SEED_DIGITS:
+        return generation
+    seed = int(text) % 2**63
+    return replace(generation, sampling=msgspec.structs.replace(generation.sampling, seed=seed))
 
 
 def _read_timeout_s(exchange: HttpExchange) -> float:

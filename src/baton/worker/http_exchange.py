@@ -24,7 +24,7 @@ from baton.errors import (
 from baton.handoff.interface import DECLINED_STAGE
 from baton.ids import RequestId, new_request_id
 from baton.net.http_exchange import EXTENSION
-from baton.protocol.worker_http import REQUEST_ID_HEADER, ErrorBody, ErrorDetail
+from baton.protocol.worker_http import REQUEST_ID_HEADER, TOKEN_IDS_HEADER, ErrorBody, ErrorDetail
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -144,9 +144,10 @@ class HttpExchange:
         await self._start(204, ())
         await self._send({"type": "http.response.body", "body": b""})
 
-    async def start_stream(self) -> None:
+    async def start_stream(self, *, has_token_ids: bool = False) -> None:
         """Send status 200 and the headers of an event stream."""
-        await self._start(200, STREAM_HEADERS)
+        own: Headers = ((TOKEN_IDS_HEADER.encode(), b"1"),) if has_token_ids else ()
+        await self._start(200, (*STREAM_HEADERS, *own))
 
     async def send_events(self, events: bytes) -> None:
         """Send events of a started stream; waits while the client reads too slowly."""

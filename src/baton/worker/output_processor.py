@@ -215,8 +215,9 @@ def _finite(logprob: float | None) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TextChunk:
-    """Text that may be shown now; `finish` is set on the last piece."""
+    """Text that may be shown once this token is there; `finish` is set on the last piece."""
 
+    token_id: int
     text: str
     entries: tuple[TokenEntry, ...]
     finish: FinishReason | None
@@ -254,31 +255,36 @@ class OutputProcessor:
             text += self._detokenizer.finish()
         self._num_detokenized += len(text)
         if self.num_tokens < self._min_tokens:
-            return self._release(text, token.finish)
+            return self._release(token, text)
         match self._stops.push(text):
             case Stopped(before):
-                return self._stop(before)
+                return self._stop(token, before)
             case Passed(passed):
                 held = "" if token.finish is None else self._stops.flush()
-                return self._release(passed + held, token.finish)
+                return self._release(token, passed + held)
             case other:
                 assert_never(other)
+
+    @property
+    def num_waiting(self) -> int:
+        """Tokens whose log-probabilities wait for their text."""
+        return len(self._waiting)
 
     def _detokenize(self, token: NewToken) -> str:
         if self._wants_entries:
             self._waiting.append(TokenEntry(token.token, self._num_detokenized))
         return self._detokenizer.push(token.token.token_id)
 
-    def _stop(self, before: str) -> TextChunk:
+    def _stop(self, token: NewToken, before: str) -> TextChunk:
         """A stop string was completed: tokens whose text begins in it are not shown."""
         self._num_released += len(before)
-        return TextChunk(before, self._shown(), FinishReason.STOP)
+        return TextChunk(token.token.token_id, before, self._shown(), FinishReason.STOP)
 
-    def _release(self, text: str, finish: FinishReason | None) -> TextChunk:
+    def _release(self, token: NewToken, text: str) -> TextChunk:
         self._num_released += len(text)
-        entries = self._shown() if finish is None else tuple(self._waiting)
+        entries = self._shown() if token.finish is None else tuple(self._waiting)
         del self._waiting[: len(entries)]
-        return TextChunk(text, entries, finish)
+        return TextChunk(token.token.token_id, text, entries, token.finish)
 
     def _shown(self) -> tuple[TokenEntry, ...]:
         return tuple(e for e in self._waiting if e.text_offset < self._num_released)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
         ChatMessage,
         CompletionFields,
         GenerationFields,
+        KVTransferParams,
+        Resume,
     )
     from baton.tokenizer.chat_template import ChatTemplate
     from baton.tokenizer.tokenizer import Tokenizer
@@ -48,7 +50,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One checked request. `prompt_ids` has shape `[num_tokens]`, at least one token."""
+    """One checked request. `prompt_ids` has shape `[num_tokens]`, at least one token.
+
+    `resume`: the client has a part of the answer. At most `sampling.max_tokens` tokens, fewer
+    unless that is all.
+    """
 
     prompt_ids: NDArray[np.int32]
     sampling: SamplingParams
@@ -58,6 +64,7 @@ class Generation:
     include_usage: bool
     cache_salt: str
     ticket: str | None
+    resume: Resume | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +213,19 @@ class PromptReader:
             include_usage=options is not None and options.include_usage is True,
             cache_salt=fields.cache_salt or "",
             ticket=None if params is None else params.baton_ticket,
+            resume=None if params is None else self._resume(params, max_tokens),
         )
+
+    def _resume(self, params: KVTransferParams, max_tokens: int) -> Resume | None:
+        resume = params.baton_resume
+        if resume is None:
+            return None
+        num_tokens, vocab_size = len(resume.token_ids), self.info.vocab_size
+        if num_tokens > max_tokens - (not resume.is_complete):
+            raise _not_a_part(f"has {num_tokens} tokens, the whole may have {max_tokens}")
+        if any(token >= vocab_size for token in resume.token_ids):
+            raise _not_a_part(f"has token ids outside 0 to {vocab_size - 1}")
+        return resume
 
     def _max_tokens(self, num_prompt: int, wanted: int | None) -> int:
         """How many tokens the answer may have: what was asked for, or the room there is."""
@@ -221,6 +240,14 @@ class PromptReader:
         if room < (wanted or 1):
             raise _too_long(limit, f"{num_prompt}", wanted, has_room=room > 0)
         return wanted or min(room, self.max_default_tokens)
+
+
+def _not_a_part(reason: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"the part of the answer that is to go on {reason}",
+        param="kv_transfer_params",
+        code="invalid_value",
+    )
 
 
 def _too_long(

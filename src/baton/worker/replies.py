@@ -96,12 +96,12 @@ class ReplyHead(msgspec.Struct, frozen=True):
 
 
 def count_usage(num_prompt_tokens: int, answer: OutputProcessor) -> Usage:
-    """Usage of an answer so far."""
+    """Usage of an answer so far. Of a resumed one, more than the prompt may have been cached."""
     return Usage(
         prompt_tokens=num_prompt_tokens,
         completion_tokens=answer.num_tokens,
         total_tokens=num_prompt_tokens + answer.num_tokens,
-        prompt_tokens_details=PromptTokensDetails(answer.num_cached_tokens),
+        prompt_tokens_details=PromptTokensDetails(min(num_prompt_tokens, answer.num_cached_tokens)),
     )
 
 
@@ -187,6 +187,11 @@ class EventWriter:
     def usage(self, usage: Usage) -> bytes:
         """The event after all text, with no choices."""
         return b'%b],"usage":%b}\n\n' % (self._head, _encode(usage))
+
+
+def token_ids_line(ids: Sequence[int]) -> bytes:
+    """A comment before an event: the tokens that it ends. Only for a gateway that asks."""
+    return b":%b\n" % ",".join(map(str, ids)).encode()
 
 
 def error_event(body: ErrorBody) -> bytes:

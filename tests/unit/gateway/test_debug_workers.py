@@ -7,12 +7,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from baton.auth.credentials import Credentials
+from baton.auth.key import ClusterKey
 from baton.gateway.app import Access, DebugPages, GatewayApp, RequestOrigin
 from baton.gateway.clients import Clients
 from baton.gateway.debug import ListedWorker, WorkerList
 from baton.gateway.kv_events import KVEvents
 from baton.gateway.metrics import GatewayMetrics
-from baton.gateway.options import WorkerAddress
+from baton.gateway.options import GatewayOptions, WorkerAddress
+from baton.gateway.upstream import Upstream
 from baton.gateway.workers import Workers
 from baton.protocol.worker_http import Role, WorkerLoad
 from baton.router.load import FleetLoad
@@ -21,6 +24,7 @@ from baton.testing.clocks import ManualClock
 from tests.unit.gateway.test_workers import info
 
 URL = "http://10.0.0.5:8000"
+KEY = Credentials.of(ClusterKey(b"k" * 32))
 
 
 @pytest.fixture
@@ -28,11 +32,16 @@ def workers() -> Workers:
     return Workers([WorkerAddress(URL, Role.DECODE)], GatewayMetrics())
 
 
+def follow(workers: Workers, clock: ManualClock) -> KVEvents:
+    addresses = (WorkerAddress(URL, Role.DECODE),)
+    upstream = Upstream(GatewayOptions(workers=addresses, credentials=KEY, tls="off"))
+    return KVEvents(workers, GatewayMetrics(), clock, upstream=upstream)
+
+
 @pytest.fixture
 def worker_list(workers) -> WorkerList:
     clock = ManualClock()
-    events = KVEvents(workers, GatewayMetrics(), clock, upstream=None)
-    return WorkerList(workers, events, FleetLoad(), clock)
+    return WorkerList(workers, follow(workers, clock), FleetLoad(), clock)
 
 
 def only(worker_list: WorkerList) -> ListedWorker:
@@ -100,9 +109,7 @@ def test_what_this_gateway_gave_it_is_shown(workers):
     workers.register(worker, info())
     (view,) = workers.fleet.models[info().served_model_name].decodes
     load.begin(Placement(None, view), 1000, clock.now())
-    worker_list = WorkerList(
-        workers, KVEvents(workers, GatewayMetrics(), clock, upstream=None), load, clock
-    )
+    worker_list = WorkerList(workers, follow(workers, clock), load, clock)
     given = only(worker_list).given
     assert (given.num_prefills, given.num_decodes) == (1, 1)
     assert given.queue_s == pytest.approx(given.prefill.fixed_s + 1000 * given.prefill.each_s)

@@ -22,7 +22,9 @@ def error(code: object, message: str = "why") -> bytes:
 
 
 def test_a_baton_worker_answers_when_all_is_well():
-    assert read_prefill_result("baton", 200, b'{"object":"baton.prefill"}') == PrefillDone()
+    assert read_prefill_result("baton", 200, b'{"object":"baton.prefill"}') == PrefillDone(
+        num_cached=0
+    )
 
 
 def test_vllm_offers():

@@ -28,6 +28,7 @@ PAGE = (Path(__file__).parents[3] / "docs/wire/worker-http.md").read_text()
 TICKET = "{ticket id, 32 hex digits}"
 TEMPLATES = {
     trace_path("R").removesuffix("R") + "{request_id}",
+    worker_http.KV_EVENTS_PREFIX + "{number}",
     abort_path(TicketId(b"\0" * 16)).replace("00" * 16, TICKET),
     first_token_path(TicketId(b"\0" * 16)).replace("00" * 16, TICKET),
 }

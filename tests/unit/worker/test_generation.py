@@ -52,7 +52,7 @@ def test_a_completion_at_once() -> None:
                 "prompt_tokens": 2,
                 "completion_tokens": num_tokens,
                 "total_tokens": 2 + num_tokens,
-                "prompt_tokens_details": {"cached_tokens": 3},
+                "prompt_tokens_details": {"cached_tokens": 2},
             },
         }
         assert engine.cancelled == []

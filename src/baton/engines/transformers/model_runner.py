@@ -176,7 +176,7 @@ class ModelRunner:
         return Draw(
             sequence.request.sampling,
             sequence.seed,
-            sequence.num_output_tokens,
+            sequence.request.sampling.first_index + sequence.num_output_tokens,
             sequence.banned_tokens(self._eos_token_ids),
         )
 

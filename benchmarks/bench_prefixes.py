@@ -1,0 +1,169 @@
+"""Four workers under prompts that share beginnings: who sends them where they are cached?
+
+Arms, each in front of the same four embedded workers of both roles:
+
+    round_robin, prefix, cost       Baton's gateway with that policy
+    vllm-router, sglang-router      cache-aware (`--peers FOLDER`, as in bench_control.py)
+
+Loads: conversations (`multi-turn`), common beginnings (`shared-prefix`), and prompts that share
+nothing (`fixed`), where no policy can win and none should lose. Prompts are text of chats, which
+the gateways tokenize and the routers compare as characters. What all prompts of a load need does
+not fit one worker's pool, so a worker that sees all of them forgets. Arms are interleaved, in the
+other order every second round; prompts are new in each. Medians over the rounds, "saved" is the
+share of prompt tokens that workers had cached.
+
+    python benchmarks/bench_prefixes.py --peers FOLDER --json benchmarks/results/prefixes.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bench_control import install_peers
+from control_gateway import PEERS, router
+from rich.console import Console
+from rich.table import Table
+
+from baton.testing.fleet import Fleet
+
+NUM_WORKERS = 4
+SERVED = "unknown"
+"""What sglang-router calls the model of workers that it cannot ask in its own way."""
+MODEL = ("--layers", "4", "--hidden", "256", "--heads", "8", "--kv-heads", "2")
+POLICIES = ("round_robin", "prefix", "cost")
+LOADS = {
+    "multi-turn": (
+        "--turns", "5", "--prefix-len", "256", "--input-len", "96", "--output-len", "24",
+    ),
+    "shared-prefix": (
+        "--prefixes", "8", "--prefix-len", "1024", "--input-len", "64", "--output-len", "16",
+    ),
+    "fixed": ("--input-len", "384", "--output-len", "16"),
+}  # fmt: skip
+ENGINE: dict[str, object] = {
+    "engine.num_threads": 1,
+    "engine.dtype": "float32",
+    "engine.num_blocks": 480,
+    "engine.max_batch_tokens": 512,
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one arm gave under one load, in one round."""
+
+    arm: str
+    load: str
+    requests_per_s: float
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    saved: float
+    num_failed: int
+
+
+def measure(arm: str, url: str, load: str, options: argparse.Namespace) -> Run:
+    """One run of `baton bench serve`."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        command = [
+            sys.executable, "-m", "baton.cli", "bench", "serve", "--url", url, "--model", SERVED,
+            "--endpoint", "chat", "--workload", load, *LOADS[load],
+            "--concurrency", str(options.concurrency), "--duration", str(options.duration),
+            "--output", str(report),
+        ]  # fmt: skip
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        figures = json.loads(report.read_bytes())["figures"]
+    return Run(
+        arm,
+        load,
+        figures["requests_per_s"],
+        figures["ttft_s"]["p50"] * 1e3,
+        figures["ttft_s"]["p99"] * 1e3,
+        (figures["num_cached_tokens"] or 0) / figures["num_prompt_tokens"],
+        figures["num_failed"],
+    )
+
+
+def make_model(folder: Path) -> Path:
+    """A random Llama with the demo model's tokenizer."""
+    path = folder / "model"
+    command = [sys.executable, "-m", "baton.cli", "model", "make", "--random", *MODEL]
+    command += ["--context", "8192", "--dtype", "float32", "--out", str(path)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return path
+
+
+def main() -> None:
+    """Measure all, print a table for each load."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peers", type=Path, help="virtual environment of the other routers")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--duration", type=float, default=15.0, help="seconds of each run")
+    parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--loads", nargs="*", choices=LOADS, default=list(LOADS))
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if options.peers is not None:
+        install_peers(options.peers)
+    environment = dict(os.environ, BATON_CLUSTER_KEY=os.urandom(32).hex())
+    runs: list[Run] = []
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        fleet = stack.enter_context(Fleet(folder, environment))
+        settings = ENGINE | {
+            "worker.model": str(make_model(folder)),
+            "worker.served_model_name": SERVED,
+        }
+        workers = [fleet.start_worker(f"w{i}", "both", settings) for i in range(NUM_WORKERS)]
+        for worker in workers:
+            worker.wait_ready()
+        arms = {
+            policy: fleet.start_gateway(
+                [], [], both=workers, settings={"router.policy": policy}
+            ).url
+            for policy in POLICIES
+        }
+        if options.peers is not None:
+            urls = [worker.url for worker in workers]
+            for name in PEERS:
+                served = router(name, options.peers, urls, policy="cache_aware", model=SERVED)
+                arms[name] = stack.enter_context(served)[0]
+        for number in range(options.rounds):
+            for load in options.loads:
+                for arm in list(arms) if number % 2 else reversed(arms):
+                    runs.append(measure(arm, arms[arm], load, options))
+                    print(runs[-1], file=sys.stderr)
+    show(runs, list(arms), options.loads)
+    if options.json is not None:
+        result = {"concurrency": options.concurrency, "runs": [asdict(run) for run in runs]}
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def show(runs: list[Run], arms: list[str], loads: list[str]) -> None:
+    """Medians over the rounds."""
+    for load in loads:
+        table = Table(load, "requests/s", "TTFT p50, ms", "TTFT p99, ms", "saved", "failed")
+        for arm in arms:
+            own = [run for run in runs if (run.arm, run.load) == (arm, load)]
+            table.add_row(
+                arm,
+                f"{statistics.median(run.requests_per_s for run in own):.1f}",
+                f"{statistics.median(run.ttft_p50_ms for run in own):.0f}",
+                f"{statistics.median(run.ttft_p99_ms for run in own):.0f}",
+                f"{statistics.median(run.saved for run in own):.0%}",
+                str(sum(run.num_failed for run in own)),
+            )
+        Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

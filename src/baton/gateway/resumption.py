@@ -1,0 +1,156 @@
+"""A stream whose decode worker is lost goes on at another one; its client does not notice.
+
+    embedded engine   prompt and tokens so far are prefilled, and the answer goes on behind them
+    vLLM              the request runs again; what the client has is left out (`stream_replay`)
+
+A replay gives the same answer only if tokens are chosen greedily or with a seed. Embedded engines
+get a seed from the gateway, for clients that give none: number i of an answer's tokens depends on
+the seed, on i and on what precedes it, wherever it is computed.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, Self
+
+import msgspec
+
+from baton.errors import UNDECODABLE
+from baton.gateway.errors import ReplayDiffersError, UpstreamError, WorkerReportedError
+from baton.gateway.metrics import ResumeResult
+from baton.gateway.stream_record import END_OF_EVENT, StreamRecord
+from baton.gateway.stream_replay import Replay
+from baton.protocol.engine_fields import ABSENT
+from baton.protocol.request_fields import Resume
+from baton.protocol.worker_http import SEED_HEADER, TOKEN_IDS_HEADER
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from baton.clock import Instant
+    from baton.gateway.request import CompletionBody
+    from baton.gateway.request_context import RequestContext, Services
+    from baton.protocol.worker_http import WorkerProtocol
+    from baton.router.fleet import Fleet, WorkerView
+
+SEED_BITS: Final = 63
+NULL: Final = b"null"
+
+_temperature_decoder = msgspec.json.Decoder(float | None)
+
+
+class Resumption:
+    """One request's. A context manager: what its record keeps is given back at the end."""
+
+    def __init__(self, services: Services, context: RequestContext) -> None:
+        self._services, self._context = services, context
+        self.record = StreamRecord(services.stream_records, services.options.max_answer_bytes)
+        self._seed = secrets.randbits(SEED_BITS)
+        self._num_taken = 0
+        self._protocol: WorkerProtocol | None = None
+        self._lost_at: Instant | None = None
+        self._result: ResumeResult | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.record.close()
+        if self._protocol is not None and isinstance(exc, UpstreamError):
+            self._services.metrics.resumed_streams[self._result or ResumeResult.NO_WORKER].inc()
+
+    @property
+    def headers(self) -> str:
+        """What workers get so that the stream can go on elsewhere."""
+        return f"{TOKEN_IDS_HEADER}: 1\r\n{SEED_HEADER}: {self._seed}\r\n"
+
+    def continued(self, body: CompletionBody) -> CompletionBody:
+        """The body for the next attempt: the client may have a part of the answer."""
+        if not self._goes_on:
+            return body
+        ids = self.record.read_token_ids() or []
+        return replace(body, resume=Resume(ids, is_complete=self.record.is_finished))
+
+    def narrow(self, fleet: Fleet) -> Fleet:
+        """The workers that can go on with the stream: those that speak as the lost one did."""
+        return fleet if self._protocol is None else fleet.only(self._context.model, self._protocol)
+
+    @property
+    def needs_no_prompt(self) -> bool:
+        """Whether nothing is left to be computed, so that no KV need be handed over."""
+        return self._goes_on and self.record.is_finished
+
+    def begin_stream(self, *, has_ids: bool) -> None:
+        """A worker's stream begins."""
+        is_replay = self._protocol is not None and not self.record.has_ids
+        self.record.begin(has_ids=has_ids, replay=Replay(self.record.events) if is_replay else None)
+
+    def note_news(self) -> None:
+        """Something that the client had not yet goes to it."""
+        if self._lost_at is None:
+            return
+        metrics, now = self._services.metrics, self._services.clock.now()
+        metrics.resumed_streams[ResumeResult.RESUMED].inc()
+        self._context.metrics.inter_token_latency.observe(now - self._lost_at)
+        self._lost_at = None
+
+    def note_failure(self, error: UpstreamError, decode: WorkerView, body: CompletionBody) -> bool:
+        """An attempt failed; whether it had added to the stream."""
+        has_progressed = self.record.num_taken > self._num_taken
+        self._num_taken = self.record.num_taken
+        if isinstance(error, WorkerReportedError) and error.is_clients_fault:
+            self._result = ResumeResult.REFUSED
+        if has_progressed:
+            self._protocol = decode.protocol
+        if not self._context.has_sent_bytes:
+            return False
+        self._lost_at = self._lost_at or self._services.clock.now()
+        self._result = self._result or self._why_over(error, body)
+        if self._result is None:
+            num, what = self._count_known()
+            self._context.trace.fallbacks.append(f"the stream goes on after {num} {what}")
+            self._services.metrics.resumed_tokens.inc(num)
+        return has_progressed
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no other worker can answer: the client has a part, or is at fault."""
+        return self._result is not None
+
+    @property
+    def _goes_on(self) -> bool:
+        return self._protocol is not None and self.record.has_ids
+
+    def _count_known(self) -> tuple[int, str]:
+        """How much the client has, and of what."""
+        record = self.record
+        if record.has_ids:
+            return len(record.read_token_ids() or ()), "tokens"
+        return record.events.count(END_OF_EVENT), "events"
+
+    def _why_over(self, error: UpstreamError, body: CompletionBody) -> ResumeResult | None:
+        if isinstance(error, ReplayDiffersError):
+            return ResumeResult.DIFFERED
+        if not self.record.is_kept or self.record.read_token_ids() is None:
+            return ResumeResult.NOT_KEPT
+        if not (self.record.has_ids or is_repeatable(body)):
+            return ResumeResult.SAMPLED
+        return None
+
+
+def is_repeatable(body: CompletionBody) -> bool:
+    """Whether every run of a request gives the same tokens."""
+    fields = body.fields
+    if bytes(fields.get("seed", ABSENT)) != NULL:
+        return True
+    try:
+        temperature: float | None = _temperature_decoder.decode(fields.get("temperature", ABSENT))
+    except UNDECODABLE:
+        return False
+    return temperature == 0

@@ -1,0 +1,196 @@
+"""What a client has of one stream, as far as another worker needs it to go on. Pure.
+
+    chunk ─► whole events only ─► to the client
+                  └─► kept: the tokens' ids, where the worker adds them, else the events themselves
+
+A worker that is asked to (`TOKEN_IDS_HEADER`) puts a comment before each event that has text, with
+the ids of the tokens that it ends: `:17,18`. The client does not get it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from baton.errors import UNDECODABLE
+from baton.gateway.errors import ReplayDiffersError, UpstreamError, WorkerReportedError
+
+if TYPE_CHECKING:
+    from baton.gateway.stream_replay import Replay
+
+MAX_RECORD_BYTES: Final = 4 << 20
+"""Of one stream: what is longer ends with its worker."""
+RESERVED_BYTES: Final = 64 << 10
+"""Taken at a time of what all streams may keep."""
+CHUNK_OVERHEAD_BYTES: Final = 64
+END_OF_EVENT: Final = b"\n\n"
+DATA: Final = b"data: "
+ERROR_EVENT: Final = b'data: {"error"'
+COMMENT: Final = b":"
+
+
+class RecordBudget:
+    """Bytes that the records of all streams keep. Owner: the event loop's thread."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
+
+    def take(self, num_bytes: int) -> bool:
+        """Take some more; False where so much is not there."""
+        if self.num_bytes + num_bytes > self._max_bytes:
+            return False
+        self.num_bytes += num_bytes
+        return True
+
+    def give_back(self, num_bytes: int) -> None:
+        """Nothing is kept there any more."""
+        self.num_bytes -= num_bytes
+
+
+class StreamRecord:
+    """One stream's. `max_event_bytes` bounds an event that has not come to its end.
+
+    `num_taken` counts what was passed on. `failure` is why the stream that is read cannot go on,
+    though its connection may: for example, the worker reported an error, which is not passed on.
+    """
+
+    def __init__(self, budget: RecordBudget, max_event_bytes: int) -> None:
+        self._budget, self._max_event_bytes = budget, max_event_bytes
+        self._num_reserved = self._num_kept = 0
+        self._ids = bytearray()
+        self._chunks: list[bytes] = []
+        self._rest = self._last = b""
+        self._replay: Replay | None = None
+        self.has_ids = False
+        self.is_kept = True
+        self.num_taken = 0
+        self.failure: UpstreamError | None = None
+
+    def begin(self, *, has_ids: bool, replay: Replay | None = None) -> None:
+        """A worker's stream begins. It goes on from what was taken, or is a `replay` of it."""
+        self._rest, self.failure, self._replay = b"", None, replay
+        if self.num_taken and has_ids != self.has_ids:
+            self._drop()
+        self.has_ids = has_ids
+
+    def take(self, chunk: bytes) -> bytes:
+        """What of it goes to the client now; the hot path.
+
+        An event that is not complete waits for its end: where its worker dies before that, the
+        client has got none of it.
+        """
+        if self._rest or not chunk.endswith(END_OF_EVENT):
+            chunk = self._complete(chunk)
+        if ERROR_EVENT in chunk:
+            chunk = self._cut(chunk)
+        if self._replay is not None:
+            chunk = self._skip_sent(chunk, self._replay)
+        if not chunk:
+            return b""
+        if self.has_ids:
+            chunk = self._strip(chunk)
+            self._num_kept = len(self._ids)
+        else:
+            self._chunks.append(chunk)
+            self._num_kept += len(chunk) + CHUNK_OVERHEAD_BYTES
+        if self._num_kept > self._num_reserved:
+            self._reserve()
+        self._last = chunk
+        self.num_taken += 1
+        return chunk
+
+    def read_token_ids(self) -> list[int] | None:
+        """The tokens that the client has; None where a worker wrote what are no ids."""
+        try:
+            return _ids_decoder.decode(b"[%b]" % bytes(self._ids[:-1]))
+        except UNDECODABLE:
+            return None
+
+    @property
+    def events(self) -> bytes:
+        """All that was passed on."""
+        return b"".join(self._chunks)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the client has got the reason for which the answer ends."""
+        return any(map(_has_finish, self._last.split(END_OF_EVENT)))
+
+    def close(self) -> None:
+        """Give back what it keeps."""
+        self._drop()
+
+    def _complete(self, chunk: bytes) -> bytes:
+        whole, end, self._rest = (self._rest + chunk).rpartition(END_OF_EVENT)
+        if len(self._rest) > self._max_event_bytes:
+            self.failure = UpstreamError(
+                f"a worker sent an event of more than {self._max_event_bytes} bytes"
+            )
+        return whole + end
+
+    def _cut(self, chunk: bytes) -> bytes:
+        before, event, after = chunk.partition(ERROR_EVENT)
+        error = (event + after).partition(END_OF_EVENT)[0]
+        self.failure = WorkerReportedError(error[len(DATA) :])
+        return before
+
+    def _skip_sent(self, chunk: bytes, replay: Replay) -> bytes:
+        try:
+            return replay.take(chunk)
+        except ReplayDiffersError as exc:  # raised here, it would reach no task
+            self.failure = exc
+            return b""
+
+    def _strip(self, chunk: bytes) -> bytes:
+        """Without the comments; the ids in them are noted."""
+        if chunk.startswith(COMMENT) and chunk.find(END_OF_EVENT) == len(chunk) - 2:
+            ids, _, event = chunk.partition(b"\n")
+            self._ids += ids[1:] + b","
+            return event
+        events = []
+        for event in chunk.split(END_OF_EVENT):
+            if event.startswith(COMMENT):
+                ids, _, rest = event.partition(b"\n")
+                self._ids += ids[1:] + b","
+                events.append(rest)
+            else:
+                events.append(event)
+        return END_OF_EVENT.join(events)
+
+    def _reserve(self) -> None:
+        wanted = self._num_kept - self._num_reserved + RESERVED_BYTES
+        if self.is_kept and self._num_kept <= MAX_RECORD_BYTES and self._budget.take(wanted):
+            self._num_reserved += wanted
+        else:
+            self._drop()
+
+    def _drop(self) -> None:
+        self.is_kept = False
+        self._chunks.clear()
+        self._ids.clear()
+        self._budget.give_back(self._num_reserved)
+        self._num_reserved = self._num_kept = 0
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    finish_reason: str | None = None
+
+
+class _Event(msgspec.Struct, frozen=True):
+    choices: list[_Choice] = []
+
+
+_ids_decoder = msgspec.json.Decoder(list[int])
+_event_decoder = msgspec.json.Decoder(_Event)
+
+
+def _has_finish(event: bytes) -> bool:
+    if not event.startswith(DATA):
+        return False
+    try:
+        choices = _event_decoder.decode(event[len(DATA) :]).choices
+    except UNDECODABLE:
+        return False
+    return any(choice.finish_reason is not None for choice in choices)

@@ -1,0 +1,179 @@
+"""Prompts go where their beginning is cached: real workers, real tokenizer, real events."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import urllib.request
+from typing import TYPE_CHECKING
+
+import pytest
+
+from baton.engines.transformers.random_model import RandomModelSpec, make_random_model
+from baton.models import DEMO_MODEL_PATH
+from baton.testing.fleet import Fleet, FleetProcess
+from tests.e2e.client import KEY
+from tests.preloaded import start_preloaded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+TLS = {"security.tls": "control"}
+ENGINE: dict[str, object] = {"engine.dtype": "float32", "engine.num_threads": 1}
+TEXT = "the prefill worker computes the prompt and the decode worker answers it. " * 12
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    environment = dict(os.environ, BATON_CLUSTER_KEY=KEY.key.secret.hex())
+    with Fleet(tmp_path_factory.mktemp("logs"), environment, start=start_preloaded) as fleet:
+        yield fleet
+        assert set(fleet.stop().values()) <= {0, -9}
+
+
+@pytest.fixture(scope="module")
+def workers(fleet: Fleet) -> dict[str, FleetProcess]:
+    settings = {**ENGINE, **TLS, "worker.model": str(DEMO_MODEL_PATH)}
+    settings["worker.served_model_name"] = "demo"
+    roles = {"one": "both", "two": "both", "prefill": "prefill", "decode": "decode"}
+    started = {n: fleet.start_worker(n, role, settings) for n, role in roles.items()}
+    for worker in started.values():
+        worker.wait_ready()
+    return started
+
+
+def get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=30) as reply:
+        return reply.read().decode()
+
+
+def chat(gateway: FleetProcess, messages: list[dict], **fields: object) -> tuple[dict, str]:
+    """The answer, and the worker that gave it."""
+    body = {"model": "demo", "messages": messages, "max_tokens": 24, "temperature": 0} | fields
+    request = urllib.request.Request(
+        f"{gateway.url}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        answer, request_id = json.load(reply), reply.headers["x-request-id"]
+    trace = json.loads(get(f"{gateway.url}/debug/requests/{request_id}"))
+    return answer, trace["gateway"]["peer"]
+
+
+def cached(answer: dict) -> int:
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def metric(gateway: FleetProcess, name: str) -> float:
+    lines = get(f"{gateway.url}/metrics").splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen within 20 s"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("policy", ["prefix", "cost"])
+def test_turns_of_conversations_go_where_their_kv_is(fleet, workers, policy):
+    both = [workers["one"], workers["two"]]
+    gateway = fleet.start_gateway([], [], both=both, settings={**TLS, "router.policy": policy})
+    talks = [[{"role": "user", "content": f"{policy}, talk {talk}. {TEXT}"}] for talk in range(4)]
+    at = {}
+    for turn in range(3):
+        for talk, messages in enumerate(talks):
+            answer, worker = chat(gateway, messages)
+            assert at.setdefault(talk, worker) == worker, "a follow-up turn went elsewhere"
+            if turn:
+                assert cached(answer) > 150 * turn
+            messages += [
+                {"role": "assistant", "content": answer["choices"][0]["message"]["content"]},
+                {"role": "user", "content": f"and turn {turn}? {TEXT}"},
+            ]
+    if policy == "prefix":  # in turns while nothing is cached
+        assert set(at.values()) == {"one", "two"}
+    predicted = metric(gateway, 'baton_router_cached_tokens_total{kind="predicted"}')
+    actual = metric(gateway, 'baton_router_cached_tokens_total{kind="actual"}')
+    assert predicted == pytest.approx(actual, rel=0.02)
+    assert actual > 4 * 450
+
+
+def test_kv_on_a_decode_worker_is_found(fleet, workers):
+    """`cost`: the second turn is served where the first was answered, without a handoff."""
+    settings = {**TLS, "router.policy": "cost", "gateway.mode": "push"}
+    gateway = fleet.start_gateway([workers["prefill"]], [workers["decode"]], settings=settings)
+    messages = [{"role": "user", "content": f"a long one. {TEXT * 4}"}]
+    first, _ = chat(gateway, messages)
+    messages.append({"role": "assistant", "content": first["choices"][0]["message"]["content"]})
+    messages.append({"role": "user", "content": "and then?"})
+    second, worker = chat(gateway, messages)
+    assert worker == "decode"
+    assert cached(second) > 600
+
+
+def test_tenants_find_their_own_blocks_alone(fleet, workers):
+    both = [workers["one"], workers["two"]]
+    gateway = fleet.start_gateway([], [], both=both, settings={**TLS, "router.policy": "prefix"})
+    messages = [{"role": "user", "content": f"a secret. {TEXT}"}]
+    _, first = chat(gateway, messages, cache_salt="ours")
+    for salt, has_it in (("theirs", False), ("ours", True)):
+        answer, worker = chat(gateway, messages, cache_salt=salt)
+        assert (cached(answer) > 0) is has_it
+        assert (worker == first) is has_it
+    predicted = metric(gateway, 'baton_router_cached_tokens_total{kind="predicted"}')
+    assert predicted == metric(gateway, 'baton_router_cached_tokens_total{kind="actual"}')
+
+
+def test_what_is_evicted_is_not_counted_on(fleet, tmp_path):
+    """A small pool: other prompts push the first one out, and the gateway learns it."""
+    model = tmp_path / "model"
+    spec = RandomModelSpec(
+        num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2, max_context_tokens=512
+    )
+    make_random_model(model, spec)
+    settings = {**ENGINE, **TLS, "worker.model": str(model), "worker.served_model_name": "small"}
+    worker = fleet.start_worker("small", "both", settings | {"engine.num_blocks": 40}).wait_ready()
+    gateway = fleet.start_gateway(
+        [], [], both=[worker], settings={**TLS, "router.policy": "prefix"}
+    )
+
+    def ask(first: int) -> int:
+        body = {"model": "small", "prompt": [first] * 200, "max_tokens": 1, "temperature": 0}
+        request = urllib.request.Request(
+            f"{gateway.url}/v1/completions",
+            json.dumps(body).encode(),
+            {"content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return cached(json.load(reply))
+
+    def held() -> float:
+        return metric(gateway, "baton_router_prefix_blocks")
+
+    assert ask(7) == 0
+    until(lambda: held() == 12)
+    assert ask(7) == 192
+    for other in range(20, 24):
+        assert ask(other) == 0
+    until(lambda: held() <= 40)
+    until(lambda: metric(gateway, "baton_kv_events_total") > 0)
+    before = metric(gateway, 'baton_router_cached_tokens_total{kind="predicted"}')
+    assert ask(7) == 0
+    assert metric(gateway, 'baton_router_cached_tokens_total{kind="predicted"}') == before
+
+
+def test_a_worker_that_died_holds_nothing(fleet, workers):
+    """The last test: it kills one of the workers."""
+    both = [workers["one"], workers["two"]]
+    gateway = fleet.start_gateway([], [], both=both, settings={**TLS, "router.policy": "prefix"})
+    messages = [{"role": "user", "content": f"who dies? {TEXT}"}]
+    _, worker = chat(gateway, messages)
+    until(lambda: metric(gateway, "baton_router_prefix_blocks") > 0)
+    workers[worker].kill()
+    answer, other = chat(gateway, messages)
+    assert other != worker
+    assert answer["choices"][0]["message"]["content"]

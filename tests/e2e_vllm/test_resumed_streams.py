@@ -1,0 +1,105 @@
+"""SIGKILL of one of two vLLM decode servers under streams: the other one gives the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.e2e_vllm.ahead import start_victim
+from tests.e2e_vllm.client import LOGPROB_TOLERANCE, open_session, read_metric, wait_until
+from tests.e2e_vllm.cluster import MODEL
+from tests.stream_answers import StreamClient, StreamedAnswer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from baton.testing.fleet import FleetProcess
+    from tests.e2e_vllm.cluster import ClusterFactory, VllmCluster
+
+pytestmark = pytest.mark.vllm
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+GREEDY = {
+    "model": MODEL,
+    "temperature": 0,
+    "max_tokens": 500,
+    "ignore_eos": True,
+    "stream_options": {"include_usage": True},
+}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get",
+        "parameters": {
+            "type": "object",
+            "properties": {"text": {"type": "string", "minLength": 400, "maxLength": 420}},
+            "required": ["text"],
+        },
+    },
+}
+CHOICE = {"type": "function", "function": {"name": "get"}}
+MESSAGES = {"messages": [{"role": "user", "content": "What are you?"}]}
+
+
+@pytest.fixture
+def victim(cluster_factory: ClusterFactory) -> Iterator[FleetProcess]:
+    (server,) = cluster_factory.take("victim", start_victim)
+    yield server
+    server.kill()
+    port = server.url.rpartition(":")[2]
+    (left,) = cluster_factory.run_directory.rglob(f"worker-{port}")
+    shutil.rmtree(left)  # it awaits another server at its port
+
+
+def test_decode_dies_under_streams(
+    cluster: VllmCluster, cluster_factory: ClusterFactory, victim: FleetProcess
+) -> None:
+    gateway = cluster_factory.start_gateway(
+        [cluster.prefill], [victim, cluster.decode], **{"gateway.probe_interval_s": 0.2}
+    )
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        (COMPLETIONS, {**GREEDY, "prompt": list(range(300, 340)), "logprobs": 1}),
+        (COMPLETIONS, {**GREEDY, "prompt": list(range(400, 460)), "temperature": 1, "seed": 5}),
+        (CHAT, {**GREEDY, **MESSAGES, "logprobs": True, "top_logprobs": 1}),
+        (CHAT, {**GREEDY, **MESSAGES, "tools": [TOOL], "tool_choice": CHOICE}),
+    ]
+
+    async def main() -> None:
+        async with open_session() as session:
+            # Twice each: of two decode servers, each has one of every kind.
+            clients = [StreamClient(*each) for each in bodies for _ in range(2)]
+            asking = [asyncio.create_task(c.ask(session, gateway.url)) for c in clients]
+            while not all(c.answer.num_events > 2 for c in clients):
+                await asyncio.sleep(0.02)
+            num_lost = read_metric(victim.url, "vllm:num_requests_running")
+            assert num_lost > 0
+            victim.kill()
+            assert not all(task.done() for task in asking)
+            answers = await asyncio.gather(*asking)
+            resumed = "baton_gateway_resumed_streams_total"
+            assert read_metric(gateway.url, resumed, result="resumed") == num_lost
+            for number, (path, body) in enumerate(bodies):
+                expected = await StreamClient(path, body).ask(session, cluster.decode.url)
+                for answer in answers[2 * number : 2 * number + 2]:
+                    check(answer, expected, has_roles=path == CHAT)
+
+    asyncio.run(main())
+    wait_until(lambda: read_metric(gateway.url, "baton_gateway_inflight_requests") == 0, 5.0)
+    cluster_factory.end(gateway)
+
+
+def check(answer: StreamedAnswer, expected: StreamedAnswer, *, has_roles: bool) -> None:
+    assert not answer.is_broken, answer.errors
+    assert len(answer.ids) == 1
+    assert answer.roles == (["assistant"] if has_roles else [])
+    assert comparable(answer) == comparable(expected)
+    assert answer.logprobs == pytest.approx(expected.logprobs, abs=LOGPROB_TOLERANCE)
+
+
+def comparable(answer: StreamedAnswer) -> StreamedAnswer:
+    usages = [{n: v for n, v in u.items() if n.endswith("tion_tokens")} for u in answer.usages]
+    return replace(answer, ids=set(), num_events=0, logprobs=[], usages=usages)

@@ -1,0 +1,210 @@
+"""Any answer, in any pieces, cut anywhere: the client's answer is the unbroken one, or an error."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.gateway.errors import ReplayDiffersError, WorkerReportedError
+from baton.gateway.stream_record import MAX_RECORD_BYTES, RecordBudget, StreamRecord
+from baton.gateway.stream_replay import Replay
+from tests.stream_answers import StreamedAnswer
+
+TEXT = st.text('ab é\n"\\:{}😀', max_size=6)
+ERROR = b'data: {"error":{"message":"x","type":"engine_error"}}\n\n'
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> list[dict[str, Any]]:
+    """What each token of a chat's answer adds: text, a log-probability, a part of a tool's call."""
+    found: list[dict[str, Any]] = []
+    call = 0
+    for _ in range(draw(st.integers(0, 12))):
+        kind = draw(st.sampled_from(["content", "reasoning_content", "call", "arguments", "held"]))
+        if kind in {"content", "reasoning_content"}:
+            found.append({kind: draw(TEXT)})
+        elif kind == "call":
+            call += 1
+            found.append({"call": call, "name": draw(st.sampled_from(["f", "get"]))})
+        elif kind == "arguments" and call:
+            found.append({"call": call, "arguments": draw(TEXT)})
+        else:
+            found.append({})
+    return found
+
+
+def write_events(
+    steps: list[dict[str, Any]], sizes: list[int], *, name: str, logprobs: bool
+) -> list[bytes]:
+    """The answer as a worker sends it: `sizes` tokens in an event."""
+    head = {"id": name, "created": len(name), "object": "chat.completion.chunk"}
+
+    def event(choices: list[dict[str, Any]], **more: object) -> bytes:
+        return b"data: " + json.dumps({**head, "choices": choices, **more}).encode() + b"\n\n"
+
+    def chunk(delta: dict[str, Any], entries: list[Any] | None = None, finish: str | None = None):
+        wanted = None if entries is None else {"content": entries}
+        return {"index": 0, "delta": delta, "logprobs": wanted, "finish_reason": finish}
+
+    events = [event([chunk({"role": "assistant", "content": ""})])]
+    at = 0
+    while at < len(steps):
+        size = sizes[at % len(sizes)]
+        group = steps[at : at + size]
+        delta: dict[str, Any] = {}
+        calls: dict[int, dict[str, Any]] = {}
+        for step in group:
+            for key in ("content", "reasoning_content"):
+                if key in step:
+                    delta[key] = delta.get(key, "") + step[key]
+            if "call" in step:
+                call = calls.setdefault(step["call"], {"index": step["call"], "function": {}})
+                if "name" in step:
+                    call |= {"id": f"{name}-{step['call']}", "type": "function"}
+                    call["function"]["name"] = step["name"]
+                else:
+                    function = call["function"]
+                    function["arguments"] = function.get("arguments", "") + step["arguments"]
+        if calls:
+            delta["tool_calls"] = list(calls.values())
+        entries = [{"token": str(at + i), "logprob": -1.0 / len(name)} for i in range(len(group))]
+        if delta or logprobs:
+            events.append(event([chunk(delta, entries if logprobs else None)]))
+        at += size
+    events.append(event([chunk({}, None, "stop")]))
+    events.append(event([], usage={"completion_tokens": len(steps)}))
+    events.append(b"data: [DONE]\n\n")
+    return events
+
+
+def in_pieces(data: bytes, cuts: list[int]) -> list[bytes]:
+    places = sorted({cut % (len(data) + 1) for cut in cuts} | {0, len(data)})
+    return [data[start:stop] for start, stop in pairwise(places)]
+
+
+SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=3)
+CUTS = st.lists(st.integers(0, 10_000), max_size=6)
+
+
+@settings(max_examples=300)
+@given(steps(), SIZES, SIZES, CUTS, CUTS, st.data(), st.booleans())
+def test_a_replay_adds_what_the_client_lacks_and_nothing_twice(
+    steps: list[dict[str, Any]],
+    sizes: list[int],
+    other_sizes: list[int],
+    cuts: list[int],
+    other_cuts: list[int],
+    data: st.DataObject,
+    logprobs: bool,
+) -> None:
+    first = b"".join(write_events(steps, sizes, name="first", logprobs=logprobs))
+    second = b"".join(write_events(steps, other_sizes, name="another", logprobs=logprobs))
+    unbroken = StreamedAnswer().read_all(first)
+    lost_at = data.draw(st.integers(0, len(first)))
+
+    record = StreamRecord(RecordBudget(1 << 20), 1 << 20)
+    record.begin(has_ids=False)
+    sent = b"".join(map(record.take, in_pieces(first[:lost_at], cuts)))
+    assert StreamedAnswer().read_all(sent).num_events == first[:lost_at].count(b"\n\n")
+    if sent.endswith(b"[DONE]\n\n"):
+        return
+    record.begin(has_ids=False, replay=Replay(record.events))
+    more = b"".join(map(record.take, in_pieces(second, other_cuts)))
+    assert record.failure is None
+
+    whole = StreamedAnswer().read_all(sent + more)
+    assert len(whole.ids) == 1 or not sent
+    same = {"ids": set(), "num_events": 0, "logprobs": []}
+    assert replace(whole, **same) == replace(unbroken, **same)
+    assert len(whole.logprobs) == len(unbroken.logprobs)
+
+
+@given(steps(), SIZES, SIZES, st.data())
+def test_another_answer_is_found_out_before_anything_of_it_is_sent(
+    steps: list[dict[str, Any]], sizes: list[int], other_sizes: list[int], data: st.DataObject
+) -> None:
+    at = data.draw(st.integers(0, len(steps)))
+    changed = [*steps[:at], {"content": "Z"}, *steps[at:]]
+    first = write_events(changed, sizes, name="first", logprobs=False)
+    num_sent = data.draw(st.integers(0, len(first) - 1))
+    sent = b"".join(first[:num_sent])
+    record = StreamRecord(RecordBudget(1 << 20), 1 << 20)
+    record.begin(has_ids=False, replay=Replay(sent))
+    second = write_events(steps, other_sizes, name="b", logprobs=False)
+    more = b""
+    for event in second:
+        more += record.take(event)
+        if record.failure is not None:
+            break
+    if b"Z" in sent:
+        assert isinstance(record.failure, ReplayDiffersError)
+        assert not more
+
+
+@given(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=3), max_size=8), CUTS, st.data())
+def test_the_tokens_that_are_kept_are_those_of_the_events_that_were_sent(
+    tokens: list[list[int]], cuts: list[int], data: st.DataObject
+) -> None:
+    events = [b'data: {"choices":[],"n":%d}\n\n' % number for number in range(len(tokens))]
+    lines = [b":%b\n" % ",".join(map(str, ids)).encode() for ids in tokens]
+    opening = b'data: {"role":1}\n\n'
+    stream = opening + b"".join(map(b"".join, zip(lines, events, strict=True)))
+    lost_at = data.draw(st.integers(0, len(stream)))
+    record = StreamRecord(RecordBudget(1 << 20), 1 << 20)
+    record.begin(has_ids=True)
+    sent = b"".join(map(record.take, in_pieces(stream[:lost_at], cuts)))
+    num_sent = max(0, sent.count(b"\n\n") - 1)
+    assert sent == b"".join([opening, *events])[: len(sent)]
+    assert record.read_token_ids() == [i for ids in tokens[:num_sent] for i in ids]
+
+
+@given(CUTS)
+def test_an_error_is_kept_back_in_whatever_pieces_it_comes(cuts: list[int]) -> None:
+    token = b'data: {"choices":[{"index":0,"text":"a"}]}\n\n'
+    record = StreamRecord(RecordBudget(1 << 20), 1 << 20)
+    record.begin(has_ids=False)
+    sent = b""
+    for piece in in_pieces(token + ERROR + b"data: [DONE]\n\n", cuts):
+        sent += record.take(piece)
+        if record.failure is not None:
+            break
+    assert sent == token
+    assert isinstance(record.failure, WorkerReportedError)
+    assert record.failure.answer.body == ERROR[6:-2]
+
+
+def test_what_is_too_long_is_not_kept_and_gives_back_what_it_took() -> None:
+    budget = RecordBudget(2 * MAX_RECORD_BYTES)
+    record, event = StreamRecord(budget, 1 << 20), b"data: " + b"x" * 100_000 + b"\n\n"
+    record.begin(has_ids=False)
+    for _ in range(MAX_RECORD_BYTES // len(event) + 2):
+        assert record.take(event) == event
+    assert not record.is_kept
+    assert budget.num_bytes == 0
+    assert record.take(event) == event
+
+
+def test_all_streams_together_keep_no_more_than_the_budget() -> None:
+    budget = RecordBudget(300_000)
+    records = [StreamRecord(budget, 1 << 20) for _ in range(4)]
+    event = b"data: " + b"x" * 90_000 + b"\n\n"
+    for record in records:
+        record.begin(has_ids=False)
+        record.take(event)
+        assert budget.num_bytes <= 300_000
+    assert [record.is_kept for record in records] == [True, False, False, False]
+    for record in records:
+        record.close()
+    assert budget.num_bytes == 0
+
+
+def test_an_event_without_end_is_refused() -> None:
+    record = StreamRecord(RecordBudget(1 << 20), 1000)
+    record.begin(has_ids=False)
+    assert record.take(b"data: " + b"x" * 2000) == b""
+    assert record.failure is not None

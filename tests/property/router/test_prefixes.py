@@ -1,0 +1,183 @@
+"""What workers have of prompts, against plain sets of prefixes: by events, and by expectation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from baton.auth.ticket import WorkerRef
+from baton.events.blocks import (
+    DEFAULT_MEDIUM,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventDomain,
+    Lost,
+    Restarted,
+)
+from baton.ids import Epoch, WorkerId
+from baton.protocol.worker_http import Role
+from baton.router.fleet import WorkerView
+from baton.router.placement import Placement
+from baton.router.prefix_names import PrefixNames
+from baton.router.prefixes import EXPECTED_WITH_EVENTS_S, EXPECTED_WITHOUT_S, ModelPrefixes
+
+DOMAIN = EventDomain("test/sha256")
+NAMES = PrefixNames(b"a secret of sixteen bytes")
+SIZES = {"a": 2, "b": 2, "c": 3}
+"""Block sizes; the events of `mute` are not followed."""
+EVERY_WORKER = [*SIZES, "mute"]
+tokens = st.lists(st.integers(0, 1), min_size=1, max_size=13).map(tuple)
+salts = st.sampled_from(["", "tenant"])
+followed = st.sampled_from([*SIZES])
+
+
+def view(worker: str) -> WorkerView:
+    ref = WorkerRef(WorkerId(worker), Epoch("e" * 32), "127.0.0.1:1")
+    return WorkerView(ref, Role.BOTH, "demo", "f", frozenset({"tcp"}), available=True)
+
+
+@dataclass(frozen=True)
+class Expectation:
+    until: float
+    worker: str
+    blocks: frozenset
+
+
+class PrefixesMachine(RuleBasedStateMachine):
+    @initialize(max_expected=st.sampled_from([4, 1000]))
+    def begin(self, max_expected):
+        self.prefixes = ModelPrefixes(NAMES, max_expected)
+        self.feeds = {w: self.prefixes.follow(WorkerId(w)) for w in SIZES}
+        self.reported: dict[str, set] = {w: set() for w in EVERY_WORKER}
+        self.expected: list[Expectation] = []
+        self.now = 0.0
+
+    @rule(worker=followed, ids=tokens, salt=salts, start=st.integers(0, 3), adapter=st.booleans())
+    def store(self, worker, ids, salt, start, adapter):
+        size = SIZES[worker]
+        blocks = [(salt, ids[:end]) for end in range(size, len(ids) + 1, size)]
+        start = min(start, len(blocks) - 1)
+        if start < 0:
+            return
+        parent = blocks[start - 1] if start else None
+        event = BlockStored(
+            DOMAIN,
+            tuple(map(engine_hash, blocks[start:])),
+            engine_hash(parent) if parent else None,
+            ids[start * size : len(blocks) * size],
+            size,
+            DEFAULT_MEDIUM,
+            0,
+            "" if parent else salt,
+            is_plain=not adapter,
+        )
+        ignored = self.feeds[worker].num_ignored
+        self.feeds[worker].apply(event)
+        is_known = not adapter and (parent is None or parent in self.reported[worker])
+        assert (self.feeds[worker].num_ignored == ignored) is is_known
+        if is_known:
+            self.reported[worker].update(blocks[start:])
+
+    @rule(worker=followed, data=st.data())
+    def remove(self, worker, data):
+        if self.reported[worker]:
+            held = sorted(self.reported[worker])
+            gone = data.draw(st.lists(st.sampled_from(held), unique=True, max_size=4))
+            hashes = tuple(map(engine_hash, gone))
+            self.feeds[worker].apply(BlockRemoved(DOMAIN, hashes, DEFAULT_MEDIUM, 0))
+            self.reported[worker].difference_update(gone)
+
+    @rule(worker=followed, event=st.sampled_from([AllBlocksCleared(), Restarted(), Lost(3)]))
+    def lose_all(self, worker, event):
+        self.feeds[worker].apply(event)
+        self.forget_model_of(worker)
+
+    @rule(worker=st.sampled_from(EVERY_WORKER))
+    def forget(self, worker):
+        self.prefixes.forget(WorkerId(worker))
+        if worker in SIZES:
+            self.feeds[worker] = self.prefixes.follow(WorkerId(worker))
+        self.forget_model_of(worker)
+
+    @rule(ids=tokens, salt=salts, worker=st.sampled_from(EVERY_WORKER))
+    def expect(self, ids, salt, worker):
+        match = self.prefixes.find(np.array(ids, dtype=np.int32), salt, self.now)
+        self.prefixes.expect(match, Placement(None, view(worker)), self.now)
+        blocks = {(salt, ids[:end]) for end in range(1, len(ids) + 1)}
+        lasts_s = EXPECTED_WITH_EVENTS_S if worker in SIZES else EXPECTED_WITHOUT_S
+        self.expected.append(Expectation(self.now + lasts_s, worker, frozenset(blocks)))
+
+    @rule(ids=tokens, salt=salts)
+    def find(self, ids, salt):
+        match = self.prefixes.find(np.array(ids, dtype=np.int32), salt, self.now)
+        assert match.num_tokens == len(ids)
+        for worker in EVERY_WORKER:
+            cached = match.cached.get(WorkerId(worker), 0)
+            size = SIZES.get(worker, 16)
+            assert cached % size == 0
+            assert cached < len(ids)
+            hoped = self.reported[worker] | self.hopes_for(worker)
+            least = self.longest(self.reported[worker], ids, salt, size)
+            assert least <= cached <= self.longest(hoped, ids, salt, size)
+
+    @rule(seconds=st.sampled_from([1.0, EXPECTED_WITH_EVENTS_S, EXPECTED_WITHOUT_S]))
+    def wait(self, seconds):
+        self.now += seconds
+
+    @precondition(lambda self: hasattr(self, "now"))
+    @rule()
+    def nothing_expected_is_left_in_the_end(self):
+        self.now += EXPECTED_WITHOUT_S
+        self.prefixes.find(np.array([0], dtype=np.int32), "", self.now)
+        assert self.prefixes.num_blocks == sum(
+            len(set().union(*(self.reported[w] for w in SIZES if SIZES[w] == size)))
+            for size in set(SIZES.values())
+        )
+
+    @invariant()
+    def is_consistent(self):
+        if hasattr(self, "prefixes"):
+            self.prefixes.check_invariants()
+
+    def forget_model_of(self, worker):
+        self.reported[worker] = set()
+        self.expected = [each for each in self.expected if each.worker != worker]
+
+    def hopes_for(self, worker):
+        live = [e.blocks for e in self.expected if e.worker == worker and e.until > self.now]
+        return set().union(*live)
+
+    @staticmethod
+    def longest(held, ids, salt, size):
+        """Tokens of the longest prefix in whole blocks; the last token is never cached."""
+        end = 0
+        while end + size < len(ids) and (salt, ids[: end + size]) in held:
+            end += size
+        return end
+
+
+def engine_hash(block) -> bytes:
+    salt, ids = block
+    return f"{salt}:{ids}".encode()[-64:]
+
+
+TestPrefixes = PrefixesMachine.TestCase
+TestPrefixes.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_a_gap_in_what_is_held_ends_the_prefix():
+    prefixes = ModelPrefixes(NAMES)
+    feed = prefixes.follow(WorkerId("a"))
+    ids = tuple(range(8))
+    hashes = tuple(b"%d" % i for i in range(4))
+    feed.apply(BlockStored(DOMAIN, hashes, None, ids, 2, DEFAULT_MEDIUM, 0))
+    prompt = np.array([*ids, 9], dtype=np.int32)
+    assert prefixes.find(prompt, "", 0.0).cached == {"a": 8}
+    feed.apply(BlockRemoved(DOMAIN, (hashes[1],), DEFAULT_MEDIUM, 0))
+    assert prefixes.find(prompt, "", 0.0).cached == {"a": 2}
+    assert prefixes.find(prompt, "tenant", 0.0).cached == {}

@@ -1,0 +1,122 @@
+"""The gateway's token ids are the worker's own, or none."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from baton.errors import ConfigError
+from baton.gateway import prompt_tokenizer
+from baton.gateway.prompt_tokenizer import PromptTokenizer
+from baton.gateway.request import parse_body
+from baton.models import DEMO_MODEL_PATH
+from baton.testing.clocks import ManualClock
+from baton.worker.fields import parse_chat, parse_completion
+from tests.unit.worker.test_prompts import reader
+
+THREADS = ThreadPoolExecutor(2)
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+SHORT = [{"role": "user", "content": "a"}]
+PARTS = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+
+
+def make() -> PromptTokenizer:
+    return PromptTokenizer(DEMO_MODEL_PATH, ManualClock(), THREADS)
+
+
+def ids_at_the_gateway(tokenizer: PromptTokenizer, fields: dict) -> list[int] | None:
+    body = parse_body(json.dumps({"model": "demo"} | fields).encode())
+    found = asyncio.run(tokenizer.tokenize(body))
+    return None if found is None else found.tolist()
+
+
+def ids_at_the_worker(path: str, fields: dict) -> list[int]:
+    raw, at = json.dumps({"model": "demo"} | fields).encode(), reader(8192)
+    if path == "chat":
+        return asyncio.run(at.read_chat(parse_chat(raw))).prompt_ids.tolist()
+    parsed = parse_completion(raw, at.max_prompt_tokens)
+    return asyncio.run(at.read_completion(parsed)).prompt_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("completions", {"prompt": "a b c"}),
+        ("completions", {"prompt": "a b c", "add_special_tokens": False}),
+        ("completions", {"prompt": [5, 6, 7]}),
+        ("completions", {"prompt": "a long text of words " * 150}),
+        ("chat", {"messages": [{"role": "user", "content": "hello"}]}),
+        ("chat", {"messages": [{"role": "developer", "content": "be kind"}] * 2}),
+        ("chat", {"messages": [{"role": "user", "content": PARTS}]}),
+        ("chat", {"messages": [{"role": "user", "content": "a"}], "add_special_tokens": True}),
+        (
+            "chat",
+            {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"x": 1}},
+        ),
+    ],
+)
+def test_ids_are_the_workers(path, fields):
+    tokenizer = make()
+    expected = ids_at_the_worker(path, fields)
+    assert ids_at_the_gateway(tokenizer, fields) == expected
+    assert ids_at_the_gateway(tokenizer, fields) == expected  # remembered
+
+
+def test_tools_calls_and_results_reach_the_template(tmp_path):
+    shutil.copy(DEMO_MODEL_PATH / "tokenizer.json", tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{{ tools | tojson }}{% for m in messages %}{{ m.role }}{{ m.content or '' }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}"
+        "{% endfor %}"
+    )
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "b", "tool_call_id": "1"},
+    ]
+    tokenizer = PromptTokenizer(tmp_path, ManualClock(), THREADS)
+    ids = ids_at_the_gateway(tokenizer, {"messages": messages, "tools": tools})
+    text = json.dumps(tools) + 'useraassistant{"a": 1}toolb'
+    assert ids == ids_at_the_worker("completions", {"prompt": text, "add_special_tokens": False})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "a", "truncate_prompt_tokens": 4},
+        {"prompt": ["a", "b"]},
+        {"prompt": [2**40]},
+        {},
+        {"messages": [{"role": "user", "content": "a"}], "chat_template": "x"},
+        {"messages": [{"role": "user", "content": 7}]},
+    ],
+)
+def test_what_cannot_be_known_has_none(fields):
+    assert ids_at_the_gateway(make(), fields) is None
+
+
+def test_what_is_remembered_is_bounded(monkeypatch):
+    monkeypatch.setattr(prompt_tokenizer, "MAX_REMEMBERED_TOKENS", 10)
+    tokenizer = make()
+    for first in range(100):
+        ids_at_the_gateway(tokenizer, {"prompt": [first, 1, 2, 3]})
+        assert sum(map(len, tokenizer._remembered.values())) == tokenizer._num_remembered <= 10
+    assert len(tokenizer._remembered) == 2
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
+    with pytest.raises(ConfigError):
+        PromptTokenizer(tmp_path, ManualClock(), THREADS)
+
+
+def test_prompts_that_differ_are_not_taken_for_one_another():
+    tokenizer = make()
+    fields: list[dict[str, Any]] = [{"prompt": "ab"}, {"prompt": "a"}, {"prompt": [1, 2]}]
+    found = [ids_at_the_gateway(tokenizer, each) for each in fields]
+    assert found == [ids_at_the_worker("completions", each) for each in fields]
