@@ -146,17 +146,27 @@ class RequestProxy:
 
     async def _wait_for_decode(self, failover: Failover) -> str | None:
         """Wait for one of those that are away; or why not."""
-        known = self._usable(self._services.workers.fleet).models[self._context.model].decodes
+        known = self._decodes_in(self._services.workers.fleet)
         away = frozenset(w.id for w in known if not w.available and not w.ejected)
         if not away:
             return "none is expected back"
         failover.forgive(away)
 
         def is_served(fleet: Fleet) -> bool:
-            served = self._usable(fleet).models[self._context.model].decodes
-            return any(w.available and w.id not in failover.avoid for w in served)
+            decodes = self._decodes_in(fleet)
+            return any(w.available and w.id not in failover.avoid for w in decodes)
 
         return await self._wait(is_served)
+
+    def _decodes_in(self, fleet: Fleet) -> tuple[WorkerView, ...]:
+        """The workers that may answer it, available or not."""
+        model = self._context.model
+        served = fleet.models.get(model)
+        if served is None:
+            return ()
+        if find_vllm_field(self._body) is not None and "vllm" not in served.decode_protocols:
+            return ()
+        return self._usable(fleet).models[model].decodes
 
     async def _wait(self, is_served: Callable[[Fleet], bool]) -> str | None:
         waiting = self._services.waiting
@@ -174,6 +184,8 @@ class RequestProxy:
         context, services = self._context, self._services
         fleet = services.workers.fleet
         context.metrics = services.metrics.of(context.model, NO_MODE)
+        if context.model not in fleet.models:  # its last worker came back as something else
+            return Unplaceable(f"the model {context.model!r} is not served any more")
         fleet = self._usable(fleet)
         speaks_vllm = "vllm" in fleet.models[context.model].decode_protocols
         non_disaggregable = find_non_disaggregable_field(self._body) if speaks_vllm else None

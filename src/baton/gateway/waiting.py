@@ -41,7 +41,10 @@ class WaitingRequests:
         return Instant(self._clock.now() + self._wait_s)
 
     async def wait(self, is_served: Callable[[Fleet], bool], until: Instant) -> str | None:
-        """Return once a fleet `is_served`; else why it was not waited for any longer."""
+        """Return once `is_served` holds of the fleet; else why it is not waited for any longer.
+
+        `is_served` does not raise.
+        """
         left_s = until - self._clock.now()
         if left_s <= 0:
             return self._expired

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -26,7 +27,7 @@ from baton.router.health import (
     may_eject,
 )
 from baton.router.load import FleetLoad
-from baton.router.placement import Placement, PlacementRequest
+from baton.router.placement import POLICIES, Placement, PlacementRequest
 from baton.router.simple import LeastLoaded, RoundRobin
 
 OPTIONS = HealthOptions(ejection_s=5.0, slow_start_s=10.0)
@@ -255,6 +256,19 @@ def test_where_all_start_slowly_one_serves(sinces: list[float]) -> None:
         for _ in range(10):
             placement = policy.place(fleet, PlacementRequest("m", at=10.0), FleetLoad())
             assert isinstance(placement, Placement)
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "least_loaded", "prefix", "cost"])
+def test_a_worker_that_is_just_back_gets_few_of_the_first_requests(policy):
+    fleet = Fleet.of([view("slow", SlowStart(0.0, 10.0)), view("w0"), view("w1")])
+    chooser, load, chosen = POLICIES.build(policy, {})("auto"), FleetLoad(), []
+    for _ in range(20):
+        request = PlacementRequest("m", num_prompt_tokens=500, at=1.0)
+        placement = chooser.place(fleet, request, load)
+        assert isinstance(placement, Placement)
+        load.begin(placement, 500, 1.0)
+        chosen.append(placement.decode.id)
+    assert chosen.count("slow") <= 2
 
 
 def test_the_next_request_is_the_trial_but_no_retry_is():
