@@ -14,7 +14,7 @@ import pytest
 from baton.testing.fleet import Fleet, FleetProcess
 from tests.chaos.clients import Prompts
 from tests.chaos.conftest import ENGINE, GATEWAY, KEY, SEED, run
-from tests.chaos.process_state import read_load, until
+from tests.chaos.process_state import until
 from tests.preloaded import start_preloaded
 from tests.stream_answers import StreamClient, StreamedAnswer
 
@@ -53,7 +53,7 @@ class Decodes:
 @pytest.fixture
 def workers(tmp_path: Any) -> Iterator[Decodes]:
     environment = dict(os.environ, BATON_CLUSTER_KEY=KEY)
-    with Fleet(tmp_path, environment, start=start_preloaded) as fleet:
+    with Fleet(tmp_path, environment, start=start_preloaded, tls="control") as fleet:
         started = Decodes(
             fleet,
             [fleet.start_worker(f"p{i}", "prefill", ENGINE) for i in range(2)],
@@ -90,12 +90,14 @@ async def begin(
     return asking
 
 
-async def kill_busy(session: aiohttp.ClientSession, victim: FleetProcess) -> int:
+async def kill_busy(session: aiohttp.ClientSession, workers: Decodes) -> int:
     """Kill a decode worker that has streams; how many it had."""
-    load = await read_load(session, victim)
-    assert load.running > 0, "it has streams to lose"
+    victim = workers.decodes[0]
+    counts = await read_counts(session, workers.gateway)
+    num = counts[f'baton_router_requests{{model="demo",part="decode",worker="{victim.name}"}}']
+    assert num > 0, "it has streams to lose"
     victim.kill()
-    return load.running
+    return int(num)
 
 
 def same(answer: StreamedAnswer) -> StreamedAnswer:
@@ -123,7 +125,7 @@ def test_decode_dies_under_streams_of_all_kinds(workers: Decodes, oracle: FleetP
 
     async def scenario(session: aiohttp.ClientSession) -> None:
         asking = await begin(session, workers, [StreamClient(*each) for each in bodies])
-        num_lost = await kill_busy(session, workers.decodes[0])
+        num_lost = await kill_busy(session, workers)
         assert not all(task.done() for task in asking)
         answers = await asyncio.gather(*asking)
         counts = await read_counts(session, workers.gateway)
@@ -160,7 +162,7 @@ def test_prefill_dies_and_then_decode_under_several_answers_that_began_early(
         asking = asyncio.create_task(ask_for_several(session, workers.gateway.url, body))
         (streaming,) = await begin(session, workers, [StreamClient(COMPLETIONS, alone)])
         workers.prefills[0].kill()
-        num_lost = await kill_busy(session, workers.decodes[0])
+        num_lost = await kill_busy(session, workers)
         several, answer = await asking, await streaming
         assert resumed(await read_counts(session, workers.gateway)) == num_lost
 

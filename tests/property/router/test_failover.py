@@ -11,6 +11,7 @@ from baton.router.failover import (
     EVERY_MODE,
     MAX_ATTEMPTS,
     MAX_PREFILL_FAILURES,
+    MAX_RESUMES,
     Attempt,
     Failover,
     Failure,
@@ -56,3 +57,22 @@ def test_every_request_ends_and_no_cause_of_a_failure_is_asked_again(data: st.Da
             case Failure.STALE_TICKET:
                 assert before == (failover.avoid, failover.failed_modes)
     assert num_attempts <= MAX_ATTEMPTS + MAX_PREFILL_FAILURES
+
+
+@given(st.lists(st.tuples(st.sampled_from(WORKERS), st.booleans()), max_size=40))
+def test_a_stream_goes_on_a_bounded_number_of_times(attempts: list[tuple[WorkerId, bool]]) -> None:
+    """Each part of it may be tried as often as a new request; who failed last is not asked next."""
+    failover, num_since, num_attempts = Failover(), 0, 0
+    for decode, has_progressed in attempts:
+        if not failover.may_retry:
+            break
+        if decode in failover.avoid:
+            continue
+        failover.record(Attempt(decode), Failure.DECODE_FAILED, has_progressed=has_progressed)
+        num_attempts += 1
+        num_since = 1 if has_progressed else num_since + 1
+        assert decode in failover.avoid
+        assert num_since <= MAX_ATTEMPTS
+        if has_progressed:
+            assert failover.avoid == {decode}
+    assert num_attempts <= (MAX_RESUMES + 1) * MAX_ATTEMPTS

@@ -54,3 +54,12 @@ def test_the_second_prefill_failure_ends_handoffs():
     twice = after(Failure.PREFILL_FAILED, Failure.PREFILL_FAILED)
     assert twice.failed_modes == EVERY_MODE
     assert twice.may_retry
+
+
+def test_a_stream_that_went_on_may_be_tried_again_where_it_failed_before():
+    failover = after(Failure.PREFILL_FAILED, Failure.DECODE_FAILED)
+    failover.record(Attempt(WorkerId("d1")), Failure.DECODE_FAILED, has_progressed=True)
+    assert (failover.avoid, failover.failed_modes) == ({"d1"}, frozenset())
+    assert failover.may_retry
+    failover.record(Attempt(DECODE), Failure.DECODE_FAILED)
+    assert not failover.may_retry, "two workers failed at the same token"
