@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -200,3 +201,27 @@ def test_of_many_workers_the_idle_pair_is_found(num_workers):
     for worker in workers[:-1]:
         load.begin(Placement(None, worker), 8000, NOW)
     assert placed(CostPolicy(CostOptions()), workers, load).decode is workers[-1]
+
+
+@pytest.mark.parametrize(
+    ("targets", "chosen"), [({}, "slow"), ({"ttft_s": 60.0, "tpot_s": 0.0155}, "busy")]
+)
+def test_a_requests_own_targets_go_before_the_policys(targets, chosen):
+    """One worker has prompts before this one; the other has so many answers that all are slow."""
+    load, (busy, slow) = FleetLoad(), (view("busy"), view("slow"))
+    load.begin(Placement(None, busy), 10_000, NOW)
+    stream(load, slow, 30)
+    policy = CostPolicy(CostOptions(ttft_s=0.2, tpot_s=10.0), "colocated")
+    assert placed(policy, [busy, slow], load, **targets).decode.id == chosen
+
+
+@given(
+    fleets, requests, work, st.frozensets(st.sampled_from([WorkerId(f"w{i}") for i in range(5)]))
+)
+def test_a_full_worker_is_taken_only_if_all_are(workers, request_, given, full):
+    policy, load = CostPolicy(CostOptions()), loaded(given)
+    answer = policy.place(Fleet.of(workers), replace(request_, full=full), load)
+    if isinstance(answer, Placement):
+        usable = [w.id for w in workers if w.available and w.id not in request_.avoid]
+        decodes = {w.id for w in workers if w.id in usable and w.decodes}
+        assert answer.decode.id not in full or decodes <= full
