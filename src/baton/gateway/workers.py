@@ -51,6 +51,11 @@ _decoder = msgspec.json.Decoder(WorkerInfo)
 _health_decoder = msgspec.json.Decoder(Health)
 
 
+NUM_AT_ONCE: Final = 16
+REPORTS_EVERY_S: Final = 0.1
+"""Of fleets of more workers: so often the loads that they report are taken up."""
+
+
 def worker_view(worker: Worker, info: WorkerInfo) -> WorkerView:
     """What placement uses of a worker, in the role that the operator gave it."""
     is_up, health = isinstance(worker.state, Up), worker.health
@@ -261,6 +266,7 @@ class Workers:
         self.on_change: Callable[[Fleet], None] = _ignore
         self._metrics, self._on_load = metrics, on_load
         self._by_id: dict[WorkerId, Worker] = {}
+        self._soon: asyncio.TimerHandle | None = None
         for worker in self.all:
             metrics.worker_up(str(worker.url), worker.address.role, up=False)
 
@@ -362,7 +368,7 @@ class Workers:
             self._on_load(worker.info.worker, worker.info.served_model_name, load)
         if worker.load != load:
             worker.load = load
-            self._make_fleet()
+            self._make_fleet_soon()
 
     def change(self, worker: Worker, state: WorkerState) -> None:
         """Set the state; update fleet and metrics if it changed."""
@@ -379,7 +385,18 @@ class Workers:
     def _note_available(self, worker: Worker) -> None:
         self._metrics.worker_up(str(worker.url), worker.address.role, up=worker.is_available)
 
+    def _make_fleet_soon(self) -> None:
+        """Of many workers, each of which reports once a second, not for each report anew."""
+        if len(self.all) <= NUM_AT_ONCE:
+            self._make_fleet()
+        elif self._soon is None:
+            loop = asyncio.get_running_loop()
+            self._soon = loop.call_later(REPORTS_EVERY_S, self._make_fleet)
+
     def _make_fleet(self) -> None:
+        if self._soon is not None:
+            self._soon.cancel()
+            self._soon = None
         self.fleet = Fleet.of(
             (worker_view(w, w.info) for w in self.all if w.info is not None),
             tuple(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 
@@ -12,8 +13,9 @@ from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.options import WorkerAddress
 from baton.gateway.workers import Down, Draining, Pending, Rejected, Up, Workers, read_info
 from baton.ids import Epoch, WorkerId
-from baton.protocol.worker_http import Role, WorkerInfo
+from baton.protocol.worker_http import Role, WorkerInfo, WorkerLoad
 
+LOAD = WorkerLoad(num_waiting=1, num_blocks=9, num_free_blocks=5, block_size=16)
 FIELDS = {
     "worker": "decode-0",
     "epoch": "e" * 32,
@@ -156,3 +158,27 @@ def test_of_several_context_lengths_the_least_is_told(workers):
 def test_a_description_that_makes_no_sense_is_refused(changes):
     with pytest.raises(ProtocolError):
         info(**changes)
+
+
+def test_reports_of_many_workers_are_taken_up_together():
+    workers = Workers(
+        [WorkerAddress(f"http://127.0.0.1:{port}", Role.DECODE) for port in range(1, 101)],
+        GatewayMetrics(),
+    )
+    for number, worker in enumerate(workers.all):
+        workers.register(worker, info(worker=f"decode-{number}"))
+    fleets = []
+    workers.on_change = fleets.append
+
+    async def report() -> None:
+        for worker in workers.all:
+            workers.note_load(worker, LOAD)
+        assert not fleets
+        async with asyncio.timeout(5):
+            while not fleets:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+
+    asyncio.run(report())
+    (fleet,) = fleets
+    assert {view.load for view in fleet.models["demo"].decodes} == {LOAD}
