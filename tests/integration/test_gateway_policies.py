@@ -6,8 +6,17 @@ import asyncio
 
 import pytest
 
+from baton.models import DEMO_MODEL_PATH
+from baton.tokenizer.digest import digest_tokenizer
+from baton.tokenizer.tokenizer import load_tokenizer
 from tests.integration.gateway_cluster import PROMPT, STREAM, Cluster, run, until, until_true
-from tests.integration.scripted_worker import ScriptedWorker, Visit, say_abc, start_and_wait
+from tests.integration.scripted_worker import (
+    ScriptedWorker,
+    Visit,
+    prefill_at_once,
+    say_abc,
+    start_and_wait,
+)
 
 
 def boths(*scripts):
@@ -103,3 +112,30 @@ def test_a_failed_attempt_is_given_back_and_another_worker_answers():
         assert len(cluster.decodes[1].visits) == 6
 
     run(scenario, prefills=0, decodes=boths(fail, say_abc), policy="least_loaded")
+
+
+def test_workers_with_the_gateways_tokenizer_get_the_prompts_token_ids():
+    """Both workers of a handoff; not where one of them has another tokenizer."""
+    text = "hello, what is a handoff?"
+    ids = load_tokenizer(DEMO_MODEL_PATH).encode(text, add_special_tokens=True).tolist()
+    same = {"model": str(DEMO_MODEL_PATH), "tokenizer": digest_tokenizer(DEMO_MODEL_PATH)}
+    prefill = ScriptedWorker("prefill-0", "prefill", prefill_at_once, **same)
+    decode = ScriptedWorker("decode-0", "decode", say_abc, **same)
+
+    async def scenario(cluster: Cluster):
+        for tokenizer, expected in (("another", None), (same["tokenizer"], ids)):
+            decode.extra_info = same | {"tokenizer": tokenizer}
+            decode.epoch = tokenizer.ljust(32, "0")[:32]  # another life
+
+            async def is_known(epoch: str = decode.epoch) -> bool:
+                _, body = await cluster.get_json("/debug/workers")
+                return epoch in {worker["epoch"] for worker in body["workers"]}
+
+            await until_true(is_known)
+            await ask(cluster, STREAM | {"prompt": text})
+            for worker in (prefill, decode):
+                sent = worker.visits[-1].body
+                assert sent["prompt"] == text
+                assert sent["kv_transfer_params"].get("baton_prompt") == expected
+
+    run(scenario, prefills=[prefill], decodes=[decode], policy="prefix", mode="push")

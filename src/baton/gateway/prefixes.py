@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -93,7 +94,8 @@ class Prefixes:
         if token_ids is None:
             return None
         salt = hash_tenant(body.cache_salt)
-        return self._of(body.model).find(token_ids, salt, self._clock.now())
+        match = self._of(body.model).find(token_ids, salt, self._clock.now())
+        return replace(match, token_ids=token_ids, tokenizer=tokenizer.digest)
 
     def expect(self, model: str, match: PromptMatch, placement: Placement) -> None:
         """The prompt goes to these workers."""

@@ -1,6 +1,7 @@
 """A request's prompt as its workers will see it: token ids, by the model's tokenizer and template.
 
-For routing alone: where this cannot be known (another chat template in the request, a list of
+For routing, and for workers of Baton's own with the same tokenizer, which then need not tokenize
+it again. Where this cannot be known (another chat template in the request, a list of
 prompts, a text that the template refuses), there are no ids, and the worker decides what is wrong.
 Tools and images are taken up as well as a gateway can; whether the workers' own caches then match,
 `baton_router_cached_tokens` shows.
@@ -20,6 +21,7 @@ import xxhash
 from baton.errors import UNDECODABLE, BatonError, ConfigError
 from baton.protocol.engine_fields import ABSENT
 from baton.tokenizer.chat_template import TemplateMessage, load_chat_template
+from baton.tokenizer.digest import digest_tokenizer
 from baton.tokenizer.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -93,6 +95,7 @@ class PromptTokenizer:
     """
 
     def __init__(self, model: Path, clock: Clock, threads: ThreadPoolExecutor) -> None:
+        self.digest = digest_tokenizer(model)
         self._tokenizer: Tokenizer = load_tokenizer(model)
         self._template: ChatTemplate | None = load_chat_template(model, clock)
         self._threads = threads
@@ -127,7 +130,8 @@ class PromptTokenizer:
                 ids = await loop.run_in_executor(self._threads, work, fields)
         except (BatonError, OverflowError, *UNDECODABLE):
             return None
-        self._remember(key, ids)
+        if self._template is None or self._template.is_timeless or "messages" not in fields:
+            self._remember(key, ids)
         return ids
 
     def _remember(self, key: int, ids: NDArray[np.int32]) -> None:

@@ -21,7 +21,6 @@ from baton.protocol.engine_fields import (
     unsupported,
 )
 from baton.protocol.prompt_bounds import check_ids, check_messages, count_chars, lists_ids
-from baton.protocol.request_fields import KVTransferParams
 from baton.protocol.worker_http import REQUEST_ID_HEADER
 from baton.router.placement import NonDisaggregableField
 
@@ -85,13 +84,15 @@ class CompletionBody:
     """The top level of a body, without what clients may not send.
 
     Each field's value is the client's own JSON text. `resume` is the part of the answer that the
-    client has, for a Baton worker that goes on from there.
+    client has, for a Baton worker that goes on from there; `prompt_ids` are the prompt's tokens, a
+    JSON list, for Baton workers that would get the same.
     """
 
     model: str
     stream: bool
     fields: dict[str, msgspec.Raw]
     resume: Resume | None = None
+    prompt_ids: msgspec.Raw | None = None
 
     @property
     def cache_salt(self) -> str:
@@ -142,15 +143,20 @@ class CompletionBody:
 
     def encode(self) -> bytes:
         """The body for a worker that prefills and decodes itself."""
-        if self.resume is None:
+        if self.resume is None and self.prompt_ids is None:
             return _encoder.encode(self.fields)
-        return self._encode_with(KVTransferParams(baton_resume=self.resume))
+        return self._encode_with(None)
 
     def encode_with_ticket(self, ticket: str) -> bytes:
         """The body for Baton workers, prefill and decode alike. `ticket` is base64url text."""
-        return self._encode_with(KVTransferParams(ticket, self.resume))
+        return self._encode_with(ticket)
 
-    def _encode_with(self, params: KVTransferParams) -> bytes:
+    def _encode_with(self, ticket: str | None) -> bytes:
+        params: dict[str, object] = {} if ticket is None else {"baton_ticket": ticket}
+        if self.resume is not None:
+            params["baton_resume"] = self.resume
+        if self.prompt_ids is not None:
+            params["baton_prompt"] = self.prompt_ids
         return _encoder.encode({**self.fields, TICKET_FIELD: params})
 
 

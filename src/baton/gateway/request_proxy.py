@@ -6,9 +6,12 @@ worker, or in the store, until the decode worker, asked second, has room for it.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from baton.auth.ticket import HandoffMode, Ticket, hash_tenant, seal
 from baton.gateway.errors import (
@@ -282,7 +285,7 @@ class RequestProxy:
         return None
 
     async def _attempt(self, placement: Placement) -> None:
-        body = self._resumption.continued(self._body)
+        body = self._with_ids(self._resumption.continued(self._body), placement)
         if placement.prefill is None:
             await self._send_decode_request(placement.decode, body.encode())
             return
@@ -303,6 +306,16 @@ class RequestProxy:
                 await self._pull(prefill_request, bodies.prefill, send_decode)
             else:
                 await self._push(prefill_request, bodies.prefill, send_decode)
+
+    def _with_ids(self, body: CompletionBody, placement: Placement) -> CompletionBody:
+        """With the prompt's token ids, where all its workers would get the same ones."""
+        match = self._match
+        if match is None or match.token_ids is None:
+            return body
+        workers = (placement.prefill, placement.decode)
+        if any(each is not None and each.tokenizer != match.tokenizer for each in workers):
+            return body
+        return replace(body, prompt_ids=msgspec.Raw(msgspec.json.encode(match.token_ids.tolist())))
 
     async def _push(
         self,

@@ -69,6 +69,7 @@ def worker_view(worker: Worker, info: WorkerInfo) -> WorkerView:
         protocol=info.protocol,
         modes=KNOWN_MODES & frozenset(info.modes),
         load=worker.load,
+        tokenizer=info.tokenizer,
         half_open=is_up and health.takes_trial,
         ejected=is_up and not worker.is_available,
         slow_start=health.slow_start,

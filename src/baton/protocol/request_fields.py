@@ -65,10 +65,14 @@ class Resume(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class KVTransferParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the gateway adds: clients cannot send it (docs/wire/worker-http.md)."""
+    """What the gateway adds: clients cannot send it (docs/wire/worker-http.md).
+
+    `baton_prompt`: the prompt's token ids, where the gateway has the worker's own tokenizer.
+    """
 
     baton_ticket: str | None = None
     baton_resume: Resume | None = None
+    baton_prompt: list[TokenId] | None = None
 
 
 class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):

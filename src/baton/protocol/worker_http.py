@@ -92,6 +92,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     `control_urls` has one address for each tensor-parallel rank of a vLLM server, where that rank
     is asked what a Baton worker is asked at its own address; a Baton worker has none. Of `modes`,
     unknown ones are ignored. `has_kv_journal`: it answers at `KV_EVENTS_PREFIX`.
+    `tokenizer` is the digest of tokenizer and chat template (`digest_tokenizer`).
     `max_prompt_chars`: no longer text can fit the context, as far as the
     worker knows its tokenizer's longest token.
     """
@@ -114,6 +115,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     control_urls: Annotated[tuple[Name, ...], RANKS] = ()
     kv_events: KVEventsSource | None = None
     has_kv_journal: bool = False
+    tokenizer: Name | None = None
     modes: Annotated[tuple[str, ...], Meta(max_length=16)] = ("push",)
 
     def __post_init__(self) -> None:

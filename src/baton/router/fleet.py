@@ -37,6 +37,7 @@ class WorkerView:
     protocol: WorkerProtocol = "baton"
     modes: frozenset[HandoffMode] = PUSH_ONLY
     load: WorkerLoad | None = None
+    tokenizer: str | None = None
     half_open: bool = False
     ejected: bool = False
     slow_start: SlowStart | None = None

@@ -45,12 +45,15 @@ MAX_BLOCKS_OF_WORKER: Final = 1 << 21
 class PromptMatch:
     """A prompt of `num_tokens`, and how many of its first tokens each worker has.
 
-    `names` are its blocks', by block size.
+    `names` are its blocks', by block size; `token_ids` `[num_tokens]` by the tokenizer of that
+    digest.
     """
 
     num_tokens: int
     cached: Mapping[WorkerId, int] = field(default_factory=dict)
     names: Mapping[int, list[int]] = field(default_factory=dict)
+    token_ids: NDArray[np.int32] | None = None
+    tokenizer: str | None = None
 
 
 class ModelPrefixes:

@@ -68,10 +68,14 @@ class _GenerationMark(Extension):
 
 
 class ChatTemplate:
-    """Renders chats of one model. Immutable after construction."""
+    """Renders chats of one model. Immutable after construction.
+
+    `is_timeless`: the same messages always give the same text.
+    """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], clock: Clock) -> None:
         self._special_tokens = dict(special_tokens)
+        self.is_timeless = "strftime_now" not in source
         self._template = _compile(source, clock)
 
     def render(

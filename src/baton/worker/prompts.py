@@ -102,7 +102,9 @@ class PromptReader:
             InvalidRequestError: anything else that is wrong.
         """
         self._check_model(fields.model)
-        if isinstance(fields.prompt, str):
+        if (known := self._known_prompt(fields)) is not None:
+            prompt = known
+        elif isinstance(fields.prompt, str):
             special = fields.add_special_tokens is not False
             prompt = await self._encode(fields.prompt, add_special_tokens=special)
         else:
@@ -126,14 +128,23 @@ class PromptReader:
                 code="no_chat_template",
             )
         messages = [_template_message(i, m) for i, m in enumerate(fields.messages)]
-        variables = fields.chat_template_kwargs or {}
-        num_chars = sum(len(message.content or "") for message in messages)
-        text = await self._run(num_chars, partial(self.template.render, messages, variables))
-        # The template writes the special tokens itself.
-        special = fields.add_special_tokens is True
-        prompt = await self._encode(text, add_special_tokens=special)
+        prompt = self._known_prompt(fields)
+        if prompt is None:
+            variables = fields.chat_template_kwargs or {}
+            num_chars = sum(len(message.content or "") for message in messages)
+            text = await self._run(num_chars, partial(self.template.render, messages, variables))
+            # The template writes the special tokens itself.
+            special = fields.add_special_tokens is True
+            prompt = await self._encode(text, add_special_tokens=special)
         wanted = fields.max_completion_tokens or fields.max_tokens
         return self._generation(fields, prompt, wanted, _chat_logprobs(fields))
+
+    def _known_prompt(self, fields: GenerationFields) -> NDArray[np.int32] | None:
+        """The prompt's tokens, where a gateway with the same tokenizer has sent them."""
+        params = fields.kv_transfer_params
+        if params is None or params.baton_prompt is None:
+            return None
+        return self._as_prompt(params.baton_prompt)
 
     def _check_model(self, model: str) -> None:
         if model != self.served_model_name:
@@ -183,9 +194,12 @@ class PromptReader:
                 param="prompt",
                 code="invalid_value",
             )
+        return self._as_prompt(ids)
+
+    def _as_prompt(self, ids: list[int]) -> NDArray[np.int32]:
         vocab_size = self.info.vocab_size
-        outside = next((token for token in ids if not 0 <= token < vocab_size), None)
-        if outside is not None:
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            outside = next(token for token in ids if not 0 <= token < vocab_size)
             raise InvalidRequestError(
                 f"prompt has the token id {outside}; this model's ids are 0 to {vocab_size - 1}",
                 param="prompt",

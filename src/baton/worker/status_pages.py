@@ -60,6 +60,7 @@ class StatusPages:
     registry: CollectorRegistry
     started_at: int
     max_prompt_chars: int
+    tokenizer_digest: str
 
     async def health(self, exchange: HttpExchange) -> None:
         """`GET /health`."""
@@ -103,6 +104,7 @@ class StatusPages:
                 version=baton.__version__,
                 modes=self.options.modes,
                 has_kv_journal=True,
+                tokenizer=self.tokenizer_digest,
             ),
         )
 

@@ -37,6 +37,7 @@ from baton.telemetry.log_limit import WARNINGS
 from baton.telemetry.metrics import HeldBlockTimeCollector, WorkerMetrics, set_worker_info
 from baton.telemetry.trace import TraceRing
 from baton.tokenizer.chat_template import load_chat_template
+from baton.tokenizer.digest import digest_tokenizer
 from baton.tokenizer.tokenizer import load_tokenizer
 from baton.worker.app import Bearer, PatternRoute, Routes, WorkerApp
 from baton.worker.engine_client import EngineClient
@@ -213,6 +214,7 @@ def build_worker(
         registry=registry,
         started_at=int(clock.unix_now()),
         max_prompt_chars=reader.max_prompt_chars,
+        tokenizer_digest=digest_tokenizer(model),
     )
     bearer = (
         Bearer(options.credentials.key)

@@ -255,3 +255,13 @@ def test_who_leaves_while_queued_costs_nothing_more() -> None:
         gate.set()
         threads.shutdown(wait=True)
     assert counting.num_chars == 0
+
+
+def test_a_prompt_that_the_gateway_tokenized_is_taken_as_it_is() -> None:
+    known = {"kv_transfer_params": {"baton_prompt": [5, 6, 7]}}
+    assert completion(**known).prompt_ids.tolist() == [5, 6, 7]
+    assert chat(**known).prompt_ids.tolist() == [5, 6, 7]
+    with pytest.raises(InvalidRequestError, match="token id"):
+        completion(kv_transfer_params={"baton_prompt": [2**30]})
+    with pytest.raises(ContextLengthError):
+        completion(kv_transfer_params={"baton_prompt": [5] * 2000})
