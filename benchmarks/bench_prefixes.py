@@ -3,6 +3,7 @@
 Arms, each in front of the same four embedded workers of both roles:
 
     round_robin, prefix, cost       Baton's gateway with that policy
+    prefix x2                       two gateway processes on one port, which share nothing
     vllm-router, sglang-router      cache-aware (`--peers FOLDER`, as in bench_control.py)
 
 Loads: conversations (`multi-turn`), common beginnings (`shared-prefix`), and prompts that share
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -32,6 +34,7 @@ from bench_control import install_peers
 from control_gateway import PEERS, router
 from rich.console import Console
 from rich.table import Table
+from vllm_servers import find_free_port
 
 from baton.testing.fleet import Fleet
 
@@ -93,6 +96,18 @@ def measure(arm: str, url: str, load: str, options: argparse.Namespace) -> Run:
     )
 
 
+def find_free_ports(num: int) -> int:
+    """The first of so many ports that are free now."""
+    while True:
+        first = find_free_port()
+        try:
+            for port in range(first, first + num):
+                socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        return first
+
+
 def make_model(folder: Path) -> Path:
     """A random Llama with the demo model's tokenizer."""
     path = folder / "model"
@@ -132,6 +147,9 @@ def main() -> None:
             ).url
             for policy in POLICIES
         }
+        port = {"gateway.management_port": find_free_ports(2), "gateway.processes": 2}
+        twice = {"router.policy": "prefix", **port}
+        arms["prefix x2"] = fleet.start_gateway([], [], both=workers, settings=twice).url
         if options.peers is not None:
             urls = [worker.url for worker in workers]
             for name in PEERS:
