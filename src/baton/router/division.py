@@ -16,7 +16,7 @@ Pure: times are given.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from baton.router.load import MOST_SHARE
@@ -72,7 +72,9 @@ def _share(mean: float) -> float:
 class Demand:
     """What is asked of the workers: requests at once, and what one of them costs, in seconds.
 
-    `step_s` of a step's answers: `(fixed, each)`.
+    `step_s` of a step's answers: `(fixed, each)`. `trust` is the share of the predicted rate that
+    the present division achieves: workers may share what each is predicted to have, processors for
+    example, and of other divisions no better is believed.
     """
 
     num_at_once: float
@@ -80,10 +82,17 @@ class Demand:
     handoff_s: float
     num_answer_tokens: float
     step_s: tuple[float, float]
+    trust: float = 1.0
 
 
 def predict_goodput(demand: Demand, limits: Limits, num_workers: int, num_prefill: int) -> float:
     """Good requests a second with so many workers for prefill alone; 0: all do both parts."""
+    rate, ttft_s, tpot_s = predict_rate(demand, num_workers, num_prefill)
+    return demand.trust * rate * limits.share_met(ttft_s, tpot_s)
+
+
+def predict_rate(demand: Demand, num_workers: int, num_prefill: int) -> tuple[float, float, float]:
+    """Requests a second, and the means of their TTFT and TPOT."""
     num_decode = num_workers - num_prefill
     fixed, each = demand.step_s
     rate, tpot_s = 0.0, fixed + each
@@ -98,7 +107,7 @@ def predict_goodput(demand: Demand, limits: Limits, num_workers: int, num_prefil
         alone_s = demand.prefill_s + answer_s + (demand.handoff_s if num_prefill else 0.0)
         rate += 0.5 * (min(most, demand.num_at_once / alone_s) - rate)
     ttft_s = max(demand.num_at_once / rate - answer_s, demand.prefill_s)
-    return rate * limits.share_met(ttft_s, tpot_s)
+    return rate, ttft_s, tpot_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +171,8 @@ class Division:
         window_s = now - ended[0].at
         achieved = sum(map(self.limits.are_met, ended)) / window_s
         demand = _demand(ended, window_s, workers, load)
+        rate, _, _ = predict_rate(demand, len(workers), len(self.prefills))
+        demand = replace(demand, trust=min(1.0, len(ended) / window_s / rate))
         chosen = self._judge(achieved, demand, len(workers), now)
         if chosen != len(self.prefills):
             self._set(chosen, workers, load, now)
