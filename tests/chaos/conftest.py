@@ -61,6 +61,7 @@ ROLES: dict[Role, dict[str, object]] = {
 GATEWAY: dict[str, object] = {
     "gateway.probe_interval_s": 0.2,
     "gateway.probe_timeout_s": 1.0,
+    "gateway.wait_for_worker_s": 0.5,  # who dies here stays away for longer
     # A worker may be kept stopped for as long as another one starts, on however busy a machine.
     "gateway.abandon_after_s": 150.0,
 }
