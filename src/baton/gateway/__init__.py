@@ -16,6 +16,7 @@ File map, along the way of a request:
     answer_plan.py  `n` and lists of prompts: which answers a body asks for
     several_answers.py    a request for each of them; answer_merge.py: one answer of all
     request_context.py    what is recorded about one request, and what all requests share
+    placing.py      a request as placement sees it
     request_proxy.py      placement, ticket, prefill and decode request, retry
     prefill_request.py    the prefill worker's part; aborts at decode when it fails
     response_forwarder.py the decode worker's bytes to the client; the early first token
@@ -30,4 +31,5 @@ Workers, metrics, debugging:
     health_monitor.py     probes each worker's health, and asks it for its identity
     kv_events.py    which blocks vLLM workers hold
     metrics.py, debug.py  Prometheus metrics; `/debug/requests` and `/debug/workers`
+    route_explainer.py    `/debug/route`: where a request would go, and why
 """

@@ -32,6 +32,7 @@ from baton.protocol.worker_http import (
 OPENAPI_PATH: Final = "/openapi.json"
 READY_PATH: Final = "/ready"
 REQUESTS_PATH: Final = "/debug/requests"
+ROUTE_PATH: Final = "/debug/route"
 WORKERS_PATH: Final = "/debug/workers"
 
 Json: TypeAlias = dict[str, Any]
@@ -171,6 +172,14 @@ def _management_paths() -> Json:
             **_get("show_request", "a request's way and its times", an_object, "404"),
         },
         WORKERS_PATH: _get("list_workers", "the workers and their state", an_object, "404"),
+        ROUTE_PATH: {
+            "post": {
+                "operationId": "explain_route",
+                "summary": "Where a completion's body would go now, and why; nothing is placed",
+                "requestBody": {"required": True, "content": an_object},
+                "responses": _responses(an_object, "400", "401", "404", "413", "415", "503"),
+            }
+        },
     }
 
 

@@ -40,6 +40,7 @@ from baton.gateway.metrics import GatewayMetrics, RouterCollector
 from baton.gateway.prefixes import Prefixes
 from baton.gateway.process_group import ProcessGroup
 from baton.gateway.request_context import BackgroundTasks, Fallbacks, Services
+from baton.gateway.route_explainer import RouteExplainer
 from baton.gateway.upstream import Upstream
 from baton.gateway.workers import Workers
 from baton.net.http_limits import Connections, HttpLimits, allow_descriptors
@@ -140,7 +141,7 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
             Completions(services, records),
             workers,
             metrics,
-            debug=DebugPages(traces, worker_list),
+            debug=DebugPages(traces, worker_list, RouteExplainer(services)),
             readiness=Readiness(workers, clock),
             access=Access(
                 RequestOrigin.of(options),

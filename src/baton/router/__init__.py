@@ -14,5 +14,6 @@ File map:
     pairing.py      `PairingPolicy`: a decode worker, then a prefill worker for it
     simple.py       `RoundRobin`, `LeastLoaded`, `RandomChoice`
     cost.py         `CostPolicy`: one worker or two, by what the client will see
+    explanation.py  `explain`: every candidate of a policy, and what it compares
     failover.py     what to do when a worker fails
 """

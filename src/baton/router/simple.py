@@ -11,7 +11,7 @@ from baton.registry import Plugin
 from baton.router.pairing import PairingPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from baton.ids import WorkerId
     from baton.router.fleet import WorkerView
@@ -43,6 +43,13 @@ class RoundRobin(PairingPolicy):
         last_turn[chosen.id] = self._turn
         return chosen
 
+    def weigh(
+        self, worker: WorkerView, request: PlacementRequest, load: FleetLoad
+    ) -> Mapping[str, float]:
+        """See `PairingPolicy`."""
+        del request, load
+        return {"last_turn": self._last_turn.get(worker.id, 0)}
+
     def check_invariants(self) -> None:
         """No two workers took the same turn, and none a turn to come."""
         turns = self._last_turn.values()
@@ -61,6 +68,13 @@ class LeastLoaded(RoundRobin):
         least = min(counts)
         idlest = [w for w, num in zip(workers, counts, strict=True) if num == least]
         return super().choose(idlest, request, load)
+
+    def weigh(
+        self, worker: WorkerView, request: PlacementRequest, load: FleetLoad
+    ) -> Mapping[str, float]:
+        """See `PairingPolicy`."""
+        num = load.of(worker.id, worker.model).num_requests
+        return {"num_requests": num, **super().weigh(worker, request, load)}
 
 
 class RandomChoice(PairingPolicy):
