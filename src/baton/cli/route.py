@@ -19,7 +19,10 @@ app = App(name="route", help="Explain where requests go, and replay traffic unde
 def explain(
     request: Annotated[
         str | None,
-        Parameter(help="A file with the body of a completion request; - is standard input."),
+        Parameter(
+            help="A file with the body of a completion request; - is standard input.",
+            allow_leading_hyphen=True,
+        ),
     ] = None,
     *,
     url: Annotated[

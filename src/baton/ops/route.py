@@ -22,6 +22,8 @@ ROUTE_PATH: Final = "/debug/route"
 REQUESTS_PATH: Final = "/debug/requests"
 NOT_FOUND: Final = 404
 SECONDS: Final = "_s"
+WIDTH: Final = 200
+"""Of the table, at most: a figure must not be cut."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -69,10 +71,10 @@ def _read(gateway: Gateway, path: str, answer: tuple[int, bytes], kind: type[T])
     status, body = answer
     if status != OK:
         reason = read_refusal(body)
-        if status == NOT_FOUND and "here" in reason:
+        if status == NOT_FOUND and path in reason:
             reason += (
-                ": it shows its /debug pages to clients on its own machine only, or on its "
-                "management port (gateway.management_port)"
+                ". A gateway shows its /debug pages to clients on its own machine, and where it "
+                "has a management port (gateway.management_port), there alone"
             )
         raise PageError(f"{gateway.url}{path} answers {status}: {reason}")
     try:
@@ -83,16 +85,18 @@ def _read(gateway: Gateway, path: str, answer: tuple[int, bytes], kind: type[T])
 
 def print_explanation(found: RouteExplanation, out: TextIO) -> None:
     """As a table, the best candidate first."""
-    console = Console(file=out, markup=False, highlight=False, soft_wrap=True)
+    console = Console(file=out, markup=False, highlight=False, soft_wrap=True, width=WIDTH)
     kind = "tokens" if found.is_tokenized else "tokens, estimated: the prompt is not tokenized here"
     num = found.num_prompt_tokens
     console.print(f"{found.model}, policy {found.policy}: a prompt of {num} {kind}")
     if found.num_answers > 1:
         console.print(f"{found.num_answers} answers are asked for; this is the first prompt's way")
     names = list(dict.fromkeys(name for each in found.candidates for name in each.figures))
-    table = Table("", "workers", box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("", "workers"):
+        table.add_column(heading, no_wrap=True)
     for name in names:
-        table.add_column(_heading(name), justify="right")
+        table.add_column(_heading(name), justify="right", no_wrap=True)
     for each in found.candidates:
         if each.why_not is None:
             mark = "*" if each.is_chosen else ""
