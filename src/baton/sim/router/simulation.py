@@ -148,7 +148,8 @@ class Simulation:
             now,
             num_tokens - match.cached.get(placement.decode.id, 0),
         )
-        names = self._names.of(token_ids, self._costs.block_size, self._root)
+        size = self._costs.block_size
+        names = match.names.get(size) or self._names.of(token_ids, size, self._root)
         finish = partial(self._finish, session, at, more)
         job = Job(turn, token_ids, names, placement, running, now, finish)
         self._workers[computing.id].compute(job)
