@@ -218,7 +218,7 @@ def _plan(
             for name in fleet.policy or DEFAULT_POLICIES
         ),
         mode=config.gateway.mode,
-        costs=read_costs(fleet.costs, fleet.cost),
+        costs=read_costs(fleet.costs, fleet.cost, workload.block_tokens),
         ttft_s=load.ttft_s,
         tpot_s=load.tpot_s,
         seed=load.seed,

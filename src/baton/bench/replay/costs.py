@@ -43,15 +43,19 @@ class ShownWorkers(msgspec.Struct, frozen=True):
     workers: tuple[ShownWorker, ...]
 
 
-def read_costs(path: Path | None, assignments: Sequence[str]) -> SimulatedCosts:
+def read_costs(
+    path: Path | None, assignments: Sequence[str], block_tokens: int | None
+) -> SimulatedCosts:
     """Costs of a TOML or JSON file, or of a file with `/debug/workers`; then `name=value`.
+
+    `block_tokens` is the size of blocks where nothing else is given.
 
     Raises:
         ConfigError: the file cannot be read, or a value is wrong.
     """
-    found: dict[str, object] = {}
+    found: dict[str, object] = {} if block_tokens is None else {"block_size": block_tokens}
     if path is not None:
-        found = _read(path)
+        found |= _read(path)
     for assignment in assignments:
         name, _, value = assignment.partition("=")
         try:

@@ -27,7 +27,7 @@ _SPLIT: Final = re.compile(r"(\d{1,4})p(\d{1,4})d")
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Sessions begin when the trace says so."""
+    """Sessions begin at the times in the trace."""
 
 
 @dataclass(frozen=True, slots=True)
