@@ -56,8 +56,8 @@ class TargetFlags:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class WorkloadFlags:
-    """What is asked."""
+class ShapeFlags:
+    """The shape of what is asked."""
 
     workload: Annotated[
         str,
@@ -89,10 +89,6 @@ class WorkloadFlags:
         float | None,
         Parameter(help="multi-turn: seconds between turns [default: 0].", group=WORKLOAD),
     ] = None
-    trace: Annotated[
-        Path | None,
-        Parameter(help="A file: Mooncake JSONL, Azure CSV or OpenAI batch JSONL.", group=WORKLOAD),
-    ] = None
     trace_format: Annotated[
         Literal["mooncake", "azure", "openai"] | None,
         Parameter(help="The file's format, where its first line does not show it.", group=WORKLOAD),
@@ -103,6 +99,17 @@ class WorkloadFlags:
     max_broken: Annotated[
         str, Parameter(help="Share of a trace's lines that may be broken.", group=WORKLOAD)
     ] = "1%"
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class WorkloadFlags(ShapeFlags):
+    """What is asked."""
+
+    trace: Annotated[
+        Path | None,
+        Parameter(help="A file: Mooncake JSONL, Azure CSV or OpenAI batch JSONL.", group=WORKLOAD),
+    ] = None
     seed: Annotated[
         str | None,
         Parameter(help="Any text; the same one, the same prompts [default: new].", group=WORKLOAD),
@@ -227,7 +234,7 @@ def make_job(
         check_writable(results.output)
     key = read_environment().get(target.api_key_env)
     opened = open_target(target.url, key)
-    asked = _workload(workload)
+    asked = make_workload(workload, workload.trace)
     return Job(
         opened,
         _request_options(target),
@@ -265,15 +272,20 @@ def _request_options(flags: TargetFlags) -> "RequestOptions":
     return RequestOptions(flags.model, flags.endpoint, flags.prompts, ids)
 
 
-def _workload(flags: WorkloadFlags) -> "Workload":
+def make_workload(flags: ShapeFlags, trace: Path | None) -> "Workload":
+    """A trace file, or what is generated.
+
+    Raises:
+        ConfigError: the file cannot be read, or a flag is out of bounds.
+    """
     from baton.bench.workloads.synthetic import WorkloadOptions, choose_workload  # noqa: PLC0415 - too heavy
     from baton.bench.workloads.traces import TraceFile, read_trace  # noqa: PLC0415
 
-    if flags.trace is not None:
+    if trace is not None:
         if flags.speed <= 0:
             raise ConfigError("--speed: above 0")
         share = read_share(flags.max_broken, "--max-broken")
-        return read_trace(TraceFile(flags.trace, flags.trace_format, flags.speed, share))
+        return read_trace(TraceFile(trace, flags.trace_format, flags.speed, share))
     options = WorkloadOptions(
         num_input_tokens=flags.input_len,
         num_output_tokens=flags.output_len,

@@ -47,6 +47,11 @@ def build_app() -> App:
     app.command(
         "baton.cli.size:size", name="size", help="How large KV is, and how long it takes to move."
     )
+    app.command(
+        "baton.cli.route:app",
+        name="route",
+        help="Explain where requests go, and replay traffic under other policies.",
+    )
     app.command("baton.cli.sim:app", name="sim", help="Run Baton against simulated faults.")
     app.command("baton.cli.model:app", name="model", help="Make models for tests and benchmarks.")
     app.command(

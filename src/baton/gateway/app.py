@@ -28,6 +28,7 @@ from baton.gateway.openapi import (
     QUEUE_PATH,
     READY_PATH,
     REQUESTS_PATH,
+    ROUTE_PATH,
     WORKERS_PATH,
     Status,
     describe,
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from baton.gateway.metrics import GatewayMetrics
     from baton.gateway.options import GatewayOptions
     from baton.gateway.queue_page import QueuePage
+    from baton.gateway.route_explainer import RouteExplainer
     from baton.gateway.workers import Workers
 
 
@@ -194,6 +196,7 @@ class DebugPages:
     traces: RequestTraces
     workers: WorkerList
     queue: QueuePage
+    route: RouteExplainer
 
 
 class GatewayApp:
@@ -222,7 +225,7 @@ class GatewayApp:
             if path in COMPLETION_PATHS and scope["method"] == "POST":
                 await self._completions.serve(path, scope, receive, send)
                 return
-            await self._answer(path, scope, send)
+            await self._answer(path, scope, receive, send)
         except BatonError as exc:
             await send_error(send, answer_for(exc))
         except Exception as exc:
@@ -236,21 +239,25 @@ class GatewayApp:
                 while self._ready.why_not() is not None:  # noqa: ASYNC110 - it sends no event
                     await asyncio.sleep(FIND_INTERVAL_S)
 
-    async def manage(self, scope: Scope, send: Send) -> None:
+    async def manage(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request to the management listener."""
         path: str = scope["path"]
         try:
             self._access.check_management(path, scope["headers"])
-            await self._answer(path, scope, send)
+            await self._answer(path, scope, receive, send)
         except BatonError as exc:
             await send_error(send, answer_for(exc))
         except Exception as exc:
             log.exception("%s failed", path)
             await send_error(send, answer_for(exc))
 
-    async def _answer(self, path: str, scope: Scope, send: Send) -> None:
-        if path in COMPLETION_PATHS:
+    async def _answer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        if path in COMPLETION_PATHS or (path == ROUTE_PATH and scope["method"] != "POST"):
             raise MethodNotAllowedError(f"{path} takes POST", allowed="POST")
+        if path == ROUTE_PATH:
+            explained = await self._debug_pages.route.serve(scope, receive)
+            await send_whole(send, 200, msgspec.json.encode(explained), (JSON,))
+            return
         if path == METRICS_PATH:
             _need_get(path, scope)
             await send_whole(send, 200, self.metrics.exposition(), (PROMETHEUS_TEXT,))
@@ -319,9 +326,8 @@ class ManagementApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
-        del receive
         if scope["type"] == "http":
-            await self._app.manage(scope, send)
+            await self._app.manage(scope, receive, send)
 
 
 def _is_loopback(host: str) -> bool:

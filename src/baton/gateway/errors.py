@@ -42,6 +42,7 @@ from baton.errors import (
     OverloadedError,
 )
 from baton.protocol.worker_http import ErrorBody, ErrorDetail
+from baton.router.explanation import NotExplainableError
 
 if TYPE_CHECKING:
     from baton.auth.ticket import WorkerRef
@@ -239,6 +240,7 @@ _KINDS: tuple[tuple[type[BatonError], _Kind], ...] = (
     (KVLostError, _Kind(502, "server_error", "handoff_failed")),
     (UpstreamError, _Kind(502, "server_error", "worker_failed")),
     (ShuttingDownError, _Kind(503, "server_error", "shutting_down")),
+    (NotExplainableError, _Kind(501, "server_error", "not_explainable")),
     (DeadlineError, _Kind(504, "server_error", "deadline_exceeded")),
 )
 _INTERNAL = _Kind(500, "server_error", "internal_error")

@@ -41,6 +41,7 @@ from baton.router.fair_queue import Priority
 OPENAPI_PATH: Final = "/openapi.json"
 READY_PATH: Final = "/ready"
 REQUESTS_PATH: Final = "/debug/requests"
+ROUTE_PATH: Final = "/debug/route"
 WORKERS_PATH: Final = "/debug/workers"
 QUEUE_PATH: Final = "/debug/queue"
 
@@ -182,6 +183,14 @@ def _management_paths() -> Json:
         },
         WORKERS_PATH: _get("list_workers", "the workers and their state", an_object, "404"),
         QUEUE_PATH: _get("show_queue", "requests that wait for a worker", an_object, "404"),
+        ROUTE_PATH: {
+            "post": {
+                "operationId": "explain_route",
+                "summary": "Where a completion's body would go now, and why; nothing is placed",
+                "requestBody": {"required": True, "content": an_object},
+                "responses": _responses(an_object, "400", "401", "404", "413", "415", "503"),
+            }
+        },
     }
 
 

@@ -42,6 +42,7 @@ from baton.gateway.prefixes import Prefixes
 from baton.gateway.process_group import ProcessGroup
 from baton.gateway.queue_page import QueuePage
 from baton.gateway.request_context import BackgroundTasks, Fallbacks, Services
+from baton.gateway.route_explainer import RouteExplainer
 from baton.gateway.stream_record import RecordBudget
 from baton.gateway.upstream import Upstream
 from baton.gateway.waiting import WaitingRequests
@@ -153,6 +154,7 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
                 RequestTraces(records, workers, upstream),
                 WorkerList(workers, events, load, clock),
                 QueuePage(admission, room, load, workers=workers, clock=clock),
+                RouteExplainer(services),
             ),
             readiness=Readiness(workers, clock),
             access=Access(

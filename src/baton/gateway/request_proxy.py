@@ -26,13 +26,10 @@ from baton.gateway.errors import (
     WorkerUnreachableError,
 )
 from baton.gateway.metrics import NO_MODE, FallbackCause
+from baton.gateway.placing import find_prompt, find_serving, make_placement_request
 from baton.gateway.prefill_request import Handoff, PrefillRequest
 from baton.gateway.protocol_adapters import find_kv_load_failure, request_bodies
-from baton.gateway.request import (
-    estimate_prompt_tokens,
-    find_non_disaggregable_field,
-    find_vllm_field,
-)
+from baton.gateway.request import estimate_prompt_tokens, find_vllm_field
 from baton.gateway.response_forwarder import (
     EarlyFirstToken,
     ResponseForwarder,
@@ -41,10 +38,9 @@ from baton.gateway.response_forwarder import (
 from baton.gateway.resumption import Resumption
 from baton.gateway.workers import Interruptible
 from baton.ids import new_ticket_id
-from baton.protocol.engine_fields import unsupported
 from baton.protocol.worker_http import CREATED_HEADER, TIMEOUT_HEADER
 from baton.router.failover import EVERY_MODE, PREFILL_FIRST, Attempt, Failover, Failure
-from baton.router.placement import Placement, PlacementRequest, Unplaceable
+from baton.router.placement import Placement, Unplaceable
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -185,21 +181,15 @@ class RequestProxy:
 
     def _place(self, failover: Failover, failed: UpstreamError | None) -> Placement | Unplaceable:
         context, services = self._context, self._services
-        fleet = services.workers.fleet
         context.metrics = services.metrics.of(context.model, NO_MODE)
+        fleet = services.workers.fleet
         if context.model not in fleet.models:  # its last worker came back as something else
             return Unplaceable(f"the model {context.model!r} is not served any more")
-        fleet = self._usable(fleet)
-        speaks_vllm = "vllm" in fleet.models[context.model].decode_protocols
-        non_disaggregable = find_non_disaggregable_field(self._body) if speaks_vllm else None
-        request = PlacementRequest(
-            context.model,
-            failover.avoid,
-            non_disaggregable,
-            num_prompt_tokens=self._num_tokens,
+        fleet, now = self._usable(fleet), services.clock.now()
+        request = make_placement_request(fleet, self._body, self._match, failover=failover, now=now)
+        request = replace(
+            request,
             failed_modes=EVERY_MODE if self._resumption.needs_no_prompt else failover.failed_modes,
-            at=services.clock.now(),
-            cached={} if self._match is None else self._match.cached,
             full=self._full,
             ttft_s=services.admission.ttft_left_s(context),
             tpot_s=services.admission.tpot_s(context),
@@ -222,18 +212,11 @@ class RequestProxy:
 
     async def _check_prompt(self) -> None:
         """Refuse a prompt that is certainly too long; find who has how much of it cached."""
-        services, model = self._services, self._context.model
-        workers = services.workers
-        if not workers.fleet.models:
+        if not self._services.workers.fleet.models:
             await self._wait(lambda fleet: bool(fleet.models))
-        if model not in workers.fleet.models:
-            raise workers.why_not_served(model)
-        self._body.check_ids(partial(workers.largest_context, model))
-        self._body.check_text(partial(workers.longest_prompt_chars, model))
-        if services.prefixes is not None:
-            self._match = await services.prefixes.find(self._body)
-            if self._match is not None:
-                self._num_tokens = self._match.num_tokens
+        self._match = await find_prompt(self._services, self._body)
+        if self._match is not None:
+            self._num_tokens = self._match.num_tokens
 
     def _begin(self, placement: Placement) -> RunningRequest:
         """Count a placement in."""
@@ -262,17 +245,7 @@ class RequestProxy:
 
     def _usable(self, fleet: Fleet) -> Fleet:
         """Without the workers that cannot serve the request, or go on with its stream."""
-        return self._resumption.narrow(self._serving(fleet))
-
-    def _serving(self, fleet: Fleet) -> Fleet:
-        """Without the workers that do not serve the request's fields."""
-        field = find_vllm_field(self._body)
-        if field is None:
-            return fleet
-        model = self._context.model
-        if "vllm" not in fleet.models[model].decode_protocols:
-            raise unsupported(field, self._body.fields[field])
-        return fleet.only(model, "vllm")
+        return self._resumption.narrow(find_serving(fleet, self._body))
 
     def _place_beside(self, fleet: Fleet) -> Placement | None:
         wanted = self._beside

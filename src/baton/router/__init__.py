@@ -17,6 +17,7 @@ File map:
     room.py         `FleetRoom`: how many more requests the workers can use
     admission.py    `AdmissionQueue`: those that wait for that, and who is refused early;
                     fair_queue.py: whose turn it is; drain_rate.py: how fast they are taken
+    explanation.py  `explain`: every candidate of a policy, and what it compares
     failover.py     what to do when a worker fails
     health.py       `WorkerHealth`: who is ejected, gets a trial request, or a growing share
 """

@@ -15,6 +15,7 @@ and what the placement costs the answers that are under way at the two. The leas
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 from math import inf
 from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias, TypeVar
@@ -25,6 +26,7 @@ import numpy as np
 from baton.protocol.worker_http import Role
 from baton.registry import Plugin
 from baton.router.division import Division, Limits
+from baton.router.explanation import ExplainedCandidate, why_unusable
 from baton.router.load import MOST_SHARE, WINDOW_S
 from baton.router.pairing import (
     explain_alone,
@@ -103,6 +105,21 @@ class Candidate:
             parts += f", handoff {seen.handoff_s:.3f}"
         ttft, tpot = f"TTFT {seen.ttft_s:.3f} s", f"TPOT {seen.tpot_s:.4f} s"
         return f"{who}: cost {self.cost:.3f}, {ttft} ({parts}), {tpot}"
+
+    def explain(self, why_not: str | None = None) -> ExplainedCandidate:
+        """Its figures."""
+        seen, prefill = self.prediction, self.prefill
+        figures = {
+            "cost": self.cost,
+            "ttft_s": seen.ttft_s,
+            "queue_s": seen.queue_s,
+            "prefill_s": seen.prefill_s,
+            "handoff_s": seen.handoff_s,
+            "tpot_s": seen.tpot_s,
+            "cached_tokens": seen.num_cached,
+        }
+        first = None if prefill is None else prefill.id
+        return ExplainedCandidate("request", first, self.decode.id, figures, why_not)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +206,41 @@ class CostPolicy:
             reasons = explain_alone(fleet, best.decode, request)
         why = (f"chosen: {best}", *(f"rather than {pair}" for pair in pairs[:1]), *divided)
         return Placement(None, best.decode, reasons, why=why)
+
+    def explain(
+        self, fleet: Fleet, request: PlacementRequest, load: FleetLoad
+    ) -> list[ExplainedCandidate]:
+        """See `ExplainingPolicy`. Of many workers pairs are made of the most promising only."""
+        usable, served = self._find_usable(fleet, request, load), fleet.models.get(request.model)
+        candidates: list[ExplainedCandidate] = []
+        if not isinstance(usable, Unplaceable):
+            parts = self._weigh(usable, request, load)
+            costs, num = self._costs_alone(parts, request), request.num_prompt_tokens
+            ways = [
+                Candidate(None, usable.workers[at], parts.predict(at, at, 0.0, num), float(cost))
+                for at, cost in enumerate(costs)
+            ]
+            ways += self._rank_pairs(parts, inf, request, load)
+            ways.sort(key=lambda way: way.cost)
+            candidates += [way.explain(self._why_not(way, request)) for way in ways]
+            candidates += _explain_unpaired(usable)
+        listed = {each.decode for each in candidates if each.prefill is None}
+        for worker in () if served is None else (*served.prefills, *served.decodes):
+            why_not = why_unusable(worker, request)
+            if why_not is None and worker.decodes and worker.id not in listed:
+                why_not = "only prefills at present"
+            if why_not is not None:
+                first, second = (None, worker.id) if worker.decodes else (worker.id, None)
+                candidates.append(ExplainedCandidate("request", first, second, why_not=why_not))
+        return candidates
+
+    def _why_not(self, way: Candidate, request: PlacementRequest) -> str | None:
+        """Why a pair cannot be had, though both workers can."""
+        alone = serve_alone(way.decode, request, self._mode)
+        if way.prefill is None:
+            return None
+        placement = alone or hand_over(way.prefill, way.decode, request, self._mode)
+        return "; ".join(placement.reasons or placement.why) if placement.prefill is None else None
 
     def _find_usable(
         self, fleet: Fleet, request: PlacementRequest, load: FleetLoad
@@ -282,15 +334,19 @@ class CostPolicy:
 
     def _best_alone(self, parts: _Parts, request: PlacementRequest) -> Candidate:
         """The best worker to do both parts; among equals the first of the operator's list."""
+        costs, usable = self._costs_alone(parts, request), parts.usable
+        best = int(costs.argmin())
+        prediction = parts.predict(best, best, 0.0, request.num_prompt_tokens)
+        return Candidate(None, usable.workers[best], prediction, float(costs[best]))
+
+    def _costs_alone(self, parts: _Parts, request: PlacementRequest) -> NDArray[np.float64]:
+        """Of each worker that may answer, if it does both parts `[num_decodes]`."""
         ttft = self._own_ttft(parts.queue_s + parts.prefill_s, request)
         tpot = self._own_tpot(parts.tpot_s, request)
         costs = ttft + parts.stall + tpot + parts.crowd
         if parts.shares is not None:
             costs /= parts.shares
-        usable = parts.usable
-        best = int(costs[: usable.num_decodes].argmin())
-        prediction = parts.predict(best, best, 0.0, request.num_prompt_tokens)
-        return Candidate(None, usable.workers[best], prediction, float(costs[best]))
+        return costs[: parts.usable.num_decodes]
 
     def _rank_pairs(
         self,
@@ -351,6 +407,17 @@ class CostPolicy:
         if self._options.objective == "throughput":
             return TYPICAL_ANSWER_TOKENS * tpot_s
         return _bend(tpot_s / (request.tpot_s or self._options.tpot_s))
+
+
+def _explain_unpaired(usable: _Usable) -> list[ExplainedCandidate]:
+    """Pairs of usable workers that cannot hand over to each other."""
+    helpers = [usable.workers[at] for at in usable.helpers[:MOST_OF_EACH]]
+    decodes = usable.workers[: min(usable.num_decodes, MOST_OF_EACH)]
+    return [
+        ExplainedCandidate("request", prefill.id, decode.id, why_not=why_not)
+        for prefill, decode in product(helpers, decodes)
+        if prefill is not decode and (why_not := decode.why_not_from(prefill)) is not None
+    ]
 
 
 def _find_least(values: NDArray[np.float64], places: NDArray[np.intp]) -> list[int]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from baton.router.explanation import ExplainedCandidate, list_decodes, why_unusable
 from baton.router.modes import choose_mode
 from baton.router.placement import Placement, Unplaceable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from baton.ids import WorkerId
+    from baton.router.explanation import Part
     from baton.router.fleet import Fleet, ModelWorkers, WorkerView
     from baton.router.load import FleetLoad
     from baton.router.modes import ModeSetting
@@ -51,6 +54,38 @@ class PairingPolicy:
         if not pairable:
             return Placement(None, decode, explain_alone(fleet, decode, request))
         return hand_over(self.choose(pairable, request, load), decode, request, self._mode)
+
+    def weigh(
+        self, worker: WorkerView, request: PlacementRequest, load: FleetLoad
+    ) -> Mapping[str, float]:
+        """The figures by which `choose` compares a worker, if there are any: see `explain`."""
+        del worker, request, load
+        return {}
+
+    def explain(
+        self, fleet: Fleet, request: PlacementRequest, load: FleetLoad
+    ) -> list[ExplainedCandidate]:
+        """See `ExplainingPolicy`: workers for each part, where there are prefill workers."""
+        served = fleet.models.get(request.model)
+        if served is None:
+            return []
+        part: Part = "decode" if served.prefills else "request"
+        answering = {worker.id: worker for worker in served.decodes}
+        candidates = [
+            replace(each, figures=self.weigh(answering[each.decode], request, load))
+            for each in list_decodes(served, request, part)
+            if each.decode is not None
+        ]
+        usable = [worker for worker in served.decodes if is_usable(worker, request)]
+        for worker in served.prefills:
+            obstacles = [decode.why_not_from(worker) for decode in usable]
+            why_not = why_unusable(worker, request)
+            if why_not is None and obstacles and None not in obstacles:
+                why_not = obstacles[0]
+            figures = self.weigh(worker, request, load)
+            candidates.append(ExplainedCandidate("prefill", worker.id, None, figures, why_not))
+        candidates.sort(key=lambda each: tuple(each.figures.values()))
+        return candidates
 
 
 def find_decodes(fleet: Fleet, request: PlacementRequest) -> list[WorkerView] | Unplaceable:

@@ -12,11 +12,11 @@ from baton.router.placement import Unplaceable
 from baton.router.simple import RoundRobin
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from baton.ids import WorkerId
     from baton.router.fleet import Fleet, WorkerView
-    from baton.router.load import FleetLoad
+    from baton.router.load import FleetLoad, WorkerActivity
     from baton.router.modes import ModeSetting
     from baton.router.placement import Placement, PlacementRequest, PolicyFactory
 
@@ -60,12 +60,28 @@ class PrefixPolicy(RoundRobin):
         ahead: dict[WorkerId, float] = {}
         for worker in workers:
             activity = load.of(worker.id, worker.model)
-            answers = self._per_answer * activity.num_decodes
-            tokens = activity.prefill_tokens + answers + request.count_uncached(worker.id)
+            tokens = self._count_before(activity) + request.count_uncached(worker.id)
             ahead[worker.id] = tokens / worker.share(request.at)
         least = min(ahead.values())
         nearest = [worker for worker in workers if ahead[worker.id] == least]
         return super().choose(nearest, request, load)
+
+    def weigh(
+        self, worker: WorkerView, request: PlacementRequest, load: FleetLoad
+    ) -> Mapping[str, float]:
+        """See `PairingPolicy`."""
+        before = self._count_before(load.of(worker.id, worker.model))
+        uncached = request.count_uncached(worker.id)
+        return {
+            "tokens_to_compute": (before + uncached) / worker.share(request.at),
+            **super().weigh(worker, request, load),
+            "before_tokens": before,
+            "uncached_tokens": uncached,
+        }
+
+    def _count_before(self, activity: WorkerActivity) -> float:
+        """Tokens to compute before a prompt that comes now, and what answers count."""
+        return activity.prefill_tokens + self._per_answer * activity.num_decodes
 
 
 def _build(options: PrefixOptions) -> PolicyFactory:

@@ -11,7 +11,7 @@ from baton.registry import Plugin
 from baton.router.pairing import PairingPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from baton.ids import WorkerId
     from baton.router.fleet import WorkerView
@@ -63,6 +63,13 @@ class RoundRobin(PairingPolicy):
             self._due[worker.id] = due - 1
         return True
 
+    def weigh(
+        self, worker: WorkerView, request: PlacementRequest, load: FleetLoad
+    ) -> Mapping[str, float]:
+        """See `PairingPolicy`."""
+        del request, load
+        return {"last_turn": self._last_turn.get(worker.id, 0)}
+
     def check_invariants(self) -> None:
         """No two workers took the same turn, and none a turn to come."""
         turns = self._last_turn.values()
@@ -87,6 +94,13 @@ class LeastLoaded(RoundRobin):
         least = min(counts)
         idlest = [w for w, num in zip(workers, counts, strict=True) if num == least]
         return super().choose(idlest, request, load)
+
+    def weigh(
+        self, worker: WorkerView, request: PlacementRequest, load: FleetLoad
+    ) -> Mapping[str, float]:
+        """See `PairingPolicy`."""
+        num = (load.of(worker.id, worker.model).num_requests + 1) / worker.share(request.at) - 1
+        return {"num_requests": num, **super().weigh(worker, request, load)}
 
 
 class RandomChoice(PairingPolicy):

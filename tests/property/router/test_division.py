@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import count, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +15,11 @@ from baton.router.cost import CostOptions, CostPolicy
 from baton.router.division import Demand, Limits, predict_goodput
 from baton.router.fleet import Fleet, WorkerView
 from baton.router.simple import RoundRobin
-from tests.property.router.simulated_workers import World
+from baton.sim.router.costs import SimulatedCosts
+from baton.sim.router.sessions import Session, TokenRun, Turn
+from baton.sim.router.simulation import Simulation
+
+COSTS = SimulatedCosts(handoff_token_s=0.0, block_size=512, kv_tokens=1 << 20)
 
 
 def view(name, role=Role.BOTH):
@@ -32,6 +36,33 @@ def split(num_prefill, num_decode):
         *(view(f"p{n}", Role.PREFILL) for n in range(num_prefill)),
         *(view(f"d{n}", Role.DECODE) for n in range(num_decode)),
     ]
+
+
+class World:
+    """Clients that ask for prompts without a common beginning, one after another."""
+
+    def __init__(self, policy, views, num_tokens, num_answer_tokens):
+        self.simulation = Simulation(policy, views, COSTS)
+        self.views, self.num_clients = views, 0
+        self.num_tokens, self.num_answer_tokens = num_tokens, num_answer_tokens
+        self.asked = self.sessions()
+
+    def sessions(self):
+        for number in count():
+            run = TokenRun(str(number), self.num_tokens)
+            yield Session((Turn((run,), self.num_answer_tokens),))
+
+    def run(self, num_clients, until_s):
+        """Until this time, with so many clients from now on: more than before, or as many."""
+        self.simulation.add_clients(self.asked, num_clients - self.num_clients)
+        self.num_clients = num_clients
+        self.simulation.run(until_s)
+
+    def goodput(self, since_s, ttft_s, tpot_s):
+        """Requests a second within both limits, of those that ended since then."""
+        outcomes = [each for each in self.simulation.outcomes if each.ended_at > since_s]
+        good = [each for each in outcomes if each.ttft_s <= ttft_s and each.tpot_s <= tpot_s]
+        return len(good) / (self.simulation.now - since_s)
 
 
 def goodput(policy, views, case, until_s=240.0, since_s=120.0):
@@ -105,9 +136,9 @@ def test_workers_that_are_gone_leave_the_division():
     world.run(4, 60.0)
     (prefill,) = policy._divisions["demo"].prefills
     left = [each for each in world.views if each.id != prefill]
-    world.fleet, before = Fleet.of(left), len(world.ended)
+    world.simulation.fleet, before = Fleet.of(left), len(world.simulation.outcomes)
     world.run(4, 90.0)
-    assert len(world.ended) > before + 10
+    assert len(world.simulation.outcomes) > before + 10
     assert policy._divisions["demo"].prefills == frozenset()
 
 

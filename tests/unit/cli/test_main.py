@@ -25,6 +25,8 @@ COMMANDS = (
     ["bench", "compare"],
     ["size"],
     ["sim", "handoff"],
+    ["route", "explain"],
+    ["route", "replay"],
 )
 
 

@@ -78,7 +78,8 @@ class Workload:
 
     `generate` yields the same at each call; it may have no end. `largest` needs as many tokens as
     any request, or nearly: a server that accepts it accepts all. `num_requests` None: without end.
-    `has_arrivals`: conversations have arrival times.
+    `has_arrivals`: conversations have arrival times. `block_tokens`: prompts are given by blocks of
+    so many tokens, and what is shared within a block is not known.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Workload:
     largest: Request
     num_requests: int | None = None
     has_arrivals: bool = False
+    block_tokens: int | None = None
     warnings: tuple[str, ...] = ()
 
 

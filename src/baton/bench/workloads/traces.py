@@ -341,6 +341,7 @@ def _make_workload(file: TraceFile, kind: TraceFormat, trace: TraceLines) -> Wor
         largest=_as_probe(max((each.ask for each in recorded), key=_size)),
         num_requests=len(recorded),
         has_arrivals=has_arrivals,
+        block_tokens=BLOCK_TOKENS if kind == "mooncake" else None,
         warnings=warnings,
     )
 

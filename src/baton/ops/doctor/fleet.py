@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
-import http.client
-import re
 from collections import Counter
-from dataclasses import dataclass
 from shlex import quote as quote_for_shell
 from typing import TYPE_CHECKING, Final, TypeVar
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.errors import UNDECODABLE, ConfigError
+from baton.errors import UNDECODABLE
 from baton.ops.doctor.finding import Area, Finding, Level
-from baton.protocol.worker_http import ErrorBody
+from baton.ops.gateway_pages import OK, PageError, read_refusal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from prometheus_client.metrics_core import Metric
 
-CONNECT_TIMEOUT_S: Final = 3.0
-MAX_PAGE_BYTES: Final = 16 << 20
+    from baton.ops.gateway_pages import Gateway
+
 UNREACHABLE: Final = "no gateway"
 """The name of the one finding there is if nothing answers."""
 NUM_TRACES: Final = 32
-MAX_REASON_CHARS: Final = 200
-OK: Final = 200
 NOT_FOUND: Final = 404
 
 T = TypeVar("T")
-
-
-class PageError(Exception):
-    """A page of the gateway could not be read. Never leaves this module."""
 
 
 class ListedRequest(msgspec.Struct, frozen=True):
@@ -63,54 +54,6 @@ class RequestTrace(msgspec.Struct, frozen=True):
     summary: Summary | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Gateway:
-    """Where a gateway answers. Redirects are not followed, proxies not used."""
-
-    url: str
-    host: str
-    port: int
-    is_tls: bool
-
-    @classmethod
-    def at(cls, url: str) -> Gateway:
-        """Read a URL.
-
-        Raises:
-            ConfigError: it is not `http://HOST[:PORT]`.
-        """
-        try:
-            parts = urlsplit(url)
-            port = parts.port
-        except ValueError as exc:
-            raise ConfigError(f"--gateway {url!r}: {exc}") from exc
-        has_more = parts.path not in {"", "/"} or parts.query or parts.fragment or parts.username
-        if parts.scheme not in {"http", "https"} or not parts.hostname or has_more:
-            raise ConfigError(f"--gateway {url!r} is not a gateway's URL, as http://127.0.0.1:8000")
-        is_tls = parts.scheme == "https"
-        return cls(url.rstrip("/"), parts.hostname, port or (443 if is_tls else 80), is_tls)
-
-    def get(self, path: str) -> tuple[int, bytes]:
-        """Status and body of a page.
-
-        Raises:
-            PageError: no answer, or one that makes no sense.
-        """
-        kind = http.client.HTTPSConnection if self.is_tls else http.client.HTTPConnection
-        connection = kind(self.host, self.port, timeout=CONNECT_TIMEOUT_S)
-        try:
-            connection.request("GET", path)
-            response = connection.getresponse()
-            body = response.read(MAX_PAGE_BYTES + 1)
-        except (OSError, http.client.HTTPException) as exc:
-            raise PageError(f"{self.url}{path}: {type(exc).__name__}: {exc}") from exc
-        finally:
-            connection.close()
-        if len(body) > MAX_PAGE_BYTES:
-            raise PageError(f"{self.url}{path} has more than {MAX_PAGE_BYTES} bytes")
-        return response.status, body
-
-
 def check_readiness(gateway: Gateway) -> list[Finding]:
     """Does it answer, and could it serve a request now?"""
     why = "A gateway that is not ready refuses every request."
@@ -121,7 +64,7 @@ def check_readiness(gateway: Gateway) -> list[Finding]:
         return [_finding(UNREACHABLE, Level.PROBLEM, f"no answer from {exc}", why, fix=fix)]
     if status == OK:
         return [_finding("gateway", Level.OK, "ready", why)]
-    reason = _refusal(body)
+    reason = read_refusal(body)
     return [_finding("gateway", Level.PROBLEM, f"HTTP {status} from /ready: {reason}", why)]
 
 
@@ -256,19 +199,11 @@ def _listed(counts: dict[str, int]) -> str:
 
 def _decode(status: int, body: bytes, kind: type[T]) -> T:
     if status != OK:
-        raise PageError(f"HTTP {status} from /debug/requests: {_refusal(body)}")
+        raise PageError(f"HTTP {status} from /debug/requests: {read_refusal(body)}")
     try:
         return msgspec.json.decode(body, type=kind)
     except UNDECODABLE as exc:
         raise PageError(f"/debug/requests does not make sense: {exc}") from exc
-
-
-def _refusal(body: bytes) -> str:
-    try:
-        text = msgspec.json.decode(body, type=ErrorBody).error.message or ""
-    except UNDECODABLE:
-        text = body[:MAX_REASON_CHARS].decode(errors="replace")
-    return re.sub(r"\s+", " ", text)[:MAX_REASON_CHARS]
 
 
 def _finding(name: str, level: Level, found: str, why: str, *, fix: str | None = None) -> Finding:

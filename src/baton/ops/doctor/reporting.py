@@ -16,7 +16,6 @@ from baton.ops.doctor.devices import check_dax, check_gpus, check_rdma
 from baton.ops.doctor.finding import Area, Finding, Level, Probe, Report, make_printable
 from baton.ops.doctor.fleet import (
     UNREACHABLE,
-    Gateway,
     check_counters,
     check_handoffs,
     check_readiness,
@@ -40,6 +39,7 @@ from baton.ops.doctor.memory import (
 from baton.ops.doctor.network import check_interfaces, check_socket_buffers
 from baton.ops.doctor.transports import ChosenTransports, check_path, check_transport, failure_level
 from baton.ops.doctor.versions import check_engine, check_libraries, check_packages, check_python
+from baton.ops.gateway_pages import Gateway
 from baton.registry import Registry
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def check_gateway(url: str, host: Host, clock: Clock) -> Report:
         ConfigError: this is no gateway's URL.
     """
     started = clock.now()
-    gateway = Gateway.at(url)
+    gateway = Gateway.at(url, "--gateway")
     findings = run_probes([_fleet_probe(UNREACHABLE, check_readiness, gateway)], host, clock)
     if all(finding.name != UNREACHABLE for finding in findings):
         probes = [_fleet_probe(name, check, gateway) for name, check in FLEET]

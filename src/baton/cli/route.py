@@ -1,0 +1,252 @@
+"""`baton route`."""
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from cyclopts import App, Group, Parameter
+
+from baton.cli.bench_serve import LOAD, WORKLOAD, ShapeFlags, make_workload
+from baton.cli.flags import ConfigFlags
+from baton.config.environment import read_environment
+from baton.errors import ConfigError
+
+if TYPE_CHECKING:
+    from baton.bench.replay.plan import Arrivals, ReplayPlan
+    from baton.bench.workloads.requests import Workload
+
+STDIN = "-"
+FLEET = Group("Fleet", sort_key=3)
+DEFAULT_POLICIES = ("round_robin", "prefix", "cost")
+DEFAULT_REQUESTS = 1000
+DEFAULT_CONCURRENCY = 16
+
+app = App(name="route", help="Explain where requests go, and replay traffic under other policies.")
+
+
+@app.command
+def explain(
+    request: Annotated[
+        str | None,
+        Parameter(
+            help="A file with the body of a completion request; - is standard input.",
+            allow_leading_hyphen=True,
+        ),
+    ] = None,
+    *,
+    url: Annotated[
+        str, Parameter(help="The gateway, or its management port.")
+    ] = "http://127.0.0.1:8000",
+    request_id: Annotated[
+        str | None, Parameter(help="Show where this request went, instead.")
+    ] = None,
+    api_key_env: Annotated[
+        str, Parameter(help="The environment variable that holds the client's key, if any.")
+    ] = "OPENAI_API_KEY",
+    json: Annotated[bool, Parameter(help="Print JSON.", negative="", show_default=False)] = False,
+    debug: Annotated[
+        bool, Parameter(help="Show where an error arose.", negative="", show_default=False)
+    ] = False,
+) -> int:
+    """Print every candidate for a request with its predicted parts; the request is not served.
+
+    The gateway tokenizes the prompt, finds what its workers have cached of it, and asks its policy.
+    """
+    del debug  # the caller looks at the command line itself
+    if (request is None) == (request_id is None):
+        raise ConfigError(
+            "give a file with a request's body (- is standard input), or --request-id"
+        )
+    # Here, so that --help imports nothing heavy.
+    from baton.ops.gateway_pages import Gateway  # noqa: PLC0415
+    from baton.ops.route import (  # noqa: PLC0415
+        explain_request,
+        find_request,
+        print_explanation,
+        print_request,
+    )
+
+    gateway = Gateway.at(url, "--url")
+    if request_id is not None:
+        placed = find_request(gateway, request_id)
+        if json:
+            _print_json(placed)
+        else:
+            print_request(placed, sys.stdout)
+    elif request is not None:
+        key = read_environment().get(api_key_env)
+        explained = explain_request(gateway, _read_body(request), key)
+        if json:
+            _print_json(explained)
+        else:
+            print_explanation(explained, sys.stdout)
+    return 0
+
+
+def _read_body(name: str) -> bytes:
+    try:
+        return sys.stdin.buffer.read() if name == STDIN else Path(name).read_bytes()
+    except OSError as exc:
+        raise ConfigError(f"cannot read the request {name}: {exc.strerror}") from exc
+
+
+def _print_json(found: msgspec.Struct) -> None:
+    print(msgspec.json.format(msgspec.json.encode(found)).decode())
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ReplayFlags(ShapeFlags):
+    """What is replayed without a trace, and how it arrives."""
+
+    workload: Annotated[
+        str,
+        Parameter(
+            help="Without a trace: multi-turn, shared-prefix, prefill-heavy (2048 tokens in, 32 "
+            "out), balanced (512, 128), decode-heavy (128, 512) or fixed.",
+            group=WORKLOAD,
+        ),
+    ] = "multi-turn"
+    rate: Annotated[
+        float | None, Parameter(help="Sessions that begin in a second.", group=LOAD)
+    ] = None
+    concurrency: Annotated[
+        int | None,
+        Parameter(help="Clients at once [default: 16 without arrival times].", group=LOAD),
+    ] = None
+    requests: Annotated[
+        int | None,
+        Parameter(help="How many [default: a trace's, else 1000].", group=LOAD),
+    ] = None
+    ttft_s: Annotated[
+        float, Parameter(help="A good request's first token is there by then.", group=LOAD)
+    ] = 2.0
+    tpot_s: Annotated[
+        float, Parameter(help="A good request's tokens take no longer.", group=LOAD)
+    ] = 0.1
+    seed: Annotated[
+        int, Parameter(help="Of arrivals and prompts: the same one, the same result.", group=LOAD)
+    ] = 0
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class FleetFlags:
+    """The simulated workers."""
+
+    workers: Annotated[int | None, Parameter(help="How many [default: 4].", group=FLEET)] = None
+    roles: Annotated[
+        str, Parameter(help="both, or prefill and decode workers such as 2p2d.", group=FLEET)
+    ] = "both"
+    policy: Annotated[
+        list[str],
+        Parameter(
+            help="A policy; may be repeated [default: round_robin, prefix, cost].",
+            negative="",
+            show_default=False,
+            group=FLEET,
+        ),
+    ] = field(default_factory=list)
+    costs: Annotated[
+        Path | None,
+        Parameter(
+            help="Costs of a worker: a TOML or JSON file, or a gateway's saved /debug/workers.",
+            group=FLEET,
+        ),
+    ] = None
+    cost: Annotated[
+        list[str],
+        Parameter(
+            help="One of them, such as prefill_token_s=1e-4; may be repeated.",
+            negative="",
+            show_default=False,
+            group=FLEET,
+        ),
+    ] = field(default_factory=list)
+
+
+@app.command
+def replay(
+    trace: Annotated[
+        Path | None,
+        Parameter(help="A file: Mooncake JSONL, Azure CSV or OpenAI batch JSONL."),
+    ] = None,
+    *,
+    load: ReplayFlags | None = None,
+    fleet: FleetFlags | None = None,
+    config: ConfigFlags | None = None,
+    json: Annotated[bool, Parameter(help="Print JSON.", negative="", show_default=False)] = False,
+) -> int:
+    """Replay a trace, or a generated load, under several policies, in virtual time.
+
+    Workers are simulated; policies, load, prefixes and learned costs are the router's own code.
+    Options of policies are those of the configuration: --set router.options.cost.ttft_s=1.0
+    """
+    # Here, so that --help imports nothing heavy.
+    from baton.bench.replay.printing import print_replay  # noqa: PLC0415
+    from baton.bench.replay.runner import run_replay  # noqa: PLC0415
+
+    plan = _plan(trace, load or ReplayFlags(), fleet or FleetFlags(), config or ConfigFlags())
+    report = run_replay(plan)
+    if json:
+        _print_json(report)
+    else:
+        print_replay(report, sys.stdout)
+    return 0
+
+
+def _plan(
+    trace: Path | None, load: ReplayFlags, fleet: FleetFlags, flags: ConfigFlags
+) -> "ReplayPlan":
+    from baton.bench.replay.costs import read_costs  # noqa: PLC0415 - too heavy for --help
+    from baton.bench.replay.plan import PolicyChoice, ReplayPlan, make_workers  # noqa: PLC0415
+
+    _check(load)
+    config = flags.resolve().to_config()
+    limits = {"ttft_s": load.ttft_s, "tpot_s": load.tpot_s}
+    own: dict[str, dict[str, object]] = {"cost": {**limits}}
+    workload = make_workload(load, trace)
+    return ReplayPlan(
+        workload=workload,
+        arrivals=_arrivals(load, workload),
+        num_requests=load.requests or workload.num_requests or DEFAULT_REQUESTS,
+        workers=make_workers(fleet.roles, fleet.workers),
+        policies=tuple(
+            PolicyChoice(name, {**own.get(name, {}), **config.router.options.get(name, {})})
+            for name in fleet.policy or DEFAULT_POLICIES
+        ),
+        mode=config.gateway.mode,
+        costs=read_costs(fleet.costs, fleet.cost, workload.block_tokens),
+        ttft_s=load.ttft_s,
+        tpot_s=load.tpot_s,
+        seed=load.seed,
+    )
+
+
+def _arrivals(load: ReplayFlags, workload: "Workload") -> "Arrivals":
+    from baton.bench.replay.plan import Clients, Rate, Recorded  # noqa: PLC0415 - too heavy
+
+    if load.rate is not None:
+        if load.concurrency is not None:
+            raise ConfigError("--rate is an open loop and --concurrency a closed one: give one")
+        return Rate(load.rate)
+    if load.concurrency is None and workload.has_arrivals:
+        return Recorded()
+    return Clients(load.concurrency or DEFAULT_CONCURRENCY)
+
+
+def _check(load: ReplayFlags) -> None:
+    above_zero = {
+        "--rate": load.rate,
+        "--ttft-s": load.ttft_s,
+        "--tpot-s": load.tpot_s,
+        "--concurrency": load.concurrency,
+        "--requests": load.requests,
+    }
+    for flag, value in above_zero.items():
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"{flag}: a number above 0")
+    if not -(2**63) <= load.seed < 2**63:
+        raise ConfigError("--seed: a number of 64 bits")

@@ -1,0 +1,73 @@
+"""A request as placement sees it: to serve it, and to explain where it would go."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from baton.gateway.request import (
+    estimate_prompt_tokens,
+    find_non_disaggregable_field,
+    find_vllm_field,
+)
+from baton.protocol.engine_fields import unsupported
+from baton.router.placement import PlacementRequest
+
+if TYPE_CHECKING:
+    from baton.clock import Instant
+    from baton.gateway.request import CompletionBody
+    from baton.gateway.request_context import Services
+    from baton.router.failover import Failover
+    from baton.router.fleet import Fleet
+    from baton.router.prefixes import PromptMatch
+
+
+async def find_prompt(services: Services, body: CompletionBody) -> PromptMatch | None:
+    """Who has how much of a prompt; None where its tokens are not known, or not looked at.
+
+    Raises:
+        ModelNotFoundError: no worker serves that model.
+        InvalidRequestError: more token ids than any worker has room for.
+        ContextLengthError: the prompt is certainly too long.
+    """
+    workers, model = services.workers, body.model
+    if model not in workers.fleet.models:
+        raise workers.why_not_served(model)
+    body.check_ids(partial(workers.largest_context, model))
+    body.check_text(partial(workers.longest_prompt_chars, model))
+    return None if services.prefixes is None else await services.prefixes.find(body)
+
+
+def find_serving(fleet: Fleet, body: CompletionBody) -> Fleet:
+    """The fleet without the workers that do not serve the request's fields.
+
+    Raises:
+        InvalidRequestError: no worker of its model serves them.
+    """
+    field = find_vllm_field(body)
+    if field is None:
+        return fleet
+    if "vllm" not in fleet.models[body.model].decode_protocols:
+        raise unsupported(field, body.fields[field])
+    return fleet.only(body.model, "vllm")
+
+
+def make_placement_request(
+    fleet: Fleet,
+    body: CompletionBody,
+    match: PromptMatch | None,
+    *,
+    failover: Failover,
+    now: Instant,
+) -> PlacementRequest:
+    """What a policy is asked about a request to this fleet."""
+    speaks_vllm = "vllm" in fleet.models[body.model].decode_protocols
+    return PlacementRequest(
+        body.model,
+        failover.avoid,
+        find_non_disaggregable_field(body) if speaks_vllm else None,
+        num_prompt_tokens=estimate_prompt_tokens(body) if match is None else match.num_tokens,
+        failed_modes=failover.failed_modes,
+        at=now,
+        cached={} if match is None else match.cached,
+    )

@@ -1,0 +1,90 @@
+"""`POST /debug/route`: where a request would go now, and by what the policy compares."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from baton.gateway.answer_plan import plan_answers
+from baton.gateway.asgi import BodyBudget, BodyLimit, read_body
+from baton.gateway.clients import EVERYBODY
+from baton.gateway.placing import find_prompt, find_serving, make_placement_request
+from baton.gateway.request import check_content_type, parse_body
+from baton.protocol.route_explanation import RouteCandidate, RouteExplanation
+from baton.router.explanation import explain
+from baton.router.failover import Failover
+from baton.router.placement import Unplaceable
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope
+
+    from baton.gateway.request import CompletionBody
+    from baton.gateway.request_context import Services
+
+MAX_BODY_BYTES: Final = 16 << 20
+MAX_TOTAL_BYTES: Final = 32 << 20
+"""Of bodies that are explained at once."""
+
+
+class RouteExplainer:
+    """Owner: the event loop's thread."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        max_bytes = min(MAX_BODY_BYTES, services.options.max_body_bytes)
+        self._limit = BodyLimit(max_bytes, lambda: max_bytes)
+        self._bodies = BodyBudget(MAX_TOTAL_BYTES)
+
+    async def serve(self, scope: Scope, receive: Receive) -> RouteExplanation:
+        """Read a completion's body, and explain where it would go.
+
+        With an API key it is the request of that key's tenant, whose cached blocks are its own.
+
+        Raises:
+            BatonError: the request would be refused, as it would be for a completion; or the
+                policy cannot be explained.
+        """
+        headers, clients = scope["headers"], self._services.clients
+        check_content_type(headers)
+        shows_key = any(name == b"authorization" for name, _ in headers)
+        client = clients.authenticate(headers) if shows_key else EVERYBODY
+        with self._bodies.hold() as held:
+            body = parse_body(await read_body(receive, self._limit, held), client.tenant)
+            plan = plan_answers(body, self._services.options.max_answers)
+            return await self._explain(plan.prompts[0], plan.num_total)
+
+    async def _explain(self, body: CompletionBody, num_answers: int) -> RouteExplanation:
+        services = self._services
+        match = await find_prompt(services, body)
+        fleet = find_serving(services.workers.fleet, body)
+        request = make_placement_request(
+            fleet, body, match, failover=Failover(), now=services.clock.now()
+        )
+        found = explain(services.placement, fleet, request, services.load)
+        placed = None if isinstance(found.placement, Unplaceable) else found.placement
+        if isinstance(found.placement, Unplaceable):
+            why: tuple[str, ...] = (found.placement.reason,)
+        else:
+            why = (*found.placement.reasons, *found.placement.why)
+        return RouteExplanation(
+            model=body.model,
+            policy=services.options.policy,
+            num_prompt_tokens=request.num_prompt_tokens,
+            is_tokenized=match is not None,
+            cached_tokens={str(worker): num for worker, num in request.cached.items() if num},
+            num_answers=num_answers,
+            mode=None if placed is None else placed.mode,
+            prefill=None if placed is None or placed.prefill is None else placed.prefill.id,
+            decode=None if placed is None else placed.decode.id,
+            why=why,
+            candidates=tuple(
+                RouteCandidate(
+                    each.part,
+                    each.prefill,
+                    each.decode,
+                    {name: float(value) for name, value in each.figures.items()},
+                    each.is_chosen(found.placement),
+                    each.why_not,
+                )
+                for each in found.candidates
+            ),
+        )

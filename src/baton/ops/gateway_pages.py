@@ -1,0 +1,100 @@
+"""A running gateway's pages: `/ready`, `/metrics`, `/debug/…`."""
+
+from __future__ import annotations
+
+import http.client
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
+
+import msgspec
+
+from baton.errors import UNDECODABLE, BatonError, ConfigError
+from baton.protocol.worker_http import ErrorBody
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+CONNECT_TIMEOUT_S: Final = 3.0
+MAX_PAGE_BYTES: Final = 16 << 20
+MAX_REASON_CHARS: Final = 200
+OK: Final = 200
+
+
+class PageError(BatonError):
+    """A page of the gateway could not be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """Where a gateway answers. Redirects are not followed, proxies not used."""
+
+    url: str
+    host: str
+    port: int
+    is_tls: bool
+
+    @classmethod
+    def at(cls, url: str, flag: str) -> Gateway:
+        """Read a URL, which was given as `flag`.
+
+        Raises:
+            ConfigError: it is not `http://HOST[:PORT]`.
+        """
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as exc:
+            raise ConfigError(f"{flag} {url!r}: {exc}") from exc
+        has_more = parts.path not in {"", "/"} or parts.query or parts.fragment or parts.username
+        if parts.scheme not in {"http", "https"} or not parts.hostname or has_more:
+            raise ConfigError(f"{flag} {url!r} is not a gateway's URL, as http://127.0.0.1:8000")
+        is_tls = parts.scheme == "https"
+        return cls(url.rstrip("/"), parts.hostname, port or (443 if is_tls else 80), is_tls)
+
+    def get(self, path: str) -> tuple[int, bytes]:
+        """Status and body of a page.
+
+        Raises:
+            PageError: no answer, or one that makes no sense.
+        """
+        return self._fetch("GET", path, None, {})
+
+    def post(
+        self, path: str, body: bytes, headers: Mapping[str, str] | None = None
+    ) -> tuple[int, bytes]:
+        """Status and body of the answer to a JSON body.
+
+        Raises:
+            PageError: no answer, or one that makes no sense.
+        """
+        return self._fetch(
+            "POST", path, body, {"content-type": "application/json", **(headers or {})}
+        )
+
+    def _fetch(
+        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
+    ) -> tuple[int, bytes]:
+        kind = http.client.HTTPSConnection if self.is_tls else http.client.HTTPConnection
+        connection = kind(self.host, self.port, timeout=CONNECT_TIMEOUT_S)
+        try:
+            connection.request(method, path, body, dict(headers))
+            response = connection.getresponse()
+            page = response.read(MAX_PAGE_BYTES + 1)
+        except (OSError, http.client.HTTPException) as exc:
+            raise PageError(f"{self.url}{path}: {type(exc).__name__}: {exc}") from exc
+        finally:
+            connection.close()
+        if len(page) > MAX_PAGE_BYTES:
+            raise PageError(f"{self.url}{path} has more than {MAX_PAGE_BYTES} bytes")
+        return response.status, page
+
+
+def read_refusal(body: bytes) -> str:
+    """The reason in an error answer, on one line."""
+    try:
+        text = msgspec.json.decode(body, type=ErrorBody).error.message or ""
+    except UNDECODABLE:
+        text = body[:MAX_REASON_CHARS].decode(errors="replace")
+    return re.sub(r"\s+", " ", text)[:MAX_REASON_CHARS]

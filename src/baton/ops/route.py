@@ -1,0 +1,150 @@
+"""`baton route explain`: asks a gateway where a request would go, or went, and prints it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, TypeVar
+from urllib.parse import quote
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from baton.errors import UNDECODABLE
+from baton.ops.gateway_pages import OK, Gateway, PageError, read_refusal
+from baton.protocol.route_explanation import RouteExplanation
+
+if TYPE_CHECKING:
+    from typing import TextIO
+
+    from baton.protocol.route_explanation import RouteCandidate
+
+ROUTE_PATH: Final = "/debug/route"
+REQUESTS_PATH: Final = "/debug/requests"
+NOT_FOUND: Final = 404
+SECONDS: Final = "_s"
+WIDTH: Final = 200
+"""Of the table, at most: a figure must not be cut."""
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class GatewaySpan(msgspec.Struct, frozen=True):
+    """What is read of the gateway's trace."""
+
+    mode: str | None = None
+    peer: str | None = None
+    outcome: str | None = None
+    fallbacks: tuple[str, ...] = ()
+
+
+class PlacedRequest(msgspec.Struct, frozen=True):
+    """What is read of `/debug/requests/{id}`."""
+
+    id: str
+    status: int
+    placement: tuple[str, ...]
+    gateway: GatewaySpan
+
+
+def explain_request(gateway: Gateway, body: bytes, api_key: str | None) -> RouteExplanation:
+    """Where a completion's body would go now.
+
+    Raises:
+        PageError: the gateway gives no explanation, and why.
+    """
+    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+    answer = gateway.post(ROUTE_PATH, body, headers)
+    return _read(gateway, ROUTE_PATH, answer, RouteExplanation)
+
+
+def find_request(gateway: Gateway, request_id: str) -> PlacedRequest:
+    """Where a request went.
+
+    Raises:
+        PageError: the gateway does not remember it, or shows nothing.
+    """
+    path = f"{REQUESTS_PATH}/{quote(request_id, safe='')}"
+    return _read(gateway, path, gateway.get(path), PlacedRequest)
+
+
+def _read(gateway: Gateway, path: str, answer: tuple[int, bytes], kind: type[T]) -> T:
+    status, body = answer
+    if status != OK:
+        reason = read_refusal(body)
+        if status == NOT_FOUND and path in reason:
+            reason += (
+                ". A gateway shows its /debug pages to clients on its own machine, and where it "
+                "has a management port (gateway.management_port), there alone"
+            )
+        raise PageError(f"{gateway.url}{path} answers {status}: {reason}")
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except UNDECODABLE as exc:
+        raise PageError(f"{gateway.url}{path} is no page of this version: {exc}") from exc
+
+
+def print_explanation(found: RouteExplanation, out: TextIO) -> None:
+    """As a table, the best candidate first."""
+    console = Console(file=out, markup=False, highlight=False, soft_wrap=True, width=WIDTH)
+    kind = "tokens" if found.is_tokenized else "tokens, estimated: the prompt is not tokenized here"
+    num = found.num_prompt_tokens
+    console.print(f"{found.model}, policy {found.policy}: a prompt of {num} {kind}")
+    if found.num_answers > 1:
+        console.print(f"{found.num_answers} answers are asked for; this is the first prompt's way")
+    names = list(dict.fromkeys(name for each in found.candidates for name in each.figures))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("", "workers"):
+        table.add_column(heading, no_wrap=True)
+    for name in names:
+        table.add_column(_heading(name), justify="right", no_wrap=True)
+    for each in found.candidates:
+        if each.why_not is None:
+            mark = "*" if each.is_chosen else ""
+            figures = [_figure(name, each.figures.get(name)) for name in names]
+            table.add_row(mark, _name(each), *figures, style="bold" if mark else None)
+    if table.row_count:
+        console.print(table)
+    for each in found.candidates:
+        if each.why_not is not None:
+            console.print(f"not {_name(each)}: {each.why_not}")
+    if found.decode is None:
+        console.print("no worker can serve it now:")
+    for line in found.why:
+        console.print(line)
+
+
+def print_request(found: PlacedRequest, out: TextIO) -> None:
+    """The policy's lines, and what became of the request."""
+    console = Console(file=out, markup=False, highlight=False, soft_wrap=True)
+    span = found.gateway
+    where = span.peer or "no worker"
+    console.print(f"{found.id}: {where}, {span.mode or 'not placed'}, {span.outcome or 'running'}")
+    for line in (*found.placement, *(f"fallback: {each}" for each in span.fallbacks)):
+        console.print(line)
+    if not found.placement:
+        console.print("the policy gave no reasons")
+
+
+def _name(candidate: RouteCandidate) -> str:
+    match candidate.part:
+        case "prefill":
+            return f"{candidate.prefill} prefills"
+        case "decode":
+            return f"{candidate.decode} answers"
+        case "request":
+            named = (candidate.prefill, candidate.decode)
+            return " → ".join(each for each in named if each is not None)
+
+
+def _heading(name: str) -> str:
+    """`queue_s` → `queue, s`."""
+    words = name.removesuffix(SECONDS).removeprefix("num_").replace("_", " ")
+    return f"{words}, s" if name.endswith(SECONDS) else words
+
+
+def _figure(name: str, value: float | None) -> str:
+    if value is None:
+        return ""
+    if name.startswith("tpot"):
+        return f"{value:.4f}"
+    return f"{value:.3f}" if name.endswith(SECONDS) or value % 1 else f"{value:.0f}"

@@ -1,0 +1,132 @@
+"""Why a policy chooses as it does: every candidate for a request, with what is compared of it.
+
+An explanation is made on copies of the policy and of the load, so that it changes nothing: no turn
+is taken, no worker counts as asked about. Whoever is chosen there is who `place` would choose now.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
+
+from baton.errors import BatonError
+from baton.router.placement import Placement
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from baton.ids import WorkerId
+    from baton.router.fleet import Fleet, ModelWorkers, WorkerView
+    from baton.router.load import FleetLoad
+    from baton.router.placement import PlacementPolicy, PlacementRequest, Unplaceable
+
+Part: TypeAlias = Literal["request", "prefill", "decode"]
+
+
+class NotExplainableError(BatonError):
+    """A policy's state cannot be copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedCandidate:
+    """One way to serve a request, or one of its parts where a policy chooses them one by one.
+
+    Of a whole request `prefill` None is the decode worker alone. `figures` by name, units in the
+    names; the first is what is compared, the least is best, and others are what it is made of.
+    `why_not`: why it cannot be chosen now.
+    """
+
+    part: Part
+    prefill: WorkerId | None
+    decode: WorkerId | None
+    figures: Mapping[str, float] = field(default_factory=dict)
+    why_not: str | None = None
+
+    def is_chosen(self, placement: Placement | Unplaceable) -> bool:
+        """Whether it is this placement, or its part."""
+        if self.why_not is not None or not isinstance(placement, Placement):
+            return False
+        prefill = None if placement.prefill is None else placement.prefill.id
+        match self.part:
+            case "request":
+                return (self.prefill, self.decode) == (prefill, placement.decode.id)
+            case "prefill":
+                return self.prefill == prefill
+            case "decode":
+                return self.decode == placement.decode.id
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Candidates from the best on, those that cannot be chosen last; and what would be chosen."""
+
+    candidates: tuple[ExplainedCandidate, ...]
+    placement: Placement | Unplaceable
+
+
+@runtime_checkable
+class ExplainingPolicy(Protocol):
+    """A `PlacementPolicy` that lists its candidates."""
+
+    def explain(
+        self, fleet: Fleet, request: PlacementRequest, load: FleetLoad
+    ) -> list[ExplainedCandidate]:
+        """All candidates, from the best on. It may change policy and load: they are copies."""
+        ...
+
+
+def explain(
+    policy: PlacementPolicy, fleet: Fleet, request: PlacementRequest, load: FleetLoad
+) -> Explanation:
+    """What a policy would compare and choose for a request now. Changes nothing.
+
+    Of a policy that lists no candidates these are the usable workers, without figures.
+
+    Raises:
+        NotExplainableError: the policy cannot be copied.
+    """
+    kept = {id(each): each for each in _immutable(fleet)}
+    try:
+        policy, load = deepcopy((policy, load), kept)
+    except TypeError as exc:  # it holds a lock, a file or the like
+        raise NotExplainableError(
+            f"the policy {type(policy).__name__} cannot be explained: its state cannot be copied "
+            f"({exc})"
+        ) from exc
+    if isinstance(policy, ExplainingPolicy):
+        candidates = policy.explain(fleet, request, load)
+    else:
+        candidates = list_decodes(fleet.models.get(request.model), request)
+    possible = [each for each in candidates if each.why_not is None]
+    others = [each for each in candidates if each.why_not is not None]
+    placement = policy.place(fleet, request, load)
+    return Explanation((*possible, *others), placement)
+
+
+def list_decodes(
+    served: ModelWorkers | None, request: PlacementRequest, part: Part = "request"
+) -> list[ExplainedCandidate]:
+    """The workers that answer requests, and why some may not."""
+    if served is None:
+        return []
+    return [
+        ExplainedCandidate(part, None, worker.id, why_not=why_unusable(worker, request))
+        for worker in served.decodes
+    ]
+
+
+def why_unusable(worker: WorkerView, request: PlacementRequest) -> str | None:
+    """Why a worker may have no part in a request; None if it may."""
+    if worker.id in request.avoid:
+        return "has just failed this request"
+    return None if worker.available else "is not available"
+
+
+def _immutable(fleet: Fleet) -> Iterable[object]:
+    """What need not be copied, and what policies know by its identity."""
+    yield fleet
+    for served in fleet.models.values():
+        yield served
+        yield from served.prefills
+        yield from served.decodes

@@ -1,0 +1,41 @@
+"""How fast simulated workers are, and how much they hold."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+_Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e4)]
+_Some: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=1e4)]
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+
+
+class SimulatedCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Seconds, tokens. A prompt takes `prefill_s`, and `prefill_token_s` for each uncached token.
+
+    It is computed `chunk_tokens` at a time, with a step between two of them: `step_s`, and
+    `step_answer_s` for each answer. A handoff takes `handoff_s`, and `handoff_token_s` for each
+    token that the decode worker has not cached. A worker holds the KV of `kv_tokens`, in blocks of
+    `block_size`; the gateway receives its events after `event_delay_s`.
+    """
+
+    prefill_s: _Seconds = 0.0
+    prefill_token_s: _Some = 2.2e-4
+    chunk_tokens: _Count = 320
+    step_s: _Some = 0.010
+    step_answer_s: _Seconds = 0.0004
+    handoff_s: _Seconds = 0.010
+    handoff_token_s: _Seconds = 1e-6
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 16
+    kv_tokens: _Count = 1 << 18
+    event_delay_s: _Seconds = 0.05
+
+    @property
+    def num_blocks(self) -> int:
+        """That a worker holds."""
+        return self.kv_tokens // self.block_size
+
+    def count_blocks(self, num_tokens: int) -> int:
+        """That so many tokens take."""
+        return -(-num_tokens // self.block_size)

@@ -1,0 +1,89 @@
+"""What clients of a simulation have seen."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from baton.ids import WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutcome:
+    """One request, in virtual seconds. `prefill` None: one worker served all of it.
+
+    `num_saved` of its `num_tokens` were cached where the prompt was computed. `tpot_s` is 0 for an
+    answer of one token.
+    """
+
+    began_at: float
+    ended_at: float
+    ttft_s: float
+    tpot_s: float
+    num_tokens: int
+    num_saved: int
+    prefill: WorkerId | None
+    decode: WorkerId
+
+
+class Percentiles(msgspec.Struct, frozen=True):
+    """In seconds."""
+
+    p50: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Percentiles:
+        """Of at least one value."""
+        p50, p99 = np.percentile(np.array(values), (50, 99))
+        return cls(round(float(p50), 6), round(float(p99), 6))
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """All requests of a run. `num_good` were within both limits.
+
+    `decisions`: how many were served by one worker, and how many were handed over. `prefills` and
+    `answers` count by worker.
+    """
+
+    num_requests: int
+    seconds: float
+    requests_per_s: float
+    ttft_s: Percentiles
+    tpot_s: Percentiles
+    num_good: int
+    prompt_tokens: int
+    saved_tokens: int
+    decisions: dict[str, int]
+    prefills: dict[str, int]
+    answers: dict[str, int]
+
+
+def summarize(outcomes: Sequence[RequestOutcome], ttft_s: float, tpot_s: float) -> Summary:
+    """Figures of at least one request; a good one is within the limits."""
+    seconds = max(each.ended_at for each in outcomes) - min(each.began_at for each in outcomes)
+    num_pairs = sum(each.prefill is not None for each in outcomes)
+    return Summary(
+        num_requests=len(outcomes),
+        seconds=round(seconds, 3),
+        requests_per_s=round(len(outcomes) / seconds, 4) if seconds else 0.0,
+        ttft_s=Percentiles.of([each.ttft_s for each in outcomes]),
+        tpot_s=Percentiles.of([each.tpot_s for each in outcomes]),
+        num_good=sum(each.ttft_s <= ttft_s and each.tpot_s <= tpot_s for each in outcomes),
+        prompt_tokens=sum(each.num_tokens for each in outcomes),
+        saved_tokens=sum(each.num_saved for each in outcomes),
+        decisions={"one worker": len(outcomes) - num_pairs, "handed over": num_pairs},
+        prefills=_count([each.prefill or each.decode for each in outcomes]),
+        answers=_count([each.decode for each in outcomes]),
+    )
+
+
+def _count(workers: Sequence[WorkerId]) -> dict[str, int]:
+    return {str(worker): num for worker, num in sorted(Counter(workers).items())}

@@ -1,0 +1,205 @@
+"""Clients, a policy and its workers, in virtual time."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import islice
+from math import inf
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from baton.errors import BatonError
+from baton.router.fleet import Fleet
+from baton.router.load import FleetLoad
+from baton.router.placement import PlacementRequest, Unplaceable
+from baton.router.prefix_names import PrefixNames
+from baton.router.prefixes import ModelPrefixes, PromptMatch
+from baton.sim.router.outcomes import RequestOutcome
+from baton.sim.router.sessions import TokenRun, TokenWriter
+from baton.sim.router.worker import Job, SimulatedWorker, Timeline
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from baton.events.blocks import BlockEvent
+    from baton.ids import WorkerId
+    from baton.router.fleet import WorkerView
+    from baton.router.placement import PlacementPolicy
+    from baton.sim.router.costs import SimulatedCosts
+    from baton.sim.router.sessions import Session
+
+RAMP_S: Final = 0.01
+"""Between the first requests of two clients."""
+NO_SALT: Final = ""
+
+
+class NoRoomError(BatonError):
+    """A request needs more than a simulated worker holds, or no worker takes it."""
+
+
+class Simulation:
+    """One run: deterministic, the same seed gives the same outcomes. Owner: one thread.
+
+    `fleet` is what placement sees, and may be replaced between two calls of `run`; workers that are
+    not in it any more finish what they have. `load` is kept as a gateway keeps it.
+    """
+
+    def __init__(
+        self,
+        policy: PlacementPolicy,
+        views: Sequence[WorkerView],
+        costs: SimulatedCosts,
+        seed: int = 0,
+    ) -> None:
+        self._policy, self._costs = policy, costs
+        self._model = views[0].model
+        self.fleet, self.load = Fleet.of(views), FleetLoad()
+        self.outcomes: list[RequestOutcome] = []
+        self._timeline, self._tokens = Timeline(), TokenWriter(seed)
+        self._names = PrefixNames(seed.to_bytes(16, "little", signed=True))
+        self._root = self._names.root(NO_SALT)
+        self._prefixes = ModelPrefixes(self._names) if policy.uses_prefixes else None
+        self._workers = {view.id: self._start(view.id) for view in views}
+
+    @property
+    def now(self) -> float:
+        """Virtual seconds since the beginning."""
+        return self._timeline.now
+
+    def add_clients(self, sessions: Iterator[Session], num_clients: int) -> None:
+        """Closed loops: each client asks for one session after another, until there are no more."""
+        for client in range(num_clients):
+            self._timeline.after(RAMP_S * client, partial(self._next, sessions))
+
+    def replay(self, sessions: Iterator[Session]) -> None:
+        """Each session begins at its `arrival_s`, in seconds from now; they come in this order."""
+        self._arrive(sessions, self._timeline.now)
+
+    def run(self, until_s: float = inf) -> None:
+        """Until this time, or until all is done.
+
+        Raises:
+            NoRoomError: a request cannot be served, ever.
+        """
+        self._timeline.run(until_s)
+        if until_s < inf:
+            self._timeline.now = until_s
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError where blocks are counted wrongly."""
+        for worker in self._workers.values():
+            worker.cache.check_invariants()
+        if self._prefixes is not None:
+            self._prefixes.check_invariants()
+
+    def _start(self, name: WorkerId) -> SimulatedWorker:
+        publish = None
+        if self._prefixes is not None:
+            followed = self._prefixes.follow(name)
+
+            def publish(event: BlockEvent) -> None:
+                self._timeline.after(self._costs.event_delay_s, partial(followed.apply, event))
+
+        return SimulatedWorker(
+            self._costs, self._timeline, computed=self._hand_over, publish=publish
+        )
+
+    def _arrive(self, sessions: Iterator[Session], since: float) -> None:
+        for session in islice(sessions, 1):
+            delay_s = since + (session.arrival_s or 0.0) - self._timeline.now
+            self._timeline.after(
+                max(0.0, delay_s), partial(self._arrived, session, sessions, since)
+            )
+
+    def _arrived(self, session: Session, sessions: Iterator[Session], since: float) -> None:
+        self._begin(session, 0, None)
+        self._arrive(sessions, since)
+
+    def _next(self, sessions: Iterator[Session]) -> None:
+        for session in islice(sessions, 1):
+            self._begin(session, 0, sessions)
+
+    def _begin(self, session: Session, at: int, more: Iterator[Session] | None) -> None:
+        """Place a turn, and give it to its workers. `more` is what its client asks afterwards."""
+        turn, now = session.turns[at], self._timeline.now
+        if self._costs.count_blocks(turn.num_tokens) > self._costs.num_blocks:
+            raise NoRoomError(
+                f"a request of {turn.num_tokens} tokens does not fit in a simulated worker, which "
+                f"holds {self._costs.kv_tokens}: set kv_tokens in --costs"
+            )
+        token_ids = self._tokens.write(turn.prompt)
+        num_tokens = len(token_ids)
+        match = PromptMatch(num_tokens)
+        if self._prefixes is not None:
+            match = self._prefixes.find(token_ids, NO_SALT, now)
+        request = PlacementRequest(
+            self._model, num_prompt_tokens=num_tokens, at=now, cached=match.cached
+        )
+        placement = self._policy.place(self.fleet, request, self.load)
+        if isinstance(placement, Unplaceable):
+            raise NoRoomError(placement.reason)
+        computing = placement.prefill or placement.decode
+        if self._prefixes is not None:
+            self._prefixes.expect(match, placement, now)
+        running = self.load.begin(
+            placement,
+            num_tokens - match.cached.get(computing.id, 0),
+            now,
+            num_tokens - match.cached.get(placement.decode.id, 0),
+        )
+        size = self._costs.block_size
+        names = match.names.get(size) or self._names.of(token_ids, size, self._root)
+        finish = partial(self._finish, session, at, more)
+        job = Job(turn, token_ids, names, placement, running, now, finish)
+        self._workers[computing.id].compute(job)
+
+    def _hand_over(self, job: Job) -> None:
+        """Its prompt is computed: the answer begins here, or where it is handed over to."""
+        placement, costs = job.placement, self._costs
+        decode = self._workers[placement.decode.id]
+        if placement.prefill is None:
+            decode.answer(job)
+            return
+        num_cached = decode.cache.count_cached(job.names[: decode.count_findable(job)])
+        num_handed = job.turn.num_prompt_tokens - num_cached * costs.block_size
+        takes_s = costs.handoff_s + costs.handoff_token_s * num_handed
+        self._timeline.after(takes_s, partial(self._handed_over, job))
+
+    def _handed_over(self, job: Job) -> None:
+        placement = job.placement
+        if placement.prefill is not None:
+            self._workers[placement.prefill.id].release(job)
+        self._workers[placement.decode.id].receive(job)
+
+    def _finish(self, session: Session, at: int, more: Iterator[Session] | None, job: Job) -> None:
+        """An answer is complete: its blocks are found by what follows, and its client goes on."""
+        turn, now, placement = job.turn, self._timeline.now, job.placement
+        if turn.answer_key is not None:
+            self._keep_answer(job, turn.answer_key)
+        num_steps = turn.num_answer_tokens - 1
+        prefill = placement.prefill
+        self.outcomes.append(
+            RequestOutcome(
+                began_at=job.began_at,
+                ended_at=now,
+                ttft_s=job.first_at - job.began_at,
+                tpot_s=(now - job.first_at) / num_steps if num_steps > 0 else 0.0,
+                num_tokens=turn.num_prompt_tokens,
+                num_saved=job.num_saved,
+                prefill=None if prefill is None else prefill.id,
+                decode=placement.decode.id,
+            )
+        )
+        if at + 1 < len(session.turns):
+            self._timeline.after(session.pause_s, partial(self._begin, session, at + 1, more))
+        elif more is not None:
+            self._timeline.after(0.0, partial(self._next, more))
+
+    def _keep_answer(self, job: Job, key: str) -> None:
+        answer = self._tokens.write([TokenRun(key, job.turn.num_answer_tokens)])
+        token_ids = np.concatenate([job.token_ids, answer[:-1]])  # the last one was never read
+        size, first = self._costs.block_size, len(job.names)
+        after = job.names[-1] if job.names else self._root
+        names = job.names + self._names.of(token_ids[first * size :], size, after)
+        self._workers[job.placement.decode.id].store(job, names, token_ids, first)

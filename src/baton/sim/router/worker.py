@@ -1,0 +1,212 @@
+"""A worker in virtual time: a piece of the oldest prompt, then a step of all answers, and so on."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from baton.events.blocks import DEFAULT_MEDIUM, BlockRemoved, BlockStored, EventDomain
+from baton.sim.router.cache import SimulatedCache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from baton.events.blocks import BlockEvent
+    from baton.router.load import RunningRequest
+    from baton.router.placement import Placement
+    from baton.sim.router.cache import Reservation
+    from baton.sim.router.costs import SimulatedCosts
+    from baton.sim.router.sessions import Turn
+
+DOMAIN: Final = EventDomain("simulated")
+ALMOST_NOTHING_S: Final = 1e-9
+
+
+class Timeline:
+    """What happens when; of equal times, what was asked first. `now` begins at 0, in seconds."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._num = 0
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+
+    def after(self, delay_s: float, action: Callable[[], None]) -> None:
+        """Have something happen `delay_s` from now."""
+        self._num += 1
+        heapq.heappush(self._queue, (self.now + delay_s, self._num, action))
+
+    def run(self, until_s: float) -> None:
+        """Let all happen that is due before then."""
+        while self._queue and self._queue[0][0] < until_s:
+            self.now, _, action = heapq.heappop(self._queue)
+            action()
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request on its way: `token_ids` of its prompt, `names` of the prompt's full blocks.
+
+    `num_saved` of its tokens were cached where it was computed. `kv` is what it holds at the worker
+    that has it. `finish` is called when its answer is complete, before its blocks are released.
+    """
+
+    turn: Turn
+    token_ids: NDArray[np.int32]
+    names: list[int]
+    placement: Placement
+    running: RunningRequest
+    began_at: float
+    finish: Callable[[Job], None]
+    kv: Reservation | None = None
+    left_s: float = 0.0
+    num_saved: int = 0
+    first_at: float = 0.0
+
+
+class SimulatedWorker:
+    """Its loop, its queue, its answers, its cache. Owner: one simulation.
+
+    `computed` is called with a job whose prompt is computed, `publish` with each event of the
+    cache.
+    """
+
+    def __init__(
+        self,
+        costs: SimulatedCosts,
+        timeline: Timeline,
+        *,
+        computed: Callable[[Job], None],
+        publish: Callable[[BlockEvent], None] | None,
+    ) -> None:
+        self._costs, self._timeline = costs, timeline
+        self._computed, self._publish = computed, publish
+        self.cache = SimulatedCache(costs.num_blocks)
+        self._prompts: deque[Job] = deque()
+        self._arriving: deque[Job] = deque()
+        self._ends: list[tuple[int, int, Job]] = []
+        self._num_steps = self._num_joined = 0
+        self._is_busy = self._is_stepping = self._was_chunk = False
+
+    def compute(self, job: Job) -> None:
+        """A prompt to compute here."""
+        self._prompts.append(job)
+        self.wake()
+
+    def receive(self, job: Job) -> None:
+        """KV from another worker is here: the answer begins when there is room."""
+        self._arriving.append(job)
+        self.wake()
+
+    def answer(self, job: Job) -> None:
+        """The first token is there; the others come with steps."""
+        job.first_at = self._timeline.now
+        job.running.first_token(job.first_at)
+        num_left = job.turn.num_answer_tokens - 1
+        if num_left <= 0:
+            self._end(job)
+            return
+        self._num_joined += 1
+        end = self._num_steps + self._is_stepping + num_left
+        heapq.heappush(self._ends, (end, self._num_joined, job))
+
+    def release(self, job: Job) -> None:
+        """What it holds here is free for others, or for those who ask the same."""
+        self._release(job)
+        self.wake()
+
+    def store(self, job: Job, names: list[int], token_ids: NDArray[np.int32], first: int) -> None:
+        """Blocks `[first, len(names))` of a sequence are here: others find them."""
+        if job.kv is None or len(names) <= first:
+            return
+        num_new = self.cache.name(job.kv, names[first:])
+        if num_new and self._publish is not None:
+            size = self._costs.block_size
+            ids = tuple(token_ids[first * size : len(names) * size].tolist())
+            parent = names[first - 1] if first else None
+            hashes = tuple(names[first:])
+            self._publish(BlockStored(DOMAIN, hashes, parent, ids, size, DEFAULT_MEDIUM, 0))
+
+    def wake(self) -> None:
+        """Go on, if there is anything to do."""
+        if self._is_busy:
+            return
+        while self._arriving and self._admit(self._arriving[0]):
+            self._arriving.popleft()
+        is_turn = not (self._was_chunk and self._ends)
+        if self._prompts and is_turn and self._may_compute(self._prompts[0]):
+            chunk_s = self._costs.chunk_tokens * self._costs.prefill_token_s
+            takes_s = min(chunk_s, self._prompts[0].left_s)
+            self._is_busy = self._was_chunk = True
+            self._timeline.after(takes_s, lambda: self._end_chunk(takes_s))
+        elif self._ends:
+            takes_s = self._costs.step_s + self._costs.step_answer_s * len(self._ends)
+            self._is_busy, self._is_stepping, self._was_chunk = True, True, False
+            self._timeline.after(takes_s, self._end_step)
+
+    def _may_compute(self, job: Job) -> bool:
+        """Whether it has its blocks, or gets them now."""
+        if job.kv is not None:
+            return True
+        turn, costs = job.turn, self._costs
+        is_alone = job.placement.prefill is None
+        num_tokens = turn.num_tokens if is_alone else turn.num_prompt_tokens
+        kv = self._reserve(job, num_tokens)
+        if kv is None:
+            return False
+        job.num_saved = kv.num_cached * costs.block_size
+        num_uncached = turn.num_prompt_tokens - job.num_saved
+        job.left_s = costs.prefill_s + costs.prefill_token_s * num_uncached
+        return True
+
+    def _admit(self, job: Job) -> bool:
+        kv = self._reserve(job, job.turn.num_tokens)
+        if kv is None:
+            return False
+        self.store(job, job.names, job.token_ids, kv.num_cached)
+        self.answer(job)
+        return True
+
+    def _reserve(self, job: Job, num_tokens: int) -> Reservation | None:
+        num_findable = self.count_findable(job)
+        job.kv = self.cache.reserve(job.names, num_findable, self._costs.count_blocks(num_tokens))
+        if job.kv is not None and job.kv.evicted and self._publish is not None:
+            self._publish(BlockRemoved(DOMAIN, tuple(job.kv.evicted), DEFAULT_MEDIUM, 0))
+        return job.kv
+
+    def count_findable(self, job: Job) -> int:
+        """Blocks that may come from the cache: the last token is computed in any case."""
+        return (job.turn.num_prompt_tokens - 1) // self._costs.block_size
+
+    def _end_chunk(self, took_s: float) -> None:
+        self._is_busy = False
+        job = self._prompts[0]
+        job.left_s -= took_s
+        if job.left_s < ALMOST_NOTHING_S:
+            self._prompts.popleft()
+            num_cached = 0 if job.kv is None else job.kv.num_cached
+            self.store(job, job.names, job.token_ids, num_cached)
+            job.running.prefilled(self._timeline.now)
+            self._computed(job)
+        self.wake()
+
+    def _end_step(self) -> None:
+        self._is_busy = self._is_stepping = False
+        self._num_steps += 1
+        while self._ends and self._ends[0][0] <= self._num_steps:
+            self._end(heapq.heappop(self._ends)[2])
+        self.wake()
+
+    def _end(self, job: Job) -> None:
+        job.running.end(self._timeline.now, job.turn.num_answer_tokens)
+        job.finish(job)
+        self._release(job)
+
+    def _release(self, job: Job) -> None:
+        if job.kv is not None:
+            self.cache.release(job.kv)
+            job.kv = None

@@ -1,0 +1,205 @@
+"""Placement in virtual time: every request is answered, blocks are counted, prefixes help."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.bench.replay.plan import make_workers
+from baton.events.blocks import BlockRemoved, BlockStored
+from baton.router.cost import CostOptions, CostPolicy
+from baton.router.prefix import PrefixOptions, PrefixPolicy
+from baton.router.simple import LeastLoaded, RandomChoice, RoundRobin
+from baton.sim.router.cache import SimulatedCache
+from baton.sim.router.costs import SimulatedCosts
+from baton.sim.router.outcomes import summarize
+from baton.sim.router.sessions import Session, TokenRun, TokenWriter, Turn
+from baton.sim.router.simulation import NoRoomError, Simulation
+
+POLICIES = {
+    "round_robin": RoundRobin,
+    "random": RandomChoice,
+    "least_loaded": LeastLoaded,
+    "prefix": lambda: PrefixPolicy(PrefixOptions()),
+    "cost": lambda: CostPolicy(CostOptions()),
+}
+
+turns = st.builds(
+    Turn,
+    st.lists(
+        st.builds(TokenRun, st.sampled_from("abcdef"), st.integers(1, 200)),
+        min_size=1,
+        max_size=4,
+    ).map(tuple),
+    st.integers(1, 60),
+    st.sampled_from([None, "a", "g"]),
+)
+sessions = st.lists(
+    st.builds(
+        Session,
+        st.lists(turns, min_size=1, max_size=3).map(tuple),
+        st.floats(0, 5),
+        st.sampled_from([0.0, 0.5]),
+    ),
+    min_size=1,
+    max_size=25,
+)
+
+
+def outcomes_of(policy, asked, costs=None, *, roles="both", seed=0, num_clients=None):
+    simulation = Simulation(policy, make_workers(roles, None), costs or SimulatedCosts(), seed)
+    if num_clients is None:
+        simulation.replay(iter(sorted(asked, key=lambda each: each.arrival_s)))
+    else:
+        simulation.add_clients(iter(asked), num_clients)
+    simulation.run()
+    simulation.check_invariants()
+    return simulation.outcomes
+
+
+@pytest.mark.parametrize("roles", ["both", "1p2d"])
+@pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)
+@settings(max_examples=25)
+@given(asked=sessions, num_blocks=st.integers(60, 200), num_clients=st.sampled_from([None, 3]))
+def test_every_request_is_answered_also_where_blocks_are_short(
+    make, roles, asked, num_blocks, num_clients
+):
+    costs = SimulatedCosts(kv_tokens=16 * num_blocks, chunk_tokens=64)
+    outcomes = outcomes_of(make(), asked, costs, roles=roles, num_clients=num_clients)
+    assert len(outcomes) == sum(len(each.turns) for each in asked)
+    for each in outcomes:
+        assert 0 <= each.num_saved < each.num_tokens
+        computed_s = costs.prefill_token_s * (each.num_tokens - each.num_saved)
+        assert each.ttft_s >= computed_s - 1e-6
+        assert each.tpot_s == 0 or each.tpot_s >= costs.step_s
+        if roles == "1p2d" and make is RoundRobin:
+            assert each.prefill is not None
+
+
+@given(asked=sessions)
+def test_events_name_what_a_worker_holds(asked):
+    """What was stored and not removed, by the events alone, is what its cache finds."""
+    policy = PrefixPolicy(PrefixOptions())
+    costs = SimulatedCosts(kv_tokens=16 * 90, event_delay_s=0.0)
+    simulation = Simulation(policy, make_workers("both", 2), costs)
+    held = {name: set() for name in simulation._workers}
+    for name, worker in simulation._workers.items():
+
+        def publish(event, name=name, before=worker._publish):
+            before(event)
+            if isinstance(event, BlockStored):
+                held[name] |= set(event.hashes)
+                assert len(event.token_ids) == len(event.hashes) * event.block_size
+            elif isinstance(event, BlockRemoved):
+                assert held[name] >= set(event.hashes), "what is removed was stored before"
+                held[name] -= set(event.hashes)
+
+        worker._publish = publish
+    simulation.replay(iter(sorted(asked, key=lambda each: each.arrival_s)))
+    simulation.run()
+    for name, worker in simulation._workers.items():
+        assert held[name] == {*worker.cache._idle, *worker.cache._held}
+        assert simulation._prefixes._followed[name].reported == held[name]
+        assert simulation._prefixes._followed[name].num_ignored == 0
+
+
+def shared_prefixes(num):
+    """Prompts of 25 beginnings, in an order in which they meet every worker."""
+    for number in range(num):
+        parts = (TokenRun(f"prefix/{number % 25}", 1024), TokenRun(f"own/{number}", 128))
+        yield Session((Turn(parts, 32),), arrival_s=0.1 * number)
+
+
+def conversations(num):
+    for number in range(num):
+        parts, asked = [TokenRun(f"{number}/first", 512)], []
+        for turn in range(4):
+            parts.append(TokenRun(f"{number}/question/{turn}", 64))
+            asked.append(Turn(tuple(parts), 48, f"{number}/answer/{turn}"))
+            parts.append(TokenRun(f"{number}/answer/{turn}", 48))
+        yield Session(tuple(asked), arrival_s=0.3 * number)
+
+
+@pytest.mark.parametrize("asked", [shared_prefixes(200), conversations(50)], ids=["shared", "talk"])
+def test_policies_that_look_at_prefixes_save_more_than_turns(asked):
+    asked = list(asked)
+    saved, ttft_s = {}, {}
+    for name, make in POLICIES.items():
+        found = summarize(outcomes_of(make(), asked), 2.0, 0.1)
+        saved[name] = found.saved_tokens / found.prompt_tokens
+        ttft_s[name] = found.ttft_s.p50
+    for name in ("prefix", "cost"):
+        assert saved[name] > 1.1 * saved["round_robin"]
+        assert ttft_s[name] < ttft_s["round_robin"]
+
+
+def test_a_follow_up_turn_finds_prompt_and_answer():
+    costs = SimulatedCosts(block_size=16)
+    (asked,) = conversations(1)
+    outcomes = outcomes_of(PrefixPolicy(PrefixOptions()), [asked], costs)
+    for turn, before, each in zip(asked.turns[1:], asked.turns, outcomes[1:], strict=False):
+        assert each.num_tokens == turn.num_prompt_tokens
+        assert each.num_saved == (before.num_tokens - 1) // 16 * 16
+
+
+def test_the_decode_worker_of_a_handoff_has_the_prompt_afterwards():
+    asked = [Session((Turn((TokenRun("a", 320),), 8),), float(at)) for at in range(2)]
+    costs = SimulatedCosts(handoff_s=0.0, handoff_token_s=1e-3)
+    first, second = outcomes_of(RoundRobin(), asked, costs, roles="1p1d")
+    assert first.ttft_s == pytest.approx(320 * costs.prefill_token_s + 0.320)
+    assert second.num_saved == 304, "the last token is computed in any case"
+    assert second.ttft_s == pytest.approx(16 * costs.prefill_token_s + 0.016)
+
+
+@pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)
+def test_the_same_seed_gives_the_same_outcomes(make):
+    asked = [*islice(shared_prefixes(100), 100), *conversations(20)]
+    assert outcomes_of(make(), asked, seed=3) == outcomes_of(make(), asked, seed=3)
+
+
+def test_a_request_that_fits_nowhere_is_an_error():
+    asked = [Session((Turn((TokenRun("a", 5000),), 8),), 0.0)]
+    with pytest.raises(NoRoomError, match="5008 tokens does not fit"):
+        outcomes_of(RoundRobin(), asked, SimulatedCosts(kv_tokens=4096))
+
+
+def test_equal_keys_begin_with_equal_tokens_and_seeds_differ():
+    one, other = TokenWriter(1), TokenWriter(2)
+    short, long = (one.write([TokenRun("a", num)]).tolist() for num in (50, 80))
+    assert long[:50] == short
+    assert one.write([TokenRun("b", 50)]).tolist() != short
+    assert other.write([TokenRun("a", 50)]).tolist() != short
+    assert min(long) >= 0
+
+
+@given(
+    needs=st.lists(
+        st.tuples(st.integers(0, 6), st.integers(0, 12), st.booleans()), min_size=1, max_size=60
+    ),
+    num_blocks=st.integers(1, 40),
+)
+def test_a_cache_holds_no_more_than_it_has(needs, num_blocks):
+    cache, running = SimulatedCache(num_blocks), []
+    for root, num, releases_first in needs:
+        if releases_first and running:
+            cache.release(running.pop(0))
+        names = [100 * root + at for at in range(num)]
+        held = cache.reserve(names, max(0, num - 1), num + 1)
+        cache.check_invariants()
+        if held is None:
+            continue
+        assert held.num_cached <= max(0, num - 1)
+        cache.name(held, names[held.num_cached :])
+        running.append(held)
+        cache.check_invariants()
+        assert cache.count_cached(names) == num
+    for held in running:
+        cache.release(held)
+    cache.check_invariants()
+    assert not cache._held
+    assert cache._num_unnamed == 0
+    if num_blocks > 13:
+        assert cache.reserve([], 0, num_blocks) is not None, "all of it can be had again"

@@ -1,0 +1,271 @@
+"""`baton route`: what it prints, and its errors."""
+
+import json
+import os
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from baton.cli.main import run
+from baton.ops.route import print_explanation
+from baton.protocol.route_explanation import RouteCandidate, RouteExplanation
+
+SMALL = ("--requests", "40", "--workers", "2", "--concurrency", "4")
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch, tmp_path):
+    for name in list(os.environ):
+        if name.startswith("BATON_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+
+def replay(capsys, *arguments):
+    code = run(["route", "replay", *arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def mooncake(*requests):
+    lines = [
+        {"timestamp": at, "input_length": num, "output_length": 4, "hash_ids": ids}
+        for at, num, ids in requests
+    ]
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+def test_a_row_for_each_policy_and_the_same_each_time(capsys):
+    code, out, _ = replay(capsys, *SMALL, "--policy", "round_robin", "--policy", "prefix")
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0].startswith("multi-turn")
+    assert "40 requests, workers: 2 both" in lines[0]
+    assert [line.split()[0] for line in lines[2:4]] == ["round_robin", "prefix"]
+    assert replay(capsys, *SMALL, "--policy", "round_robin", "--policy", "prefix")[1] == out
+
+
+def test_another_process_gives_the_same():
+    """Nothing depends on the order of sets of texts, which differs from process to process."""
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-m", "baton.cli", "route", "replay", *SMALL, "--json"],
+            check=True,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(outputs) == 1
+
+
+def test_equal_hash_ids_of_a_trace_are_equal_tokens(capsys, tmp_path):
+    file = tmp_path / "trace.jsonl"
+    file.write_text(mooncake((0, 1100, [1, 2, 3]), (9000, 1600, [1, 2, 4, 5]), (20000, 600, [9])))
+    code, out, _ = replay(capsys, str(file), "--policy", "prefix", "--json")
+    assert code == 0
+    report = json.loads(out)
+    assert report["costs"]["block_size"] == 512
+    summary = report["policies"][0]["summary"]
+    assert summary["prompt_tokens"] == 3300
+    assert summary["saved_tokens"] == 1024
+    assert summary["seconds"] > 20
+    faster = json.loads(
+        replay(capsys, str(file), "--policy", "prefix", "--json", "--speed", "10")[1]
+    )
+    assert faster["policies"][0]["summary"]["seconds"] < 3
+
+
+def test_other_formats_are_replayed_by_lengths(capsys, tmp_path):
+    azure = tmp_path / "azure.csv"
+    azure.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:15:46.6805900,374,44\n"
+        "2023-11-16 18:15:50.9951690,396,109\n"
+    )
+    batch = tmp_path / "batch.jsonl"
+    body = {"model": "m", "messages": [{"role": "user", "content": "x" * 400}], "max_tokens": 3}
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    batch.write_text(json.dumps(line) + "\n")
+    for file, num_tokens in ((azure, 770), (batch, 107)):
+        code, out, _ = replay(capsys, str(file), "--policy", "least_loaded", "--json")
+        assert code == 0
+        summary = json.loads(out)["policies"][0]["summary"]
+        assert summary["prompt_tokens"] == pytest.approx(num_tokens, abs=3)
+
+
+def test_prefill_and_decode_workers(capsys):
+    _, out, _ = replay(capsys, *SMALL[:2], "--roles", "1p2d", "--policy", "round_robin", "--json")
+    report = json.loads(out)
+    assert list(report["workers"].values()) == ["prefill", "decode", "decode"]
+    summary = report["policies"][0]["summary"]
+    assert summary["decisions"] == {"one worker": 0, "handed over": 40}
+    assert summary["prefills"] == {"prefill-0": 40}
+
+
+def test_options_of_policies_are_the_configurations(capsys):
+    setting = "router.options.cost.objective=throughput"
+    arguments = (*SMALL, "--policy", "cost", "--ttft-s", "1.5", "--json")
+    _, out, _ = replay(capsys, *arguments, "--set", setting)
+    options = json.loads(out)["policies"][0]["options"]
+    assert options == {"ttft_s": 1.5, "tpot_s": 0.1, "objective": "throughput"}
+
+
+def test_costs_are_those_that_a_gateway_has_learned(capsys, tmp_path):
+    def worker(prefill, step):
+        def line(fixed, each, num_seen):
+            return {"fixed_s": fixed, "each_s": each, "num_seen": num_seen, "error": 0.1}
+
+        return {"worker": "w", "given": {"prefill": line(*prefill), "step": line(*step)}}
+
+    shown = {
+        "workers": [
+            worker((0.01, 1e-4, 5), (0.02, 1e-3, 5)),
+            worker((0.03, 3e-4, 5), (0.04, 3e-3, 5)),
+            worker((9.0, 9.0, 0), (9.0, 9.0, 0)),
+            {"worker": None, "given": None},
+        ]
+    }
+    file = tmp_path / "workers.json"
+    file.write_text(json.dumps(shown))
+    _, out, _ = replay(capsys, *SMALL, "--costs", str(file), "--cost", "handoff_s=0.5", "--json")
+    costs = json.loads(out)["costs"]
+    assert costs["prefill_s"] == pytest.approx(0.02)
+    assert costs["prefill_token_s"] == pytest.approx(2e-4)
+    assert (costs["step_s"], costs["step_answer_s"]) == pytest.approx((0.03, 0.002))
+    assert costs["handoff_s"] == 0.5
+    file = tmp_path / "costs.toml"
+    file.write_text("step_s = 0.5\n")
+    _, out, _ = replay(capsys, *SMALL, "--costs", str(file), "--json")
+    assert json.loads(out)["costs"]["step_s"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["no-such-file"], "cannot read the trace no-such-file"),
+        (["--policy", "turns"], "turns"),
+        (["--roles", "2x2"], "such as 2p2d"),
+        (["--roles", "2p2d", "--workers", "5"], "are not --workers 5"),
+        (["--roles", "2p0d"], "no worker could answer"),
+        (["--workers", "0"], "--workers: 0"),
+        (["--rate", "1", "--concurrency", "1"], "give one"),
+        (["--rate", "0"], "--rate: a number above 0"),
+        (["--ttft-s", "nan"], "--ttft-s: a number above 0"),
+        (["--cost", "step"], "NAME=NUMBER"),
+        (["--cost", "step=1"], "there are prefill_s"),
+        (["--cost", "step_s=-1"], "step_s"),
+        (["--cost", "kv_tokens=8"], "kv_tokens is less than block_size"),
+        (["--costs", "no-such-file"], "No such file"),
+        (["--set", "router.options.cost.ttft_s=-1"], "router.options.cost"),
+    ],
+    ids=" ".join,
+)
+def test_what_is_wrong_is_an_error_that_names_it(capsys, arguments, reason):
+    code, _, err = replay(capsys, *arguments)
+    assert code == 2
+    assert reason in err
+
+
+def test_a_request_that_no_worker_could_hold_is_named(capsys):
+    code, _, err = replay(capsys, *SMALL, "--cost", "kv_tokens=256")
+    assert code == 1
+    assert "does not fit in a simulated worker, which holds 256" in err
+
+
+def test_broken_lines_are_an_error_that_names_them(capsys, tmp_path):
+    file = tmp_path / "trace.jsonl"
+    file.write_text(mooncake((0, 1100, [1, 2, 3])) + "{broken\n" + '{"timestamp": 1}\n')
+    code, _, err = replay(capsys, str(file))
+    assert code == 2
+    assert "2 of 3 lines are broken" in err
+    assert "line 2" in err
+    code, out, _ = replay(capsys, str(file), "--max-broken", "70%", "--policy", "cost")
+    assert code == 0
+    assert "warning: 2 broken lines left out" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ([], "or --request-id"),
+        (["body.json", "--request-id", "a"], "or --request-id"),
+        (["no-such-file"], "cannot read the request no-such-file"),
+        (["--request-id", "a", "--url", "gateway"], "--url 'gateway' is not a gateway's URL"),
+    ],
+)
+def test_explain_needs_one_request_and_a_gateway(capsys, arguments, reason):
+    assert run(["route", "explain", *arguments]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_explain_without_a_gateway(capsys, tmp_path):
+    body = tmp_path / "body.json"
+    body.write_text("{}")
+    assert run(["route", "explain", str(body), "--url", "http://127.0.0.1:1"]) == 1
+    err = capsys.readouterr().err
+    assert "http://127.0.0.1:1/debug/route" in err
+    assert "refused" in err
+
+
+def explained(*candidates, **changes):
+    fields = {
+        "model": "demo",
+        "policy": "cost",
+        "num_prompt_tokens": 100,
+        "is_tokenized": True,
+        "cached_tokens": {},
+        "num_answers": 1,
+        "mode": "colocated",
+        "prefill": None,
+        "decode": "w0",
+        "why": ("chosen: w0",),
+        "candidates": candidates,
+    }
+    return msgspec.convert({**fields, **changes}, RouteExplanation, from_attributes=True)
+
+
+def printed(capsys, found):
+    print_explanation(found, sys.stdout)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_table_is_in_order_and_marks_who_is_chosen(capsys):
+    figures = {"cost": 0.25, "queue_s": 0.0, "tpot_s": 0.01234, "cached_tokens": 64.0}
+    lines = printed(
+        capsys,
+        explained(
+            RouteCandidate("request", None, "w0", figures, is_chosen=True),
+            RouteCandidate("request", "w1", "w0", {**figures, "cost": 1.5}, is_chosen=False),
+            RouteCandidate("request", None, "w2", {}, is_chosen=False, why_not="is not available"),
+        ),
+    )
+    assert lines[0] == "demo, policy cost: a prompt of 100 tokens"
+    assert lines[1].split() == ["workers", "cost", "queue,", "s", "tpot,", "s", "cached", "tokens"]
+    assert lines[2].split() == ["*", "w0", "0.250", "0.000", "0.0123", "64"]
+    assert lines[3].split() == ["w1", "→", "w0", "1.500", "0.000", "0.0123", "64"]
+    assert lines[4:] == ["not w2: is not available", "chosen: w0"]
+
+
+def test_what_is_estimated_and_what_cannot_be_served_is_printed_so(capsys):
+    lines = printed(
+        capsys,
+        explained(
+            RouteCandidate("decode", None, "w0", {}, is_chosen=False, why_not="is not available"),
+            is_tokenized=False,
+            num_answers=3,
+            decode=None,
+            mode=None,
+            why=("no decode worker is available",),
+        ),
+    )
+    assert "estimated" in lines[0]
+    assert lines[1].startswith("3 answers are asked for")
+    assert lines[2:] == [
+        "not w0 answers: is not available",
+        "no worker can serve it now:",
+        "no decode worker is available",
+    ]
