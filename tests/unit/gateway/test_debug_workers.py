@@ -87,7 +87,7 @@ def get(
         sent.append(message)
 
     access = Access(RequestOrigin(None, frozenset()), Clients(None, ManualClock()), True)
-    pages = DebugPages(None, worker_list, None)
+    pages = DebugPages(None, worker_list, None, None)
     app = GatewayApp(None, workers, GatewayMetrics(), debug=pages, readiness=None, access=access)
     scope = {
         "type": "http", "path": "/debug/workers", "method": method, "client": (client, 1),
