@@ -26,6 +26,7 @@ from baton.protocol.worker_http import Role
 from baton.registry import Plugin
 from baton.router.division import Division, Limits
 from baton.router.load import MOST_SHARE, WINDOW_S
+from baton.router.pair_search import PairSearch
 from baton.router.pairing import (
     explain_alone,
     find_decodes,
@@ -51,8 +52,6 @@ BEYOND: Final = 10.0
 TYPICAL_ANSWER_TOKENS: Final = 128
 PREFERRED_ALONE: Final = 0.95
 """Two workers must be so much better than one: predictions are not exact, and a handoff is work."""
-MOST_OF_EACH: Final = 8
-"""Workers of each part that pairs are made of, the most promising ones."""
 
 Objective: TypeAlias = Literal["goodput", "throughput"]
 _Number = TypeVar("_Number", "float", "NDArray[np.float64]")
@@ -85,12 +84,16 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to serve a request: `prefill` None is the decode worker alone."""
+    """One way to serve a request: `prefill` None is the decode worker alone.
+
+    `link` is what the handoff's cost follows from: a distance, and how that is known.
+    """
 
     prefill: WorkerView | None
     decode: WorkerView
     prediction: Prediction
     cost: float
+    link: str = ""
 
     def __str__(self) -> str:
         seen = self.prediction
@@ -99,7 +102,7 @@ class Candidate:
         if seen.num_cached:
             parts += f" ({seen.num_cached} tokens cached)"
         if self.prefill is not None:
-            parts += f", handoff {seen.handoff_s:.3f}"
+            parts += f", handoff {seen.handoff_s:.3f} ({self.link})"
         ttft, tpot = f"TTFT {seen.ttft_s:.3f} s", f"TPOT {seen.tpot_s:.4f} s"
         return f"{who}: cost {self.cost:.3f}, {ttft} ({parts}), {tpot}"
 
@@ -108,7 +111,8 @@ class Candidate:
 class _Usable:
     """Who may serve: the first `num_decodes` of `workers` may answer, those at `helpers` prefill.
 
-    Good for `served` and `prefills`; `rows` until the load forgets workers.
+    Good for `served` and `prefills`; `rows` until the load forgets workers. `places` is None where
+    all are at one place.
     """
 
     served: ModelWorkers
@@ -118,6 +122,7 @@ class _Usable:
     num_decodes: int
     helpers: NDArray[np.intp]
     rows: NDArray[np.intp]
+    places: NDArray[np.intp] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +223,8 @@ class CostPolicy:
             for worker in served.helpers
             if worker.id in places and (not prefills or _is_for_prefill(worker, prefills))
         ]
+        rows = load.rows(workers)
+        at = load.costs(request.model).columns.place[rows]
         usable = _Usable(
             served,
             prefills,
@@ -225,7 +232,8 @@ class CostPolicy:
             workers,
             len(decodes),
             np.array(helpers, dtype=np.intp),
-            load.rows(workers),
+            rows,
+            at if (at != at[0]).any() else None,
         )
         if not request.avoid:
             self._usable[request.model] = usable
@@ -293,29 +301,34 @@ class CostPolicy:
 
         Those that could be better than one worker, and the best in any case.
         """
-        usable = parts.usable
+        usable, handoffs = parts.usable, load.costs(request.model).handoffs
         workers, num = usable.workers, usable.num_decodes
         computing = self._own_ttft(parts.queue_s + parts.prefill_s) + parts.stall
         answering = self._own_tpot(parts.tpot_s[:num]) + parts.crowd[:num]
+        weight = 1.0 if self._options.objective == "throughput" else 1.0 / self._options.ttft_s
+        search = PairSearch(
+            computing,
+            answering,
+            usable.helpers,
+            parts.num_uncached,
+            weight,
+            handoffs,
+            usable.places,
+        )
         found: list[tuple[float, int, int, float]] = []
         least = enough = inf
-        seconds = _find_least(answering, np.arange(num))
-        for first in _find_least(computing[usable.helpers], usable.helpers):
-            prefill = workers[first]
-            before_s = float(parts.queue_s[first] + parts.prefill_s[first])
-            stall = float(parts.stall[first])
-            for second in seconds:
-                decode = workers[second]
-                if float(computing[first] + answering[second]) >= enough:
-                    break  # without any handoff; all that follow are worse
-                if first == second or decode.why_not_from(prefill) is not None:
-                    continue
-                handed = float(parts.num_uncached[second])
-                handoff_s = load.handoff_cost(prefill, decode).predict(handed)
-                cost = self._own_ttft(before_s + handoff_s) + stall + float(answering[second])
-                found.append((cost, first, second, handoff_s))
-                least = min(least, cost)
-                enough = max(least, PREFERRED_ALONE * alone_cost)
+        for cost_alike, first, second in search.find():
+            if cost_alike >= enough:
+                continue  # without any handoff
+            prefill, decode = workers[first], workers[second]
+            if first == second or decode.why_not_from(prefill) is not None:
+                continue
+            before_s, own = float(parts.queue_s[first] + parts.prefill_s[first]), answering[second]
+            handoff_s = handoffs.predict(prefill, decode, float(parts.num_uncached[second]))
+            cost = self._own_ttft(before_s + handoff_s) + float(parts.stall[first] + own)
+            found.append((cost, first, second, handoff_s))
+            least = min(least, cost)
+            enough = max(least, PREFERRED_ALONE * alone_cost)
         found.sort(key=itemgetter(0))
         return [
             Candidate(
@@ -323,6 +336,7 @@ class CostPolicy:
                 workers[second],
                 parts.predict(first, second, handoff_s, request.num_prompt_tokens),
                 cost,
+                handoffs.explain(workers[first], workers[second]),
             )
             for cost, first, second, handoff_s in found
         ]
@@ -338,12 +352,6 @@ class CostPolicy:
         if self._options.objective == "throughput":
             return TYPICAL_ANSWER_TOKENS * tpot_s
         return _bend(tpot_s / self._options.tpot_s)
-
-
-def _find_least(values: NDArray[np.float64], places: NDArray[np.intp]) -> list[int]:
-    """The places of the `MOST_OF_EACH` least values, from the least on."""
-    found: list[int] = places[values.argsort(kind="stable")[:MOST_OF_EACH]].tolist()
-    return found
 
 
 def _is_for_prefill(worker: WorkerView, prefills: frozenset[WorkerId]) -> bool:

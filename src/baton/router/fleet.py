@@ -24,6 +24,7 @@ class WorkerView:
     """One incarnation of a worker. `fingerprint` is its model's, `model` the name that clients use.
 
     `modes` are the ways of handing over that it takes part in. `load` None: not reported.
+    `topology` is where it is (`router/topology.py`).
     """
 
     ref: WorkerRef
@@ -35,6 +36,7 @@ class WorkerView:
     protocol: WorkerProtocol = "baton"
     modes: frozenset[HandoffMode] = PUSH_ONLY
     load: WorkerLoad | None = None
+    topology: str = ""
 
     @property
     def id(self) -> WorkerId:

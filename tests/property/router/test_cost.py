@@ -75,7 +75,7 @@ def naive_cost(prefill, decode, request_, load, wanted):
     if prefill is not None:
         computing = load.of(prefill.id, "demo")
         handed = request_.count_uncached(decode.id)
-        handoff_s = load.handoff_cost(prefill, decode).predict(handed)
+        handoff_s = load.costs("demo").handoffs.cost_of(prefill, decode).predict(handed)
     uncached = request_.count_uncached((prefill or decode).id)
     prefill_s = computing.prefill_cost.predict(uncached)
     ttft_s = computing.queue_s(NOW) + prefill_s + handoff_s
