@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from baton.ids import WorkerId
     from baton.router.fleet import Fleet, ModelWorkers, WorkerView
+    from baton.router.handoff_costs import HandoffCosts
     from baton.router.load import FleetLoad
     from baton.router.modes import ModeSetting
     from baton.router.placement import PlacementRequest, PolicyFactory
@@ -86,14 +87,14 @@ class Prediction:
 class Candidate:
     """One way to serve a request: `prefill` None is the decode worker alone.
 
-    `link` is what the handoff's cost follows from: a distance, and how that is known.
+    `handoffs` is where the handoff's cost comes from.
     """
 
     prefill: WorkerView | None
     decode: WorkerView
     prediction: Prediction
     cost: float
-    link: str = ""
+    handoffs: HandoffCosts | None = None
 
     def __str__(self) -> str:
         seen = self.prediction
@@ -101,8 +102,9 @@ class Candidate:
         parts = f"queue {seen.queue_s:.3f}, prefill {seen.prefill_s:.3f}"
         if seen.num_cached:
             parts += f" ({seen.num_cached} tokens cached)"
-        if self.prefill is not None:
-            parts += f", handoff {seen.handoff_s:.3f} ({self.link})"
+        if self.prefill is not None and self.handoffs is not None:
+            how = self.handoffs.explain(self.prefill, self.decode)
+            parts += f", handoff {seen.handoff_s:.3f} ({how})"
         ttft, tpot = f"TTFT {seen.ttft_s:.3f} s", f"TPOT {seen.tpot_s:.4f} s"
         return f"{who}: cost {self.cost:.3f}, {ttft} ({parts}), {tpot}"
 
@@ -315,20 +317,23 @@ class CostPolicy:
             handoffs,
             usable.places,
         )
+        before_s: list[float] = (parts.queue_s + parts.prefill_s).tolist()
+        handed: list[float] = parts.num_uncached.tolist()
+        others: list[float] = parts.stall.tolist()
+        own: list[float] = answering.tolist()
         found: list[tuple[float, int, int, float]] = []
-        least = enough = inf
+        least, better = inf, PREFERRED_ALONE * alone_cost
         for cost_alike, first, second in search.find():
-            if cost_alike >= enough:
+            if cost_alike >= max(least, better):
                 continue  # without any handoff
             prefill, decode = workers[first], workers[second]
             if first == second or decode.why_not_from(prefill) is not None:
                 continue
-            before_s, own = float(parts.queue_s[first] + parts.prefill_s[first]), answering[second]
-            handoff_s = handoffs.predict(prefill, decode, float(parts.num_uncached[second]))
-            cost = self._own_ttft(before_s + handoff_s) + float(parts.stall[first] + own)
-            found.append((cost, first, second, handoff_s))
-            least = min(least, cost)
-            enough = max(least, PREFERRED_ALONE * alone_cost)
+            handoff_s = handoffs.cost_of(prefill, decode).predict(handed[second])
+            cost = self._own_ttft(before_s[first] + handoff_s) + others[first] + own[second]
+            if cost < max(least, better):
+                found.append((cost, first, second, handoff_s))
+                least = min(least, cost)
         found.sort(key=itemgetter(0))
         return [
             Candidate(
@@ -336,7 +341,7 @@ class CostPolicy:
                 workers[second],
                 parts.predict(first, second, handoff_s, request.num_prompt_tokens),
                 cost,
-                handoffs.explain(workers[first], workers[second]),
+                handoffs,
             )
             for cost, first, second, handoff_s in found
         ]

@@ -35,7 +35,7 @@ CostSource: TypeAlias = Literal["default", "measured", "learned"]
 
 TYPICAL_TOKENS: Final = 1000.0
 MOST_PAIRS: Final = 1 << 16
-"""Whose factors are remembered; beyond that, all are forgotten."""
+"""Whose factors are remembered; beyond that, some or all are forgotten."""
 MESSAGES_S: Final = 0.003
 """A guess: of a handoff, what does not depend on the link."""
 BATCH_BYTES: Final = 4 << 20
@@ -121,13 +121,6 @@ class HandoffCosts:
         distance = self.distance(prefill, decode)
         return f"{distance}, {self.source(distance)}"
 
-    def predict(self, prefill: WorkerView, decode: WorkerView, num_tokens: float) -> float:
-        """Exposed seconds of one handoff."""
-        line = self.lines[self.distance(prefill, decode)]
-        pair = self._pairs.get((prefill.id, decode.id))
-        known = pair is not None and pair.line is line
-        return pair.predict(num_tokens) if pair and known else line.predict(num_tokens)
-
     def predict_usual(self, num_tokens: float) -> float:
         """Exposed seconds at the distance at which most pairs have handed over."""
         most = max(Distance, key=lambda each: self.lines[each].num_workers)
@@ -147,14 +140,13 @@ class HandoffCosts:
         return expected
 
     def cost_of(self, prefill: WorkerView, decode: WorkerView) -> WorkerCost:
-        """The pair's own cost, which learns; `observe` it here."""
-        line = self.lines[self.distance(prefill, decode)]
+        """The pair's own cost: exposed seconds of one handoff. It learns by `observe`."""
         key = prefill.id, decode.id
         cost = self._pairs.get(key)
-        if cost is None or cost.line is not line:  # a new one, or one of the two has moved
+        if cost is None:
             if len(self._pairs) >= MOST_PAIRS:
-                self._pairs.clear()
-            cost = self._pairs[key] = WorkerCost(line)
+                self._forget_unused()
+            cost = self._pairs[key] = WorkerCost(self.lines[self.distance(prefill, decode)])
         return cost
 
     def observe(self, cost: WorkerCost, num_tokens: float, seconds: float) -> None:
@@ -163,8 +155,13 @@ class HandoffCosts:
         self._guess_again()
 
     def forget_pairs(self) -> None:
-        """Names of workers may be those of lives that are over."""
+        """A worker has moved, or names are those of lives that are over."""
         self._pairs.clear()
+
+    def _forget_unused(self) -> None:
+        self._pairs = {pair: cost for pair, cost in self._pairs.items() if cost.num_seen}
+        if len(self._pairs) > MOST_PAIRS // 2:
+            self._pairs.clear()
 
     def _guess_again(self) -> None:
         learned = [each for each in Distance if self.lines[each].num_workers]

@@ -41,13 +41,14 @@ _TYPICAL_TOKENS: Final = 1000.0
 _PREFILL_GUESS: Final = (0.005, 5e-5)
 _STEP_GUESS: Final = (0.01, 2e-4)
 _TYPICAL_STREAMS: Final = 16.0
+NO_PLACE: Final = -1
 
 
 class LoadColumns:
     """What placement looks at of one model's workers, one row for each: see `WorkerActivity`.
 
     A policy reads many workers at once as arrays, requests change one at a time. Until a cost was
-    seen, its logarithm is NaN.
+    seen, its logarithm is NaN. `place` is a number of the model's `Places`.
     """
 
     FIRST_ROWS: Final = 64
@@ -61,7 +62,7 @@ class LoadColumns:
         self.share_at = np.zeros(self.FIRST_ROWS)
         self.prefill_log = np.full(self.FIRST_ROWS, np.nan)
         self.step_log = np.full(self.FIRST_ROWS, np.nan)
-        self.place = np.zeros(self.FIRST_ROWS, dtype=np.intp)
+        self.place = np.full(self.FIRST_ROWS, NO_PLACE, dtype=np.intp)
 
     def add_row(self) -> int:
         """A row for one worker more."""
@@ -75,6 +76,7 @@ class LoadColumns:
         for column in (self.free_at, self.num_decodes, self.prefill_share, self.share_at):
             column[row] = 0.0
         self.prefill_log[row] = self.step_log[row] = np.nan
+        self.place[row] = NO_PLACE
         return row
 
     def free_row(self, row: int) -> None:
@@ -322,9 +324,13 @@ class FleetLoad:
         return np.array([self._row(each) for each in workers], dtype=np.intp)
 
     def _row(self, worker: WorkerView) -> int:
-        activity, costs = self.of(worker.id, worker.model), self.costs(worker.model)
-        costs.columns.place[activity.row] = costs.handoffs.places.number(worker.topology)
-        return activity.row
+        row, costs = self.of(worker.id, worker.model).row, self.costs(worker.model)
+        before, place = costs.columns.place[row], costs.handoffs.places.number(worker.topology)
+        if before != place:
+            costs.columns.place[row] = place
+            if before != NO_PLACE:
+                costs.handoffs.forget_pairs()
+        return row
 
     def _forget_idle(self) -> None:
         self.num_forgotten += 1
