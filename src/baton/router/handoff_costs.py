@@ -134,9 +134,10 @@ class HandoffCosts:
 
         `num_tokens` are handed over to each second.
         """
-        distances = self.places.distances[firsts[:, None], seconds]
-        fixed, each = np.array([(line.fixed, line.each) for line in self.lines]).T
-        expected: NDArray[np.float64] = fixed[distances] + each[distances] * num_tokens
+        distances = self.places.distances.take(firsts, 0).take(seconds, 1)
+        expected = np.array([line.each for line in self.lines]).take(distances)
+        expected *= num_tokens
+        expected += np.array([line.fixed for line in self.lines]).take(distances)
         return expected
 
     def cost_of(self, prefill: WorkerView, decode: WorkerView) -> WorkerCost:

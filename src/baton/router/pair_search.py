@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 MOST_OF_EACH: Final = 8
 """Workers of each part that pairs are made of, and of those that are best for one of them."""
+MOST_NEAR_PAIRS: Final = 4 * MOST_OF_EACH
+"""Pairs of a fleet at several places that are looked at closely."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,8 @@ class PairSearch:
             strict=True,
         )
         ranked.sort(key=itemgetter(0))
-        return list(dict.fromkeys((first, second) for _, first, second in ranked))
+        pairs = dict.fromkeys((first, second) for _, first, second in ranked)
+        return list(pairs)[:MOST_NEAR_PAIRS]
 
     def _estimate(
         self, places: NDArray[np.intp], firsts: NDArray[np.intp], seconds: NDArray[np.intp]
