@@ -24,6 +24,7 @@ from baton.gateway.errors import (
     answer_for,
 )
 from baton.gateway.openapi import (
+    LINKS_PATH,
     OPENAPI_PATH,
     READY_PATH,
     REQUESTS_PATH,
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.gateway.clients import Clients
     from baton.gateway.completions import Completions
-    from baton.gateway.debug import RequestTraces, WorkerList
+    from baton.gateway.debug import LinkList, RequestTraces, WorkerList
     from baton.gateway.metrics import GatewayMetrics
     from baton.gateway.options import GatewayOptions
     from baton.gateway.workers import Workers
@@ -191,6 +192,7 @@ class DebugPages:
 
     traces: RequestTraces
     workers: WorkerList
+    links: LinkList
 
 
 class GatewayApp:
@@ -275,6 +277,8 @@ class GatewayApp:
                 answer = await self._debug(path)
             case _ if path == WORKERS_PATH:
                 answer = self._debug_pages.workers.show()
+            case _ if path == LINKS_PATH:
+                answer = self._debug_pages.links.show()
             case _:
                 raise PathNotFoundError(f"{path} does not exist here")
         _need_get(path, scope)

@@ -33,6 +33,7 @@ OPENAPI_PATH: Final = "/openapi.json"
 READY_PATH: Final = "/ready"
 REQUESTS_PATH: Final = "/debug/requests"
 WORKERS_PATH: Final = "/debug/workers"
+LINKS_PATH: Final = "/debug/links"
 
 Json: TypeAlias = dict[str, Any]
 
@@ -171,6 +172,7 @@ def _management_paths() -> Json:
             **_get("show_request", "a request's way and its times", an_object, "404"),
         },
         WORKERS_PATH: _get("list_workers", "the workers and their state", an_object, "404"),
+        LINKS_PATH: _get("list_links", "what handoffs cost, by distance", an_object, "404"),
     }
 
 

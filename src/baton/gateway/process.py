@@ -33,9 +33,10 @@ from baton.gateway.app import (
 from baton.gateway.audit import AuditLog
 from baton.gateway.clients import Clients
 from baton.gateway.completions import Completions
-from baton.gateway.debug import RequestHistory, RequestTraces, WorkerList
+from baton.gateway.debug import LinkList, RequestHistory, RequestTraces, WorkerList
 from baton.gateway.health_monitor import HealthMonitor
 from baton.gateway.kv_events import KVEvents
+from baton.gateway.link_feed import LinkFeed
 from baton.gateway.metrics import GatewayMetrics, RouterCollector
 from baton.gateway.prefixes import Prefixes
 from baton.gateway.process_group import ProcessGroup
@@ -134,20 +135,21 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
     health_monitor.start()
     events.start()
     try:
-        traces = RequestTraces(records, workers, upstream)
-        worker_list = WorkerList(workers, events, load, clock)
-        yield GatewayApp(
-            Completions(services, records),
-            workers,
-            metrics,
-            debug=DebugPages(traces, worker_list),
-            readiness=Readiness(workers, clock),
-            access=Access(
-                RequestOrigin.of(options),
-                services.clients,
-                is_managed_here=options.is_managed_here,
-            ),
-        )
+        async with LinkFeed(workers, upstream, load, clock):
+            traces = RequestTraces(records, workers, upstream)
+            worker_list = WorkerList(workers, events, load, clock)
+            yield GatewayApp(
+                Completions(services, records),
+                workers,
+                metrics,
+                debug=DebugPages(traces, worker_list, LinkList(workers, load)),
+                readiness=Readiness(workers, clock),
+                access=Access(
+                    RequestOrigin.of(options),
+                    services.clients,
+                    is_managed_here=options.is_managed_here,
+                ),
+            )
     finally:
         await health_monitor.stop()
         await services.background_tasks.stop()

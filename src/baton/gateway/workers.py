@@ -60,6 +60,7 @@ def worker_view(
         protocol=info.protocol,
         modes=KNOWN_MODES & frozenset(info.modes),
         load=load,
+        topology=info.topology,
     )
 
 

@@ -236,7 +236,7 @@ class RunningRequest:
         """Its prefill worker has computed the prompt; the report of it may come later."""
         if self._prefilled_at is not None or (self._is_over and self._first_at is None):
             return
-        self._prefilled_at = done_at
+        self._prefilled_at = done_at = max(done_at, self.began_at)
         self._leave_queue(done_at)
         self.prefill.observe_prefill(self.num_tokens, self.began_at, done_at)
         self._learn_handoff()

@@ -13,7 +13,7 @@ import numpy as np
 
 NUM_LEVELS: Final = 4
 MOST_PLACES: Final = 2048
-"""Paths that are told apart; what comes beyond them is at an unknown place."""
+"""Different paths; what comes beyond them is at an unknown place."""
 _UNKNOWN: Final = -1
 _ZONE, _RACK, _HOST, _DEVICE = range(NUM_LEVELS)
 

@@ -13,6 +13,7 @@ import baton
 from baton.errors import UNDECODABLE, InvalidRequestError
 from baton.events.wire import encode_page
 from baton.handoff.interface import SampledToken
+from baton.handoff.link_page import describe_links
 from baton.ids import TicketId
 from baton.protocol.worker_http import (
     ABORT_SUFFIX,
@@ -24,6 +25,7 @@ from baton.protocol.worker_http import (
     TRACES_PREFIX,
     AbortOrder,
     Health,
+    MeasuredLinks,
     Role,
     ServedModel,
     ServedModels,
@@ -102,6 +104,7 @@ class StatusPages:
                 version=baton.__version__,
                 modes=self.options.modes,
                 has_kv_journal=True,
+                topology=self.options.topology,
             ),
         )
 
@@ -129,6 +132,13 @@ class StatusPages:
             await asyncio.sleep(EVENT_POLL_S)
         body = encode_page(journal.read(after))
         await exchange.send_bytes(200, body, b"application/msgpack")
+
+    async def links(self, exchange: HttpExchange) -> None:
+        """`GET /baton/v1/links`: what ways to peers cost, as measured."""
+        links = MeasuredLinks(())
+        if self.handoffs is not None:
+            links = await describe_links(self.handoffs.agent)
+        await exchange.send_json(200, links)
 
     async def abort(self, exchange: HttpExchange) -> None:
         """`POST /baton/v1/handoffs/{ticket}/abort`: the ticket's other half has failed."""
