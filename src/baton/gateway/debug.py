@@ -271,7 +271,7 @@ class WorkerList:
             kv_events=None if following is None else _show_events(following),
             load=worker.load,
             given=self._show_given(worker),
-            topology=worker.info.topology if worker.info else None,
+            topology=(worker.info.topology or None) if worker.info else None,
         )
 
     def _show_given(self, worker: Worker) -> GivenWork | None:
