@@ -80,9 +80,8 @@ def shape(hosts: Sequence[BridgedHost], racks: Sequence[int], near: int, far: in
         run(*tc, "qdisc", "add", "dev", "eth0", "root", "handle", "1:", "htb", "default", "10")
         for number, rate in ((10, near), (20, far)):
             limit = ("htb", "rate", f"{rate}mbit", "burst", "64kb", "cburst", "64kb")
-            run(
-                *tc, "class", "add", "dev", "eth0", "parent", "1:", "classid", f"1:{number}", *limit
-            )
+            add = ("class", "add", "dev", "eth0", "parent", "1:", "classid", f"1:{number}")
+            run(*tc, *add, *limit)
         for other, its in zip(hosts, racks, strict=True):
             if its != rack:
                 match = ("u32", "match", "ip", "dst", f"{other.address}/32", "flowid", "1:20")
