@@ -5,8 +5,9 @@ embedded engine, `tcp`. htb gives what a host sends to its own rack `--near` Mbi
 sends to the other rack `--far`; the namespaces have no other way to each other. In front of the
 same workers stand three gateways: `round_robin`, `prefix`, `cost`.
 
-    racks    the links differ, and workers report their rack
-    equal    all links are near ones, and all workers report the same rack: nothing to be gained
+    racks         the links differ, and workers report their rack
+    unlabelled    the links differ, and all workers report the same rack: what is learned of pairs
+    equal         all links are near ones, and all workers report the same rack: nothing to gain
 
 Prompts are random tokens, so no cache helps. Arms are interleaved, in the other order every second
 round. Beside times, `near`, `far` and `alone` are the shares of the latest placements (up to 100 of
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from baton.testing.fleet import FleetProcess
 
 POLICIES = ("round_robin", "prefix", "cost")
-SCENARIOS = ("racks", "equal")
+SCENARIOS = ("racks", "unlabelled", "equal")
 ROLES = ("prefill", "decode", "decode")
 NUM_RACKS = 2
 MODEL = ("--layers", "4", "--hidden", "256", "--heads", "8", "--kv-heads", "8")
@@ -175,9 +176,8 @@ def measure_scenario(scenario: str, options: argparse.Namespace) -> list[Run]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         hosts = stack.enter_context(bridged_hosts(len(racks)))
         fleet = stack.enter_context(Fleet(folder, environment))
-        is_equal = scenario == "equal"
-        shape(hosts, racks, options.near, options.near if is_equal else options.far)
-        shown = [0 if is_equal else rack for rack in racks]
+        shape(hosts, racks, options.near, options.near if scenario == "equal" else options.far)
+        shown = [rack if scenario == "racks" else 0 for rack in racks]
         settings = {"worker.model": str(make_model(folder))}
         workers = start_workers(fleet, hosts, shown, settings)
         names = {f"{ROLES[n % len(ROLES)]}-{n}": rack for n, rack in enumerate(racks)}
@@ -200,8 +200,8 @@ def main() -> None:
     """Measure all, print a table for each scenario."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--duration", type=float, default=15.0, help="seconds of each run")
-    parser.add_argument("--concurrency", type=int, default=2)
+    parser.add_argument("--duration", type=float, default=12.0, help="seconds of each run")
+    parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--input-len", type=int, default=512)
     parser.add_argument("--near", type=int, default=2000, help="Mbit/s within a rack")
     parser.add_argument("--far", type=int, default=100, help="Mbit/s between racks")
