@@ -29,5 +29,6 @@ Workers, metrics, debugging:
     workers.py      the registry: state, epoch and load of each worker, and its description
     health_monitor.py     probes each worker's health, and asks it for its identity
     kv_events.py    which blocks vLLM workers hold
-    metrics.py, debug.py  Prometheus metrics; `/debug/requests` and `/debug/workers`
+    link_feed.py    what workers have measured of their links
+    metrics.py, debug.py  Prometheus metrics; `/debug/requests`, `/debug/workers`, `/debug/links`
 """
