@@ -127,6 +127,7 @@ class ScriptedWorker:
         self.aborts: list[tuple[str, str]] = []
         self.num_info_reads = self.num_health_reads = 0
         self.load: dict[str, int] | None = None
+        self.links: list[dict[str, Any]] | None = None
         self.agreed: dict[str, dict[str, Any]] = {}
         self.agrees_on: dict[str, Any] | None = None
         self._sock = socket.create_server(("127.0.0.1", 0))
@@ -169,6 +170,8 @@ class ScriptedWorker:
         elif path == "/baton/v1/info":
             self.num_info_reads += 1
             await visit.answer(200, self.info())
+        elif path == "/baton/v1/links" and self.links is not None:
+            await visit.answer(200, {"links": self.links})
         elif path.startswith("/baton/v1/traces/") and self.trace is not None:
             await visit.answer(200, self.trace)
         elif path.endswith("/first_token"):

@@ -139,3 +139,104 @@ def test_workers_with_the_gateways_tokenizer_get_the_prompts_token_ids():
                 assert sent["kv_transfer_params"].get("baton_prompt") == expected
 
     run(scenario, prefills=[prefill], decodes=[decode], policy="prefix", mode="push")
+
+
+def link(peer: str, direction: str, byte_s: float, **changed: object) -> dict[str, object]:
+    known = {"transport": "tcp", "latency_s": 1e-4, "num_probes": 9, "num_transfers": 1}
+    return {"peer": peer, "direction": direction, "byte_s": byte_s, **known, **changed}
+
+
+def racks(num_workers: int = 4) -> list[ScriptedWorker]:
+    """Two racks of two hosts."""
+    return [
+        ScriptedWorker(f"worker-{n}", "both", say_abc, topology=f"z/rack-{n // 2}/host-{n}")
+        for n in range(num_workers)
+    ]
+
+
+async def read_links(cluster: Cluster) -> dict[str, dict]:
+    _, body = await cluster.get_json("/debug/links")
+    (model,) = body["models"]
+    return {
+        "links": {(each["from"], each["to"]): each["bytes_per_s"] for each in model["links"]},
+        "sources": {line["distance"]: line["source"] for line in model["handoffs"]},
+    }
+
+
+def test_links_that_workers_measured_are_the_first_guess_of_a_handoffs_cost():
+    workers = racks()
+    workers[0].links = [
+        link("worker-1", "push", 1e-9),
+        link("worker-2", "pull", 1e-7),
+        link("unknown", "push", 1.0),
+        link("worker-0", "push", 1.0),
+    ]
+
+    async def scenario(cluster: Cluster):
+        async def are_known() -> bool:
+            return bool((await read_links(cluster))["links"])
+
+        await until_true(are_known)
+        seen = await read_links(cluster)
+        assert seen["links"] == {
+            ("worker-0", "worker-1"): pytest.approx(1e9),
+            ("worker-2", "worker-0"): pytest.approx(1e7),
+        }
+        assert seen["sources"] == {
+            "same_device": "default",
+            "same_host": "default",
+            "same_rack": "measured",
+            "same_zone": "measured",
+            "cross_zone": "default",
+        }
+        await ask(cluster, **{"x-request-id": "why"})
+        _, body = await cluster.get_json("/debug/requests/why")
+        assert any("(same_rack, measured)" in line for line in body["placement"])
+        _, body = await cluster.get_json("/debug/workers")
+        assert body["workers"][3]["topology"] == "z/rack-1/host-3"
+
+    run(scenario, prefills=0, decodes=workers, policy="cost")
+
+
+@pytest.mark.parametrize(
+    "links",
+    [
+        [link("worker-1", "push", 0.0)],
+        [link("worker-1", "push", 1e-9, latency_s=-1)],
+        [link("worker-1", "sideways", 1e-9)],
+        [link("worker-1", "push", 1e-9)] * 1025,
+    ],
+)
+def test_links_that_make_no_sense_change_nothing(links):
+    workers = racks(2)
+    workers[0].links = links
+    workers[1].links = [link("worker-0", "push", 1e-9)]
+
+    async def scenario(cluster: Cluster):
+        async def are_known() -> bool:
+            return bool((await read_links(cluster))["links"])
+
+        await until_true(are_known)
+        assert list((await read_links(cluster))["links"]) == [("worker-1", "worker-0")]
+        await ask(cluster)
+
+    run(scenario, prefills=0, decodes=workers, policy="cost")
+
+
+def test_a_worker_whose_topology_is_garbage_is_not_used():
+    workers = [ScriptedWorker("worker-0", "both", say_abc, topology="a/b/c/d/e")]
+    workers.append(ScriptedWorker("worker-1", "both", say_abc))
+
+    async def scenario(cluster: Cluster):
+        async def is_refused() -> bool:
+            _, body = await cluster.get_json("/debug/workers")
+            return "topology" in (body["workers"][0]["reason"] or "")
+
+        async def is_answered() -> bool:
+            async with cluster.post(STREAM) as response:
+                return response.status == 200
+
+        await until_true(is_refused)
+        await until_true(is_answered)
+
+    run(scenario, prefills=0, decodes=workers, policy="cost", wait=False)

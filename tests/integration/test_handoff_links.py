@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ import pytest
 
 from baton.auth.credentials import Credentials
 from baton.handoff.interface import KVLanded
+from baton.handoff.link_page import describe_links
 from baton.handoff.peer_transports import LinkOptions, PeerTransportState
 from baton.testing.faulty_transport import Fault, FaultPlan
 from baton.transfer.interface import WriteCompleted
@@ -73,6 +75,28 @@ def test_workers_that_meet_measure_all_that_they_share(op: TransferOp, key: Cred
             assert expected == carrier
             used.append(carrier)
         assert {*used} <= {outcome.transport for outcome in tally.outcomes}
+
+
+@pytest.mark.parametrize("op", ["WRITE", "READ"])
+def test_measured_links_are_described_by_who_uses_them(op: TransferOp, key: Credentials) -> None:
+    with (
+        node("p", kinds=("tcp",), key=key, links=MEASURED) as prefill,
+        node("d", kinds=("tcp",), key=key, op=op, links=MEASURED) as decode,
+    ):
+        assert prefill.agent.describe_links().result(5) == []
+        hand_over(prefill, decode)
+        user, peer, direction = {
+            "WRITE": (prefill, decode, "push"),
+            "READ": (decode, prefill, "pull"),
+        }[op]
+        wait_until(lambda: any(asyncio.run(describe_links(user.agent)).links))
+        (link,) = asyncio.run(describe_links(user.agent)).links
+        assert (link.peer, link.direction, link.transport) == (peer.ref.worker, direction, "tcp")
+        assert link.num_probes + link.num_transfers > 0
+        assert 0 <= link.latency_s < 1
+        assert 1e6 < 1 / link.byte_s < 1e13
+        assert asyncio.run(describe_links(peer.agent)).links == ()
+    assert user.agent.describe_links().result(5) == []
 
 
 @pytest.mark.parametrize("op", ["WRITE", "READ"])

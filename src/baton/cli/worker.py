@@ -9,10 +9,12 @@ from cyclopts import Parameter
 from baton.auth.certificates import IdentityRole
 from baton.auth.credentials import Credentials
 from baton.cli.flags import ConfigFlags, Sets, StatusFd, Store, Transport
+from baton.clock import read_clock_domain
 from baton.config.cluster_key import KEY_VARIABLE
 from baton.config.environment import change_environment, read_environment
 from baton.config.logs import configure_logging
 from baton.config.sections import Config, Role
+from baton.config.topology import find_topology
 from baton.ids import WorkerId
 from baton.models import DEMO_MODEL_PATH
 from baton.net.credentials import find_credentials
@@ -49,6 +51,11 @@ class WorkerFlags(ConfigFlags):
     ] = None
     handoff_port: Annotated[
         int | None, Sets("worker.handoff_port"), Parameter(help="That port; 0 takes a free one.")
+    ] = None
+    topology: Annotated[
+        str | None,
+        Sets("worker.topology"),
+        Parameter(help="Where it is: ZONE/RACK/HOST [default: found out]."),
     ] = None
     transport: Transport = None
     store: Store = None
@@ -101,6 +108,7 @@ def _options(config: Config, status_fd: int) -> ProcessOptions:
         engine_options=engine_options(section.engine, config.engine),
         handoff_host=section.handoff_host,
         handoff_port=section.handoff_port,
+        topology=find_topology(section.topology, read_environment(), read_clock_domain()),
         handoff_timeout_s=config.handoff.timeout_s,
         liveness_timeout_s=config.handoff.liveness_timeout_s,
         lease_s=config.handoff.lease_s,

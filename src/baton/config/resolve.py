@@ -15,12 +15,13 @@ import tomllib
 from collections import ChainMap
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias, assert_never, get_origin, get_type_hints
 
 import msgspec
 
-from baton.config import sections
+from baton.config import sections, topology
 from baton.config.sections import Config
 from baton.errors import UNDECODABLE, ConfigError
 
@@ -191,7 +192,11 @@ def _sections() -> Mapping[str, type[msgspec.Struct]]:
     }
 
 
-NOT_SETTINGS: Final = frozenset({"BATON_CLUSTER_KEY", "BATON_CONFIG"})
+NOT_SETTINGS: Final = frozenset({
+    "BATON_CLUSTER_KEY",
+    "BATON_CONFIG",
+    *chain.from_iterable(topology.VARIABLES),
+})
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,6 +101,7 @@ class WorkerSection(Struct, frozen=True, kw_only=True):
     port: Port = 0
     handoff_host: Host = "127.0.0.1"
     handoff_port: Port = 0
+    topology: str | None = None
     model: str | None = None
     served_model_name: str | None = None
     engine: str = "transformers"

@@ -33,7 +33,8 @@ Workers, metrics, debugging:
     health_monitor.py     what probes and requests show of each worker's health
     waiting.py      requests that wait until a worker is back
     kv_events.py    which blocks vLLM workers hold
-    metrics.py, debug.py  Prometheus metrics; `/debug/requests` and `/debug/workers`
+    link_feed.py    what workers have measured of their links
+    metrics.py, debug.py  Prometheus metrics; `/debug/requests`, `/debug/workers`, `/debug/links`
     queue_metrics.py, queue_page.py   the same of what waits; `/debug/queue`
     route_explainer.py    `/debug/route`: where a request would go, and why
 """

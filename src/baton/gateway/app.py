@@ -24,6 +24,7 @@ from baton.gateway.errors import (
     answer_for,
 )
 from baton.gateway.openapi import (
+    LINKS_PATH,
     OPENAPI_PATH,
     QUEUE_PATH,
     READY_PATH,
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.gateway.clients import Clients
     from baton.gateway.completions import Completions
-    from baton.gateway.debug import RequestTraces, WorkerList
+    from baton.gateway.debug import LinkList, RequestTraces, WorkerList
     from baton.gateway.metrics import GatewayMetrics
     from baton.gateway.options import GatewayOptions
     from baton.gateway.queue_page import QueuePage
@@ -197,6 +198,7 @@ class DebugPages:
     workers: WorkerList
     queue: QueuePage
     route: RouteExplainer
+    links: LinkList
 
 
 class GatewayApp:
@@ -287,6 +289,8 @@ class GatewayApp:
                 answer = self._debug_pages.workers.show()
             case _ if path == QUEUE_PATH:
                 answer = self._debug_pages.queue.show()
+            case _ if path == LINKS_PATH:
+                answer = self._debug_pages.links.show()
             case _:
                 raise PathNotFoundError(f"{path} does not exist here")
         _need_get(path, scope)

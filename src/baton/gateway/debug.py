@@ -1,4 +1,4 @@
-"""`/debug/requests` and `/debug/workers`: the latest requests and their traces; the workers."""
+"""`/debug/requests`, `/debug/workers`, `/debug/links`: the latest requests; workers; handoffs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from baton.gateway.errors import PathNotFoundError
 from baton.gateway.kv_events import Followed, NotFollowed
 from baton.gateway.workers import Down, Draining, Pending, Rejected, Up
 from baton.protocol.worker_http import KV_EVENTS_PREFIX, Role, WorkerLoad, trace_path
+from baton.router.handoff_costs import CostSource
 from baton.router.health import HealthState
+from baton.router.topology import Distance
 from baton.telemetry.trace import RequestSpan, TraceSummary, summarize
 
 if TYPE_CHECKING:
@@ -222,6 +224,8 @@ class ListedWorker(msgspec.Struct, frozen=True):
     `kv_events` is null where it publishes none, `load` where it does not report its load. `given`
     is what this gateway has given it to do, null before its first request. `health` is what is
     thought of a worker that is up, `share` its part of the requests that it would get otherwise.
+    is what this gateway has given it to do, null before its first request. `topology` is where it
+    is, `zone/rack/host/device`.
     """
 
     worker: str | None
@@ -235,6 +239,7 @@ class ListedWorker(msgspec.Struct, frozen=True):
     given: GivenWork | None = None
     health: HealthState = HealthState.HEALTHY
     share: float = 1.0
+    topology: str | None = None
 
 
 class WorkerListReply(msgspec.Struct, frozen=True):
@@ -273,6 +278,7 @@ class WorkerList:
             given=self._show_given(worker),
             health=worker.health.state,
             share=self._share_of(worker),
+            topology=(worker.info.topology or None) if worker.info else None,
         )
 
     def _share_of(self, worker: Worker) -> float:
@@ -294,6 +300,69 @@ class WorkerList:
             _show_cost(activity.prefill_cost),
             _show_cost(activity.step_cost),
         )
+
+
+class HandoffLine(msgspec.Struct, frozen=True):
+    """Exposed seconds of a handoff over one distance, `fixed_s + each_s * tokens`.
+
+    `source` is what they rest on, `num_pairs` those that have handed over.
+    """
+
+    distance: str
+    source: CostSource
+    fixed_s: float
+    each_s: float
+    num_pairs: int
+
+
+class ListedLink(msgspec.Struct, frozen=True, rename={"from_": "from"}):
+    """What two workers have measured: `latency_s + bytes / bytes_per_s`, one way."""
+
+    from_: str
+    to: str
+    transport: str
+    latency_s: float
+    bytes_per_s: float
+
+
+class ModelLinks(msgspec.Struct, frozen=True):
+    """One model's: the costs that placement uses, and the measured links; `MOST_LINKS` of them."""
+
+    model: str
+    handoffs: tuple[HandoffLine, ...]
+    links: tuple[ListedLink, ...]
+
+
+class LinkListReply(msgspec.Struct, frozen=True):
+    """The answer to `/debug/links`."""
+
+    models: tuple[ModelLinks, ...]
+
+
+MOST_LINKS: Final = 1000
+
+
+class LinkList:
+    """Shows what handoffs cost between the workers, as this gateway knows it."""
+
+    def __init__(self, workers: Workers, load: FleetLoad) -> None:
+        self._workers, self._load = workers, load
+
+    def show(self) -> LinkListReply:
+        """All models that some worker serves."""
+        return LinkListReply(tuple(map(self._show, sorted(self._workers.fleet.models))))
+
+    def _show(self, model: str) -> ModelLinks:
+        costs = self._load.costs(model).handoffs
+        lines = (
+            HandoffLine(str(each), costs.source(each), line.fixed, line.each, line.num_workers)
+            for each, line in zip(Distance, costs.lines, strict=True)
+        )
+        links = (
+            ListedLink(one, other, link.transport, link.latency_s, 1 / link.byte_s)
+            for (one, other), link in islice(costs.links.items(), MOST_LINKS)
+        )
+        return ModelLinks(model, tuple(lines), tuple(links))
 
 
 def _show_cost(cost: WorkerCost) -> LearnedCost:

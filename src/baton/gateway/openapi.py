@@ -44,6 +44,7 @@ REQUESTS_PATH: Final = "/debug/requests"
 ROUTE_PATH: Final = "/debug/route"
 WORKERS_PATH: Final = "/debug/workers"
 QUEUE_PATH: Final = "/debug/queue"
+LINKS_PATH: Final = "/debug/links"
 
 Json: TypeAlias = dict[str, Any]
 
@@ -191,6 +192,7 @@ def _management_paths() -> Json:
                 "responses": _responses(an_object, "400", "401", "404", "413", "415", "503"),
             }
         },
+        LINKS_PATH: _get("list_links", "what handoffs cost, by distance", an_object, "404"),
     }
 
 

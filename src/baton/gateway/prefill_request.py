@@ -105,10 +105,11 @@ class PrefillRequest:
             cause = _CAUSES.get(type(exc), FallbackCause.PREFILL_FAILED)
             raise PrefillFailedError(str(exc), cause=cause) from exc
         match result:
-            case PrefillDone(first, num_cached):
+            case PrefillDone(first, num_cached, computed_s_ago):
                 self._context.num_cached = num_cached
                 if self._context.running is not None:
-                    self._context.running.prefilled(self._services.clock.now())
+                    now = self._services.clock.now()
+                    self._context.running.prefilled(now - computed_s_ago)
                 await self._send_first_token(first)
             case TicketStale():
                 raise StaleTicketError(self._handoff.ticket.prefill)
@@ -170,7 +171,7 @@ class PrefillRequest:
             return False
         self._context.num_cached = result.num_cached
         self._services.health_monitor.note_answered(self._handoff.prefill)
-        self._context.note_prefilled(self._services.clock.now())
+        self._context.note_prefilled(self._services.clock.now() - result.computed_s_ago)
         return True
 
     async def _run(self, asking: Awaitable[PrefillResult]) -> None:
@@ -185,10 +186,11 @@ class PrefillRequest:
             await self._fail(FallbackCause.PREFILL_FAILED, "internal error in the gateway")
             return
         match result:
-            case PrefillDone(first, num_cached):
+            case PrefillDone(first, num_cached, computed_s_ago):
                 self._context.num_cached = num_cached
+                done_at = self._services.clock.now() - computed_s_ago
                 await self._send_first_token(first)
-                self._context.note_prefilled(self._services.clock.now())
+                self._context.note_prefilled(done_at)
             case TicketStale():
                 await self._retry_or_fail()
             case PrefillFailed(cause, reason):

@@ -34,9 +34,10 @@ from baton.gateway.app import (
 from baton.gateway.audit import AuditLog
 from baton.gateway.clients import Clients
 from baton.gateway.completions import Completions
-from baton.gateway.debug import RequestHistory, RequestTraces, WorkerList
+from baton.gateway.debug import LinkList, RequestHistory, RequestTraces, WorkerList
 from baton.gateway.health_monitor import HealthMonitor
 from baton.gateway.kv_events import KVEvents
+from baton.gateway.link_feed import LinkFeed
 from baton.gateway.metrics import GatewayMetrics, HealthCollector, RouterCollector
 from baton.gateway.prefixes import Prefixes
 from baton.gateway.process_group import ProcessGroup
@@ -118,9 +119,11 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
     upstream = Upstream(options)
     health_monitor = HealthMonitor(workers, upstream, options, clock)
     policy = POLICIES.build(options.policy, options.policy_options)(options.mode)
-    prefixes = None
-    if policy.uses_prefixes:
-        prefixes = Prefixes(workers, options.tokenizers, clock, metrics.registry)
+    prefixes = (
+        Prefixes(workers, options.tokenizers, clock, metrics.registry)
+        if policy.uses_prefixes
+        else None
+    )
     services = Services(
         options=options,
         clock=clock,
@@ -146,23 +149,25 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
     health_monitor.start()
     events.start()
     try:
-        yield GatewayApp(
-            Completions(services, records),
-            workers,
-            metrics,
-            debug=DebugPages(
-                RequestTraces(records, workers, upstream),
-                WorkerList(workers, events, load, clock),
-                QueuePage(admission, room, load, workers=workers, clock=clock),
-                RouteExplainer(services),
-            ),
-            readiness=Readiness(workers, clock),
-            access=Access(
-                RequestOrigin.of(options),
-                services.clients,
-                is_managed_here=options.is_managed_here,
-            ),
-        )
+        async with LinkFeed(workers, upstream, load, clock):
+            yield GatewayApp(
+                Completions(services, records),
+                workers,
+                metrics,
+                debug=DebugPages(
+                    RequestTraces(records, workers, upstream),
+                    WorkerList(workers, events, load, clock),
+                    QueuePage(admission, room, load, workers=workers, clock=clock),
+                    RouteExplainer(services),
+                    LinkList(workers, load),
+                ),
+                readiness=Readiness(workers, clock),
+                access=Access(
+                    RequestOrigin.of(options),
+                    services.clients,
+                    is_managed_here=options.is_managed_here,
+                ),
+            )
     finally:
         await health_monitor.stop()
         await services.background_tasks.stop()

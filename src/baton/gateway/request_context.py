@@ -219,11 +219,11 @@ class RequestContext:
             headers = [*STREAM_HEADERS, (REQUEST_ID_HEADER.encode(), self.id.encode())]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
 
-    def note_prefilled(self, now: Instant) -> None:
+    def note_prefilled(self, done_at: float) -> None:
         """The prefill worker has computed the prompt."""
         self.phase = Phase.DECODE
         if self.running is not None:
-            self.running.prefilled(now)
+            self.running.prefilled(done_at)
 
     def note_first_token(self, now: Instant) -> None:
         """The first byte of a stream is here, or of the rest of one that is resumed."""

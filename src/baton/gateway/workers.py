@@ -73,6 +73,7 @@ def worker_view(worker: Worker, info: WorkerInfo) -> WorkerView:
         half_open=is_up and health.takes_trial,
         ejected=is_up and not worker.is_available,
         slow_start=health.slow_start,
+        topology=info.topology,
     )
 
 

@@ -13,6 +13,7 @@ import ctypes
 import logging
 import threading
 from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         SendOrder,
     )
     from baton.handoff.options import AgentOptions
+    from baton.handoff.peer_transports import LinkReport
     from baton.ids import TicketId
     from baton.transfer.links.choice import LinkObserver
 
@@ -185,6 +187,20 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
     def observe_links(self, observer: LinkObserver) -> None:
         """Report choices, transfers and failures to an observer. Call before `start`."""
         self._observer = observer
+
+    def describe_links(self) -> Future[list[LinkReport]]:
+        """The measured links with each peer, from the thread; empty once it has ended."""
+        reply: Future[list[LinkReport]] = Future()
+
+        def answer() -> None:
+            if reply.set_running_or_notify_cancel():
+                reply.set_result(self.loop.describe_links())
+
+        if self.is_alive:
+            self.loop.call(answer)
+        else:
+            reply.set_result([])
+        return reply
 
     @property
     def num_lapsed_leases(self) -> int:

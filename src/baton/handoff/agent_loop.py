@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     )
     from baton.handoff.kv_views import KVView
     from baton.handoff.options import AgentOptions
+    from baton.handoff.peer_transports import LinkReport
     from baton.handoff.peers import PeerEvent
     from baton.ids import TicketId
     from baton.transfer.interface import RemoteId, TransferEvent, Transport
@@ -146,6 +147,10 @@ class AgentLoop:
         for transport in options.transports:
             if transport.readiness_fd is not None:
                 self._selector.register(transport.readiness_fd, selectors.EVENT_READ, transport)
+
+    def describe_links(self) -> list[LinkReport]:
+        """See `PeerTransportTable.describe`; on this thread."""
+        return self._peer_transports.describe()
 
     def call(self, command: Callable[[], object]) -> None:
         """Have the thread do something now: queues it, and wakes the thread. Thread-safe.

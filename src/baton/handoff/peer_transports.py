@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 from baton.errors import BatonError, PeerUnreachableError
 from baton.transfer.interface import as_admitter
 from baton.transfer.links.choice import Backoff, Choice, Chooser, Outcome
-from baton.transfer.links.cost_model import TransferShape, default_link_model
+from baton.transfer.links.cost_model import MIN_BYTE_S, TransferShape, default_link_model
 from baton.transfer.links.probes import ProbeBounds
 
 if TYPE_CHECKING:
@@ -156,6 +156,31 @@ logger = logging.getLogger(__name__)
 
 TYPICAL: Final = TransferShape(1 << 20, 32)
 """A layer of some hundred tokens: whose best route a handoff waits for before it begins."""
+
+
+LARGE: Final = TransferShape(TYPICAL.num_bytes << 4, TYPICAL.num_descriptors << 4)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkReport:
+    """The measured way to a peer (`push`) or from it (`pull`) that large transfers take."""
+
+    peer: str
+    direction: Direction
+    transport: str
+    model: LinkModel
+
+    @property
+    def byte_s(self) -> float:
+        """Seconds for a byte more, between a typical transfer and a large one."""
+        num_bytes = LARGE.num_bytes - TYPICAL.num_bytes
+        grown_s = self.model.predict(LARGE) - self.model.predict(TYPICAL)
+        return max(MIN_BYTE_S, grown_s / num_bytes)
+
+    @property
+    def latency_s(self) -> float:
+        """Seconds of a typical transfer that its bytes do not explain."""
+        return max(0.0, self.model.predict(TYPICAL) - TYPICAL.num_bytes * self.byte_s)
 
 
 class Reachability(StrEnum):
@@ -415,6 +440,18 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             and peer_transport.backoff.is_over(now)
             for lost in self._attach(known, peer_transport)
         ]
+
+    def describe(self) -> list[LinkReport]:
+        """What large transfers to, or from, each peer are predicted to take, if measured."""
+        reports = []
+        for known in self._by_peer.values():
+            models = {kind: model for kind, model in known.models.items() if model.is_measured}
+            usable = [kind for kind in known.in_state(PeerTransportState.UP) if kind in models]
+            if usable:
+                kind = min(usable, key=lambda each: models[each].predict(LARGE))
+                direction = known.peer_transports[kind].direction
+                reports.append(LinkReport(known.peer.name, direction, kind, models[kind]))
+        return reports
 
     def forget(self, peer: Peer) -> None:
         """The link to a peer ended: detach, which fails its unfinished transfers."""

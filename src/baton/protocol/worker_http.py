@@ -26,6 +26,9 @@ TRACES_PREFIX: Final = "/baton/v1/traces/"
 KV_EVENTS_PREFIX: Final = "/baton/v1/kv_events/"
 """Before the number of the last event that who asks knows."""
 MAX_KV_EVENTS_BYTES: Final = 64 << 20
+LINKS_PATH: Final = "/baton/v1/links"
+MAX_LINKS: Final = 1024
+"""That one worker reports, of those that it used last."""
 HANDOFFS_PREFIX: Final = "/baton/v1/handoffs/"
 ABORT_SUFFIX: Final = "/abort"
 FIRST_TOKEN_SUFFIX: Final = "/first_token"  # noqa: S105 - a path
@@ -52,6 +55,11 @@ WorkerProtocol: TypeAlias = Literal["baton", "vllm"]
 NAME: Final = Meta(min_length=1, max_length=256)
 Name: TypeAlias = Annotated[str, NAME]
 RANKS: Final = Meta(max_length=MAX_RANKS)
+
+
+Topology: TypeAlias = Annotated[
+    str, Meta(max_length=512, pattern=r"^[A-Za-z0-9._:-]*(?:/[A-Za-z0-9._:-]*){0,3}\Z")
+]
 
 
 def trace_path(request_id: str) -> str:
@@ -94,7 +102,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     unknown ones are ignored. `has_kv_journal`: it answers at `KV_EVENTS_PREFIX`.
     `tokenizer` is the digest of tokenizer and chat template (`digest_tokenizer`).
     `max_prompt_chars`: no longer text can fit the context, as far as the
-    worker knows its tokenizer's longest token.
+    worker knows its tokenizer's longest token. `topology` is `zone/rack/host/device`, levels that
+    are not known empty, or left out at the end.
     """
 
     worker: Annotated[WorkerId, NAME]
@@ -117,6 +126,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     has_kv_journal: bool = False
     tokenizer: Name | None = None
     modes: Annotated[tuple[str, ...], Meta(max_length=16)] = ("push",)
+    topology: Topology = ""
 
     def __post_init__(self) -> None:
         if self.rank_addresses and self.rank_addresses[0] != self.handoff_address:
@@ -137,6 +147,28 @@ class WorkerLoad(msgspec.Struct, frozen=True):
     num_free_blocks: Annotated[int, Meta(ge=0)]
     block_size: Annotated[int, Meta(gt=0)]
     max_running: Annotated[int, Meta(gt=0)] | UnsetType = UNSET
+
+
+class MeasuredLink(msgspec.Struct, frozen=True):
+    """One direction of the way to a peer: what a transfer of pages is predicted to take.
+
+    `push`: to the peer; `pull`: from it. `latency_s + bytes * byte_s`, of the transport that large
+    transfers take, from so many probes and transfers.
+    """
+
+    peer: Name
+    direction: Literal["push", "pull"]
+    transport: Name
+    latency_s: Annotated[float, Meta(ge=0, le=3600)]
+    byte_s: Annotated[float, Meta(gt=0, le=1)]
+    num_probes: Annotated[int, Meta(ge=0)]
+    num_transfers: Annotated[int, Meta(ge=0)]
+
+
+class MeasuredLinks(msgspec.Struct, frozen=True):
+    """`GET /baton/v1/links`: those links of a worker (of vLLM: of a rank) that were measured."""
+
+    links: Annotated[tuple[MeasuredLink, ...], Meta(max_length=MAX_LINKS)]
 
 
 class Health(msgspec.Struct, frozen=True):
@@ -207,11 +239,12 @@ class PrefillReply(msgspec.Struct, frozen=True, kw_only=True):
     """A prefill worker's answer: the KV and the first token are with the decode worker.
 
     `first` is present where the ticket asks for `first_token_early`; None: the token ends the
-    answer, or nothing is streamed.
+    answer, or nothing is streamed. `computed_s_ago`: since when the prompt's KV is computed.
     """
 
     object: str = "baton.prefill"
     request_id: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    computed_s_ago: Annotated[float, Meta(ge=0)] = 0.0
     first: FirstToken | UnsetType | None = UNSET

@@ -8,11 +8,14 @@ File map:
     fleet.py        `WorkerView`, `Fleet`: an immutable snapshot, indexed by served model
     load.py         `FleetLoad`, `RunningRequest`: the requests under way, worker by worker
     learning.py     `LearnedLine`: seconds for a size, learned from what was seen
+    topology.py     `Distance`: how far apart two workers are, by the paths that they report
+    handoff_costs.py      what handoffs cost, by distance: learned, measured or a default
     placement.py    `PlacementRequest`, `Placement`, `Unplaceable`: the question, the two answers;
                     `NonDisaggregableField`: the requests that one worker serves whole
     modes.py        `choose_mode`: how the KV gets from one to the other, and why
     pairing.py      `PairingPolicy`: a decode worker, then a prefill worker for it
     simple.py       `RoundRobin`, `LeastLoaded`, `RandomChoice`
+    pair_search.py  which pairs of many workers are worth a closer look
     cost.py         `CostPolicy`: one worker or two, by what the client will see
     room.py         `FleetRoom`: how many more requests the workers can use
     admission.py    `AdmissionQueue`: those that wait for that, and who is refused early;

@@ -28,6 +28,7 @@ from baton.registry import Plugin
 from baton.router.division import Division, Limits
 from baton.router.explanation import ExplainedCandidate, why_unusable
 from baton.router.load import MOST_SHARE, WINDOW_S
+from baton.router.pair_search import MOST_OF_EACH, PairSearch
 from baton.router.pairing import (
     explain_alone,
     find_decodes,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
     from baton.ids import WorkerId
     from baton.router.fleet import Fleet, ModelWorkers, WorkerView
+    from baton.router.handoff_costs import HandoffCosts
     from baton.router.load import FleetLoad
     from baton.router.modes import ModeSetting
     from baton.router.placement import PlacementRequest, PolicyFactory
@@ -54,8 +56,6 @@ BEYOND: Final = 10.0
 TYPICAL_ANSWER_TOKENS: Final = 128
 PREFERRED_ALONE: Final = 0.95
 """Two workers must be so much better than one: predictions are not exact, and a handoff is work."""
-MOST_OF_EACH: Final = 8
-"""Workers of each part that pairs are made of, the most promising ones."""
 
 Objective: TypeAlias = Literal["goodput", "throughput"]
 _Number = TypeVar("_Number", "float", "NDArray[np.float64]")
@@ -88,12 +88,16 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to serve a request: `prefill` None is the decode worker alone."""
+    """One way to serve a request: `prefill` None is the decode worker alone.
+
+    `handoffs` is where the handoff's cost comes from.
+    """
 
     prefill: WorkerView | None
     decode: WorkerView
     prediction: Prediction
     cost: float
+    handoffs: HandoffCosts | None = None
 
     def __str__(self) -> str:
         seen = self.prediction
@@ -101,8 +105,9 @@ class Candidate:
         parts = f"queue {seen.queue_s:.3f}, prefill {seen.prefill_s:.3f}"
         if seen.num_cached:
             parts += f" ({seen.num_cached} tokens cached)"
-        if self.prefill is not None:
-            parts += f", handoff {seen.handoff_s:.3f}"
+        if self.prefill is not None and self.handoffs is not None:
+            how = self.handoffs.explain(self.prefill, self.decode)
+            parts += f", handoff {seen.handoff_s:.3f} ({how})"
         ttft, tpot = f"TTFT {seen.ttft_s:.3f} s", f"TPOT {seen.tpot_s:.4f} s"
         return f"{who}: cost {self.cost:.3f}, {ttft} ({parts}), {tpot}"
 
@@ -126,7 +131,8 @@ class Candidate:
 class _Usable:
     """Who may serve: the first `num_decodes` of `workers` may answer, those at `helpers` prefill.
 
-    Good for `served` and `prefills`; `rows` until the load forgets workers.
+    Good for `served` and `prefills`; `rows` until the load forgets workers. `places` is None where
+    all are at one place.
     """
 
     served: ModelWorkers
@@ -136,6 +142,7 @@ class _Usable:
     num_decodes: int
     helpers: NDArray[np.intp]
     rows: NDArray[np.intp]
+    places: NDArray[np.intp] | None
     has_slow_starts: bool
 
 
@@ -273,6 +280,8 @@ class CostPolicy:
             for worker in served.helpers
             if worker.id in places and (not prefills or _is_for_prefill(worker, prefills))
         ]
+        rows = load.rows(workers)
+        at = load.costs(request.model).columns.place[rows]
         usable = _Usable(
             served,
             prefills,
@@ -280,7 +289,8 @@ class CostPolicy:
             workers,
             len(decodes),
             np.array(helpers, dtype=np.intp),
-            load.rows(workers),
+            rows,
+            at if (at != at[0]).any() else None,
             any(worker.slow_start is not None for worker in workers),
         )
         if not (request.avoid or request.full):
@@ -359,32 +369,41 @@ class CostPolicy:
 
         Those that could be better than one worker, and the best in any case.
         """
-        usable = parts.usable
+        usable, handoffs = parts.usable, load.costs(request.model).handoffs
         workers, num = usable.workers, usable.num_decodes
         computing = self._own_ttft(parts.queue_s + parts.prefill_s, request) + parts.stall
         answering = self._own_tpot(parts.tpot_s[:num], request) + parts.crowd[:num]
+        limit_s = request.ttft_s or self._options.ttft_s
+        weight = 1.0 if self._options.objective == "throughput" else 1.0 / limit_s
+        search = PairSearch(
+            computing,
+            answering,
+            usable.helpers,
+            parts.num_uncached,
+            weight,
+            handoffs,
+            usable.places,
+        )
+        before_s: list[float] = (parts.queue_s + parts.prefill_s).tolist()
+        handed: list[float] = parts.num_uncached.tolist()
+        others: list[float] = parts.stall.tolist()
+        own: list[float] = answering.tolist()
         found: list[tuple[float, int, int, float]] = []
-        least = enough = inf
-        seconds = _find_least(answering, np.arange(num))
-        for first in _find_least(computing[usable.helpers], usable.helpers):
-            prefill = workers[first]
-            before_s = float(parts.queue_s[first] + parts.prefill_s[first])
-            stall = float(parts.stall[first])
-            for second in seconds:
-                decode = workers[second]
-                if float(computing[first] + answering[second]) >= enough:
-                    break  # without any handoff; all that follow are worse
-                if first == second or decode.why_not_from(prefill) is not None:
-                    continue
-                handed = float(parts.num_uncached[second])
-                handoff_s = load.handoff_cost(prefill, decode).predict(handed)
-                ttft = self._own_ttft(before_s + handoff_s, request)
-                cost = ttft + stall + float(answering[second])
-                if parts.shares is not None:
-                    cost /= float(min(parts.shares[first], parts.shares[second]))
+        least, better = inf, PREFERRED_ALONE * alone_cost
+        for cost_alike, first, second in search.find():
+            if cost_alike >= max(least, better):
+                continue  # without any handoff
+            prefill, decode = workers[first], workers[second]
+            if first == second or decode.why_not_from(prefill) is not None:
+                continue
+            handoff_s = handoffs.cost_of(prefill, decode).predict(handed[second])
+            ttft = self._own_ttft(before_s[first] + handoff_s, request)
+            cost = ttft + others[first] + own[second]
+            if parts.shares is not None:
+                cost /= float(min(parts.shares[first], parts.shares[second]))
+            if cost < max(least, better):
                 found.append((cost, first, second, handoff_s))
                 least = min(least, cost)
-                enough = max(least, PREFERRED_ALONE * alone_cost)
         found.sort(key=itemgetter(0))
         return [
             Candidate(
@@ -392,6 +411,7 @@ class CostPolicy:
                 workers[second],
                 parts.predict(first, second, handoff_s, request.num_prompt_tokens),
                 cost,
+                handoffs,
             )
             for cost, first, second, handoff_s in found
         ]
@@ -418,12 +438,6 @@ def _explain_unpaired(usable: _Usable) -> list[ExplainedCandidate]:
         for prefill, decode in product(helpers, decodes)
         if prefill is not decode and (why_not := decode.why_not_from(prefill)) is not None
     ]
-
-
-def _find_least(values: NDArray[np.float64], places: NDArray[np.intp]) -> list[int]:
-    """The places of the `MOST_OF_EACH` least values, from the least on."""
-    found: list[int] = places[values.argsort(kind="stable")[:MOST_OF_EACH]].tolist()
-    return found
 
 
 def _is_for_prefill(worker: WorkerView, prefills: frozenset[WorkerId]) -> bool:

@@ -249,7 +249,7 @@ def _demand(
     return Demand(
         num_at_once=max(1.0, sum(each.lasted_s for each in ended) / window_s),
         prefill_s=max(1e-4, costs.prefill.predict(tokens)),
-        handoff_s=costs.handoff.predict(tokens),
+        handoff_s=costs.handoffs.predict_usual(tokens),
         num_answer_tokens=max(1.0, sum(each.num_streamed for each in ended) / num),
         step_s=(costs.step.fixed, costs.step.each),
     )

@@ -26,6 +26,7 @@ class WorkerView:
     `modes` are the ways of handing over that it takes part in. `load` None: not reported.
     `available`: it may be given requests. `half_open`: it may get a trial request.
     `ejected`: it is up, but only used where there is no other. `slow_start` None: it is over.
+    `topology` is where it is (`router/topology.py`).
     """
 
     ref: WorkerRef
@@ -41,6 +42,7 @@ class WorkerView:
     half_open: bool = False
     ejected: bool = False
     slow_start: SlowStart | None = None
+    topology: str = ""
 
     @property
     def id(self) -> WorkerId:

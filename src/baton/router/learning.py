@@ -45,13 +45,15 @@ class LearnedLine:
     each: float = field(init=False)
     num_workers: int = 0
     sum_of_logs: float = 0.0
-    _sums: list[float] = field(init=False)
+    _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
 
     def __post_init__(self) -> None:
         self.fixed, self.each = self.guess
-        self._sums = [0.0] * 5
-        for size in (0.0, self.guess_size):
-            self._add(size, self.fixed + self.each * size, GUESS_WEIGHT / 2)
+
+    def guess_again(self, guess: tuple[float, float]) -> None:
+        """Another guess is at hand; it counts for nothing once something was seen."""
+        if not self._sums[0]:
+            self.guess = self.fixed, self.each = guess
 
     @property
     def mean_log(self) -> float:
@@ -70,6 +72,9 @@ class LearnedLine:
 
     def observe(self, size: float, seconds: float) -> None:
         """So much took so long, by the measure of a worker of factor 1."""
+        if not self._sums[0]:
+            for at in (0.0, self.guess_size):
+                self._add(at, self.fixed + self.each * at, GUESS_WEIGHT / 2)
         self._sums = [value * FORGETTING for value in self._sums]
         self._add(size, seconds, 1.0)
         self._fit()

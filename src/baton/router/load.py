@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from baton.router.handoff_costs import HandoffCosts
 from baton.router.learning import LearnedLine, WorkerCost
 
 if TYPE_CHECKING:
@@ -41,15 +42,15 @@ MOST_SHARE: Final = 0.95
 _TYPICAL_TOKENS: Final = 1000.0
 _PREFILL_GUESS: Final = (0.005, 5e-5)
 _STEP_GUESS: Final = (0.01, 2e-4)
-_HANDOFF_GUESS: Final = (0.003, 1e-6)
 _TYPICAL_STREAMS: Final = 16.0
+NO_PLACE: Final = -1
 
 
 class LoadColumns:
     """What placement looks at of one model's workers, one row for each: see `WorkerActivity`.
 
     A policy reads many workers at once as arrays, requests change one at a time. Until a cost was
-    seen, its logarithm is NaN.
+    seen, its logarithm is NaN. `place` is a number of the model's `Places`.
     """
 
     FIRST_ROWS: Final = 64
@@ -63,6 +64,7 @@ class LoadColumns:
         self.share_at = np.zeros(self.FIRST_ROWS)
         self.prefill_log = np.full(self.FIRST_ROWS, np.nan)
         self.step_log = np.full(self.FIRST_ROWS, np.nan)
+        self.place = np.full(self.FIRST_ROWS, NO_PLACE, dtype=np.intp)
 
     def add_row(self) -> int:
         """A row for one worker more."""
@@ -76,6 +78,7 @@ class LoadColumns:
         for column in (self.free_at, self.num_decodes, self.prefill_share, self.share_at):
             column[row] = 0.0
         self.prefill_log[row] = self.step_log[row] = np.nan
+        self.place[row] = NO_PLACE
         return row
 
     def free_row(self, row: int) -> None:
@@ -151,17 +154,21 @@ class WorkerActivity:
         self._columns.share_at[self.row] = now
         return self.free_at, self._drift_s
 
-    def finish_prefill(
-        self, num_tokens: int, began_at: float, expected: tuple[float, float], now: float
-    ) -> None:
+    def finish_prefill(self, num_tokens: int, expected: tuple[float, float], now: float) -> None:
         """It was computed: what was expected of those behind it moves by as much as this did."""
         self._remove_prefill(num_tokens)
         late_s = now - (expected[0] + self._drift_s - expected[1])
         self._drift_s += late_s
         self._set_free_at(max(now, self.free_at + late_s))
-        self.prefill_cost.observe(num_tokens, now - max(began_at, self._last_done_at))
+
+    def observe_prefill(self, num_tokens: int, began_at: float, done_at: float) -> None:
+        """A prompt that was given to it then was computed now, after the one before it."""
+        began_at = max(began_at, self._last_done_at)
+        if done_at < began_at:  # a later one was reported first
+            return
+        self.prefill_cost.observe(num_tokens, done_at - began_at)
         self._columns.prefill_log[self.row] = self.prefill_cost.log
-        self._last_done_at = now
+        self._last_done_at = done_at
 
     def drop_prefill(self, num_tokens: int, expected: tuple[float, float], now: float) -> None:
         """It was computed at an unknown time, or never will be: those behind it need not wait."""
@@ -222,10 +229,10 @@ class RunningRequest:
     prefill: WorkerActivity
     decode: WorkerActivity
     handoff_cost: WorkerCost | None
+    costs: ModelCosts
     num_tokens: int
     num_handed: int
     began_at: float
-    ended: deque[EndedRequest]
     _expected: tuple[float, float]
     waited_s: float = 0.0
     _is_prefilled: bool = False
@@ -234,21 +241,25 @@ class RunningRequest:
     _stream_seconds: float = 0.0
     _is_over: bool = False
 
-    def prefilled(self, now: float) -> None:
-        """Its prefill worker has computed the prompt."""
-        if self._is_over or self._is_prefilled:
+    def prefilled(self, done_at: float) -> None:
+        """Its prefill worker has computed the prompt; the report of it may come later."""
+        if self._prefilled_at is not None or (self._is_over and self._first_at is None):
             return
-        self._is_prefilled, self._prefilled_at = True, now
-        self.prefill.finish_prefill(self.num_tokens, self.began_at, self._expected, now)
+        self._prefilled_at = done_at = max(done_at, self.began_at)
+        self._leave_queue(done_at)
+        self.prefill.observe_prefill(self.num_tokens, self.began_at, done_at)
+        self._learn_handoff()
 
     def first_token(self, now: float) -> None:
         """The answer has begun."""
         if self._is_over or self._first_at is not None:
             return
-        if self.handoff_cost is not None and self._prefilled_at is not None:
-            self.handoff_cost.observe(self.num_handed, now - self._prefilled_at)
-        self.prefilled(now)
         self._first_at = now
+        if self.handoff_cost is None:
+            self.prefilled(now)
+        else:
+            self._leave_queue(now)
+            self._learn_handoff()
         self._stream_seconds = self.decode.count_streams(+1, now)
 
     def end(self, now: float, num_streamed: int = 0) -> None:
@@ -264,13 +275,25 @@ class RunningRequest:
         self.decode.count_decodes(-1)
         self._is_over = True
 
+    def _leave_queue(self, now: float) -> None:
+        if not self._is_prefilled:
+            self._is_prefilled = True
+            self.prefill.finish_prefill(self.num_tokens, self._expected, now)
+
+    def _learn_handoff(self) -> None:
+        """Once both are known: when the prompt was computed, and when the answer began."""
+        if self.handoff_cost is None or self._prefilled_at is None or self._first_at is None:
+            return
+        exposed_s = max(0.0, self._first_at - self._prefilled_at)
+        self.costs.handoffs.observe(self.handoff_cost, self.num_handed, exposed_s)
+
     def _learn(self, first_at: float, stream_seconds: float, now: float, num_streamed: int) -> None:
         """From a whole stream: a step's cost for as many answers as there were on the average."""
         pace_s = (now - first_at) / (num_streamed - 1)
         alone = 1.0 - min(MOST_SHARE, self.decode.prefill_share(now))
         self.decode.observe_step(stream_seconds / (now - first_at), pace_s * alone)
         ttft_s = self.waited_s + first_at - self.began_at
-        self.ended.append(EndedRequest(now, self.num_tokens, num_streamed, ttft_s, pace_s))
+        self.costs.ended.append(EndedRequest(now, self.num_tokens, num_streamed, ttft_s, pace_s))
 
 
 class ModelCosts:
@@ -279,7 +302,7 @@ class ModelCosts:
     def __init__(self) -> None:
         self.prefill = LearnedLine(_PREFILL_GUESS, _TYPICAL_TOKENS)
         self.step = LearnedLine(_STEP_GUESS, _TYPICAL_STREAMS)
-        self.handoff = LearnedLine(_HANDOFF_GUESS, _TYPICAL_TOKENS)
+        self.handoffs = HandoffCosts(self.prefill)
         self.ended: deque[EndedRequest] = deque(maxlen=MOST_ENDED)
         self.columns = LoadColumns()
 
@@ -290,7 +313,6 @@ class FleetLoad:
     def __init__(self) -> None:
         self._models: dict[str, ModelCosts] = {}
         self._workers: dict[tuple[str, WorkerId], WorkerActivity] = {}
-        self._handoffs: dict[tuple[str, WorkerId, WorkerId], WorkerCost] = {}
         self.num_forgotten = 0
 
     def of(self, worker: WorkerId, model: str) -> WorkerActivity:
@@ -304,11 +326,21 @@ class FleetLoad:
 
     def rows(self, workers: Iterable[WorkerView]) -> NDArray[np.intp]:
         """Their rows in the model's columns `[num_workers]`; good until `num_forgotten` changes."""
-        return np.array([self.of(each.id, each.model).row for each in workers], dtype=np.intp)
+        return np.array([self._row(each) for each in workers], dtype=np.intp)
+
+    def _row(self, worker: WorkerView) -> int:
+        row, costs = self.of(worker.id, worker.model).row, self.costs(worker.model)
+        before, place = costs.columns.place[row], costs.handoffs.places.number(worker.topology)
+        if before != place:
+            costs.columns.place[row] = place
+            if before != NO_PLACE:
+                costs.handoffs.forget_pairs()
+        return row
 
     def _forget_idle(self) -> None:
         self.num_forgotten += 1
-        self._handoffs.clear()
+        for costs in self._models.values():
+            costs.handoffs.forget_pairs()
         for key, each in list(self._workers.items()):
             if not each.num_requests:
                 del self._workers[key]
@@ -317,14 +349,6 @@ class FleetLoad:
     def find(self, worker: WorkerId, model: str) -> WorkerActivity | None:
         """What that worker has to do for a model; None if it was never asked about."""
         return self._workers.get((model, worker))
-
-    def handoff_cost(self, prefill: WorkerView, decode: WorkerView) -> WorkerCost:
-        """Seconds from a prompt's end at one worker to the first token from the other."""
-        key = decode.model, prefill.id, decode.id
-        cost = self._handoffs.get(key)
-        if cost is None:
-            cost = self._handoffs[key] = WorkerCost(self.costs(decode.model).handoff)
-        return cost
 
     def begin(
         self,
@@ -340,17 +364,17 @@ class FleetLoad:
         `num_handed` are then handed over, all of them unless it is given. `waited_s`: for a place.
         """
         decode_view, prefill_view = placement.decode, placement.prefill
+        costs = self.costs(decode_view.model)
         decode, cost = self.of(decode_view.id, decode_view.model), None
         prefill = decode
         if prefill_view is not None:
             prefill = self.of(prefill_view.id, prefill_view.model)
-            cost = self.handoff_cost(prefill_view, decode_view)
+            cost = costs.handoffs.cost_of(prefill_view, decode_view)
         expected = prefill.add_prefill(num_tokens, now)
         decode.count_decodes(+1)
-        ended = self.costs(decode_view.model).ended
         handed = num_tokens if num_handed is None else num_handed
         return RunningRequest(
-            prefill, decode, cost, num_tokens, handed, now, ended, expected, waited_s
+            prefill, decode, cost, costs, num_tokens, handed, now, expected, waited_s
         )
 
     def costs(self, model: str) -> ModelCosts:

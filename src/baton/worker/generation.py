@@ -183,9 +183,14 @@ class GenerationService:
             request_id=job.exchange.request_id,
             prompt_tokens=len(job.generation.prompt_ids),
             cached_tokens=token.num_cached_tokens,
+            computed_s_ago=self._since(job, Stamp.PREFILL_DONE),
             first=self._begin(job, token) if is_early else UNSET,
         )
         await job.exchange.send_json(200, reply)
+
+    def _since(self, job: _Job, stamp: Stamp) -> float:
+        now = self._context.clock.now()
+        return max(0.0, now - job.request.trace.stamps.get(stamp, now))
 
     def _begin(self, job: _Job, token: NewToken) -> FirstToken | None:
         """What the decode worker's stream will begin with, if it does not end there as well."""

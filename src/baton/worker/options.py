@@ -26,6 +26,7 @@ class WorkerOptions:
 
     `key` None serves without handoffs. `is_tls`: only holders of the key can connect; else
     `require_bearer` is for listeners beyond loopback.
+    `topology` is where it is (`config/topology.py`).
     `max_default_tokens` bounds chat answers whose request sets no limit. `modes` are the ways of
     handing over that it takes part in, on either side.
     """
@@ -42,6 +43,7 @@ class WorkerOptions:
     request_timeout_s: float = 600.0
     num_traces: int = 1024
     transports: tuple[str, ...] = ()
+    topology: str = ""
     modes: tuple[HandoffMode, ...] = ("push", "pull")
 
 
@@ -65,6 +67,7 @@ class ProcessOptions:
     engine_options: Mapping[str, object] = field(default_factory=dict)
     handoff_host: str = "127.0.0.1"
     handoff_port: int = 0
+    topology: str = ""
     handoff_timeout_s: float = 60.0
     liveness_timeout_s: float = 3.0
     lease_s: float = 10.0

@@ -210,6 +210,7 @@ def _load(options: ProcessOptions, clock: Clock) -> tuple[Worker, Epoch]:
         require_bearer=options.tls == "off" and not is_loopback(options.host),
         num_traces=options.num_traces,
         transports=options.transports,
+        topology=options.topology,
         modes=handoffs.modes,
     )
     return build_worker(worker_options, engine, handoffs, clock), epoch

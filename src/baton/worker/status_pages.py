@@ -14,6 +14,7 @@ import baton
 from baton.errors import UNDECODABLE, InvalidRequestError
 from baton.events.wire import encode_page
 from baton.handoff.interface import SampledToken
+from baton.handoff.link_page import describe_links
 from baton.ids import TicketId
 from baton.protocol.worker_http import (
     ABORT_SUFFIX,
@@ -25,6 +26,7 @@ from baton.protocol.worker_http import (
     TRACES_PREFIX,
     AbortOrder,
     Health,
+    MeasuredLinks,
     Role,
     ServedModel,
     ServedModels,
@@ -105,6 +107,7 @@ class StatusPages:
                 modes=self.options.modes,
                 has_kv_journal=True,
                 tokenizer=self.tokenizer_digest,
+                topology=self.options.topology,
             ),
         )
 
@@ -132,6 +135,13 @@ class StatusPages:
             await asyncio.sleep(EVENT_POLL_S)
         body = encode_page(journal.read(after))
         await exchange.send_bytes(200, body, b"application/msgpack")
+
+    async def links(self, exchange: HttpExchange) -> None:
+        """`GET /baton/v1/links`: what ways to peers cost, as measured."""
+        links = MeasuredLinks(())
+        if self.handoffs is not None:
+            links = await describe_links(self.handoffs.agent)
+        await exchange.send_json(200, links)
 
     async def abort(self, exchange: HttpExchange) -> None:
         """`POST /baton/v1/handoffs/{ticket}/abort`: the ticket's other half has failed."""

@@ -27,6 +27,7 @@ from baton.protocol.worker_http import (
     HEALTH_PATH,
     INFO_PATH,
     KV_EVENTS_PREFIX,
+    LINKS_PATH,
     METRICS_PATH,
     MODELS_PATH,
     TRACES_PREFIX,
@@ -242,6 +243,7 @@ def _routes(pages: StatusPages, generation: GenerationService, reader: PromptRea
             VERSION_PATH: {"GET": pages.version},
             METRICS_PATH: {"GET": pages.metrics},
             INFO_PATH: {"GET": pages.info},
+            LINKS_PATH: {"GET": pages.links},
         },
         patterns=(
             PatternRoute(TRACES_PREFIX, "", {"GET": pages.trace}),

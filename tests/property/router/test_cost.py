@@ -21,9 +21,12 @@ from baton.router.placement import NonDisaggregableField, Placement, PlacementRe
 NOW = 1000.0
 
 
-def view(name, role=Role.BOTH, *, available=True, fingerprint="f"):
+def view(name, role=Role.BOTH, *, available=True, fingerprint="f", topology=""):
     ref = WorkerRef(WorkerId(name), Epoch("0" * 32), "127.0.0.1:1")
-    return WorkerView(ref, role, "demo", fingerprint, frozenset({"tcp"}), available=available)
+    transports = frozenset({"tcp"})
+    return WorkerView(
+        ref, role, "demo", fingerprint, transports, available=available, topology=topology
+    )
 
 
 views = st.builds(
@@ -32,6 +35,7 @@ views = st.builds(
     st.sampled_from(Role),
     available=st.booleans(),
     fingerprint=st.sampled_from(["f", "f", "g"]),
+    topology=st.sampled_from(["", "z/r0/h0", "z/r0/h1", "z/r1/h2", "y/r0/h0"]),
 )
 fleets = st.lists(views, max_size=5, unique_by=lambda each: each.id)
 work = st.lists(
@@ -78,7 +82,7 @@ def naive_cost(prefill, decode, request_, load, wanted):
     if prefill is not None:
         computing = load.of(prefill.id, "demo")
         handed = request_.count_uncached(decode.id)
-        handoff_s = load.handoff_cost(prefill, decode).predict(handed)
+        handoff_s = load.costs("demo").handoffs.cost_of(prefill, decode).predict(handed)
     uncached = request_.count_uncached((prefill or decode).id)
     prefill_s = computing.prefill_cost.predict(uncached)
     ttft_s = computing.queue_s(NOW) + prefill_s + handoff_s
@@ -225,3 +229,86 @@ def test_a_full_worker_is_taken_only_if_all_are(workers, request_, given, full):
         usable = [w.id for w in workers if w.available and w.id not in request_.avoid]
         decodes = {w.id for w in workers if w.id in usable and w.decodes}
         assert answer.decode.id not in full or decodes <= full
+
+
+RACKS = 8
+HOSTS = 4
+busy = st.lists(st.tuples(st.integers(0, 63), st.integers(1, 4)), max_size=20)
+
+
+def racks(roles=(Role.PREFILL, Role.DECODE)):
+    """64 workers: in each of eight racks four hosts, with a worker of each role."""
+    return [
+        view(f"{role.value}-{rack}-{host}", role, topology=f"z/rack-{rack}/host-{role}-{host}")
+        for role in roles
+        for rack in range(RACKS)
+        for host in range(HOSTS)
+    ]
+
+
+def rack_of(worker):
+    return worker.topology.split("/")[1]
+
+
+def make_slow_alone(load, workers):
+    """Decode workers have prompts of their own, so that pairs are the better way."""
+    for worker in workers:
+        if worker.role is Role.DECODE:
+            load.begin(Placement(None, worker), 30_000, NOW)
+            load.of(worker.id, "demo").count_decodes(-1)
+
+
+@given(busy, st.integers(0, 2**32))
+def test_of_many_racks_the_pair_is_within_one(given_work, seed):
+    """All else equal: workers that are idle are in every rack, whoever is busy."""
+    workers, load = racks(), FleetLoad()
+    order = np.random.default_rng(seed).permutation(len(workers))
+    workers = [workers[at] for at in order]
+    make_slow_alone(load, workers)
+    prefills = [w for w in workers if w.role is Role.PREFILL]
+    for at, num in given_work:
+        if len(prefills) > 1 and at % 2:
+            load.begin(Placement(None, prefills.pop(at % len(prefills))), 1000 * num, NOW)
+    placement = placed(CostPolicy(CostOptions()), workers, load, num_tokens=4000)
+    assert placement.prefill is not None
+    assert rack_of(placement.prefill) == rack_of(placement.decode)
+    assert any("(same_rack, default)" in line for line in placement.why)
+
+
+@pytest.mark.parametrize("rack", range(RACKS))
+def test_the_only_rack_with_idle_decode_workers_gets_the_prompt_too(rack):
+    """Also where the idle prefill workers that are listed first are in other racks."""
+    workers, load = racks(), FleetLoad()
+    make_slow_alone(load, workers)
+    for worker in workers:
+        if worker.role is Role.DECODE and rack_of(worker) != f"rack-{rack}":
+            load.of(worker.id, "demo").count_decodes(40)
+    placement = placed(CostPolicy(CostOptions()), workers, load, num_tokens=4000)
+    assert (rack_of(placement.prefill), rack_of(placement.decode)) == (f"rack-{rack}",) * 2
+
+
+def one_near_one_far():
+    return (
+        view("p", Role.PREFILL, topology="z/r0/h0"),
+        view("near", Role.DECODE, topology="z/r0/h1"),
+        view("far", Role.DECODE, topology="y/r/h"),
+    )
+
+
+def test_a_far_worker_is_taken_where_the_near_ones_are_busy():
+    (prefill, near, far), load = one_near_one_far(), FleetLoad()
+    make_slow_alone(load, [near, far])
+    assert placed(CostPolicy(CostOptions()), [prefill, near, far], load).decode is near
+    load.of(near.id, "demo").count_decodes(200)
+    assert placed(CostPolicy(CostOptions()), [prefill, near, far], load).decode is far
+
+
+def test_where_far_links_prove_as_good_as_near_ones_they_are_used_alike():
+    """Labels say little: what was learned counts."""
+    (prefill, near, far), load = one_near_one_far(), FleetLoad()
+    costs = load.costs("demo").handoffs
+    for _ in range(40):
+        for decode, seconds in ((near, 0.02), (far, 0.01)):
+            costs.observe(costs.cost_of(prefill, decode), 1000, seconds)
+    make_slow_alone(load, [near, far])
+    assert placed(CostPolicy(CostOptions()), [prefill, near, far], load).decode is far

@@ -69,8 +69,12 @@ def test_the_gateways_defaults_are_those_of_its_options():
 def test_the_workers_defaults_are_those_of_its_options():
     options = worker_options(Config(), status_fd=1)
     assert options == ProcessOptions(
-        worker=options.worker, model=DEMO_MODEL_PATH, credentials=options.credentials
+        worker=options.worker,
+        model=DEMO_MODEL_PATH,
+        credentials=options.credentials,
+        topology=options.topology,
     )
+    assert options.topology.startswith("//boot-")
 
 
 def test_the_key_is_in_no_repr():

@@ -14,7 +14,7 @@ from baton.engines.vllm.identity import Identity, ModelFacts, RankFacts, describ
 from baton.engines.vllm.step_orders import Occupancy
 from baton.ids import Epoch, TicketId, WorkerId
 from baton.kv.layout import KVLayout
-from baton.protocol.worker_http import MAX_ABORT_BYTES
+from baton.protocol.worker_http import MAX_ABORT_BYTES, MeasuredLink, MeasuredLinks
 from baton.telemetry.trace import RequestSpan, TraceRing
 
 KEY = ClusterKey(b"k" * 32)
@@ -55,8 +55,12 @@ class Client:
             abort_from_peer=lambda ticket, reason: self.given_up.append((ticket, reason)),
             traces=self.traces,
             registry=registry,
+            links=self.describe_links,
         )
         self.app = ControlApp(view, key)
+
+    async def describe_links(self) -> MeasuredLinks:
+        return MeasuredLinks((MeasuredLink("p0", "pull", "tcp", 1e-4, 1e-9, 9, 1),))
 
     def ask(self, method: str, path: str, body: bytes = b"", bearer: bytes = b"") -> Reply:
         sent: list[dict[str, Any]] = []
@@ -136,6 +140,14 @@ def test_what_makes_no_sense_is_answered(path: str, body: bytes, status: int) ->
     reply = client.ask("POST", path, body)
     assert (reply.status, client.given_up) == (status, [])
     assert reply.json["error"]["message"]
+
+
+def test_measured_links_are_shown() -> None:
+    client = Client(ClusterKey(b"k" * 32))
+    assert client.ask("GET", "/baton/v1/links").status == 401
+    reply = client.ask("GET", "/baton/v1/links", bearer=BEARER)
+    assert (reply.status, reply.json["links"][0]["peer"]) == (200, "p0")
+    assert client.ask("POST", "/baton/v1/links", bearer=BEARER).status == 405
 
 
 def test_unknown_paths_and_methods() -> None:

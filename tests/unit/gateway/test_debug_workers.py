@@ -11,7 +11,7 @@ from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.gateway.app import Access, DebugPages, GatewayApp, RequestOrigin
 from baton.gateway.clients import Clients
-from baton.gateway.debug import ListedWorker, WorkerList
+from baton.gateway.debug import LinkList, ListedWorker, WorkerList
 from baton.gateway.kv_events import KVEvents
 from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.options import GatewayOptions, WorkerAddress
@@ -87,7 +87,8 @@ def get(
         sent.append(message)
 
     access = Access(RequestOrigin(None, frozenset()), Clients(None, ManualClock()), True)
-    pages = DebugPages(None, worker_list, None, None)
+    links = LinkList(workers, FleetLoad())
+    pages = DebugPages(None, worker_list, None, None, links)
     app = GatewayApp(None, workers, GatewayMetrics(), debug=pages, readiness=None, access=access)
     scope = {
         "type": "http", "path": "/debug/workers", "method": method, "client": (client, 1),

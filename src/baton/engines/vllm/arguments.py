@@ -126,6 +126,8 @@ def _transfer(config: Config) -> dict[str, object]:
         "tls": config.security.tls,
         "identity": config.security.identity,
     }
+    if config.worker.topology is not None:
+        extra["topology"] = config.worker.topology
     if config.cluster.key_file is not None:
         extra["key_file"] = config.cluster.key_file
     return {

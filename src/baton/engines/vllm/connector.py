@@ -281,7 +281,7 @@ def _admit(
     clock = MachineClock()
     return Admission(
         identity,
-        read_model_facts(vllm_config, options.transports),
+        read_model_facts(vllm_config, options),
         block_size=int(vllm_config.cache_config.block_size),
         held=held,
         reader=TicketReader(identity, load_credentials(options)),

@@ -30,6 +30,7 @@ from baton.protocol.worker_http import (
     ABORT_SUFFIX,
     HANDOFFS_PREFIX,
     HEALTH_PATH,
+    LINKS_PATH,
     MAX_ABORT_BYTES,
     MAX_REASON_CHARS,
     TRACES_PREFIX,
@@ -41,7 +42,7 @@ from baton.protocol.worker_http import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Awaitable, Callable, Generator
 
     from prometheus_client import CollectorRegistry
     from starlette.types import Receive, Scope, Send
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from baton.auth.key import ClusterKey
     from baton.engines.vllm.step_orders import Occupancy
     from baton.net.tls import Tls
-    from baton.protocol.worker_http import WorkerInfo
+    from baton.protocol.worker_http import MeasuredLinks, WorkerInfo
     from baton.telemetry.trace import TraceRing
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ class RankView:
     is_alive: Callable[[], bool]
     occupancy: Callable[[], Occupancy | None]
     abort_from_peer: Callable[[TicketId, str], None]
+    links: Callable[[], Awaitable[MeasuredLinks]]
     traces: TraceRing
     registry: CollectorRegistry
 
@@ -114,6 +116,8 @@ class ControlApp:
             if method != "POST":
                 return _method_not_allowed("POST")
             return self._abort(path, await _read_body(receive))
+        if method == "GET" and path == LINKS_PATH:
+            return _json(200, await self._view.links())
         return self._get(path) if method == "GET" else _method_not_allowed("GET")
 
     def _is_authorized(self, scope: Scope, path: str) -> bool:

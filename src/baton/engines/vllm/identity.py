@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Final
 import baton
 from baton.auth.certificates import IdentityRole
 from baton.auth.ticket import rank_epoch, rank_name
+from baton.clock import read_clock_domain
 from baton.config.environment import read_environment
 from baton.config.sections import ClusterSection, SecuritySection
+from baton.config.topology import find_topology
 from baton.engines.checkpoint import fingerprint_checkpoint
 from baton.errors import ConfigError
 from baton.ids import Epoch, WorkerId
@@ -140,6 +142,7 @@ class ModelFacts:
     transports: tuple[str, ...]
     kv_events: KVEventsSource | None
     max_running: int | None = None
+    topology: str = ""
 
 
 def describe_worker(
@@ -165,19 +168,25 @@ def describe_worker(
         rank_addresses=addresses if identity.num_ranks > 1 else (),
         control_urls=tuple(rank.control_url for rank in known),
         kv_events=model.kv_events,
+        topology=model.topology,
         modes=tuple(m for m in known[0].modes if all(m in rank.modes for rank in known)),
     )
 
 
-def read_model_facts(vllm_config: VllmConfig, transports: tuple[str, ...]) -> ModelFacts:
-    """What the gateway asks for, from vLLM's configuration."""
+def read_model_facts(vllm_config: VllmConfig, options: ConnectorOptions) -> ModelFacts:
+    """What the gateway asks for, from vLLM's configuration and this process's environment.
+
+    Raises:
+        ConfigError: the topology does not name levels.
+    """
     model = vllm_config.model_config
     served = model.served_model_name
     return ModelFacts(
         model=str(model.model),
         served_model_name=served[0] if isinstance(served, list | tuple) else str(served),
         max_context_tokens=int(model.max_model_len),
-        transports=transports,
+        transports=options.transports,
+        topology=find_topology(options.topology, read_environment(), read_clock_domain()),
         kv_events=_read_kv_events(vllm_config),
         max_running=int(vllm_config.scheduler_config.max_num_seqs),
     )

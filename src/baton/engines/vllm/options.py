@@ -45,6 +45,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     handoff_host: Host = "127.0.0.1"
     handoff_port: Port = 0
     control_port: Port = 0
+    topology: str | None = None
     transports: Annotated[tuple[str, ...], Meta(min_length=1)] = ("shared", "tcp")
     transport_options: dict[str, Table] = {}
     choice: Literal["measured", "listed"] = "measured"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry
@@ -29,6 +30,7 @@ from baton.engines.vllm.rank_handoffs import RankHandoffs
 from baton.engines.vllm.rank_observer import FALLBACK_CAUSE, RankObserver
 from baton.engines.vllm.rank_prompts import RankSetting
 from baton.handoff.dispatcher import HandoffDispatcher, open_handoffs
+from baton.handoff.link_page import describe_links
 from baton.handoff.options import AgentOptions
 from baton.handoff.peer_transports import LinkOptions
 from baton.handoff.pool_mode.metrics import PoolModeCollector
@@ -163,7 +165,7 @@ class Rank:
             self._layers.main_layout,
             dispatcher.modes,
         )
-        model = read_model_facts(plan.vllm_config, options.transports)
+        model = read_model_facts(plan.vllm_config, options)
         info = describe_worker(plan.identity, model, {plan.rank: facts})
         set_worker_info(
             registry,
@@ -181,6 +183,7 @@ class Rank:
                 is_alive=lambda: dispatcher.is_alive,
                 occupancy=lambda: handoffs.occupancy,
                 abort_from_peer=handoffs.abort_from_peer,
+                links=partial(describe_links, agent),
                 traces=traces,
                 registry=registry,
             )

@@ -1,0 +1,190 @@
+"""What handoffs cost, by the distance of the two workers: one learned line for each.
+
+Seconds from a prompt's end at one worker to the first token from the other, by the tokens that are
+handed over. Most of a handoff is hidden: its layers are sent while later ones are computed. What
+stays exposed is at least the last layer (or, of a short prompt, all that goes in one batch), and
+what the link moves more slowly than the engine computes.
+
+A line that nothing was learned of yet is a guess: from the links of this distance that workers have
+measured, or else from a default. The guess takes over what the lines of other distances show that
+links do not (engines' steps, messages); a default is never below what a nearer line has learned,
+or above what a farther one has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+import numpy as np
+
+from baton.router.learning import LearnedLine, WorkerCost
+from baton.router.topology import Distance, Places
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from baton.ids import WorkerId
+    from baton.router.fleet import WorkerView
+
+CostSource: TypeAlias = Literal["default", "measured", "learned"]
+"""What a cost rests on: nothing of this fleet, its links, or its handoffs."""
+
+TYPICAL_TOKENS: Final = 1000.0
+MOST_PAIRS: Final = 1 << 16
+"""Whose factors are remembered; beyond that, some or all are forgotten."""
+MESSAGES_S: Final = 0.003
+"""A guess: of a handoff, what does not depend on the link."""
+BATCH_BYTES: Final = 4 << 20
+"""`handoff.layer_batch_bytes`: so much is sent at once, and nothing before."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCost:
+    """`latency_s + bytes * byte_s`, of one direction between two workers."""
+
+    latency_s: float
+    byte_s: float
+    transport: str = ""
+
+
+DEFAULTS: Final[Mapping[Distance, LinkCost]] = {
+    Distance.SAME_DEVICE: LinkCost(20e-6, 1 / 20e9),
+    Distance.SAME_HOST: LinkCost(30e-6, 1 / 8e9),
+    Distance.SAME_RACK: LinkCost(150e-6, 1 / 2e9),
+    Distance.SAME_ZONE: LinkCost(300e-6, 1 / 1e9),
+    Distance.CROSS_ZONE: LinkCost(2e-3, 1 / 0.3e9),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What a token's KV takes, of all `num_layers` layers. The default is that of Llama 3 8B."""
+
+    bytes_per_token: int = 131_072
+    num_layers: int = 32
+
+
+def guess_exposed(link: LinkCost, shape: KVShape, prefill_token_s: float) -> tuple[float, float]:
+    """Of a handoff, what prefill does not hide: fixed seconds, and for each token."""
+    num = TYPICAL_TOKENS
+    moved_s = num * shape.bytes_per_token * link.byte_s
+    batch_s = BATCH_BYTES * link.byte_s
+    least_s = min(moved_s, max(moved_s / shape.num_layers, batch_s))
+    hidden_s = num * prefill_token_s * (shape.num_layers - 1) / shape.num_layers
+    return MESSAGES_S + link.latency_s, max(least_s, moved_s - hidden_s) / num
+
+
+class HandoffCosts:
+    """One model's. Owner: the gateway's thread. `prefill` is the model's line for prompts."""
+
+    def __init__(self, prefill: LearnedLine) -> None:
+        self._prefill, self._shape = prefill, KVShape()
+        self.places = Places()
+        self.links: Mapping[tuple[WorkerId, WorkerId], LinkCost] = {}
+        self._measured: dict[Distance, LinkCost] = {}
+        self._pairs: dict[tuple[WorkerId, WorkerId], WorkerCost] = {}
+        self.lines = tuple(LearnedLine(self._guess(each), TYPICAL_TOKENS) for each in Distance)
+
+    def note_links(
+        self, links: Mapping[tuple[WorkerView, WorkerView], LinkCost], shape: KVShape | None
+    ) -> None:
+        """What workers have measured, by `(from, to)`; replaces what was known."""
+        self._shape = shape or KVShape()
+        self.links = {(one.id, other.id): link for (one, other), link in links.items()}
+        found: dict[Distance, list[LinkCost]] = {}
+        for (one, other), link in links.items():
+            found.setdefault(self.distance(one, other), []).append(link)
+        self._measured = {
+            distance: LinkCost(
+                median(each.latency_s for each in alike), median(each.byte_s for each in alike)
+            )
+            for distance, alike in found.items()
+        }
+        self._guess_again()
+
+    def distance(self, prefill: WorkerView, decode: WorkerView) -> Distance:
+        """Between two workers."""
+        return self.places.distance(prefill.topology, decode.topology)
+
+    def source(self, distance: Distance) -> CostSource:
+        """What the line of a distance rests on."""
+        if self.lines[distance].num_workers:
+            return "learned"
+        return "measured" if distance in self._measured else "default"
+
+    def explain(self, prefill: WorkerView, decode: WorkerView) -> str:
+        """What the cost between two workers follows from, for people."""
+        distance = self.distance(prefill, decode)
+        return f"{distance}, {self.source(distance)}"
+
+    def predict_usual(self, num_tokens: float) -> float:
+        """Exposed seconds at the distance at which most pairs have handed over."""
+        most = max(Distance, key=lambda each: self.lines[each].num_workers)
+        usual = most if self.lines[most].num_workers else Distance.SAME_HOST
+        return self.lines[usual].predict(num_tokens)
+
+    def expect(
+        self, firsts: NDArray[np.intp], seconds: NDArray[np.intp], num_tokens: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """`[num_firsts, num_seconds]` exposed seconds between places, pairs' factors left out.
+
+        `num_tokens` are handed over to each second.
+        """
+        distances = self.places.distances.take(firsts, 0).take(seconds, 1)
+        expected = np.array([line.each for line in self.lines]).take(distances)
+        expected *= num_tokens
+        expected += np.array([line.fixed for line in self.lines]).take(distances)
+        return expected
+
+    def cost_of(self, prefill: WorkerView, decode: WorkerView) -> WorkerCost:
+        """The pair's own cost: exposed seconds of one handoff. It learns by `observe`."""
+        key = prefill.id, decode.id
+        cost = self._pairs.get(key)
+        if cost is None:
+            if len(self._pairs) >= MOST_PAIRS:
+                self._forget_unused()
+            cost = self._pairs[key] = WorkerCost(self.lines[self.distance(prefill, decode)])
+        return cost
+
+    def observe(self, cost: WorkerCost, num_tokens: float, seconds: float) -> None:
+        """A handoff between the workers of `cost` took so long, beyond the prompt's end."""
+        cost.observe(num_tokens, seconds)
+        self._guess_again()
+
+    def forget_pairs(self) -> None:
+        """A worker has moved, or names are those of lives that are over."""
+        self._pairs.clear()
+
+    def _forget_unused(self) -> None:
+        self._pairs = {pair: cost for pair, cost in self._pairs.items() if cost.num_seen}
+        if len(self._pairs) > MOST_PAIRS // 2:
+            self._pairs.clear()
+
+    def _guess_again(self) -> None:
+        learned = [each for each in Distance if self.lines[each].num_workers]
+        for distance in Distance:
+            if distance not in learned:
+                nearest = min(learned, key=lambda other: abs(other - distance), default=None)
+                self.lines[distance].guess_again(self._guess(distance, nearest))
+
+    def _guess(self, distance: Distance, learned: Distance | None = None) -> tuple[float, float]:
+        """By its link, and by what one line has learned beyond what its own link explains."""
+        own = self._guess_by_link(distance)
+        if learned is None:
+            return own
+        line, its = self.lines[learned], self._guess_by_link(learned)
+        found = []
+        for mine, seen, explained in zip(own, (line.fixed, line.each), its, strict=True):
+            guess = max(0.0, mine + seen - explained)
+            if distance not in self._measured:
+                guess = max(guess, seen) if distance > learned else min(guess, seen)
+            found.append(guess)
+        return found[0], found[1]
+
+    def _guess_by_link(self, distance: Distance) -> tuple[float, float]:
+        link = self._measured.get(distance, DEFAULTS[distance])
+        return guess_exposed(link, self._shape, self._prefill.each)

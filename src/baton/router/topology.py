@@ -1,0 +1,133 @@
+"""How far apart two workers are, from the paths that they report: `zone/rack/host/device`.
+
+A level that a path does not name is not known, and makes no difference. The highest level at which
+both are known and differ decides; a name needs to be unique within the level above it only.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Final
+
+import numpy as np
+
+NUM_LEVELS: Final = 4
+MOST_PLACES: Final = 2048
+"""Different paths; what comes beyond them is at an unknown place."""
+_UNKNOWN: Final = -1
+_ZONE, _RACK, _HOST, _DEVICE = range(NUM_LEVELS)
+
+
+class Distance(IntEnum):
+    """From near to far. Where nothing is known, two workers are taken to be in the same zone."""
+
+    SAME_DEVICE = 0
+    SAME_HOST = 1
+    SAME_RACK = 2
+    SAME_ZONE = 3
+    CROSS_ZONE = 4
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+def compute_distance(one: str, other: str) -> Distance:
+    """Of two workers, by their paths."""
+    zone, rack, host, device = zip(_split(one), _split(other), strict=True)
+    if _differ(zone):
+        return Distance.CROSS_ZONE
+    if _differ(rack):
+        return Distance.SAME_ZONE
+    if _differ(host):
+        return Distance.SAME_RACK if all(rack) else Distance.SAME_ZONE
+    if _differ(device):
+        return Distance.SAME_HOST
+    if all(device):
+        return Distance.SAME_DEVICE
+    if all(host):
+        return Distance.SAME_HOST
+    return Distance.SAME_RACK if all(rack) else Distance.SAME_ZONE
+
+
+def _split(path: str) -> tuple[str, ...]:
+    names = path.split("/", NUM_LEVELS - 1)
+    return (*names, *[""] * (NUM_LEVELS - len(names)))
+
+
+def _differ(names: tuple[str, str]) -> bool:
+    return all(names) and names[0] != names[1]
+
+
+class Places:
+    """Numbers for paths, and the distances of all of them, `[place, place]`. 0 is an unknown one.
+
+    A policy looks at the distances of many workers at once. Owner: one thread.
+    """
+
+    FIRST_PLACES: Final = 16
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self._codes: list[dict[str, int]] = [{} for _ in range(NUM_LEVELS)]
+        self._levels = np.full((NUM_LEVELS, self.FIRST_PLACES), _UNKNOWN, dtype=np.int32)
+        self.distances = np.full(
+            (self.FIRST_PLACES, self.FIRST_PLACES), Distance.SAME_ZONE, dtype=np.int8
+        )
+        self.number("")
+
+    def number(self, path: str) -> int:
+        """The place of a path; the same for the same path."""
+        known = self._numbers.get(path)
+        if known is not None:
+            return known
+        number = len(self._numbers)
+        if number >= MOST_PLACES:
+            return 0
+        if number == len(self.distances):
+            self._grow()
+        self._numbers[path] = number
+        for level, name in enumerate(_split(path)):
+            codes = self._codes[level]
+            self._levels[level, number] = codes.setdefault(name, len(codes)) if name else _UNKNOWN
+        row = self._compute_row(number)
+        self.distances[number, : number + 1] = row
+        self.distances[: number + 1, number] = row
+        return number
+
+    def distance(self, one: str, other: str) -> Distance:
+        """Of two workers, by their paths."""
+        return Distance(int(self.distances[self.number(one), self.number(other)]))
+
+    def _compute_row(self, number: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """`compute_distance` to all places up to this one."""
+        levels, own = self._levels[:, : number + 1], self._levels[:, number, None]
+        known = (levels != _UNKNOWN) & (own != _UNKNOWN)
+        differ = known & (levels != own)
+        near = np.where(known[_RACK], Distance.SAME_RACK, Distance.SAME_ZONE)
+        return np.select(
+            [
+                differ[_ZONE],
+                differ[_RACK],
+                differ[_HOST],
+                differ[_DEVICE],
+                known[_DEVICE],
+                known[_HOST],
+            ],
+            [
+                np.full_like(near, Distance.CROSS_ZONE),
+                np.full_like(near, Distance.SAME_ZONE),
+                near,
+                np.full_like(near, Distance.SAME_HOST),
+                np.full_like(near, Distance.SAME_DEVICE),
+                np.full_like(near, Distance.SAME_HOST),
+            ],
+            near,
+        )
+
+    def _grow(self) -> None:
+        num = len(self.distances)
+        levels = np.full((NUM_LEVELS, 2 * num), _UNKNOWN, dtype=np.int32)
+        levels[:, :num] = self._levels
+        distances = np.full((2 * num, 2 * num), Distance.SAME_ZONE, dtype=np.int8)
+        distances[:num, :num] = self.distances
+        self._levels, self.distances = levels, distances
