@@ -55,7 +55,7 @@ def test_who_is_chosen_is_who_serves_the_request(policy):
 def test_nothing_of_it_is_left_in_what_workers_are_given():
     async def scenario(cluster: Cluster):
         busy, _ = cluster.decodes
-        waiting = asyncio.create_task(ask(cluster, STREAM))
+        waiting = asyncio.create_task(ask(cluster, {**STREAM, "prompt": "a" * 400_000}))
         await until(lambda: busy.visits)
         _, before = await cluster.get_json("/debug/workers")
         for _ in range(3):

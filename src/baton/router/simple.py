@@ -127,7 +127,7 @@ class NoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RandomOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`seed`: another one gives another order."""
 
-    seed: Annotated[int, msgspec.Meta(ge=0, lt=1 << 64)] = 0
+    seed: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] = 0
 
 
 ROUND_ROBIN: Plugin[NoOptions, PolicyFactory] = Plugin(NoOptions, lambda _: RoundRobin)
