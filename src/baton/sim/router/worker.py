@@ -52,8 +52,8 @@ class Job:
     """A request on its way: `token_ids` of its prompt, `names` of the prompt's full blocks.
 
     `num_saved` of its tokens were cached where it was computed, which takes `chunk_s` at a time and
-    `left_s` from now. `kv` is what it holds at the worker
-    that has it. `finish` is called when its answer is complete, before its blocks are released.
+    `left_s` more. `kv` is what it holds at the worker that has it. `finish` is called when its
+    answer is complete, before its blocks are released.
     """
 
     turn: Turn
