@@ -2,6 +2,7 @@
 
     link/            every transport between two processes (baton.rig), and how it compares
     load/            `baton bench serve`: a load generator; workloads/: its requests
+    replay/          `baton route replay`: a workload under several policies, in virtual time
     compare.py       two reports of `baton bench serve`: is one really better?
     architectures/   the same workers, used in every way: is disaggregation worth it?
 

@@ -1,5 +1,7 @@
-"""What an operator looks at: today the doctor, which reports what works on a host and why not.
+"""What an operator looks at: what works on a host and why not, and where requests go.
 
 File map:
-    doctor/   `baton doctor`: probes of this host, or of a running fleet → findings
+    doctor/           `baton doctor`: probes of this host, or of a running fleet → findings
+    route.py          `baton route explain`: where a request would go, or went
+    gateway_pages.py  a running gateway's pages
 """

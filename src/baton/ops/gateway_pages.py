@@ -20,6 +20,7 @@ CONNECT_TIMEOUT_S: Final = 3.0
 MAX_PAGE_BYTES: Final = 16 << 20
 MAX_REASON_CHARS: Final = 200
 OK: Final = 200
+NOT_THERE: Final = "is the gateway running, and is this its URL?"
 
 
 class PageError(BatonError):
@@ -82,6 +83,8 @@ class Gateway:
             connection.request(method, path, body, dict(headers))
             response = connection.getresponse()
             page = response.read(MAX_PAGE_BYTES + 1)
+        except ConnectionRefusedError as exc:
+            raise PageError(f"{self.url}{path}: {type(exc).__name__}: {exc}; {NOT_THERE}") from exc
         except (OSError, http.client.HTTPException) as exc:
             raise PageError(f"{self.url}{path}: {type(exc).__name__}: {exc}") from exc
         finally:

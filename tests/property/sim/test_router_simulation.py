@@ -154,6 +154,24 @@ def test_the_decode_worker_of_a_handoff_has_the_prompt_afterwards():
     assert second.ttft_s == pytest.approx(16 * costs.prefill_token_s + 0.016)
 
 
+def test_a_prompt_is_computed_in_pieces_between_the_steps_of_answers():
+    """Also where none of its time depends on its length: a line through prompts of one length."""
+    costs = SimulatedCosts(prefill_s=0.3, prefill_token_s=1e-9, step_s=0.05, step_answer_s=0.0)
+    asked = [
+        Session((Turn((TokenRun("a", 100),), 50),), 0.0),
+        Session((Turn((TokenRun("b", 960),), 2),), 1.0),
+    ]
+    answering, waiting = outcomes_of(RoundRobin(), asked, costs, roles="1p1d")
+    assert answering.tpot_s == pytest.approx(0.05)
+    simulation = Simulation(RoundRobin(), make_workers("both", 1), costs)
+    simulation.replay(iter(asked))
+    simulation.run()
+    second, first = simulation.outcomes
+    assert waiting.ttft_s == pytest.approx(0.31, abs=0.002)
+    assert second.ttft_s == pytest.approx(0.3 + 3 * 0.05, abs=0.051), "three pieces, three steps"
+    assert first.tpot_s * 49 == pytest.approx(49 * 0.05 + 0.3)
+
+
 @pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)
 def test_the_same_seed_gives_the_same_outcomes(make):
     asked = [*islice(shared_prefixes(100), 100), *conversations(20)]

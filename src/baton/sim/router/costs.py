@@ -14,10 +14,10 @@ _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 class SimulatedCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds, tokens. A prompt takes `prefill_s`, and `prefill_token_s` for each uncached token.
 
-    It is computed `chunk_tokens` at a time, with a step between two of them: `step_s`, and
-    `step_answer_s` for each answer. A handoff takes `handoff_s`, and `handoff_token_s` for each
-    token that the decode worker has not cached. A worker holds the KV of `kv_tokens`, in blocks of
-    `block_size`; the gateway receives its events after `event_delay_s`.
+    It is computed in equal pieces of about `chunk_tokens`, with a step between two of them:
+    `step_s`, and `step_answer_s` for each answer. A handoff takes `handoff_s`, and
+    `handoff_token_s` for each token that the decode worker has not cached. A worker holds the KV of
+    `kv_tokens`, in blocks of `block_size`; the gateway receives its events after `event_delay_s`.
     """
 
     prefill_s: _Seconds = 0.0

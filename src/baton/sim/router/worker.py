@@ -51,8 +51,9 @@ class Timeline:
 class Job:
     """A request on its way: `token_ids` of its prompt, `names` of the prompt's full blocks.
 
-    `num_saved` of its tokens were cached where it was computed. `kv` is what it holds at the worker
-    that has it. `finish` is called when its answer is complete, before its blocks are released.
+    `num_saved` of its tokens were cached where it was computed, which takes `chunk_s` at a time and
+    `left_s` more. `kv` is what it holds at the worker that has it. `finish` is called when its
+    answer is complete, before its blocks are released.
     """
 
     turn: Turn
@@ -64,6 +65,7 @@ class Job:
     finish: Callable[[Job], None]
     kv: Reservation | None = None
     left_s: float = 0.0
+    chunk_s: float = 0.0
     num_saved: int = 0
     first_at: float = 0.0
 
@@ -139,8 +141,7 @@ class SimulatedWorker:
             self._arriving.popleft()
         is_turn = not (self._was_chunk and self._ends)
         if self._prompts and is_turn and self._may_compute(self._prompts[0]):
-            chunk_s = self._costs.chunk_tokens * self._costs.prefill_token_s
-            takes_s = min(chunk_s, self._prompts[0].left_s)
+            takes_s = min(self._prompts[0].chunk_s, self._prompts[0].left_s)
             self._is_busy = self._was_chunk = True
             self._timeline.after(takes_s, lambda: self._end_chunk(takes_s))
         elif self._ends:
@@ -161,6 +162,7 @@ class SimulatedWorker:
         job.num_saved = kv.num_cached * costs.block_size
         num_uncached = turn.num_prompt_tokens - job.num_saved
         job.left_s = costs.prefill_s + costs.prefill_token_s * num_uncached
+        job.chunk_s = job.left_s * costs.chunk_tokens / num_uncached
         return True
 
     def _admit(self, job: Job) -> bool:
