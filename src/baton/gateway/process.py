@@ -42,6 +42,8 @@ from baton.gateway.prefixes import Prefixes
 from baton.gateway.process_group import ProcessGroup
 from baton.gateway.queue_page import QueuePage
 from baton.gateway.request_context import BackgroundTasks, Fallbacks, Services
+from baton.gateway.running_streams import RunningStreams
+from baton.gateway.stream_moves import StreamMover
 from baton.gateway.stream_record import RecordBudget
 from baton.gateway.upstream import Upstream
 from baton.gateway.waiting import WaitingRequests
@@ -139,10 +141,13 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
         clients=Clients(options.client_keys_file, clock),
         audit=AuditLog(options.audit_log) if options.audit_log else None,
         stream_records=RecordBudget(options.max_total_record_bytes),
+        streams=RunningStreams(),
     )
     records = RequestHistory(options.num_records)
+    mover = StreamMover(services, records)
     events = KVEvents(workers, metrics, clock, upstream=upstream, prefixes=prefixes)
     health_monitor.start()
+    mover.start()
     events.start()
     try:
         yield GatewayApp(
@@ -162,6 +167,7 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
             ),
         )
     finally:
+        await mover.stop()
         await health_monitor.stop()
         await services.background_tasks.stop()
         await events.stop()

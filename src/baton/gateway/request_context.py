@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from baton.gateway.metrics import FallbackCause, GatewayMetrics, ModelMetrics
     from baton.gateway.options import GatewayOptions
     from baton.gateway.prefixes import Prefixes
+    from baton.gateway.running_streams import RunningStreams
     from baton.gateway.stream_record import RecordBudget
     from baton.gateway.targets import Targets
     from baton.gateway.upstream import Upstream
@@ -101,6 +102,7 @@ class Services:
     clients: Clients
     audit: AuditLog | None
     stream_records: RecordBudget
+    streams: RunningStreams
 
 
 STREAM_HEADERS: Final = (

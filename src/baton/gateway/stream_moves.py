@@ -1,0 +1,256 @@
+"""Moves streams from one decode worker to another while they go on; their clients do not notice.
+
+    A │ generates ─────────────────────────────┐ cut behind a whole event
+      │ prompt and tokens so far: a handoff    │
+    B └──────────────► cached, as a prefix ────┴─► prefills the last few tokens, and generates
+
+A's cache has all but the last block of what it hands over, so that it computes next to nothing, and
+B's request ends after a token of which nothing is used: what counts is B's cache. Where many tokens
+came meanwhile, they are handed over as well, before the cut. Until then whatever fails costs the
+stream nothing. From the cut on it is a stream that goes on elsewhere (`resumption`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Final
+
+from baton.auth.ticket import Ticket, hash_tenant, seal
+from baton.clock import Instant
+from baton.errors import BatonError
+from baton.gateway.debug import RequestRecord
+from baton.gateway.errors import (
+    ErrorAnswer,
+    PrefillFailedError,
+    StreamMovedError,
+    UpstreamError,
+    WorkerFailedError,
+)
+from baton.gateway.metrics import FallbackCause, MoveResult
+from baton.gateway.protocol_adapters import PrefillDone, read_prefill_result
+from baton.gateway.running_streams import REST_TOKENS
+from baton.gateway.stream_record import ERROR_EVENT
+from baton.gateway.upstream import MAX_SMALL_ANSWER_BYTES
+from baton.gateway.workers import Draining
+from baton.ids import new_ticket_id
+from baton.router.failover import EVERY_MODE
+from baton.router.fleet import Fleet, ModelWorkers
+from baton.router.placement import Placement, PlacementRequest
+from baton.router.rebalance import MoveCause
+from baton.telemetry.trace import Stamp
+
+if TYPE_CHECKING:
+    from baton.gateway.debug import RequestHistory
+    from baton.gateway.request_context import RequestContext, Services
+    from baton.gateway.running_streams import RunningStream
+    from baton.ids import WorkerId
+    from baton.router.fleet import WorkerView
+
+LOOK_S: Final = 0.1
+"""How often the workers and streams are looked at."""
+MAX_COPIES: Final = 3
+"""Handoffs of one move: each but the first is of what was generated during the one before it."""
+COPY_TIMEOUT_S: Final = 60.0
+AGAIN_AFTER_S: Final = 1.0
+"""A move failed: when the stream may be moved the next time."""
+
+log = logging.getLogger(__name__)
+
+
+class StreamMover:
+    """Decides which streams move, and moves them. Owner: the event loop's thread.
+
+    `records` keeps the trace of each handoff.
+    """
+
+    def __init__(self, services: Services, records: RequestHistory) -> None:
+        self._services, self._records = services, records
+        self._busy: set[tuple[WorkerId, WorkerId]] = set()
+        self._task: asyncio.Task[None] | None = None
+        self._moves: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """End what is under way; the streams go on where they are."""
+        tasks = [*self._moves, *([] if self._task is None else [self._task])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                self._look()
+            except Exception:
+                log.exception("the streams could not be looked at")
+
+    def _look(self) -> None:
+        services, now = self._services, self._services.clock.now()
+        leaving = {
+            worker.info.worker
+            for worker in services.workers.all
+            if isinstance(worker.state, Draining) and worker.info is not None
+        }
+        if not leaving:
+            return
+        for stream in services.streams.all():
+            is_due = stream.not_before is None or stream.not_before <= now
+            if stream.decode.id in leaving and is_due and stream.can_move:
+                target = self._choose_target(stream, now)
+                if target is not None:
+                    self._begin(stream, target, MoveCause.DRAIN)
+
+    def _choose_target(self, stream: RunningStream, now: Instant) -> WorkerView | None:
+        """Where the policy would place it, of the workers that can take its KV and are not busy."""
+        services, context, decode = self._services, stream.context, stream.decode
+        served = services.workers.fleet.models.get(context.model)
+        if served is None:
+            return None
+        able = [
+            worker
+            for worker in served.decodes
+            if worker.id != decode.id
+            and worker.available
+            and worker.protocol == "baton"
+            and worker.why_not_from(decode) is None
+            and (decode.id, worker.id) not in self._busy
+        ]
+        if not able:
+            return None
+        request = PlacementRequest(
+            context.model,
+            avoid=frozenset({decode.id}),
+            num_prompt_tokens=stream.num_tokens,
+            failed_modes=EVERY_MODE,
+            at=now,
+            cached={} if stream.match is None else stream.match.cached,
+            full=services.admission.find_full(context.model),
+            tpot_s=services.admission.tpot_s(context),
+        )
+        fleet = Fleet({context.model: ModelWorkers.of(able)})
+        placed = services.placement.place(fleet, request, services.load)
+        return placed.decode if isinstance(placed, Placement) else None
+
+    def _begin(self, stream: RunningStream, target: WorkerView, cause: MoveCause) -> None:
+        pair = stream.decode.id, target.id
+        self._busy.add(pair)
+        stream.mover = asyncio.create_task(self._move(stream, target, cause))
+        self._moves.add(stream.mover)
+
+        def end(task: asyncio.Task[None]) -> None:
+            self._moves.discard(task)
+            self._busy.discard(pair)
+
+        stream.mover.add_done_callback(end)
+
+    async def _move(self, stream: RunningStream, target: WorkerView, cause: MoveCause) -> None:
+        results = self._services.metrics.moved_streams
+        try:
+            async with asyncio.timeout(COPY_TIMEOUT_S):
+                await self._copy_all(stream, target, cause)
+        except asyncio.CancelledError:  # the stream has ended, in whatever way
+            results[cause, MoveResult.ENDED].inc()
+            raise
+        except (BatonError, TimeoutError) as exc:
+            results[cause, MoveResult.NOT_COPIED].inc()
+            reason = str(exc) or f"it took more than {COPY_TIMEOUT_S:g} s"
+            why = f"not moved to {target.id} ({cause}): {reason}"
+            stream.context.trace.moves.append(why)
+            log.warning("request %s: %s", stream.context.id, why)
+            stream.not_before = Instant(self._services.clock.now() + AGAIN_AFTER_S)
+            stream.mover = None
+            return
+        why_there = f"moved from {stream.decode.id} ({cause})"
+        stream.cut(StreamMovedError(Placement(None, target, why=(why_there,)), cause))
+
+    async def _copy_all(self, stream: RunningStream, target: WorkerView, cause: MoveCause) -> None:
+        """Hand over what the client has, until only a few tokens were generated meanwhile."""
+        num_copied = 0
+        for _ in range(MAX_COPIES):
+            ids = stream.resumption.record.read_token_ids() or []
+            if num_copied and len(ids) - num_copied <= REST_TOKENS:
+                return
+            await self._copy(stream, target, ids, cause)
+            num_copied = len(ids)
+
+    async def _copy(
+        self, stream: RunningStream, target: WorkerView, ids: list[int], cause: MoveCause
+    ) -> None:
+        """Hand over the KV of the prompt and of these tokens.
+
+        Raises:
+            UpstreamError: one of the two workers failed, or the handoff did.
+        """
+        services, clock = self._services, self._services.clock
+        stream.num_copies += 1
+        began = clock.now()
+        part = stream.context.part(f"move{stream.num_copies}", began)
+        placement = Placement(stream.decode, target, why=(f"a stream is moved ({cause})",))
+        part.begin_attempt(placement, stream.context.metrics)
+        ticket = Ticket(
+            id=new_ticket_id(),
+            request_id=part.id,
+            prefill=stream.decode.ref,
+            decode=target.ref,
+            mode="push",
+            issue=services.ticket_issuer.issue(part.left_s(began)),
+            tenant_salt=hash_tenant(stream.body.cache_salt),
+        )
+        part.trace.ticket = ticket.id.hex()
+        body = stream.body.for_copy(ids).encode_with_ticket(
+            seal(ticket, services.options.credentials)
+        )
+        part.trace.outcome = "failed"
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._send(stream.decode, part, body, stream))
+                group.create_task(self._take(target, part, body, stream))
+            part.trace.outcome, part.status = "ok", HTTPStatus.OK
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        finally:
+            part.trace.stamp(Stamp.FINISHED, clock.now())
+            self._records.add(RequestRecord(part.trace, placement, part.status or 0))
+
+    async def _send(
+        self, view: WorkerView, part: RequestContext, body: bytes, stream: RunningStream
+    ) -> None:
+        """The part of the worker that has the KV: it answers once the other has it, too."""
+        status, answer = await self._ask(view, part, body, stream)
+        result = read_prefill_result("baton", status, answer)
+        if not isinstance(result, PrefillDone):
+            raise PrefillFailedError(
+                f"{view.id} did not hand the KV over: {result}",
+                cause=FallbackCause.HANDOFF_FAILED,
+            )
+
+    async def _take(
+        self, view: WorkerView, part: RequestContext, body: bytes, stream: RunningStream
+    ) -> None:
+        """The part of the worker that gets it: one token, once it has all."""
+        status, answer = await self._ask(view, part, body, stream)
+        if status != HTTPStatus.OK or ERROR_EVENT in answer:
+            raise WorkerFailedError(
+                f"{view.id} did not take the KV: it answered {status}",
+                answer=ErrorAnswer(status, answer),
+            )
+
+    async def _ask(
+        self, view: WorkerView, part: RequestContext, body: bytes, stream: RunningStream
+    ) -> tuple[int, bytes]:
+        upstream, worker = self._services.upstream, self._services.workers.with_id(view.id)
+        if worker is None:
+            raise UpstreamError(f"{view.id} is gone")
+        headers = stream.write_headers(part)
+        with worker.cancel_scope():
+            answer = await upstream.post(worker.completion_urls[part.path], body, headers)
+            try:
+                return answer.status, await answer.read_whole(MAX_SMALL_ANSWER_BYTES)
+            finally:
+                answer.release()
