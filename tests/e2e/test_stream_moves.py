@@ -143,9 +143,7 @@ BODIES = [
 ]
 
 
-def test_a_drained_workers_streams_go_on_elsewhere(
-    workers: Workers, oracle: FleetProcess
-) -> None:
+def test_a_drained_workers_streams_go_on_elsewhere(workers: Workers, oracle: FleetProcess) -> None:
     first, second = workers.start(2)
     gateway = workers.start_gateway([first, second])
 
@@ -177,7 +175,14 @@ def test_a_drained_workers_streams_go_on_elsewhere(
                 continue
             num_seen += 1
             copied = await read_trace(session, gateway, f"{id_of(answer)}-move1")
-            print(trace["gateway"]["moves"], copied["decode"]["num_prompt_tokens"], copied["decode"]["num_received_tokens"], copied["prefill"] and copied["prefill"]["num_cached_tokens"], trace["decode"]["num_prompt_tokens"], trace["decode"]["num_cached_tokens"])
+            print(
+                trace["gateway"]["moves"],
+                copied["decode"]["num_prompt_tokens"],
+                copied["decode"]["num_received_tokens"],
+                copied["prefill"] and copied["prefill"]["num_cached_tokens"],
+                trace["decode"]["num_prompt_tokens"],
+                trace["decode"]["num_cached_tokens"],
+            )
         assert num_seen == num
 
     run(scenario)

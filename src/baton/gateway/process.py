@@ -43,7 +43,7 @@ from baton.gateway.process_group import ProcessGroup
 from baton.gateway.queue_page import QueuePage
 from baton.gateway.request_context import BackgroundTasks, Fallbacks, Services
 from baton.gateway.running_streams import RunningStreams
-from baton.gateway.stream_moves import StreamMover
+from baton.gateway.stream_moves import StreamMoves
 from baton.gateway.stream_record import RecordBudget
 from baton.gateway.upstream import Upstream
 from baton.gateway.waiting import WaitingRequests
@@ -119,9 +119,11 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
     upstream = Upstream(options)
     health_monitor = HealthMonitor(workers, upstream, options, clock)
     policy = POLICIES.build(options.policy, options.policy_options)(options.mode)
-    prefixes = None
-    if policy.uses_prefixes:
-        prefixes = Prefixes(workers, options.tokenizers, clock, metrics.registry)
+    prefixes = (
+        Prefixes(workers, options.tokenizers, clock, metrics.registry)
+        if policy.uses_prefixes
+        else None
+    )
     services = Services(
         options=options,
         clock=clock,
@@ -144,10 +146,9 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
         streams=RunningStreams(),
     )
     records = RequestHistory(options.num_records)
-    mover = StreamMover(services, records)
     events = KVEvents(workers, metrics, clock, upstream=upstream, prefixes=prefixes)
     health_monitor.start()
-    mover.start()
+    services.background_tasks.run(StreamMoves(services, records).run())
     events.start()
     try:
         yield GatewayApp(
@@ -167,7 +168,6 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
             ),
         )
     finally:
-        await mover.stop()
         await health_monitor.stop()
         await services.background_tasks.stop()
         await events.stop()

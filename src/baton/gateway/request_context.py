@@ -49,11 +49,12 @@ class BackgroundTasks:
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def run(self, coroutine: Coroutine[None, None, None]) -> None:
+    def run(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """Begin one; it handles its own failures."""
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def stop(self) -> None:
         """End what is not done."""

@@ -113,11 +113,8 @@ class RequestProxy:
             if failed is not None and not services.retry_budget.take(services.clock.now()):
                 services.metrics.refused_retries.inc()
                 break
-            if moved is None:
-                placement = await self._place_in_time(failover, failed)
-                running = self._begin(placement)
-            else:
-                placement, running = moved, self._begin_moved(moved)
+            placement = moved or await self._place_in_time(failover, failed)
+            running = self._begin_moved(moved) if moved else self._begin(placement)
             services.health_monitor.begin(placement)
             try:
                 await self._attempt(placement)
@@ -127,13 +124,7 @@ class RequestProxy:
                 failover.restart()
             except UpstreamError as exc:
                 failed, moved = exc, None
-                services.health_monitor.report(services.workers.with_id(placement.decode.id), exc)
-                has_progressed = resumption.note_failure(exc, placement.decode, self._body)
-                failover.record(
-                    _attempt_at(placement), _failure_of(exc), has_progressed=has_progressed
-                )
-                if isinstance(exc, StaleTicketError):
-                    await services.health_monitor.refresh(exc.worker)
+                await self._note_failed(exc, placement, failover)
             else:
                 self._note_cached(placement)
                 self._note_answered(placement)
@@ -143,6 +134,16 @@ class RequestProxy:
                 services.health_monitor.end(placement)
         if failed is not None:
             raise failed
+
+    async def _note_failed(
+        self, error: UpstreamError, placement: Placement, failover: Failover
+    ) -> None:
+        monitor, decode = self._services.health_monitor, placement.decode
+        monitor.report(self._services.workers.with_id(decode.id), error)
+        has_progressed = self._resumption.note_failure(error, decode, self._body)
+        failover.record(_attempt_at(placement), _failure_of(error), has_progressed=has_progressed)
+        if isinstance(error, StaleTicketError):
+            await monitor.refresh(error.worker)
 
     async def _place_in_time(self, failover: Failover, failed: UpstreamError | None) -> Placement:
         """Place it, if need be once a worker is back."""

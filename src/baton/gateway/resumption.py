@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING, Final, Self
 
 import msgspec
@@ -24,6 +25,7 @@ from baton.gateway.stream_replay import Replay
 from baton.protocol.engine_fields import ABSENT
 from baton.protocol.request_fields import Resume
 from baton.protocol.worker_http import SEED_HEADER, TOKEN_IDS_HEADER
+from baton.router.rebalance import MoveCause
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
     from baton.gateway.request_context import RequestContext, Services
     from baton.protocol.worker_http import WorkerProtocol
     from baton.router.fleet import Fleet, WorkerView
-    from baton.router.rebalance import MoveCause
 
 SEED_BITS: Final = 63
 NULL: Final = b"null"
@@ -54,7 +55,7 @@ class Resumption:
         self._lost_at: Instant | None = None
         self._result: ResumeResult | None = None
         self._moved: tuple[MoveCause, Instant] | None = None
-        self.num_moves = 0
+        self.num_moves, self.moved_at = 0, -inf
 
     def __enter__(self) -> Self:
         return self
@@ -111,7 +112,8 @@ class Resumption:
         now, target = self._services.clock.now(), moved.placement.decode
         self._num_taken, self._protocol = self.record.num_taken, target.protocol
         self._moved = moved.cause, now
-        self.num_moves += 1
+        self.moved_at = now
+        self.num_moves += moved.cause is not MoveCause.DRAIN
         num = len(self.record.read_token_ids() or ())
         self._context.trace.moves.append(f"to {target.id} after {num} tokens ({moved.cause})")
 

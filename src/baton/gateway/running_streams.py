@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from baton.errors import UNDECODABLE
-from baton.router.rebalance import TYPICAL_ANSWER_TOKENS
+from baton.router.rebalance import TYPICAL_ANSWER_TOKENS, StreamLoad
 
 if TYPE_CHECKING:
     import asyncio
@@ -34,7 +34,7 @@ _count_decoder = msgspec.json.Decoder(int | None)
 class RunningStream:
     """One attempt's stream, from its request to `decode` to its end there.
 
-    `write_headers` gives the header lines of a request on its behalf. `mover` is the move that is
+    `write_headers` gives the header lines of a request on its behalf. `move_task` is the move that is
     under way; it ends with the stream. Until `not_before` it is not moved again. Owner: the event
     loop's thread.
     """
@@ -46,21 +46,42 @@ class RunningStream:
     num_prompt_tokens: int
     match: PromptMatch | None
     write_headers: Callable[[RequestContext], bytes]
-    mover: asyncio.Task[None] | None = None
+    move_task: asyncio.Task[None] | None = None
     not_before: Instant | None = None
     num_copies: int = 0
+    num_before: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """What the client had before it began here."""
+        self.num_before = self.resumption.record.num_taken
 
     @property
     def can_move(self) -> bool:
-        """Whether its tokens so far are known exactly, and some are missing."""
+        """Whether it flows here, its tokens so far are known exactly, and some are missing."""
         record = self.resumption.record
         return (
-            self.mover is None
+            self.move_task is None
             and record.has_ids
-            and record.num_taken > 0
+            and record.num_taken > self.num_before
             and record.is_kept
             and record.failure is None
             and not record.is_finished
+        )
+
+    def is_due(self, now: float) -> bool:
+        """Whether it can be moved now: not so soon after a move that failed."""
+        return self.can_move and (self.not_before is None or self.not_before <= now)
+
+    def load(self, key: int, limit_s: float) -> StreamLoad:
+        """What rebalancing looks at; a token is to take `limit_s` at most."""
+        return StreamLoad(
+            key,
+            self.decode.id,
+            self.num_tokens,
+            self.num_left,
+            limit_s,
+            self.resumption.num_moves,
+            self.resumption.moved_at,
         )
 
     @property
@@ -111,5 +132,5 @@ class RunningStreams:
             yield
         finally:
             del self._streams[stream]
-            if stream.mover is not None:
-                stream.mover.cancel()
+            if stream.move_task is not None:
+                stream.move_task.cancel()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from http import HTTPStatus
+from math import inf
 from typing import TYPE_CHECKING, Final
 
 from baton.auth.ticket import Ticket, hash_tenant, seal
@@ -35,10 +36,12 @@ from baton.gateway.stream_record import ERROR_EVENT
 from baton.gateway.upstream import MAX_SMALL_ANSWER_BYTES
 from baton.gateway.workers import Draining
 from baton.ids import new_ticket_id
+from baton.router.cost import CostPolicy
 from baton.router.failover import EVERY_MODE
 from baton.router.fleet import Fleet, ModelWorkers
 from baton.router.placement import Placement, PlacementRequest
-from baton.router.rebalance import MoveCause
+from baton.router.rebalance import MoveCause, Rebalancer, WorkerPace
+from baton.router.room import LACKS_BLOCKS, LEAST_SEEN
 from baton.telemetry.trace import Stamp
 
 if TYPE_CHECKING:
@@ -47,11 +50,14 @@ if TYPE_CHECKING:
     from baton.gateway.running_streams import RunningStream
     from baton.ids import WorkerId
     from baton.router.fleet import WorkerView
+    from baton.router.load import FleetLoad
 
 LOOK_S: Final = 0.1
 """How often the workers and streams are looked at."""
 MAX_COPIES: Final = 3
 """Handoffs of one move: each but the first is of what was generated during the one before it."""
+BALANCE_S: Final = 0.5
+"""How often the workers of a model are compared."""
 COPY_TIMEOUT_S: Final = 60.0
 AGAIN_AFTER_S: Final = 1.0
 """A move failed: when the stream may be moved the next time."""
@@ -59,7 +65,7 @@ AGAIN_AFTER_S: Final = 1.0
 log = logging.getLogger(__name__)
 
 
-class StreamMover:
+class StreamMoves:
     """Decides which streams move, and moves them. Owner: the event loop's thread.
 
     `records` keeps the trace of each handoff.
@@ -68,21 +74,11 @@ class StreamMover:
     def __init__(self, services: Services, records: RequestHistory) -> None:
         self._services, self._records = services, records
         self._busy: set[tuple[WorkerId, WorkerId]] = set()
-        self._task: asyncio.Task[None] | None = None
-        self._moves: set[asyncio.Task[None]] = set()
+        self._rebalancers: dict[str, Rebalancer] = {}
+        self._next_balance_at = Instant(0.0)
 
-    def start(self) -> None:
-        """Begin to look."""
-        self._task = asyncio.create_task(self._run())
-
-    async def stop(self) -> None:
-        """End what is under way; the streams go on where they are."""
-        tasks = [*self._moves, *([] if self._task is None else [self._task])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _run(self) -> None:
+    async def run(self) -> None:
+        """Look at workers and streams, until it is cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             try:
@@ -91,7 +87,19 @@ class StreamMover:
                 log.exception("the streams could not be looked at")
 
     def _look(self) -> None:
-        services, now = self._services, self._services.clock.now()
+        now, setting = self._services.clock.now(), self._services.options.move_streams
+        if setting != "never":
+            self._drain(now)
+        placement = self._services.placement
+        is_due = now >= self._next_balance_at
+        if setting == "auto" and isinstance(placement, CostPolicy) and is_due:
+            self._next_balance_at = Instant(now + BALANCE_S)
+            for model, served in self._services.workers.fleet.models.items():
+                if len(served.decodes) > 1:
+                    self._rebalance(model, served, placement, now)
+
+    def _drain(self, now: Instant) -> None:
+        services = self._services
         leaving = {
             worker.info.worker
             for worker in services.workers.all
@@ -100,11 +108,40 @@ class StreamMover:
         if not leaving:
             return
         for stream in services.streams.all():
-            is_due = stream.not_before is None or stream.not_before <= now
-            if stream.decode.id in leaving and is_due and stream.can_move:
+            if stream.decode.id in leaving and stream.is_due(now):
                 target = self._choose_target(stream, now)
                 if target is not None:
                     self._begin(stream, target, MoveCause.DRAIN)
+
+    def _rebalance(
+        self, model: str, served: ModelWorkers, policy: CostPolicy, now: Instant
+    ) -> None:
+        services = self._services
+        views = {w.id: w for w in served.decodes if w.protocol == "baton"}
+        due = [
+            stream
+            for stream in services.streams.all()
+            if stream.context.model == model and stream.decode.id in views and stream.is_due(now)
+        ]
+        loads = [
+            stream.load(key, services.admission.tpot_s(stream.context) or policy.tpot_limit_s)
+            for key, stream in enumerate(due)
+        ]
+        full = services.admission.find_full(model)
+        paces = [
+            find_pace(view, services.load, now, is_full=view.id in full) for view in views.values()
+        ]
+
+        def cost_s(source: WorkerId, target: WorkerId, num_tokens: int) -> float:
+            if views[target].why_not_from(views[source]) is not None:
+                return inf
+            return services.load.handoff_cost(views[source], views[target]).predict(num_tokens)
+
+        rebalancer = self._rebalancers.setdefault(model, Rebalancer())
+        for move in rebalancer.find_moves(loads, paces, cost_s, now):
+            stream, target = due[move.key], views[move.target]
+            if (stream.decode.id, target.id) not in self._busy:
+                self._begin(stream, target, move.cause)
 
     def _choose_target(self, stream: RunningStream, now: Instant) -> WorkerView | None:
         """Where the policy would place it, of the workers that can take its KV and are not busy."""
@@ -140,14 +177,8 @@ class StreamMover:
     def _begin(self, stream: RunningStream, target: WorkerView, cause: MoveCause) -> None:
         pair = stream.decode.id, target.id
         self._busy.add(pair)
-        stream.mover = asyncio.create_task(self._move(stream, target, cause))
-        self._moves.add(stream.mover)
-
-        def end(task: asyncio.Task[None]) -> None:
-            self._moves.discard(task)
-            self._busy.discard(pair)
-
-        stream.mover.add_done_callback(end)
+        stream.move_task = self._services.background_tasks.run(self._move(stream, target, cause))
+        stream.move_task.add_done_callback(lambda _: self._busy.discard(pair))
 
     async def _move(self, stream: RunningStream, target: WorkerView, cause: MoveCause) -> None:
         results = self._services.metrics.moved_streams
@@ -164,7 +195,7 @@ class StreamMover:
             stream.context.trace.moves.append(why)
             log.warning("request %s: %s", stream.context.id, why)
             stream.not_before = Instant(self._services.clock.now() + AGAIN_AFTER_S)
-            stream.mover = None
+            stream.move_task = None
             return
         why_there = f"moved from {stream.decode.id} ({cause})"
         stream.cut(StreamMovedError(Placement(None, target, why=(why_there,)), cause))
@@ -212,6 +243,8 @@ class StreamMover:
                 group.create_task(self._send(stream.decode, part, body, stream))
                 group.create_task(self._take(target, part, body, stream))
             part.trace.outcome, part.status = "ok", HTTPStatus.OK
+            cost = services.load.handoff_cost(stream.decode, target)
+            cost.observe(stream.num_prompt_tokens + len(ids), clock.now() - began)
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         finally:
@@ -254,3 +287,22 @@ class StreamMover:
                 return answer.status, await answer.read_whole(MAX_SMALL_ANSWER_BYTES)
             finally:
                 answer.release()
+
+
+def find_pace(view: WorkerView, load: FleetLoad, now: float, *, is_full: bool) -> WorkerPace:
+    """What is predicted and reported of a worker. One that was hardly seen is not called slow."""
+    activity, report = load.of(view.id, view.model), view.load
+    is_known = activity.step_cost.num_seen >= LEAST_SEEN
+    lacks_blocks = (
+        report is not None
+        and report.num_waiting > 0
+        and LACKS_BLOCKS * report.num_free_blocks < report.num_blocks
+    )
+    return WorkerPace(
+        view.id,
+        activity.pace_s(0, now) if is_known else 0.0,
+        activity.pace_s(1, now),
+        takes=view.available and view.slow_start is None and not is_full,
+        lacks_blocks=lacks_blocks,
+        num_free_tokens=inf if report is None else report.num_free_blocks * report.block_size,
+    )
