@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -143,46 +144,184 @@ BODIES = [
 ]
 
 
+async def count_streams(
+    session: aiohttp.ClientSession, gateway: FleetProcess, worker: FleetProcess
+) -> float:
+    counts = await read_counts(session, gateway)
+    labels = f'model="demo",part="decode",worker="{worker.name}"'
+    return counts.get(f"baton_router_requests{{{labels}}}", 0.0)
+
+
+async def drain(
+    session: aiohttp.ClientSession, gateway: FleetProcess, worker: FleetProcess
+) -> None:
+    """Have it end, and wait until the gateway knows that."""
+    worker.send(signal.SIGTERM)
+    line = f'role="decode",state="draining",url="{worker.url}"'
+
+    async def is_known() -> bool:
+        counts = await read_counts(session, gateway)
+        return counts[f"baton_gateway_worker_state{{{line}}}"] == 1
+
+    ends_at = time.monotonic() + 20
+    while not await is_known():
+        assert time.monotonic() < ends_at
+        await asyncio.sleep(0.02)
+
+
+async def check(
+    session: aiohttp.ClientSession,
+    oracle: FleetProcess,
+    bodies: list[tuple[str, dict[str, Any]]],
+    answers: list[StreamedAnswer],
+) -> None:
+    """They are whole, and as an undisturbed worker gives them."""
+    expecting = [StreamClient(*each).ask(session, oracle.url) for each in bodies]
+    for answer, expected in zip(answers, await asyncio.gather(*expecting), strict=True):
+        assert not answer.is_broken, answer.errors
+        assert len(answer.ids) == 1
+        assert same(answer) == same(expected)
+        assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-3)
+
+
 def test_a_drained_workers_streams_go_on_elsewhere(workers: Workers, oracle: FleetProcess) -> None:
     first, second = workers.start(2)
     gateway = workers.start_gateway([first, second])
+    several = {**SEEDED, "prompt": prompt(9), "logprobs": 0, "n": 2}
 
     async def scenario(session: aiohttp.ClientSession) -> None:
+        asking_several = asyncio.create_task(ask_for_several(session, gateway.url, several))
         asking = await begin(session, gateway, [StreamClient(*each) for each in BODIES])
-        counts = await read_counts(session, gateway)
-        num = counts['baton_router_requests{model="demo",part="decode",worker="%s"}' % first.name]
+        num = await count_streams(session, gateway, first)
         assert num > 1, "it has streams to lose"
         first.send(signal.SIGTERM)
-        began = time.monotonic()
         await until(lambda: not first.is_alive)
-        print("drained in", time.monotonic() - began, [t.done() for t in asking])
-        assert not all(task.done() for task in asking), "it waited for the streams' ends"
-        answers = await asyncio.gather(*asking)
+        assert not all(task.done() for task in asking), "it did not wait for its streams' ends"
+        assert first.popen.poll() == 0
+        answers, both = await asyncio.gather(*asking), await asking_several
         counts = await read_counts(session, gateway)
-        print({k: v for k, v in counts.items() if "move" in k and v})
         assert moved(counts) == num
+        assert counts["baton_gateway_move_pause_seconds_count"] == num
         assert counts['baton_gateway_resumed_streams_total{result="resumed"}'] == 0
 
-        expecting = [StreamClient(*each).ask(session, oracle.url) for each in BODIES]
+        await check(session, oracle, BODIES, answers)
+        alone = {name: value for name, value in several.items() if name != "n"}
+        seeds = [(COMPLETIONS, {**alone, "seed": 7 + index}) for index in range(2)]
+        await check(session, oracle, seeds, [both[0], both[1]])
         num_seen = 0
-        for answer, expected in zip(answers, await asyncio.gather(*expecting), strict=True):
-            assert not answer.is_broken, answer.errors
-            assert len(answer.ids) == 1
-            assert same(answer) == same(expected)
-            assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-3)
+        for answer in answers:
             trace = await read_trace(session, gateway, id_of(answer))
-            if not trace["gateway"]["moves"]:
-                continue
-            num_seen += 1
-            copied = await read_trace(session, gateway, f"{id_of(answer)}-move1")
-            print(
-                trace["gateway"]["moves"],
-                copied["decode"]["num_prompt_tokens"],
-                copied["decode"]["num_received_tokens"],
-                copied["prefill"] and copied["prefill"]["num_cached_tokens"],
-                trace["decode"]["num_prompt_tokens"],
-                trace["decode"]["num_cached_tokens"],
-            )
-        assert num_seen == num
+            if trace["gateway"]["moves"]:
+                num_seen += 1
+                await check_kv_came(session, gateway, second, trace)
+        assert num - num_seen in {0, 1, 2}, "those of `several` have traces of their own"
+
+    run(scenario)
+
+
+async def check_kv_came(
+    session: aiohttp.ClientSession,
+    gateway: FleetProcess,
+    target: FleetProcess,
+    trace: dict[str, Any],
+) -> None:
+    """The new worker got the KV from the other one, and computed but the last tokens."""
+    copied = await read_trace(session, gateway, f"{trace['id']}-move1")
+    first, last = copied["decode"], trace["decode"]
+    assert copied["gateway"]["mode"] == first["mode"] == "push"
+    assert trace["gateway"]["peer"] == first["worker"] == last["worker"] == target.name
+    assert first["num_received_tokens"] + first["num_cached_tokens"] == first["num_prompt_tokens"]
+    assert first["num_received_tokens"] > 0
+    assert first["fallbacks"] == last["fallbacks"] == []
+    num_computed = last["num_prompt_tokens"] - last["num_cached_tokens"]
+    assert last["num_cached_tokens"] >= first["num_prompt_tokens"] - 16
+    assert 0 < num_computed <= 16 + 64 + 1
+
+
+async def ask_for_several(
+    session: aiohttp.ClientSession, url: str, body: dict[str, Any]
+) -> dict[int, StreamedAnswer]:
+    """The choices of one stream, each as if it had come alone."""
+    answers: dict[int, StreamedAnswer] = {}
+    async with session.post(
+        url + COMPLETIONS, json={"model": "demo", "stream": True, **body}
+    ) as response:
+        for event in (await response.read()).split(b"\n\n")[:-2]:
+            fields = json.loads(event.removeprefix(b"data: "))
+            assert "error" not in fields, fields
+            answers.setdefault(fields["choices"][0]["index"], StreamedAnswer()).read(event)
+    for answer in answers.values():
+        answer.is_done = True
+    return answers
+
+
+LONG = {**SEEDED, "prompt": prompt(11), "logprobs": 0, "max_tokens": 500}
+
+
+@pytest.fixture(scope="module")
+def target(workers: Workers) -> FleetProcess:
+    (started,) = workers.start(1)
+    return started
+
+
+async def begin_move(
+    session: aiohttp.ClientSession, workers: Workers, target: FleetProcess
+) -> tuple[FleetProcess, FleetProcess, StreamClient, asyncio.Task[StreamedAnswer]]:
+    """A stream at a worker that drains, and to which the other one does not answer."""
+    (source,) = await asyncio.to_thread(workers.start, 1)
+    gateway = await asyncio.to_thread(workers.start_gateway, [source, target])
+    client = StreamClient(COMPLETIONS, LONG)
+    while not await count_streams(session, gateway, source):
+        client = StreamClient(COMPLETIONS, LONG)
+        (asking,) = await begin(session, gateway, [client])
+    target.send(signal.SIGSTOP)
+    await drain(session, gateway, source)
+    await asyncio.sleep(0.3)  # some turns of those who look for streams to move
+    return source, gateway, client, asking
+
+
+def test_the_old_worker_dies_in_mid_move(
+    workers: Workers, target: FleetProcess, oracle: FleetProcess
+) -> None:
+    async def scenario(session: aiohttp.ClientSession) -> None:
+        source, gateway, _, asking = await begin_move(session, workers, target)
+        source.kill()
+        target.send(signal.SIGCONT)
+        await check(session, oracle, [(COMPLETIONS, LONG)], [await asking])
+        counts = await read_counts(session, gateway)
+        assert moved(counts, "ended") + moved(counts, "not_copied") == 1
+        assert moved(counts) == 0
+        assert counts['baton_gateway_resumed_streams_total{result="resumed"}'] == 1
+
+    run(scenario)
+
+
+def test_the_client_leaves_in_mid_move(workers: Workers, target: FleetProcess) -> None:
+    async def scenario(session: aiohttp.ClientSession) -> None:
+        source, gateway, _, asking = await begin_move(session, workers, target)
+        asking.cancel()
+        await until(lambda: not source.is_alive)
+        assert source.popen.poll() == 0
+        target.send(signal.SIGCONT)
+        assert moved(await read_counts(session, gateway), "ended") == 1
+        assert await count_streams(session, gateway, target) == 0
+
+    run(scenario)
+
+
+def test_the_new_worker_dies_in_mid_move(
+    workers: Workers, target: FleetProcess, oracle: FleetProcess
+) -> None:
+    """The last test: it kills the worker that the others share."""
+
+    async def scenario(session: aiohttp.ClientSession) -> None:
+        source, gateway, _, asking = await begin_move(session, workers, target)
+        target.kill()
+        await check(session, oracle, [(COMPLETIONS, LONG)], [await asking])
+        counts = await read_counts(session, gateway)
+        assert moved(counts, "not_copied") == 1
+        assert moved(counts) == moved(counts, "ended") == 0
+        await until(lambda: not source.is_alive)
+        assert source.popen.poll() == 0
 
     run(scenario)

@@ -34,9 +34,9 @@ _count_decoder = msgspec.json.Decoder(int | None)
 class RunningStream:
     """One attempt's stream, from its request to `decode` to its end there.
 
-    `write_headers` gives the header lines of a request on its behalf. `move_task` is the move that is
-    under way; it ends with the stream. Until `not_before` it is not moved again. Owner: the event
-    loop's thread.
+    `write_headers` gives the header lines of a request on its behalf. `move_task` is the move that
+    is under way; it ends with the stream. Until `not_before` it is not moved again. `looked_at`:
+    when it was looked at last, and how many tokens it had. Owner: the event loop's thread.
     """
 
     context: RequestContext
@@ -49,6 +49,7 @@ class RunningStream:
     move_task: asyncio.Task[None] | None = None
     not_before: Instant | None = None
     num_copies: int = 0
+    looked_at: tuple[float, int] | None = None
     num_before: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -72,6 +73,12 @@ class RunningStream:
         """Whether it can be moved now: not so soon after a move that failed."""
         return self.can_move and (self.not_before is None or self.not_before <= now)
 
+    def count_since_look(self, now: float) -> tuple[float, int]:
+        """Seconds since it was looked at last, and tokens that came since."""
+        num = self.resumption.record.num_ids
+        before, self.looked_at = self.looked_at, (now, num)
+        return (0.0, 0) if before is None else (now - before[0], num - before[1])
+
     def load(self, key: int, limit_s: float) -> StreamLoad:
         """What rebalancing looks at; a token is to take `limit_s` at most."""
         return StreamLoad(
@@ -87,7 +94,7 @@ class RunningStream:
     @property
     def num_tokens(self) -> int:
         """About as many as are to be handed over: its prompt's, and those of the answer so far."""
-        return self.num_prompt_tokens + self.resumption.record.num_taken
+        return self.num_prompt_tokens + self.resumption.record.num_ids
 
     @property
     def num_left(self) -> int:
@@ -95,7 +102,7 @@ class RunningStream:
         most = find_most_tokens(self.body)
         if most is None:
             return TYPICAL_ANSWER_TOKENS
-        return max(0, most - self.resumption.record.num_taken)
+        return max(0, most - self.resumption.record.num_ids)
 
     def cut(self, moved: StreamMovedError) -> None:
         """End it here with its next event: it goes on elsewhere."""

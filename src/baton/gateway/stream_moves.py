@@ -45,6 +45,8 @@ from baton.router.room import LACKS_BLOCKS, LEAST_SEEN
 from baton.telemetry.trace import Stamp
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from baton.gateway.debug import RequestHistory
     from baton.gateway.request_context import RequestContext, Services
     from baton.gateway.running_streams import RunningStream
@@ -127,9 +129,10 @@ class StreamMoves:
             stream.load(key, services.admission.tpot_s(stream.context) or policy.tpot_limit_s)
             for key, stream in enumerate(due)
         ]
-        full = services.admission.find_full(model)
+        full, seen = services.admission.find_full(model), measure_paces(due, now)
         paces = [
-            find_pace(view, services.load, now, is_full=view.id in full) for view in views.values()
+            find_pace(view, services.load, now, seen_s=seen.get(view.id), is_full=view.id in full)
+            for view in views.values()
         ]
 
         def cost_s(source: WorkerId, target: WorkerId, num_tokens: int) -> float:
@@ -289,10 +292,29 @@ class StreamMoves:
                 answer.release()
 
 
-def find_pace(view: WorkerView, load: FleetLoad, now: float, *, is_full: bool) -> WorkerPace:
-    """What is predicted and reported of a worker. One that was hardly seen is not called slow."""
+def measure_paces(streams: Iterable[RunningStream], now: float) -> dict[WorkerId, float]:
+    """Seconds for a token since the last look, at each worker of which that was seen."""
+    sums: dict[WorkerId, tuple[float, int]] = {}
+    for stream in streams:
+        seconds, num = stream.count_since_look(now)
+        before = sums.get(stream.decode.id, (0.0, 0))
+        sums[stream.decode.id] = before[0] + seconds, before[1] + num
+    return {worker: seconds / max(1, num) for worker, (seconds, num) in sums.items() if seconds}
+
+
+def find_pace(
+    view: WorkerView, load: FleetLoad, now: float, *, seen_s: float | None, is_full: bool
+) -> WorkerPace:
+    """A worker's pace as it is seen, else as it is predicted if the worker is known.
+
+    With one stream more it grows as is predicted.
+    """
     activity, report = load.of(view.id, view.model), view.load
-    is_known = activity.step_cost.num_seen >= LEAST_SEEN
+    pace_s, next_pace_s = activity.pace_s(0, now), activity.pace_s(1, now)
+    if seen_s is not None:
+        pace_s, next_pace_s = seen_s, next_pace_s * seen_s / pace_s
+    elif activity.step_cost.num_seen < LEAST_SEEN:
+        pace_s = 0.0
     lacks_blocks = (
         report is not None
         and report.num_waiting > 0
@@ -300,8 +322,8 @@ def find_pace(view: WorkerView, load: FleetLoad, now: float, *, is_full: bool) -
     )
     return WorkerPace(
         view.id,
-        activity.pace_s(0, now) if is_known else 0.0,
-        activity.pace_s(1, now),
+        pace_s,
+        next_pace_s,
         takes=view.available and view.slow_start is None and not is_full,
         lacks_blocks=lacks_blocks,
         num_free_tokens=inf if report is None else report.num_free_blocks * report.block_size,

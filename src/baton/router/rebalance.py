@@ -64,7 +64,7 @@ class StreamLoad:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPace:
-    """A worker's predicted seconds for a token, as it is and with one stream more.
+    """A worker's seconds for a token as it is, and what is predicted with one stream more.
 
     `takes`: it may be given requests. `num_free_tokens`: for which it has KV blocks.
     """
