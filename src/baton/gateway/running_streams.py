@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from baton.router.fleet import WorkerView
     from baton.router.prefixes import PromptMatch
 
-REST_TOKENS: Final = 64
+REST_TOKENS: Final = 32
 """Left to be computed where a stream moves to: one step, hardly longer than one of few tokens."""
 LIMIT_FIELDS: Final = ("max_completion_tokens", "max_tokens")
 
