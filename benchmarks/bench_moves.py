@@ -49,9 +49,9 @@ SPEC = RandomModelSpec(
 )
 ENGINE: dict[str, object] = {"engine.dtype": "float32", "engine.num_threads": 1}
 TLS = {"security.tls": "control"}
-LENGTHS = (256, 1024, 4096)
-NUM_TOKENS = 240
-SIGNAL_AT = 60
+LENGTHS = (256, 1024, 2048)
+NUM_TOKENS = 160
+SIGNAL_AT = 40
 CASES = {
     "drains": (signal.SIGTERM, "auto"),
     "stays": (signal.SIGTERM, "never"),

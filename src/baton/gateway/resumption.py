@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from baton.router.fleet import Fleet, WorkerView
 
 SEED_BITS: Final = 63
+MOST_NOTES: Final = 32
+"""Of one stream's moves that failed."""
 NULL: Final = b"null"
 
 _temperature_decoder = msgspec.json.Decoder(float | None)
@@ -116,6 +118,12 @@ class Resumption:
         self.num_moves += moved.cause is not MoveCause.DRAIN
         num = len(self.record.read_token_ids() or ())
         self._context.trace.moves.append(f"to {target.id} after {num} tokens ({moved.cause})")
+
+    def note_not_moved(self, why: str) -> None:
+        """It was to move, and stays."""
+        self.moved_at = self._services.clock.now()
+        if len(self._context.trace.moves) < MOST_NOTES:
+            self._context.trace.moves.append(why)
 
     def _note_moved(self, cause: MoveCause, cut_at: Instant) -> None:
         """The first event of the worker to which it was moved is here."""

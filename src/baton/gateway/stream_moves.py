@@ -31,6 +31,7 @@ from baton.gateway.errors import (
 )
 from baton.gateway.metrics import FallbackCause, MoveResult
 from baton.gateway.protocol_adapters import PrefillDone, read_prefill_result
+from baton.gateway.request_context import LOG_AGAIN_AFTER_S
 from baton.gateway.running_streams import REST_TOKENS
 from baton.gateway.stream_record import ERROR_EVENT
 from baton.gateway.upstream import MAX_SMALL_ANSWER_BYTES
@@ -42,6 +43,7 @@ from baton.router.fleet import Fleet, ModelWorkers
 from baton.router.placement import Placement, PlacementRequest
 from baton.router.rebalance import MoveCause, Rebalancer, WorkerPace
 from baton.router.room import LACKS_BLOCKS, LEAST_SEEN
+from baton.telemetry.log_limit import LimitedLog
 from baton.telemetry.trace import Stamp
 
 if TYPE_CHECKING:
@@ -78,6 +80,7 @@ class StreamMoves:
         self._busy: set[tuple[WorkerId, WorkerId]] = set()
         self._rebalancers: dict[str, Rebalancer] = {}
         self._next_balance_at = Instant(0.0)
+        self._log = LimitedLog(log, services.clock, LOG_AGAIN_AFTER_S)
 
     async def run(self) -> None:
         """Look at workers and streams, until it is cancelled."""
@@ -89,7 +92,8 @@ class StreamMoves:
                 log.exception("the streams could not be looked at")
 
     def _look(self) -> None:
-        now, setting = self._services.clock.now(), self._services.options.move_streams
+        now, options = self._services.clock.now(), self._services.options
+        setting = "never" if options.mode == "colocated" else options.move_streams
         if setting != "never":
             self._drain(now)
         placement = self._services.placement
@@ -109,11 +113,11 @@ class StreamMoves:
         }
         if not leaving:
             return
-        for stream in services.streams.all():
-            if stream.decode.id in leaving and stream.is_due(now):
-                target = self._choose_target(stream, now)
-                if target is not None:
-                    self._begin(stream, target, MoveCause.DRAIN)
+        due = [s for s in services.streams.all() if s.decode.id in leaving and s.is_due(now)]
+        for stream in sorted(due, key=lambda s: s.num_left, reverse=True):
+            target = self._choose_target(stream, now)
+            if target is not None:
+                self._begin(stream, target, MoveCause.DRAIN)
 
     def _rebalance(
         self, model: str, served: ModelWorkers, policy: CostPolicy, now: Instant
@@ -188,6 +192,7 @@ class StreamMoves:
         try:
             async with asyncio.timeout(COPY_TIMEOUT_S):
                 await self._copy_all(stream, target, cause)
+            self._check_there(target)
         except asyncio.CancelledError:  # the stream has ended, in whatever way
             results[cause, MoveResult.ENDED].inc()
             raise
@@ -195,13 +200,20 @@ class StreamMoves:
             results[cause, MoveResult.NOT_COPIED].inc()
             reason = str(exc) or f"it took more than {COPY_TIMEOUT_S:g} s"
             why = f"not moved to {target.id} ({cause}): {reason}"
-            stream.context.trace.moves.append(why)
-            log.warning("request %s: %s", stream.context.id, why)
+            self._log.warning(f"{stream.decode.id} {target.id}", f"{stream.context.id}: {why}")
+            stream.resumption.note_not_moved(why)
             stream.not_before = Instant(self._services.clock.now() + AGAIN_AFTER_S)
             stream.move_task = None
             return
         why_there = f"moved from {stream.decode.id} ({cause})"
         stream.cut(StreamMovedError(Placement(None, target, why=(why_there,)), cause))
+
+    def _check_there(self, target: WorkerView) -> None:
+        """Pass if requests may still be placed on the life of it that has the KV."""
+        worker = self._services.workers.with_id(target.id)
+        info = None if worker is None or not worker.is_available else worker.info
+        if info is None or info.epoch != target.ref.epoch:
+            raise UpstreamError(f"{target.id} is not used any more")
 
     async def _copy_all(self, stream: RunningStream, target: WorkerView, cause: MoveCause) -> None:
         """Hand over what the client has, until only a few tokens were generated meanwhile."""
