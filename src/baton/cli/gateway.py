@@ -131,6 +131,7 @@ def _options(config: Config, status_fd: int) -> GatewayOptions:
         tokenizers={name: Path(folder) for name, folder in config.router.tokenizers.items()},
         tls=config.security.tls,
         first_token_early=section.first_token_early,
+        move_streams=section.move_streams,
         tls_certificate=Path(section.tls_certificate) if section.tls_certificate else None,
         tls_key=Path(section.tls_key) if section.tls_key else None,
         client_keys_file=Path(section.client_keys_file) if section.client_keys_file else None,

@@ -21,6 +21,7 @@ LeaseSeconds: TypeAlias = Annotated[float, Meta(gt=0, le=3600)]
 Host: TypeAlias = Annotated[str, Meta(min_length=1)]
 
 Role: TypeAlias = Literal["prefill", "decode", "both"]
+MoveStreams: TypeAlias = Literal["never", "drain", "auto"]
 Mode: TypeAlias = Literal["auto", "push", "pull", "pool", "reference", "colocated"]
 Verification: TypeAlias = Literal["full", "sampled", "identity"]
 Share: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
@@ -81,6 +82,7 @@ class GatewaySection(Struct, frozen=True, kw_only=True):
     drain_timeout_s: Seconds = 30.0
     mode: Mode = "auto"
     first_token_early: bool = False
+    move_streams: MoveStreams = "auto"
     tls_certificate: str | None = None
     tls_key: str | None = None
     client_keys_file: str | None = None

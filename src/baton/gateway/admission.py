@@ -95,6 +95,10 @@ class Admission:
         await self._wait(context, self._make_request(context, body, num_tokens, match))
         return self._look(model).full
 
+    def find_full(self, model: str) -> frozenset[WorkerId]:
+        """The workers of a model that have no room for a request more."""
+        return self._look(model).full
+
     def leave(self, model: str) -> None:
         """A request that entered is over."""
         self.num_running[model] -= 1

@@ -16,6 +16,7 @@ GatewayError
 │   ├── WorkerReportedError its stream ended with an error
 │   ├── ReplayDiffersError  it does not give the answer of which the client has a part
 │   ├── PrefillFailedError  a prefill worker that was asked first has no KV for decode
+│   ├── StreamMovedError    never sent to a client: the stream goes on at another worker
 │   ├── TicketRefusedError  a worker does not accept the ticket: it computes the prompt itself
 │   └── StaleTicketError    a worker is a new incarnation: place the request again
 ├── UnusableWorkerError     never sent to a client: the worker is not used
@@ -47,6 +48,8 @@ from baton.router.explanation import NotExplainableError
 if TYPE_CHECKING:
     from baton.auth.ticket import WorkerRef
     from baton.gateway.metrics import FallbackCause
+    from baton.router.placement import Placement
+    from baton.router.rebalance import MoveCause
 
 RETRY_AFTER_NO_WORKER_S = 2.0
 CLIENTS_FAULTS: Final = frozenset({"invalid_request_error", "BadRequestError"})
@@ -180,6 +183,14 @@ class StaleTicketError(UpstreamError):
     def __init__(self, worker: WorkerRef) -> None:
         super().__init__(f"{worker.worker} refused the ticket: it was made for its previous life")
         self.worker = worker
+
+
+class StreamMovedError(UpstreamError):
+    """No failure: the stream was cut behind a whole event, to go on as `placement` names."""
+
+    def __init__(self, placement: Placement, cause: MoveCause) -> None:
+        super().__init__(f"the stream moves to {placement.decode.id} ({cause})")
+        self.placement, self.cause = placement, cause
 
 
 class TicketRefusedError(UpstreamError):

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from baton.gateway.queue_metrics import QueueMetrics
 from baton.router.health import EjectionCause, HealthState
 from baton.router.placement import NonDisaggregableField
+from baton.router.rebalance import MoveCause
 from baton.telemetry.log_limit import WARNINGS
 from baton.telemetry.metrics import FIRST_TOKEN_EDGES_S, REQUEST_EDGES_S, TOKEN_GAP_EDGES_S
 
@@ -196,6 +197,19 @@ class ResumeResult(StrEnum):
     NO_WORKER = "no_worker"
 
 
+class MoveResult(StrEnum):
+    """What became of the move of a stream.
+
+    `NOT_COPIED`: its KV did not reach the other worker; it went on where it was. `ENDED`: so did
+    the stream, meanwhile. `LOST`: the other worker failed after the cut.
+    """
+
+    MOVED = "moved"
+    NOT_COPIED = "not_copied"
+    ENDED = "ended"
+    LOST = "lost"
+
+
 class ModelMetrics:
     """The instruments of one model and mode: what is touched on the hot path."""
 
@@ -299,6 +313,23 @@ class GatewayMetrics:
         self.resumed_tokens = Counter(
             "baton_gateway_resumed_tokens",
             "Tokens (of vLLM, events) that clients had of streams when their workers were lost.",
+            registry=self.registry,
+        )
+        moved = Counter(
+            "baton_gateway_moved_streams",
+            "Moves of running streams from one worker to another, by what became of them.",
+            ("cause", "result"),
+            registry=self.registry,
+        )
+        self.moved_streams = {
+            (cause, result): moved.labels(cause, result)
+            for cause in MoveCause
+            for result in MoveResult
+        }
+        self.move_pause = Histogram(
+            "baton_gateway_move_pause_seconds",
+            "From the last event of the worker that had a stream to the first of the next one.",
+            buckets=TOKEN_GAP_EDGES_S,
             registry=self.registry,
         )
         self.refused_retries = Counter(

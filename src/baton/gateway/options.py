@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from baton.auth.credentials import Credentials
-    from baton.config.sections import Tls
+    from baton.config.sections import MoveStreams, Tls
     from baton.gateway.targets import Targets
     from baton.router.modes import ModeSetting
 
@@ -67,7 +67,8 @@ class GatewayOptions:
     this machine: a gateway that others can reach insists on the former. `status_fd` is the file
     descriptor that gets the line `{"event":"ready",...}`. `mode` is how KV is handed over,
     `policy` how workers are chosen, one of `POLICIES`, with its `policy_options`;
-    `first_token_early` lets streams begin with the prefill worker's token.
+    `first_token_early` lets streams begin with the prefill worker's token; `move_streams`: when
+    running streams move to other workers (see `baton.gateway.stream_moves`).
     `client_keys_file`: see `baton.gateway.clients`; beyond loopback it is needed unless `insecure`.
     `management_port` None: /metrics and /debug on the gateway's own port, if that is loopback's
     or `insecure`. Of several processes, which share the gateway's port, each has its own one.
@@ -120,6 +121,7 @@ class GatewayOptions:
     tokenizers: Mapping[str, Path] = field(default_factory=dict)
     tls: Tls = "control"
     first_token_early: bool = False
+    move_streams: MoveStreams = "auto"
     client_keys_file: Path | None = None
     insecure: bool = False
     audit_log: Path | None = None

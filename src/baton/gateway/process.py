@@ -44,6 +44,8 @@ from baton.gateway.process_group import ProcessGroup
 from baton.gateway.queue_page import QueuePage
 from baton.gateway.request_context import BackgroundTasks, Fallbacks, Services
 from baton.gateway.route_explainer import RouteExplainer
+from baton.gateway.running_streams import RunningStreams
+from baton.gateway.stream_moves import StreamMoves
 from baton.gateway.stream_record import RecordBudget
 from baton.gateway.upstream import Upstream
 from baton.gateway.waiting import WaitingRequests
@@ -143,10 +145,12 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
         clients=Clients(options.client_keys_file, clock),
         audit=AuditLog(options.audit_log) if options.audit_log else None,
         stream_records=RecordBudget(options.max_total_record_bytes),
+        streams=RunningStreams(),
     )
     records = RequestHistory(options.num_records)
     events = KVEvents(workers, metrics, clock, upstream=upstream, prefixes=prefixes)
     health_monitor.start()
+    services.background_tasks.run(StreamMoves(services, records).run())
     events.start()
     try:
         async with LinkFeed(workers, upstream, load, clock):

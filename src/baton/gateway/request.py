@@ -21,13 +21,12 @@ from baton.protocol.engine_fields import (
     unsupported,
 )
 from baton.protocol.prompt_bounds import check_ids, check_messages, count_chars, lists_ids
+from baton.protocol.request_fields import Resume
 from baton.protocol.worker_http import REQUEST_ID_HEADER
 from baton.router.placement import NonDisaggregableField
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-
-    from baton.protocol.request_fields import Resume
 
 
 TICKET_FIELD: Final = "kv_transfer_params"
@@ -140,6 +139,15 @@ class CompletionBody:
             fields["max_completion_tokens"] = _ONE
         fields["stream"] = msgspec.Raw(b"false")
         return CompletionBody(self.model, stream=False, fields=fields)
+
+    def for_copy(self, ids: list[int]) -> CompletionBody:
+        """The same prompt and the answer's first tokens, for one more of which nothing matters."""
+        fields = {name: raw for name, raw in self.fields.items() if name not in NOT_FOR_ONE_TOKEN}
+        most = msgspec.Raw(b"%d" % (len(ids) + 1))
+        fields["max_tokens"] = most
+        if "max_completion_tokens" in fields:  # it would win
+            fields["max_completion_tokens"] = most
+        return CompletionBody(self.model, stream=True, fields=fields, resume=Resume(ids))
 
     def encode(self) -> bytes:
         """The body for a worker that prefills and decodes itself."""

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from baton.gateway.metrics import FallbackCause, GatewayMetrics, ModelMetrics
     from baton.gateway.options import GatewayOptions
     from baton.gateway.prefixes import Prefixes
+    from baton.gateway.running_streams import RunningStreams
     from baton.gateway.stream_record import RecordBudget
     from baton.gateway.targets import Targets
     from baton.gateway.upstream import Upstream
@@ -48,11 +49,12 @@ class BackgroundTasks:
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def run(self, coroutine: Coroutine[None, None, None]) -> None:
+    def run(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """Begin one; it handles its own failures."""
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def stop(self) -> None:
         """End what is not done."""
@@ -101,6 +103,7 @@ class Services:
     clients: Clients
     audit: AuditLog | None
     stream_records: RecordBudget
+    streams: RunningStreams
 
 
 STREAM_HEADERS: Final = (

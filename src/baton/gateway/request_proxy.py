@@ -19,6 +19,7 @@ from baton.gateway.errors import (
     NoWorkerError,
     PrefillFailedError,
     StaleTicketError,
+    StreamMovedError,
     TicketRefusedError,
     UpstreamError,
     WorkerFailedError,
@@ -36,6 +37,7 @@ from baton.gateway.response_forwarder import (
     find_cached_tokens,
 )
 from baton.gateway.resumption import Resumption
+from baton.gateway.running_streams import REST_TOKENS, RunningStream
 from baton.gateway.workers import Interruptible
 from baton.ids import new_ticket_id
 from baton.protocol.worker_http import CREATED_HEADER, TIMEOUT_HEADER
@@ -104,25 +106,24 @@ class RequestProxy:
     async def _try_workers(self) -> None:
         services, resumption = self._services, self._resumption
         failover, failed = Failover(failed_modes=self._excluded_modes), None
+        moved: Placement | None = None
         services.retry_budget.add_request()
         while failover.may_retry and not resumption.is_over:
             if failed is not None and not services.retry_budget.take(services.clock.now()):
                 services.metrics.refused_retries.inc()
                 break
-            placement = await self._place_in_time(failover, failed)
-            running = self._begin(placement)
+            placement = moved or await self._place_in_time(failover, failed)
+            running = self._begin_moved(moved) if moved else self._begin(placement)
             services.health_monitor.begin(placement)
             try:
                 await self._attempt(placement)
+            except StreamMovedError as exc:
+                failed, moved = None, exc.placement
+                resumption.note_move(exc)
+                failover.restart()
             except UpstreamError as exc:
-                failed = exc
-                services.health_monitor.report(services.workers.with_id(placement.decode.id), exc)
-                has_progressed = resumption.note_failure(exc, placement.decode, self._body)
-                failover.record(
-                    _attempt_at(placement), _failure_of(exc), has_progressed=has_progressed
-                )
-                if isinstance(exc, StaleTicketError):
-                    await services.health_monitor.refresh(exc.worker)
+                failed, moved = exc, None
+                await self._note_failed(exc, placement, failover)
             else:
                 self._note_cached(placement)
                 self._note_answered(placement)
@@ -132,6 +133,16 @@ class RequestProxy:
                 services.health_monitor.end(placement)
         if failed is not None:
             raise failed
+
+    async def _note_failed(
+        self, error: UpstreamError, placement: Placement, failover: Failover
+    ) -> None:
+        monitor, decode = self._services.health_monitor, placement.decode
+        monitor.report(self._services.workers.with_id(decode.id), error)
+        has_progressed = self._resumption.note_failure(error, decode, self._body)
+        failover.record(_attempt_at(placement), _failure_of(error), has_progressed=has_progressed)
+        if isinstance(error, StaleTicketError):
+            await monitor.refresh(error.worker)
 
     async def _place_in_time(self, failover: Failover, failed: UpstreamError | None) -> Placement:
         """Place it, if need be once a worker is back."""
@@ -233,6 +244,16 @@ class RequestProxy:
         )
         return context.running
 
+    def _begin_moved(self, placement: Placement) -> RunningRequest:
+        """Count in a stream whose KV is there already."""
+        services, context = self._services, self._context
+        if self._match is not None and services.prefixes is not None:
+            services.prefixes.expect(context.model, self._match, placement)
+        context.begin_attempt(placement, services.metrics.of(context.model, placement.mode))
+        context.num_predicted = None
+        context.running = services.load.begin(placement, REST_TOKENS, services.clock.now(), 0)
+        return context.running
+
     def _note_cached(self, placement: Placement) -> None:
         """Compare what was predicted to be cached with what the workers have reported."""
         prefixes, context = self._services.prefixes, self._context
@@ -296,7 +317,7 @@ class RequestProxy:
         body: bytes,
         send_decode: Callable[[], Awaitable[None]],
     ) -> None:
-        prefill_request.start(body, self._headers())
+        prefill_request.start(body, self._headers(self._context))
         try:
             await send_decode()
         except BaseException:
@@ -310,7 +331,7 @@ class RequestProxy:
         body: bytes,
         send_decode: Callable[[], Awaitable[None]],
     ) -> None:
-        await prefill_request.hold(body, self._headers())
+        await prefill_request.hold(body, self._headers(self._context))
         try:
             await send_decode()
         except BaseException:
@@ -336,9 +357,18 @@ class RequestProxy:
     ) -> None:
         services, context = self._services, self._context
         worker = services.workers.of(decode)
-        with worker.cancel_scope():
+        stream = RunningStream(
+            context,
+            self._body,
+            self._resumption,
+            decode,
+            self._num_tokens,
+            self._match,
+            self._headers,
+        )
+        with worker.cancel_scope(), services.streams.hold(stream):
             response = await services.upstream.post(
-                worker.completion_urls[context.path], body, self._headers()
+                worker.completion_urls[context.path], body, self._headers(context)
             )
             try:
                 answer = ResponseForwarder(
@@ -375,9 +405,8 @@ class RequestProxy:
         is_wanted = self._body.stream and not self._context.has_sent_bytes
         return self._services.options.first_token_early and is_wanted and both_ours
 
-    def _headers(self) -> bytes:
-        """What is the request's own in the head of both workers' requests."""
-        context = self._context
+    def _headers(self, context: RequestContext) -> bytes:
+        """What is the request's own, or a part's, in the head of workers' requests."""
         left_s = context.left_s(self._services.clock.now())
         own = f"{CREATED_HEADER}: {self._created}\r\n{TIMEOUT_HEADER}: {left_s:.3f}\r\n"
         if self._body.stream:

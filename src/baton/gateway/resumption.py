@@ -12,29 +12,34 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING, Final, Self
 
 import msgspec
 
 from baton.errors import UNDECODABLE
 from baton.gateway.errors import ReplayDiffersError, UpstreamError, WorkerReportedError
-from baton.gateway.metrics import ResumeResult
+from baton.gateway.metrics import MoveResult, ResumeResult
 from baton.gateway.stream_record import END_OF_EVENT, StreamRecord
 from baton.gateway.stream_replay import Replay
 from baton.protocol.engine_fields import ABSENT
 from baton.protocol.request_fields import Resume
 from baton.protocol.worker_http import SEED_HEADER, TOKEN_IDS_HEADER
+from baton.router.rebalance import MoveCause
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from baton.clock import Instant
+    from baton.gateway.errors import StreamMovedError
     from baton.gateway.request import CompletionBody
     from baton.gateway.request_context import RequestContext, Services
     from baton.protocol.worker_http import WorkerProtocol
     from baton.router.fleet import Fleet, WorkerView
 
 SEED_BITS: Final = 63
+MOST_NOTES: Final = 32
+"""Of one stream's moves that failed."""
 NULL: Final = b"null"
 
 _temperature_decoder = msgspec.json.Decoder(float | None)
@@ -51,6 +56,8 @@ class Resumption:
         self._protocol: WorkerProtocol | None = None
         self._lost_at: Instant | None = None
         self._result: ResumeResult | None = None
+        self._moved: tuple[MoveCause, Instant] | None = None
+        self.num_moves, self.moved_at = 0, -inf
 
     def __enter__(self) -> Self:
         return self
@@ -93,6 +100,8 @@ class Resumption:
 
     def note_news(self) -> None:
         """Something that the client had not yet goes to it."""
+        if self._moved is not None:
+            self._note_moved(*self._moved)
         if self._lost_at is None:
             return
         metrics, now = self._services.metrics, self._services.clock.now()
@@ -100,8 +109,36 @@ class Resumption:
         self._context.metrics.inter_token_latency.observe(now - self._lost_at)
         self._lost_at = None
 
+    def note_move(self, moved: StreamMovedError) -> None:
+        """The stream was cut, and goes on at another worker."""
+        now, target = self._services.clock.now(), moved.placement.decode
+        self._num_taken, self._protocol = self.record.num_taken, target.protocol
+        self._moved = moved.cause, now
+        self.moved_at = now
+        self.num_moves += moved.cause is not MoveCause.DRAIN
+        num = len(self.record.read_token_ids() or ())
+        self._context.trace.moves.append(f"to {target.id} after {num} tokens ({moved.cause})")
+
+    def note_not_moved(self, why: str) -> None:
+        """It was to move, and stays."""
+        self.moved_at = self._services.clock.now()
+        if len(self._context.trace.moves) < MOST_NOTES:
+            self._context.trace.moves.append(why)
+
+    def _note_moved(self, cause: MoveCause, cut_at: Instant) -> None:
+        """The first event of the worker to which it was moved is here."""
+        metrics, pause_s = self._services.metrics, self._services.clock.now() - cut_at
+        metrics.moved_streams[cause, MoveResult.MOVED].inc()
+        metrics.move_pause.observe(pause_s)
+        self._context.metrics.inter_token_latency.observe(pause_s)
+        self._moved = None
+
     def note_failure(self, error: UpstreamError, decode: WorkerView, body: CompletionBody) -> bool:
         """An attempt failed; whether it had added to the stream."""
+        if self._moved is not None:
+            cause, self._lost_at = self._moved
+            self._services.metrics.moved_streams[cause, MoveResult.LOST].inc()
+            self._moved = None
         has_progressed = self.record.num_taken > self._num_taken
         self._num_taken = self.record.num_taken
         if isinstance(error, WorkerReportedError) and error.is_clients_fault:

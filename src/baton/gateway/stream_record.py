@@ -109,6 +109,11 @@ class StreamRecord:
             return None
 
     @property
+    def num_ids(self) -> int:
+        """How many tokens the client has, as far as their ids are kept."""
+        return self._ids.count(b",")
+
+    @property
     def events(self) -> bytes:
         """All that was passed on."""
         return b"".join(self._chunks)

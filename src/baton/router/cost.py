@@ -186,6 +186,11 @@ class CostPolicy:
         self._divisions: dict[str, Division] = {}
         self._usable: dict[str, _Usable] = {}
 
+    @property
+    def tpot_limit_s(self) -> float:
+        """What a token may take, of requests that name nothing; inf where all is throughput."""
+        return self._options.tpot_s if self._options.objective == "goodput" else inf
+
     def place(
         self, fleet: Fleet, request: PlacementRequest, load: FleetLoad
     ) -> Placement | Unplaceable:

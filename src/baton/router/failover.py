@@ -86,9 +86,8 @@ class Failover:
         `has_progressed`: it added to a stream. What failed before that may serve again.
         """
         if has_progressed:
-            self.num_left, self.num_prefill_failures = MAX_ATTEMPTS, 0
+            self.restart()
             self.num_resumes_left -= 1
-            self.avoid, self.failed_modes = frozenset(), frozenset()
         match failure:
             case Failure.PREFILL_FAILED | Failure.PREFILL_REJECTED | Failure.MODE_FAILED:
                 self._record_prefill(attempt, failure)
@@ -100,6 +99,11 @@ class Failover:
             case Failure.STALE_TICKET:
                 pass  # its worker's new epoch is all that the next attempt needs
         self.num_left -= 1
+
+    def restart(self) -> None:
+        """A part was sent, or the stream was moved: it may be tried as often as a new request."""
+        self.num_left, self.num_prefill_failures = MAX_ATTEMPTS, 0
+        self.avoid, self.failed_modes = frozenset(), frozenset()
 
     def forgive(self, gone: frozenset[WorkerId]) -> None:
         """What is not there now may be asked once it is back: it is another process then."""

@@ -67,6 +67,7 @@ class RequestSpan(msgspec.Struct, kw_only=True):
     verified_bytes: dict[str, int] = {}  # by transport: compared with their sender's digests
     digest_failures: dict[str, int] = {}  # by transport: notices whose bytes were others
     waited_s: float = 0.0  # in the gateway's queue
+    moves: list[str] = []  # of the stream, from one worker to another
     outcome: str | None = None
 
     def stamp(self, name: Stamp, at: float) -> None:
@@ -87,6 +88,7 @@ class RequestSpan(msgspec.Struct, kw_only=True):
             peer_stamps=dict(self.peer_stamps),
             fallbacks=list(self.fallbacks),
             reroutes=list(self.reroutes),
+            moves=list(self.moves),
             verified_bytes=dict(self.verified_bytes),
             digest_failures=dict(self.digest_failures),
         )

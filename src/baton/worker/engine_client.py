@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from baton.engines.interface import NewToken, RequestFailed
+from baton.engines.interface import NewToken, PrefillRequest, RequestFailed
 from baton.worker.http_exchange import DeadlineError, DrainingError
 
 if TYPE_CHECKING:
@@ -112,11 +112,11 @@ class EngineClient:
         """Submit a request; leaving cancels it if it is unfinished, its deadline fails it.
 
         Raises:
-            DrainingError: no new requests are taken.
+            DrainingError: no new requests are taken, but those that move a stream elsewhere.
             OverloadedError: the engine's queue is full.
             ContextLengthError: the request can never fit.
         """
-        if self._draining:
+        if self._draining and not (self._streams and _is_leaving(request)):
             raise DrainingError("this worker is ending; send the request to another one")
         stream = AnswerStream(partial(self._engine.cancel, request.id))
         self._streams[request.id] = stream
@@ -163,3 +163,8 @@ class EngineClient:
             stream = self._streams.get(update.request)
             if stream is not None:
                 stream.push(update)
+
+
+def _is_leaving(request: GenerationRequest) -> bool:
+    """Whether it hands the KV of an answer's first tokens over: a stream is moved from here."""
+    return isinstance(request.kind, PrefillRequest) and request.sampling.first_index > 0

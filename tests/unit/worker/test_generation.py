@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from baton.auth.ticket import hash_tenant
-from baton.engines.interface import FinishReason, NewToken
+from baton.engines.interface import FinishReason, NewToken, PrefillRequest
 from baton.errors import ContextLengthError, EngineError, HandoffError, OverloadedError
 from baton.handoff.interface import SampledToken
+from baton.ids import RequestId
 from baton.telemetry.trace import Stamp
+from baton.worker.http_exchange import DrainingError
+from tests.unit.handoff.orders import make_ticket
 from tests.unit.worker.scripted_engine import (
     Client,
     Reply,
@@ -337,6 +342,36 @@ def test_drain_lets_open_requests_finish() -> None:
             engine.sink([NewToken(engine.requests[0].id, SampledToken(9), 0, FinishReason.LENGTH)])
             assert (await task).status == 200
             await draining
+
+    asyncio.run(scenario())
+
+
+def test_a_draining_worker_hands_over_what_is_moved_away() -> None:
+    """While an answer is under way, and nothing but that."""
+
+    async def scenario() -> None:
+        async with running() as (worker, engine, _):
+            task = asyncio.create_task(complete(worker))
+            await until(lambda: engine.requests)
+            draining = asyncio.create_task(worker.drain(60))
+            await until(lambda: worker.engine_client.draining)
+            (answered,) = engine.requests
+            prefill = replace(answered, id=RequestId("p"), kind=PrefillRequest(make_ticket()))
+            moved = replace(
+                prefill, sampling=msgspec.structs.replace(prefill.sampling, first_index=3)
+            )
+            with (
+                pytest.raises(DrainingError),
+                worker.engine_client.open(prefill),
+            ):
+                pytest.fail("a new prompt is taken")
+            with worker.engine_client.open(moved):
+                engine.sink([NewToken(answered.id, SampledToken(9), 0, FinishReason.LENGTH)])
+                assert (await task).status == 200
+                assert not draining.done(), "it waits for what is handed over"
+            await draining
+            with pytest.raises(DrainingError), worker.engine_client.open(moved):
+                pytest.fail("nothing is left that could move")
 
     asyncio.run(scenario())
 

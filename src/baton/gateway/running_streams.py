@@ -1,0 +1,143 @@
+"""The streams that are under way, each at the worker that generates it: what can be moved."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from baton.errors import UNDECODABLE
+from baton.router.rebalance import TYPICAL_ANSWER_TOKENS, StreamLoad
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable, Iterator
+
+    from baton.clock import Instant
+    from baton.gateway.errors import StreamMovedError
+    from baton.gateway.request import CompletionBody
+    from baton.gateway.request_context import RequestContext
+    from baton.gateway.resumption import Resumption
+    from baton.router.fleet import WorkerView
+    from baton.router.prefixes import PromptMatch
+
+REST_TOKENS: Final = 32
+"""Left to be computed where a stream moves to: one step, hardly longer than one of few tokens."""
+LIMIT_FIELDS: Final = ("max_completion_tokens", "max_tokens")
+
+_count_decoder = msgspec.json.Decoder(int | None)
+
+
+@dataclass(slots=True, eq=False)
+class RunningStream:
+    """One attempt's stream, from its request to `decode` to its end there.
+
+    `write_headers` gives the header lines of a request on its behalf. `move_task` is the move that
+    is under way; it ends with the stream. Until `not_before` it is not moved again. `looked_at`:
+    when it was looked at last, and how many tokens it had. Owner: the event loop's thread.
+    """
+
+    context: RequestContext
+    body: CompletionBody
+    resumption: Resumption
+    decode: WorkerView
+    num_prompt_tokens: int
+    match: PromptMatch | None
+    write_headers: Callable[[RequestContext], bytes]
+    move_task: asyncio.Task[None] | None = None
+    not_before: Instant | None = None
+    num_copies: int = 0
+    looked_at: tuple[float, int] | None = None
+    num_before: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """What the client had before it began here."""
+        self.num_before = self.resumption.record.num_taken
+
+    @property
+    def can_move(self) -> bool:
+        """Whether it flows here, its tokens so far are known exactly, and some are missing."""
+        record = self.resumption.record
+        return (
+            self.move_task is None
+            and record.has_ids
+            and record.num_taken > self.num_before
+            and record.is_kept
+            and record.failure is None
+            and not record.is_finished
+        )
+
+    def is_due(self, now: float) -> bool:
+        """Whether it can be moved now: not so soon after a move that failed."""
+        return self.can_move and (self.not_before is None or self.not_before <= now)
+
+    def count_since_look(self, now: float) -> tuple[float, int]:
+        """Seconds since it was looked at last, and tokens that came since."""
+        num = self.resumption.record.num_ids
+        before, self.looked_at = self.looked_at, (now, num)
+        return (0.0, 0) if before is None else (now - before[0], num - before[1])
+
+    def load(self, key: int, limit_s: float) -> StreamLoad:
+        """What rebalancing looks at; a token is to take `limit_s` at most."""
+        return StreamLoad(
+            key,
+            self.decode.id,
+            self.num_tokens,
+            self.num_left,
+            limit_s,
+            self.resumption.num_moves,
+            self.resumption.moved_at,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """About as many as are to be handed over: its prompt's, and those of the answer so far."""
+        return self.num_prompt_tokens + self.resumption.record.num_ids
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that the answer may still have."""
+        most = find_most_tokens(self.body)
+        if most is None:
+            return TYPICAL_ANSWER_TOKENS
+        return max(0, most - self.resumption.record.num_ids)
+
+    def cut(self, moved: StreamMovedError) -> None:
+        """End it here with its next event: it goes on elsewhere."""
+        self.resumption.record.failure = moved
+
+
+def find_most_tokens(body: CompletionBody) -> int | None:
+    """Tokens that an answer may have, where its client names a number."""
+    for name in LIMIT_FIELDS:
+        try:
+            most: int | None = _count_decoder.decode(body.fields.get(name, b"null"))
+        except UNDECODABLE:
+            continue  # its worker refuses it
+        if most is not None:
+            return most
+    return None
+
+
+class RunningStreams:
+    """All of one gateway. Owner: the event loop's thread."""
+
+    def __init__(self) -> None:
+        self._streams: dict[RunningStream, None] = {}
+
+    def all(self) -> tuple[RunningStream, ...]:
+        """Those under way, oldest first."""
+        return tuple(self._streams)
+
+    @contextmanager
+    def hold(self, stream: RunningStream) -> Iterator[None]:
+        """A stream is under way while the block runs; so is what moves it."""
+        self._streams[stream] = None
+        try:
+            yield
+        finally:
+            del self._streams[stream]
+            if stream.move_task is not None:
+                stream.move_task.cancel()

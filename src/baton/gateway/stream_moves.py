@@ -1,0 +1,344 @@
+"""Moves streams from one decode worker to another while they go on; their clients do not notice.
+
+    A │ generates ─────────────────────────────┐ cut behind a whole event
+      │ prompt and tokens so far: a handoff    │
+    B └──────────────► cached, as a prefix ────┴─► prefills the last few tokens, and generates
+
+A's cache has all but the last block of what it hands over, so that it computes next to nothing, and
+B's request ends after a token of which nothing is used: what counts is B's cache. Where many tokens
+came meanwhile, they are handed over as well, before the cut. Until then whatever fails costs the
+stream nothing. From the cut on it is a stream that goes on elsewhere (`resumption`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from http import HTTPStatus
+from math import inf
+from typing import TYPE_CHECKING, Final
+
+from baton.auth.ticket import Ticket, hash_tenant, seal
+from baton.clock import Instant
+from baton.errors import BatonError
+from baton.gateway.debug import RequestRecord
+from baton.gateway.errors import (
+    ErrorAnswer,
+    PrefillFailedError,
+    StreamMovedError,
+    UpstreamError,
+    WorkerFailedError,
+)
+from baton.gateway.metrics import FallbackCause, MoveResult
+from baton.gateway.protocol_adapters import PrefillDone, read_prefill_result
+from baton.gateway.request_context import LOG_AGAIN_AFTER_S
+from baton.gateway.running_streams import REST_TOKENS
+from baton.gateway.stream_record import ERROR_EVENT
+from baton.gateway.upstream import MAX_SMALL_ANSWER_BYTES
+from baton.gateway.workers import Draining
+from baton.ids import new_ticket_id
+from baton.router.cost import CostPolicy
+from baton.router.failover import EVERY_MODE
+from baton.router.fleet import Fleet, ModelWorkers
+from baton.router.placement import Placement, PlacementRequest
+from baton.router.rebalance import MoveCause, Rebalancer, WorkerPace
+from baton.router.room import LACKS_BLOCKS, LEAST_SEEN
+from baton.telemetry.log_limit import LimitedLog
+from baton.telemetry.trace import Stamp
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from baton.gateway.debug import RequestHistory
+    from baton.gateway.request_context import RequestContext, Services
+    from baton.gateway.running_streams import RunningStream
+    from baton.ids import WorkerId
+    from baton.router.fleet import WorkerView
+    from baton.router.load import FleetLoad
+
+LOOK_S: Final = 0.1
+"""How often the workers and streams are looked at."""
+MAX_COPIES: Final = 3
+"""Handoffs of one move: each but the first is of what was generated during the one before it."""
+BALANCE_S: Final = 0.5
+"""How often the workers of a model are compared."""
+COPY_TIMEOUT_S: Final = 60.0
+AGAIN_AFTER_S: Final = 1.0
+"""A move failed: when the stream may be moved the next time."""
+
+log = logging.getLogger(__name__)
+
+
+class StreamMoves:
+    """Decides which streams move, and moves them. Owner: the event loop's thread.
+
+    `records` keeps the trace of each handoff.
+    """
+
+    def __init__(self, services: Services, records: RequestHistory) -> None:
+        self._services, self._records = services, records
+        self._busy: set[tuple[WorkerId, WorkerId]] = set()
+        self._rebalancers: dict[str, Rebalancer] = {}
+        self._next_balance_at = Instant(0.0)
+        self._log = LimitedLog(log, services.clock, LOG_AGAIN_AFTER_S)
+
+    async def run(self) -> None:
+        """Look at workers and streams, until it is cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                self._look()
+            except Exception:
+                log.exception("the streams could not be looked at")
+
+    def _look(self) -> None:
+        now, options = self._services.clock.now(), self._services.options
+        setting = "never" if options.mode == "colocated" else options.move_streams
+        if setting != "never":
+            self._drain(now)
+        placement = self._services.placement
+        is_due = now >= self._next_balance_at
+        if setting == "auto" and isinstance(placement, CostPolicy) and is_due:
+            self._next_balance_at = Instant(now + BALANCE_S)
+            for model, served in self._services.workers.fleet.models.items():
+                if len(served.decodes) > 1:
+                    self._rebalance(model, served, placement, now)
+
+    def _drain(self, now: Instant) -> None:
+        services = self._services
+        leaving = {
+            worker.info.worker
+            for worker in services.workers.all
+            if isinstance(worker.state, Draining) and worker.info is not None
+        }
+        if not leaving:
+            return
+        due = [s for s in services.streams.all() if s.decode.id in leaving and s.is_due(now)]
+        for stream in sorted(due, key=lambda s: s.num_left, reverse=True):
+            target = self._choose_target(stream, now)
+            if target is not None:
+                self._begin(stream, target, MoveCause.DRAIN)
+
+    def _rebalance(
+        self, model: str, served: ModelWorkers, policy: CostPolicy, now: Instant
+    ) -> None:
+        services = self._services
+        views = {w.id: w for w in served.decodes if w.protocol == "baton"}
+        due = [
+            stream
+            for stream in services.streams.all()
+            if stream.context.model == model and stream.decode.id in views and stream.is_due(now)
+        ]
+        loads = [
+            stream.load(key, services.admission.tpot_s(stream.context) or policy.tpot_limit_s)
+            for key, stream in enumerate(due)
+        ]
+        full, seen = services.admission.find_full(model), measure_paces(due, now)
+        paces = [
+            find_pace(view, services.load, now, seen_s=seen.get(view.id), is_full=view.id in full)
+            for view in views.values()
+        ]
+
+        def cost_s(source: WorkerId, target: WorkerId, num_tokens: int) -> float:
+            if views[target].why_not_from(views[source]) is not None:
+                return inf
+            handoffs = services.load.costs(model).handoffs
+            return handoffs.cost_of(views[source], views[target]).predict(num_tokens)
+
+        rebalancer = self._rebalancers.setdefault(model, Rebalancer())
+        for move in rebalancer.find_moves(loads, paces, cost_s, now):
+            stream, target = due[move.key], views[move.target]
+            if (stream.decode.id, target.id) not in self._busy:
+                self._begin(stream, target, move.cause)
+
+    def _choose_target(self, stream: RunningStream, now: Instant) -> WorkerView | None:
+        """Where the policy would place it, of the workers that can take its KV and are not busy."""
+        services, context, decode = self._services, stream.context, stream.decode
+        served = services.workers.fleet.models.get(context.model)
+        if served is None:
+            return None
+        able = [
+            worker
+            for worker in served.decodes
+            if worker.id != decode.id
+            and worker.available
+            and worker.protocol == "baton"
+            and worker.why_not_from(decode) is None
+            and (decode.id, worker.id) not in self._busy
+        ]
+        if not able:
+            return None
+        request = PlacementRequest(
+            context.model,
+            avoid=frozenset({decode.id}),
+            num_prompt_tokens=stream.num_tokens,
+            failed_modes=EVERY_MODE,
+            at=now,
+            cached={} if stream.match is None else stream.match.cached,
+            full=services.admission.find_full(context.model),
+            tpot_s=services.admission.tpot_s(context),
+        )
+        fleet = Fleet({context.model: ModelWorkers.of(able)})
+        placed = services.placement.place(fleet, request, services.load)
+        return placed.decode if isinstance(placed, Placement) else None
+
+    def _begin(self, stream: RunningStream, target: WorkerView, cause: MoveCause) -> None:
+        pair = stream.decode.id, target.id
+        self._busy.add(pair)
+        stream.move_task = self._services.background_tasks.run(self._move(stream, target, cause))
+        stream.move_task.add_done_callback(lambda _: self._busy.discard(pair))
+
+    async def _move(self, stream: RunningStream, target: WorkerView, cause: MoveCause) -> None:
+        results = self._services.metrics.moved_streams
+        try:
+            async with asyncio.timeout(COPY_TIMEOUT_S):
+                await self._copy_all(stream, target, cause)
+            self._check_there(target)
+        except asyncio.CancelledError:  # the stream has ended, in whatever way
+            results[cause, MoveResult.ENDED].inc()
+            raise
+        except (BatonError, TimeoutError) as exc:
+            results[cause, MoveResult.NOT_COPIED].inc()
+            reason = str(exc) or f"it took more than {COPY_TIMEOUT_S:g} s"
+            why = f"not moved to {target.id} ({cause}): {reason}"
+            self._log.warning(f"{stream.decode.id} {target.id}", f"{stream.context.id}: {why}")
+            stream.resumption.note_not_moved(why)
+            stream.not_before = Instant(self._services.clock.now() + AGAIN_AFTER_S)
+            stream.move_task = None
+            return
+        why_there = f"moved from {stream.decode.id} ({cause})"
+        stream.cut(StreamMovedError(Placement(None, target, why=(why_there,)), cause))
+
+    def _check_there(self, target: WorkerView) -> None:
+        """Pass if requests may still be placed on the life of it that has the KV."""
+        worker = self._services.workers.with_id(target.id)
+        info = None if worker is None or not worker.is_available else worker.info
+        if info is None or info.epoch != target.ref.epoch:
+            raise UpstreamError(f"{target.id} is not used any more")
+
+    async def _copy_all(self, stream: RunningStream, target: WorkerView, cause: MoveCause) -> None:
+        """Hand over what the client has, until only a few tokens were generated meanwhile."""
+        num_copied = 0
+        for _ in range(MAX_COPIES):
+            ids = stream.resumption.record.read_token_ids() or []
+            if num_copied and len(ids) - num_copied <= REST_TOKENS:
+                return
+            await self._copy(stream, target, ids, cause)
+            num_copied = len(ids)
+
+    async def _copy(
+        self, stream: RunningStream, target: WorkerView, ids: list[int], cause: MoveCause
+    ) -> None:
+        """Hand over the KV of the prompt and of these tokens.
+
+        Raises:
+            UpstreamError: one of the two workers failed, or the handoff did.
+        """
+        services, clock = self._services, self._services.clock
+        stream.num_copies += 1
+        began = clock.now()
+        part = stream.context.part(f"move{stream.num_copies}", began)
+        placement = Placement(stream.decode, target, why=(f"a stream is moved ({cause})",))
+        part.begin_attempt(placement, stream.context.metrics)
+        ticket = Ticket(
+            id=new_ticket_id(),
+            request_id=part.id,
+            prefill=stream.decode.ref,
+            decode=target.ref,
+            mode="push",
+            issue=services.ticket_issuer.issue(part.left_s(began)),
+            tenant_salt=hash_tenant(stream.body.cache_salt),
+        )
+        part.trace.ticket = ticket.id.hex()
+        body = stream.body.for_copy(ids).encode_with_ticket(
+            seal(ticket, services.options.credentials)
+        )
+        part.trace.outcome = "failed"
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._send(stream.decode, part, body, stream))
+                group.create_task(self._take(target, part, body, stream))
+            part.trace.outcome, part.status = "ok", HTTPStatus.OK
+            handoffs = services.load.costs(target.model).handoffs
+            cost = handoffs.cost_of(stream.decode, target)
+            cost.observe(stream.num_prompt_tokens + len(ids), clock.now() - began)
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        finally:
+            part.trace.stamp(Stamp.FINISHED, clock.now())
+            self._records.add(RequestRecord(part.trace, placement, part.status or 0))
+
+    async def _send(
+        self, view: WorkerView, part: RequestContext, body: bytes, stream: RunningStream
+    ) -> None:
+        """The part of the worker that has the KV: it answers once the other has it, too."""
+        status, answer = await self._ask(view, part, body, stream)
+        result = read_prefill_result("baton", status, answer)
+        if not isinstance(result, PrefillDone):
+            raise PrefillFailedError(
+                f"{view.id} did not hand the KV over: {result}",
+                cause=FallbackCause.HANDOFF_FAILED,
+            )
+
+    async def _take(
+        self, view: WorkerView, part: RequestContext, body: bytes, stream: RunningStream
+    ) -> None:
+        """The part of the worker that gets it: one token, once it has all."""
+        status, answer = await self._ask(view, part, body, stream)
+        if status != HTTPStatus.OK or ERROR_EVENT in answer:
+            raise WorkerFailedError(
+                f"{view.id} did not take the KV: it answered {status}",
+                answer=ErrorAnswer(status, answer),
+            )
+
+    async def _ask(
+        self, view: WorkerView, part: RequestContext, body: bytes, stream: RunningStream
+    ) -> tuple[int, bytes]:
+        upstream, worker = self._services.upstream, self._services.workers.with_id(view.id)
+        if worker is None:
+            raise UpstreamError(f"{view.id} is gone")
+        headers = stream.write_headers(part)
+        with worker.cancel_scope():
+            answer = await upstream.post(worker.completion_urls[part.path], body, headers)
+            try:
+                return answer.status, await answer.read_whole(MAX_SMALL_ANSWER_BYTES)
+            finally:
+                answer.release()
+
+
+def measure_paces(streams: Iterable[RunningStream], now: float) -> dict[WorkerId, float]:
+    """Seconds for a token since the last look, at each worker of which that was seen."""
+    sums: dict[WorkerId, tuple[float, int]] = {}
+    for stream in streams:
+        seconds, num = stream.count_since_look(now)
+        before = sums.get(stream.decode.id, (0.0, 0))
+        sums[stream.decode.id] = before[0] + seconds, before[1] + num
+    return {worker: seconds / max(1, num) for worker, (seconds, num) in sums.items() if seconds}
+
+
+def find_pace(
+    view: WorkerView, load: FleetLoad, now: float, *, seen_s: float | None, is_full: bool
+) -> WorkerPace:
+    """A worker's pace as it is seen, else as it is predicted if the worker is known.
+
+    With one stream more it grows as is predicted.
+    """
+    activity, report = load.of(view.id, view.model), view.load
+    pace_s, next_pace_s = activity.pace_s(0, now), activity.pace_s(1, now)
+    if seen_s is not None:
+        pace_s, next_pace_s = seen_s, next_pace_s * seen_s / pace_s
+    elif activity.step_cost.num_seen < LEAST_SEEN:
+        pace_s = 0.0
+    lacks_blocks = (
+        report is not None
+        and report.num_waiting > 0
+        and LACKS_BLOCKS * report.num_free_blocks < report.num_blocks
+    )
+    return WorkerPace(
+        view.id,
+        pace_s,
+        next_pace_s,
+        takes=view.available and view.slow_start is None and not is_full,
+        lacks_blocks=lacks_blocks,
+        num_free_tokens=inf if report is None else report.num_free_blocks * report.block_size,
+    )

@@ -1,0 +1,327 @@
+"""A running stream moves to another decode worker, with its KV; its client does not notice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import numpy as np
+import pytest
+
+from baton.engines.transformers.random_model import make_random_model
+from baton.testing.fleet import Fleet, FleetProcess
+from tests.e2e.client import KEY, TIMEOUT
+from tests.e2e.conftest import ENGINE, SPEC
+from tests.preloaded import start_preloaded
+from tests.stream_answers import StreamClient, StreamedAnswer
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+NUM_TOKENS, NUM_PROMPT = 200, 400
+GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": NUM_TOKENS}
+SEEDED = {**GREEDY, "temperature": 1.0, "seed": 7}
+USAGE = {"stream_options": {"include_usage": True}}
+TLS = {"security.tls": "control"}
+GATEWAY = {**TLS, "gateway.probe_interval_s": 0.2, "gateway.abandon_after_s": 150.0}
+
+
+class Workers:
+    """Decode workers of one model without a prefill worker, and a gateway for some of them."""
+
+    def __init__(self, fleet: Fleet, engine: dict[str, object]) -> None:
+        self._fleet, self._engine = fleet, engine
+        self._num_started = 0
+
+    def start(self, num: int, **settings: object) -> list[FleetProcess]:
+        started = []
+        for _ in range(num):
+            name = f"d{self._num_started}"
+            self._num_started += 1
+            started.append(self._fleet.start_worker(name, "decode", self._engine | settings))
+        for worker in started:
+            worker.wait_ready()
+        return started
+
+    def start_gateway(self, decodes: list[FleetProcess], **settings: object) -> FleetProcess:
+        return self._fleet.start_gateway([], decodes, settings=GATEWAY | settings)
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+    environment = dict(os.environ, BATON_CLUSTER_KEY=KEY.key.secret.hex())
+    model = tmp_path_factory.mktemp("model") / "demo"
+    make_random_model(model, SPEC)
+    engine = ENGINE | {"worker.model": str(model), "worker.served_model_name": "demo"} | TLS
+    with Fleet(tmp_path_factory.mktemp("logs"), environment, start=start_preloaded) as fleet:
+        yield Workers(fleet, engine)
+
+
+@pytest.fixture(scope="module")
+def oracle(workers: Workers) -> FleetProcess:
+    return workers.start_gateway(workers.start(1))
+
+
+def prompt(seed: int, num_tokens: int = NUM_PROMPT) -> list[int]:
+    ids: list[int] = np.random.default_rng(seed).integers(300, 4000, num_tokens).tolist()
+    return ids
+
+
+def run(scenario: Callable[[aiohttp.ClientSession], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with aiohttp.ClientSession(timeout=TIMEOUT) as session, asyncio.timeout(120):
+            await scenario(session)
+
+    asyncio.run(main())
+
+
+async def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
+    ends_at = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < ends_at, "it did not happen in time"
+        await asyncio.sleep(0.01)
+
+
+async def read_counts(session: aiohttp.ClientSession, gateway: FleetProcess) -> dict[str, float]:
+    async with session.get(gateway.url + "/metrics") as response:
+        lines = (await response.text()).splitlines()
+    return {
+        name: float(value)
+        for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")
+    }
+
+
+def moved(counts: dict[str, float], result: str = "moved", cause: str = "drain") -> float:
+    name = "baton_gateway_moved_streams_total"
+    return counts[f'{name}{{cause="{cause}",result="{result}"}}']
+
+
+async def read_trace(
+    session: aiohttp.ClientSession, gateway: FleetProcess, request_id: str
+) -> dict[str, Any]:
+    async with session.get(f"{gateway.url}/debug/requests/{request_id}") as response:
+        assert response.status == 200, await response.text()
+        trace: dict[str, Any] = await response.json()
+        return trace
+
+
+def id_of(answer: StreamedAnswer) -> str:
+    ((name, _),) = answer.ids
+    return name.removeprefix("cmpl-").removeprefix("chatcmpl-")
+
+
+async def begin(
+    session: aiohttp.ClientSession, gateway: FleetProcess, clients: list[StreamClient]
+) -> list[asyncio.Task[StreamedAnswer]]:
+    """Ask all, and return once all answers have begun."""
+    asking = [asyncio.create_task(c.ask(session, gateway.url)) for c in clients]
+    await until(lambda: all(c.answer.num_events > 8 for c in clients))
+    return asking
+
+
+def same(answer: StreamedAnswer) -> StreamedAnswer:
+    """What must be the same in every run: log-probabilities to a rounding, usage without caches."""
+    usages = [{n: v for n, v in u.items() if n != "prompt_tokens_details"} for u in answer.usages]
+    return replace(answer, ids=set(), num_events=0, logprobs=[], usages=usages)
+
+
+MESSAGES = {"messages": [{"role": "user", "content": "What are you? " * 20}]}
+BODIES = [
+    (COMPLETIONS, {**GREEDY, "prompt": prompt(1)}),
+    (COMPLETIONS, {**GREEDY, "prompt": prompt(2), "logprobs": 2, **USAGE}),
+    (COMPLETIONS, {**SEEDED, "prompt": prompt(3), "logprobs": 0}),
+    (COMPLETIONS, {**SEEDED, "prompt": prompt(4), "stop": ["no such text", "\ufffd\ufffd-"]}),
+    (CHAT, {**GREEDY, **MESSAGES, **USAGE}),
+    (CHAT, {**SEEDED, **MESSAGES, "logprobs": True, "top_logprobs": 1, **USAGE}),
+    (CHAT, {**GREEDY, **MESSAGES, "min_tokens": 150, "cache_salt": "mine"}),
+]
+
+
+async def count_streams(
+    session: aiohttp.ClientSession, gateway: FleetProcess, worker: FleetProcess
+) -> float:
+    counts = await read_counts(session, gateway)
+    labels = f'model="demo",part="decode",worker="{worker.name}"'
+    return counts.get(f"baton_router_requests{{{labels}}}", 0.0)
+
+
+async def drain(
+    session: aiohttp.ClientSession, gateway: FleetProcess, worker: FleetProcess
+) -> None:
+    """Have it end, and wait until the gateway knows that."""
+    worker.send(signal.SIGTERM)
+    line = f'role="decode",state="draining",url="{worker.url}"'
+
+    async def is_known() -> bool:
+        counts = await read_counts(session, gateway)
+        return counts[f"baton_gateway_worker_state{{{line}}}"] == 1
+
+    ends_at = time.monotonic() + 20
+    while not await is_known():
+        assert time.monotonic() < ends_at
+        await asyncio.sleep(0.02)
+
+
+async def check(
+    session: aiohttp.ClientSession,
+    oracle: FleetProcess,
+    bodies: list[tuple[str, dict[str, Any]]],
+    answers: list[StreamedAnswer],
+) -> None:
+    """They are whole, and as an undisturbed worker gives them."""
+    expecting = [StreamClient(*each).ask(session, oracle.url) for each in bodies]
+    for answer, expected in zip(answers, await asyncio.gather(*expecting), strict=True):
+        assert not answer.is_broken, answer.errors
+        assert len(answer.ids) == 1
+        assert same(answer) == same(expected)
+        assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-3)
+
+
+def test_a_drained_workers_streams_go_on_elsewhere(workers: Workers, oracle: FleetProcess) -> None:
+    first, second = workers.start(2)
+    gateway = workers.start_gateway([first, second])
+    several = {**SEEDED, "prompt": prompt(9), "logprobs": 0, "n": 2}
+
+    async def scenario(session: aiohttp.ClientSession) -> None:
+        asking_several = asyncio.create_task(ask_for_several(session, gateway.url, several))
+        asking = await begin(session, gateway, [StreamClient(*each) for each in BODIES])
+        num = await count_streams(session, gateway, first)
+        assert num > 1, "it has streams to lose"
+        first.send(signal.SIGTERM)
+        await until(lambda: not first.is_alive)
+        assert not all(task.done() for task in asking), "it did not wait for its streams' ends"
+        assert first.popen.poll() == 0
+        answers, both = await asyncio.gather(*asking), await asking_several
+        counts = await read_counts(session, gateway)
+        assert moved(counts) == num
+        assert counts["baton_gateway_move_pause_seconds_count"] == num
+        assert counts['baton_gateway_resumed_streams_total{result="resumed"}'] == 0
+
+        await check(session, oracle, BODIES, answers)
+        alone = {name: value for name, value in several.items() if name != "n"}
+        seeds = [(COMPLETIONS, {**alone, "seed": 7 + index}) for index in range(2)]
+        await check(session, oracle, seeds, [both[0], both[1]])
+        num_seen = 0
+        for answer in answers:
+            trace = await read_trace(session, gateway, id_of(answer))
+            if trace["gateway"]["moves"]:
+                num_seen += 1
+                await check_kv_came(session, gateway, second, trace)
+        assert num - num_seen in {0, 1, 2}, "those of `several` have traces of their own"
+
+    run(scenario)
+
+
+async def check_kv_came(
+    session: aiohttp.ClientSession,
+    gateway: FleetProcess,
+    target: FleetProcess,
+    trace: dict[str, Any],
+) -> None:
+    """The new worker got the KV from the other one, and computed but the last tokens."""
+    copied = await read_trace(session, gateway, f"{trace['id']}-move1")
+    first, last = copied["decode"], trace["decode"]
+    assert copied["gateway"]["mode"] == first["mode"] == "push"
+    assert trace["gateway"]["peer"] == first["worker"] == last["worker"] == target.name
+    assert first["num_received_tokens"] + first["num_cached_tokens"] == first["num_prompt_tokens"]
+    assert first["num_received_tokens"] > 0
+    assert first["fallbacks"] == last["fallbacks"] == []
+    num_computed = last["num_prompt_tokens"] - last["num_cached_tokens"]
+    assert last["num_cached_tokens"] >= first["num_prompt_tokens"] - 16
+    assert 0 < num_computed <= 16 + 32 + 1
+
+
+async def ask_for_several(
+    session: aiohttp.ClientSession, url: str, body: dict[str, Any]
+) -> dict[int, StreamedAnswer]:
+    """The choices of one stream, each as if it had come alone."""
+    answers: dict[int, StreamedAnswer] = {}
+    async with session.post(
+        url + COMPLETIONS, json={"model": "demo", "stream": True, **body}
+    ) as response:
+        for event in (await response.read()).split(b"\n\n")[:-2]:
+            fields = json.loads(event.removeprefix(b"data: "))
+            assert "error" not in fields, fields
+            answers.setdefault(fields["choices"][0]["index"], StreamedAnswer()).read(event)
+    for answer in answers.values():
+        answer.is_done = True
+    return answers
+
+
+LONG = {**SEEDED, "prompt": prompt(11), "logprobs": 0, "max_tokens": 300}
+
+
+@pytest.fixture(scope="module")
+def target(workers: Workers) -> FleetProcess:
+    (started,) = workers.start(1)
+    return started
+
+
+async def begin_move(
+    session: aiohttp.ClientSession, workers: Workers, target: FleetProcess
+) -> tuple[FleetProcess, FleetProcess, StreamClient, asyncio.Task[StreamedAnswer]]:
+    """A stream at a worker that drains, and to which the other one does not answer."""
+    (source,) = await asyncio.to_thread(workers.start, 1)
+    gateway = await asyncio.to_thread(workers.start_gateway, [source, target])
+    client = StreamClient(COMPLETIONS, LONG)
+    while not await count_streams(session, gateway, source):
+        client = StreamClient(COMPLETIONS, LONG)
+        (asking,) = await begin(session, gateway, [client])
+    target.send(signal.SIGSTOP)
+    await drain(session, gateway, source)
+    await asyncio.sleep(0.3)  # some turns of those who look for streams to move
+    return source, gateway, client, asking
+
+
+def test_the_old_worker_dies_in_mid_move(
+    workers: Workers, target: FleetProcess, oracle: FleetProcess
+) -> None:
+    async def scenario(session: aiohttp.ClientSession) -> None:
+        source, gateway, _, asking = await begin_move(session, workers, target)
+        source.kill()
+        target.send(signal.SIGCONT)
+        await check(session, oracle, [(COMPLETIONS, LONG)], [await asking])
+        counts = await read_counts(session, gateway)
+        assert moved(counts, "ended") + moved(counts, "not_copied") == 1
+        assert moved(counts) == 0
+        assert counts['baton_gateway_resumed_streams_total{result="resumed"}'] == 1
+
+    run(scenario)
+
+
+def test_the_client_leaves_in_mid_move(workers: Workers, target: FleetProcess) -> None:
+    async def scenario(session: aiohttp.ClientSession) -> None:
+        source, gateway, _, asking = await begin_move(session, workers, target)
+        asking.cancel()
+        await until(lambda: not source.is_alive)
+        assert source.popen.poll() == 0
+        target.send(signal.SIGCONT)
+        assert moved(await read_counts(session, gateway), "ended") == 1
+        assert await count_streams(session, gateway, target) == 0
+
+    run(scenario)
+
+
+def test_the_new_worker_dies_in_mid_move(
+    workers: Workers, target: FleetProcess, oracle: FleetProcess
+) -> None:
+    """The last test: it kills the worker that the others share."""
+
+    async def scenario(session: aiohttp.ClientSession) -> None:
+        source, gateway, _, asking = await begin_move(session, workers, target)
+        target.kill()
+        await check(session, oracle, [(COMPLETIONS, LONG)], [await asking])
+        counts = await read_counts(session, gateway)
+        assert moved(counts, "not_copied") == 1
+        assert moved(counts) == moved(counts, "ended") == 0
+        await until(lambda: not source.is_alive)
+        assert source.popen.poll() == 0
+
+    run(scenario)

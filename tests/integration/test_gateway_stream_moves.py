@@ -1,0 +1,261 @@
+"""Why streams move to another worker, what both are asked for then, and why they stay."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from baton.router.rebalance import MoveCause
+from tests.integration.gateway_cluster import MODEL, Cluster, run, until, until_true
+from tests.integration.scripted_worker import ScriptedWorker, Visit, prefill_at_once
+from tests.stream_answers import StreamedAnswer
+
+if TYPE_CHECKING:
+    from baton.ids import WorkerId
+    from tests.integration.scripted_worker import Script
+
+NUM_TOKENS = 200
+ASKED = {"model": MODEL, "prompt": [1] * 100, "max_tokens": NUM_TOKENS, "stream": True, "n": 1}
+WHOLE = "".join(f"{index}," for index in range(NUM_TOKENS))
+FREE = {"num_waiting": 0, "num_blocks": 64, "num_free_blocks": 60, "block_size": 16}
+SHORT = {**FREE, "num_waiting": 2, "num_free_blocks": 2}
+
+
+def counting(step_s: float, *, copy_status: int = 200) -> Script:
+    """A worker whose token number i is `i,`; it hands over, and takes what is handed over."""
+
+    async def script(visit: Visit) -> None:
+        ticket = visit.ticket
+        if ticket is not None and ticket.prefill.worker == visit.worker.name:
+            await prefill_at_once(visit)
+            return
+        if ticket is not None and copy_status != 200:
+            await visit.fail(copy_status, "overloaded")
+            return
+        await stream(visit, step_s)
+
+    return script
+
+
+async def stream(visit: Visit, step_s: float) -> None:
+    headers = [(b"content-type", b"text/event-stream"), (b"x-baton-token-ids", b"1")]
+    await visit.send({"type": "http.response.start", "status": 200, "headers": headers})
+    most = visit.body["max_tokens"]
+    for index in range(len(resumed_ids(visit)), most):
+        reason = "length" if index == most - 1 else None
+        choice = {"index": 0, "text": f"{index},", "finish_reason": reason}
+        event = json.dumps({"id": "x", "created": 1, "choices": [choice]})
+        await visit.write(b":%d\ndata: %b\n\n" % (index, event.encode()))
+        await asyncio.sleep(step_s)
+    await visit.done()
+
+
+def resumed_ids(visit: Visit) -> list[int]:
+    params = visit.body.get("kv_transfer_params") or {}
+    ids: list[int] = params.get("baton_resume", {}).get("token_ids", [])
+    return ids
+
+
+def two(first: Script, second: Script) -> dict[str, Any]:
+    return {
+        "prefills": 0,
+        "decodes": [ScriptedWorker("d0", "decode", first), ScriptedWorker("d1", "decode", second)],
+    }
+
+
+async def ask(cluster: Cluster, body: object, **headers: str) -> StreamedAnswer:
+    async with cluster.post(body, **headers) as response:
+        assert response.status == 200, await response.text()
+        return StreamedAnswer().read_all(await response.read())
+
+
+async def begin(
+    cluster: Cluster, worker: ScriptedWorker, **headers: str
+) -> tuple[asyncio.Task[StreamedAnswer], Visit]:
+    """A stream that flows at a worker."""
+    before = len(worker.visits)
+    asking = asyncio.create_task(ask(cluster, ASKED, **headers))
+    await until(lambda: len(worker.visits) > before or asking.done())
+    await asyncio.sleep(0.05)
+    return asking, worker.visits[before]
+
+
+async def results(cluster: Cluster) -> dict[str, float]:
+    """What became of moves: what is not 0."""
+    series = 'baton_gateway_moved_streams_total{{cause="{}",result="{}"}}'
+    names = [(c, r) for c in MoveCause for r in ("moved", "not_copied", "ended", "lost")]
+    counts = {f"{c} {r}": await cluster.metric(series.format(c, r)) for c, r in names}
+    return {name: count for name, count in counts.items() if count}
+
+
+def check_moved(source: ScriptedWorker, target: ScriptedWorker, left: Visit) -> None:
+    """The two were asked for a handoff of what the client had; then the other one for the rest."""
+    assert left.left_at is not None, "the old worker's stream was cut"
+    sent = [visit for visit in source.visits if visit.ticket is not None]
+    *taken, rest = [visit for visit in target.visits if resumed_ids(visit)]
+    assert len(sent) == len(taken) >= 1
+    for one, other in zip(sent, taken, strict=True):
+        assert one.body == other.body
+        ticket: Any = other.ticket
+        parts: tuple[WorkerId, WorkerId] = (ticket.prefill.worker, ticket.decode.worker)
+        assert parts == (source.name, target.name)
+        ids = resumed_ids(other)
+        assert ids == list(range(len(ids)))
+        assert other.body["max_tokens"] == len(ids) + 1
+        assert other.headers["x-request-id"] == ticket.request_id
+        assert other.headers["x-request-id"] != left.headers["x-request-id"]
+    assert rest.ticket is None
+    assert rest.headers["x-request-id"] == left.headers["x-request-id"]
+    assert rest.headers["x-baton-seed"] == left.headers["x-baton-seed"]
+    assert rest.body["max_tokens"] == NUM_TOKENS
+    assert len(resumed_ids(rest)) >= len(resumed_ids(taken[-1]))
+
+
+def test_a_worker_that_lacks_blocks_is_relieved() -> None:
+    async def scenario(cluster: Cluster) -> None:
+        first, second = cluster.decodes
+        first.load = second.load = FREE
+        asking, left = await begin(cluster, first)
+        await asyncio.sleep(0.3)
+        first.load = SHORT
+        answer = await asking
+        assert answer.text == WHOLE
+        assert not answer.is_broken
+        assert await results(cluster) == {"pressure moved": 1}
+        check_moved(first, second, left)
+        _, trace = await cluster.get_json(f"/debug/requests/{left.headers['x-request-id']}")
+        (move,) = trace["gateway"]["moves"]
+        assert "(pressure)" in move
+        assert trace["placement"] == ["moved from d0 (pressure)"]
+
+    run(scenario, **two(counting(0.03), counting(0.001)), policy="cost")
+
+
+def test_a_worker_that_is_slow_is_relieved() -> None:
+    """Each is known by eight requests, which the other one does not take."""
+
+    async def scenario(cluster: Cluster) -> None:
+        first, second = cluster.decodes
+
+        async def alone(worker: ScriptedWorker) -> None:
+            for each in (first, second):
+                each.health_status = 200 if each is worker else 503
+
+            async def is_alone() -> bool:
+                up = [
+                    await cluster.metric(f'baton_gateway_worker_up{{role="decode",url="{w.url}"')
+                    for w in (first, second)
+                ]
+                return up == [worker is first, worker is second]
+
+            await until_true(is_alone)
+
+        for worker in (second, first):
+            await alone(worker)
+            warm = {**ASKED, "max_tokens": 6}
+            await asyncio.gather(*(ask(cluster, warm) for _ in range(8)))
+        asking, left = await begin(cluster, first, **{"x-baton-tpot-ms": "50"})
+        second.visits.clear()
+        second.health_status = 200
+        answer = await asking
+        assert answer.text == WHOLE
+        assert await results(cluster) == {"slow moved": 1}
+        check_moved(first, second, left)
+
+    run(scenario, **two(counting(0.1), counting(0.001)), policy="cost")
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "cost"])
+def test_a_worker_that_ends_is_left(policy: str) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        first, second = cluster.decodes
+        asking, left = await begin(cluster, first)
+        first.health_status = 503
+        answer = await asking
+        assert answer.text == WHOLE
+        assert await results(cluster) == {"drain moved": 1}
+        check_moved(first, second, left)
+
+    run(scenario, **two(counting(0.02), counting(0.001)), policy=policy)
+
+
+def test_a_stream_stays_where_its_kv_is_not_taken() -> None:
+    async def scenario(cluster: Cluster) -> None:
+        first, second = cluster.decodes
+        asking, left = await begin(cluster, first)
+        first.health_status = 503
+        answer = await asking
+        assert answer.text == WHOLE
+        assert left.left_at is None
+        counts = await results(cluster)
+        assert counts.keys() == {"drain not_copied"}
+        num_taken = sum(visit.ticket is not None for visit in second.visits)
+        assert counts["drain not_copied"] == num_taken <= 5, "once a second"
+
+    run(scenario, **two(counting(0.01), counting(0.001, copy_status=503)))
+
+
+def test_the_new_worker_may_die_after_the_cut() -> None:
+    """It has the KV, and dies before its first event: the stream goes on at a third one."""
+
+    async def die(visit: Visit) -> None:
+        if visit.ticket is not None:
+            await stream(visit, 0.0)
+        elif resumed_ids(visit):
+            visit.worker.kill()
+
+    async def scenario(cluster: Cluster) -> None:
+        first, *_ = cluster.decodes
+        asking, _ = await begin(cluster, first)
+        first.health_status = 503
+        answer = await asking
+        assert answer.text == WHOLE
+        assert await results(cluster) == {"drain lost": 1}
+        resumed = await cluster.metric('baton_gateway_resumed_streams_total{result="resumed"}')
+        assert resumed == 1
+
+    scripts = [counting(0.02), die, counting(0.001)]
+    decodes = [ScriptedWorker(f"d{i}", "decode", script) for i, script in enumerate(scripts)]
+    run(scenario, prefills=0, decodes=decodes)
+
+
+@pytest.mark.parametrize("setting", ["never", "drain"])
+def test_the_operator_may_keep_streams_where_they_are(setting: str) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        first, second = cluster.decodes
+        first.load = second.load = SHORT if setting == "drain" else FREE
+        second.load = FREE
+        asking, left = await begin(cluster, first)
+        if setting == "never":
+            first.health_status = 503
+        assert (await asking).text == WHOLE
+        assert left.left_at is None
+        assert await results(cluster) == {}
+
+    scripts = two(counting(0.018), counting(0.001))
+    run(scenario, **scripts, policy="cost", move_streams=setting)
+
+
+def test_a_client_that_leaves_ends_the_move() -> None:
+    async def hold(visit: Visit) -> None:
+        if visit.ticket is None:
+            await stream(visit, 0.02)
+        await asyncio.Event().wait()
+
+    async def scenario(cluster: Cluster) -> None:
+        first, second = cluster.decodes
+        asking, left = await begin(cluster, first)
+        first.health_status = 503
+        await until(lambda: any(visit.ticket for visit in second.visits))
+        await until(lambda: any(visit.ticket for visit in first.visits))
+        asking.cancel()
+        await until(lambda: left.left_at is not None)
+        for worker in (first, second):
+            (copy,) = (visit for visit in worker.visits if visit.ticket is not None)
+            await until(lambda copy=copy: copy.left_at is not None)
+        assert await results(cluster) == {"drain ended": 1}
+
+    run(scenario, **two(hold, hold))
