@@ -159,6 +159,8 @@ class Division:
         """Change the division of these workers, which do both parts, if that is due."""
         if not self.is_due(now):
             return
+        if self._looked_at == float("-inf"):
+            self.changed_at = now  # nothing is learned yet
         self._looked_at = now
         names = {worker.id for worker in workers}
         if not self.prefills <= names or len(workers) <= len(self.prefills):
@@ -191,7 +193,9 @@ class Division:
         if now - window_s < self.changed_at + max(SETTLING_S, typical_s):
             return None
         ended = [each for each in ended if each.at > now - window_s]
-        return ended if len(ended) >= LEAST_ENDED else None
+        # The first ones after a pause come together, and find cold caches.
+        is_shown = len(ended) >= LEAST_ENDED and now - ended[0].at >= window_s / 2
+        return ended if is_shown else None
 
     def _judge(self, achieved: float, demand: Demand, num_workers: int, now: float) -> int:
         """How many should prefill: as many as now, unless others are known, or likely, better."""
