@@ -105,7 +105,7 @@ class PrefillRequest:
             cause = _CAUSES.get(type(exc), FallbackCause.PREFILL_FAILED)
             raise PrefillFailedError(str(exc), cause=cause) from exc
         match result:
-            case PrefillDone(first, num_cached):
+            case PrefillDone(first=first, num_cached=num_cached):
                 self._context.num_cached = num_cached
                 if self._context.running is not None:
                     self._context.running.prefilled(self._services.clock.now())
@@ -185,7 +185,7 @@ class PrefillRequest:
             await self._fail(FallbackCause.PREFILL_FAILED, "internal error in the gateway")
             return
         match result:
-            case PrefillDone(first, num_cached):
+            case PrefillDone(first=first, num_cached=num_cached):
                 self._context.num_cached = num_cached
                 await self._send_first_token(first)
                 self._context.note_prefilled(self._services.clock.now())

@@ -134,11 +134,13 @@ def request_bodies(
 class PrefillDone:
     """Decode has the KV, can fetch it, or wants none. `first` is what the client may have now.
 
-    `num_cached` tokens of the prompt were cached; None where that is not reported.
+    `num_cached` tokens of the prompt, which has `num_prompt`, were cached; None where that is not
+    reported.
     """
 
     first: FirstToken | None = None
     num_cached: int | None = None
+    num_prompt: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,7 @@ _prefill_reply_decoder = msgspec.json.Decoder(PrefillReply)
 def _of_baton(answer: bytes) -> PrefillResult:
     try:
         reply = _prefill_reply_decoder.decode(answer)
-        return PrefillDone(reply.first or None, reply.cached_tokens)
+        return PrefillDone(reply.first or None, reply.cached_tokens, reply.prompt_tokens)
     except UNDECODABLE as exc:
         return PrefillFailed(FallbackCause.PREFILL_FAILED, f"answered what does not decode: {exc}")
 

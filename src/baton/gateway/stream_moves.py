@@ -2,12 +2,13 @@
 
     A │ generates ─────────────────────────────┐ cut behind a whole event
       │ prompt and tokens so far: a handoff    │
-    B └──────────────► cached, as a prefix ────┴─► prefills the last few tokens, and generates
+    B └──► cached, as a prefix ──► catches up ─┴─► prefills the last few tokens, and generates
 
 A's cache has all but the last block of what it hands over, so that it computes next to nothing, and
 B's request ends after a token of which nothing is used: what counts is B's cache. Where many tokens
-came meanwhile, they are handed over as well, before the cut. Until then whatever fails costs the
-stream nothing. From the cut on it is a stream that goes on elsewhere (`resumption`).
+came meanwhile, they are handed over as well; few are computed by B at the end of a block. Until the
+cut whatever fails costs the stream nothing. From then on it is a stream that goes on elsewhere
+(`resumption`).
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ MAX_COPIES: Final = 3
 BALANCE_S: Final = 0.5
 """How often the workers of a model are compared."""
 COPY_TIMEOUT_S: Final = 60.0
+CATCH_UP_S: Final = 1.0
+POLL_S: Final = 0.005
 AGAIN_AFTER_S: Final = 1.0
 """A move failed: when the stream may be moved the next time."""
 
@@ -217,18 +220,40 @@ class StreamMoves:
 
     async def _copy_all(self, stream: RunningStream, target: WorkerView, cause: MoveCause) -> None:
         """Hand over what the client has, until only a few tokens were generated meanwhile."""
-        num_copied = 0
+        num_prompt: int | None = None
         for _ in range(MAX_COPIES):
             ids = stream.resumption.record.read_token_ids() or []
-            if num_copied and len(ids) - num_copied <= REST_TOKENS:
-                return
-            await self._copy(stream, target, ids, cause)
-            num_copied = len(ids)
+            num_prompt = await self._copy(stream, target, ids, cause)
+            if stream.resumption.record.num_ids - len(ids) <= REST_TOKENS:
+                break
+        if num_prompt is not None and target.load is not None:
+            await self._catch_up(stream, target, num_prompt, target.load.block_size)
+
+    async def _catch_up(
+        self, stream: RunningStream, target: WorkerView, num_prompt: int, block_size: int
+    ) -> None:
+        """Have it compute what came meanwhile, while the old worker still generates.
+
+        Whole blocks are cached, so this waits until one is full: then hardly a token is left to be
+        computed after the cut.
+        """
+        record, clock = stream.resumption.record, self._services.clock
+        until = clock.now() + CATCH_UP_S
+        while (  # noqa: ASYNC110 - an event would be set for each token of each stream
+            (num_prompt + record.num_ids) % block_size > 1 and clock.now() < until
+        ):
+            await asyncio.sleep(POLL_S)
+        ids = record.read_token_ids() or []
+        part = stream.context.part(f"move{stream.num_copies}-rest", clock.now())
+        await self._take(target, part, stream.body.for_copy(ids).encode(), stream)
 
     async def _copy(
         self, stream: RunningStream, target: WorkerView, ids: list[int], cause: MoveCause
-    ) -> None:
+    ) -> int | None:
         """Hand over the KV of the prompt and of these tokens.
+
+        Returns:
+            The prompt's number of tokens; None where the target had all of them.
 
         Raises:
             UpstreamError: one of the two workers failed, or the handoff did.
@@ -255,11 +280,12 @@ class StreamMoves:
         part.trace.outcome = "failed"
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._send(stream.decode, part, body, stream))
+                sending = group.create_task(self._send(stream.decode, part, body, stream))
                 group.create_task(self._take(target, part, body, stream))
             part.trace.outcome, part.status = "ok", HTTPStatus.OK
             cost = services.load.handoff_cost(stream.decode, target)
             cost.observe(stream.num_prompt_tokens + len(ids), clock.now() - began)
+            return sending.result()
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         finally:
@@ -268,7 +294,7 @@ class StreamMoves:
 
     async def _send(
         self, view: WorkerView, part: RequestContext, body: bytes, stream: RunningStream
-    ) -> None:
+    ) -> int | None:
         """The part of the worker that has the KV: it answers once the other has it, too."""
         status, answer = await self._ask(view, part, body, stream)
         result = read_prefill_result("baton", status, answer)
@@ -277,6 +303,7 @@ class StreamMoves:
                 f"{view.id} did not hand the KV over: {result}",
                 cause=FallbackCause.HANDOFF_FAILED,
             )
+        return result.num_prompt
 
     async def _take(
         self, view: WorkerView, part: RequestContext, body: bytes, stream: RunningStream
