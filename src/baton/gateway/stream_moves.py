@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from http import HTTPStatus
 from math import inf
 from typing import TYPE_CHECKING, Final
@@ -63,6 +64,8 @@ MAX_COPIES: Final = 3
 """Handoffs of one move: each but the first is of what was generated during the one before it."""
 BALANCE_S: Final = 0.5
 """How often the workers of a model are compared."""
+MOST_AT_ONCE: Final = 8
+"""Moves from one worker to another, while the one drains."""
 COPY_TIMEOUT_S: Final = 60.0
 CATCH_UP_S: Final = 1.0
 POLL_S: Final = 0.005
@@ -80,7 +83,7 @@ class StreamMoves:
 
     def __init__(self, services: Services, records: RequestHistory) -> None:
         self._services, self._records = services, records
-        self._busy: set[tuple[WorkerId, WorkerId]] = set()
+        self._num_moving: Counter[tuple[WorkerId, WorkerId]] = Counter()
         self._rebalancers: dict[str, Rebalancer] = {}
         self._next_balance_at = Instant(0.0)
         self._log = LimitedLog(log, services.clock, LOG_AGAIN_AFTER_S)
@@ -150,11 +153,11 @@ class StreamMoves:
         rebalancer = self._rebalancers.setdefault(model, Rebalancer())
         for move in rebalancer.find_moves(loads, paces, cost_s, now):
             stream, target = due[move.key], views[move.target]
-            if (stream.decode.id, target.id) not in self._busy:
+            if not self._num_moving[stream.decode.id, target.id]:
                 self._begin(stream, target, move.cause)
 
     def _choose_target(self, stream: RunningStream, now: Instant) -> WorkerView | None:
-        """Where the policy would place it, of the workers that can take its KV and are not busy."""
+        """Where the policy would place it, of the workers that can take its KV now."""
         services, context, decode = self._services, stream.context, stream.decode
         served = services.workers.fleet.models.get(context.model)
         if served is None:
@@ -166,7 +169,7 @@ class StreamMoves:
             and worker.available
             and worker.protocol == "baton"
             and worker.why_not_from(decode) is None
-            and (decode.id, worker.id) not in self._busy
+            and self._num_moving[decode.id, worker.id] < MOST_AT_ONCE
         ]
         if not able:
             return None
@@ -186,9 +189,14 @@ class StreamMoves:
 
     def _begin(self, stream: RunningStream, target: WorkerView, cause: MoveCause) -> None:
         pair = stream.decode.id, target.id
-        self._busy.add(pair)
+        self._num_moving[pair] += 1
         stream.move_task = self._services.background_tasks.run(self._move(stream, target, cause))
-        stream.move_task.add_done_callback(lambda _: self._busy.discard(pair))
+        stream.move_task.add_done_callback(lambda _: self._end(pair))
+
+    def _end(self, pair: tuple[WorkerId, WorkerId]) -> None:
+        self._num_moving[pair] -= 1
+        if not self._num_moving[pair]:
+            del self._num_moving[pair]
 
     async def _move(self, stream: RunningStream, target: WorkerView, cause: MoveCause) -> None:
         results = self._services.metrics.moved_streams
