@@ -1,6 +1,7 @@
 """A running stream changes its decode worker: how long is it silent?
 
-    python benchmarks/bench_moves.py [--rounds 5] [--json benchmarks/results/moves.json]
+    python benchmarks/bench_moves.py [--rounds 5] [--case drains]
+        [--json benchmarks/results/moves.json]
 
 Two decode workers (embedded engine, float32, a random model, one thread each) behind a gateway, and
 one client with one greedy stream. In mid-answer its worker
@@ -202,11 +203,12 @@ async def is_up(session: aiohttp.ClientSession, gateway: FleetProcess) -> bool:
         return all(w["state"] == "up" for w in (await response.json())["workers"])
 
 
-async def measure_all(workers: Workers, num_rounds: int) -> list[Round]:
+async def measure_all(workers: Workers, cases: list[str], num_rounds: int) -> list[Round]:
     """All cases, one after the other."""
     rounds: list[Round] = []
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session:
-        for case, (_, setting) in CASES.items():
+        for case in cases:
+            setting = CASES[case][1]
             gateway = await asyncio.to_thread(workers.start_gateway, setting)
             for number in range(num_rounds * len(LENGTHS)):
                 length = LENGTHS[number % len(LENGTHS)]
@@ -222,6 +224,8 @@ def report(rounds: list[Round]) -> None:
     for case in CASES:
         for length in LENGTHS:
             own = [r for r in rounds if (r.case, r.num_prompt_tokens) == (case, length)]
+            if not own:
+                continue
             step, pause = [1e3 * r.step_s for r in own], [1e3 * r.pause_s for r in own]
             exits = statistics.median(r.exit_s for r in own)
             cut = 1e3 * statistics.median(r.cut_s for r in own)
@@ -237,6 +241,7 @@ def main() -> int:
     """Measure; 1 where an answer differs."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--case", action="append", choices=CASES, help="all, unless given")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     environment = dict(os.environ, BATON_CLUSTER_KEY=secrets.token_hex(32))
@@ -244,7 +249,8 @@ def main() -> int:
         model = Path(folder) / "demo"
         make_random_model(model, SPEC)
         with Fleet(Path(folder), environment) as fleet:
-            rounds = asyncio.run(measure_all(Workers(fleet, model), arguments.rounds))
+            workers, cases = Workers(fleet, model), arguments.case or list(CASES)
+            rounds = asyncio.run(measure_all(workers, cases, arguments.rounds))
     report(rounds)
     if arguments.json is not None:
         machine = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}

@@ -95,7 +95,9 @@ def check_moved(source: ScriptedWorker, target: ScriptedWorker, left: Visit) -> 
     """The two were asked for a handoff of what the client had; then the other one for the rest."""
     assert left.left_at is not None, "the old worker's stream was cut"
     sent = [visit for visit in source.visits if visit.ticket is not None]
-    *taken, rest = [visit for visit in target.visits if resumed_ids(visit)]
+    *caught_up, rest = [v for v in target.visits if v.ticket is None and resumed_ids(v)]
+    taken = [visit for visit in target.visits if visit.ticket is not None]
+    assert len(caught_up) == (target.load is not None), "where its blocks' size is known"
     assert len(sent) == len(taken) >= 1
     for one, other in zip(sent, taken, strict=True):
         assert one.body == other.body
@@ -111,7 +113,8 @@ def check_moved(source: ScriptedWorker, target: ScriptedWorker, left: Visit) -> 
     assert rest.headers["x-request-id"] == left.headers["x-request-id"]
     assert rest.headers["x-baton-seed"] == left.headers["x-baton-seed"]
     assert rest.body["max_tokens"] == NUM_TOKENS
-    assert len(resumed_ids(rest)) >= len(resumed_ids(taken[-1]))
+    ends = [len(resumed_ids(visit)) for visit in (*taken, *caught_up, rest)]
+    assert ends == sorted(ends)
 
 
 def test_a_worker_that_lacks_blocks_is_relieved() -> None:

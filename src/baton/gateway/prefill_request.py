@@ -105,7 +105,7 @@ class PrefillRequest:
             cause = _CAUSES.get(type(exc), FallbackCause.PREFILL_FAILED)
             raise PrefillFailedError(str(exc), cause=cause) from exc
         match result:
-            case PrefillDone(first, num_cached, computed_s_ago):
+            case PrefillDone(first=first, num_cached=num_cached, computed_s_ago=computed_s_ago):
                 self._context.num_cached = num_cached
                 if self._context.running is not None:
                     now = self._services.clock.now()
@@ -186,7 +186,7 @@ class PrefillRequest:
             await self._fail(FallbackCause.PREFILL_FAILED, "internal error in the gateway")
             return
         match result:
-            case PrefillDone(first, num_cached, computed_s_ago):
+            case PrefillDone(first=first, num_cached=num_cached, computed_s_ago=computed_s_ago):
                 self._context.num_cached = num_cached
                 done_at = self._services.clock.now() - computed_s_ago
                 await self._send_first_token(first)

@@ -136,11 +136,14 @@ class PrefillDone:
 
     `num_cached` tokens of the prompt were cached; None where that is not reported.
     `computed_s_ago`: since when its KV is computed, where the answer waited for more.
+    `num_cached` tokens of the prompt, which has `num_prompt`, were cached; None where that is not
+    reported.
     """
 
     first: FirstToken | None = None
     num_cached: int | None = None
     computed_s_ago: float = 0.0
+    num_prompt: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +175,9 @@ _prefill_reply_decoder = msgspec.json.Decoder(PrefillReply)
 def _of_baton(answer: bytes) -> PrefillResult:
     try:
         reply = _prefill_reply_decoder.decode(answer)
-        return PrefillDone(reply.first or None, reply.cached_tokens, reply.computed_s_ago)
+        return PrefillDone(
+            reply.first or None, reply.cached_tokens, reply.computed_s_ago, reply.prompt_tokens
+        )
     except UNDECODABLE as exc:
         return PrefillFailed(FallbackCause.PREFILL_FAILED, f"answered what does not decode: {exc}")
 

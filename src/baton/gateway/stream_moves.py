@@ -2,18 +2,20 @@
 
     A │ generates ─────────────────────────────┐ cut behind a whole event
       │ prompt and tokens so far: a handoff    │
-    B └──────────────► cached, as a prefix ────┴─► prefills the last few tokens, and generates
+    B └──► cached, as a prefix ──► catches up ─┴─► prefills the last few tokens, and generates
 
 A's cache has all but the last block of what it hands over, so that it computes next to nothing, and
 B's request ends after a token of which nothing is used: what counts is B's cache. Where many tokens
-came meanwhile, they are handed over as well, before the cut. Until then whatever fails costs the
-stream nothing. From the cut on it is a stream that goes on elsewhere (`resumption`).
+came meanwhile, they are handed over as well; few are computed by B at the end of a block. Until the
+cut whatever fails costs the stream nothing. From then on it is a stream that goes on elsewhere
+(`resumption`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from http import HTTPStatus
 from math import inf
 from typing import TYPE_CHECKING, Final
@@ -62,7 +64,11 @@ MAX_COPIES: Final = 3
 """Handoffs of one move: each but the first is of what was generated during the one before it."""
 BALANCE_S: Final = 0.5
 """How often the workers of a model are compared."""
+MOST_AT_ONCE: Final = 8
+"""Moves from one worker to another, while the one drains."""
 COPY_TIMEOUT_S: Final = 60.0
+CATCH_UP_S: Final = 1.0
+POLL_S: Final = 0.005
 AGAIN_AFTER_S: Final = 1.0
 """A move failed: when the stream may be moved the next time."""
 
@@ -77,7 +83,7 @@ class StreamMoves:
 
     def __init__(self, services: Services, records: RequestHistory) -> None:
         self._services, self._records = services, records
-        self._busy: set[tuple[WorkerId, WorkerId]] = set()
+        self._num_moving: Counter[tuple[WorkerId, WorkerId]] = Counter()
         self._rebalancers: dict[str, Rebalancer] = {}
         self._next_balance_at = Instant(0.0)
         self._log = LimitedLog(log, services.clock, LOG_AGAIN_AFTER_S)
@@ -148,11 +154,11 @@ class StreamMoves:
         rebalancer = self._rebalancers.setdefault(model, Rebalancer())
         for move in rebalancer.find_moves(loads, paces, cost_s, now):
             stream, target = due[move.key], views[move.target]
-            if (stream.decode.id, target.id) not in self._busy:
+            if not self._num_moving[stream.decode.id, target.id]:
                 self._begin(stream, target, move.cause)
 
     def _choose_target(self, stream: RunningStream, now: Instant) -> WorkerView | None:
-        """Where the policy would place it, of the workers that can take its KV and are not busy."""
+        """Where the policy would place it, of the workers that can take its KV now."""
         services, context, decode = self._services, stream.context, stream.decode
         served = services.workers.fleet.models.get(context.model)
         if served is None:
@@ -164,7 +170,7 @@ class StreamMoves:
             and worker.available
             and worker.protocol == "baton"
             and worker.why_not_from(decode) is None
-            and (decode.id, worker.id) not in self._busy
+            and self._num_moving[decode.id, worker.id] < MOST_AT_ONCE
         ]
         if not able:
             return None
@@ -184,9 +190,14 @@ class StreamMoves:
 
     def _begin(self, stream: RunningStream, target: WorkerView, cause: MoveCause) -> None:
         pair = stream.decode.id, target.id
-        self._busy.add(pair)
+        self._num_moving[pair] += 1
         stream.move_task = self._services.background_tasks.run(self._move(stream, target, cause))
-        stream.move_task.add_done_callback(lambda _: self._busy.discard(pair))
+        stream.move_task.add_done_callback(lambda _: self._end(pair))
+
+    def _end(self, pair: tuple[WorkerId, WorkerId]) -> None:
+        self._num_moving[pair] -= 1
+        if not self._num_moving[pair]:
+            del self._num_moving[pair]
 
     async def _move(self, stream: RunningStream, target: WorkerView, cause: MoveCause) -> None:
         results = self._services.metrics.moved_streams
@@ -218,18 +229,40 @@ class StreamMoves:
 
     async def _copy_all(self, stream: RunningStream, target: WorkerView, cause: MoveCause) -> None:
         """Hand over what the client has, until only a few tokens were generated meanwhile."""
-        num_copied = 0
+        num_prompt: int | None = None
         for _ in range(MAX_COPIES):
             ids = stream.resumption.record.read_token_ids() or []
-            if num_copied and len(ids) - num_copied <= REST_TOKENS:
-                return
-            await self._copy(stream, target, ids, cause)
-            num_copied = len(ids)
+            num_prompt = await self._copy(stream, target, ids, cause)
+            if stream.resumption.record.num_ids - len(ids) <= REST_TOKENS:
+                break
+        if num_prompt is not None and target.load is not None:
+            await self._catch_up(stream, target, num_prompt, target.load.block_size)
+
+    async def _catch_up(
+        self, stream: RunningStream, target: WorkerView, num_prompt: int, block_size: int
+    ) -> None:
+        """Have it compute what came meanwhile, while the old worker still generates.
+
+        Whole blocks are cached, so this waits until one is full: then hardly a token is left to be
+        computed after the cut.
+        """
+        record, clock = stream.resumption.record, self._services.clock
+        until = clock.now() + CATCH_UP_S
+        while (  # noqa: ASYNC110 - an event would be set for each token of each stream
+            (num_prompt + record.num_ids) % block_size > 1 and clock.now() < until
+        ):
+            await asyncio.sleep(POLL_S)
+        ids = record.read_token_ids() or []
+        part = stream.context.part(f"move{stream.num_copies}-rest", clock.now())
+        await self._take(target, part, stream.body.for_copy(ids).encode(), stream)
 
     async def _copy(
         self, stream: RunningStream, target: WorkerView, ids: list[int], cause: MoveCause
-    ) -> None:
+    ) -> int | None:
         """Hand over the KV of the prompt and of these tokens.
+
+        Returns:
+            The prompt's number of tokens; None where the target had all of them.
 
         Raises:
             UpstreamError: one of the two workers failed, or the handoff did.
@@ -256,12 +289,13 @@ class StreamMoves:
         part.trace.outcome = "failed"
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._send(stream.decode, part, body, stream))
+                sending = group.create_task(self._send(stream.decode, part, body, stream))
                 group.create_task(self._take(target, part, body, stream))
             part.trace.outcome, part.status = "ok", HTTPStatus.OK
             handoffs = services.load.costs(target.model).handoffs
             cost = handoffs.cost_of(stream.decode, target)
             cost.observe(stream.num_prompt_tokens + len(ids), clock.now() - began)
+            return sending.result()
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         finally:
@@ -270,7 +304,7 @@ class StreamMoves:
 
     async def _send(
         self, view: WorkerView, part: RequestContext, body: bytes, stream: RunningStream
-    ) -> None:
+    ) -> int | None:
         """The part of the worker that has the KV: it answers once the other has it, too."""
         status, answer = await self._ask(view, part, body, stream)
         result = read_prefill_result("baton", status, answer)
@@ -279,6 +313,7 @@ class StreamMoves:
                 f"{view.id} did not hand the KV over: {result}",
                 cause=FallbackCause.HANDOFF_FAILED,
             )
+        return result.num_prompt
 
     async def _take(
         self, view: WorkerView, part: RequestContext, body: bytes, stream: RunningStream
