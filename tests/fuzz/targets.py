@@ -73,7 +73,7 @@ from baton.gateway.stream_replay import Replay
 from baton.gateway.targets import MAX_TPOT_MS, MAX_TTFT_MS, read_targets
 from baton.gateway.upstream import read_error
 from baton.gateway.worker_discovery import _first_model
-from baton.gateway.workers import read_info, read_load, why_not_used, worker_view
+from baton.gateway.workers import Worker, read_info, read_load, why_not_used, worker_view
 from baton.handoff import messages
 from baton.handoff.interface import SampledToken
 from baton.handoff.pool_mode.side_entries import (
@@ -94,6 +94,7 @@ from baton.planner.links import read_links
 from baton.protocol.worker_http import FirstToken, PrefillReply, Role
 from baton.rig import backend
 from baton.rig.transport import PageAnnouncement, decode_announcement, map_announced
+from baton.router.health import DEFAULT_HEALTH
 from baton.router.prefix_names import PrefixNames
 from baton.router.prefixes import ModelPrefixes
 from baton.store.entry_format import HEADER_BYTES, make_header, read_digest
@@ -692,7 +693,7 @@ LISTED: Final = WorkerAddress("http://127.0.0.1:8001", Role.DECODE)
 def read_worker_info(body: bytes) -> None:
     info = read_info(body)
     why_not_used(info, LISTED)
-    worker_view(info, Role.DECODE, available=True)
+    worker_view(Worker(LISTED, DEFAULT_HEALTH), info)
     if info.kv_events is not None:
         locate_events(info.kv_events, URL(LISTED.url))
 
