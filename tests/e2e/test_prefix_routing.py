@@ -166,14 +166,17 @@ def test_what_is_evicted_is_not_counted_on(fleet, tmp_path):
     assert metric(gateway, 'baton_router_cached_tokens_total{kind="predicted"}') == before
 
 
-def test_a_worker_that_died_holds_nothing(fleet, workers):
+def test_a_worker_that_died_is_not_asked_for_what_it_had(fleet, workers):
     """The last test: it kills one of the workers."""
     both = [workers["one"], workers["two"]]
     gateway = fleet.start_gateway([], [], both=both, settings={**TLS, "router.policy": "prefix"})
     messages = [{"role": "user", "content": f"who dies? {TEXT}"}]
     _, worker = chat(gateway, messages)
-    until(lambda: metric(gateway, "baton_router_prefix_blocks") > 0)
+    again, same = chat(gateway, messages)
+    assert (same, cached(again) > 150) == (worker, True), "it has the prompt, and is asked for it"
     workers[worker].kill()
+    assert not workers[worker].is_alive
     answer, other = chat(gateway, messages)
     assert other != worker
-    assert answer["choices"][0]["message"]["content"]
+    assert cached(answer) == 0
+    assert answer["choices"][0]["message"]["content"] == again["choices"][0]["message"]["content"]

@@ -86,6 +86,18 @@ def test_tools_calls_and_results_reach_the_template(tmp_path):
     assert ids == ids_at_the_worker("completions", {"prompt": text, "add_special_tokens": False})
 
 
+def test_a_chat_whose_template_asks_for_the_time_is_rendered_each_time(tmp_path):
+    shutil.copy(DEMO_MODEL_PATH / "tokenizer.json", tmp_path)
+    template = tmp_path / "chat_template.jinja"
+    template.write_text("{{ strftime_now('%S') }}{{ messages[0].content }}")
+    clock = ManualClock()
+    tokenizer = PromptTokenizer(tmp_path, clock, THREADS)
+    before = ids_at_the_gateway(tokenizer, {"messages": SHORT})
+    assert ids_at_the_gateway(tokenizer, {"messages": SHORT}) == before
+    clock.advance(7)
+    assert ids_at_the_gateway(tokenizer, {"messages": SHORT}) != before
+
+
 @pytest.mark.parametrize(
     "fields",
     [
