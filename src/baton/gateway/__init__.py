@@ -17,7 +17,7 @@ File map, along the way of a request:
     several_answers.py    a request for each of them; answer_merge.py: one answer of all
     request_context.py    what is recorded about one request, and what all requests share
     admission.py    waiting for workers with room; targets.py: headers that name targets and class
-    placing.py      a request as placement sees it
+    placing.py      what placement must know of a request
     request_proxy.py      placement, ticket, prefill and decode request, retry
     prefill_request.py    the prefill worker's part; aborts at decode when it fails
     response_forwarder.py the decode worker's bytes to the client; the early first token

@@ -1,24 +1,18 @@
-"""A request as placement sees it: to serve it, and to explain where it would go."""
+"""What placement must know of a request: to serve it, and to explain where it would go."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING
 
-from baton.gateway.request import (
-    estimate_prompt_tokens,
-    find_non_disaggregable_field,
-    find_vllm_field,
-)
+from baton.gateway.request import find_non_disaggregable_field, find_vllm_field
 from baton.protocol.engine_fields import unsupported
-from baton.router.placement import PlacementRequest
 
 if TYPE_CHECKING:
-    from baton.clock import Instant
     from baton.gateway.request import CompletionBody
     from baton.gateway.request_context import Services
-    from baton.router.failover import Failover
     from baton.router.fleet import Fleet
+    from baton.router.placement import NonDisaggregableField
     from baton.router.prefixes import PromptMatch
 
 
@@ -52,22 +46,7 @@ def find_serving(fleet: Fleet, body: CompletionBody) -> Fleet:
     return fleet.only(body.model, "vllm")
 
 
-def make_placement_request(
-    fleet: Fleet,
-    body: CompletionBody,
-    match: PromptMatch | None,
-    *,
-    failover: Failover,
-    now: Instant,
-) -> PlacementRequest:
-    """What a policy is asked about a request to this fleet."""
+def find_sole_field(fleet: Fleet, body: CompletionBody) -> NonDisaggregableField | None:
+    """The field for which one worker of this fleet would serve a request alone, if it has one."""
     speaks_vllm = "vllm" in fleet.models[body.model].decode_protocols
-    return PlacementRequest(
-        body.model,
-        failover.avoid,
-        find_non_disaggregable_field(body) if speaks_vllm else None,
-        num_prompt_tokens=estimate_prompt_tokens(body) if match is None else match.num_tokens,
-        failed_modes=failover.failed_modes,
-        at=now,
-        cached={} if match is None else match.cached,
-    )
+    return find_non_disaggregable_field(body) if speaks_vllm else None

@@ -27,7 +27,7 @@ from baton.gateway.errors import (
     WorkerUnreachableError,
 )
 from baton.gateway.metrics import NO_MODE, FallbackCause
-from baton.gateway.placing import find_prompt, find_serving, make_placement_request
+from baton.gateway.placing import find_prompt, find_serving, find_sole_field
 from baton.gateway.prefill_request import Handoff, PrefillRequest
 from baton.gateway.protocol_adapters import find_kv_load_failure, request_bodies
 from baton.gateway.request import estimate_prompt_tokens, find_vllm_field
@@ -42,7 +42,7 @@ from baton.gateway.workers import Interruptible
 from baton.ids import new_ticket_id
 from baton.protocol.worker_http import CREATED_HEADER, TIMEOUT_HEADER
 from baton.router.failover import EVERY_MODE, PREFILL_FIRST, Attempt, Failover, Failure
-from baton.router.placement import Placement, Unplaceable
+from baton.router.placement import Placement, PlacementRequest, Unplaceable
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -196,10 +196,14 @@ class RequestProxy:
         fleet = services.workers.fleet
         if context.model not in fleet.models:  # its last worker came back as something else
             return Unplaceable(f"the model {context.model!r} is not served any more")
-        fleet, now = self._usable(fleet), services.clock.now()
-        request = make_placement_request(fleet, self._body, self._match, failover=failover, now=now)
-        request = replace(
-            request,
+        fleet = self._usable(fleet)
+        request = PlacementRequest(
+            context.model,
+            failover.avoid,
+            find_sole_field(fleet, self._body),
+            num_prompt_tokens=self._num_tokens,
+            at=services.clock.now(),
+            cached={} if self._match is None else self._match.cached,
             failed_modes=EVERY_MODE if self._resumption.needs_no_prompt else failover.failed_modes,
             full=self._full,
             ttft_s=services.admission.ttft_left_s(context),

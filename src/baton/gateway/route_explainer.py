@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Final
 from baton.gateway.answer_plan import plan_answers
 from baton.gateway.asgi import BodyBudget, BodyLimit, read_body
 from baton.gateway.clients import EVERYBODY
-from baton.gateway.placing import find_prompt, find_serving, make_placement_request
-from baton.gateway.request import check_content_type, parse_body
+from baton.gateway.placing import find_prompt, find_serving, find_sole_field
+from baton.gateway.request import check_content_type, estimate_prompt_tokens, parse_body
 from baton.protocol.route_explanation import RouteCandidate, RouteExplanation
 from baton.router.explanation import explain
-from baton.router.failover import Failover
-from baton.router.placement import Unplaceable
+from baton.router.placement import PlacementRequest, Unplaceable
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope
@@ -56,8 +55,12 @@ class RouteExplainer:
         services = self._services
         match = await find_prompt(services, body)
         fleet = find_serving(services.workers.fleet, body)
-        request = make_placement_request(
-            fleet, body, match, failover=Failover(), now=services.clock.now()
+        request = PlacementRequest(
+            body.model,
+            non_disaggregable=find_sole_field(fleet, body),
+            num_prompt_tokens=estimate_prompt_tokens(body) if match is None else match.num_tokens,
+            at=services.clock.now(),
+            cached={} if match is None else match.cached,
         )
         found = explain(services.placement, fleet, request, services.load)
         placed = None if isinstance(found.placement, Unplaceable) else found.placement
