@@ -5,7 +5,7 @@ Arms, each in front of the same scripted upstream processes:
     proxy       uvicorn + raw ASGI + aiohttp client, no parsing, no counting
     colocated   the gateway, one worker of both roles: one upstream call
     push        the gateway, prefill and decode worker: two upstream calls and a signed ticket
-    *-tls       the same with workers that speak TLS (security.tls = "control", the default)
+    *-tls       the same with workers that speak TLS (the default); the ticket is not signed
 
 Two loads: requests that are answered in one chunk (closed loop), and streams of events at a fixed
 rate. What is read is the server process's own CPU time (/proc/PID/task/*/schedstat, nanoseconds),
@@ -73,6 +73,7 @@ class Upstream:
             "worker": name, "epoch": new_epoch(), "role": role, "model": "m",
             "served_model_name": MODEL, "fingerprint": "f", "max_context_tokens": 4096,
             "handoff_address": address, "layout": {}, "transports": ["tcp"], "version": "0",
+            "takes_unsigned_tickets": True,  # where it is reached over TLS
         }).encode()  # fmt: skip
         self._role = role
 
@@ -90,15 +91,17 @@ class Upstream:
             await whole(send, self._info)
         elif self._role == "prefill":
             await whole(send, b'{"object":"baton.prefill","prompt_tokens":200}')
+        elif scope["method"] == "GET":  # What it has no answer to: events, limits.
+            await whole(send, b"{}", 404)
         else:
             fields = json.loads(body)
             await stream(send, fields["max_tokens"], fields.get("rate_hz"))
 
 
-async def whole(send: Send, body: bytes) -> None:
+async def whole(send: Send, body: bytes, status: int = 200) -> None:
     """Answer in one piece."""
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 

@@ -42,7 +42,12 @@ NUM_WORKERS = 4
 SERVED = "unknown"
 """What sglang-router calls the model of workers that it cannot ask in its own way."""
 MODEL = ("--layers", "4", "--hidden", "256", "--heads", "8", "--kv-heads", "2")
-POLICIES = ("round_robin", "prefix", "cost")
+ARMS: dict[str, dict[str, object]] = {
+    "round_robin": {"router.policy": "round_robin"},
+    "prefix": {"router.policy": "prefix"},
+    "cost": {"router.policy": "cost"},
+    "cost, no loading": {"router.policy": "cost", "router.options.cost.load_prefixes": "false"},
+}
 LOADS = {
     "multi-turn": (
         "--turns", "5", "--prefix-len", "256", "--input-len", "96", "--output-len", "24",
@@ -142,10 +147,8 @@ def main() -> None:
         for worker in workers:
             worker.wait_ready()
         arms = {
-            policy: fleet.start_gateway(
-                [], [], both=workers, settings={"router.policy": policy}
-            ).url
-            for policy in POLICIES
+            name: fleet.start_gateway([], [], both=workers, settings=settings).url
+            for name, settings in ARMS.items()
         }
         port = {"gateway.management_port": find_free_ports(2), "gateway.processes": 2}
         twice = {"router.policy": "prefix", **port}

@@ -5,7 +5,7 @@
                 another share of it (graded), or of which one holds it (one)
     place       policy `cost` and `prefix` among 256 workers of both roles, half of them busy, half
                 of them with some of the prompt cached
-    ingest      stored blocks, 64 in an event: as plain objects, and from the publisher's bytes
+    ingest      stored blocks, 64 in an event: as plain objects, and from the publishers' bytes
 
 Where `dynamo._core` can be imported (ai-dynamo-runtime, for example installed by
 `pip install --no-deps --target FOLDER ai-dynamo-runtime==1.6.1`), its hashes and its RadixTree do
@@ -31,8 +31,9 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.auth.ticket import WorkerRef
-from baton.events.blocks import DEFAULT_MEDIUM, BlockStored, EventDomain
-from baton.events.wire import decode_message
+from baton.events.blocks import DEFAULT_MEDIUM, BlockStored, EventDomain, pack_ids
+from baton.events.journal import JournalPage
+from baton.events.wire import decode_message, decode_page, encode_page
 from baton.ids import Epoch, WorkerId
 from baton.protocol.worker_http import Role
 from baton.router.fleet import Fleet, WorkerView
@@ -160,15 +161,18 @@ def bench_ingest(figures: Figures) -> None:
     """Events of stored blocks."""
     num_events, fresh = 64, count()
     payloads: list[bytes] = []
+    pages: list[bytes] = []
 
     def make() -> list[BlockStored]:
         events: list[BlockStored] = []
         payloads.clear()
+        pages.clear()
         for _ in range(num_events):
             size = BLOCKS_PER_EVENT * BLOCK_SIZE
             ids = tuple(RNG.integers(0, 128_000, size).tolist())
             hashes = tuple(next(fresh) for _ in range(BLOCKS_PER_EVENT))
-            events.append(BlockStored(DOMAIN, hashes, None, ids, BLOCK_SIZE, DEFAULT_MEDIUM, 0))
+            packed = pack_ids(ids)
+            events.append(BlockStored(DOMAIN, hashes, None, packed, BLOCK_SIZE, DEFAULT_MEDIUM, 0))
             stored = {
                 "type": "BlockStored",
                 "block_hashes": hashes,
@@ -178,24 +182,36 @@ def bench_ingest(figures: Figures) -> None:
                 "medium": DEFAULT_MEDIUM,
             }
             payloads.append(msgspec.msgpack.encode((0.0, [stored], None)))
+            pages.append(encode_page(JournalPage(1, is_whole=False, events=(events[-1],))))
         return events
 
     per = num_events * BLOCKS_PER_EVENT
-    objects, wire, peer = [], [], []
+    objects, wire, own, peer = [], [], [], []
     for _ in range(figures.repetitions // 20 + 2):
         events = make()
         feed = ModelPrefixes(NAMES).follow(WorkerId("worker"))
         objects.append(_time(lambda e=events, f=feed: [f.apply(each) for each in e]))
         feed = ModelPrefixes(NAMES).follow(WorkerId("worker"))
         wire.append(_time(lambda f=feed: [_take(f, payload) for payload in payloads]))
+        feed = ModelPrefixes(NAMES).follow(WorkerId("worker"))
+        own.append(_time(lambda f=feed: [_take_page(f, page) for page in pages]))
         if dynamo is not None:
             tree = dynamo.RadixTree()
             bodies = [
-                _dynamo_event(dynamo.compute_block_hash_for_seq(list(e.token_ids), BLOCK_SIZE))
+                _dynamo_event(
+                    dynamo.compute_block_hash_for_seq(
+                        np.frombuffer(e.packed_ids, np.int32).tolist(), BLOCK_SIZE
+                    )
+                )
                 for e in events
             ]
             peer.append(_time(lambda t=tree, b=bodies: _take_dynamo(t, b)))
-    arms = {"ingest, objects": objects, "ingest, bytes": wire, "ingest, bytes · Dynamo": peer}
+    arms = {
+        "ingest, objects": objects,
+        "ingest, vLLM's bytes": wire,
+        "ingest, a Baton worker's bytes": own,
+        "ingest, bytes · Dynamo": peer,
+    }
     for name, times in arms.items():
         if times:
             p50 = statistics.median(times)
@@ -209,6 +225,11 @@ def bench_ingest(figures: Figures) -> None:
 def _take(feed: WorkerPrefixes, payload: bytes) -> None:
     message = decode_message([b"", bytes(8), payload], DOMAIN)
     for event in message.batch.events:
+        feed.apply(event)
+
+
+def _take_page(feed: WorkerPrefixes, page: bytes) -> None:
+    for event in decode_page(page, DOMAIN).events:
         feed.apply(event)
 
 

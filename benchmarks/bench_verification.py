@@ -1,6 +1,6 @@
 """What verification costs: digests and tickets, as a share of TTFT and of a handoff's own time.
 
-    python benchmarks/bench_verification.py [--part ttft handoff copy] [--engine transformers]
+    python benchmarks/bench_verification.py [--part ttft handoff copy send] [--engine transformers]
         [--repetitions 5] [--json benchmarks/results/verification.json]
 
 `ttft`: a pair of workers, one core each, behind a gateway; the CPU time of every digest that a
@@ -15,6 +15,8 @@ of verification, taking turns, over each transport: the share is 1 - identity / 
 
 `copy`: the receiver's copies and digests of a read over `shared`, in one pass over cache-sized
 parts, as Baton does it, and in two; beside them memcpy of the same pages, in the same rounds.
+
+`send`: the same of the sender's digests and copies of writes over `shared`.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
-from copy_and_verify import gb_per_s, measure_copies
+from copy_and_verify import measure_copies
+from digest_and_send import PROMPTS, measure_sends
 from rich.console import Console
 from verified_handoffs import KEYED, NUM_BYTES, measure
 
@@ -61,7 +64,7 @@ console = Console(stderr=True)
 def main() -> None:
     """Run the parts, print what they found, keep it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", nargs="+", default=["ttft", "handoff", "copy"])
+    parser.add_argument("--part", nargs="+", default=["ttft", "handoff", "copy", "send"])
     parser.add_argument("--engine", default="transformers", choices=["transformers", "vllm"])
     parser.add_argument("--transports", nargs="+", default=["shared", "tcp"])
     parser.add_argument("--repetitions", type=int, default=5)
@@ -80,7 +83,14 @@ def main() -> None:
             kind: measure_handoffs(kind, options.repetitions) for kind in options.transports
         }
     if "copy" in options.part:
-        record["copy"] = report_copies(options.repetitions)
+        record["copy"] = report_copies(measure_copies(options.repetitions), NUM_BYTES)
+    if "send" in options.part:
+        sends: dict[str, object] = {}
+        for prompt in PROMPTS:
+            console.print(prompt.name)
+            found = measure_sends(prompt, options.repetitions)
+            sends[prompt.name] = report_copies(found, prompt.num_bytes)
+        record["send"] = sends
     record["load_after"] = os.getloadavg()[0]
     if options.json:
         options.json.write_text(json.dumps(record, indent=1) + "\n")
@@ -108,15 +118,14 @@ def measure_ttft(options: argparse.Namespace) -> dict[str, float]:
     return found
 
 
-def report_copies(num_rounds: int) -> dict[str, dict[str, float]]:
+def report_copies(found: dict[str, list[float]], num_bytes: int) -> dict[str, dict[str, float]]:
     """Rates by CPU time, and their ratios to memcpy in each round."""
-    found = measure_copies(num_rounds)
     rows: dict[str, dict[str, float]] = {}
     for name, seconds in found.items():
         shares = sorted(m / s for m, s in zip(found["memcpy"], seconds, strict=True))
         rows[name] = {
-            "gb_per_s": gb_per_s(statistics.median(seconds)),
-            "best_gb_per_s": gb_per_s(min(seconds)),
+            "gb_per_s": num_bytes / statistics.median(seconds) / 1e9,
+            "best_gb_per_s": num_bytes / min(seconds) / 1e9,
             "of_memcpy": statistics.median(shares),
             "of_memcpy_min": shares[0],
             "of_memcpy_max": shares[-1],
@@ -219,7 +228,7 @@ def time_digests(own: KVLayout, peer: KVLayout) -> float:
     begun = time.process_time()
     for number, pages in enumerate(layers):
         geometry = page_geometry(sequence.layout, number)
-        compute_digests(geometry, pages, locate_pieces(sequence, bounds))
+        compute_digests(geometry, [pages], locate_pieces(sequence, bounds))
     return time.process_time() - begun
 
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import numpy as np
-from verified_handoffs import CLOCK, LAYOUT, NUM_BLOCKS, NUM_BYTES, NUM_TOKENS, random_blocks
+from verified_handoffs import CLOCK, LAYOUT, NUM_BLOCKS, NUM_TOKENS, random_blocks
 
 from baton.auth.credentials import Credentials
 from baton.handoff.incoming import DigestVerifier
@@ -105,7 +105,7 @@ def _make_ways(owner: Side, reader: Side, remote: int) -> dict[str, Callable[[],
     ) -> None:
         tokens = {"start": notification.start, "stop": notification.stop}
         copies = planner.plan(source, target, notification.layer, **tokens)
-        begun = verifier.begin(notification) if in_one_pass else None
+        begun = verifier.begin(copies.layers, **tokens) if in_one_pass else None
         copied = None if begun is None else begun.add_pages
         handle = reader.region.handle
         reader.transport.read(PageRead(remote, handle, copies, copied=copied))
@@ -119,8 +119,3 @@ def _make_ways(owner: Side, reader: Side, remote: int) -> dict[str, Callable[[],
         "two passes": lambda: read(in_one_pass=False),
         "one pass": lambda: read(in_one_pass=True),
     }
-
-
-def gb_per_s(seconds: float) -> float:
-    """Of the workload, in 1e9 bytes."""
-    return NUM_BYTES / seconds / 1e9

@@ -6,7 +6,8 @@ import msgspec
 
 from baton.errors import StoreFullError
 from baton.registry import Plugin
-from baton.store.interface import PutResult, TierScan, Usage
+from baton.store.capacity import StoredEntry
+from baton.store.interface import PutResult, Usage
 
 _places: dict[str, dict[bytes, bytes]] = {}  # insertion order is order of use
 
@@ -71,8 +72,14 @@ class DictTier:
     def discard(self, name) -> None:
         self._entries.pop(name, None)
 
-    def scan(self) -> TierScan:
-        return TierScan(len(self._entries), self._used(), self._capacity, num_damaged=0)
+    def entries(self) -> list[StoredEntry]:
+        return [
+            StoredEntry(name, len(body), used_at)
+            for used_at, (name, body) in enumerate(self._entries.items())
+        ]
+
+    def is_whole(self, name) -> bool:
+        return name in self._entries
 
     def usage(self) -> Usage:
         below = self._below is not None

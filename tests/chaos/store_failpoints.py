@@ -21,6 +21,7 @@ from baton.store.interface import TIERS
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from baton.store.capacity import StoredEntry
     from baton.store.interface import (
         Body,
         EntryLease,
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
         PutResult,
         Tier,
         TierContext,
-        TierScan,
         Usage,
     )
 
@@ -147,8 +147,11 @@ class FailpointTier:
     def discard(self, name: EntryName) -> None:
         self._inner.discard(name)
 
-    def scan(self) -> TierScan:
-        return self._inner.scan()
+    def entries(self) -> list[StoredEntry]:
+        return self._inner.entries()
+
+    def is_whole(self, name: EntryName) -> bool:
+        return self._inner.is_whole(name)
 
     def usage(self) -> Usage:
         return self._inner.usage()

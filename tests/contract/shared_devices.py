@@ -8,6 +8,7 @@ from typing import ClassVar
 import pytest
 
 from baton.testing.transport_contract import (
+    LateNotificationContract,
     MultiArrayContract,
     NetworkTransportContract,
     ReaderTrackingContract,
@@ -45,7 +46,11 @@ class SmallDeviceKit(DeviceKit):
 
 
 class SharedDeviceContract(
-    DeviceKit, NetworkTransportContract, MultiArrayContract, ReaderTrackingContract
+    DeviceKit,
+    NetworkTransportContract,
+    MultiArrayContract,
+    LateNotificationContract,
+    ReaderTrackingContract,
 ):
     """What is the same however the device is flushed; it shows no pages in place."""
 

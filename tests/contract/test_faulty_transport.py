@@ -6,6 +6,7 @@ import pytest
 from baton.errors import TransferError
 from baton.testing.faulty_transport import Fault, FaultPlan, FaultyTransport
 from baton.testing.transport_contract import (
+    LateNotificationContract,
     MultiArrayContract,
     ReadingContract,
     TransportContract,
@@ -25,7 +26,13 @@ from baton.transfer.interface import (
 ALL_PAGES = [whole_pages(range(NUM_PAGES), range(NUM_PAGES), PAGE_BYTES)]
 
 
-class TestFaultlessWrapper(TransportContract, ReadingContract, ViewContract, MultiArrayContract):
+class TestFaultlessWrapper(
+    TransportContract,
+    ReadingContract,
+    ViewContract,
+    MultiArrayContract,
+    LateNotificationContract,
+):
     """A wrapper that injects nothing is a transport like any other."""
 
     kind = "shared"

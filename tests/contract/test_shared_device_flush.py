@@ -5,9 +5,9 @@ What libpmem flushes: test_shared_device_libpmem.py.
 
 import gc
 import re
-from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from baton.testing.transport_contract.kit import PAGE_BYTES, SHAPES, check_write
@@ -44,7 +44,9 @@ class TestFileCutShort(SmallDeviceKit):
         source = allocate_shared_region(SHAPES)
         pair.writer.transport.expose(source)
         write = pair.write(remote, grant, [whole_pages([0], [1], PAGE_BYTES)])
-        transfer = pair.writer.transport.submit(replace(write, region=source.handle))
+        transfer = pair.writer.transport.submit(
+            msgspec.structs.replace(write, region=source.handle)
+        )
         copies = pair.write(remote, grant, [whole_pages([1], [0], PAGE_BYTES)]).copies
         read = pair.writer.transport.read(PageRead(remote, source.handle, copies))
         pair.pump(lambda: bool(pair.seen(ReadFailed)))

@@ -23,6 +23,7 @@ from baton.testing.store_contract import (
     name_of,
     put,
     read,
+    scan,
 )
 from baton.testing.store_faults import FolderFaultContract
 
@@ -147,7 +148,7 @@ def test_what_is_asked_of_each_tier_is_counted(tmp_path: Path) -> None:
         ("bytes_total", "shared", "written"): 2 * BODY_BYTES,
         ("leases_total", "shared", "miss"): 1,
         ("leases_total", "file", "miss"): 1,
-        ("used_bytes", "shared"): store.scan().used_bytes,
+        ("used_bytes", "shared"): scan(store).used_bytes,
     }
     put(store, "c")  # one goes down
     assert read(store, "a") == body_of("a")  # and comes up, for which another goes down
@@ -203,9 +204,9 @@ def test_a_full_disk_costs_caching_only(tiny_disk: Path) -> None:
             tier.put(name_of(f"entry {i}"), body_of(f"entry {i}", 100_000))
         with pytest.raises(StoreFullError):
             tier.put(name_of("too much"), body_of("too much", 300_000))
-        scan = tier.scan()
-        assert scan.num_entries > 0
-        for i in range(scan.num_entries):
+        found = scan(tier)
+        assert found.num_entries > 0
+        for i in range(found.num_entries):
             assert read(tier, f"entry {i}") == body_of(f"entry {i}", 100_000)
         tier.discard(name_of("entry 0"))
         assert tier.put(name_of("b"), body_of("b", 100_000)) is PutResult.STORED

@@ -4,9 +4,12 @@ import resource
 import socket
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from baton.errors import TransferError
 from baton.testing.transport_contract import (
+    LateNotificationContract,
     MultiArrayContract,
     NetworkReadingContract,
     NetworkTransportContract,
@@ -14,6 +17,7 @@ from baton.testing.transport_contract import (
     ReaderTrackingContract,
 )
 from baton.testing.transport_contract.kit import PAGE_BYTES, check_write
+from baton.testing.transport_contract.writing import ShownPages
 from baton.testing.transport_pair import TransportPair, whole_pages
 from baton.transfer.interface import TRANSPORTS, GrantQuiescent, RemoteAttached, RemoteLost
 
@@ -23,6 +27,7 @@ class TestShared(
     NetworkReadingContract,
     NetworkViewContract,
     MultiArrayContract,
+    LateNotificationContract,
     ReaderTrackingContract,
 ):
     kind = "shared"
@@ -105,6 +110,14 @@ class TestTcp(NetworkTransportContract, NetworkReadingContract, MultiArrayContra
     def connect_unauthenticated(self, descriptor):
         host, port = descriptor.endpoint.split(":")
         return socket.create_connection((host, int(port)), timeout=5)
+
+    def test_a_notification_made_in_the_copy_is_refused_where_others_copy(self, pair):
+        late = ShownPages(pair, {1: 1})
+        groups = [whole_pages([1], [1], PAGE_BYTES)]
+        write = pair.write(pair.attach(), pair.open_grant([1]), groups)
+        with pytest.raises(TransferError, match="tcp"):
+            pair.writer.transport.submit(msgspec.structs.replace(write, late_notification=late))
+        assert (late.shown, late.num_finished) == ([], 0)
 
 
 def test_every_installed_transport_runs_the_contract():

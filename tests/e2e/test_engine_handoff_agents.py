@@ -82,6 +82,7 @@ class Node:
     agent: HandoffAgent | HandoffDispatcher
     ref: WorkerRef
     hands_over_first_token: bool = True
+    tenant_salt: str = ""
     prompts: dict[str, NDArray[np.int32]] = field(default_factory=lambda: PROMPTS)
     sampling: dict[str, SamplingParams] = field(default_factory=lambda: SAMPLING)
 
@@ -100,15 +101,19 @@ class Node:
             self._changed.notify_all()
 
     def submit(self, name: str, leg: RequestKind) -> None:
+        """A prefill request computes what its ticket hands over, as a worker has it do."""
         trace = RequestSpan(request_id=name, worker=self.ref.worker, epoch=self.ref.epoch, role="")
         self.traces[name] = trace
+        prompt = self.prompts[name]
+        if isinstance(leg, PrefillRequest):
+            prompt = prompt[: leg.ticket.count_handed_over(len(prompt))]
         self.engine.submit(
             GenerationRequest(
                 RequestId(name),
-                self.prompts[name],
+                prompt,
                 self.sampling[name],
                 leg,
-                "",
+                self.tenant_salt,
                 Instant(CLOCK.now() + WAIT_TIMEOUT_S),
                 trace,
             )
@@ -178,8 +183,18 @@ def node(
         engine.stop(WAIT_TIMEOUT_S)
 
 
-def make_ticket(prefill: Node, decode: Node, mode: HandoffMode = "push") -> Ticket:
-    return Ticket(new_ticket_id(), "r", prefill.ref, decode.ref, mode, issue(WAIT_TIMEOUT_S))
+def make_ticket(
+    prefill: Node, decode: Node, mode: HandoffMode = "push", num_prefix_tokens: int = 0
+) -> Ticket:
+    return Ticket(
+        id=new_ticket_id(),
+        request_id="r",
+        prefill=prefill.ref,
+        decode=decode.ref,
+        mode=mode,
+        issue=issue(WAIT_TIMEOUT_S),
+        num_prefix_tokens=num_prefix_tokens,
+    )
 
 
 @pytest.fixture(scope="module", name="expected")
@@ -222,6 +237,69 @@ def test_many_requests_at_once_give_the_tokens_of_one_engine_alone(
         assert [trace.fallbacks for trace in decode.traces.values()] == [[]] * NUM_PROMPTS
         assert Stamp.KV_READY in decode.traces["r0"].stamps
         assert Stamp.PREFILL_STARTED not in decode.traces["r0"].stamps
+
+
+@pytest.mark.parametrize("op", ["WRITE", "READ"])
+@pytest.mark.parametrize("mode", ["push", "pull", "reference"])
+def test_of_a_prompts_first_tokens_alone(
+    op: TransferOp, mode: HandoffMode, expected: dict[str, list[int]]
+) -> None:
+    """Whatever the number, a block's or not: decode computes the others."""
+    key = Credentials.generate()
+    lengths = {name: len(prompt) for name, prompt in PROMPTS.items()}
+    shares = {
+        name: max(1, (num_tokens // 2, num_tokens - 1, num_tokens // 16 * 16, 2**31 - 1)[i % 4])
+        for i, (name, num_tokens) in enumerate(lengths.items())
+    }
+    with (
+        node("p", "shared", key, block_size=8, num_blocks=300) as prefill,
+        node("d", "shared", key, op=op, block_size=8, min_handoff_tokens=1) as decode,
+    ):
+        tickets = {name: make_ticket(prefill, decode, mode, shares[name]) for name in PROMPTS}
+        for name, ticket in tickets.items():
+            prefill.submit(name, PrefillRequest(ticket))
+        if mode == "pull":
+            prefill.wait_for_ends()
+        for name, ticket in tickets.items():
+            decode.submit(name, DecodeRequest(ticket))
+        decode.wait_for_ends()
+        prefill.wait_for_ends()
+        assert decode.answers() == expected
+        assert [trace.fallbacks for trace in decode.traces.values()] == [[]] * NUM_PROMPTS
+        received = {name: trace.num_received_tokens for name, trace in decode.traces.items()}
+        assert received == {
+            name: max(0, min(shares[name], lengths[name]) - trace.num_cached_tokens)
+            for name, trace in decode.traces.items()
+        }
+        assert all(received[name] for name in ("r0", "r1", "r2")), "their beginnings differ"
+
+
+@pytest.mark.parametrize("op", ["WRITE", "READ"])
+def test_a_prefix_that_is_cached_is_pushed_and_nothing_computed_for_it(
+    op: TransferOp, expected: dict[str, list[int]]
+) -> None:
+    key = Credentials.generate()
+    with (
+        node("p", "shared", key, block_size=8, num_blocks=300, max_batch_tokens=16) as prefill,
+        node("d", "shared", key, op=op, block_size=8) as decode,
+    ):
+        prefill.submit("r11", Colocated())
+        prefill.wait_for_ends()
+        for name in ("r7", "r9", "r10"):
+            prefill.submit(name, Colocated())
+        ticket = make_ticket(prefill, decode, num_prefix_tokens=104)
+        prefill.prompts = {**PROMPTS, "prefix": PROMPTS["r11"]}
+        prefill.sampling = {**SAMPLING, "prefix": SAMPLING["r11"]}
+        prefill.submit("prefix", PrefillRequest(ticket))
+        decode.submit("r11", DecodeRequest(ticket))
+        decode.wait_for_ends()
+        prefill.wait_for_ends()
+        assert decode.answers()["r11"] == expected["r11"]
+        assert decode.traces["r11"].num_received_tokens == 104
+        pushed = prefill.traces["prefix"]
+        assert pushed.num_cached_tokens == pushed.num_prompt_tokens == 104
+        assert Stamp.PREFILL_STARTED not in pushed.stamps
+        assert prefill.engine.stats().num_free_blocks == 300
 
 
 def test_answers_survive_the_loss_of_the_prefill_worker(expected: dict[str, list[int]]) -> None:

@@ -36,7 +36,14 @@ KEY = Credentials.of(ClusterKey(b"k" * 32))
 
 
 @contextmanager
-def pooled(name: str, place: Path, *, store_block_size: int = 16, **options: int) -> Iterator[Node]:
+def pooled(
+    name: str,
+    place: Path,
+    *,
+    store_block_size: int = 16,
+    prefixes: bool = False,
+    **options: int,
+) -> Iterator[Node]:
     """A worker that reaches no other: no transports, nothing but the store."""
     engine = TransformersEngine(
         TransformersOptions(num_blocks=200, num_threads=1, **options),
@@ -69,7 +76,7 @@ def pooled(name: str, place: Path, *, store_block_size: int = 16, **options: int
             clock=CLOCK,
             timeout_s=WAIT_TIMEOUT_S,
         ),
-        StoreAccess(store, entry_format, view),
+        StoreAccess(store, entry_format, view, keeps_prefixes=prefixes),
     )
     running = Node(engine, handoffs, WorkerRef(WorkerId(name), epoch, ""))
     try:

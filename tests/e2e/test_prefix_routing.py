@@ -6,12 +6,15 @@ import json
 import os
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 
 from baton.engines.transformers.random_model import RandomModelSpec, make_random_model
 from baton.models import DEMO_MODEL_PATH
+from baton.router.cost import LEAST_LOADED
 from baton.testing.fleet import Fleet, FleetProcess
 from tests.e2e.client import KEY
 from tests.preloaded import start_preloaded
@@ -50,6 +53,11 @@ def get(url: str) -> str:
 
 def chat(gateway: FleetProcess, messages: list[dict], **fields: object) -> tuple[dict, str]:
     """The answer, and the worker that gave it."""
+    answer, trace = chat_traced(gateway, messages, **fields)
+    return answer, trace["gateway"]["peer"]
+
+
+def chat_traced(gateway: FleetProcess, messages: list[dict], **fields: object) -> tuple[dict, dict]:
     body = {"model": "demo", "messages": messages, "max_tokens": 24, "temperature": 0} | fields
     request = urllib.request.Request(
         f"{gateway.url}/v1/chat/completions",
@@ -58,12 +66,15 @@ def chat(gateway: FleetProcess, messages: list[dict], **fields: object) -> tuple
     )
     with urllib.request.urlopen(request, timeout=60) as reply:
         answer, request_id = json.load(reply), reply.headers["x-request-id"]
-    trace = json.loads(get(f"{gateway.url}/debug/requests/{request_id}"))
-    return answer, trace["gateway"]["peer"]
+    return answer, json.loads(get(f"{gateway.url}/debug/requests/{request_id}"))
 
 
 def cached(answer: dict) -> int:
     return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def num_prompt(trace: dict, side: str) -> int:
+    return trace[side]["num_prompt_tokens"]
 
 
 def metric(gateway: FleetProcess, name: str) -> float:
@@ -113,6 +124,44 @@ def test_kv_on_a_decode_worker_is_found(fleet, workers):
     second, worker = chat(gateway, messages)
     assert worker == "decode"
     assert cached(second) > 600
+
+
+def test_a_prefix_is_loaded_from_the_worker_that_has_it(fleet, workers):
+    """Many prompts with one beginning at once: more than its worker should compute alone."""
+    both = [workers["one"], workers["two"]]
+    settings = {**TLS, "router.policy": "cost", "router.options.cost.objective": "throughput"}
+    gateway = fleet.start_gateway([], [], both=both, settings=settings)
+    beginning = {"role": "user", "content": f"one for all. {TEXT * 5}"}
+    chat(gateway, [beginning])
+    talks = [[beginning, {"role": "user", "content": f"{n}. {TEXT * 2}"}] for n in range(8)]
+    with ThreadPoolExecutor(len(talks)) as pool:
+        answers = list(pool.map(partial(chat_traced, gateway), talks))
+    handoffs = [trace for _, trace in answers if trace["decode"]["num_received_tokens"]]
+    loaded = [each for each in handoffs if num_prompt(each, "prefill") < num_prompt(each, "decode")]
+    assert loaded, "no prefix was loaded"
+    for trace in loaded:
+        num_tokens = num_prompt(trace, "decode")
+        assert LEAST_LOADED <= trace["decode"]["num_received_tokens"] < num_tokens
+        assert trace["prefill"]["num_cached_tokens"] == num_prompt(trace, "prefill")
+        assert "prefill_started" in trace["decode"]["stamps"], "the rest is computed there"
+        assert trace["summary"]["fallbacks"] == []
+    gateway.stop()
+    alone = fleet.start_gateway([], [], both=both[:1], settings=TLS)
+    for messages, (answer, _) in zip(talks, answers, strict=True):
+        again, _ = chat(alone, messages, cache_salt="again")
+        assert again["choices"] == answer["choices"]
+
+
+def test_whole_answers_teach_what_prompts_and_steps_take(fleet, workers):
+    gateway = fleet.start_gateway(
+        [], [], both=[workers["one"]], settings={**TLS, "router.policy": "cost"}
+    )
+    assert not metric(gateway, "baton_router_cost_error_ratio")
+    for n in range(4):
+        chat(gateway, [{"role": "user", "content": f"teach {n}. {TEXT * (n + 1)}"}])
+    for cost in ("prefill", "step"):
+        labels = f'cost="{cost}",model="demo",worker="one"'
+        assert metric(gateway, f"baton_router_cost_error_ratio{{{labels}}}") > 0
 
 
 def test_tenants_find_their_own_blocks_alone(fleet, workers):

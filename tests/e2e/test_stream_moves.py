@@ -225,7 +225,7 @@ async def check_kv_came(
     target: FleetProcess,
     trace: dict[str, Any],
 ) -> None:
-    """The new worker got the KV from the other one, and computed but the last tokens."""
+    """The new worker got the KV from the other one, and computed but what came after the copy."""
     copied = await read_trace(session, gateway, f"{trace['id']}-move1")
     first, last = copied["decode"], trace["decode"]
     assert copied["gateway"]["mode"] == first["mode"] == "push"
@@ -235,7 +235,7 @@ async def check_kv_came(
     assert first["fallbacks"] == last["fallbacks"] == []
     num_computed = last["num_prompt_tokens"] - last["num_cached_tokens"]
     assert last["num_cached_tokens"] >= first["num_prompt_tokens"] - 16
-    assert 0 < num_computed <= 16 + 32 + 1
+    assert num_computed > 0
 
 
 async def ask_for_several(

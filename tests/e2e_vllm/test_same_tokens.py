@@ -52,10 +52,25 @@ def check_handed_over(cluster: VllmCluster, prompt: list[int], answer: Answer) -
     assert request["decode"]["num_bytes"] == num_blocks * BLOCK_SIZE * KV_BYTES_PER_TOKEN
 
 
+def test_a_prompt_that_is_asked_for_many_times_at_once(cluster: VllmCluster) -> None:
+    """vLLM computes it once; the others use its blocks in the same step, before they are filled."""
+    for seed in range(100, 104):
+        ahead, prompt = (
+            make_prompts(1, seed=seed + n, shortest=n, longest=n)[0] for n in (600, 150)
+        )
+        expected = ask_one(cluster.oracle, prompt)
+        answers = ask_all(cluster.gateway, [ahead, *[prompt] * 5])[1:]
+        check_same(answers, [expected] * 5)
+        prefills = [read_request(cluster.gateway, a.request_id)["prefill"] for a in answers]
+        assert sorted(each["num_cached_tokens"] for each in prefills) == [0, *[128] * 4]
+
+
 def test_forty_prompts_one_and_eight_at_a_time(cluster: VllmCluster) -> None:
     prompts = make_prompts(NUM_PROMPTS, seed=1, shortest=50, longest=2000)
     assert {len(p) for p in prompts} >= {50, 2000}
     expected = ask_all(cluster.oracle, prompts)
+    for server in (cluster.prefill, cluster.decode):  # behind TLS: no ticket needs a signature
+        assert read_info(server)["takes_unsigned_tickets"]
     received = read_metric(cluster.decode.url, "vllm:baton_handoffs_total", side="received")
     alone = ask_all(cluster.gateway, prompts[::4], at_once=1)
     others = [prompt for i, prompt in enumerate(prompts) if i % 4]

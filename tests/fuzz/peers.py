@@ -12,10 +12,10 @@ held is bounded, and gone after the liar, and the honest handoffs end with the r
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import numpy as np
 
 from baton.auth.credentials import Credentials
@@ -175,7 +175,7 @@ class LyingWrites:
         rng = self._rng
         if rng.random() < 0.5:
             choices = (rng.choice(BLOBS), rng.randbytes(30), self._wrong_notification())
-            write = replace(write, notification=rng.choice(choices))
+            write = msgspec.structs.replace(write, notification=rng.choice(choices))
         return self._inner.submit(write)
 
     def _wrong_notification(self) -> bytes:
@@ -348,8 +348,8 @@ class Episode:
         loop = self.victim.agent.loop
         held = {
             "handoffs that receive": loop.receiving.num_sessions,
-            "writes": len(loop.sending._writes),
-            "reads": len(loop.receiving._reads._pending),
+            "writes": len(loop.sending.writes),
+            "reads": len(loop.receiving._reads.pending),
             "early grants": len(loop.sending._early._grants),
             "queued renewals": len(loop.receiving._lease_renewer._queued),
         }

@@ -52,7 +52,13 @@ from baton.errors import (
     TicketError,
     TransferError,
 )
-from baton.events.blocks import BlockRemoved, BlockStored, EventDomain, WorkerBlockIndex
+from baton.events.blocks import (
+    BlockRemoved,
+    BlockStored,
+    EventDomain,
+    WorkerBlockIndex,
+    pack_ids,
+)
 from baton.events.journal import BATON_HASHES, JournalPage
 from baton.events.sequence import Deliver, Sequencer
 from baton.events.wire import decode_message, decode_page, decode_replayed, encode_page
@@ -97,7 +103,7 @@ from baton.rig.transport import PageAnnouncement, decode_announcement, map_annou
 from baton.router.health import DEFAULT_HEALTH
 from baton.router.prefix_names import PrefixNames
 from baton.router.prefixes import ModelPrefixes
-from baton.store.entry_format import HEADER_BYTES, make_header, read_digest
+from baton.store.entry_format import DIGEST_BYTES, HEADER_BYTES, make_header, read_digest
 from baton.store.interface import EntryName
 from baton.telemetry.process_status import read_status
 from baton.telemetry.trace import RequestSpan
@@ -410,7 +416,11 @@ def read_vllm_params(data: bytes) -> object:
     except (ValueError, RecursionError):
         return None  # vLLM's own server refuses it
     me = Identity(WorkerId("p"), Epoch("0" * 32), Role.BOTH, 1)
-    return repr(VllmTicketReader(me, KEY).read(params))[:80] if isinstance(params, dict) else None
+    return (
+        repr(VllmTicketReader(me, KEY, clients_are_gateways=False).read(params))[:80]
+        if isinstance(params, dict)
+        else None
+    )
 
 
 def read_vllm_options(data: bytes) -> object:
@@ -564,7 +574,7 @@ NAME: Final = EntryName(bytes(range(32)))
 
 def read_record(data: bytes) -> None:
     digest = read_digest(NAME, data[:HEADER_BYTES], len(data))
-    assert digest is None or len(digest) == 16
+    assert digest is None or len(digest) == DIGEST_BYTES
 
 
 class OneEntry:
@@ -973,7 +983,8 @@ TARGETS: Final = {
                tuple(seed[8:] for seed in EVENT_VECTORS), weight=2),
         Target("kv-journal", read_journal, PROTOCOL, (
             encode_page(JournalPage(7, is_whole=True, events=(
-                BlockStored(BATON_HASHES, (b"a" * 32, b"b" * 32), None, (1, 2, 3, 4), 2, "GPU", 0),
+                BlockStored(BATON_HASHES, (b"a" * 32, b"b" * 32), None, pack_ids((1, 2, 3, 4)), 2,
+                            "GPU", 0),
                 BlockRemoved(BATON_HASHES, (b"b" * 32,), "GPU", 0)))),
             encode_page(JournalPage(0, is_whole=False, events=()))), "bytes"),
         Target("worker-info", read_worker_info, (ProtocolError, ConfigError),

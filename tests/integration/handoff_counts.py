@@ -1,12 +1,13 @@
 """How much control a handoff takes: counts that are the same on every machine.
 
-Two agents without engines hand over prompts of 32 layers and 128 tokens. The test's own
-thread plays both engines and steps both agents whenever they have work, so the counts do not depend
-on how threads take turns: what agents do while they wait (ticks, spinning) is left out. Counted is
-one handoff of two agents that know each other, from the first order to the last event; of four such
-handoffs, the mean.
+Two agents without engines hand over prompts of 32 layers and 128 tokens (`LARGE`), or of another
+size. The test's own thread plays both engines and steps both agents whenever they have work, so the
+counts do not depend on how threads take turns: what agents do while they wait (ticks, spinning) is
+left out. Counted is one handoff of two agents that know each other, from the first order to the
+last event; of four such handoffs, the mean.
 
     python -m tests.integration.handoff_counts [shared|tcp] [WRITE|READ] [LAYER_BATCH_BYTES]
+        [LAYERS] [TOKENS]
 
 prints the counts and, of Baton's own functions and of system calls, those that run most often.
 """
@@ -20,7 +21,7 @@ from collections import Counter
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import baton
 from baton.auth.credentials import Credentials
@@ -39,9 +40,22 @@ if TYPE_CHECKING:
     from tests.integration.handoff_nodes import Handoff, Node
 
 PACKAGE = Path(baton.__file__).parent
-NUM_TOKENS = 128
-LAYOUT = KVLayout.gqa(32, 8, 16, block_size=16, dtype="float32")
 NUM_COUNTED = 4
+
+
+class Prompt(NamedTuple):
+    """What is handed over: pages of 16 KiB, each of a layer and 16 tokens."""
+
+    num_layers: int
+    num_tokens: int
+
+    @property
+    def layout(self) -> KVLayout:
+        return KVLayout.gqa(self.num_layers, 8, 16, block_size=16, dtype="float32")
+
+
+LARGE = Prompt(32, 128)
+SMALL = Prompt(4, 32)
 NAMED = {
     ("handoff/agent_loop.py", "AgentLoop.call"): "commands from engines to agents",
     ("handoff/agent.py", "HandoffAgent._emit"): "engine wake-ups",
@@ -100,12 +114,12 @@ def is_system_call(called: object) -> bool:
 
 
 def count_handoff(
-    kind: str, op: TransferOp, layer_batch_bytes: int
+    kind: str, op: TransferOp, layer_batch_bytes: int, prompt: Prompt = LARGE
 ) -> tuple[dict[str, float], Counter[str]]:
     """Hand prompts over by the transport `kind`: counts of one by name, and of all by function.
 
     Prefill WRITEs, or decode READs. Layers go out together as by `handoff.layer_batch_bytes`; a
-    prompt has 4 MiB.
+    `LARGE` prompt has 4 MiB, a `SMALL` one 128 KiB.
     """
     key = Credentials.of(ClusterKey(bytes(32)))
     with ExitStack() as stack:
@@ -113,31 +127,33 @@ def count_handoff(
             stack.enter_context(
                 node(
                     name, kinds=(kind,), key=key, is_stepped=True,
-                    pages=stack.enter_context(plain_pages(LAYOUT)),
+                    pages=stack.enter_context(plain_pages(prompt.layout)),
                     layer_batch_bytes=layer_batch_bytes, op=op,
                 )
             )
             for name in ("prefill", "decode")
         )  # fmt: skip
         prefill.scribble(3)
-        _hand_over(prefill, decode, HandoffCounts(), seed=1)  # they meet; plans are made
+        _hand_over(prefill, decode, HandoffCounts(), prompt, seed=1)  # they meet; plans are made
         for each in (prefill, decode):
             each.agent.loop._next_tick = float("inf")
         counts = HandoffCounts()
         for seed in range(NUM_COUNTED):
-            _hand_over(prefill, decode, counts, seed=2 + seed)
+            _hand_over(prefill, decode, counts, prompt, seed=2 + seed)
     return {name: total / NUM_COUNTED for name, total in counts.totals.items()}, counts.functions
 
 
-def _hand_over(prefill: Node, decode: Node, counts: HandoffCounts, seed: int) -> None:
-    handoff = make_handoff(prefill, decode, num_tokens=NUM_TOKENS, seed=seed)
+def _hand_over(
+    prefill: Node, decode: Node, counts: HandoffCounts, prompt: Prompt, seed: int
+) -> None:
+    handoff = make_handoff(prefill, decode, num_tokens=prompt.num_tokens, seed=seed)
     ticket, nodes = handoff.sending.ticket.id, (prefill, decode)
     sending, receiving = (HandoffDispatcher(each.agent, None) for each in nodes)
-    layers = range(LAYOUT.num_layers)
+    layers = range(prompt.num_layers)
     commands: list[Callable[[], object]] = [
         lambda: receiving.start_receive(handoff.receiving),
         lambda: sending.start_send(handoff.sending),
-        *(partial(sending.layer_ready, [(ticket, NUM_TOKENS)], layer) for layer in layers),
+        *(partial(sending.layer_ready, [(ticket, prompt.num_tokens)], layer) for layer in layers),
         lambda: sending.prefill_done(ticket, FIRST),
     ]
     for command in commands:
@@ -167,8 +183,10 @@ def _check(handoff: Handoff, counts: HandoffCounts) -> None:
 def main() -> None:
     """Print the counts."""
     given = sys.argv[1:]
-    kind, op, layer_batch_bytes = *given, *("shared", "WRITE", 4 << 20)[len(given) :]
-    counts, functions = count_handoff(kind, op, int(layer_batch_bytes))
+    kind, op, *numbers = *given, *("shared", "WRITE", 4 << 20, *LARGE)[len(given) :]
+    layer_batch_bytes, num_layers, num_tokens = map(int, numbers)
+    prompt = Prompt(num_layers, num_tokens)
+    counts, functions = count_handoff(kind, op, layer_batch_bytes, prompt)
     for name, number in sorted(counts.items()):
         print(f"{number:8.1f} {name}")
     print("\nof one handoff:")

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from baton.auth.credentials import Credentials
+from baton.handoff import write_batches
 from baton.handoff.interface import KVFailed, KVLanded
 from baton.handoff.verify import VerificationPolicy
+from baton.handoff.write_batches import DigestedInCopy
 from baton.testing.faulty_transport import Fault, FaultPlan, FaultyTransport
 from tests.integration.handoff_nodes import make_handoff, node
 
@@ -72,6 +74,36 @@ def test_full_finds_what_was_spoilt(path: str, fault: Fault) -> None:
     assert isinstance(event, KVFailed)
     assert event.error.stage == "verify"
     assert handoff.receiving.trace.digest_failures == {KINDS[path]: 1}
+
+
+@pytest.mark.parametrize(
+    "fault", [None, Fault.FLIP_BIT, Fault.ZERO_PAGE, Fault.SWAP_PAGES, Fault.TRUNCATE]
+)
+def test_full_finds_what_was_spoilt_in_a_copy_that_was_digested(
+    fault: Fault | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sender's digests are of its own pages, whatever the transport copied in their place."""
+    made: list[int] = []
+    finish = DigestedInCopy.finish
+
+    def count(digested: DigestedInCopy) -> bytes:
+        made.append(digested.batch.copies.num_layers)
+        return finish(digested)
+
+    monkeypatch.setattr(DigestedInCopy, "finish", count)
+    monkeypatch.setattr(write_batches, "MIN_DIGESTED_PAGE_BYTES", 0)
+    spoiler = Spoiler(fault or Fault.FLIP_BIT, 0 if fault is None else 1)
+    handoff, event, is_right = hand_over("same_host", VerificationPolicy(), spoiler)
+    assert made
+    if fault is None:
+        assert isinstance(event, KVLanded)
+        assert is_right
+        assert handoff.receiving.trace.verified_bytes["shared"] == handoff.receiving.trace.num_bytes
+        return
+    assert spoiler.num_injected == 1
+    assert isinstance(event, KVFailed)
+    assert event.error.stage == "verify"
+    assert handoff.receiving.trace.digest_failures == {"shared": 1}
 
 
 @pytest.mark.parametrize("path", KINDS)

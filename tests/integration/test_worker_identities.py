@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
+from baton.auth.credentials import Credentials
+from baton.auth.ticket import Ticket, unseal, write_unsigned
 from baton.errors import AuthenticationError
 from baton.handoff.interface import KVFailed, KVLanded
 from baton.ids import new_epoch
@@ -26,7 +30,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from baton.auth.credentials import Credentials
     from baton.handoff.interface import HandoffEvent
 
 TCP = ("tcp",)
@@ -139,6 +142,42 @@ def test_a_worker_signs_no_tickets(
     ):
         assert isinstance(hand_over(prefill, decode, None), KVFailed)
         wait_until(lambda: "the peer is worker d, and this takes a gateway" in caplog.text)
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+@pytest.mark.parametrize("is_made_up", [True, False])
+def test_a_worker_makes_up_no_ticket_without_a_signature(
+    identities: Identities, caplog: pytest.LogCaptureFixture, is_early: bool, is_made_up: bool
+) -> None:
+    """Not even of the id of one that the gateway gave to both; that one itself is good."""
+    with (
+        node("p", kinds=TCP, key=identities.of("worker", "p")) as prefill,
+        node("d", kinds=TCP, key=identities.of("worker", "d"), timeout_s=2.0) as decode,
+    ):
+        handoff = make_handoff(prefill, decode, num_ready=101)
+        given = handoff.sending.ticket
+        shown = msgspec.structs.replace(given, request_id="another") if is_made_up else given
+        handoff.sending = replace(handoff.sending, ticket=without_signature(given))
+        handoff.receiving = replace(handoff.receiving, ticket=without_signature(shown))
+        prefill.scribble(1)
+        if is_early:
+            handoff.start_receive()
+            wait_until(lambda: len(prefill.agent.loop.sending._early) == 1)
+            handoff.start_send()
+        else:
+            handoff.start_send()
+            handoff.start_receive()
+        handoff.prefill_done()
+        if is_made_up:
+            assert isinstance(decode.wait_for()[0], KVFailed)
+            wait_until(lambda: "refused a grant of d" in caplog.text)
+        else:
+            handoff.check_landed()
+
+
+def without_signature(ticket: Ticket) -> Ticket:
+    """As a worker reads it from a gateway's connection."""
+    return unseal(write_unsigned(ticket), Credentials.generate(), is_from_gateway=True)
 
 
 def test_only_a_gateways_connection_needs_no_signature(identities: Identities) -> None:

@@ -20,7 +20,7 @@ MEDIA, GROUPS, HASHES = ["GPU", "CPU"], [0, 1], [0, 1, 2, b"a", b"b"]
 hashes = st.lists(st.sampled_from(HASHES), max_size=4).map(tuple)
 media, groups = st.sampled_from(MEDIA), st.sampled_from(GROUPS)
 events = st.one_of(
-    st.builds(lambda h, m, g: BlockStored(DOMAIN, h, None, (), 0, m, g), hashes, media, groups),
+    st.builds(lambda h, m, g: BlockStored(DOMAIN, h, None, b"", 0, m, g), hashes, media, groups),
     st.builds(lambda h, m, g: BlockRemoved(DOMAIN, h, m, g), hashes, media, groups),
     st.sampled_from([AllBlocksCleared(), Restarted(), Lost(0)]),
 )

@@ -28,7 +28,7 @@ DIGESTS = count()
 
 def make_event(kind, block):
     if kind == "stored":
-        return BlockStored(DOMAIN, (block,), None, (), 0, "GPU", 0)
+        return BlockStored(DOMAIN, (block,), None, b"", 0, "GPU", 0)
     return BlockRemoved(DOMAIN, (block,), "GPU", 0)
 
 

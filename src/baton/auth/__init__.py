@@ -8,6 +8,7 @@ File map:
     certificates.py  authorities, identities with roles, who is trusted
     credentials.py   `Credentials`: this process's identity and trust, as their files change
     ticket.py     `Ticket`: what one handoff is authorised to touch; `seal` and `unseal`
+    verified_tickets.py  `VerifiedTickets`: a text that was verified is not verified again
     replay.py     `UsedTickets`: no ticket is used twice
     challenge.py  mutual proof of the key on a fresh connection (sans-I/O)
 """

@@ -26,6 +26,7 @@ from baton.auth.certificates import (
     read_certificate,
 )
 from baton.auth.key import ClusterKey
+from baton.auth.verified_tickets import VerifiedTickets
 from baton.clock import MachineClock
 from baton.errors import AuthenticationError, ConfigError
 
@@ -73,6 +74,7 @@ class _Loaded:
     signer: Signer
     find_peer: Callable[[bytes], PeerIdentity] = field(repr=False)
     revoked: frozenset[int] = field(repr=False)
+    verified_tickets: VerifiedTickets = field(default_factory=VerifiedTickets, repr=False)
 
 
 class Credentials:
@@ -140,6 +142,11 @@ class Credentials:
     def own(self) -> PeerIdentity:
         """What others find in one's own certificate."""
         return self._current().own
+
+    @property
+    def verified_tickets(self) -> VerifiedTickets:
+        """What was verified since the files were last read: whoever signed it may be revoked."""
+        return self._current().verified_tickets
 
     @property
     def signer(self) -> Signer:

@@ -3,6 +3,8 @@
 On the wire a ticket is base64url text without padding of the ticket, an Ed25519 signature and the
 gateway's certificate (docs/wire/ticket.md). It travels in the request body's
 `kv_transfer_params.baton_ticket`; the gateway strips that field from whatever clients send.
+Workers that know by the connection that a gateway sent it get one without a signature; another
+worker's word for such a ticket counts for nothing but the same text (ADR 0025).
 
 A ticket names workers by id and epoch, never memory: pages are granted by the decode worker to
 the ticket's id, and block hashes are compared between the two workers (ADR 0004).
@@ -84,7 +86,8 @@ class Ticket(msgspec.Struct, frozen=True, tag="ticket", tag_field="t", dict=True
     """Authorises one handoff between two lives of two workers.
 
     `tenant_salt` enters every block hash. `first_token_early`: the client gets it from the prefill
-    worker, and the decode worker goes on from that token whatever happens.
+    worker, and the decode worker goes on from that token whatever happens. `num_prefix_tokens`: KV
+    of the prompt's first tokens alone is handed over, and decode computes the others; 0: of all.
     """
 
     id: TicketId
@@ -95,6 +98,16 @@ class Ticket(msgspec.Struct, frozen=True, tag="ticket", tag_field="t", dict=True
     issue: TicketIssue
     tenant_salt: str = ""
     first_token_early: bool = False
+    num_prefix_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+
+    def __post_init__(self) -> None:
+        """Raise ValueError where an answer would begin with a token after a part of a prompt."""
+        if self.first_token_early and self.num_prefix_tokens:
+            raise ValueError("no first token follows a part of a prompt")
+
+    def count_handed_over(self, num_prompt_tokens: int) -> int:
+        """Of a prompt of so many tokens, how many of the first ones are handed over."""
+        return min(self.num_prefix_tokens or num_prompt_tokens, num_prompt_tokens)
 
     def __reduce__(self) -> tuple[object, ...]:
         """For vLLM, which pickles it from its scheduler to its workers: with its text."""
@@ -114,6 +127,8 @@ _decoder = msgspec.msgpack.Decoder(Ticket)
 _sealed_decoder = msgspec.msgpack.Decoder(_SealedTicket)
 _READ_FROM: Final = "read_from"
 """In a ticket that was read: its text. No part of its value."""
+UNSIGNED: Final = "unsigned."
+"""Before the text of a ticket that has no signature: base64url has no dot."""
 _RANKS: Final = re.compile(r"\.(\d{1,4})\.(\d{1,4})\Z", re.ASCII)
 """After the text of a server's ticket: that of one pair of its ranks."""
 
@@ -143,36 +158,69 @@ def seal(ticket: Ticket, credentials: Credentials) -> str:
         return read
     body, signer = _encoder.encode(ticket), credentials.signer
     sealed = _SealedTicket(body, signer.certificate, signer.sign(_PURPOSE + body))
-    return base64.urlsafe_b64encode(_encoder.encode(sealed)).rstrip(b"=").decode()
+    return _to_text(_encoder.encode(sealed))
+
+
+def write_unsigned(ticket: Ticket) -> str:
+    """A ticket as text for workers that believe the connection over which it comes."""
+    return UNSIGNED + _to_text(_encoder.encode(ticket))
+
+
+def is_signed(text: str) -> bool:
+    """Whether a ticket's text has a signature, good or not."""
+    return not text.startswith(UNSIGNED)
 
 
 def unseal(text: str, credentials: Credentials, *, is_from_gateway: bool = False) -> Ticket:
-    """Read a ticket that a gateway signed.
+    """Read a ticket that a gateway signed, or sent.
 
-    Of one that `is_from_gateway`, which came over a connection on which a gateway has proved what
-    it is, the signature is not checked: it would prove the same again, in 0.1 ms.
+    One that `is_from_gateway`, which came over a connection on which a gateway has proved what it
+    is, needs no signature, and a signature is not checked: it would prove the same again, in
+    0.1 ms. Nor is that of a text that was read before: a worker is shown a ticket twice, by the
+    gateway and by its peer.
 
     Raises:
-        TicketError: malformed or forged.
+        TicketError: malformed, forged, or not signed.
     """
+    signed = is_signed(text)
+    if not signed and not is_from_gateway:
+        raise TicketError("the ticket is not signed, and no gateway has proved that it sent it")
     if len(text) > MAX_TICKET_CHARS:
         raise TicketError(f"the ticket has {len(text)} characters, at most {MAX_TICKET_CHARS}")
     if (ranks := _RANKS.search(text)) is not None:
         whole = unseal(text[: ranks.start()], credentials, is_from_gateway=is_from_gateway)
         return derive_rank_ticket(whole, int(ranks[1]), int(ranks[2]))
+    if signed and (known := credentials.verified_tickets.find(text)) is not None:
+        return known
+    body = _read_body(text, credentials, is_from_gateway=is_from_gateway)
     try:
-        raw = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
-        sealed = _sealed_decoder.decode(raw)
-    except (ValueError, *UNDECODABLE) as exc:
-        raise TicketError("the ticket is not base64url text of a signed ticket") from exc
-    if not is_from_gateway:
-        _check_signature(sealed, credentials)
-    try:
-        ticket = _decoder.decode(sealed.body)
+        ticket = _decoder.decode(body)
     except UNDECODABLE as exc:
         raise TicketError(f"the ticket does not decode: {exc}") from exc
     vars(ticket)[_READ_FROM] = text
+    if signed:
+        credentials.verified_tickets.add(text, ticket)
     return ticket
+
+
+def _read_body(text: str, credentials: Credentials, *, is_from_gateway: bool) -> bytes:
+    try:
+        if not is_signed(text):
+            return _from_text(text[len(UNSIGNED) :])
+        sealed = _sealed_decoder.decode(_from_text(text))
+    except (ValueError, *UNDECODABLE) as exc:
+        raise TicketError("the ticket is not base64url text of a ticket") from exc
+    if not is_from_gateway:
+        _check_signature(sealed, credentials)
+    return sealed.body
+
+
+def _to_text(raw: bytes) -> str:
+    return base64.urlsafe_b64encode(raw).rstrip(b"=").decode()
+
+
+def _from_text(text: str) -> bytes:
+    return base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
 
 
 def _check_signature(sealed: _SealedTicket, credentials: Credentials) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from baton.bench.architectures.results import Findings, LevelInfo, Metric
     from baton.bench.link.report import ReferenceRow, Report, Row
+    from baton.protocol.route_explanation import RouteCandidate, RouteExplanation
 
 KIND_COLOURS: Final = {"transport": "#2c6fbb", "limit": "#999999", "peer": "#d08a2c"}
 BAR_INCHES: Final = 0.28
@@ -30,6 +31,8 @@ INK: Final = "#1d2530"
 FAINT: Final = "#667080"
 GRID: Final = "#e4e8ee"
 FONTS: Final = ("DejaVu Sans", "Verdana", "Helvetica", "Arial", "sans-serif")
+ROUTE_PARTS: Final[tuple[str, ...]] = ("queue_s", "prefill_s", "handoff_s")
+MOST_CANDIDATES: Final = 16
 CHART_INCHES: Final = (6.2, 3.72)
 PNG_DPI: Final = 200
 LOG_FROM: Final = 12.0
@@ -114,6 +117,72 @@ def _draw_by_reference(axis: Any, rows: Sequence[ReferenceRow]) -> None:  # noqa
     axis.invert_yaxis()
     axis.set_title("by reference: no byte is copied", loc="left")
     axis.set_xlabel("us until both sides know (p50 and range of rounds)")
+
+
+def plot_route(found: RouteExplanation, path: Path) -> None:
+    """Write a placement's figure: a bar for each candidate, of the parts of its time.
+
+    Of a policy that predicts no times, of what it compares.
+
+    Raises:
+        ConfigError: there is nothing to draw, the suffix names no known format, or the file cannot
+            be written.
+    """
+    candidates = [each for each in found.candidates if each.why_not is None and each.figures]
+    candidates = candidates[:MOST_CANDIDATES]
+    if not candidates:
+        raise ConfigError("--plot: the policy compares no figures, or no worker is usable")
+    figure = _load("matplotlib.figure").Figure(
+        figsize=(WIDTH_INCHES, PANEL_INCHES + BAR_INCHES * (len(candidates) + 1)),
+        layout="constrained",
+    )
+    axis = figure.subplots()
+    _draw_candidates(axis, candidates)
+    num = found.num_prompt_tokens
+    axis.set_title(f"{found.model}, policy {found.policy}: a prompt of {num} tokens", loc="left")
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"--plot: cannot write {path}: {exc}") from exc
+
+
+def _draw_candidates(axis: Any, candidates: Sequence[RouteCandidate]) -> None:  # noqa: ANN401
+    first = candidates[0].figures
+    is_time = any(name in first for name in ROUTE_PARTS)
+    names = [name for name in ROUTE_PARTS if name in first] if is_time else [*first][:1]
+    places, ends = range(len(candidates)), [0.0] * len(candidates)
+    for number, name in enumerate(names):
+        values = [each.figures.get(name, 0.0) for each in candidates]
+        label = name.removesuffix("_s").replace("_", " ")
+        axis.barh(places, values, left=ends, color=colour_of(number), label=label)
+        ends = [end + value for end, value in zip(ends, values, strict=True)]
+    for place, each, end in zip(places, candidates, ends, strict=True):
+        text = _describe_candidate(each) if is_time else f" {end:g}"
+        weight = "bold" if each.is_chosen else "normal"
+        axis.text(end, place, text, va="center", size=8.3, color=INK, weight=weight)
+    axis.set_yticks(places, [_name_candidate(each) for each in candidates])
+    axis.invert_yaxis()
+    axis.set_xlim(0, (max(ends) or 1.0) * 1.45)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.set_xlabel("seconds until the first token" if is_time else names[0].replace("_", " "))
+    if is_time:
+        axis.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(names), frameon=False)
+
+
+def _name_candidate(candidate: RouteCandidate) -> str:
+    name = " → ".join(each for each in (candidate.prefill, candidate.decode) if each is not None)
+    num_loaded = candidate.figures.get("loaded_tokens", 0)
+    if num_loaded:
+        name += f"\n({num_loaded:.0f} tokens loaded)"
+    return f"✓ {name}" if candidate.is_chosen else name
+
+
+def _describe_candidate(candidate: RouteCandidate) -> str:
+    figures = candidate.figures
+    return (
+        f" cost {figures.get('cost', 0):.3f} · {figures.get('cached_tokens', 0):.0f} cached"
+        f" · TPOT {1e3 * figures.get('tpot_s', 0):.1f} ms"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ File map:
     worker.py       `baton worker`; serving.py the same around an engine with its own server
     model.py        `baton model make`
     config.py       `baton config show`
+    store.py        `baton store`
     doctor.py       `baton doctor`
     bench.py        `baton bench link`
     engine_options.py  an engine's own options, checked before a process starts

@@ -154,7 +154,8 @@ def _plan(flags: LinkFlags, config: Config) -> "Plan":
         sizes = [parse_size(text) for text in flags.sizes.split(",")]
     options = config.transfer.options
     transports = planning.choose_transports(flags.transport, TRANSPORTS.kinds(), options)
-    entries = (*planning.LIMITS, *transports, *(planning.PEERS if flags.peers else ()))
+    peers = (*planning.add_reused(transports), *planning.PEERS) if flags.peers else ()
+    entries = (*planning.LIMITS, *transports, *peers)
     return planning.Plan(entries, planning.make_workloads(sizes, effort), effort)
 
 

@@ -128,9 +128,7 @@ class WorkFlags:
         Parameter(help="prefill-heavy, balanced, decode-heavy, fixed, shared-prefix, multi-turn."),
     ] = "balanced"
     input_len: Annotated[int | None, Parameter(help="Prompt tokens, other than usual.")] = None
-    output_len: Annotated[
-        int | None, Parameter(help="OutputProcessor tokens, other than usual.")
-    ] = None
+    output_len: Annotated[int | None, Parameter(help="Output tokens, other than usual.")] = None
     trace: Annotated[
         Path | None, Parameter(help="Recorded traffic instead: see docs/bench-serve.md.")
     ] = None

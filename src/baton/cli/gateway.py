@@ -128,6 +128,7 @@ def _options(config: Config, status_fd: int) -> GatewayOptions:
         mode=section.mode,
         policy=config.router.policy,
         policy_options=config.router.options.get(config.router.policy, {}),
+        costs_file=None if config.router.costs_file is None else Path(config.router.costs_file),
         tokenizers={name: Path(folder) for name, folder in config.router.tokenizers.items()},
         tls=config.security.tls,
         first_token_early=section.first_token_early,

@@ -12,7 +12,7 @@ import msgspec
 
 from baton.cli.engine_options import check_engine, engine_defaults, engine_options
 from baton.clock import MachineClock
-from baton.config.cluster_key import KEY_VARIABLE, ephemeral_cluster_key
+from baton.config.cluster_key import KEY_VARIABLE, ephemeral_cluster_key, find_cluster_key
 from baton.config.environment import read_environment
 from baton.config.logs import configure_logging
 from baton.errors import ConfigError, UnknownPluginError
@@ -76,10 +76,12 @@ def plan_pinned(resolved: Resolved, num_shares: int) -> LaunchPlan:
 
 
 def server_environment(config: Config) -> dict[str, str]:
-    """What children inherit, with a cluster key of their own where none is set."""
+    """What children inherit; where no cluster key is set, one of their own, or this user's."""
     environment = read_environment()
     hosts = (config.gateway.host, config.worker.host, config.worker.handoff_host)
-    key = ephemeral_cluster_key(config.cluster, environment, hosts)
+    # What is in a store is keyed: with a key of its own the next run would believe none of it.
+    find_key = find_cluster_key if config.store.tiers else ephemeral_cluster_key
+    key = find_key(config.cluster, environment, hosts)
     # By environment, never by command line: other users can read those.
     return {**environment, KEY_VARIABLE: key.text, "PYTHONUNBUFFERED": "1"}
 

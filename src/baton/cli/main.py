@@ -57,6 +57,9 @@ def build_app() -> App:
     app.command(
         "baton.cli.key:app", name="key", help="Make, show, rotate and revoke keys and identities."
     )
+    app.command(
+        "baton.cli.store:app", name="store", help="Look at the store, check it, make room in it."
+    )
     app.command("baton.cli.config:app", name="config", help="Look at the configuration.")
     return app
 

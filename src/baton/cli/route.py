@@ -27,7 +27,7 @@ app = App(name="route", help="Explain where requests go, and replay traffic unde
 
 
 @app.command
-def explain(
+def explain(  # noqa: PLR0913 - one for each flag
     request: Annotated[
         str | None,
         Parameter(
@@ -46,6 +46,9 @@ def explain(
         str, Parameter(help="The environment variable that holds the client's key, if any.")
     ] = "OPENAI_API_KEY",
     json: Annotated[bool, Parameter(help="Print JSON.", negative="", show_default=False)] = False,
+    plot: Annotated[
+        Path | None, Parameter(help="Write a figure to this file (.png, .svg, .pdf).")
+    ] = None,
     debug: Annotated[
         bool, Parameter(help="Show where an error arose.", negative="", show_default=False)
     ] = False,
@@ -59,7 +62,10 @@ def explain(
         raise ConfigError(
             "give a file with a request's body (- is standard input), or --request-id"
         )
+    if plot is not None and request is None:
+        raise ConfigError("--plot shows the candidates for a request's body, not a past request")
     # Here, so that --help imports nothing heavy.
+    from baton.bench.charts import check_plot, plot_route  # noqa: PLC0415
     from baton.ops.gateway_pages import Gateway  # noqa: PLC0415
     from baton.ops.route import (  # noqa: PLC0415
         explain_request,
@@ -68,6 +74,8 @@ def explain(
         print_request,
     )
 
+    if plot is not None:
+        check_plot(plot)
     gateway = Gateway.at(url, "--url")
     if request_id is not None:
         placed = find_request(gateway, request_id)
@@ -82,6 +90,8 @@ def explain(
             _print_json(explained)
         else:
             print_explanation(explained, sys.stdout)
+        if plot is not None:
+            plot_route(explained, plot)
     return 0
 
 

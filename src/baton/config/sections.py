@@ -156,16 +156,18 @@ class RouterSection(Struct, frozen=True, kw_only=True):
     `targets` by model; `"*"`: for those that are not named.
 
     `tokenizers`: models' folders by name, where no worker's own can be read by the gateway.
+    `costs_file`: what is learned of workers' speed is kept there.
     """
 
     policy: Annotated[str, Meta(min_length=1, max_length=64)] = "round_robin"
     options: dict[str, Table] = {}
     tokenizers: dict[str, str] = {}
     targets: dict[str, TargetsTable] = {}
+    costs_file: str | None = None
 
 
 class StoreSection(Struct, frozen=True, kw_only=True):
-    """Where KV is kept for mode pool; no `tiers`: nowhere.
+    """Where KV is kept: for mode pool and, with `prefixes`, for later prompts. No `tiers`: nowhere.
 
     The same for all workers that share it. An entry has `block_size` tokens, whatever an engine's
     blocks have, and `num_parts` shares of the heads: a multiple of every tensor-parallel size.
@@ -174,6 +176,7 @@ class StoreSection(Struct, frozen=True, kw_only=True):
     tiers: tuple[str, ...] = ()
     block_size: Annotated[int, Meta(ge=1, le=65_536)] = 64
     num_parts: Annotated[int, Meta(ge=1, le=1024)] = 1
+    prefixes: bool = True
     options: dict[str, Table] = {}
 
 

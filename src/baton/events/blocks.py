@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, NewType, Protocol, TypeAlias, assert_never
+
+from baton.record import Record
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,21 +26,25 @@ DEFAULT_MEDIUM: Final = "GPU"
 """The medium of the engine's own pool. vLLM reports it on CPUs, too."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockStored:
+def pack_ids(token_ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian int32: in a third of the time that numpy takes for a list."""
+    return struct.pack(f"<{len(token_ids)}i", *token_ids)
+
+
+class BlockStored(Record, frozen=True):
     """Blocks that follow `parent` (None: the sequence starts with them), in order.
 
-    `token_ids` are those of the whole run of `block_size` tokens each. It may be longer than the
-    hashes cover (blocks outside a sliding window have none), and is empty, with `block_size` 0,
-    where a publisher does not know them. `salt` keeps sequences apart whose tokens are equal: the
-    tenant's, as `hash_tenant` makes it; given where a sequence begins. `is_plain`: nothing but
-    tokens and `salt` went into these hashes, no adapter and no image.
+    `packed_ids` (`pack_ids`) are those of the whole run of `block_size` tokens each. It may be
+    longer than the hashes cover (blocks outside a sliding window have none), and is empty, with
+    `block_size` 0, where a publisher does not know them. `salt` keeps sequences apart whose tokens
+    are equal: the tenant's, as `hash_tenant` makes it; given where a sequence begins. `is_plain`:
+    nothing but tokens and `salt` went into these hashes, no adapter and no image.
     """
 
     domain: EventDomain
     hashes: tuple[ExternalHash, ...]
     parent: ExternalHash | None
-    token_ids: tuple[int, ...]
+    packed_ids: bytes
     block_size: int
     medium: str
     group: int
@@ -45,8 +52,7 @@ class BlockStored:
     is_plain: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class BlockRemoved:
+class BlockRemoved(Record, frozen=True):
     """Blocks that are no longer in this medium and group."""
 
     domain: EventDomain

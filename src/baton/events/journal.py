@@ -7,13 +7,12 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
 from baton.events.blocks import DEFAULT_MEDIUM, BlockRemoved, BlockStored, EventDomain
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from baton.kv.identity import BlockHash
@@ -34,11 +33,11 @@ class JournalPage:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A block, with its tokens as int32: a fifth of what Python's integers take."""
+    """A block, with its tokens as in `pack_ids`: a fifth of what Python's integers take."""
 
     block_hash: BlockHash
     parent: BlockHash | None
-    tokens: bytes
+    packed_ids: bytes
     salt: str
 
 
@@ -64,7 +63,7 @@ class CacheJournal:
         tenant_salt: str,
     ) -> None:
         """Blocks that follow one another were stored. `token_ids` `[num_blocks * block_size]`."""
-        raw, num_bytes = token_ids.tobytes(), token_ids.nbytes // len(hashes)
+        raw, num_bytes = token_ids.astype("<i4").tobytes(), token_ids.nbytes // len(hashes)
         with self._lock:
             for at, block_hash in enumerate(hashes):
                 if block_hash not in self._held:
@@ -119,13 +118,13 @@ def _as_events(entries: Iterable[_Stored | BlockHash]) -> Iterator[BlockStored |
 
 def _join(run: list[_Stored]) -> BlockStored:
     first = run[0]
-    token_ids = np.frombuffer(b"".join(each.tokens for each in run), dtype=np.int32).tolist()
+    packed_ids = b"".join([each.packed_ids for each in run])
     return BlockStored(
         BATON_HASHES,
         tuple(each.block_hash for each in run),
         first.parent,
-        tuple(token_ids),
-        len(token_ids) // len(run),
+        packed_ids,
+        len(first.packed_ids) // 4,
         DEFAULT_MEDIUM,
         0,
         first.salt,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Annotated, Final, TypeAlias, TypeVar, assert_never
 
 import msgspec
+import numpy as np
 import xxhash
 
 from baton.auth.ticket import hash_tenant
@@ -24,6 +25,7 @@ from baton.events.blocks import (
     EventBatch,
     EventDomain,
     NumberedBatch,
+    pack_ids,
 )
 from baton.events.journal import JournalPage
 
@@ -37,9 +39,15 @@ MAX_SEQ: Final = 2**63 - 1
 T = TypeVar("T")
 HashBytes: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)]
 Hashes: TypeAlias = Annotated[tuple[int | HashBytes, ...], msgspec.Meta(max_length=262_144)]
-TokenIds: TypeAlias = Annotated[
-    tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**31)], ...], msgspec.Meta(max_length=4_194_304)
-]
+MAX_TOKENS: Final = 4_194_304
+TokenIds: TypeAlias = (
+    Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**31)], ...],
+        msgspec.Meta(max_length=MAX_TOKENS),
+    ]
+    | Annotated[bytes, msgspec.Meta(max_length=4 * MAX_TOKENS)]
+)
+"""vLLM's are numbers, those of Baton's workers packed (`pack_ids`)."""
 Medium: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 _NIL: Final = msgspec.Raw(b"\xc0")
 Index: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=65_536)]
@@ -115,7 +123,7 @@ def encode_page(page: JournalPage) -> bytes:
         _Stored(
             event.hashes,
             event.parent,
-            event.token_ids,
+            event.packed_ids,
             event.block_size,
             event.medium,
             event.group,
@@ -197,7 +205,7 @@ def _decode_event(raw: msgspec.Raw, domain: EventDomain) -> BlockEvent | None:
                 domain,
                 event.block_hashes,
                 event.parent_block_hash,
-                event.token_ids,
+                _pack(event.token_ids),
                 event.block_size,
                 event.medium or DEFAULT_MEDIUM,
                 event.group_idx or 0,
@@ -212,6 +220,17 @@ def _decode_event(raw: msgspec.Raw, domain: EventDomain) -> BlockEvent | None:
             return AllBlocksCleared()
         case _ as never:
             assert_never(never)
+
+
+def _pack(token_ids: TokenIds) -> bytes:
+    if not isinstance(token_ids, bytes):
+        return pack_ids(token_ids)
+    if len(token_ids) % 4:
+        raise ProtocolError(f"{len(token_ids)} bytes are no packed token ids")
+    ids = np.frombuffer(token_ids, "<i4")
+    if len(ids) and ids.min() < 0:
+        raise ProtocolError(f"a KV event has token id {ids.min()}")
+    return token_ids
 
 
 def _read_salt(event: _Stored) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 from baton.clock import Instant
@@ -14,6 +13,8 @@ from baton.gateway.asgi import BodyBudget, BodyLimit, read_body, send_error
 from baton.gateway.audit import AuditRecord
 from baton.gateway.debug import RequestHistory, RequestRecord
 from baton.gateway.errors import (
+    CLIENT_ERROR,
+    UNAVAILABLE,
     AnswerError,
     ClientLeftError,
     DeadlineError,
@@ -78,7 +79,7 @@ class Completions:
     async def serve(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, whatever happens to it."""
         context = self._make_context(path, scope)
-        code: int = HTTPStatus.SERVICE_UNAVAILABLE  # unless the gateway's end cuts it short
+        code: int = UNAVAILABLE  # unless the gateway's end cuts it short
         try:
             code = await self._answer(context, scope, receive, send)
         finally:
@@ -212,7 +213,7 @@ class Completions:
         now = self._services.clock.now()
         context.trace.stamp(Stamp.FINISHED, now)
         context.metrics.count(code)
-        if HTTPStatus.BAD_REQUEST <= code < CLIENT_LEFT_CODE:
+        if CLIENT_ERROR <= code < CLIENT_LEFT_CODE:
             address = context.address or "a client"
             self._log.warning(str(code), f"answered {address} with {code}: {context.trace.outcome}")
         context.metrics.duration.observe(now - context.received_at)

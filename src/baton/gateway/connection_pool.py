@@ -32,6 +32,7 @@ class ConnectionPool:
     def __init__(self, origin: URL, tls: ClusterTls, connect_timeout_s: float) -> None:
         self._origin, self._tls, self._connect_timeout_s = origin, tls, connect_timeout_s
         self._name, self._loop = str(origin), asyncio.get_running_loop()
+        self._is_tls = origin.scheme == "https"
         self.version_and_host = b" HTTP/1.1\r\nhost: " + _host_of(origin)
         """Of a request's head, what follows its path."""
         self._idle_since: dict[Connection, float] = {}
@@ -46,7 +47,7 @@ class ConnectionPool:
         One that was made with an identity before the current one is closed: its worker may trust
         that no longer.
         """
-        context = self._context
+        context = self._tls.requesting if self._is_tls else None
         while self._idle_since:
             connection, _ = self._idle_since.popitem()
             if connection.made_with is not context:
@@ -85,10 +86,6 @@ class ConnectionPool:
         """How many times something was received, on any connection."""
         return self._num_reads_before + sum(connection.num_reads for connection in self._open)
 
-    @property
-    def _context(self) -> ssl.SSLContext | None:
-        return self._tls.requesting if self._origin.scheme == "https" else None
-
     def close(self) -> None:
         """Close every connection."""
         if self._timer is not None:
@@ -100,7 +97,7 @@ class ConnectionPool:
         """Connect, however long that takes."""
         loop = self._loop
         host, port = self._origin.host or "", self._origin.port or 0
-        context = self._context
+        context = self._tls.requesting if self._is_tls else None
 
         def make() -> Connection:
             return Connection(self._name, context, self._keep, self._forget)

@@ -55,6 +55,13 @@ RETRY_AFTER_NO_WORKER_S = 2.0
 CLIENTS_FAULTS: Final = frozenset({"invalid_request_error", "BadRequestError"})
 """Types of errors, Baton's and vLLM's, that the same request would meet again."""
 
+# To look a member of HTTPStatus up is a call in Python, of which each request makes many.
+OK: Final = HTTPStatus.OK
+CLIENT_ERROR: Final = HTTPStatus.BAD_REQUEST
+CONFLICT: Final = HTTPStatus.CONFLICT
+SERVER_ERROR: Final = HTTPStatus.INTERNAL_SERVER_ERROR
+UNAVAILABLE: Final = HTTPStatus.SERVICE_UNAVAILABLE
+
 
 class GatewayError(BatonError):
     """Base of what only a gateway raises."""

@@ -11,12 +11,11 @@ parser is httptools', as on the server's side. Owner of everything here: the eve
 from __future__ import annotations
 
 import asyncio
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 import httptools
 
-from baton.gateway.errors import UpstreamError, WorkerLostError
+from baton.gateway.errors import OK, UpstreamError, WorkerLostError
 
 if TYPE_CHECKING:
     import ssl
@@ -98,6 +97,8 @@ class Answer:
             WorkerLostError: the connection broke.
             UpstreamError: there is more than `max_bytes`.
         """
+        if self._is_complete and self._num_bytes <= max_bytes:
+            return self._take() if self._parts else b""
         parts: list[bytes] = []
         num_bytes = 0
         while part := await self.read():
@@ -163,8 +164,14 @@ class Answer:
     def wake(self) -> None:
         """Something arrived."""
         is_over = self._is_complete or self._lost is not None
-        if self._sink is not None and self._parts:
-            if not self._sink(self._take()):
+        parts, sink = self._parts, self._sink
+        if sink is not None and parts:
+            data = parts[0] if len(parts) == 1 else b"".join(parts)
+            parts.clear()
+            self._num_bytes = 0
+            if self._connection is not None and self._connection.is_paused:
+                self._connection.resume()
+            if not sink(data):
                 self._sink = None
             elif not is_over:
                 return
@@ -186,7 +193,7 @@ class Answer:
         data = parts[0] if len(parts) == 1 else b"".join(parts)
         parts.clear()
         self._num_bytes = 0
-        if self._connection is not None:
+        if self._connection is not None and self._connection.is_paused:
             self._connection.resume()
         return data
 
@@ -219,20 +226,20 @@ class Connection(asyncio.Protocol):
         self._headers: dict[bytes, bytes] = {}
         self._num_head_bytes = 0
         self._has_ended = self._is_kept = False
-        self._is_paused = False
+        self.is_paused = False
         self.num_reads = 0
 
     def send(self, head: bytes, body: bytes = b"") -> Answer:
         """Send a request; one at a time. `head` ends with an empty line."""
-        answer = Answer(self, self._loop)
-        if self._transport is None or not self.is_open:
+        answer, transport = Answer(self, self._loop), self._transport
+        if transport is None or transport.is_closing():
             answer.lose(self._closed)
             return answer
         self._num_head_bytes, self._has_ended, self._answer = 0, False, answer
         if len(body) <= COPIED_BYTES:
-            self._transport.write(head + body)
+            transport.write(head + body)
         else:
-            self._transport.writelines((head, body))
+            transport.writelines((head, body))
         return answer
 
     @property
@@ -257,8 +264,8 @@ class Connection(asyncio.Protocol):
 
     def resume(self) -> None:
         """Read on, if the answer's data were too many."""
-        if self._is_paused and self._transport is not None:
-            self._is_paused = False
+        if self.is_paused and self._transport is not None:
+            self.is_paused = False
             self._transport.resume_reading()
 
     # asyncio's callbacks
@@ -316,7 +323,7 @@ class Connection(asyncio.Protocol):
         """See `httptools.HttpResponseParser`."""
         if self._answer is not None and self._parser is not None:
             status = self._parser.get_status_code()
-            if status >= HTTPStatus.OK:  # what comes before is no answer yet
+            if status >= OK:  # what comes before is no answer yet
                 self._answer.status, self._answer.headers = status, self._headers
                 self._is_kept = self._parser.should_keep_alive()
 
@@ -326,8 +333,8 @@ class Connection(asyncio.Protocol):
         answer, transport = self._answer, self._transport
         if answer is None or transport is None:
             return
-        if not answer.add_data(data) and not self._is_paused:
-            self._is_paused = True
+        if not answer.add_data(data) and not self.is_paused:
+            self.is_paused = True
             transport.pause_reading()
 
     def on_message_complete(self) -> None:
@@ -339,7 +346,8 @@ class Connection(asyncio.Protocol):
 
     def _finish(self, answer: Answer) -> None:
         self._answer = None
-        self.resume()
+        if self.is_paused:
+            self.resume()
         transport = self._transport
         if transport is None or transport.is_closing():
             pass

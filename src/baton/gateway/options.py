@@ -119,6 +119,7 @@ class GatewayOptions:
     policy: str = "round_robin"
     policy_options: Mapping[str, object] = field(default_factory=dict)
     tokenizers: Mapping[str, Path] = field(default_factory=dict)
+    costs_file: Path | None = None
     tls: Tls = "control"
     first_token_early: bool = False
     move_streams: MoveStreams = "auto"

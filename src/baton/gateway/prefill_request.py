@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.gateway.errors import (
+    OK,
     PrefillFailedError,
     StaleTicketError,
     UpstreamError,
@@ -29,6 +28,7 @@ from baton.gateway.protocol_adapters import (
     read_prefill_result,
 )
 from baton.gateway.upstream import MAX_SMALL_ANSWER_BYTES
+from baton.record import Record
 from baton.router.failover import ABORT_RETRY_DELAYS_S
 
 if TYPE_CHECKING:
@@ -46,8 +46,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Handoff:
+class Handoff(Record, frozen=True):
     """One ticket, and the two workers that it is for. The prefill worker speaks `protocol`."""
 
     ticket: Ticket
@@ -163,7 +162,7 @@ class PrefillRequest:
 
     def _is_usual(self, answer: Answer) -> bool:
         """Whether the KV is computed and nothing else is to be done, which is then noted."""
-        if not answer.is_complete or answer.status != HTTPStatus.OK or self._early is not None:
+        if not answer.is_complete or answer.status != OK or self._early is not None:
             return False
         reply = answer.peek()
         result = read_prefill_result(self._handoff.protocol, 200, reply)

@@ -37,6 +37,7 @@ from baton.gateway.completions import Completions
 from baton.gateway.debug import LinkList, RequestHistory, RequestTraces, WorkerList
 from baton.gateway.health_monitor import HealthMonitor
 from baton.gateway.kv_events import KVEvents
+from baton.gateway.learned_costs import keep_costs
 from baton.gateway.link_feed import LinkFeed
 from baton.gateway.metrics import GatewayMetrics, HealthCollector, RouterCollector
 from baton.gateway.prefixes import Prefixes
@@ -153,7 +154,10 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
     services.background_tasks.run(StreamMoves(services, records).run())
     events.start()
     try:
-        async with LinkFeed(workers, upstream, load, clock):
+        async with (
+            keep_costs(options.costs_file, load),
+            LinkFeed(workers, upstream, load, clock),
+        ):
             yield GatewayApp(
                 Completions(services, records),
                 workers,

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 
 import msgspec
 
+from baton.auth.ticket import seal, write_unsigned
 from baton.errors import UNDECODABLE, BatonError
-from baton.gateway.errors import ErrorAnswer, KVLostError
+from baton.gateway.errors import OK, ErrorAnswer, KVLostError
 from baton.gateway.metrics import FallbackCause
 from baton.gateway.request import TRANSFER_FIELDS
 from baton.gateway.upstream import read_error
@@ -20,22 +21,34 @@ from baton.protocol.worker_http import (
     PrefillReply,
     trace_path,
 )
+from baton.record import Record
 from baton.telemetry.trace import RequestSpan
 
 if TYPE_CHECKING:
     from yarl import URL
 
+    from baton.auth.credentials import Credentials
     from baton.auth.ticket import Ticket
     from baton.gateway.request import CompletionBody
     from baton.gateway.upstream import Upstream
     from baton.gateway.workers import Worker
     from baton.protocol.worker_http import WorkerProtocol
+    from baton.router.fleet import WorkerView
 
 
 MAX_DETAIL_CHARS: Final = 500
 
 _encoder = msgspec.json.Encoder()
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def write_ticket(
+    ticket: Ticket, prefill: WorkerView, decode: WorkerView, credentials: Credentials
+) -> str:
+    """A ticket as text for its two workers: signed, unless both know who sends it without that."""
+    if prefill.takes_unsigned_tickets and decode.takes_unsigned_tickets:
+        return write_unsigned(ticket)
+    return seal(ticket, credentials)
 
 
 def prefill_body(body: CompletionBody, ticket: str) -> bytes:
@@ -109,8 +122,7 @@ def _transfer(ticket: str, part: str) -> msgspec.Raw:
     return msgspec.Raw(f'{{"baton_ticket":"{ticket}","{part}":true}}'.encode())
 
 
-@dataclass(frozen=True, slots=True)
-class RequestBodies:
+class RequestBodies(Record, frozen=True):
     """JSON, ready to be sent."""
 
     prefill: bytes
@@ -130,8 +142,7 @@ def request_bodies(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillDone:
+class PrefillDone(Record, frozen=True):
     """Decode has the KV, can fetch it, or wants none. `first` is what the client may have now.
 
     `num_cached` tokens of the prompt were cached; None where that is not reported.
@@ -164,7 +175,7 @@ PrefillResult: TypeAlias = PrefillDone | TicketStale | PrefillFailed
 
 def read_prefill_result(protocol: WorkerProtocol, status: int, answer: bytes) -> PrefillResult:
     """Classify the answer to a prefill request."""
-    if status != HTTPStatus.OK:
+    if status != OK:
         return _of_error(status, answer)
     return _of_vllm(answer) if protocol == "vllm" else _of_baton(answer)
 
@@ -270,7 +281,7 @@ async def _read_failures(upstream: Upstream, url: URL, ticket: Ticket) -> list[s
     path = trace_path(ticket.request_id)
     try:
         status, body = await upstream.get(url.with_path(path, encoded=True), TIMEOUT_S)
-        if status != HTTPStatus.OK:
+        if status != OK:
             return []
         trace = _decoder.decode(body)
     except (BatonError, *UNDECODABLE):

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from baton.auth.ticket import HandoffMode, Ticket, hash_tenant, seal
+from baton.auth.ticket import HandoffMode, Ticket, hash_tenant
 from baton.gateway.errors import (
+    CLIENT_ERROR,
     KVLostError,
     NoWorkerError,
     PrefillFailedError,
@@ -29,7 +29,7 @@ from baton.gateway.errors import (
 from baton.gateway.metrics import NO_MODE, FallbackCause
 from baton.gateway.placing import find_prompt, find_serving, find_sole_field
 from baton.gateway.prefill_request import Handoff, PrefillRequest
-from baton.gateway.protocol_adapters import find_kv_load_failure, request_bodies
+from baton.gateway.protocol_adapters import find_kv_load_failure, request_bodies, write_ticket
 from baton.gateway.request import estimate_prompt_tokens, find_vllm_field
 from baton.gateway.response_forwarder import (
     EarlyFirstToken,
@@ -187,7 +187,7 @@ class RequestProxy:
     def _note_answered(self, placement: Placement) -> None:
         status, workers = self._context.status or 0, self._services.workers
         worker = workers.with_id(placement.decode.id)
-        if status < HTTPStatus.BAD_REQUEST and worker is not None:  # 4xx: the request's own fault
+        if status < CLIENT_ERROR and worker is not None:  # 4xx: the request's own fault
             self._services.health_monitor.note_answered(worker)
 
     def _place(self, failover: Failover, failed: UpstreamError | None) -> Placement | Unplaceable:
@@ -238,13 +238,21 @@ class RequestProxy:
         services, context, match = self._services, self._context, self._match
         now, num_tokens, num_handed = services.clock.now(), self._num_tokens, self._num_tokens
         if match is not None and services.prefixes is not None:
-            computing = placement.prefill or placement.decode
-            context.num_predicted = match.cached.get(computing.id, 0)
-            num_handed -= match.cached.get(placement.decode.id, 0)
-            num_tokens -= context.num_predicted
+            num_cached = match.cached.get(placement.computing.id, 0)
+            # Of a prefix that comes from elsewhere the workers report nothing.
+            context.num_predicted = None if placement.num_prefix_tokens else num_cached
+            num_tokens -= max(num_cached, placement.num_prefix_tokens)
+            num_handed = (placement.num_prefix_tokens or num_handed) - match.cached.get(
+                placement.decode.id, 0
+            )
             services.prefixes.expect(context.model, match, placement)
         context.running = services.load.begin(
-            placement, num_tokens, now, num_handed, waited_s=context.waited_s
+            placement,
+            num_tokens,
+            now,
+            num_handed,
+            num_cached=self._num_tokens - num_tokens,
+            waited_s=context.waited_s,
         )
         return context.running
 
@@ -288,8 +296,8 @@ class RequestProxy:
             await self._send_decode_request(placement.decode, body.encode())
             return
         prefill, decode = placement.prefill, placement.decode
-        handoff = self._issue_ticket(prefill, decode, placement.handoff)
-        sealed = seal(handoff.ticket, self._services.options.credentials)
+        handoff = self._issue_ticket(prefill, placement)
+        sealed = write_ticket(handoff.ticket, prefill, decode, self._services.options.credentials)
         bodies = request_bodies(body, sealed, prefill=prefill.protocol, decode=decode.protocol)
         wanted = None
         if handoff.ticket.first_token_early:
@@ -387,17 +395,19 @@ class RequestProxy:
             finally:
                 response.release()
 
-    def _issue_ticket(self, prefill: WorkerView, decode: WorkerView, mode: HandoffMode) -> Handoff:
-        services, context = self._services, self._context
+    def _issue_ticket(self, prefill: WorkerView, placement: Placement) -> Handoff:
+        services, context, decode = self._services, self._context, placement.decode
+        num_prefix_tokens = placement.num_prefix_tokens
         ticket = Ticket(
             id=new_ticket_id(),
             request_id=context.id,
             prefill=prefill.ref,
             decode=decode.ref,
-            mode=mode,
+            mode=placement.handoff,
             issue=services.ticket_issuer.issue(context.left_s(services.clock.now())),
-            first_token_early=self._wants_early(prefill, decode),
+            first_token_early=not num_prefix_tokens and self._wants_early(prefill, decode),
             tenant_salt=hash_tenant(self._body.cache_salt),
+            num_prefix_tokens=num_prefix_tokens,
         )
         context.trace.ticket = ticket.id.hex()
         workers = services.workers

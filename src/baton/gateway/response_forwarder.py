@@ -10,8 +10,13 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from baton.clock import Instant
 from baton.gateway.asgi import JSON, Header, send_whole
 from baton.gateway.errors import (
+    CLIENT_ERROR,
+    CONFLICT,
+    OK,
+    SERVER_ERROR,
     ErrorAnswer,
     StaleTicketError,
     TicketRefusedError,
@@ -22,7 +27,12 @@ from baton.gateway.errors import (
 from baton.gateway.protocol_adapters import client_answer, client_error, first_error
 from baton.gateway.stream_record import ERROR_EVENT
 from baton.gateway.upstream import read_error
-from baton.protocol.worker_http import REQUEST_ID_HEADER, TOKEN_IDS_HEADER, first_token_path
+from baton.protocol.worker_http import (
+    FIRST_TOKEN_AGE_HEADER,
+    REQUEST_ID_HEADER,
+    TOKEN_IDS_HEADER,
+    first_token_path,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -30,7 +40,6 @@ if TYPE_CHECKING:
     from starlette.types import Send
 
     from baton.auth.ticket import Ticket
-    from baton.clock import Instant
     from baton.gateway.http_client import Answer
     from baton.gateway.request_context import RequestContext, Services
     from baton.gateway.resumption import Resumption
@@ -103,7 +112,7 @@ class EarlyFirstToken:
         ask = self._services.upstream.ask
         status, committed = await ask(path, bytes(first.token), COMMIT_TIMEOUT_S)
         token = msgspec.json.decode(first.token)
-        return status == HTTPStatus.OK and msgspec.json.decode(committed) == token
+        return status == OK and msgspec.json.decode(committed) == token
 
 
 STALE_TICKET: Final = "stale_ticket"
@@ -115,6 +124,8 @@ USAGE_BYTES: Final = 1024
 REFUSALS: Final = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
 """Of who asks: that is the gateway, never its client."""
 _CACHED_TOKENS: Final = re.compile(rb'"cached_tokens": ?([0-9]{1,9})[,}]')
+_COMPLETION_TOKENS: Final = re.compile(rb'"completion_tokens": ?([0-9]{1,9})[,}]')
+_SECONDS: Final = re.compile(rb"[0-9]{1,5}(\.[0-9]{1,9})?")
 ANSWER_HEADERS: Final = (b"content-type", b"retry-after")
 
 
@@ -148,7 +159,7 @@ class ResponseForwarder:
             UpstreamError: it is too long. Nothing was sent.
         """
         has_begun = self._early is not None and await self._early.close()
-        if response.status == HTTPStatus.OK and _is_event_stream(response):
+        if response.status == OK and _is_event_stream(response):
             await self._context.start_stream(self._send)
             self._resumption.begin_stream(has_ids=TOKEN_IDS_HEADER.encode() in response.headers)
             try:
@@ -243,7 +254,7 @@ class ResponseForwarder:
         """An answer in one piece is read to its end first, so that a cut can still be a 502."""
         context = self._context
         body = await response.read_whole(self._services.options.max_answer_bytes)
-        if response.status == HTTPStatus.CONFLICT and read_error(body).code == STALE_TICKET:
+        if response.status == CONFLICT and read_error(body).code == STALE_TICKET:
             raise StaleTicketError(self._decode.ref)
         if response.status in REFUSALS:
             detail = read_error(body).message
@@ -251,7 +262,7 @@ class ResponseForwarder:
         headers = _forwarded_headers(response)
         if context.status is not None:
             raise UpstreamError(f"{self._decode.id} answered {response.status} to a second attempt")
-        if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        if response.status >= SERVER_ERROR:
             raise WorkerFailedError(
                 f"{self._decode.id} answered {response.status}",
                 answer=ErrorAnswer(
@@ -259,18 +270,34 @@ class ResponseForwarder:
                 ),
             )
         if self._decode.protocol == "vllm":
-            is_error = response.status >= HTTPStatus.BAD_REQUEST
+            is_error = response.status >= CLIENT_ERROR
             body = client_error(response.status, body) if is_error else client_answer(body)
         context.status, context.tail = response.status, body[-USAGE_BYTES:]
-        context.note_first_byte(self._services.clock.now())
+        now = self._services.clock.now()
+        if context.running is not None and (age_s := _read_age(response)) is not None:
+            context.running.first_token(Instant(now - age_s))
+            context.num_streamed = _find_number(_COMPLETION_TOKENS, context.tail) or 0
+        context.note_first_byte(now)
         own = (REQUEST_ID_HEADER.encode(), context.id.encode())
         await send_whole(self._send, response.status, body, (*headers, own))
 
 
 def find_cached_tokens(tail: bytes) -> int | None:
     """The cached tokens in the usage at an answer's end; None where it is not reported."""
-    reported = _CACHED_TOKENS.findall(tail)
+    return _find_number(_CACHED_TOKENS, tail)
+
+
+def _find_number(field: re.Pattern[bytes], tail: bytes) -> int | None:
+    reported = field.findall(tail)
     return int(reported[-1]) if reported else None
+
+
+def _read_age(response: Answer) -> float | None:
+    """Seconds since the first token of an answer in one piece; None where it is not reported."""
+    text = response.headers.get(FIRST_TOKEN_AGE_HEADER.encode())
+    if text is None or _SECONDS.fullmatch(text) is None:
+        return None
+    return float(text)
 
 
 def _is_event_stream(response: Answer) -> bool:

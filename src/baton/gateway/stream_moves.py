@@ -20,7 +20,7 @@ from http import HTTPStatus
 from math import inf
 from typing import TYPE_CHECKING, Final
 
-from baton.auth.ticket import Ticket, hash_tenant, seal
+from baton.auth.ticket import Ticket, hash_tenant
 from baton.clock import Instant
 from baton.errors import BatonError
 from baton.gateway.debug import RequestRecord
@@ -32,7 +32,7 @@ from baton.gateway.errors import (
     WorkerFailedError,
 )
 from baton.gateway.metrics import FallbackCause, MoveResult
-from baton.gateway.protocol_adapters import PrefillDone, read_prefill_result
+from baton.gateway.protocol_adapters import PrefillDone, read_prefill_result, write_ticket
 from baton.gateway.request_context import LOG_AGAIN_AFTER_S
 from baton.gateway.running_streams import REST_TOKENS
 from baton.gateway.stream_record import ERROR_EVENT
@@ -284,7 +284,7 @@ class StreamMoves:
         )
         part.trace.ticket = ticket.id.hex()
         body = stream.body.for_copy(ids).encode_with_ticket(
-            seal(ticket, services.options.credentials)
+            write_ticket(ticket, stream.decode, target, services.options.credentials)
         )
         part.trace.outcome = "failed"
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -27,6 +28,22 @@ if TYPE_CHECKING:
 MAX_SMALL_ANSWER_BYTES: Final = 1 << 20
 
 
+MOST_ROUTES: Final = 4096
+JSON_AND_LENGTH: Final = b"content-type: application/json\r\ncontent-length: "
+
+
+@dataclass(frozen=True, slots=True)
+class PostRoute:
+    """Where a URL's requests go, and how their heads begin: up to the body's length."""
+
+    pool: ConnectionPool
+    head: bytes
+
+    def write_head(self, headers: bytes, body: bytes) -> bytes:
+        """Of one request; `headers` are lines that each end with CR LF."""
+        return b"%b%d\r\n%b\r\n" % (self.head, len(body), headers)
+
+
 class Upstream:
     """Connections to all workers. Owner: the event loop's thread."""
 
@@ -36,6 +53,7 @@ class Upstream:
         self._common = b"\r\nauthorization: " + authorization + b"\r\n"
         self._tls = ClusterTls(options.credentials)
         self._pools: dict[URL, ConnectionPool] = {}
+        self._post_routes: dict[URL, PostRoute] = {}
 
     def close(self) -> None:
         """Close every connection."""
@@ -52,19 +70,20 @@ class Upstream:
             WorkerUnreachableError: no connection.
             WorkerLostError: no answer on it.
         """
-        return await self._request(url, b"POST ", headers + _describe(body), body)
+        route = self._post_route(url)
+        connection = route.pool.take_idle() or await route.pool.connect()
+        return await _answered(connection.send(route.write_head(headers, body), body))
 
     def try_post(self, url: URL, body: bytes, headers: bytes) -> Answer | None:
         """Post JSON on a connection that is idle; None where there is none.
 
         Returns at once; the caller releases the answer.
         """
-        pool = self._pool_of(url)
-        connection = pool.take_idle()
-        if connection is None:
-            return None
-        head = self._write_head(pool, url, b"POST ", headers + _describe(body))
-        return connection.send(head, body)
+        route = self._post_route(url)
+        connection = route.pool.take_idle()
+        return (
+            None if connection is None else connection.send(route.write_head(headers, body), body)
+        )
 
     async def get(
         self, url: URL, timeout_s: float, max_bytes: int = MAX_SMALL_ANSWER_BYTES
@@ -76,7 +95,10 @@ class Upstream:
             UpstreamError: the answer is longer.
         """
         async with _answered_within(timeout_s, url):
-            return await _read_whole(await self._request(url, b"GET "), max_bytes)
+            pool = self._pool_of(url)
+            head = self._begin_head(pool, url, b"GET ") + b"\r\n"
+            connection = pool.take_idle() or await pool.connect()
+            return await _read_whole(await _answered(connection.send(head)), max_bytes)
 
     async def ask(self, url: URL, body: bytes, timeout_s: float) -> tuple[int, bytes]:
         """Post JSON and fetch a small answer: its status and body.
@@ -100,23 +122,19 @@ class Upstream:
         """How many times something was received from a worker: whoever sends is alive."""
         return self._pool_of(url).num_reads
 
-    async def _request(
-        self, url: URL, method: bytes, headers: bytes = b"", body: bytes = b""
-    ) -> Answer:
-        pool = self._pool_of(url)
-        head = self._write_head(pool, url, method, headers)
-        connection = pool.take_idle() or await pool.connect()
-        answer = connection.send(head, body)
-        try:
-            await answer.wait_for_head()
-        except BaseException:
-            answer.release()
-            raise
-        return answer
-
-    def _write_head(self, pool: ConnectionPool, url: URL, method: bytes, headers: bytes) -> bytes:
+    def _begin_head(self, pool: ConnectionPool, url: URL, method: bytes) -> bytes:
         path = url.raw_path_qs.encode("ascii")
-        return b"".join((method, path, pool.version_and_host, self._common, headers, b"\r\n"))
+        return b"".join((method, path, pool.version_and_host, self._common))
+
+    def _post_route(self, url: URL) -> PostRoute:
+        route = self._post_routes.get(url)
+        if route is None:
+            if len(self._post_routes) >= MOST_ROUTES:  # a ticket's paths are asked for once
+                self._post_routes.clear()
+            pool = self._pool_of(url)
+            route = PostRoute(pool, self._begin_head(pool, url, b"POST ") + JSON_AND_LENGTH)
+            self._post_routes[url] = route
+        return route
 
     def _pool_of(self, url: URL) -> ConnectionPool:
         origin = url.origin()
@@ -131,8 +149,14 @@ def worker_token(key: ClusterKey) -> str:
     return key.sign("http", b"worker").hex()
 
 
-def _describe(body: bytes) -> bytes:
-    return b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body)
+async def _answered(answer: Answer) -> Answer:
+    """The answer, once its head is here."""
+    try:
+        await answer.wait_for_head()
+    except BaseException:
+        answer.release()
+        raise
+    return answer
 
 
 async def _read_whole(answer: Answer, max_bytes: int) -> tuple[int, bytes]:

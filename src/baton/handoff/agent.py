@@ -14,12 +14,14 @@ import logging
 import threading
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import msgspec
+
 from baton.handoff.agent_loop import AgentLoop
 from baton.handoff.heartbeat import EngineHeartbeat
+from baton.record import MutableRecord
 from baton.transfer.links.choice import NullObserver
 
 if TYPE_CHECKING:
@@ -52,8 +54,7 @@ class ReadyLayers(NamedTuple):
     stop: int
 
 
-@dataclass(slots=True)
-class _Progress:
+class _Progress(MutableRecord):
     """One prompt: tokens `[start, stop)` are new in the layers that are being computed.
 
     `seen` has a bit for each layer that is ready up to `stop`; the agent was not notified of
@@ -63,7 +64,7 @@ class _Progress:
     start: int
     stop: int
     seen: int = 0
-    pending: list[int] = field(default_factory=list)
+    pending: list[int] = msgspec.field(default_factory=list)
 
 
 class LayerBatcher:
@@ -131,6 +132,8 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
     """
 
     loop: AgentLoop
+    prefixes = None
+    """Nothing is kept without a store."""
 
     def __init__(self, options: AgentOptions) -> None:
         self.options = options

@@ -169,14 +169,17 @@ class AgentLoop:
     def step(self) -> None:
         """Sleep until something is to be done, `TICK_S` at most, and do it."""
         ready = self._waiting.wait(self._selector.select, TICK_S)
-        sources = [key.data for key, _ in ready]
-        if self._waker in sources:
-            self._waker.clear()
+        sources: list[object] = []
+        for key, _ in ready:
+            sources.append(key.data)
+            if key.data is self._waker:
+                self._waker.clear()
         self._run_commands()
         for key, mask in ready:
             if isinstance(key.data, Peer | PeerTable):
                 self._dispatch_all(self._peers.serve(key.data, mask))
-        self._peers.flush()
+        if self._peers.unflushed:
+            self._peers.flush()
         now = self.options.clock.now()
         self._poll_transports(sources, also_idle=now >= self._next_tick)
         if now >= self._next_tick:
@@ -185,11 +188,12 @@ class AgentLoop:
             self._serve_staging()
         if self._prober.active is not None or self._prober.waiting:
             self._probe()
-        self._peers.flush()
+        if self._peers.unflushed:
+            self._peers.flush()
 
     def _poll_transports(self, ready: list[object], *, also_idle: bool) -> None:
         """Handle the events of those that are ready, or may have some of what was just posted."""
-        also_idle = also_idle or self.sending.is_moving or self.receiving.is_moving
+        also_idle = also_idle or bool(self.sending.writes or self.receiving.pending_reads)
         for transport in self.options.transports:
             if also_idle or transport.readiness_fd is None or transport in ready:
                 for event in transport.poll():
@@ -200,7 +204,7 @@ class AgentLoop:
         receiving, sending = self.receiving, self.sending
         found = self._prober.step(
             num_handoffs=receiving.num_sessions + sending.num_sessions,
-            is_moving=receiving.is_moving or sending.is_moving,
+            is_moving=bool(receiving.pending_reads or sending.writes),
         )
         if found is not None:
             self._transport_up(found)
@@ -294,13 +298,6 @@ class AgentLoop:
         except BatonError as exc:
             logger.warning("handoff: refused a message of %s: %s", peer.name, exc)
 
-    def _is_of_probe(self, transport: Transport, event: TransferEvent) -> bool:
-        """Whether an event was of a probe, and is handled."""
-        prober, target = self._prober, self._probe_target
-        return (prober.active is not None and prober.handle_transfer_event(transport, event)) or (
-            target.held is not None and target.handle_transfer_event(transport, event)
-        )
-
     def _guard_transfer_event(self, transport: Transport, event: TransferEvent) -> None:
         try:
             self._dispatch_transfer_event(transport, event)
@@ -313,7 +310,10 @@ class AgentLoop:
                 self.sending.write_failed(transport, event.transfer, error)
 
     def _dispatch_transfer_event(self, transport: Transport, event: TransferEvent) -> None:
-        if self._is_of_probe(transport, event):
+        prober, target = self._prober, self._probe_target
+        if prober.active is not None and prober.handle_transfer_event(transport, event):
+            return
+        if target.held is not None and target.handle_transfer_event(transport, event):
             return
         match event:
             case Arrived() | ReadCompleted() | ReadFailed() | GrantQuiescent():

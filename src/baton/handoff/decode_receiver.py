@@ -67,6 +67,7 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     def __init__(self, context: AgentContext, importer: SharedBlockImporter) -> None:
         self._context, self._importer = context, importer
         self._reads = PageReads(context, perform=self._perform, accept=self._accept)
+        self.pending_reads = self._reads.pending
         self._incoming: dict[TicketId, IncomingHandoff] = {}
         self._aborted = Tombstones()
         self._lease_renewer = LeaseRenewer(context)
@@ -75,11 +76,6 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     def num_sessions(self) -> int:
         """Handoffs that are not over."""
         return len(self._incoming)
-
-    @property
-    def is_moving(self) -> bool:
-        """Whether a read is under way."""
-        return self._reads.is_moving
 
     def renew_lease(self, ticket: Ticket) -> None:
         """See `HandoffPort.renew_lease`."""
@@ -386,7 +382,10 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         for action in actions:
             self._carry_out(incoming, action)
         session = incoming.session
-        if session.over and self._incoming.pop(session.ticket, None) is not None:
+        if (
+            session.phase is ReceivePhase.ENDED
+            and self._incoming.pop(session.ticket, None) is not None
+        ):
             holder = Holder("receive", session.ticket)
             for view in self._context.views:
                 view.release(holder)

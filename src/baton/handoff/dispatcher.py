@@ -18,7 +18,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from baton.auth.ticket import HandoffMode, Ticket
-    from baton.handoff.interface import HandoffEvent, ReceiveOrder, SampledToken, SendOrder
+    from baton.handoff.interface import (
+        HandoffEvent,
+        PrefixStore,
+        ReceiveOrder,
+        SampledToken,
+        SendOrder,
+    )
     from baton.handoff.options import AgentOptions
     from baton.handoff.pool_mode.store_access import StoreAccess
     from baton.ids import TicketId
@@ -65,6 +71,13 @@ class HandoffDispatcher:  # noqa: PLR0904 - the engine's contract
         """The ways of handing over that this worker takes part in, on either side."""
         push, pull, *reference = self.agent.options.modes
         return push, pull, *(() if self.store is None else ("pool",)), *reference
+
+    @property
+    def prefixes(self) -> PrefixStore | None:
+        """See `HandoffPort`."""
+        if self.store is None or not self.store.access.keeps_prefixes:
+            return None
+        return self.store.prefixes
 
     @property
     def address(self) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from baton.auth.ticket import Ticket, text_of, unseal
+import msgspec
+
+from baton.auth.ticket import Ticket, is_signed, text_of, unseal
 from baton.clock import Instant
 from baton.errors import ProtocolError, TicketError
 from baton.handoff.messages import (
@@ -17,9 +18,10 @@ from baton.handoff.messages import (
     unpack_blocks,
 )
 from baton.kv.copies import BlockTable
+from baton.record import Record
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from baton.auth.ticket import WorkerRef
     from baton.handoff.kv_views import AgentContext
@@ -29,8 +31,7 @@ if TYPE_CHECKING:
 MAX_EARLY_GRANTS: Final = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Granted:
+class Granted(Record, frozen=True):
     """A grant, checked, and who gave it. `target` are the pages to write into, if it names any.
 
     `forget_at`: when its request has ended, wherever it was sent.
@@ -49,14 +50,19 @@ def check_ticket(
     """The ticket, if it is one for this prefill worker and that decode worker.
 
     `known` came with the request, and was checked: where the text is the same, that is the ticket.
+    Until then one without a signature is only what this peer calls a ticket: see `is_confirmed`.
 
     Raises:
-        TicketError: forged, or for somebody else.
+        TicketError: forged, another than the gateway's, or for somebody else.
     """
     if known is not None and text_of(known) == sealed:
         ticket = known
-    else:
+    elif is_signed(sealed):
         ticket = unseal(sealed, context.credentials)
+    elif known is None:
+        ticket = unseal(sealed, context.credentials, is_from_gateway=True)
+    else:
+        raise TicketError(f"{peer.name} shows another ticket than the gateway has given")
     if (ticket.prefill.worker, ticket.prefill.epoch) != (context.me.worker, context.me.epoch):
         raise TicketError(f"a ticket for another prefill worker, {ticket.prefill.worker}")
     if ticket.decode.epoch != epoch_of(peer):
@@ -89,6 +95,12 @@ def check_grant(
     return Granted(peer, ticket, grant, target, forget_at)
 
 
+def is_confirmed(granted: Granted, ticket: Ticket) -> bool:
+    """Whether an early grant is under the ticket with which its request has come now."""
+    shown = granted.grant.ticket
+    return is_signed(shown) or shown == text_of(ticket)
+
+
 def check_fallback(granted: Granted, message: FallbackToWrite) -> Granted:
     """The grant, as its peer has changed it: pages to write into.
 
@@ -97,7 +109,7 @@ def check_fallback(granted: Granted, message: FallbackToWrite) -> Granted:
     """
     target = BlockTable(message.first_block, unpack_blocks(message.blocks))
     _check_holds(target, granted.peer.negotiated.theirs.layout.block_size, granted.grant)
-    return replace(granted, target=target)
+    return msgspec.structs.replace(granted, target=target)
 
 
 def epoch_of(peer: Peer) -> Epoch | None:
@@ -106,42 +118,64 @@ def epoch_of(peer: Peer) -> Epoch | None:
 
 
 class EarlyGrants:
-    """Grants for requests that have not come yet. The oldest are forgotten first."""
+    """Grants for requests that have not come yet, each by its ticket and the peer's epoch.
+
+    Where there are too many, the peer with the most loses its oldest: what one peer sends does not
+    take the places of others.
+    """
 
     def __init__(self) -> None:
-        self._grants: OrderedDict[TicketId, Granted] = OrderedDict()
+        self._grants: dict[Epoch, OrderedDict[TicketId, Granted]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._grants.values()))
 
     def add(self, granted: Granted) -> None:
         """Keep a grant until its request comes, its ticket expires or its peer leaves."""
-        self._grants[granted.ticket.id] = granted
-        while len(self._grants) > MAX_EARLY_GRANTS:
-            self._grants.popitem(last=False)
+        self._grants.setdefault(granted.ticket.decode.epoch, OrderedDict())[granted.ticket.id] = (
+            granted
+        )
+        while len(self) > MAX_EARLY_GRANTS:
+            epoch, of_peer = max(self._grants.items(), key=lambda item: len(item[1]))
+            self._drop(epoch, next(iter(of_peer)))
 
-    def take(self, ticket: TicketId) -> Granted | None:
-        """The grant for a request that came, or is known never to come."""
-        return self._grants.pop(ticket, None)
+    def find(self, ticket: TicketId, epoch: Epoch | None) -> Granted | None:
+        """The grant of a peer of this epoch, whose request has not come."""
+        of_peer = None if epoch is None else self._grants.get(epoch)
+        return None if of_peer is None else of_peer.get(ticket)
 
-    def is_of(self, ticket: TicketId, peer: Peer) -> bool:
-        """Whether this peer's grant waits for its request."""
-        granted = self._grants.get(ticket)
-        return granted is not None and epoch_of(granted.peer) == epoch_of(peer)
+    def take(self, ticket: Ticket) -> Granted | None:
+        """The grant for a request that came: its decode worker's."""
+        return self._drop(ticket.decode.epoch, ticket.id)
 
     def forget(self, ticket: TicketId, peer: Peer) -> None:
         """Drop the grant of a ticket, if it is this peer's."""
-        if self.is_of(ticket, peer):
-            del self._grants[ticket]
+        epoch = epoch_of(peer)
+        if epoch is not None:
+            self._drop(epoch, ticket)
 
     def forget_peer(self, peer: Peer) -> None:
         """Drop what a peer granted that is gone."""
-        for ticket, granted in tuple(self._grants.items()):
-            if granted.peer is peer:
-                del self._grants[ticket]
+        self._drop_where(lambda granted: granted.peer is peer)
 
     def forget_expired(self, now: Instant) -> None:
         """Drop grants for requests that never came."""
-        for ticket, granted in tuple(self._grants.items()):
-            if now > granted.forget_at:
-                del self._grants[ticket]
+        self._drop_where(lambda granted: now > granted.forget_at)
+
+    def _drop(self, epoch: Epoch, ticket: TicketId) -> Granted | None:
+        of_peer = self._grants.get(epoch)
+        if of_peer is None:
+            return None
+        granted = of_peer.pop(ticket, None)
+        if not of_peer:
+            del self._grants[epoch]
+        return granted
+
+    def _drop_where(self, is_over: Callable[[Granted], bool]) -> None:
+        for epoch, of_peer in tuple(self._grants.items()):
+            for ticket, granted in tuple(of_peer.items()):
+                if is_over(granted):
+                    self._drop(epoch, ticket)
 
 
 def _check_holds(target: BlockTable, block_size: int, grant: Grant) -> None:
@@ -229,8 +263,7 @@ def _by_prefill(
 MAX_TOMBSTONES: Final = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Tombstone:
+class Tombstone(Record, frozen=True):
     """Why a ticket is dead, and at which stage it died."""
 
     reason: str

@@ -13,12 +13,12 @@ engine reported nothing since, nothing is sent.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from baton.clock import Instant
 from baton.handoff.grants import epoch_of
 from baton.handoff.messages import MAX_BATCH, Keepalive
+from baton.record import Record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from baton.ids import Epoch, TicketId
 
 
-@dataclass(frozen=True, slots=True)
-class PendingPrefills:
+class PendingPrefills(Record, frozen=True):
     """Prefills that are queued or not all computed, as last reported, and when that was."""
 
     last_progress_at: Instant
@@ -43,20 +42,16 @@ class EngineHeartbeat:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._pending = PendingPrefills(Instant(-math.inf), ())
-
-    @property
-    def pending(self) -> PendingPrefills:
+        self.pending = PendingPrefills(Instant(-math.inf), ())
         """The last report."""
-        return self._pending
 
     def report_progress(self, prompts: Sequence[Ticket]) -> None:
         """See `HandoffPort.report_progress`."""
-        self._pending = PendingPrefills(self._clock.now(), tuple(prompts))
+        self.pending = PendingPrefills(self._clock.now(), tuple(prompts))
 
     def tick(self) -> None:
         """A layer of the step is done."""
-        self._pending = PendingPrefills(self._clock.now(), self._pending.prompts)
+        self.pending = PendingPrefills(self._clock.now(), self.pending.prompts)
 
 
 KEEPALIVES_PER_TIMEOUT: Final = 4

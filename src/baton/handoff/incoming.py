@@ -6,17 +6,19 @@ import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, assert_never
 
+import msgspec
 import numpy as np
 
 from baton.handoff.messages import DIGEST_BYTES, Notification, unpack_blocks
 from baton.handoff.peer_transports import TransportUsage
 from baton.kv.copies import BlockTable, compute_pieces, pair_layers
 from baton.kv.digest import DigestKey, PieceDigests, PieceLocator, locate_pieces
+from baton.record import MutableRecord, Record
 from baton.telemetry.trace import Stamp
 from baton.transfer.interface import WriteGrant
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from baton.handoff.session.receive import ReceiveSession
     from baton.handoff.verify import Level, VerificationPolicy
     from baton.kv.copies import CopyPlanner, PageCopies, PagedSequence
+    from baton.kv.digest import Pieces
     from baton.kv.layout import KVLayout
     from baton.transfer.interface import Transport
     from baton.transfer.links.choice import Choice
@@ -56,8 +59,7 @@ class BlockTableCache:
         return table
 
 
-@dataclass(slots=True, eq=False)  # noqa: PLR0904 - all that concerns one handoff into this worker
-class IncomingHandoff:
+class IncomingHandoff(MutableRecord):  # noqa: PLR0904 - all that concerns one handoff into this worker
     """A session, its peer, its pages, and the transports that admit writes into them.
 
     `peer` is None until the prefill worker was dialed, `mapped_pages` until the terms are settled.
@@ -69,17 +71,17 @@ class IncomingHandoff:
     session: ReceiveSession
     peer: Peer | None = None
     mapped_pages: MappedPages | None = None
-    usage: TransportUsage = field(default_factory=TransportUsage)
-    block_tables: BlockTableCache = field(default_factory=BlockTableCache)
+    usage: TransportUsage = msgspec.field(default_factory=TransportUsage)
+    block_tables: BlockTableCache | None = None
     planner: CopyPlanner | None = None
-    unreadable: set[str] = field(default_factory=set)
-    levels: dict[str, Level] = field(default_factory=dict)
+    unreadable: set[str] = msgspec.field(default_factory=set)
+    levels: dict[str, Level] = msgspec.field(default_factory=dict)
     sampler: Sampler | None = None
     reference_failed: bool = False
-    _opened: dict[str, Transport] = field(default_factory=dict)
-    _fencing: set[str] = field(default_factory=set)
-    _closing: set[str] = field(default_factory=set)
-    _fenced: list[str] = field(default_factory=list)
+    _opened: dict[str, Transport] = msgspec.field(default_factory=dict)
+    _fencing: set[str] = msgspec.field(default_factory=set)
+    _closing: set[str] = msgspec.field(default_factory=set)
+    _fenced: list[str] = msgspec.field(default_factory=list)
     _token_layer_bytes: int | None = None
     _verifier: DigestVerifier | None = None
 
@@ -163,7 +165,7 @@ class IncomingHandoff:
         sampler: Sampler | None,
         *,
         is_keyed: bool,
-        begun: Mapping[int, PieceDigests] | None = None,
+        begun: PieceDigests | None = None,
     ) -> list[int]:
         """Layers of a notification that are not in the pages as their sender had them.
 
@@ -284,7 +286,7 @@ def verify_read(
     incoming: IncomingHandoff,
     notification: Notification,
     transport: Transport,
-    begun: Mapping[int, PieceDigests] | None,
+    begun: PieceDigests | None,
 ) -> bool:
     """Whether what a read brought is, all of it, what the peer announced.
 
@@ -301,8 +303,7 @@ def explain_mismatch(notification: Notification) -> str:
     return f"digest mismatch in {layers}, tokens {tokens}"
 
 
-@dataclass(frozen=True, slots=True)
-class DigestResult:
+class DigestResult(Record, frozen=True):
     """What came of a look at pages: of so many tokens (of one layer each) bytes were compared.
 
     `wrong_layers` have other bytes than their sender had, in one of their pieces or more.
@@ -331,29 +332,22 @@ class DigestVerifier:
     ) -> None:
         self._layer_pages, self._target, self._key = layer_pages, target, key
         self._block_sizes = peer.block_size, target.layout.block_size
-        self._pairs = pair_layers(peer, target.layout)
+        self._layers = pair_layers(peer, target.layout)
         self._locator = PieceLocator()
 
     def begin(
         self, layers: range, start: int, stop: int, *, is_keyed: bool = False
-    ) -> Mapping[int, PieceDigests] | None:
-        """Each layer's digests of tokens `[start, stop)`, to be made as its pages are filled.
+    ) -> PieceDigests | None:
+        """Digests of tokens `[start, stop)` of layers, to be made as their pages are filled.
 
-        For `verify`. None where a page has several pieces, so that they are not all there at once.
+        For `verify`. None where a page has several pieces, so that they are not all there at once,
+        and for layers that are not alike.
         """
         bounds = compute_pieces(*self._block_sizes, start, stop)
         pieces = self._locator.locate(self._target, bounds)
-        if not pieces.has_one_in_each_block:
+        if not pieces.has_one_in_each_block or self._layers.alike(layers) != layers:
             return None
-        key = self._key if is_keyed else None
-        pages, pairs = self._layer_pages, self._pairs
-        return {
-            layer: PieceDigests(
-                pairs[layer].dst, pages[layer], pieces,
-                heads=pairs[layer].heads, key=key, layer=layer,
-            )
-            for layer in layers
-        }  # fmt: skip
+        return self._begin(layers, pieces, self._key if is_keyed else None)
 
     def verify(
         self,
@@ -361,7 +355,7 @@ class DigestVerifier:
         sampler: Sampler | None = None,
         *,
         is_keyed: bool = False,
-        begun: Mapping[int, PieceDigests] | None = None,
+        begun: PieceDigests | None = None,
     ) -> DigestResult:
         """Where the bytes at the tokens that the notification names lack the digests it claims.
 
@@ -372,31 +366,59 @@ class DigestVerifier:
         key = self._key if is_keyed else None
         bounds = compute_pieces(*self._block_sizes, notification.start, notification.stop)
         layers = range(notification.layer, notification.layer + notification.num_layers)
-        num_pieces, all_claimed = len(bounds) - 1, notification.digests
-        layer_bytes = DIGEST_BYTES * num_pieces
-        if len(all_claimed) != layer_bytes * len(layers):
+        claimed, layer_bytes = notification.digests, DIGEST_BYTES * (len(bounds) - 1)
+        if len(claimed) != layer_bytes * len(layers):
             return DigestResult(list(layers), num_tokens=0)
-        wrong, num_tokens = [], 0
+        if sampler is not None:
+            return self._verify_some(layers, bounds, claimed, sampler=sampler, key=key)
         pieces = self._locator.locate(self._target, bounds)
-        for layer in layers:
-            at = (layer - layers.start) * layer_bytes
-            claimed = all_claimed[at : at + layer_bytes]
-            if sampler is not None:
-                only = sampler.choose(layer, num_pieces)
-                pieces = locate_pieces(self._target, bounds, only)
-                of_each = np.frombuffer(claimed, np.uint8).reshape(num_pieces, DIGEST_BYTES)
-                claimed = of_each[only].tobytes()
-            if begun is not None:
-                digests = begun[layer]
-            else:
-                pages, pair = self._layer_pages[layer], self._pairs[layer]
-                digests = PieceDigests(
-                    pair.dst, pages, pieces, heads=pair.heads, key=key, layer=layer
-                )
-            if digests.finish() != claimed:
+        found, rest = b"", layers
+        while rest:
+            alike = self._layers.alike(rest)
+            found += (begun or self._begin(alike, pieces, key)).finish()
+            rest = rest[len(alike) :]
+        wrong = [] if found == claimed else _find_wrong(layers, found, claimed, layer_bytes)
+        return DigestResult(wrong, pieces.num_tokens * len(layers))
+
+    def _verify_some(
+        self,
+        layers: range,
+        bounds: NDArray[np.int64],
+        claimed: bytes,
+        *,
+        sampler: Sampler,
+        key: DigestKey | None,
+    ) -> DigestResult:
+        """Other pieces of each layer, as the sampler chooses."""
+        by_layer = np.frombuffer(claimed, np.uint8).reshape(
+            len(layers), len(bounds) - 1, DIGEST_BYTES
+        )
+        wrong, num_tokens = [], 0
+        for layer, digests in zip(layers, by_layer, strict=True):
+            only = sampler.choose(layer, len(digests))
+            pieces = locate_pieces(self._target, bounds, only)
+            found = self._begin(range(layer, layer + 1), pieces, key).finish()
+            if found != digests[only].tobytes():
                 wrong.append(layer)
             num_tokens += pieces.num_tokens
         return DigestResult(wrong, num_tokens)
+
+    def _begin(self, layers: range, pieces: Pieces, key: DigestKey | None) -> PieceDigests:
+        pair, pages = (
+            self._layers.pairs[layers.start],
+            self._layer_pages[layers.start : layers.stop],
+        )
+        return PieceDigests(pair.dst, pages, pieces, heads=pair.heads, key=key, layer=layers.start)
+
+
+def _find_wrong(layers: range, found: bytes, claimed: bytes, layer_bytes: int) -> list[int]:
+    """Of which layers the digests differ."""
+    starts = zip(layers, range(0, len(claimed), layer_bytes), strict=True)
+    return [
+        layer
+        for layer, start in starts
+        if found[start : start + layer_bytes] != claimed[start : start + layer_bytes]
+    ]
 
 
 @dataclass(slots=True)

@@ -98,6 +98,35 @@ class SendOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadOrder:
+    """Load the beginning of a prompt from the store into `blocks`, as far as it is there and pays.
+
+    `prompt_ids`, int32; tokens before `start` are in place already. `id` is the engine's own, and
+    names the order as a ticket's does. Computing instead would take `token_s` a token; 0: unknown.
+    """
+
+    id: TicketId
+    tenant_salt: str
+    prompt_ids: NDArray[np.int32]
+    start: int
+    blocks: BlockTable
+    token_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class KeepOrder:
+    """Keep KV of `token_ids`, int32, in the store: all of it is in `blocks`, which do not change.
+
+    What is behind their last full block of the store's size is left out.
+    """
+
+    id: TicketId
+    tenant_salt: str
+    token_ids: NDArray[np.int32]
+    blocks: BlockTable
+
+
+@dataclass(frozen=True, slots=True)
 class KVLanded:
     """All KV is in place and verified; `first_token` was sampled by the prefill worker.
 
@@ -196,8 +225,39 @@ class SharedBlockPort(Protocol):
         ...
 
 
+class PrefixStore(Protocol):
+    """Prompts' beginnings in the store, as an engine sees it. Thread-safe, never blocks.
+
+    start_load ──► KVLanded     `num_tokens` of the prompt are in place: `start`, if none were there
+               └─► (aborted) BlocksQuiescent
+    start_keep ──► KVSent       the blocks may change again, whatever became of it
+    """
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of an entry: shorter prompts are neither kept nor found."""
+        ...
+
+    def start_load(self, order: LoadOrder) -> None:
+        """Begin to load; `KVLanded` follows once."""
+        ...
+
+    def start_keep(self, order: KeepOrder) -> None:
+        """Begin to keep; `KVSent` follows once."""
+        ...
+
+    def abort_load(self, order: TicketId) -> None:
+        """It is not wanted: `BlocksQuiescent` follows, unless `KVLanded` is on its way."""
+        ...
+
+
 class HandoffPort(SharedBlockPort, Protocol):
     """What an engine sees of the handoff agent. Thread-safe, never blocks."""
+
+    @property
+    def prefixes(self) -> PrefixStore | None:
+        """Where prompts' beginnings are kept; None: nowhere."""
+        ...
 
     def renew_lease(self, ticket: Ticket) -> None:
         """A decode request of this ticket is queued: its prefill worker is to hold the KV for it.

@@ -21,6 +21,7 @@ from baton.config.cluster_key import is_loopback
 from baton.errors import HandoffError
 from baton.kv.copies import BlockTable, PagedSequence
 from baton.kv.geometry import check_page_size, page_geometry
+from baton.record import Record
 from baton.transfer.region import view_pages
 
 if TYPE_CHECKING:
@@ -46,8 +47,7 @@ STAGING_STAGE = "staging"
 Side: TypeAlias = Literal["receive", "send"]
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
+class Holder(Record, frozen=True):
     """A handoff that holds staging pages, or waits for some."""
 
     side: Side
@@ -198,8 +198,7 @@ class KVView:
     peer_mappings: PeerMappings | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class MappedPages:
+class MappedPages(Record, frozen=True):
     """Page `pages.blocks[i]` of the view's region stands for `blocks.blocks[i]` of the engine's.
 
     Without staging both are the same, and `gather` and `scatter` have nothing to do. Both tables

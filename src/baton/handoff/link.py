@@ -57,14 +57,15 @@ class Link:
         self.phase = LinkPhase.AUTHENTICATING
         self._handshake = handshake
         self._decoder = FrameDecoder(MAX_HANDSHAKE_BYTES)
-        self._unsent = bytearray()
+        self.unsent = bytearray()
+        """What the socket has not taken yet."""
         self._held_back: list[bytes] = []  # messages sent before the handshake is over
         self._session: Session | None = None
         self.peer: PeerIdentity | None = None
         """Set once the peer has proved who it is."""
         if isinstance(handshake, DialerHandshake):
             self.phase = LinkPhase.CONNECTING
-            self._unsent += handshake.opening()
+            self.unsent += handshake.opening()
 
     @classmethod
     def dial(
@@ -98,11 +99,6 @@ class Link:
             raise AssertionError("the handshake is not over")
         return self._session.digest_secret
 
-    @property
-    def wants_write(self) -> bool:
-        """Whether something is unsent."""
-        return bool(self._unsent)
-
     def send(self, message: Message) -> None:
         """Queue a message until `flush`; before the link is up, it waits for the handshake.
 
@@ -113,9 +109,9 @@ class Link:
         if self._session is None:
             self._held_back.append(body)
             return
-        self._unsent += encode_frame(self._session.seal(body))
-        if len(self._unsent) > MAX_UNSENT_BYTES:
-            raise PeerLostError(f"the peer does not read: {len(self._unsent)} bytes are queued")
+        self.unsent += encode_frame(self._session.seal(body))
+        if len(self.unsent) > MAX_UNSENT_BYTES:
+            raise PeerLostError(f"the peer does not read: {len(self.unsent)} bytes are queued")
 
     def flush(self) -> None:
         """Send what the socket takes.
@@ -127,9 +123,9 @@ class Link:
         if self.phase is LinkPhase.CONNECTING:
             self._check_connected()
         try:
-            while self._unsent:
-                sent = self.sock.send(self._unsent)
-                del self._unsent[:sent]
+            while self.unsent:
+                sent = self.sock.send(self.unsent)
+                del self.unsent[:sent]
         except BlockingIOError:
             return
         except OSError as exc:
@@ -174,12 +170,12 @@ class Link:
 
     def _authenticate(self, body: bytes) -> None:
         """Take one frame of the handshake."""
-        self._unsent += self._handshake.reply(body)
+        self.unsent += self._handshake.reply(body)
         if isinstance(self._handshake, DialerHandshake) or self._handshake.done:
             self._decoder.max_body_bytes = MAX_MESSAGE_BYTES + TAG_BYTES
             self._session, self.peer = self._handshake.session, self._handshake.peer
             for held_back in self._held_back:
-                self._unsent += encode_frame(self._session.seal(held_back))
+                self.unsent += encode_frame(self._session.seal(held_back))
             self._held_back.clear()
             self.phase = LinkPhase.UP
         self.flush()

@@ -540,6 +540,6 @@ def unpack_blocks(packed: bytes) -> NDArray[np.int64]:
     if len(packed) % 8:
         raise ProtocolError(f"{len(packed)} bytes are not a list of block ids")
     blocks = np.frombuffer(packed, dtype="<i8").astype(np.int64)
-    if blocks.size and int(blocks.min()) < 0:
+    if blocks.size and int(np.minimum.reduce(blocks)) < 0:
         raise ProtocolError("a negative block id")
     return blocks

@@ -10,20 +10,20 @@ ReadPages ── read ──► under way ── completed, as announced ──�
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from baton.errors import BatonError, PeerLostError
-from baton.handoff.incoming import explain_mismatch, verify_read
+from baton.handoff.incoming import BlockTableCache, explain_mismatch, verify_read
 from baton.handoff.messages import Notification
 from baton.handoff.session.actions import TransferHandle
 from baton.handoff.session.receive import ReceivePhase
 from baton.kv.copies import CopyPlanner, PageCopies, PagedSequence
+from baton.record import Record
 from baton.transfer.interface import PageRead, as_reader
 from baton.transfer.links.cost_model import measure_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from baton.handoff.incoming import IncomingHandoff
     from baton.handoff.kv_views import AgentContext
@@ -44,8 +44,7 @@ class _ReadFailure:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class _PendingRead:
+class _PendingRead(Record, frozen=True):
     """A read that was posted: into which handoff, what it will have brought, and over what.
 
     `tried` are the transports by which it failed, or brought something else, before. `begun` has
@@ -56,7 +55,7 @@ class _PendingRead:
     available: Available
     peer_transport: PeerTransport
     tried: frozenset[str]
-    begun: Mapping[int, PieceDigests] | None
+    begun: PieceDigests | None
 
     @property
     def notification(self) -> Notification:
@@ -90,12 +89,8 @@ class PageReads:
         accept: Callable[[IncomingHandoff, Notification], None],
     ) -> None:
         self._context, self._perform, self._accept = context, perform, accept
-        self._pending: dict[TransferHandle, _PendingRead] = {}
-
-    @property
-    def is_moving(self) -> bool:
-        """Whether a read is under way."""
-        return bool(self._pending)
+        self.pending: dict[TransferHandle, _PendingRead] = {}
+        """Reads that are under way."""
 
     def read(
         self, incoming: IncomingHandoff, available: Available, tried: frozenset[str] = frozenset()
@@ -112,7 +107,7 @@ class PageReads:
 
     def completed(self, handle: TransferHandle) -> None:
         """Pages that a peer reported available are in this worker's pages: check their digests."""
-        pending = self._pending.pop(handle, None)
+        pending = self.pending.pop(handle, None)
         if pending is None:
             return
         self._context.peer_transports.completed(pending.peer_transport)
@@ -135,7 +130,7 @@ class PageReads:
 
     def failed(self, handle: TransferHandle, error: BatonError) -> None:
         """A read did not complete."""
-        pending = self._pending.pop(handle, None)
+        pending = self.pending.pop(handle, None)
         if pending is None:
             return
         pending.peer_transport.failed()
@@ -206,14 +201,16 @@ class PageReads:
         if peer is None or mapped_pages is None:
             raise PeerLostError("its pages cannot be read any more")
         theirs, ours = peer.negotiated.theirs, mapped_pages.sequence
-        if incoming.planner is None:  # neither layout changes while there is the link
-            incoming.planner = CopyPlanner(theirs.layout, ours.layout)
-        source = PagedSequence(theirs.layout, incoming.block_tables.find(available))
+        planner, tables = incoming.planner, incoming.block_tables
+        if planner is None or tables is None:  # neither layout changes while there is the link
+            planner = incoming.planner = CopyPlanner(theirs.layout, ours.layout)
+            tables = incoming.block_tables = BlockTableCache()
+        source = PagedSequence(theirs.layout, tables.find(available))
         source_arrays, region = theirs.regions[0].arrays, mapped_pages.view.region
         layers, start, stop = available.layers, available.start, available.stop
         while layers:
-            copies = incoming.planner.plan(source, ours, layers.start, start=start, stop=stop)
-            copies = incoming.planner.join(copies, layers)
+            copies = planner.plan(source, ours, layers.start, start=start, stop=stop)
+            copies = planner.join(copies, layers)
             chosen = self._choose(peer, measure_shape(copies, source_arrays, region.arrays), tried)
             if copies.num_layers > 1 and not chosen.peer_transport.takes_several_arrays:
                 copies = PageCopies(copies.layer, copies.groups)
@@ -250,18 +247,13 @@ class PageReads:
             region,
             copies,
             incoming.session.ticket,
-            None if begun is None else partial(_add_pages, begun),
+            None if begun is None else begun.add_pages,
         )
         transfer = as_reader(chosen.peer_transport.transport).read(read)
         self._context.peer_transports.submitted(chosen, began_at)
         incoming.record_read(chosen.choice, copies)
         handle = TransferHandle(chosen.peer_transport.kind, transfer)
-        self._pending[handle] = _PendingRead(
+        self.pending[handle] = _PendingRead(
             incoming, available, chosen.peer_transport, tried, begun
         )
         return handle
-
-
-def _add_pages(begun: Mapping[int, PieceDigests], layer: int, pages: list[int]) -> None:
-    """Some pages of a layer are filled (`PageRead.copied`)."""
-    begun[layer].add_pages(pages)

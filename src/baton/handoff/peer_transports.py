@@ -16,14 +16,17 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from baton.errors import BatonError, PeerUnreachableError
+from baton.record import MutableRecord, Record
 from baton.transfer.interface import as_admitter
 from baton.transfer.links.choice import Backoff, Choice, Chooser, Outcome
 from baton.transfer.links.cost_model import MIN_BYTE_S, TransferShape, default_link_model
 from baton.transfer.links.probes import ProbeBounds
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection
 
     import numpy as np
     from numpy.typing import NDArray
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
     from baton.handoff.peers import Peer
     from baton.ids import TicketId
     from baton.telemetry.trace import RequestSpan
-    from baton.transfer.interface import AdmitsWrites, RegionDescriptor, RemoteId, Transport
+    from baton.transfer.interface import RegionDescriptor, RemoteId, Transport
     from baton.transfer.links.choice import ChoiceRule, Direction, LinkObserver
     from baton.transfer.links.cost_model import LinkModel
 
@@ -47,8 +50,7 @@ class PeerTransportState(StrEnum):
     DOWN = "down"  # until its backoff is over
 
 
-@dataclass(slots=True)
-class _Period:
+class _Period(MutableRecord):
     """From the first transfer over an idle route; `filled_at` is when the last was submitted."""
 
     began_at: Instant
@@ -207,8 +209,7 @@ class PeerTransportLost:
     error: BatonError
 
 
-@dataclass(frozen=True, slots=True)
-class TransportChoice:
+class TransportChoice(Record, frozen=True):
     """What carries one transfer, and why."""
 
     peer_transport: PeerTransport
@@ -254,6 +255,8 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     ) -> None:
         self.observer = observer
         self._transports, self._clock = transports, clock
+        self.now = clock.now
+        """When a submission begins: for `submitted`."""
         self._rule: ChoiceRule = rule
         self._preferred_op = preferred_op
         self._by_peer: dict[int, _PeerTransports] = {}
@@ -297,14 +300,14 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         known = self._by_peer.get(id(peer))
         if known is None:
             return Reachability.NONE
-        hopeful = [
-            kind
-            for kind, peer_transport in known.peer_transports.items()
-            if kind not in avoid
-            and (peer_transport.state is PeerTransportState.UP or peer_transport.is_new)
-        ]
-        are_up = [known.peer_transports[kind].state is PeerTransportState.UP for kind in hopeful]
-        if hopeful and all(are_up):
+        hopeful: list[str] = []
+        are_up = True
+        for kind, peer_transport in known.peer_transports.items():
+            is_up = peer_transport.state is PeerTransportState.UP
+            if kind not in avoid and (is_up or peer_transport.is_new):
+                hopeful.append(kind)
+                are_up = are_up and is_up
+        if hopeful and are_up:
             return Reachability.READY  # whichever is chosen
         choice = known.chooser.choose(TYPICAL, known.models, hopeful)
         if choice is not None and known.peer_transports[choice.used].state is PeerTransportState.UP:
@@ -322,20 +325,17 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
 
     def admit_writes(self, peer: Peer, grant: TicketId, pages: NDArray[np.int64]) -> None:
         """A peer has opened a write grant: the transports that want to know it learn of it."""
-        for transport, remote in self._admitters(peer):
-            transport.admit_writes(remote, grant, pages)
+        for each in self.of(peer):
+            admitter = as_admitter(each.transport)
+            if admitter is not None and each.remote is not None:
+                admitter.admit_writes(each.remote, grant, pages)
 
     def forget_grant(self, peer: Peer, grant: TicketId) -> None:
         """A peer closes a write grant without asking."""
-        for transport, remote in self._admitters(peer):
-            transport.forget_grant(remote, grant)
-
-    def _admitters(self, peer: Peer) -> Iterator[tuple[AdmitsWrites, RemoteId]]:
-        known = self._by_peer.get(id(peer))
-        for each in () if known is None else known.peer_transports.values():
+        for each in self.of(peer):
             admitter = as_admitter(each.transport)
             if admitter is not None and each.remote is not None:
-                yield admitter, each.remote
+                admitter.forget_grant(each.remote, grant)
 
     def shares_host(self, peer: Peer) -> bool:
         """Whether a transport is up to the peer that reaches nothing beyond this host."""
@@ -361,15 +361,11 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         choice = known.chooser.choose(shape, models, usable)
         if choice is None:
             return None
-        if choice.is_mismatch:
+        if choice.expected != choice.used:
             self._warn(known, choice)
         peer_transport = known.peer_transports[choice.used]
         self.observer.chosen(peer_transport.direction, choice)
         return TransportChoice(peer_transport, choice)
-
-    def now(self) -> Instant:
-        """When a submission begins: for `submitted`."""
-        return self._clock.now()
 
     def submitted(self, chosen: TransportChoice, began_at: Instant) -> None:
         """A transfer was submitted over the way."""
@@ -460,10 +456,10 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             for peer_transport in known.peer_transports.values():
                 peer_transport.drop()
 
-    def of(self, peer: Peer) -> Iterator[PeerTransport]:
+    def of(self, peer: Peer) -> tuple[PeerTransport, ...]:
         """All routes to a peer."""
         known = self._by_peer.get(id(peer))
-        yield from () if known is None else tuple(known.peer_transports.values())
+        return () if known is None else tuple(known.peer_transports.values())
 
     def probed(self, peer: Peer, kind: str, model: LinkModel) -> PeerTransportUp | None:
         """Probes over a route were right, and cost so much."""
@@ -574,17 +570,16 @@ REFERENCE: Final = "reference"
 """In place of a transport, in traces of handoffs in which nothing moved."""
 
 
-@dataclass(slots=True)
-class TransportUsage:
+class TransportUsage(MutableRecord):
     """Bytes by transport. A transfer over another one than expected is never lost in the sum."""
 
-    _bytes: dict[str, int] = field(default_factory=dict)
+    _bytes: dict[str, int] = msgspec.field(default_factory=dict)
     _mismatch: tuple[str, str] | None = None
 
     def record_choice(self, choice: Choice) -> None:
         """One transfer, as it was chosen."""
         self.add_bytes(choice.used, choice.shape.num_bytes)
-        if choice.is_mismatch and self._mismatch is None:
+        if choice.expected != choice.used and self._mismatch is None:
             self._mismatch = choice.expected, choice.used
 
     def add_bytes(self, transport: str, num_bytes: int) -> None:

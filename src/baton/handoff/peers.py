@@ -39,6 +39,7 @@ from baton.handoff.messages import (
 )
 from baton.kv.layout import find_differences
 from baton.net.endpoints import OUT_OF_RESOURCES
+from baton.record import Record
 from baton.telemetry.log_limit import LimitedLog
 
 if TYPE_CHECKING:
@@ -134,6 +135,7 @@ MAX_UNPROVED: Final = 128
 """Places for those that dialed and have not proved the key: they take none of the others'."""
 MAX_WARNINGS: Final = 256
 AUTHENTICATION_TIMEOUT_S: Final = 2.0
+_READ_WRITE: Final = selectors.EVENT_READ | selectors.EVENT_WRITE
 ACCEPT_PAUSE_S: Final = 0.5
 """Where no descriptor is left: a listener that stays readable would spin."""
 EVERY_INTERFACE: Final = frozenset({"", "0.0.0.0", "::", "[::]"})  # noqa: S104 - refused
@@ -191,8 +193,7 @@ class PeerGone:
     error: BatonError
 
 
-@dataclass(frozen=True, slots=True)
-class MessageReceived:
+class MessageReceived(Record, frozen=True):
     """A peer that is up sent a message about a handoff."""
 
     peer: Peer
@@ -222,7 +223,8 @@ class PeerTable:
         self._listener: NonBlockingSocket | None = None
         self._peers: dict[Peer, None] = {}  # in order, so that a simulation repeats itself
         self._dialed: dict[tuple[WorkerId, Epoch], Peer] = {}
-        self._unflushed: dict[Peer, None] = {}
+        self.unflushed: dict[Peer, None] = {}
+        """Links over which something was sent since the last `flush`."""
         self._ended: list[PeerGone] = []
         self._warned: set[str] = set()
         self._unproved: dict[Peer, None] = {}  # of those that dialed; the oldest first
@@ -299,15 +301,15 @@ class PeerTable:
             self._drop(peer, exc)
             return
         if peer.link.phase is LinkPhase.UP:  # else the end of the handshake sends it
-            self._unflushed[peer] = None
+            self.unflushed[peer] = None
 
     def flush(self) -> None:
         """Send what was queued since the last call, all of a peer's at once.
 
         A link that breaks over it is reported by the next `tick`.
         """
-        while self._unflushed:
-            peer, _ = self._unflushed.popitem()
+        while self.unflushed:
+            peer, _ = self.unflushed.popitem()
             try:
                 peer.link.flush()
             except BatonError as exc:
@@ -400,7 +402,7 @@ class PeerTable:
 
     def _admit(self, peer: Peer) -> None:
         self._peers[peer] = None
-        peer.interest = _interest(peer)
+        peer.interest = _READ_WRITE if peer.link.unsent else selectors.EVENT_READ
         self._selector.register(peer.link.sock, peer.interest, peer)
 
     def _serve_peer(self, peer: Peer, mask: int) -> list[PeerEvent]:
@@ -491,7 +493,7 @@ class PeerTable:
             peer.clock_offset_s = at - (echo + now) / 2
 
     def _update_interest(self, peer: Peer) -> None:
-        interest = _interest(peer)
+        interest = _READ_WRITE if peer.link.unsent else selectors.EVENT_READ
         if interest != peer.interest and peer in self._peers:
             peer.interest = interest
             self._selector.modify(peer.link.sock, interest, peer)
@@ -500,8 +502,8 @@ class PeerTable:
         if peer not in self._peers:
             return
         del self._peers[peer]
-        if peer in self._unflushed:
-            del self._unflushed[peer]
+        if peer in self.unflushed:
+            del self.unflushed[peer]
             with suppress(BatonError):  # such as what it was refused for
                 peer.link.flush()
         if peer in self._unproved:
@@ -523,8 +525,3 @@ class PeerTable:
             return logging.DEBUG
         self._warned.add(text)
         return logging.WARNING
-
-
-def _interest(peer: Peer) -> int:
-    write = selectors.EVENT_WRITE if peer.link.wants_write else 0
-    return selectors.EVENT_READ | write

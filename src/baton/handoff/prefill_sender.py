@@ -16,6 +16,7 @@ from baton.handoff.grants import (
     check_grant,
     check_ticket,
     epoch_of,
+    is_confirmed,
 )
 from baton.handoff.interface import DECLINED_STAGE, KVExported, SendFailed
 from baton.handoff.kv_views import STAGING_STAGE, Holder
@@ -51,7 +52,6 @@ from baton.handoff.write_batches import (
     OutgoingHandoff,
     announce,
     map_granted_pages,
-    merge_layers,
     write_batches,
 )
 from baton.transfer.interface import find_read_scopes
@@ -84,7 +84,8 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self._read_scopes = find_read_scopes(context.transports)
         self._outgoing: dict[TicketId, OutgoingHandoff] = {}
         self._early = EarlyGrants()
-        self._writes: dict[TransferHandle, tuple[PeerTransport, TicketId]] = {}
+        self.writes: dict[TransferHandle, tuple[PeerTransport, TicketId]] = {}
+        """Those that are under way."""
         self._tombstones = Tombstones()
         self.num_lapsed_leases = 0
 
@@ -92,11 +93,6 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     def num_sessions(self) -> int:
         """Handoffs that are not over, but for prompts that wait to be pulled."""
         return sum(not outgoing.is_held for outgoing in self._outgoing.values())
-
-    @property
-    def is_moving(self) -> bool:
-        """Whether a write is under way."""
-        return bool(self._writes)
 
     def start_send(self, order: SendOrder) -> None:
         """See `HandoffPort.start_send`."""
@@ -112,9 +108,13 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         if tombstone is not None:
             self._perform(outgoing, session.peer_failed(tombstone.reason, stage=tombstone.stage))
             return
-        granted = self._early.take(session.ticket)
-        if granted is not None:
+        granted = self._early.take(order.ticket)
+        if granted is None:
+            return
+        if is_confirmed(granted, order.ticket):
             self._take_grant(outgoing, granted)
+        else:
+            self._refuse(granted.peer, session.ticket, "it was under another ticket")
 
     def layers_ready(self, ready: Sequence[ReadyLayers]) -> None:
         """See `HandoffPort.layer_ready`."""
@@ -258,7 +258,7 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
 
     def transports_of(self, ticket: TicketId) -> list[PeerTransport]:
         """Those over which writes of a ticket are under way."""
-        return [used for used, of in self._writes.values() if of == ticket]
+        return [used for used, of in self.writes.values() if of == ticket]
 
     def tick(self) -> None:
         """Fail what is past its deadline; forget grants for requests that never came."""
@@ -279,8 +279,7 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         try:
             granted = check_grant(self._context, peer, grant, known)
         except BatonError as exc:
-            logger.warning("handoff: refused a grant of %s: %s", peer.name, exc)
-            self._context.peers.send(peer, Failed(grant.id, str(exc)[:2000]))
+            self._refuse(peer, grant.id, str(exc))
             return
         if outgoing is not None:
             self._take_grant(outgoing, granted)
@@ -293,6 +292,10 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             self._context.peers.send(peer, Failed(granted.ticket.id, "it is held no more"))
             return
         self._early.add(granted)
+
+    def _refuse(self, peer: Peer, ticket: TicketId, why: str) -> None:
+        logger.warning("handoff: refused a grant of %s: %s", peer.name, why)
+        self._context.peers.send(peer, Failed(ticket, why[:2000]))
 
     def _take_grant(self, outgoing: OutgoingHandoff, granted: Granted) -> None:
         if outgoing.granted is not None:
@@ -414,10 +417,13 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             self._perform(outgoing, outgoing.session.peer_failed(reason, stage=stage))
 
     def _perform(self, outgoing: OutgoingHandoff, actions: list[SendAction]) -> None:
-        for action in merge_layers(actions) if len(actions) > 1 else actions:
+        for action in actions:
             self._carry_out(outgoing, action)
         session = outgoing.session
-        if session.over and self._outgoing.pop(session.ticket, None) is not None:
+        if (
+            session.phase is SendPhase.ENDED
+            and self._outgoing.pop(session.ticket, None) is not None
+        ):
             holder = Holder("send", session.ticket)
             for view in self._context.views:
                 view.release(holder)
@@ -460,10 +466,8 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             return
         try:
             for write in write_batches(submit, peer_transports, outgoing):
-                self._writes[write.handle] = write.chosen.peer_transport, session.ticket
-                submitted = session.submitted(
-                    write.handle, write.token_ranges, is_last=write.is_last
-                )
+                self.writes[write.handle] = write.chosen.peer_transport, session.ticket
+                submitted = session.submitted(write.handle, write.written, is_last=write.is_last)
                 self._perform(outgoing, submitted)
                 if session.phase not in _WRITING:
                     return
@@ -515,7 +519,7 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     def _take_write(
         self, handle: TransferHandle
     ) -> tuple[PeerTransport | None, OutgoingHandoff | None]:
-        found = self._writes.pop(handle, None)
+        found = self.writes.pop(handle, None)
         return (None, None) if found is None else (found[0], self._outgoing.get(found[1]))
 
     def _of(self, peer: Peer) -> list[OutgoingHandoff]:
@@ -552,7 +556,7 @@ def answer_renewal(
             if is_its_own and known.session.renew(now):
                 held.append(ticket)
             continue
-        if early.is_of(ticket, peer):
+        if early.find(ticket, epoch_of(peer)) is not None:
             held.append(ticket)
             continue
         tombstone = dead.take(ticket, epoch_of(peer))

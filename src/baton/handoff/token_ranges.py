@@ -113,7 +113,7 @@ class Coverage:
                 f"tokens [{start}, {stop}) where [{self._start}, {self._stop}) are expected"
             )
         first = self._start
-        if self._landed[layer : layer + num_layers, start - first : stop - first].any():
+        if True in self._landed[layer : layer + num_layers, start - first : stop - first]:
             raise ProtocolError(f"tokens [{start}, {stop}) of layer {layer} landed twice")
 
     def add(self, layer: int, start: int, stop: int, num_layers: int = 1) -> None:
@@ -127,7 +127,7 @@ class Coverage:
         self._landed[layers, start - first : stop - first] = True
         missing = self._missing_in_layer[layers]
         missing -= stop - start
-        self.has_complete_layer |= not missing.all()
+        self.has_complete_layer |= 0 in missing
         self.num_missing -= num_layers * (stop - start)
 
     def gaps(self) -> list[LayerTokenRange]:

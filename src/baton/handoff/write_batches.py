@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from itertools import product, repeat
+from itertools import product
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
 
+from baton.clock import Instant
 from baton.handoff.kv_views import Holder
 from baton.handoff.messages import (
     Available,
@@ -19,7 +19,7 @@ from baton.handoff.messages import (
 )
 from baton.handoff.peer_transports import TransportUsage
 from baton.handoff.session.actions import AnnounceReadable, TransferHandle, WriteLayers
-from baton.handoff.token_ranges import LayerTokenRange
+from baton.handoff.session.send import LayersWritten
 from baton.kv.copies import (
     BlockTable,
     CopyPlanner,
@@ -30,14 +30,16 @@ from baton.kv.copies import (
 )
 from baton.kv.digest import (
     DigestKey,
+    PieceDigests,
     PieceLocator,
     compute_digests,
 )
+from baton.record import MutableRecord, Record
 from baton.transfer.interface import PageWrite, ReadGrant
 from baton.transfer.links.cost_model import measure_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -47,17 +49,19 @@ if TYPE_CHECKING:
     from baton.handoff.messages import Grant
     from baton.handoff.peer_transports import PeerTransportTable, TransportChoice
     from baton.handoff.peers import Peer
-    from baton.handoff.session.actions import SendAction, SendFinished
+    from baton.handoff.session.actions import SendFinished
     from baton.handoff.session.send import SendSession
     from baton.kv.layout import KVLayout
     from baton.transfer.interface import PageArray, ScopesReads
 
 MAX_SEGMENTS: Final = 2048
 """Pieces of one write: keeps its notification far below `MAX_NOTIFICATION_BYTES`."""
+MIN_DIGESTED_PAGE_BYTES: Final = 8192
+"""Smaller pages are digested before they are copied, which then takes fewer calls: adjacent ones
+are copied in one (docs/verification.md)."""
 
 
-@dataclass(frozen=True, slots=True)
-class WriteBatch:
+class WriteBatch(Record, frozen=True):
     """One write: tokens `[start, stop)` of each of its layers, cut into the pieces `bounds`."""
 
     copies: PageCopies
@@ -71,9 +75,9 @@ class WriteBatch:
         return self.copies.layers.stop, self.stop
 
     @property
-    def token_ranges(self) -> list[LayerTokenRange]:
-        """What it carries, layer by layer."""
-        return list(map(LayerTokenRange, self.copies.layers, repeat(self.start), repeat(self.stop)))
+    def written(self) -> LayersWritten:
+        """What it carries."""
+        return LayersWritten(self.copies.layers, self.start, self.stop)
 
     def split(self) -> Iterator[WriteBatch]:
         """The same, layer by layer."""
@@ -142,13 +146,53 @@ class WriteBatchBuilder:
         """
         key = self._key if is_keyed else None
         pieces = self._locator.locate(self._source, batch.bounds)
-        digests: list[bytes] = []
-        for layer in batch.copies.layers:
-            pair, pages = self._planner.pairs[layer], self._layer_pages[layer]
-            digests.append(
-                compute_digests(pair.src, pages, pieces, heads=pair.heads, key=key, layer=layer)
-            )
-        return _make_notification(batch, b"".join(digests))
+        first, stop = batch.copies.layer, batch.copies.layer + batch.copies.num_layers
+        pair, pages = self._planner.layers.pairs[first], self._layer_pages[first:stop]
+        digests = compute_digests(pair.src, pages, pieces, heads=pair.heads, key=key, layer=first)
+        return _make_notification(batch, digests)
+
+    def try_digest_in_copy(
+        self, batch: WriteBatch, finished: Finished | None, now: Callable[[], Instant]
+    ) -> DigestedInCopy | None:
+        """The same, without a key, from pages that are digested once they are copied.
+
+        None where that is slower, or a page has several pieces, which are not all copied at once.
+        """
+        first, stop = batch.copies.layer, batch.copies.layer + batch.copies.num_layers
+        pieces = self._locator.locate(self._source, batch.bounds)
+        pair, pages = self._planner.layers.pairs[first], self._layer_pages[first:stop]
+        is_slower = pages[0].shape[1] < MIN_DIGESTED_PAGE_BYTES
+        if is_slower or not pieces.has_one_in_each_block:
+            return None
+        digests = PieceDigests(pair.src, pages, pieces, heads=pair.heads, layer=first)
+        return DigestedInCopy(batch, digests, finished, now)
+
+
+class DigestedInCopy(MutableRecord):
+    """The notification of a batch whose pages are digested once they are copied.
+
+    See `LateNotification`. `digests` are those of the sender's own pages: what a transport copied
+    in their place has another digest. `spent_s` is what they took.
+    """
+
+    batch: WriteBatch
+    digests: PieceDigests
+    finished: Finished | None
+    now: Callable[[], Instant]
+    spent_s: float = 0.0
+
+    def add_pages(self, arrays: range, pages: list[int]) -> None:
+        """See `LateNotification`."""
+        began_at = self.now()
+        self.digests.add_pages(arrays, pages)
+        self.spent_s += self.now() - began_at
+
+    def finish(self) -> bytes:
+        """See `LateNotification`."""
+        began_at = self.now()
+        notification = _make_notification(self.batch, self.digests.finish(), self.finished)
+        self.spent_s += self.now() - began_at
+        return encode(notification)
 
 
 def _cut(bounds: NDArray[np.int64]) -> list[NDArray[np.int64]]:
@@ -159,14 +203,11 @@ def _cut(bounds: NDArray[np.int64]) -> list[NDArray[np.int64]]:
     ]
 
 
-def notify_without_digests(batch: WriteBatch) -> Notification:
-    """The notification of a batch, for a receiver that verifies identities only."""
-    return _make_notification(batch, b"")
-
-
-def _make_notification(batch: WriteBatch, digests: bytes) -> Notification:
-    copies = batch.copies
-    return Notification(copies.layer, batch.start, batch.stop, digests, copies.num_layers)
+def _make_notification(
+    batch: WriteBatch, digests: bytes, finished: Finished | None = None
+) -> Notification:
+    layer, num_layers = batch.copies.layer, batch.copies.num_layers
+    return Notification(layer, batch.start, batch.stop, digests, num_layers, finished)
 
 
 def map_granted_pages(view: RegisteredView, order: SendOrder, grant: Grant) -> MappedPages | None:
@@ -182,13 +223,12 @@ def map_granted_pages(view: RegisteredView, order: SendOrder, grant: Grant) -> M
     return view.try_map_pages(Holder("send", order.ticket.id), granted)
 
 
-@dataclass(frozen=True, slots=True)
-class PostedWrite:
+class PostedWrite(Record, frozen=True):
     """One write that was submitted: over what, and what it carries. `is_last`: Finished, too."""
 
     chosen: TransportChoice
     handle: TransferHandle
-    token_ranges: list[LayerTokenRange]
+    written: LayersWritten
     is_last: bool = False
 
 
@@ -244,59 +284,35 @@ def _post(
 ) -> PostedWrite:
     granted, builder, copies = outgoing.grant_to_fill, outgoing.builder, batch.copies
     transport = chosen.peer_transport.transport
-    is_undigested = transport.kind in granted.grant.no_digest_transports
-    if is_undigested:
-        notification = notify_without_digests(batch)
-    else:
-        is_keyed = not transport.capabilities.same_host_only
-        notification = builder.digest(batch, is_keyed=is_keyed)
     trace = outgoing.session.order.trace
     trace.num_bytes += chosen.choice.shape.num_bytes
     trace.num_pages += copies.num_pages
-    outgoing.usage.record_choice(chosen.choice)
-    if finish is not None:
-        finished = outgoing.make_finished(finish.first_token)
-        notification = msgspec.structs.replace(notification, finished=finished)
+    outgoing.usage.record_choice(chosen.choice)  # before `finished`, which names the transport
+    is_undigested = transport.kind in granted.grant.no_digest_transports
+    finished = None if finish is None else outgoing.make_finished(finish.first_token)
+    late, notification = None, b""
+    if not is_undigested and transport.capabilities.late_notifications:
+        late = builder.try_digest_in_copy(batch, finished, peer_transports.now)
+    if late is None:
+        digests = b""
+        if not is_undigested:
+            is_keyed = not transport.capabilities.same_host_only
+            digests = builder.digest(batch, is_keyed=is_keyed).digests
+        notification = encode(_make_notification(batch, digests, finished))
     page_write = PageWrite(
         remote=chosen.peer_transport.attached,
         grant=granted.ticket.id,
         region=outgoing.pages_to_send.view.region.handle,
         copies=copies,
-        notification=encode(notification),
+        notification=notification,
+        late_notification=late,
     )
     began_at = peer_transports.now()
     transfer = transport.submit(page_write)
-    peer_transports.submitted(chosen, began_at)
+    # What the digests took is no property of the link, over whichever transport they are made.
+    peer_transports.submitted(chosen, Instant(began_at + (0 if late is None else late.spent_s)))
     handle = TransferHandle(transport.kind, transfer)
-    return PostedWrite(chosen, handle, batch.token_ranges, finish is not None)
-
-
-def merge_layers(actions: Sequence[SendAction]) -> Iterator[SendAction]:
-    """The same actions; of layers that follow each other, what is done with the same tokens is one.
-
-    Such are writes, and announcements of what can be read.
-    """
-    first: WriteLayers | AnnounceReadable | None = None
-    num_layers = 0
-    for action in actions:
-        of_layers = action if isinstance(action, WriteLayers | AnnounceReadable) else None
-        if first is not None:
-            if (
-                of_layers is not None
-                and type(of_layers) is type(first)
-                and (of_layers.start, of_layers.stop) == (first.start, first.stop)
-                and of_layers.layer == first.layer + num_layers
-            ):
-                num_layers += of_layers.num_layers
-                continue
-            yield type(first)(first.layer, first.start, first.stop, num_layers)
-        first = of_layers
-        if of_layers is None:
-            yield action
-        else:
-            num_layers = of_layers.num_layers
-    if first is not None:
-        yield type(first)(first.layer, first.start, first.stop, num_layers)
+    return PostedWrite(chosen, handle, batch.written, finish is not None)
 
 
 def announce(
@@ -343,8 +359,7 @@ def _any_target(layout: KVLayout, num_tokens: int) -> PagedSequence:
     return PagedSequence(layout, BlockTable(0, np.arange(num_blocks, dtype=np.int64)))
 
 
-@dataclass(slots=True, eq=False)
-class OutgoingHandoff:
+class OutgoingHandoff(MutableRecord):
     """A session, what was granted, and what carries it.
 
     `mapped_pages` is known from `SendSession.begin` on. `waits`: something could not be submitted
@@ -354,7 +369,7 @@ class OutgoingHandoff:
     session: SendSession
     granted: Granted | None = None
     mapped_pages: MappedPages | None = None
-    usage: TransportUsage = field(default_factory=TransportUsage)
+    usage: TransportUsage = msgspec.field(default_factory=TransportUsage)
     waits: bool = False
     _builder: WriteBatchBuilder | None = None
     _read_grant: ReadGrant | None = None

@@ -10,15 +10,17 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import msgspec
 import numpy as np
 
 from baton.errors import ProtocolError
 from baton.kv.geometry import compute_spans, page_geometry, shared_heads
 from baton.kv.layout import check_compatible
 from baton.kv.runs import MAX_FEW, find_runs, merge_few
+from baton.record import Record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -28,8 +30,9 @@ if TYPE_CHECKING:
 MAX_JOINED_BYTES: Final = 4 << 20
 """Of layers that are moved together: the receiver verifies them while the next are moved."""
 _GATHER_BYTES: Final = 1 << 20
-PART_BYTES: Final = 256 << 10
-"""What is copied and then looked at in one go: 128 to 512 KiB are equally fast."""
+PART_BYTES: Final = 512 << 10
+"""What is copied and then looked at in one go: 128 to 512 KiB are equally fast, and a
+part takes some ten calls."""
 _PACKED: Final = np.dtype("<u4")
 _SHORT_RUN_BYTES: Final = 4096
 _MANY_RUNS: Final = 32
@@ -37,8 +40,7 @@ _MANY_RUNS: Final = 32
 copies) than to copy one by one (0.7 us each, then one copy)."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockTable:
+class BlockTable(Record, frozen=True):
     """Which block holds which tokens of one sequence.
 
     `blocks[i]`, int64, holds tokens `[(first + i) * block_size, (first + i + 1) * block_size)`.
@@ -65,8 +67,7 @@ def count_blocks(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
-@dataclass(frozen=True, slots=True)
-class PagedSequence:
+class PagedSequence(Record, frozen=True):
     """One sequence's KV on one worker: the blocks of `table`, in pages of `layout`."""
 
     layout: KVLayout
@@ -89,6 +90,16 @@ class PagedSequence:
         return self.table.blocks[tokens // self.layout.block_size - self.table.first]
 
 
+class PagePair(msgspec.Struct, frozen=True, gc=False):
+    """A group of one page pair and one span, in numbers: faster to handle than arrays of one."""
+
+    src_page: int
+    dst_page: int
+    src_byte: int
+    dst_byte: int
+    num_bytes: int
+
+
 @dataclass(frozen=True)
 class CopyGroup:
     """Copies that share one geometry.
@@ -107,10 +118,21 @@ class CopyGroup:
         default_factory=set, init=False, compare=False, repr=False
     )
     """Between which arrays it was found to be in bounds: `(num_pages, page_bytes)` of both."""
+    pair: PagePair | None = field(default=None, init=False, compare=False, repr=False)
+    """Where it is one page pair and one span, which small transfers are; else None."""
 
-    @cached_property
+    def __post_init__(self) -> None:
+        if len(self.src_pages) == len(self.dst_pages) == 1 and self.spans.shape == (1, 3):
+            pair = PagePair(self.src_pages.item(), self.dst_pages.item(), *self.spans[0].tolist())
+            object.__setattr__(self, "pair", pair)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes that this group moves."""
+        return self._num_bytes if self.pair is None else self.pair.num_bytes
+
+    @cached_property
+    def _num_bytes(self) -> int:
         if len(self.spans) == 1:
             return len(self.src_pages) * int(self.spans[0, 2])
         return len(self.src_pages) * int(self.spans[:, 2].sum())
@@ -145,6 +167,25 @@ class CopyGroup:
         found: list[list[int]] = runs.tolist()
         return found
 
+    def take(self, first: int, num_pages: int) -> CopyGroup:
+        """The part from page pair `first` on; it is in bounds wherever the whole is."""
+        some = slice(first, first + num_pages)
+        part = CopyGroup(self.src_pages[some], self.dst_pages[some], self.spans)
+        part.fits.update(self.fits)
+        return part
+
+    @cached_property
+    def slices(self) -> list[tuple[tuple[int, slice], tuple[int, slice]]] | None:
+        """Where each span of each page is, to be sliced on either side; None if they are many."""
+        if len(self.src_pages) * len(self.spans) > MAX_FEW:
+            return None
+        pages = list(zip(self.src_pages.tolist(), self.dst_pages.tolist(), strict=True))
+        return [
+            ((src, slice(src_byte, src_byte + size)), (dst, slice(dst_byte, dst_byte + size)))
+            for src, dst in pages
+            for src_byte, dst_byte, size in self.spans.tolist()
+        ]
+
     @cached_property
     def _firsts(self) -> NDArray[np.int64]:
         """Where each run begins; of a group that has pages."""
@@ -152,6 +193,12 @@ class CopyGroup:
 
     def moves_whole_pages(self, src_page_bytes: int, dst_page_bytes: int) -> bool:
         """Whether nothing is cut from pages of these sizes, so that runs are runs of bytes."""
+        pair = self.pair
+        if pair is not None:
+            return (
+                src_page_bytes == dst_page_bytes == pair.num_bytes
+                and pair.src_byte == pair.dst_byte == 0
+            )
         return src_page_bytes == dst_page_bytes == self._whole_page_bytes
 
     @cached_property
@@ -163,8 +210,7 @@ class CopyGroup:
         return num_bytes if src_byte == dst_byte == 0 else 0
 
 
-@dataclass(frozen=True, slots=True)
-class PageCopies:
+class PageCopies(Record, frozen=True):
     """What one transfer moves: on both sides, the same pages of `num_layers` arrays from `layer`.
 
     Above 1 only for transports that take such transfers
@@ -183,15 +229,15 @@ class PageCopies:
     @property
     def num_bytes(self) -> int:
         """Bytes that all groups move, in all layers."""
-        return self.layer_bytes * self.num_layers
+        num_bytes = 0
+        for group in self.groups:
+            num_bytes += group.num_bytes
+        return num_bytes * self.num_layers
 
     @property
     def layer_bytes(self) -> int:
         """Bytes that all groups move, in one layer."""
-        num_bytes = 0
-        for group in self.groups:
-            num_bytes += group.num_bytes
-        return num_bytes
+        return self.num_bytes // self.num_layers
 
     @property
     def num_pages(self) -> int:
@@ -281,41 +327,62 @@ def apply_copies(
     Raises:
         ProtocolError: a page or a span is out of bounds; the groups before it were copied.
     """
-    sizes = *src_pages.shape, *dst_pages.shape
+    apply_layer_copies(copies, (src_pages,), (dst_pages,))
+
+
+def apply_layer_copies(
+    copies: PageCopies,
+    sources: Sequence[NDArray[np.uint8]],
+    targets: Sequence[NDArray[np.uint8]],
+) -> None:
+    """`apply_copies` of several layers: from each of `sources` into its place in `targets`."""
     for group in copies.groups:
-        if sizes not in group.fits:
-            _check_group(group, src_pages, dst_pages)
-        if group.moves_whole_pages(sizes[1], sizes[3]):
-            _copy_pages(group, src_pages, dst_pages)
-        else:
-            _copy_spans(group, src_pages, dst_pages)
+        _copy_group(group, sources, targets)
 
 
 def apply_copies_in_parts(
     copies: PageCopies,
-    src_pages: NDArray[np.uint8],
-    dst_pages: NDArray[np.uint8],
-    copied: Callable[[list[int]], None],
+    sources: Sequence[NDArray[np.uint8]],
+    targets: Sequence[NDArray[np.uint8]],
+    *,
+    read: Callable[[range, list[int]], None] | None = None,
+    written: Callable[[range, list[int]], None] | None = None,
 ) -> None:
-    """Like `apply_copies`; `copied` gets the destination pages of each part once they are there.
+    """Like `apply_layer_copies`, part by part: then `read` and `written` get layers and pages.
 
-    A part is small enough to be in the processor's second-level cache then, except where pages are
-    cut or are larger than that.
+    Those of the source, and those of the destination. A part is small enough to be in the
+    processor's second-level cache then, except where pages are cut or are larger than that. It is
+    of several layers, or of some pages of one.
     """
-    page_bytes = dst_pages.shape[1]
+    layers = copies.layers
     for group in copies.groups:
-        if group.moves_whole_pages(src_pages.shape[1], page_bytes):
-            if (*src_pages.shape, *dst_pages.shape) not in group.fits:
-                _check_group(group, src_pages, dst_pages)
-            targets, step = group.dst_pages.tolist(), max(1, PART_BYTES // page_bytes)
-            pairs = list(zip(group.src_pages.tolist(), targets, strict=True))
-            for first in range(0, len(pairs), step):
-                for src, dst in pairs[first : first + step]:
-                    dst_pages[dst] = src_pages[src]
-                copied(targets[first : first + step])
-        else:
-            apply_copies(PageCopies(copies.layer, (group,)), src_pages, dst_pages)
-            copied(group.dst_pages.tolist())
+        page_bytes = targets[0].shape[1]
+        num_layers = PART_BYTES // max(1, group.num_bytes)
+        if num_layers or not group.moves_whole_pages(sources[0].shape[1], page_bytes):
+            num_layers = max(1, num_layers)
+            for first in range(0, len(layers), num_layers):
+                some = slice(first, first + num_layers)
+                _copy_group(group, sources[some], targets[some])
+                _report_part(group, layers[some], read, written)
+            continue
+        step = max(1, PART_BYTES // page_bytes)
+        parts = [group.take(first, step) for first in range(0, len(group.src_pages), step)]
+        for layer, src_pages, dst_pages in zip(layers, sources, targets, strict=True):
+            for part in parts:
+                _copy_group(part, (src_pages,), (dst_pages,))
+                _report_part(part, range(layer, layer + 1), read, written)
+
+
+def _report_part(
+    group: CopyGroup,
+    layers: range,
+    read: Callable[[range, list[int]], None] | None,
+    written: Callable[[range, list[int]], None] | None,
+) -> None:
+    if read is not None:
+        read(layers, group.src_pages.tolist())
+    if written is not None:
+        written(layers, group.dst_pages.tolist())
 
 
 def check_range(start: int, stop: int) -> None:
@@ -351,6 +418,27 @@ def _group_alike(
     return np.split(order, np.flatnonzero(np.diff(alike[order])) + 1)
 
 
+def _copy_group(
+    group: CopyGroup, sources: Sequence[NDArray[np.uint8]], targets: Sequence[NDArray[np.uint8]]
+) -> None:
+    alike: dict[tuple[int, ...], list[tuple[NDArray[np.uint8], NDArray[np.uint8]]]] = {}
+    for src_pages, dst_pages in zip(sources, targets, strict=True):
+        sizes = *src_pages.shape, *dst_pages.shape
+        alike.setdefault(sizes, []).append((src_pages, dst_pages))
+    for sizes, pairs in alike.items():
+        if sizes not in group.fits:
+            _check_group(group, *pairs[0])
+        if group.moves_whole_pages(sizes[1], sizes[3]):
+            _copy_pages(group, pairs)
+        elif group.slices is not None:
+            for src_pages, dst_pages in pairs:
+                for source, target in group.slices:
+                    dst_pages[target] = src_pages[source]
+        else:
+            for src_pages, dst_pages in pairs:
+                _copy_spans(group, src_pages, dst_pages)
+
+
 def _check_group(
     group: CopyGroup, src_pages: NDArray[np.uint8], dst_pages: NDArray[np.uint8]
 ) -> None:
@@ -376,20 +464,26 @@ def _check_spans(span_ends: NDArray[np.int64], array: NDArray[np.uint8]) -> None
 
 
 def _copy_pages(
-    group: CopyGroup, src_pages: NDArray[np.uint8], dst_pages: NDArray[np.uint8]
+    group: CopyGroup, pairs: Sequence[tuple[NDArray[np.uint8], NDArray[np.uint8]]]
 ) -> None:
+    if (pair := group.pair) is not None:
+        for src_pages, dst_pages in pairs:
+            dst_pages[pair.dst_page] = src_pages[pair.src_page]
+        return
     num_runs = group.num_runs
-    if num_runs == 1:
-        ((src, dst, length),) = group.runs
-        dst_pages[dst : dst + length] = src_pages[src : src + length]
-    elif num_runs >= _MANY_RUNS and group.num_bytes <= _SHORT_RUN_BYTES * num_runs:
-        _copy_tiny_pages(group, src_pages, dst_pages)
+    if num_runs >= _MANY_RUNS and group.num_bytes <= _SHORT_RUN_BYTES * num_runs:
+        for src_pages, dst_pages in pairs:
+            _copy_tiny_pages(group, src_pages, dst_pages)
     elif num_runs == len(group.src_pages):
-        for src, dst, _ in group.runs:
-            dst_pages[dst] = src_pages[src]
+        runs = group.runs
+        for src_pages, dst_pages in pairs:
+            for src, dst, _ in runs:
+                dst_pages[dst] = src_pages[src]
     else:
-        for src, dst, length in group.runs:
-            dst_pages[dst : dst + length] = src_pages[src : src + length]
+        runs = group.runs
+        for src_pages, dst_pages in pairs:
+            for src, dst, length in runs:
+                dst_pages[dst : dst + length] = src_pages[src : src + length]
 
 
 def _copy_tiny_pages(
@@ -437,23 +531,40 @@ class LayerPair:
     heads: range
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PairedLayers:
+    """The layers of two layouts. `stops[n]` is the end of the run of layers like layer n."""
+
+    pairs: tuple[LayerPair, ...]
+    stops: tuple[int, ...]
+
+    def alike(self, layers: range) -> range:
+        """As many of some layers as begin with ones like the first."""
+        return range(layers.start, min(layers.stop, self.stops[layers.start]))
+
+
 @lru_cache(maxsize=64)
-def pair_layers(src: KVLayout, dst: KVLayout) -> tuple[LayerPair, ...]:
+def pair_layers(src: KVLayout, dst: KVLayout) -> PairedLayers:
     """Of each layer of two layouts. A handoff asks once, and keeps the answer.
 
     Raises:
         LayoutMismatchError: KV of the one layout cannot become KV of the other.
     """
     check_compatible(src, dst)  # so layer for layer both have the same planes
-    pairs: dict[tuple[Plane, ...], LayerPair] = {}
+    known: dict[tuple[Plane, ...], LayerPair] = {}
     for number, layer in enumerate(src.layers):
-        if layer.planes not in pairs:
-            pairs[layer.planes] = LayerPair(
+        if layer.planes not in known:
+            known[layer.planes] = LayerPair(
                 page_geometry(src, number),
                 page_geometry(dst, number),
                 shared_heads(src, dst, number),
             )
-    return tuple(pairs[layer.planes] for layer in src.layers)
+    pairs = [known[layer.planes] for layer in src.layers]
+    stops = list(range(1, len(pairs) + 1))
+    for number in reversed(range(len(pairs) - 1)):
+        if pairs[number] is pairs[number + 1]:
+            stops[number] = stops[number + 1]
+    return PairedLayers(tuple(pairs), tuple(stops))
 
 
 class _Plan(NamedTuple):
@@ -473,14 +584,14 @@ class CopyPlanner:
     """
 
     def __init__(self, src: KVLayout, dst: KVLayout) -> None:
-        self.pairs = pair_layers(src, dst)
+        self.layers = pair_layers(src, dst)
         self._last: _Plan | None = None
 
     def plan(
         self, src: PagedSequence, dst: PagedSequence, layer: int, *, start: int, stop: int
     ) -> PageCopies:
         """See `compute_page_copies`. The layouts are the planner's; block tables do not change."""
-        pair, last = self.pairs[layer], self._last
+        pair, last = self.layers.pairs[layer], self._last
         if (
             last is not None
             and last.pair is pair
@@ -499,8 +610,4 @@ class CopyPlanner:
         Of as many as follow it with the same copies, and move at most `MAX_JOINED_BYTES` together.
         """
         layers = layers[: max(1, MAX_JOINED_BYTES // max(1, copies.layer_bytes))]
-        first = self.pairs[layers.start]
-        num_alike = next(
-            (n for n, each in enumerate(layers) if self.pairs[each] is not first), len(layers)
-        )
-        return PageCopies(layers.start, copies.groups, num_alike)
+        return PageCopies(layers.start, copies.groups, len(self.layers.alike(layers)))

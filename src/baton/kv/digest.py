@@ -23,6 +23,8 @@ from baton.errors import ProtocolError
 from baton.kv.geometry import view_planes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from baton.kv.copies import BlockTable, PagedSequence
@@ -71,11 +73,6 @@ class Pieces:
         """Whether no block holds two of them."""
         return len(self.places) == len(self.blocks)
 
-    @cached_property
-    def least_length(self) -> int:
-        """Tokens of the shortest piece; 0 if there is none."""
-        return min(self.lengths, default=0)
-
 
 class PieceLocator:
     """Locates a handoff's pieces once for all layers: only the last answer is kept.
@@ -115,12 +112,13 @@ def locate_pieces(
         return Pieces([], [], [], [], 0, block_size)
     sequence.check_covers(int(bounds[0]), int(bounds[-1]))
     in_page = tokens % block_size
-    if int((in_page + lengths).max()) > block_size or int(lengths.min()) < 1:
+    ends = np.maximum.reduce(in_page + lengths)
+    if int(ends) > block_size or int(np.minimum.reduce(lengths)) < 1:
         raise ProtocolError("a piece is empty or crosses a page")
     if only is not None:
         tokens, lengths, in_page = tokens[only], lengths[only], in_page[only]
     blocks = sequence.blocks_of(tokens).tolist()
-    num_tokens = int(lengths.sum())
+    num_tokens = int(np.add.reduce(lengths))
     return Pieces(
         tokens.tolist(), blocks, in_page.tolist(), lengths.tolist(), num_tokens, block_size
     )
@@ -128,29 +126,30 @@ def locate_pieces(
 
 def compute_digests(
     geometry: PageGeometry,
-    layer_pages: NDArray[np.uint8],
+    layer_pages: Sequence[NDArray[np.uint8]],
     pieces: Pieces,
     *,
     heads: range | None = None,
     key: DigestKey | None = None,
     layer: int = 0,
 ) -> bytes:
-    """`DIGEST_BYTES` for each piece, concatenated.
+    """`DIGEST_BYTES` for each piece of each layer, layer after layer.
 
     Args:
-        geometry: The layer's, of this side's layout.
-        layer_pages: uint8 `[num_blocks, page_bytes]`, of that geometry (`check_page_size`).
+        geometry: The layers', of this side's layout.
+        layer_pages: Of each layer uint8 `[num_blocks, page_bytes]`, of that geometry
+            (`check_page_size`).
         pieces: From `locate_pieces`, of this side's block table.
         heads: The kv heads that both sides hold (`shared_heads`); None for all that this one does.
         key: The handoff's, for digests that cannot be forged; None for xxh3_128.
-        layer: The layer's index, which such a digest covers.
+        layer: The first layer's index: such a digest covers its layer's.
     """
     digests = PieceDigests(geometry, layer_pages, pieces, heads=heads, key=key, layer=layer)
     return digests.finish()
 
 
 class PieceDigests:
-    """The digests of a layer's pieces, which may be made while the pages are being filled.
+    """The digests of the same pieces of several layers; may be made while pages are being filled.
 
     Arguments as of `compute_digests`. Owner thread: the handoff's.
     """
@@ -158,64 +157,80 @@ class PieceDigests:
     def __init__(
         self,
         geometry: PageGeometry,
-        layer_pages: NDArray[np.uint8],
+        layer_pages: Sequence[NDArray[np.uint8]],
         pieces: Pieces,
         *,
         heads: range | None = None,
         key: DigestKey | None = None,
         layer: int = 0,
     ) -> None:
-        self._geometry, self._layer_pages, self.pieces = geometry, layer_pages, pieces
+        self._geometry, self._layer_pages, self._pieces = geometry, layer_pages, pieces
         self._heads, self._key, self._layer = heads, key, layer
-        self._planes: list[NDArray[np.uint8]] = []
         # Of so many tokens or more, a piece is a page as it lies.
-        self._page_tokens = pieces.block_size if geometry.divisible else 1
-        if not _is_stored_as_digested(geometry, heads):
-            self._page_tokens = pieces.block_size + 1
-        self._found: list[bytes | None] = [None] * len(pieces.blocks)
+        page_tokens = pieces.block_size if geometry.divisible else 1
+        if key is not None or not _is_stored_as_digested(geometry, heads):
+            page_tokens = pieces.block_size + 1
+        self._page_tokens = page_tokens
+        self._planes: dict[int, list[NDArray[np.uint8]]] = {}
+        self._found: list[bytes | None] = []
 
-    def add_pages(self, pages: list[int]) -> None:
-        """Some pages are filled; only where `Pieces.has_one_in_each_block`."""
-        places, found, layer_pages = self.pieces.places, self._found, self._layer_pages
-        are_pages = self._key is None and self.pieces.least_length >= self._page_tokens
-        for page in pages:
-            place = places.get(page)
-            if place is None:
-                continue
-            found[place] = xxh3_128_digest(layer_pages[page]) if are_pages else self._digest(place)
+    def add_pages(self, layers: range, pages: list[int]) -> None:
+        """Some pages of some layers are filled; only where `Pieces.has_one_in_each_block`."""
+        places, lengths, page_tokens = self._pieces.places, self._pieces.lengths, self._page_tokens
+        found, num_pieces = self._found, len(lengths)
+        if not found:
+            found += [None] * (num_pieces * len(self._layer_pages))
+        first = layers.start - self._layer
+        for index in range(first, first + len(layers)):
+            layer_pages, at = self._layer_pages[index], index * num_pieces
+            for page in pages:
+                place = places.get(page)
+                if place is None:
+                    continue
+                is_page = lengths[place] >= page_tokens
+                found[at + place] = (
+                    xxh3_128_digest(layer_pages[page]) if is_page else self._digest(index, place)
+                )
 
     def finish(self) -> bytes:
-        """All pages are filled: `DIGEST_BYTES` for each piece, concatenated."""
-        pieces, pages, page_tokens = self.pieces, self._layer_pages, self._page_tokens
-        has_key = self._key is not None
-        digests = [
-            digest
-            or (
-                self._digest(place)
-                if has_key or length < page_tokens
-                else xxh3_128_digest(pages[block])  # without a call for each page
-            )
-            for place, (digest, block, length) in enumerate(
-                zip(self._found, pieces.blocks, pieces.lengths, strict=True)
-            )
-        ]
+        """All pages are filled: `DIGEST_BYTES` for each piece of each layer, layer after layer."""
+        found = b"".join(filter(None, self._found))
+        if found and len(found) == DIGEST_BYTES * len(self._found):
+            return found
+        pieces, page_tokens, digests = self._pieces, self._page_tokens, list[bytes]()
+        located = list(enumerate(zip(pieces.blocks, pieces.lengths, strict=True)))
+        for index, pages in enumerate(self._layer_pages):
+            for place, (block, length) in located:
+                if length >= page_tokens:  # without a call for each page
+                    digests.append(xxh3_128_digest(pages[block]))
+                else:
+                    digests.append(self._digest(index, place))
         return b"".join(digests)
 
-    def _digest(self, place: int) -> bytes:
-        pieces, key, geometry = self.pieces, self._key, self._geometry
-        block, length = pieces.blocks[place], pieces.lengths[place]
-        if length >= self._page_tokens:
-            page = self._layer_pages[block]
-            if key is None:
-                return xxh3_128_digest(page)
-            return key.digest(self._layer, pieces.tokens[place], page.data)
-        if not self._planes:
-            self._planes = view_planes(self._layer_pages, geometry, self._heads)
-        first = pieces.firsts[place]
-        rows = _gather(self._planes, block, geometry.locate(range(first, first + length)))
-        if key is None:
-            return _digest_rows(rows)
-        return key.digest(self._layer, pieces.tokens[place], b"".join(rows))
+    def _digest(self, index: int, place: int) -> bytes:
+        """Of a piece that is no page as it lies, or with a key."""
+        pieces, key, pages = self._pieces, self._key, self._layer_pages[index]
+        first, length = pieces.firsts[place], pieces.lengths[place]
+        parts = _find_parts(self._geometry, self._heads, first, length)
+        if parts is None:
+            tokens = self._geometry.locate(range(first, first + length))
+            rows = _gather(self._view_planes(index), pieces.blocks[place], tokens)
+        else:
+            page = pages[pieces.blocks[place]].data
+            rows = [page[part] for part in parts]
+        if key is not None:
+            return key.digest(
+                self._layer + index, pieces.tokens[place],
+                rows[0] if len(rows) == 1 else b"".join(rows),
+            )  # fmt: skip
+        return _digest_rows(rows)
+
+    def _view_planes(self, index: int) -> list[NDArray[np.uint8]]:
+        planes = self._planes.get(index)
+        if planes is None:
+            pages = self._layer_pages[index]
+            planes = self._planes[index] = view_planes(pages, self._geometry, self._heads)
+        return planes
 
 
 def _gather(planes: list[NDArray[np.uint8]], block: int, tokens: range) -> list[memoryview]:
@@ -231,11 +246,30 @@ def _digest_rows(rows: list[memoryview]) -> bytes:
 
 
 @lru_cache(maxsize=1024)
-def _is_stored_as_digested(geometry: PageGeometry, heads: range | None) -> bool:
-    """Whether a whole page's bytes, as they lie, are what its digest covers.
+def _find_parts(
+    geometry: PageGeometry, heads: range | None, first: int, num_tokens: int
+) -> list[slice] | None:
+    """The bytes of some tokens in a page, in canonical order; None where planes lie otherwise.
 
     A geometry never changes and is compared as an object, so the key has all that it depends on.
     """
+    if not _is_stored_as_digested(geometry, heads):
+        return None
+    tokens = geometry.locate(range(first, first + num_tokens))
+    parts: list[slice] = []
+    for plane in geometry.planes:
+        start = plane.offset + tokens.start * plane.token_stride
+        stop = plane.offset + tokens.stop * plane.token_stride
+        if parts and parts[-1].stop == start:
+            parts[-1] = slice(parts[-1].start, stop)
+        else:
+            parts.append(slice(start, stop))
+    return parts
+
+
+@lru_cache(maxsize=1024)
+def _is_stored_as_digested(geometry: PageGeometry, heads: range | None) -> bool:
+    """Whether a whole page's bytes, as they lie, are what its digest covers."""
     return all(
         plane.is_canonical and plane.heads_among(heads) == plane.heads for plane in geometry.planes
     )

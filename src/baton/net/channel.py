@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 from baton.auth.session import TAG_BYTES
 from baton.errors import PeerLostError
-from baton.net.framing import PREFIX_BYTES, FrameDecoder, encode_frame
+from baton.net.framing import PREFIX_BYTES, FrameDecoder
 from baton.net.tls import TlsSocket, WaitsForPeerError
 
 if TYPE_CHECKING:
@@ -77,7 +77,9 @@ class Channel:
 
     def seal(self, body: bytes) -> bytes:
         """The frame that is sent next: not for later, since frames are numbered."""
-        return encode_frame(body if self.session is None else self.session.seal(body))
+        if self.session is not None:
+            body = self.session.seal(body)
+        return len(body).to_bytes(PREFIX_BYTES, "little") + body
 
     def send_message(self, body: bytes, payload: Sequence[memoryview] = ()) -> None:
         """Queue a frame, with page bytes behind it, and send what the kernel takes.
@@ -86,17 +88,17 @@ class Channel:
             PeerLostError: the connection is broken, or the peer does not read.
         """
         num_bytes = 0 if payload else len(body)  # what waits in the pages themselves costs nothing
-        if self._num_unsent_frame_bytes + num_bytes > MAX_UNSENT_FRAMES_BYTES:
-            raise PeerLostError("the peer has stopped to read")
-        if self._queue:
-            self._num_unsent_frame_bytes += num_bytes
-            self._queue.append(self._message_batches(body, payload, num_bytes))
-        else:
-            rest = self._send_at_once([memoryview(self.seal(body)), *payload])
+        if not self._queue:
+            rest = self._send_at_once(body, payload)
             if not rest:
                 return
             self._num_unsent_frame_bytes += num_bytes
             self._queue.append(self._counted_batches(rest, num_bytes))
+        elif self._num_unsent_frame_bytes + num_bytes > MAX_UNSENT_FRAMES_BYTES:
+            raise PeerLostError("the peer has stopped to read")
+        else:
+            self._num_unsent_frame_bytes += num_bytes
+            self._queue.append(self._message_batches(body, payload, num_bytes))
         self.flush()
 
     def send_body_with_fd(self, body: bytes, fd: int) -> None:
@@ -265,23 +267,27 @@ class Channel:
         self.num_received_bytes += len(data)
         return data
 
-    def _send_at_once(self, batch: list[memoryview]) -> list[memoryview]:
-        """Send a batch that has bytes, unless something else is unsent; what is left of it.
+    def _send_at_once(self, body: bytes, payload: Sequence[memoryview]) -> list[memoryview]:
+        """Send a frame and what follows it, while nothing is unsent; what is left of them.
 
         Raises:
             PeerLostError: the connection is broken.
         """
-        if self._queue:
-            return batch
+        frame = self.seal(body)
         try:
             # For one buffer, send() is the cheaper call.
-            num_sent = self.socket.send(batch[0]) if len(batch) == 1 else self.socket.sendmsg(batch)
+            if payload:
+                num_sent = self.socket.sendmsg([memoryview(frame), *payload])
+            else:
+                num_sent = self.socket.send(frame)
         except BlockingIOError:
-            return batch
+            num_sent = 0
         except OSError as exc:
             raise PeerLostError(f"the connection broke: {exc}") from exc
         self.num_sent_bytes += num_sent
-        return [] if len(batch) == 1 and num_sent == len(batch[0]) else skip_bytes(batch, num_sent)
+        if num_sent == len(frame) and not payload:
+            return []
+        return skip_bytes([memoryview(frame), *payload], num_sent)
 
     def _load_batch(self) -> bool:
         """Fetch the next batch that has bytes; whether there is one."""

@@ -86,7 +86,9 @@ class EventReactor(Generic[E]):
     def report(self, event: E) -> None:
         """Queue an event: the next `poll` returns it."""
         self._events.append(event)
-        self._signal()
+        if not self._is_signaled and not self._is_polling:  # `_signal`, without a call
+            self._is_signaled = True
+            os.eventfd_write(self._event_fd, 1)
 
     def poll(self) -> list[E]:
         """Call the handlers of what is ready, once each; the queued events.
@@ -99,7 +101,8 @@ class EventReactor(Generic[E]):
         if self._events and self._num_quick_polls < MAX_QUICK_POLLS:
             self._num_quick_polls += 1
             events, self._events = self._events, []
-            self._update_signal()
+            if self._is_signaled:
+                self._update_signal()
             return events
         self._num_quick_polls = 0
         self._is_polling = True
@@ -211,16 +214,22 @@ class Connection:
         """Stop the timer of `fail_after` or `fail_unless_progress`."""
         self._reactor.cancel_call(self._fd)
 
-    def send_body(self, body: bytes) -> None:
-        """Queue one frame. A broken connection is reported through `on_lost`, not raised."""
+    def send_body(self, body: bytes) -> bool:
+        """Queue one frame; whether all has left, and nothing before it is unsent.
+
+        A broken connection is reported through `on_lost`, not raised.
+        """
         if not self.is_open:
-            return
+            return False
         try:
             self.channel.send_message(body)
         except BatonError as exc:
             self.fail(exc)
-        else:
+            return False
+        has_left = not self.channel.has_unsent
+        if not has_left or self._mask != select.EPOLLIN:
             self._watch_sending()
+        return has_left
 
     def send_body_with_pages(self, body: bytes, payload: Sequence[memoryview]) -> None:
         """Queue one frame, and page bytes in memory behind it; like `send_body`."""

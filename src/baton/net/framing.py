@@ -82,13 +82,16 @@ class FrameDecoder:
         Raises:
             ProtocolError: the announced body is larger than the bound.
         """
-        if len(self._buffer) < PREFIX_BYTES:
+        buffer = self._buffer
+        if len(buffer) < PREFIX_BYTES:
             return None
-        end = PREFIX_BYTES + self._body_bytes()
-        if len(self._buffer) < end:
+        end = PREFIX_BYTES + int.from_bytes(buffer[:PREFIX_BYTES], "little")
+        if end > PREFIX_BYTES + self.max_body_bytes:
+            self._check(end - PREFIX_BYTES)
+        if len(buffer) < end:
             return None
-        body = bytes(self._buffer[PREFIX_BYTES:end])
-        del self._buffer[:end]
+        body = bytes(buffer[PREFIX_BYTES:end])
+        del buffer[:end]
         return body
 
     def _body_bytes(self) -> int:

@@ -80,12 +80,16 @@ class HttpExchange:
         self._num_waiting_bytes += len(part)
         if self._num_waiting_bytes > HIGH_WATER_BYTES:
             self._flow.pause_reading()
-        self._wake()
+        self._has_news = True
+        if self._news is not None:
+            self._news.set()
 
     def end_body(self) -> None:
         """The request's body is complete."""
         self.more_body = False
-        self._wake()
+        self._has_news = True
+        if self._news is not None:
+            self._news.set()
 
     def disconnect(self) -> None:
         """The client left, or is not served any more."""
@@ -155,7 +159,10 @@ class HttpExchange:
     def write(self, body: bytes) -> bool:
         """Send a part of a body that has begun and goes on; whether the client takes more now."""
         if not self.disconnected:
-            self._send_body(body, is_last=False)
+            if self._is_chunked and not self._held_back and not self._is_head and body:
+                self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+            else:
+                self._send_body(body, is_last=False)
         return not self._flow.write_paused
 
     async def drain(self) -> None:

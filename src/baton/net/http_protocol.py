@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ssl
 from collections import deque
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final, NoReturn
 from urllib.parse import unquote
 
 import httptools
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 KEEP_ALIVE_S: Final = 75
 HEADER_OVERHEAD_BYTES: Final = 4
 UNKNOWN_ADDRESS: Final = "unknown"
+NOT_HTTP: Final = "Invalid HTTP request received."
 NO_TLS: Final = "this port speaks TLS: write https:// in place of http://"
 
 
@@ -97,7 +98,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.scope = self.headers = None  # type: ignore[assignment]
         self._exchange = self._served = self._path = None
         self._pipelined.clear()
-        if cast("FlowControl | None", self.flow) is not None:  # None before TLS is established
+        flow: FlowControl | None = self.flow
+        if flow is not None:  # None before TLS is established
             self.flow.resume_writing()
         self.transport.close()
 
@@ -131,7 +133,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _receive(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        super().data_received(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.send_400_response(NOT_HTTP)
+        except httptools.HttpParserUpgrade:
+            self._unsupported_upgrade_warning()
         if self.transport.is_closing():
             return
         if self._is_in_head:
@@ -182,12 +189,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_url(self, url: bytes) -> None:
         """See `HttpToolsProtocol`."""
         self._count_head(len(url))
-        super().on_url(url)
+        self.url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """See `HttpToolsProtocol`."""
-        self._count_head(len(name) + len(value) + HEADER_OVERHEAD_BYTES)
-        super().on_header(name, value)
+        self._num_head_bytes += len(name) + len(value) + HEADER_OVERHEAD_BYTES
+        if self._num_head_bytes > self._limits.max_head_bytes:
+            self._refuse_head()
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         """See `HttpToolsProtocol`."""
@@ -196,7 +208,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         scope = self._complete_scope(method)
         is_gateway = self._check_request(method, scope["path"])
         self._table.serve(self)
-        self._stop_timer()
+        if self._timer is not None:
+            self._stop_timer()
         before = self._exchange
         assert self._path is not None  # noqa: S101 (for mypy: the connection is made)
         self._exchange = exchange = HttpExchange(
@@ -223,7 +236,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """See `HttpToolsProtocol`."""
         self._is_in_body = False
-        self._stop_timer()
+        if self._timer is not None:
+            self._stop_timer()
         exchange = self._exchange
         if exchange is not None and not exchange.response_complete:
             exchange.end_body()
@@ -252,7 +266,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return self._exchange is not None and not self._exchange.response_complete
 
     def _complete_scope(self, method: str) -> Scope:
-        scope = cast("Scope", self.scope)
+        scope: Scope = self.scope  # type: ignore[assignment]
         url = httptools.parse_url(self.url)
         path = url.path.decode("ascii")
         scope["method"] = method
@@ -322,8 +336,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _count_head(self, num_bytes: int) -> None:
         self._num_head_bytes += num_bytes
         if self._num_head_bytes > self._limits.max_head_bytes:
-            self._refusal = Refusal.HEAD_TOO_LARGE, self._head_bound
-            raise ValueError(self._head_bound)  # ends the parser; see `send_400_response`
+            self._refuse_head()
+
+    def _refuse_head(self) -> NoReturn:
+        self._refusal = Refusal.HEAD_TOO_LARGE, self._head_bound
+        raise ValueError(self._head_bound)  # ends the parser; see `send_400_response`
 
     @property
     def _head_bound(self) -> str:

@@ -119,6 +119,8 @@ class TlsTransport(asyncio.Transport):
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
         self.is_established = False
+        self.peer_certificate: bytes | None = None
+        """In DER; None where the peer has shown none."""
 
     def decrypt(self, data: bytes) -> list[bytes]:
         """What the peer wrote; empty while the handshake goes on.
@@ -132,6 +134,7 @@ class TlsTransport(asyncio.Transport):
             if not self.is_established:
                 self._tls.do_handshake()
                 self.is_established = True
+                self.peer_certificate = self._tls.getpeercert(binary_form=True)
             while part := self._tls.read(MAX_BUFFER_BYTES):
                 parts.append(part)
             self._transport.close()  # the peer is at its end
@@ -146,11 +149,6 @@ class TlsTransport(asyncio.Transport):
         if data:
             self._tls.write(data)
             self._send()
-
-    @property
-    def peer_certificate(self) -> bytes | None:
-        """In DER; None where the peer has shown none."""
-        return self._tls.getpeercert(binary_form=True) if self.is_established else None
 
     def send_plain(self, answer: bytes) -> None:
         """Send bytes as they are, to a peer that speaks no TLS."""

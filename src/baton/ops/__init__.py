@@ -3,5 +3,6 @@
 File map:
     doctor/           `baton doctor`: probes of this host, or of a running fleet → findings
     route.py          `baton route explain`: where a request would go, or went
+    store.py          `baton store`: what the tiers hold, checked or removed
     gateway_pages.py  a running gateway's pages
 """

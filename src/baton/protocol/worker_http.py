@@ -40,6 +40,8 @@ CREATED_HEADER: Final = "x-baton-created"
 """Unix seconds, written into the answers of both workers as their time of creation."""
 TOKEN_IDS_HEADER: Final = "x-baton-token-ids"  # noqa: S105 - a header
 """`1` asks for the ids of a stream's tokens in comments; answers that have them carry it, too."""
+FIRST_TOKEN_AGE_HEADER: Final = "x-baton-first-token-s-ago"  # noqa: S105 - a header
+"""Of an answer in one piece: seconds since its first token, of which it shows nothing else."""
 SEED_HEADER: Final = "x-baton-seed"
 """For requests that have none: a number below 2^63."""
 
@@ -102,8 +104,9 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     unknown ones are ignored. `has_kv_journal`: it answers at `KV_EVENTS_PREFIX`.
     `tokenizer` is the digest of tokenizer and chat template (`digest_tokenizer`).
     `max_prompt_chars`: no longer text can fit the context, as far as the
-    worker knows its tokenizer's longest token. `topology` is `zone/rack/host/device`, levels that
-    are not known empty, or left out at the end.
+    worker knows its tokenizer's longest token. `takes_unsigned_tickets`: it knows by the connection
+    that a gateway sends one, and needs no signature. `topology` is `zone/rack/host/device`, levels
+    that are not known empty, or left out at the end.
     """
 
     worker: Annotated[WorkerId, NAME]
@@ -124,6 +127,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     control_urls: Annotated[tuple[Name, ...], RANKS] = ()
     kv_events: KVEventsSource | None = None
     has_kv_journal: bool = False
+    takes_unsigned_tickets: bool = False
     tokenizer: Name | None = None
     modes: Annotated[tuple[str, ...], Meta(max_length=16)] = ("push",)
     topology: Topology = ""

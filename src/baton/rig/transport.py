@@ -152,9 +152,21 @@ def digest_referenced(parts: Sequence[ReferencedPages]) -> str:
 
 
 class TransportBackend(Backend):
-    """See `Backend`. One grant over every page of the pool is open all the time."""
+    """See `Backend`. One grant over every page of the pool is open all the time.
 
-    def __init__(self, kind: str, options: Mapping[str, object], context: BackendContext) -> None:
+    `is_reused`: each transfer is made once when it is prepared, so that what is derived from its
+    page indices is there when it is timed, as for all layers of a handoff but the first.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        options: Mapping[str, object],
+        context: BackendContext,
+        *,
+        is_reused: bool = False,
+    ) -> None:
+        self._is_reused = is_reused
         self._context, self._epoch, self._grant = context, new_epoch(), new_ticket_id()
         self._transport = TRANSPORTS.build(kind, options)(
             TransportContext(context.credentials, self._epoch, context.host, context.clock)
@@ -162,7 +174,7 @@ class TransportBackend(Backend):
         capabilities = self._transport.capabilities
         self.traits = Traits(
             self._transport.kind,
-            _directions(capabilities),
+            _directions(capabilities, is_reused=is_reused),
             "memcpy" if capabilities.same_host_only else "tuned socket",
         )
         pool = allocate_pool(
@@ -201,13 +213,19 @@ class TransportBackend(Backend):
         """See `Backend`. Index arrays exist beforehand: the handoff shares them by all layers."""
         if direction == "reference":
             return lambda: self._refer(move)
+        transfer = self._prepare_copy(move, direction)
+        if self._is_reused:
+            transfer()
+        return transfer
+
+    def _prepare_copy(self, move: Move, direction: Direction) -> Callable[[], None]:
         transport, copies = self._transport, move.copies
         if direction == "push":
             write = PageWrite(self._remote, self._peer_grant, self.region.handle, copies, ACK)
 
             def push() -> None:
                 transport.submit(write)
-                self._wait_for(WriteCompleted)
+                self._complete(WriteCompleted)
 
             return push
         read = PageRead(self._remote, self.region.handle, copies)
@@ -216,7 +234,7 @@ class TransportBackend(Backend):
 
         def pull() -> None:
             reader.read(read)
-            self._wait_for(ReadCompleted)
+            self._complete(ReadCompleted)
 
         return pull
 
@@ -289,12 +307,18 @@ class TransportBackend(Backend):
         )
         self._transport.submit(write)
 
-    def _wait_for(self, *kinds: type[TransferEvent]) -> None:
-        """Poll until an event of each kind has come."""
+    def _complete(self, kind: type[TransferEvent]) -> None:
+        """Poll until the only transfer under way is complete; most are by the first poll."""
+        events = self._transport.poll()
+        if not (len(events) == 1 and type(events[0]) is kind):
+            self._wait_for(kind, events=events)
+
+    def _wait_for(self, *kinds: type[TransferEvent], events: Sequence[TransferEvent] = ()) -> None:
+        """Poll until an event of each kind has come. `events` came already."""
         transport, clock = self._transport, self._context.clock
         deadline, missing = clock.now() + TRANSFER_TIMEOUT_S, set(kinds)
         while True:
-            for event in transport.poll():
+            for event in (*events, *transport.poll()):
                 missing.discard(type(event))
                 if isinstance(event, RemoteLost | WriteFailed | ReadFailed):
                     raise event.error
@@ -303,7 +327,7 @@ class TransportBackend(Backend):
             if clock.now() >= deadline:
                 names = ", ".join(sorted(kind.__name__ for kind in missing))
                 raise TransferError(f"no {names} within {TRANSFER_TIMEOUT_S:g} s")
-            fd = transport.readiness_fd
+            events, fd = (), transport.readiness_fd
             self._sleep([] if fd is None else [fd], BLIND_POLL_S if fd is None else POLL_S)
 
     def _sleep(self, fds: list[int], timeout_s: float) -> None:
@@ -311,8 +335,8 @@ class TransportBackend(Backend):
         self._waiting.wait(lambda limit_s: select.select(fds, [], [], limit_s)[0], timeout_s)
 
 
-def _directions(capabilities: Capabilities) -> tuple[Direction, ...]:
+def _directions(capabilities: Capabilities, *, is_reused: bool) -> tuple[Direction, ...]:
     directions: list[Direction] = ["push"]
     directions += ["pull"] if capabilities.reads else []
-    directions += ["reference"] if capabilities.views else []
+    directions += ["reference"] if capabilities.views and not is_reused else []
     return tuple(directions)

@@ -7,7 +7,10 @@ one that may answer. Of each, what the client will see is predicted:
            where prefill and handoff are of what the worker does not have cached
     TPOT = a step of the decode worker with one answer more / the share of time left for steps
 
-and what the placement costs the answers that are under way at the two. The least sum wins.
+A prefix that another worker has cached can also be loaded from it: then only the rest is computed,
+by the worker that answers. To each is added what the placement costs others: the answers that are
+under way at the two, and prompts to come, since what a worker has to keep pushes out what they
+would have found. The least sum wins.
 `goodput` counts both in units of their limits, and what is beyond a limit `BEYOND` times;
 `throughput` counts seconds until the answer is complete. A worker in its slow start costs more.
 """
@@ -17,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -54,8 +57,15 @@ if TYPE_CHECKING:
 BEYOND: Final = 10.0
 """What a unit beyond a limit counts: the request is as good as lost, but sooner is better."""
 TYPICAL_ANSWER_TOKENS: Final = 128
+LEAST_LOADED: Final = 128
+"""Tokens that a worker must lack for their KV to be loaded from another one."""
+MOST_SOURCES: Final = 3
+"""Workers that have most of a prompt, from which it may be loaded."""
 PREFERRED_ALONE: Final = 0.95
 """Two workers must be so much better than one: predictions are not exact, and a handoff is work."""
+
+EQUAL: Final = 1.0 + 1e-9
+LOADING_MODES: Final = frozenset({"auto", "push"})
 
 Objective: TypeAlias = Literal["goodput", "throughput"]
 _Number = TypeVar("_Number", "float", "NDArray[np.float64]")
@@ -63,11 +73,15 @@ _Seconds: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class CostOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is wanted: requests within both limits, in seconds, or as many as can be."""
+    """What is wanted: requests within both limits, in seconds, or as many as can be.
+
+    `load_prefixes`: KV of a prompt's beginning may be loaded from a worker that has it cached.
+    """
 
     objective: Objective = "goodput"
     ttft_s: _Seconds = 2.0
     tpot_s: _Seconds = 0.1
+    load_prefixes: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +104,8 @@ class Prediction:
 class Candidate:
     """One way to serve a request: `prefill` None is the decode worker alone.
 
-    `handoffs` is where the handoff's cost comes from.
+    `handoffs` is where the handoff's cost comes from. `num_prefix_tokens` above 0: it hands over so
+    many that it has cached, and computes nothing.
     """
 
     prefill: WorkerView | None
@@ -98,10 +113,13 @@ class Candidate:
     prediction: Prediction
     cost: float
     handoffs: HandoffCosts | None = None
+    num_prefix_tokens: int = 0
 
     def __str__(self) -> str:
         seen = self.prediction
         who = self.decode.id if self.prefill is None else f"{self.prefill.id} → {self.decode.id}"
+        if self.num_prefix_tokens:
+            who += f" (a prefix of {self.num_prefix_tokens} tokens)"
         parts = f"queue {seen.queue_s:.3f}, prefill {seen.prefill_s:.3f}"
         if seen.num_cached:
             parts += f" ({seen.num_cached} tokens cached)"
@@ -123,8 +141,17 @@ class Candidate:
             "tpot_s": seen.tpot_s,
             "cached_tokens": seen.num_cached,
         }
+        if self.num_prefix_tokens:
+            figures["loaded_tokens"] = self.num_prefix_tokens
         first = None if prefill is None else prefill.id
-        return ExplainedCandidate("request", first, self.decode.id, figures, why_not)
+        return ExplainedCandidate(
+            "request",
+            first,
+            self.decode.id,
+            figures,
+            why_not,
+            num_prefix_tokens=self.num_prefix_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +178,10 @@ class _Parts:
     """What each worker would add to a request's cost, as arrays `[num_workers]`.
 
     Computing the prompt takes `queue_s + prefill_s` and costs the answers there `stall`; answering
-    takes `tpot_s` for a token and costs them `crowd`. `shares` are what workers in a slow start get
-    of what they would get otherwise; None where there are none.
+    takes `tpot_s` for a token and costs them `crowd`. Keeping what it has not cached costs `keep`.
+    It was given its last prompt at `given_at`.
+    `shares` are what workers in a slow start get of what they would get otherwise; None where there
+    are none.
     """
 
     usable: _Usable
@@ -162,6 +191,8 @@ class _Parts:
     stall: NDArray[np.float64]
     tpot_s: NDArray[np.float64]
     crowd: NDArray[np.float64]
+    keep: NDArray[np.float64]
+    given_at: NDArray[np.float64]
     shares: NDArray[np.float64] | None
 
     def predict(self, first: int, second: int, handoff_s: float, num_tokens: int) -> Prediction:
@@ -173,6 +204,19 @@ class _Parts:
             float(self.tpot_s[second]),
             num_tokens - int(self.num_uncached[first]),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Loading:
+    """A prefix of `source`, which has all but `num_uncached` tokens; others compute those alone.
+
+    That takes `prefill_s` at each worker that may answer, and costs others `others`, TTFT apart.
+    """
+
+    source: WorkerView
+    num_uncached: int
+    prefill_s: NDArray[np.float64]
+    others: NDArray[np.float64]
 
 
 class CostPolicy:
@@ -203,12 +247,14 @@ class CostPolicy:
         if (fixed := serve_alone(best.decode, request, self._mode)) is not None:
             return fixed
         pairs = self._rank_pairs(parts, best.cost, request, load)
+        pairs += self._rank_prefixes(parts, best.cost, request, load)
+        pairs.sort(key=attrgetter("cost"))
         prefills = usable.prefills
         divided = [f"only prefilling at present: {', '.join(sorted(prefills))}"] if prefills else []
         for pair in pairs:
             if pair.prefill is None or pair.cost >= PREFERRED_ALONE * best.cost:
                 break
-            placement = hand_over(pair.prefill, pair.decode, request, self._mode)
+            placement = self._hand_over(pair, pair.prefill, request)
             if placement.prefill is not None:
                 why = (*placement.why, f"chosen: {pair}", f"rather than {best}", *divided)
                 return replace(placement, why=why)
@@ -233,7 +279,8 @@ class CostPolicy:
                 for at, cost in enumerate(costs)
             ]
             ways += self._rank_pairs(parts, inf, request, load)
-            ways.sort(key=lambda way: way.cost)
+            ways += self._rank_prefixes(parts, inf, request, load)
+            ways.sort(key=attrgetter("cost"))
             candidates += [way.explain(self._why_not(way, request)) for way in ways]
             candidates += _explain_unpaired(usable)
         listed = {each.decode for each in candidates if each.prefill is None}
@@ -251,8 +298,18 @@ class CostPolicy:
         alone = serve_alone(way.decode, request, self._mode)
         if way.prefill is None:
             return None
-        placement = alone or hand_over(way.prefill, way.decode, request, self._mode)
+        placement = alone or self._hand_over(way, way.prefill, request)
         return "; ".join(placement.reasons or placement.why) if placement.prefill is None else None
+
+    def _hand_over(
+        self, way: Candidate, prefill: WorkerView, request: PlacementRequest
+    ) -> Placement:
+        if not way.num_prefix_tokens:
+            return hand_over(prefill, way.decode, request, self._mode)
+        placement = hand_over(prefill, way.decode, request, "push")
+        if placement.prefill is None:
+            return placement
+        return replace(placement, num_prefix_tokens=way.num_prefix_tokens)
 
     def _find_usable(
         self, fleet: Fleet, request: PlacementRequest, load: FleetLoad
@@ -324,9 +381,9 @@ class CostPolicy:
         if request.cached:
             num_uncached -= [request.cached.get(worker.id, 0) for worker in usable.workers]
             num_uncached = np.maximum(min(tokens, 1.0), num_uncached)
-        prefill_s = costs.prefill.factors(columns.prefill_log[rows])
+        prefill_s = costs.prefill.factors(columns.prefill_evidence[rows])
         prefill_s *= costs.prefill.predict(num_uncached)
-        step_s, num = costs.step.factors(columns.step_log[rows]), columns.num_decodes[rows]
+        step_s, num = costs.step.factors(columns.step_evidence[rows]), columns.num_decodes[rows]
         before_s, after_s = step_s * costs.step.predict(num), step_s * costs.step.predict(num + 1)
         share = columns.prefill_share[rows] * np.exp((columns.share_at[rows] - now) / WINDOW_S)
         share = np.minimum(1.0, share)
@@ -342,15 +399,33 @@ class CostPolicy:
             stall = num * (_bend(before_s / left / limit) - usual)
             crowd = num * (_bend(tpot_s / limit) - usual)
         queue_s = np.maximum(0.0, columns.free_at[rows] - now)
+        # What is stored pushes out as much, of which others would have found so large a share.
+        keep = costs.found_share * costs.prefill.each * num_uncached
+        if self._options.objective == "goodput":
+            keep /= self._options.ttft_s
         shares = None
         if usable.has_slow_starts:
             shares = np.array([worker.share(now) for worker in usable.workers])
-        return _Parts(usable, num_uncached, queue_s, prefill_s, stall, tpot_s, crowd, shares)
+        return _Parts(
+            usable,
+            num_uncached,
+            queue_s,
+            prefill_s,
+            stall,
+            tpot_s,
+            crowd,
+            keep,
+            columns.share_at[rows],
+            shares,
+        )
 
     def _best_alone(self, parts: _Parts, request: PlacementRequest) -> Candidate:
-        """The best worker to do both parts; among equals the first of the operator's list."""
+        """The best worker to do both parts; among equals the one that has had no prompt longest."""
         costs, usable = self._costs_alone(parts, request), parts.usable
         best = int(costs.argmin())
+        equals = np.flatnonzero(costs <= EQUAL * costs[best])
+        if len(equals) > 1:
+            best = int(equals[parts.given_at[equals].argmin()])
         prediction = parts.predict(best, best, 0.0, request.num_prompt_tokens)
         return Candidate(None, usable.workers[best], prediction, float(costs[best]))
 
@@ -358,7 +433,7 @@ class CostPolicy:
         """Of each worker that may answer, if it does both parts `[num_decodes]`."""
         ttft = self._own_ttft(parts.queue_s + parts.prefill_s, request)
         tpot = self._own_tpot(parts.tpot_s, request)
-        costs = ttft + parts.stall + tpot + parts.crowd
+        costs = ttft + parts.stall + tpot + parts.crowd + parts.keep
         if parts.shares is not None:
             costs /= parts.shares
         return costs[: parts.usable.num_decodes]
@@ -376,8 +451,10 @@ class CostPolicy:
         """
         usable, handoffs = parts.usable, load.costs(request.model).handoffs
         workers, num = usable.workers, usable.num_decodes
-        computing = self._own_ttft(parts.queue_s + parts.prefill_s, request) + parts.stall
+        others_at_first = parts.stall + parts.keep
+        computing = self._own_ttft(parts.queue_s + parts.prefill_s, request) + others_at_first
         answering = self._own_tpot(parts.tpot_s[:num], request) + parts.crowd[:num]
+        answering += parts.keep[:num]
         limit_s = request.ttft_s or self._options.ttft_s
         weight = 1.0 if self._options.objective == "throughput" else 1.0 / limit_s
         search = PairSearch(
@@ -391,7 +468,7 @@ class CostPolicy:
         )
         before_s: list[float] = (parts.queue_s + parts.prefill_s).tolist()
         handed: list[float] = parts.num_uncached.tolist()
-        others: list[float] = parts.stall.tolist()
+        others: list[float] = others_at_first.tolist()
         own: list[float] = answering.tolist()
         found: list[tuple[float, int, int, float]] = []
         least, better = inf, PREFERRED_ALONE * alone_cost
@@ -420,6 +497,79 @@ class CostPolicy:
             )
             for cost, first, second, handoff_s in found
         ]
+
+    def _rank_prefixes(
+        self, parts: _Parts, alone_cost: float, request: PlacementRequest, load: FleetLoad
+    ) -> list[Candidate]:
+        """For each of those that have most of the prompt cached, who best loads that and answers.
+
+        Only what could be better than one worker.
+        """
+        if not (request.cached and self._options.load_prefixes and self._mode in LOADING_MODES):
+            return []
+        usable, line = parts.usable, load.costs(request.model).prefill
+        answering = slice(usable.num_decodes)
+        usual = parts.crowd[answering] + parts.keep[answering]
+        usual += self._own_tpot(parts.tpot_s[answering], request)
+        whole_s = line.predict(parts.num_uncached[answering])
+        found: list[Candidate] = []
+        for at in parts.num_uncached.argsort(kind="stable")[:MOST_SOURCES].tolist():
+            source, uncached = usable.workers[at], float(parts.num_uncached[at])
+            if source.protocol != "baton" or uncached > request.num_prompt_tokens - LEAST_LOADED:
+                continue
+            # Of what a prompt takes at each worker: it has no more to compute than the source.
+            share = np.minimum(1.0, line.predict(uncached) / whole_s)
+            prefill_s = share * parts.prefill_s[answering]
+            others = share * parts.stall[answering] + usual
+            least = min([PREFERRED_ALONE * alone_cost, *(each.cost for each in found)])
+            loading = _Loading(source, int(uncached), prefill_s, others)
+            found += self._find_loading(parts, loading, request, load, least=least)
+        return found
+
+    def _find_loading(
+        self,
+        parts: _Parts,
+        loading: _Loading,
+        request: PlacementRequest,
+        load: FleetLoad,
+        *,
+        least: float,
+    ) -> list[Candidate]:
+        """Who best loads what the source has; empty where that costs `least` or more."""
+        usable, handoffs = parts.usable, load.costs(request.model).handoffs
+        source, prefill_s, others = loading.source, loading.prefill_s, loading.others
+        queue_s = parts.queue_s[: usable.num_decodes]
+        missing = parts.num_uncached[: usable.num_decodes] - loading.num_uncached
+        without = self._own_ttft(queue_s + prefill_s, request) + others
+        if parts.shares is not None:
+            without /= parts.shares[: usable.num_decodes]
+        without[missing < LEAST_LOADED] = inf
+        if without.min() >= least:
+            return []
+        found: list[Candidate] = []
+        for at in without.argsort(kind="stable")[:MOST_OF_EACH].tolist():
+            if without[at] >= least:
+                break
+            decode = usable.workers[at]
+            if decode.protocol != "baton" or decode.why_not_from(source) is not None:
+                continue
+            load_s = handoffs.predict_load(source, decode, float(missing[at]))
+            before_s, num_loaded = float(queue_s[at]), request.num_prompt_tokens
+            num_loaded -= loading.num_uncached
+            prediction = Prediction(
+                before_s,
+                float(prefill_s[at]),
+                max(0.0, load_s - before_s),  # prompts before it are computed while it loads
+                float(parts.tpot_s[at]),
+                num_loaded,
+            )
+            cost = self._own_ttft(prediction.ttft_s, request) + float(others[at])
+            if parts.shares is not None:
+                cost /= float(parts.shares[at])
+            if cost < least:
+                least = cost
+                found = [Candidate(source, decode, prediction, cost, handoffs, num_loaded)]
+        return found
 
     def _own_ttft(self, ttft_s: _Number, request: PlacementRequest) -> _Number:
         """What the time to the first token counts, by the request's own limit if it has one."""

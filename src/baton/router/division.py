@@ -72,17 +72,25 @@ def _share(mean: float) -> float:
 class Demand:
     """What is asked of the workers: requests at once, and what one of them costs, in seconds.
 
-    `step_s` of a step's answers: `(fixed, each)`. `trust` is the share of the predicted rate that
-    the present division achieves: workers may share what each is predicted to have, processors for
-    example, and of other divisions no better is believed.
+    `prefill_s` and `handoff_s` are of what is not cached, `cold_prefill_s` and `cold_handoff_s` of
+    whole prompts: another division begins with the caches of this one, and what workers have of a
+    prompt is then not where it is needed. `step_s` of a step's answers: `(fixed, each)`. `trust` is
+    the share of the predicted rate that the present division achieves: workers may share what each
+    is predicted to have, processors for example, and of other divisions no better is believed.
     """
 
     num_at_once: float
     prefill_s: float
+    cold_prefill_s: float
     handoff_s: float
+    cold_handoff_s: float
     num_answer_tokens: float
     step_s: tuple[float, float]
     trust: float = 1.0
+
+    def without_caches(self) -> Demand:
+        """Where prompts find nothing."""
+        return replace(self, prefill_s=self.cold_prefill_s, handoff_s=self.cold_handoff_s)
 
 
 def predict_goodput(demand: Demand, limits: Limits, num_workers: int, num_prefill: int) -> float:
@@ -213,7 +221,8 @@ class Division:
             if known is not None:
                 worth = known / BETTER
             else:
-                worth = predict_goodput(demand, self.limits, num_workers, other) / MUCH_BETTER
+                cold = demand.without_caches() if other else demand
+                worth = predict_goodput(cold, self.limits, num_workers, other) / MUCH_BETTER
             if worth > most:
                 best, most, is_known = other, worth, known is not None
         if is_known:  # back: what was tried is not as good
@@ -248,12 +257,15 @@ def _demand(
 ) -> Demand:
     num = len(ended)
     tokens = sum(each.num_tokens for each in ended) / num
+    all_tokens = tokens + sum(each.num_cached for each in ended) / num
     model = workers[0].model
     costs = load.costs(model)
     return Demand(
         num_at_once=max(1.0, sum(each.lasted_s for each in ended) / window_s),
         prefill_s=max(1e-4, costs.prefill.predict(tokens)),
+        cold_prefill_s=max(1e-4, costs.prefill.predict(all_tokens)),
         handoff_s=costs.handoffs.predict_usual(tokens),
+        cold_handoff_s=costs.handoffs.predict_usual(all_tokens),
         num_answer_tokens=max(1.0, sum(each.num_streamed for each in ended) / num),
         step_s=(costs.step.fixed, costs.step.each),
     )

@@ -34,7 +34,7 @@ class ExplainedCandidate:
 
     Of a whole request `prefill` None is the decode worker alone. `figures` by name, units in the
     names; the first is what is compared, the least is best, and others are what it is made of.
-    `why_not`: why it cannot be chosen now.
+    `why_not`: why it cannot be chosen now. `num_prefix_tokens` as in `Placement`.
     """
 
     part: Part
@@ -42,6 +42,7 @@ class ExplainedCandidate:
     decode: WorkerId | None
     figures: Mapping[str, float] = field(default_factory=dict)
     why_not: str | None = None
+    num_prefix_tokens: int = 0
 
     def is_chosen(self, placement: Placement | Unplaceable) -> bool:
         """Whether it is this placement, or its part."""
@@ -50,7 +51,11 @@ class ExplainedCandidate:
         prefill = None if placement.prefill is None else placement.prefill.id
         match self.part:
             case "request":
-                return (self.prefill, self.decode) == (prefill, placement.decode.id)
+                return (self.prefill, self.decode, self.num_prefix_tokens) == (
+                    prefill,
+                    placement.decode.id,
+                    placement.num_prefix_tokens,
+                )
             case "prefill":
                 return self.prefill == prefill
             case "decode":

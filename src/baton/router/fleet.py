@@ -26,6 +26,7 @@ class WorkerView:
     `modes` are the ways of handing over that it takes part in. `load` None: not reported.
     `available`: it may be given requests. `half_open`: it may get a trial request.
     `ejected`: it is up, but only used where there is no other. `slow_start` None: it is over.
+    `takes_unsigned_tickets`: its connections to a gateway prove what that is.
     `topology` is where it is (`router/topology.py`).
     """
 
@@ -42,12 +43,13 @@ class WorkerView:
     half_open: bool = False
     ejected: bool = False
     slow_start: SlowStart | None = None
+    takes_unsigned_tickets: bool = False
     topology: str = ""
+    id: WorkerId = field(init=False)
+    """The worker's name, which survives a restart. Each request asks for it many times."""
 
-    @property
-    def id(self) -> WorkerId:
-        """The worker's name, which survives a restart."""
-        return self.ref.worker
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "id", self.ref.worker)
 
     @property
     def host(self) -> str:

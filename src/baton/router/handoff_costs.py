@@ -87,7 +87,7 @@ class HandoffCosts:
         self.links: Mapping[tuple[WorkerId, WorkerId], LinkCost] = {}
         self._measured: dict[Distance, LinkCost] = {}
         self._pairs: dict[tuple[WorkerId, WorkerId], WorkerCost] = {}
-        self.lines = tuple(LearnedLine(self._guess(each), TYPICAL_TOKENS) for each in Distance)
+        self.lines = tuple(LearnedLine(self._guess(each)) for each in Distance)
 
     def note_links(
         self, links: Mapping[tuple[WorkerView, WorkerView], LinkCost], shape: KVShape | None
@@ -150,6 +150,12 @@ class HandoffCosts:
             cost = self._pairs[key] = WorkerCost(self.lines[self.distance(prefill, decode)])
         return cost
 
+    def predict_load(self, source: WorkerView, decode: WorkerView, num_tokens: float) -> float:
+        """Seconds for KV that is cached at `source`: no computation hides a part of it."""
+        cost, link = self.cost_of(source, decode), self._link(self.distance(source, decode))
+        moved_s = num_tokens * self._shape.bytes_per_token * link.byte_s
+        return max(cost.predict(num_tokens), cost.predict(0) + moved_s)
+
     def observe(self, cost: WorkerCost, num_tokens: float, seconds: float) -> None:
         """A handoff between the workers of `cost` took so long, beyond the prompt's end."""
         cost.observe(num_tokens, seconds)
@@ -186,5 +192,7 @@ class HandoffCosts:
         return found[0], found[1]
 
     def _guess_by_link(self, distance: Distance) -> tuple[float, float]:
-        link = self._measured.get(distance, DEFAULTS[distance])
-        return guess_exposed(link, self._shape, self._prefill.each)
+        return guess_exposed(self._link(distance), self._shape, self._prefill.each)
+
+    def _link(self, distance: Distance) -> LinkCost:
+        return self._measured.get(distance, DEFAULTS[distance])

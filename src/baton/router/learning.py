@@ -1,16 +1,21 @@
 """A cost as a line, learned from what was seen: `seconds = factor * (fixed + each * size)`.
 
-Least squares over observations whose weight falls by `FORGETTING` with each newer one, and a first
-guess that counts as `GUESS_WEIGHT` observations at the sizes 0 and `guess_size`. Neither
-coefficient is ever negative. Workers of one model share the line: each sees few sizes, and what it
-did not see would be extrapolated differently for two that are the same. What is a worker's own is
-its factor, the geometric mean of seen over predicted; the workers' mean factor is 1.
+Least squares over observations whose weight falls by `FORGETTING` with each newer one. The line
+goes through their mean; its slope is what they show as far as that is certain, and else what a
+first guess has, scaled to the mean: of prompts that are all short, noise would decide what a long
+one costs. Neither coefficient is ever negative. Workers of one model share the line: each sees few
+sizes, and what it did not see would be extrapolated differently for two that are the same.
+
+What is a worker's own is its factor: the mean logarithm of seen over predicted, relative to the
+workers' mean, as far as it exceeds what noise explains. A worker that is not seen while others are
+comes back to factor 1: one that was slow for a moment would otherwise never get another request
+that could show it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import exp, log
+from math import exp, inf, log
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
@@ -21,104 +26,154 @@ if TYPE_CHECKING:
 _Size = TypeVar("_Size", "float", "NDArray[np.float64]")
 FORGETTING: Final = 0.97
 """About the last 33 observations count."""
-GUESS_WEIGHT: Final = 0.5
+FIRST_NOISE: Final = 0.5
+"""Of the first observation, as a share of it: the square of its deviation from the line."""
+SLOPE_SPREAD: Final = 0.5
+"""The deviation of a guessed slope, as a share of the steepest one (nothing is fixed)."""
+MOST_BEYOND: Final = 4.0
+"""What an observation counts at most, over what was predicted, or under it."""
+LEAST_SEEN: Final = 8
+"""Observations of a line before that."""
 ERROR_SHARE: Final = 0.1
-"""What the newest error counts in `error`, and the newest ratio in `factor`."""
-LEAST_SPREAD: Final = 0.02
-"""Of sizes: the square of their deviation as a share of the mean square."""
-PULL: Final = 0.02
-"""By how much of itself a factor's logarithm shrinks with each observation: where one worker alone
-is seen, the line is to explain it."""
+"""What the newest error counts in `error`, and the newest ratio in a factor."""
+FIRST_SPREAD: Final = 0.25
+"""Of the logarithms of ratios, before any was seen: the square of their deviation."""
+DOUBT: Final = 4.0
+"""How many times the square of its standard error a factor's squared logarithm must be."""
+UNSEEN_TURNS: Final = 16.0
+"""After so many times what would be its turn, 1/e is left of the logarithm of a factor."""
 MOST_FACTOR: Final = 10.0
+NOTHING_SEEN: Final = (0.0, inf, 0.0)
+"""The evidence of a factor of 1."""
+_TINY: Final = 1e-9
+_MOST: Final = log(MOST_FACTOR)
 
 
 @dataclass(slots=True)
 class LearnedLine:
     """What workers share. `guess`: fixed seconds, and for each unit of size, before any was seen.
 
-    `num_workers` have been seen, whose factors' logarithms are `sum_of_logs`. Owner: one thread.
+    `num_seen` observations of `num_workers`, the means of whose logarithms are `sum_of_logs` in
+    all. Owner: one thread.
     """
 
     guess: tuple[float, float]
-    guess_size: float
     fixed: float = field(init=False)
     each: float = field(init=False)
+    num_seen: int = 0
     num_workers: int = 0
     sum_of_logs: float = 0.0
-    _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
+    _sums: list[float] = field(default_factory=lambda: [0.0] * 6)
 
     def __post_init__(self) -> None:
         self.fixed, self.each = self.guess
 
     def guess_again(self, guess: tuple[float, float]) -> None:
         """Another guess is at hand; it counts for nothing once something was seen."""
-        if not self._sums[0]:
+        if not self.num_seen:
             self.guess = self.fixed, self.each = guess
 
     @property
     def mean_log(self) -> float:
-        """Of the workers' factors."""
+        """Of the workers' ratios."""
         return self.sum_of_logs / max(1, self.num_workers)
 
     def predict(self, size: _Size) -> _Size:
         """Seconds for so much."""
         return self.fixed + self.each * size
 
-    def factors(self, logs: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Of workers, by `WorkerCost.log` of each, NaN before anything was seen of it."""
-        found = np.exp(np.where(np.isnan(logs), 0.0, logs - self.mean_log))
-        bounded: NDArray[np.float64] = np.minimum(np.maximum(found, 1 / MOST_FACTOR), MOST_FACTOR)
+    def factors(self, evidence: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Of workers `[num_workers]`, by the `WorkerCost.evidence` of each `[num_workers, 3]`."""
+        logs, doubts, seen_at = evidence.T
+        own = logs - self.mean_log
+        squares = own * own
+        own *= np.maximum(0.0, squares - doubts) / np.maximum(squares, _TINY)
+        own *= np.exp((seen_at - self.num_seen) / (UNSEEN_TURNS * max(1, self.num_workers)))
+        bounded: NDArray[np.float64] = np.exp(np.minimum(np.maximum(own, -_MOST), _MOST))
         return bounded
 
     def observe(self, size: float, seconds: float) -> None:
         """So much took so long, by the measure of a worker of factor 1."""
-        if not self._sums[0]:
-            for at in (0.0, self.guess_size):
-                self._add(at, self.fixed + self.each * at, GUESS_WEIGHT / 2)
-        self._sums = [value * FORGETTING for value in self._sums]
-        self._add(size, seconds, 1.0)
+        if self.num_seen >= LEAST_SEEN:
+            usual = self.predict(size)
+            seconds = min(MOST_BEYOND * usual, max(usual / MOST_BEYOND, seconds))
+        squared = seconds * seconds
+        if not self.num_seen:
+            self._sums[5] = FIRST_NOISE * squared
+        self.num_seen += 1
+        # Each request is observed: no loops.
+        weight, sizes, times, squares, products, noise = self._sums
+        self._sums = [
+            weight * FORGETTING + 1.0,
+            sizes * FORGETTING + size,
+            times * FORGETTING + seconds,
+            squares * FORGETTING + size * size,
+            products * FORGETTING + size * seconds,
+            noise * FORGETTING + squared,
+        ]
         self._fit()
 
-    def _add(self, size: float, seconds: float, weight: float) -> None:
-        parts = (1.0, size, seconds, size * size, size * seconds)
-        self._sums = [value + weight * part for value, part in zip(self._sums, parts, strict=True)]
-
     def _fit(self) -> None:
-        weight, size, seconds, squares, products = self._sums
-        spread = weight * squares - size * size
-        if spread <= LEAST_SPREAD * weight * squares:
-            # All of about one size: what is fixed cannot be separated from what each unit costs.
-            scale = (seconds / weight) / max(self.predict(size / weight), 1e-9)
-            self.fixed, self.each = self.fixed * scale, self.each * scale
-            return
-        each = max(0.0, (weight * products - size * seconds) / spread)
-        fixed = (seconds - each * size) / weight
+        weight, size, seconds, squares, products, variance = self._sums
+        size, seconds, squares = size / weight, seconds / weight, squares / weight
+        products, variance = products / weight, variance / weight
+        fixed, each = self.guess
+        usual = fixed + each * size
+        each *= seconds / usual if usual else 0.0
+        spread, together = squares - size * size, products - size * seconds
+        # More never takes less: where that is seen, it comes from something else.
+        if spread > _TINY * squares and together > 0.0:
+            shown = together / spread
+            unexplained = variance - seconds * seconds - shown * together
+            uncertain = max(unexplained, _TINY * seconds * seconds) / (weight * spread)
+            guessed = SLOPE_SPREAD * seconds / size
+            each += (shown - each) / (1.0 + uncertain / (guessed * guessed))
+        fixed = seconds - each * size
         if fixed < 0.0:
-            fixed, each = 0.0, products / squares if squares else 0.0
+            fixed, each = 0.0, products / squares
         self.fixed, self.each = fixed, each
+
+
+_LATEST_SHARE: Final = ERROR_SHARE / (2.0 - ERROR_SHARE)
+"""The variance of a mean over the latest, as a share of that of one."""
 
 
 @dataclass(slots=True)
 class WorkerCost:
     """One worker's cost, on a line that it shares with others.
 
-    `num_seen` are its observations, `log` is its factor's logarithm, not yet relative to the
-    others'; `error` is the mean, over the latest, of the difference to what
-    was predicted, as a share of the larger of the two. Owner: one thread.
+    `num_seen` are its observations, the last when the line had had `seen_at`; `log` is the mean
+    logarithm of seen over predicted by the line alone, and `doubt` the square of what noise may
+    have added to it. `error` is the mean, over the latest, of the difference to what was predicted,
+    as a share of the larger of the two. Owner: one thread.
     """
 
     line: LearnedLine
     num_seen: int = 0
+    seen_at: int = 0
     error: float = 0.0
     log: float = 0.0
+    doubt: float = DOUBT * FIRST_SPREAD
+    _spread: float = FIRST_SPREAD
+
+    @property
+    def evidence(self) -> tuple[float, float, float]:
+        """What `LearnedLine.factors` needs of it."""
+        return (self.log, self.doubt, self.seen_at) if self.num_seen else NOTHING_SEEN
 
     @property
     def factor(self) -> float:
         """How much slower than the mean it is; 1 before anything was seen."""
         if not self.num_seen:
             return 1.0
-        factor = exp(self.log - self.line.mean_log)
-        return min(MOST_FACTOR, max(1 / MOST_FACTOR, factor))
+        line = self.line
+        own = self.log - line.sum_of_logs / line.num_workers  # each request asks: no further calls
+        if own * own <= self.doubt:
+            return 1.0
+        own -= self.doubt / own
+        unseen = (line.num_seen - self.seen_at) / line.num_workers
+        own *= exp(-unseen / UNSEEN_TURNS)
+        return exp(min(_MOST, max(-_MOST, own)))
 
     def predict(self, size: float) -> float:
         """Seconds for so much."""
@@ -127,16 +182,22 @@ class WorkerCost:
     def observe(self, size: float, seconds: float) -> None:
         """So much took so long."""
         seconds, line = max(seconds, 1e-6), self.line
-        predicted = max(self.predict(size), 1e-6)
+        factor = self.factor
+        predicted = max(factor * line.predict(size), 1e-6)
         error = abs(predicted - seconds) / max(predicted, seconds)
-        self.error += max(ERROR_SHARE, 1 / (self.num_seen + 1)) * (error - self.error)
-        if not self.num_seen:  # it joins at the mean
-            self.log = line.mean_log
+        share = max(ERROR_SHARE, 1 / (self.num_seen + 1))
+        self.error += share * (error - self.error)
+        line.observe(size, seconds / factor)
+        beyond = log(seconds / max(line.predict(size), 1e-6))
+        beyond = min(_MOST, max(-_MOST, beyond))
+        if not self.num_seen:
             line.num_workers += 1
-            line.sum_of_logs += self.log
-        self.num_seen += 1
-        line.observe(size, seconds / self.factor)
-        beyond = log(seconds / max(self.predict(size), 1e-6))
-        change = ERROR_SHARE * beyond - PULL * log(self.factor)
+            change = beyond
+        else:
+            change = share * (beyond - self.log)
+            self._spread += share * ((beyond - self.log) ** 2 - self._spread)
         self.log += change
         line.sum_of_logs += change
+        self.num_seen += 1
+        self.doubt = DOUBT * self._spread * max(_LATEST_SHARE, 1.0 / self.num_seen)
+        self.seen_at = line.num_seen

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from baton.router.handoff_costs import HandoffCosts
-from baton.router.learning import LearnedLine, WorkerCost
+from baton.router.learning import NOTHING_SEEN, LearnedLine, WorkerCost
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from numpy.typing import NDArray
 
@@ -39,18 +39,18 @@ MOST_ENDED: Final = 512
 """Requests that are remembered after their end."""
 MOST_SHARE: Final = 0.95
 """Of a worker's time that prompts take: a step is not called slower than 20 times for that."""
-_TYPICAL_TOKENS: Final = 1000.0
 _PREFILL_GUESS: Final = (0.005, 5e-5)
 _STEP_GUESS: Final = (0.01, 2e-4)
-_TYPICAL_STREAMS: Final = 16.0
+FOUND_FORGETTING: Final = 0.99
+"""About the last 100 prompts count in `ModelCosts.found_share`."""
 NO_PLACE: Final = -1
 
 
 class LoadColumns:
     """What placement looks at of one model's workers, one row for each: see `WorkerActivity`.
 
-    A policy reads many workers at once as arrays, requests change one at a time. Until a cost was
-    seen, its logarithm is NaN. `place` is a number of the model's `Places`.
+    A policy reads many workers at once as arrays, requests change one at a time. Of costs they have
+    the `WorkerCost.evidence`. `place` is a number of the model's `Places`.
     """
 
     FIRST_ROWS: Final = 64
@@ -62,8 +62,8 @@ class LoadColumns:
         self.num_decodes = np.zeros(self.FIRST_ROWS)
         self.prefill_share = np.zeros(self.FIRST_ROWS)
         self.share_at = np.zeros(self.FIRST_ROWS)
-        self.prefill_log = np.full(self.FIRST_ROWS, np.nan)
-        self.step_log = np.full(self.FIRST_ROWS, np.nan)
+        self.prefill_evidence = np.zeros((self.FIRST_ROWS, 3))
+        self.step_evidence = np.zeros((self.FIRST_ROWS, 3))
         self.place = np.full(self.FIRST_ROWS, NO_PLACE, dtype=np.intp)
 
     def add_row(self) -> int:
@@ -77,7 +77,7 @@ class LoadColumns:
                 self._grow()
         for column in (self.free_at, self.num_decodes, self.prefill_share, self.share_at):
             column[row] = 0.0
-        self.prefill_log[row] = self.step_log[row] = np.nan
+        self.prefill_evidence[row] = self.step_evidence[row] = NOTHING_SEEN
         self.place[row] = NO_PLACE
         return row
 
@@ -167,7 +167,7 @@ class WorkerActivity:
         if done_at < began_at:  # a later one was reported first
             return
         self.prefill_cost.observe(num_tokens, done_at - began_at)
-        self._columns.prefill_log[self.row] = self.prefill_cost.log
+        self._columns.prefill_evidence[self.row] = self.prefill_cost.evidence
         self._last_done_at = done_at
 
     def drop_prefill(self, num_tokens: int, expected: tuple[float, float], now: float) -> None:
@@ -192,7 +192,7 @@ class WorkerActivity:
     def observe_step(self, num_streams: float, seconds: float) -> None:
         """A step with so many answers took so long."""
         self.step_cost.observe(num_streams, seconds)
-        self._columns.step_log[self.row] = self.step_cost.log
+        self._columns.step_evidence[self.row] = self.step_cost.evidence
 
     def _set_free_at(self, at: float) -> None:
         self.free_at = self._columns.free_at[self.row] = at
@@ -204,10 +204,14 @@ class WorkerActivity:
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """What a client saw of a streamed answer of `num_streamed` parts."""
+    """What a client saw of a streamed answer of `num_streamed` parts.
+
+    `num_tokens` of its prompt were to be computed, `num_cached` were not.
+    """
 
     at: float
     num_tokens: int
+    num_cached: int
     num_streamed: int
     ttft_s: float
     tpot_s: float
@@ -222,8 +226,9 @@ class EndedRequest:
 class RunningRequest:
     """One attempt, from its placement to its end. Owner: the gateway's thread.
 
-    `num_tokens` of its prompt are to be computed, `num_handed` to be handed over. Before that it
-    `waited_s` in the gateway.
+    `num_tokens` of its prompt are to be computed, `num_cached` are not, `num_handed` are to be
+    handed over. Before that it `waited_s` in the gateway. `has_prefix`: the prompt's beginning
+    comes from another worker, so that what the rest takes is not seen.
     """
 
     prefill: WorkerActivity
@@ -234,7 +239,9 @@ class RunningRequest:
     num_handed: int
     began_at: float
     _expected: tuple[float, float]
+    num_cached: int = 0
     waited_s: float = 0.0
+    has_prefix: bool = False
     _is_prefilled: bool = False
     _prefilled_at: float | None = None
     _first_at: float | None = None
@@ -243,6 +250,8 @@ class RunningRequest:
 
     def prefilled(self, done_at: float) -> None:
         """Its prefill worker has computed the prompt; the report of it may come later."""
+        if self.has_prefix:  # nothing was computed there
+            return
         if self._prefilled_at is not None or (self._is_over and self._first_at is None):
             return
         self._prefilled_at = done_at = max(done_at, self.began_at)
@@ -254,8 +263,8 @@ class RunningRequest:
         """The answer has begun."""
         if self._is_over or self._first_at is not None:
             return
-        self._first_at = now
-        if self.handoff_cost is None:
+        self._first_at = now = max(now, self.began_at)  # a worker reports how long it is since
+        if self.handoff_cost is None and not self.has_prefix:
             self.prefilled(now)
         else:
             self._leave_queue(now)
@@ -293,18 +302,30 @@ class RunningRequest:
         alone = 1.0 - min(MOST_SHARE, self.decode.prefill_share(now))
         self.decode.observe_step(stream_seconds / (now - first_at), pace_s * alone)
         ttft_s = self.waited_s + first_at - self.began_at
-        self.costs.ended.append(EndedRequest(now, self.num_tokens, num_streamed, ttft_s, pace_s))
+        tokens = self.num_tokens, self.num_cached
+        self.costs.ended.append(EndedRequest(now, *tokens, num_streamed, ttft_s, pace_s))
 
 
 class ModelCosts:
-    """What the workers of one model share."""
+    """What the workers of one model share.
+
+    `found_share` is what of the latest prompts was cached where they were computed, 0 to 1.
+    """
 
     def __init__(self) -> None:
-        self.prefill = LearnedLine(_PREFILL_GUESS, _TYPICAL_TOKENS)
-        self.step = LearnedLine(_STEP_GUESS, _TYPICAL_STREAMS)
+        self.found_share = 0.0
+        self.prefill = LearnedLine(_PREFILL_GUESS)
+        self.step = LearnedLine(_STEP_GUESS)
         self.handoffs = HandoffCosts(self.prefill)
         self.ended: deque[EndedRequest] = deque(maxlen=MOST_ENDED)
         self.columns = LoadColumns()
+        self._found = self._asked = 0.0
+
+    def note_found(self, num_cached: int, num_tokens: int) -> None:
+        """Of a prompt so many tokens were cached, and so many were not."""
+        self._found = FOUND_FORGETTING * self._found + num_cached
+        self._asked = FOUND_FORGETTING * self._asked + num_cached + num_tokens
+        self.found_share = self._found / max(1.0, self._asked)
 
 
 class FleetLoad:
@@ -357,25 +378,43 @@ class FleetLoad:
         now: float,
         num_handed: int | None = None,
         *,
+        num_cached: int = 0,
         waited_s: float = 0.0,
     ) -> RunningRequest:
         """A request goes to these workers, of which one has so many prompt tokens to compute.
 
-        `num_handed` are then handed over, all of them unless it is given. `waited_s`: for a place.
+        It has `num_cached` more. `num_handed` are then handed over, as many as are computed unless
+        it is given; of a prefix, they come first. `waited_s`: for a place.
         """
         decode_view, prefill_view = placement.decode, placement.prefill
         costs = self.costs(decode_view.model)
         decode, cost = self.of(decode_view.id, decode_view.model), None
-        prefill = decode
-        if prefill_view is not None:
+        prefill, is_prefix = decode, placement.num_prefix_tokens > 0
+        if prefill_view is not None and not is_prefix:
             prefill = self.of(prefill_view.id, prefill_view.model)
             cost = costs.handoffs.cost_of(prefill_view, decode_view)
         expected = prefill.add_prefill(num_tokens, now)
         decode.count_decodes(+1)
+        costs.note_found(num_cached, num_tokens)
         handed = num_tokens if num_handed is None else num_handed
         return RunningRequest(
-            prefill, decode, cost, costs, num_tokens, handed, now, expected, waited_s
+            prefill,
+            decode,
+            cost,
+            costs,
+            num_tokens,
+            handed,
+            now,
+            expected,
+            num_cached,
+            waited_s,
+            is_prefix,
         )
+
+    @property
+    def models(self) -> Mapping[str, ModelCosts]:
+        """What the workers of each model share."""
+        return self._models
 
     def costs(self, model: str) -> ModelCosts:
         """What a model's workers share."""

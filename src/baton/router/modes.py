@@ -13,8 +13,9 @@ again. Pure.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+from baton.record import Record
 
 if TYPE_CHECKING:
     from baton.auth.ticket import HandoffMode
@@ -33,8 +34,7 @@ MIN_FREE_FRACTION: Final = 0.25
 _FALLBACK_ORDER: Final[tuple[HandoffMode, ...]] = ("push", "pull", "pool", "reference")
 
 
-@dataclass(frozen=True, slots=True)
-class ModeChoice:
+class ModeChoice(Record, frozen=True):
     """A mode, one readable line for each reason, and whether it is not the one that was wanted.
 
     `mode` None: no mode is left, and decode computes the prompt.

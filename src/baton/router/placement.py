@@ -69,7 +69,8 @@ class Placement:
     line for each cause, and is empty where that is what the operator set up. `non_disaggregable` is
     set where the request itself wants it so, which is no failure of anybody. `handoff` is how KV
     gets from one to the other, `why` the policy's lines on that; `is_degraded`: another way was
-    wanted.
+    wanted. `num_prefix_tokens` above 0: so many first tokens of the prompt are cached at `prefill`,
+    which hands over their KV and computes nothing; the decode worker computes the others.
     """
 
     prefill: WorkerView | None
@@ -79,6 +80,12 @@ class Placement:
     handoff: HandoffMode = "push"
     why: tuple[str, ...] = ()
     is_degraded: bool = False
+    num_prefix_tokens: int = 0
+
+    @property
+    def computing(self) -> WorkerView:
+        """Who computes the prompt, or what of it is not handed over."""
+        return self.decode if self.prefill is None or self.num_prefix_tokens else self.prefill
 
     @property
     def mode(self) -> Mode:

@@ -158,8 +158,8 @@ class PrefixIndex:
             while before != after:
                 at += 1
                 node = get(names[at])
-                ended = before if node is None else before ^ node.whole
-                before ^= ended
+                left = 0 if node is None else node.whole
+                ended, before = before ^ left, left
                 while ended:
                     top = ended.bit_length() - 1
                     matches[workers[top]] = at

@@ -27,6 +27,9 @@ NUM_PLACES: Final = 1 << PLACE_BITS
 _BEFORE_FIRST: Final = NUM_PLACES - 1
 _UPPER: Final = 0xFFFF_FFFF_FFFF_FFFF ^ (NUM_PLACES - 1)
 _HALF: Final = np.uint64(32)
+_UPPER_MASK: Final = np.uint64(_UPPER)
+_PLACE_MASK: Final = np.uint64(_BEFORE_FIRST)
+_PLACES_TWICE: Final = np.tile(np.arange(NUM_PLACES, dtype=np.uint64), 2)
 
 
 class PrefixNames:
@@ -34,7 +37,7 @@ class PrefixNames:
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
-        self._places = self._draw(b"places", NUM_PLACES)
+        self._places = np.tile(self._draw(b"places", NUM_PLACES), 2)
         self._mix = self._draw(b"mix", 2) | np.uint64(1)
         self._factors = lru_cache(maxsize=8)(self._draw_factors)
 
@@ -48,14 +51,21 @@ class PrefixNames:
         num_blocks = len(token_ids) // block_size
         blocks = token_ids[: num_blocks * block_size].reshape(num_blocks, block_size)
         terms = np.matmul(blocks.view(np.uint32), self._factors(block_size))
-        places = (np.arange(1, num_blocks + 1) + (after & _BEFORE_FIRST)) & _BEFORE_FIRST
-        terms ^= self._places[places]
+        first = ((after & _BEFORE_FIRST) + 1) & _BEFORE_FIRST
+        if num_blocks > NUM_PLACES:
+            places = np.arange(first, first + num_blocks, dtype=np.uint64) & _PLACE_MASK
+            terms ^= self._places[places]
+        else:  # what most events and prompts need is there already
+            places = _PLACES_TWICE[first : first + num_blocks]
+            terms ^= self._places[first : first + num_blocks]
         for factor in self._mix:
             terms *= factor
             terms ^= terms >> _HALF
-        terms &= np.uint64(_UPPER)
-        names = np.cumsum(terms, dtype=np.uint64) + np.uint64(after & _UPPER)
-        named: list[int] = (names | places.astype(np.uint64)).tolist()
+        terms &= _UPPER_MASK
+        terms[:1] += np.uint64(after & _UPPER)
+        names = terms.cumsum()
+        names |= places
+        named: list[int] = names.tolist()
         return named
 
     def _draw_factors(self, block_size: int) -> NDArray[np.uint64]:

@@ -111,7 +111,8 @@ class ModelPrefixes:
 
     def expect(self, match: PromptMatch, placement: Placement, now: float) -> None:
         """The prompt goes to these workers, which will hold it soon."""
-        views = (placement.prefill, placement.decode)
+        source = None if placement.num_prefix_tokens else placement.prefill
+        views = (source, placement.decode)
         for worker in dict.fromkeys(view.id for view in views if view is not None):
             followed = self._followed.get(worker)
             size = DEFAULT_BLOCK_SIZE
@@ -218,7 +219,7 @@ class WorkerPrefixes:
             and not event.group
             and event.is_plain
             and num > 0
-            and len(event.token_ids) == num * size
+            and len(event.packed_ids) == num * size * 4
             and len(self.reported) + num <= MAX_BLOCKS_OF_WORKER
         )
         if not is_usable or self.block_size not in {0, size}:
@@ -230,7 +231,7 @@ class WorkerPrefixes:
         else:
             return False
         self.block_size = size
-        names = self._names.of(np.array(event.token_ids, dtype=np.int32), size, after)
+        names = self._names.of(np.frombuffer(event.packed_ids, "<i4"), size, after)
         index = self._model.index_of(size)
         index.store(self._worker, names, None if event.parent is None else after)
         self._name_of.update(zip(event.hashes, names, strict=True))

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
     from prometheus_client import Metric
 
-    from baton.store.interface import Body, EntryLease, EntryName, Tier, TierScan
+    from baton.store.capacity import StoredEntry
+    from baton.store.interface import Body, EntryLease, EntryName, Tier
 
 
 @dataclass(slots=True)
@@ -50,8 +51,8 @@ class CountedTier:
     """
 
     def __init__(self, kind: str, tier: Tier) -> None:
-        self.inner = tier
-        self._kind, self._counts = kind, TierCounts()
+        self.inner, self.kind = tier, kind
+        self._counts = TierCounts()
         self._open = threading.Lock()
         self._last: Usage | None = None
 
@@ -87,8 +88,11 @@ class CountedTier:
     def discard(self, name: EntryName) -> None:
         self.inner.discard(name)
 
-    def scan(self) -> TierScan:
-        return self.inner.scan()
+    def entries(self) -> list[StoredEntry]:
+        return self.inner.entries()
+
+    def is_whole(self, name: EntryName) -> bool:
+        return self.inner.is_whole(name)
 
     def usage(self) -> Usage:
         """See `Tier`. When it is closed: as it was then."""
@@ -101,7 +105,7 @@ class CountedTier:
         Raises:
             StoreError: the tier cannot be looked at.
         """
-        return TierReport(self._kind, replace(self._counts), self.usage())
+        return TierReport(self.kind, replace(self._counts), self.usage())
 
     def close(self) -> None:
         with self._open:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from baton.clock import Clock
+    from baton.store.capacity import StoredEntry
 
 EntryName = NewType("EntryName", bytes)
 """32 bytes: the SHA-256 that names an entry (`store.entry_format`)."""
@@ -33,16 +34,6 @@ class PutResult(Enum):
 
     STORED = "stored"
     EXISTS = "exists"
-
-
-@dataclass(frozen=True, slots=True)
-class TierScan:
-    """A tier at one moment, in bytes that it takes up; `num_damaged` since it was opened."""
-
-    num_entries: int
-    used_bytes: int
-    capacity_bytes: int
-    num_damaged: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +102,16 @@ class Tier(Protocol):
         """Remove an entry, if it is there. Leases of it stay readable."""
         ...
 
-    def scan(self) -> TierScan:
-        """What it holds. Looks at every entry.
+    def entries(self) -> list[StoredEntry]:
+        """What it holds, in any order. Looks at every entry.
 
         Raises:
             StoreError: it cannot be looked at.
         """
+        ...
+
+    def is_whole(self, name: EntryName) -> bool:
+        """Whether an entry is there, and is what was put. It stays in any case, and is not used."""
         ...
 
     def usage(self) -> Usage:

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 from baton.errors import StoreError
 from baton.store.counted_tier import CountedTier
-from baton.store.interface import TIERS, PutResult, TierContext, TierScan, Usage
+from baton.store.interface import TIERS, PutResult, TierContext, Usage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from baton.clock import Clock
+    from baton.store.capacity import StoredEntry
     from baton.store.counted_tier import TierReport
     from baton.store.interface import Body, EntryLease, EntryName
 
@@ -29,21 +30,21 @@ class TieredStore:
 
     def __init__(self, tiers: Sequence[CountedTier]) -> None:
         """Take over open tiers, at least one; each hands down to the next already."""
-        self._tiers = tuple(tiers)
+        self.tiers = tuple(tiers)
 
     def find(self, names: Sequence[EntryName]) -> int:
         at = 0
         while at < len(names):
-            found = max(tier.find(names[at:]) for tier in self._tiers)
+            found = max(tier.find(names[at:]) for tier in self.tiers)
             if found == 0:
                 break
             at += found
         return at
 
     def put(self, name: EntryName, body: Body) -> PutResult:
-        if any(tier.find((name,)) for tier in self._tiers[1:]):
+        if any(tier.find((name,)) for tier in self.tiers[1:]):
             return PutResult.EXISTS
-        *others, last = self._tiers
+        *others, last = self.tiers
         for tier in others:
             try:
                 return tier.put(name, body)
@@ -52,7 +53,7 @@ class TieredStore:
         return last.put(name, body)
 
     def try_lease(self, name: EntryName) -> EntryLease | None:
-        first, *others = self._tiers
+        first, *others = self.tiers
         lease = first.try_lease(name)
         if lease is not None:
             return lease
@@ -63,22 +64,21 @@ class TieredStore:
         return None
 
     def discard(self, name: EntryName) -> None:
-        for tier in self._tiers:
+        for tier in self.tiers:
             tier.discard(name)
 
-    def scan(self) -> TierScan:
-        """See `Tier`: of all tiers together; an entry in two of them counts twice."""
-        scans = [tier.scan() for tier in self._tiers]
-        return TierScan(
-            num_entries=sum(scan.num_entries for scan in scans),
-            used_bytes=sum(scan.used_bytes for scan in scans),
-            capacity_bytes=sum(scan.capacity_bytes for scan in scans),
-            num_damaged=sum(scan.num_damaged for scan in scans),
-        )
+    def entries(self) -> list[StoredEntry]:
+        """See `Tier`: of all tiers; an entry in two of them is there twice."""
+        return [entry for tier in self.tiers for entry in tier.entries()]
+
+    def is_whole(self, name: EntryName) -> bool:
+        """See `Tier`: in the first tier that has it."""
+        holders = (tier for tier in self.tiers if tier.find((name,)))
+        return any(tier.is_whole(name) for tier in list(holders)[:1])
 
     def usage(self) -> Usage:
         """See `Tier`: of all tiers together."""
-        usages = [tier.usage() for tier in self._tiers]
+        usages = [tier.usage() for tier in self.tiers]
         return Usage(
             used_bytes=sum(usage.used_bytes for usage in usages),
             capacity_bytes=sum(usage.capacity_bytes for usage in usages),
@@ -93,10 +93,10 @@ class TieredStore:
         Raises:
             StoreError: a tier cannot be looked at.
         """
-        return [tier.report() for tier in self._tiers]
+        return [tier.report() for tier in self.tiers]
 
     def close(self) -> None:
-        for tier in self._tiers:
+        for tier in self.tiers:
             tier.close()
 
     def _promote(self, name: EntryName, lease: EntryLease) -> EntryLease | None:
@@ -106,11 +106,11 @@ class TieredStore:
             lease.release()
             return None
         try:
-            self._tiers[0].put(name, body)
+            self.tiers[0].put(name, body)
         except StoreError as exc:
             logger.debug("store: an entry stays where it is: %s", exc)
             return lease
-        promoted = self._tiers[0].inner.try_lease(name)  # it was a miss, and stays one
+        promoted = self.tiers[0].inner.try_lease(name)  # it was a miss, and stays one
         if promoted is None:
             return lease
         lease.release()

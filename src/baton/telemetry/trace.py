@@ -59,6 +59,7 @@ class RequestSpan(msgspec.Struct, kw_only=True):
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_received_tokens: int = 0
+    num_loaded_tokens: int = 0  # of those that count as cached: from the store
     num_pages: int = 0
     num_bytes: int = 0
     num_output_tokens: int = 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from baton.kv.copies import CopyGroup
 
@@ -48,7 +50,7 @@ def swap_pages(copies: PageCopies, chance: random.Random) -> PageCopies | None:
             dst_pages = group.dst_pages.copy()
             dst_pages[[one, other]] = dst_pages[[other, one]]
             groups[index] = CopyGroup(group.src_pages, dst_pages, group.spans)
-            return replace(copies, groups=tuple(groups))
+            return msgspec.structs.replace(copies, groups=tuple(groups))
     return None
 
 
@@ -61,7 +63,7 @@ def cut_short(copies: PageCopies) -> PageCopies | None:
             return None
         spans[-1, 2] //= 2
         groups.append(CopyGroup(group.src_pages, group.dst_pages, spans))
-    return replace(copies, groups=tuple(groups)) if groups else None
+    return msgspec.structs.replace(copies, groups=tuple(groups)) if groups else None
 
 
 def try_zero(pages: NDArray[np.uint8], piece: ByteRange) -> bool:

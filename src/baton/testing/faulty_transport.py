@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -215,7 +215,7 @@ class FaultyTransport:  # noqa: PLR0904 - the contract
                 self._failed.append(WriteFailed(transfer, TransferError("a fault on purpose")))
                 return transfer
             case Fault.SWAP_PAGES | Fault.TRUNCATE as fault:
-                write = replace(write, copies=self._misdirect(write.copies, fault))
+                write = msgspec.structs.replace(write, copies=self._misdirect(write.copies, fault))
             case Fault.FLIP_BIT | Fault.ZERO_PAGE as fault:
                 write = self._corrupt_page(write, fault)
             case _:
@@ -235,10 +235,10 @@ class FaultyTransport:  # noqa: PLR0904 - the contract
                 self._held_reads.append(_HeldRead(transfer, read, self._plan.delay_polls))
                 return transfer
             case Fault.SWAP_PAGES | Fault.TRUNCATE as fault:
-                read = replace(read, copies=self._misdirect(read.copies, fault))
+                read = msgspec.structs.replace(read, copies=self._misdirect(read.copies, fault))
             case Fault.FLIP_BIT | Fault.ZERO_PAGE as fault:
                 # The bytes change on their way: whoever looks at them early must see that, too.
-                posted = as_reader(self._inner).read(replace(read, copied=None))
+                posted = as_reader(self._inner).read(msgspec.structs.replace(read, copied=None))
                 transfer = self._ids.give(posted)
                 self._pending_corruptions[transfer] = _PendingCorruption(read, fault)
                 return transfer
@@ -363,7 +363,7 @@ class FaultyTransport:  # noqa: PLR0904 - the contract
         region = self._clone(write)
         layer = self._random.choice(write.copies.layers)
         self._corrupt(view_pages(region.memory, region.arrays[layer]), piece, fault)
-        return replace(write, region=region.handle)
+        return msgspec.structs.replace(write, region=region.handle)
 
     def _corrupt_read(self, transfer: TransferId) -> None:
         """Make wrong what was read, before the owner is notified."""

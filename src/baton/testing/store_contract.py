@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from abc import abstractmethod
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import pytest
@@ -27,6 +28,23 @@ MUCH_ROOM = 100 * BODY_BYTES
 
 
 CONTRACT_KEY: Final = bytes(range(32))
+
+
+@dataclass(frozen=True, slots=True)
+class TierScan:
+    """A tier at one moment, in bytes that it takes up; `num_damaged` since it was opened."""
+
+    num_entries: int
+    used_bytes: int
+    capacity_bytes: int
+    num_damaged: int
+
+
+def scan(tier: Tier) -> TierScan:
+    """What a tier holds, entry by entry."""
+    entries, usage = tier.entries(), tier.usage()
+    used_bytes = sum(entry.num_bytes for entry in entries)
+    return TierScan(len(entries), used_bytes, usage.capacity_bytes, usage.num_damaged)
 
 
 def name_of(content: str) -> EntryName:
@@ -93,7 +111,18 @@ class StoreContract:
             put(tier, "a")
             assert tier.put(name_of("a"), body_of("something else")) is PutResult.EXISTS
             assert read(tier, "a") == body_of("a")
-            assert tier.scan().num_entries == 1
+            assert scan(tier).num_entries == 1
+
+    def test_entries_are_listed_and_checked_and_stay(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as tier:
+            assert tier.entries() == []
+            for content in "abc":
+                put(tier, content)
+            assert {entry.name for entry in tier.entries()} == {name_of(c) for c in "abc"}
+            assert all(entry.num_bytes > 0 for entry in tier.entries())
+            assert tier.is_whole(name_of("a"))
+            assert not tier.is_whole(name_of("d"))
+            assert scan(tier).num_entries == 3
 
     def test_find_stops_at_the_first_miss(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
@@ -129,8 +158,8 @@ class StoreContract:
         with self.opened(tmp_path, capacity) as tier:
             for i in range(40):
                 assert put(tier, f"entry {i}") is PutResult.STORED
-                scan = tier.scan()
-                assert scan.used_bytes <= scan.capacity_bytes
+                found = scan(tier)
+                assert found.used_bytes <= found.capacity_bytes
             assert read(tier, "entry 39") == body_of("entry 39")
 
     def test_its_level_is_what_its_entries_take_up(self, tmp_path: Path) -> None:
@@ -139,15 +168,15 @@ class StoreContract:
             put(tier, "a")
             put(tier, "b")
             tier.discard(name_of("a"))
-            scan = tier.scan()
+            found = scan(tier)
             for each in (tier, other):
                 usage = each.usage()
-                assert usage.used_bytes == scan.used_bytes > 0
-                assert usage.capacity_bytes == scan.capacity_bytes
+                assert usage.used_bytes == found.used_bytes > 0
+                assert usage.capacity_bytes == found.capacity_bytes
                 assert usage.num_dropped == usage.num_demoted == usage.num_damaged == 0
             for i in range(40):
                 put(tier, f"entry {i}")
-            kept = tier.scan()
+            kept = scan(tier)
             usage = tier.usage()
             assert usage.used_bytes == kept.used_bytes
             assert usage.num_dropped == 41 - kept.num_entries
@@ -159,7 +188,7 @@ class StoreContract:
             for i in range(40):
                 put(tier, f"entry {i}")
                 assert read(tier, "kept") == body_of("kept")
-            assert tier.scan().num_entries < 40  # so some had to go
+            assert scan(tier).num_entries < 40  # so some had to go
 
     def test_what_makes_room_stays_readable_for_who_reads_it(self, tmp_path: Path) -> None:
         with self.opened(tmp_path, 8 * BODY_BYTES) as tier:
@@ -176,7 +205,7 @@ class StoreContract:
             with pytest.raises(StoreFullError):
                 tier.put(name_of("a"), body_of("a", 40 * BODY_BYTES))
             assert read(tier, "a") is None
-            assert tier.scan().num_entries == 0
+            assert scan(tier).num_entries == 0
 
     def test_closing_twice_is_nothing(self, tmp_path: Path) -> None:
         tier = self.open_tier(tmp_path, MUCH_ROOM)

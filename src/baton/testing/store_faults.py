@@ -30,6 +30,7 @@ from baton.testing.store_contract import (
     name_of,
     put,
     read,
+    scan,
 )
 
 if TYPE_CHECKING:
@@ -86,13 +87,13 @@ class FolderFaultContract(StoreContract):  # noqa: PLR0904 - a test for each fau
                 writer.kill()
                 assert writer.wait(30) < 0
             assert read(tier, "a") is None
-            assert tier.scan().num_entries == 0
+            assert scan(tier).num_entries == 0
         with self.opened(tmp_path, 4 * LARGE_BYTES) as tier:
             left = {path.name for path in self.folder(tmp_path).iterdir()}
             assert left == {"users", "capacity"}
             for content in "abc":  # all of the capacity can be used again
                 tier.put(name_of(content), body_of(content, LARGE_BYTES))
-            assert tier.scan().num_entries == 3
+            assert scan(tier).num_entries == 3
             assert read(tier, "a") == body_of("a", LARGE_BYTES)
 
     def test_what_is_being_written_is_not_cleaned_up(self, tmp_path: Path) -> None:
@@ -112,7 +113,7 @@ class FolderFaultContract(StoreContract):  # noqa: PLR0904 - a test for each fau
                 flip_bit(self.entry(tmp_path, "a"), at, chance.randrange(8))
                 assert read(tier, "a") is None
                 assert tier.find([name_of("a")]) == 0
-            assert tier.scan().num_damaged == len(places)
+            assert scan(tier).num_damaged == len(places)
             put(tier, "a")
             assert read(tier, "a") == body_of("a")
 
@@ -129,7 +130,7 @@ class FolderFaultContract(StoreContract):  # noqa: PLR0904 - a test for each fau
             # One of this cluster's own entries under another's name.
             self.entry(tmp_path, "b").rename(self.entry(tmp_path, "a"))
             assert read(tier, "a") is None
-            assert tier.scan().num_damaged == 2
+            assert scan(tier).num_damaged == 2
             put(tier, "a")
             assert read(tier, "a") == body_of("a")
 
@@ -222,11 +223,11 @@ class FolderFaultContract(StoreContract):  # noqa: PLR0904 - a test for each fau
             run_at_once([(work, seed) for seed in range(NUM_WRITERS)])
             assert len(num_right) == NUM_WRITERS, "a user has met an error"
             assert sum(num_right) > 0
-            scan = tier.scan()
-            assert scan.used_bytes <= capacity
-            assert scan.num_damaged == 0
+            found = scan(tier)
+            assert found.used_bytes <= capacity
+            assert found.num_damaged == 0
             counts = (self.folder(tmp_path) / "capacity").read_bytes()
-            assert int.from_bytes(counts[:8], "little") == scan.used_bytes
+            assert int.from_bytes(counts[:8], "little") == found.used_bytes
             assert int.from_bytes(counts[8:], "little") == 0
 
     def test_no_other_user_can_look_inside(self, tmp_path: Path) -> None:

@@ -177,9 +177,11 @@ class BaseTransport(Generic[R]):
     def submit(self, write: PageWrite) -> TransferId:
         """See `Transport`."""
         remote, region = self._find_remote(write.remote), self._find_region(write.region)
-        multi_array = self.capabilities.multi_array
-        check_copies(write.copies, region.arrays, remote.descriptor.arrays, multi_array=multi_array)
+        copies, sources, targets = write.copies, region.arrays, remote.descriptor.arrays
+        check_copies(copies, sources, targets, multi_array=self.capabilities.multi_array)
         check_notification(write.notification)
+        if write.late_notification is not None and not self.capabilities.late_notifications:
+            raise TransferError(f"{self.kind} takes no notification that is made in the copy")
         self._num_transfers += 1
         transfer = TransferId(self._num_transfers)
         remote.submit(transfer, write, region)

@@ -14,6 +14,7 @@ proves nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final, NewType
 
 import numpy as np
@@ -52,9 +53,9 @@ class PageSet:
         else:
             self._sorted = np.unique(pages)
         self._covered: NDArray[np.int64] | None = None
-        self._is_in: NDArray[np.bool_] | None = None
-        if len(self._sorted) and not self._is_interval:
-            self._is_in = _mark(self._sorted)
+        self._first, self._last = _extent(self._sorted) if len(self._sorted) else (0, -1)
+        self._is_interval = self._last - self._first + 1 == len(self._sorted)
+        self._is_in = None if self._is_interval else _mark(self._sorted)
 
     def __len__(self) -> int:
         return len(self._sorted)
@@ -68,21 +69,14 @@ class PageSet:
             return True
         return False
 
-    @property
-    def _is_interval(self) -> bool:
-        return int(self._sorted[-1] - self._sorted[0]) + 1 == len(self._sorted)
-
     def _find_all(self, pages: NDArray[np.int64]) -> bool:
-        if len(self._sorted) == 0:
-            return False
         low, high = _extent(pages)
-        first, last = int(self._sorted[0]), int(self._sorted[-1])
-        if low < first or high > last:
+        if low < self._first or high > self._last:
             return False
         if self._is_interval:
             return True
         if self._is_in is not None:
-            return bool(self._is_in[pages - first].all())
+            return bool(self._is_in[pages - self._first].all())
         found = np.minimum(np.searchsorted(self._sorted, pages), len(self._sorted) - 1)
         return bool((self._sorted[found] == pages).all())
 
@@ -98,10 +92,16 @@ def _mark(ascending: NDArray[np.int64]) -> NDArray[np.bool_] | None:
 
 
 def _extent(pages: NDArray[np.int64]) -> tuple[int, int]:
+    if len(pages) == 1:
+        page: int = pages.item()
+        return page, page
     if len(pages) <= MAX_SMALL:
         listed = pages.tolist()
         return min(listed), max(listed)
     return int(pages.min()), int(pages.max())
+
+
+_num_pages = attrgetter("num_pages")
 
 
 def check_grant_pages(pages: NDArray[np.int64], arrays: Sequence[PageArray]) -> None:
@@ -110,7 +110,7 @@ def check_grant_pages(pages: NDArray[np.int64], arrays: Sequence[PageArray]) -> 
     Raises:
         TransferError: a page is out of range in some array.
     """
-    num_pages = min(array.num_pages for array in arrays)
+    num_pages = min(map(_num_pages, arrays))
     if not are_pages_inside(pages, num_pages):
         raise TransferError(f"a grant's page is out of range: the region has {num_pages} pages")
 
@@ -307,13 +307,11 @@ class GrantLedger:
         if grant.id in self._open or grant.id in self._closing:
             raise TransferError("this grant is open already")
         self._open[grant.id] = grant
-        writers = [
-            writer
-            for writer, state in self._writers.items()
-            if state.is_connected and _concerns(grant, state)
-        ]
-        for writer in writers:
-            self._writers[writer].notified.add(grant.id)
+        writers: list[WriterId] = []
+        for writer, state in self._writers.items():
+            if state.is_connected and _concerns(grant, state):
+                state.notified.add(grant.id)
+                writers.append(writer)
         return writers
 
     def close_grant(self, grant: TicketId) -> list[WriterId]:
@@ -333,9 +331,12 @@ class GrantLedger:
 
         Of a writer whose connection is gone it is not known what else it does.
         """
-        notified = [state for state in self._writers.values() if grant in state.notified]
-        if not all(state.is_connected for state in notified):
-            return False
+        notified: list[_Writer] = []
+        for state in self._writers.values():
+            if grant in state.notified:
+                if not state.is_connected:
+                    return False
+                notified.append(state)
         for state in notified:
             state.notified.discard(grant)
         self._open.pop(grant, None)

@@ -35,6 +35,7 @@ import msgspec
 
 from baton.errors import ConfigError, TransferError
 from baton.ids import Epoch, RegionHandle, TicketId, WorkerId
+from baton.record import Record
 from baton.registry import Registry
 
 if TYPE_CHECKING:
@@ -119,6 +120,8 @@ class Capabilities(msgspec.Struct, frozen=True):
     `multi_array`: one write, or read, may be of several arrays (`PageCopies.num_layers`).
     `scopes_reads`: peers read only what was granted to them (`ScopesReads`).
     `admits_writes`: its writers can learn of grants from the handoff (`AdmitsWrites`).
+    `late_notifications`: a write's notification may be made while its pages are copied
+    (`LateNotification`): this process copies them, by its own instructions.
     """
 
     memory: tuple[MemoryKind, ...]
@@ -131,10 +134,10 @@ class Capabilities(msgspec.Struct, frozen=True):
     multi_array: bool = False
     scopes_reads: bool = False
     admits_writes: bool = False
+    late_notifications: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class WriteGrant:
+class WriteGrant(Record, frozen=True):
     """Permission for `writer` to write into `pages` (the same page indices in every array).
 
     With `writer_name`, only for a peer whose certificate is that worker's. `is_announced`: the
@@ -149,8 +152,7 @@ class WriteGrant:
     is_announced: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ReadGrant:
+class ReadGrant(Record, frozen=True):
     """Permission for the worker `reader_name`, in its life `reader`, to read pages of a region."""
 
     id: TicketId
@@ -159,23 +161,42 @@ class ReadGrant:
     reader_name: WorkerId
 
 
-@dataclass(frozen=True, slots=True)
-class PageWrite:
-    """Copy `copies` (page indices of the local region → of the remote one), then `notification`."""
+class LateNotification(Protocol):
+    """Makes the notification of one write from its pages, while these are in the cache.
+
+    Only for a transport that claims `Capabilities.late_notifications`. Called by its owner thread,
+    within the call that copies the write: `submit`, or the `poll` that finds its grant open. A
+    write that fails before that calls neither method.
+    """
+
+    def add_pages(self, arrays: range, pages: list[int]) -> None:
+        """These local pages of some arrays were just copied: each page pair's once, or none's."""
+        ...
+
+    def finish(self) -> bytes:
+        """All were copied: the notification. Called once."""
+        ...
+
+
+class PageWrite(Record, frozen=True):
+    """Copy `copies` (page indices of the local region → of the remote one), then `notification`.
+
+    `late_notification` makes the notification in place of those bytes.
+    """
 
     remote: RemoteId
     grant: TicketId
     region: RegionHandle
     copies: PageCopies
-    notification: bytes
+    notification: bytes = b""
+    late_notification: LateNotification | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PageRead:
+class PageRead(Record, frozen=True):
     """Copy `copies` (page indices of the remote region → of the local one).
 
     `grant` is the peer's permission; None for a region that is public. `copied` gets the local
-    array and the local pages of each part as soon as they are in place, within the call that puts
+    arrays and the local pages of each part as soon as they are in place, within the call that puts
     them there: a transport whose copies pass through this process's cache calls it, for all pages
     or for none.
     """
@@ -184,18 +205,16 @@ class PageRead:
     region: RegionHandle
     copies: PageCopies
     grant: TicketId | None = None
-    copied: Callable[[int, list[int]], None] | None = None
+    copied: Callable[[range, list[int]], None] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteAttached:
+class RemoteAttached(Record, frozen=True):
     """The peer's region can be written, or read, from now on."""
 
     remote: RemoteId
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteLost:
+class RemoteLost(Record, frozen=True):
     """Attaching failed, or the connection to the peer broke. Transfers fail one by one."""
 
     remote: RemoteId
@@ -242,8 +261,7 @@ class Arrived(msgspec.Struct, frozen=True, gc=False):
     notification: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class GrantQuiescent:
+class GrantQuiescent(Record, frozen=True):
     """Nothing can land in this closed grant any more: its pages may be reused."""
 
     grant: TicketId

@@ -14,13 +14,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, assert_never
-
-import msgspec
+from typing import TYPE_CHECKING, Final, Generic, TypeVar, assert_never
 
 from baton.errors import PeerLostError, ProtocolError, TransferError
 from baton.ids import Epoch, TicketId
 from baton.net.framing import encode
+from baton.record import Record
 from baton.transfer.base_transport import A, ConnectedRemote, ConnectedTransport
 from baton.transfer.grant_messages import (
     MAX_GRANT_PAGES,
@@ -36,6 +35,7 @@ from baton.transfer.grant_messages import (
 from baton.transfer.grants import GrantHolder, GrantLedger, PageSet, WriterId, check_grant_pages
 from baton.transfer.interface import (
     GrantQuiescent,
+    PagedRegion,
     PageWrite,
     TransferId,
     WriteCompleted,
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from baton.transfer.base_transport import Reactor
     from baton.transfer.grant_messages import FromOwner
     from baton.transfer.interface import (
-        PagedRegion,
         RegionDescriptor,
         RemoteId,
         TransportContext,
@@ -71,25 +70,25 @@ RELEASE_TIMEOUT_S: Final = 5.0
 MAX_FINAL_STEPS: Final = 64
 MAX_REASON_CHARS: Final = 256
 
-S = TypeVar("S")
 
-
-class Submitted(msgspec.Struct, Generic[S], frozen=True):
-    """A checked write, and where its bytes are."""
+class HeldWrite(Record, frozen=True):
+    """A checked write from pages of `region`, whose grant is not known to be open."""
 
     transfer: TransferId
     write: PageWrite
-    source: S
+    region: PagedRegion
 
 
-class PeerGrants(Generic[S]):
+class PeerGrants:
     """Of one remote. Owner thread: the transport's.
 
     `begin` is called with each write that lies in an open grant, within `submit` or when the peer
     opens its grant.
     """
 
-    def __init__(self, reactor: Reactor, begin: Callable[[Submitted[S]], None]) -> None:
+    def __init__(
+        self, reactor: Reactor, begin: Callable[[TransferId, PageWrite, PagedRegion], None]
+    ) -> None:
         self._reactor, self._begin = reactor, begin
         self._open: dict[TicketId, PageSet] = {}
         self._num_pages = 0
@@ -97,17 +96,26 @@ class PeerGrants(Generic[S]):
         self._unadmitted: set[TicketId] = set()
         """Open by the peer's own message; that of the handoff may still be on its way."""
         self._closed_early: set[TicketId] = set()
-        self._held: dict[TicketId, list[Submitted[S]]] = {}
+        self._held: dict[TicketId, list[HeldWrite]] = {}
 
-    def submit(self, submitted: Submitted[S], connection: Connection | None) -> None:
-        """Begin a write; or keep it, and ask the peer whether its grant is open."""
-        grant = submitted.write.grant
-        pages = self._open.get(grant)
-        if pages is not None:
-            self._begin_within(submitted, pages)
-            return
+    def try_begin(self, transfer: TransferId, write: PageWrite, region: PagedRegion) -> bool:
+        """Begin a write, or report that it leaves its grant; False if that is not open here."""
+        grant = self._open.get(write.grant)
+        if grant is None:
+            return False
+        for group in write.copies.groups:
+            if not grant.covers(group.dst_pages):
+                error = TransferError("a page is outside the grant")
+                self._reactor.report(WriteFailed(transfer, error))
+                return True
+        self._begin(transfer, write, region)
+        return True
+
+    def hold(self, held: HeldWrite, connection: Connection | None) -> None:
+        """Keep a write until its grant is open, and ask the peer whether it is."""
+        grant = held.write.grant
         waiting = self._held.setdefault(grant, [])
-        waiting.append(submitted)
+        waiting.append(held)
         if len(waiting) == 1 and connection is not None:
             connection.send_body(encode(QueryGrant(grant)))
 
@@ -179,7 +187,7 @@ class PeerGrants(Generic[S]):
             raise ProtocolError("the peer opened a grant again that it is closing")
         self._open[grant] = pages
         for held in self._held.pop(grant, []):
-            self._begin_within(held, pages)
+            self.try_begin(held.transfer, held.write, held.region)
 
     def _close(self, grant: TicketId) -> TicketId:
         if grant not in self._open or grant in self._unadmitted:
@@ -195,21 +203,13 @@ class PeerGrants(Generic[S]):
         for held in self._held.pop(grant, []):
             self._reactor.report(WriteFailed(held.transfer, error))
 
-    def _begin_within(self, submitted: Submitted[S], grant: PageSet) -> None:
-        for group in submitted.write.copies.groups:
-            if not grant.covers(group.dst_pages):
-                error = TransferError("a page is outside the grant")
-                self._reactor.report(WriteFailed(submitted.transfer, error))
-                return
-        self._begin(submitted)
 
-
-class PeerWritesRemote(ConnectedRemote, Generic[S]):
+class PeerWritesRemote(ConnectedRemote):
     """See `BaseRemote`. A write starts (`_start_write`) once its grant is known to be open."""
 
     def __init__(self, id_: RemoteId, descriptor: RegionDescriptor, reactor: Reactor) -> None:
         super().__init__(id_, descriptor, reactor)
-        self._grants: PeerGrants[S] = PeerGrants(reactor, self._start_write)
+        self._grants = PeerGrants(reactor, self._start_write)
         self._unsent: dict[TransferId, int] = {}
         """Bytes of each write that is in place and whose notification has not left."""
         self._has_released = True
@@ -244,7 +244,27 @@ class PeerWritesRemote(ConnectedRemote, Generic[S]):
         if self._connection is not None:
             self._connection.close()
 
-    def _start_write(self, submitted: Submitted[S]) -> None:
+    def submit(self, transfer: TransferId, write: PageWrite, region: PagedRegion) -> None:
+        """Begin a checked write, or hold it until its grant is opened.
+
+        What the peer sent since is read first where the grant is not open here, or the remote is
+        lost: else a write begins without a look. Its pages are the writer's until it has answered
+        `CloseGrant`, which it does not while a write is in progress.
+        """
+        if self._loss is None:
+            if self._grants.try_begin(transfer, write, region):
+                return
+            self._poll_inbound()
+        if self._loss is not None:
+            self._reactor.report(WriteFailed(transfer, self._loss))
+        elif not self._grants.try_begin(transfer, write, region):
+            self._grants.hold(HeldWrite(transfer, write, region), self._connection)
+
+    def _poll_inbound(self) -> None:
+        """Read what the peer has sent: a grant may just have been opened, or the peer be lost."""
+        raise NotImplementedError
+
+    def _start_write(self, transfer: TransferId, write: PageWrite, region: PagedRegion) -> None:
         """Begin a write that lies in an open grant."""
         raise NotImplementedError
 
@@ -381,7 +401,7 @@ class WriterConnection:
         self._on_over(self._writer)
 
 
-G = TypeVar("G", bound=PeerWritesRemote[Any])
+G = TypeVar("G", bound=PeerWritesRemote)
 W = TypeVar("W", bound=WriterConnection)
 
 

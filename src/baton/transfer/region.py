@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from baton.kv.copies import CopyGroup, PageCopies
+    from baton.kv.copies import CopyGroup, PageCopies, PagePair
 
 ARRAY_ALIGNMENT_BYTES: Final = 4096
 MAX_ARRAYS: Final = 4096
@@ -239,7 +239,10 @@ def are_pages_inside(pages: NDArray[np.int64], num_pages: int) -> bool:
     """Whether every index is in `[0, num_pages)`."""
     if len(pages) == 1:  # a reduction costs 2 us whatever the length
         return 0 <= int(pages[0]) < num_pages
-    return len(pages) == 0 or (int(pages.min()) >= 0 and int(pages.max()) < num_pages)
+    return len(pages) == 0 or (
+        # The ufuncs: `min` and `max` of an array add a call of Python each.
+        int(np.minimum.reduce(pages)) >= 0 and int(np.maximum.reduce(pages)) < num_pages
+    )
 
 
 def are_spans_inside(
@@ -261,8 +264,8 @@ def are_spans_inside(
 def _check_group(group: CopyGroup, source: PageArray, target: PageArray) -> None:
     if group.spans.shape[1:] != (3,) or len(group.spans) > MAX_SPANS:
         raise TransferError(f"spans of shape {group.spans.shape}; [s, 3] with s to {MAX_SPANS}")
-    if len(group.src_pages) == len(group.dst_pages) == len(group.spans) == 1:
-        _check_pair(group, source, target)
+    if group.pair is not None:
+        _check_pair(group.pair, source, target)
         return
     if len(group.spans) > 1 and int(group.spans[:, 2].sum()) > target.page_bytes:
         raise TransferError("destination spans overlap: they are larger than their page")
@@ -280,15 +283,14 @@ def _check_group(group: CopyGroup, source: PageArray, target: PageArray) -> None
             raise TransferError(SPAN_OUTSIDE.format(side, array.page_bytes))
 
 
-def _check_pair(group: CopyGroup, source: PageArray, target: PageArray) -> None:
-    """One page pair and span, with few calls: the case of small transfers."""
-    src_page, dst_page = int(group.src_pages[0]), int(group.dst_pages[0])
-    src_byte, dst_byte, length = group.spans[0].tolist()
-    for side, page, byte, array in (
-        ("source", src_page, src_byte, source),
-        ("destination", dst_page, dst_byte, target),
-    ):
-        if not 0 <= page < array.num_pages:
-            raise TransferError(PAGE_OUTSIDE.format(side, array.num_pages))
-        if not (byte >= 0 and 0 < length <= array.page_bytes - byte):
-            raise TransferError(SPAN_OUTSIDE.format(side, array.page_bytes))
+def _check_pair(pair: PagePair, source: PageArray, target: PageArray) -> None:
+    """One page pair and span, without a call: the case of small transfers."""
+    length = pair.num_bytes
+    if not 0 <= pair.src_page < source.num_pages:
+        raise TransferError(PAGE_OUTSIDE.format("source", source.num_pages))
+    if not (pair.src_byte >= 0 and 0 < length <= source.page_bytes - pair.src_byte):
+        raise TransferError(SPAN_OUTSIDE.format("source", source.page_bytes))
+    if not 0 <= pair.dst_page < target.num_pages:
+        raise TransferError(PAGE_OUTSIDE.format("destination", target.num_pages))
+    if not (pair.dst_byte >= 0 and 0 < length <= target.page_bytes - pair.dst_byte):
+        raise TransferError(SPAN_OUTSIDE.format("destination", target.page_bytes))

@@ -29,6 +29,7 @@ from baton.errors import (
 from baton.ids import RequestId
 from baton.protocol.worker_http import (
     CREATED_HEADER,
+    FIRST_TOKEN_AGE_HEADER,
     SEED_HEADER,
     TIMEOUT_HEADER,
     TOKEN_IDS_HEADER,
@@ -51,6 +52,9 @@ from baton.worker.resumed_answer import find_known_tokens
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from baton.clock import Clock
     from baton.engines.interface import FinishReason, NewToken, RequestKind
@@ -220,7 +224,9 @@ class GenerationService:
             finish=finish,
             usage=count_usage(len(job.generation.prompt_ids), answer),
         )
-        await job.exchange.send_json(200, job.adapter.reply(job.head, whole))
+        age_s = self._since(job, Stamp.FIRST_TOKEN)
+        headers = ((FIRST_TOKEN_AGE_HEADER.encode(), f"{age_s:.6f}".encode()),)
+        await job.exchange.send_json(200, job.adapter.reply(job.head, whole), headers)
 
     async def _respond_stream(self, job: _Job, stream: AnswerStream) -> None:
         answer = await job.known.restore(job.generation, self._context.tokenizer)
@@ -309,7 +315,7 @@ class GenerationService:
         return GenerationRequest(
             # Two clients may choose the same x-request-id; inside, each request is one.
             id=RequestId(f"{exchange.request_id}~{next(self._counter)}"),
-            prompt_ids=generation.prompt_ids,
+            prompt_ids=_prompt_of(generation, kind),
             sampling=generation.sampling,
             kind=kind,
             tenant_salt=_tenant_salt(generation, kind),
@@ -348,6 +354,14 @@ def _push_all(answer: OutputProcessor, tokens: list[NewToken]) -> list[TextChunk
 
 def _wants_token_ids(job: _Job) -> bool:
     return job.exchange.header(TOKEN_IDS_HEADER.encode()) is not None
+
+
+def _prompt_of(generation: Generation, kind: RequestKind) -> NDArray[np.int32]:
+    """The tokens to compute: of a prefill request those that it hands over."""
+    prompt_ids = generation.prompt_ids
+    if isinstance(kind, PrefillRequest):
+        return prompt_ids[: kind.ticket.count_handed_over(len(prompt_ids))]
+    return prompt_ids
 
 
 def _role_of(kind: RequestKind) -> str:

@@ -241,7 +241,13 @@ def _handoffs(
             ),
             spin_s=options.spin_s,
         ),
-        open_store_access(options.store, view, key=options.credentials.key, clock=clock),
+        open_store_access(
+            options.store,
+            view,
+            key=options.credentials.key,
+            clock=clock,
+            keeps_prefixes=options.store.prefixes,
+        ),
     )
 
 

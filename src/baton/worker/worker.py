@@ -70,6 +70,8 @@ if TYPE_CHECKING:
 class DisabledHandoffs:
     """Implements `HandoffPort`. `TicketReader` refuses tickets, so no handoff ever begins here."""
 
+    prefixes = None
+
     def renew_lease(self, ticket: Ticket) -> None:
         """See `HandoffPort`."""
         _refuse(ticket)
@@ -184,7 +186,9 @@ def build_worker(
         handoffs.agent.observe_links(LinkInstruments(registry, options.transports))
         registry.register(LeaseCollector(lambda: handoffs.agent.num_lapsed_leases))
         if handoffs.store is not None:
-            registry.register(PoolModeCollector(handoffs.store.access))
+            registry.register(
+                PoolModeCollector(handoffs.store.access, handoffs.store.prefixes.counts)
+            )
     engine_client, traces = EngineClient(engine, clock), TraceRing(options.num_traces)
     reader = PromptReader(
         served_model_name=options.served_model_name,

@@ -65,9 +65,7 @@ from baton.handoff.session.actions import (
     WriteLayers,
 )
 from baton.handoff.session.receive import ReceivePhase, ReceiveSession
-from baton.handoff.session.send import SendPhase, SendSession
-from baton.handoff.token_ranges import LayerTokenRange
-from baton.handoff.write_batches import merge_layers
+from baton.handoff.session.send import LayersWritten, SendPhase, SendSession
 from baton.transfer.interface import TransferId
 from tests.unit.handoff.orders import make_ticket, receive_order, send_order
 
@@ -218,7 +216,7 @@ class HandoffWorld(RuleBasedStateMachine):
                     pytest.fail(f"{action} from a receiver")
 
     def perform_sender(self, actions: list[SendAction]) -> None:
-        for action in merge_layers(actions):
+        for action in actions:
             match action:
                 case WriteLayers(layer, start, stop, num_layers):
                     if self.sender.phase not in {SendPhase.SENDING, SendPhase.DRAINING}:
@@ -226,15 +224,14 @@ class HandoffWorld(RuleBasedStateMachine):
                     if not self.has_route:
                         self.waits = True
                         continue
-                    stretches = [
-                        LayerTokenRange(each, start, stop)
-                        for each in range(layer, layer + num_layers)
-                    ]
-                    for each in stretches:
-                        self.check_range(*each)
+                    layers = range(layer, layer + num_layers)
+                    for each in layers:
+                        self.check_range(each, start, stop)
                     posted = self.give_id(self.pick(self.sender.excluded))
                     self.writes[posted] = Notification(layer, start, stop, b"", num_layers)
-                    self.perform_sender(self.sender.submitted(posted, stretches))
+                    self.perform_sender(
+                        self.sender.submitted(posted, LayersWritten(layers, start, stop))
+                    )
                 case AnnounceReadable(layer, start, stop, num_layers):
                     if self.sender.phase is not SendPhase.SENDING:
                         continue

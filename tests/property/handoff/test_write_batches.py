@@ -1,24 +1,36 @@
 """Layers that are written together carry what they would carry one by one."""
 
 import itertools
+from unittest import mock
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.clock import Instant
+from baton.handoff import write_batches
 from baton.handoff.incoming import DigestVerifier, Sampler
-from baton.handoff.messages import decode_notification, encode
-from baton.handoff.session.actions import AnnounceReadable, SendFinished, WriteLayers
+from baton.handoff.messages import Finished, Grant, decode_notification, encode
+from baton.handoff.session.actions import AnnounceReadable, WriteLayers
+from baton.handoff.session.send import SendSession
 from baton.handoff.write_batches import (
     MAX_SEGMENTS,
     WriteBatchBuilder,
-    merge_layers,
 )
-from baton.kv.copies import MAX_JOINED_BYTES, BlockTable, PagedSequence, apply_copies
+from baton.kv.copies import (
+    MAX_JOINED_BYTES,
+    BlockTable,
+    PageCopies,
+    PagedSequence,
+    apply_copies,
+    apply_copies_in_parts,
+)
 from baton.kv.digest import DigestKey
 from baton.kv.layout import KVLayout, LayerLayout
 from baton.transfer.region import allocate_host_region, view_pages
+from tests.unit.handoff.orders import make_ticket, send_order
 
 NUM_BLOCKS = 12
 
@@ -68,10 +80,7 @@ def test_together_is_the_same_as_one_by_one(handoff, is_keyed):
     singles = [range(layer, layer + 1) for layer in range(num_layers)]
     alone = [batch for single in singles for batch in builder.build(single, start, stop)]
     split = [each for batch in batches for each in batch.split()]
-    assert [p.token_ranges for p in split] == [p.token_ranges for p in alone]
-    assert [s for p in batches for s in p.token_ranges] == [
-        s for p in alone for s in p.token_ranges
-    ]
+    assert [p.written for p in split] == [p.written for p in alone]
     notifications = [
         decode_notification(encode(builder.digest(p, is_keyed=is_keyed))) for p in batches
     ]
@@ -103,6 +112,29 @@ def test_together_is_the_same_as_one_by_one(handoff, is_keyed):
             for each in notification.split()
             if verifier.verify(each, is_keyed=is_keyed).wrong_layers
         ] == [spoilt]
+
+
+@given(handoffs(), st.randoms())
+def test_digests_made_in_the_copy_are_those_made_before(handoff, chance):
+    source, target, start, stop = handoff
+    region, theirs = make_region(source.layout, 1), make_region(target.layout, 2)
+    builder = WriteBatchBuilder(view_layers(region), source, target)
+    finished = Finished(b"t" * 16, None, "shared", "shared", {})
+    with mock.patch.object(write_batches, "MIN_DIGESTED_PAGE_BYTES", 0):
+        for batch in builder.build(range(source.layout.num_layers), start, stop):
+            late = builder.try_digest_in_copy(batch, finished, lambda: Instant(0.0))
+            pages = [page for group in batch.copies.groups for page in group.src_pages.tolist()]
+            assert (late is None) == (len(set(pages)) < len(pages))
+            if late is None:
+                continue
+            for layer in batch.copies.layers:
+                ours = view_pages(region.memory, region.arrays[layer])
+                there = view_pages(theirs.memory, theirs.arrays[layer])
+                if chance.random() < 0.8:  # else a transport that misses a layer
+                    copies = PageCopies(layer, batch.copies.groups)
+                    apply_copies_in_parts(copies, [ours], [there], read=late.add_pages)
+            before = msgspec.structs.replace(builder.digest(batch), finished=finished)
+            assert decode_notification(late.finish()) == before
 
 
 @given(handoffs())
@@ -138,30 +170,30 @@ def test_what_is_together_is_bounded(block_size, num_tokens, token_bytes, num_to
     batches = list(builder.build(range(num_layers), 0, num_tokens))
     assert max(batch.copies.num_layers for batch in batches) == num_together
     assert sum(batch.copies.num_bytes for batch in batches) == num_layers * num_tokens * token_bytes
-    token_ranges = [token_range for batch in batches for token_range in batch.token_ranges]
+    token_ranges = [(layer, batch.start) for batch in batches for layer in batch.written.layers]
     assert token_ranges == sorted(token_ranges)
-    assert {token_range.layer for token_range in token_ranges} == set(range(num_layers))
+    assert {layer for layer, _ in token_ranges} == set(range(num_layers))
     for batch in batches:
         assert batch.copies.num_layers * (len(batch.bounds) - 1) <= MAX_SEGMENTS
 
 
-ranges = st.integers(0, 5), st.integers(0, 1), st.integers(2, 3)
-submits, announcements = st.builds(WriteLayers, *ranges), st.builds(AnnounceReadable, *ranges)
-others = st.just(SendFinished(None))
-
-
-@given(st.lists(st.one_of(submits, submits, announcements, announcements, others), max_size=12))
-def test_joined_submits_ask_for_the_same_in_the_same_order(actions):
-    joined = list(merge_layers(actions))
-    apart = []
-    for action in joined:
-        if isinstance(action, WriteLayers | AnnounceReadable):
-            layers = range(action.layer, action.layer + action.num_layers)
-            apart += [type(action)(layer, action.start, action.stop) for layer in layers]
-        else:
-            apart.append(action)
-    assert apart == actions
-    for one, other in itertools.pairwise(joined):
-        if type(one) is type(other) is not SendFinished:
-            tokens = (one.start, one.stop) == (other.start, other.stop)
-            assert not (tokens and other.layer == one.layer + one.num_layers)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(0, 4), st.booleans())
+def test_a_session_asks_for_layers_that_are_alike_together(ready, start, is_read):
+    """What it asks for is what is ready of each layer, in order, in as few actions as can be."""
+    ticket, num_layers = make_ticket(), len(ready)
+    order = send_order(ticket, num_tokens=9)
+    session = SendSession(order, num_layers=num_layers, deadline=Instant(10.0))
+    op = "READ" if is_read else "WRITE"
+    session.granted(Grant(ticket.id, "sealed", order.prompt_hash, start, 9, 0, b"", op))
+    for layer, stop in enumerate(ready):
+        session.layers_ready([layer], stop)
+    actions = session.begin(page_tokens=1)
+    assert {type(action) for action in actions} <= {AnnounceReadable if is_read else WriteLayers}
+    assert [
+        (layer, action.start, action.stop)
+        for action in actions
+        for layer in range(action.layer, action.layer + action.num_layers)
+    ] == [(layer, start, stop) for layer, stop in enumerate(ready) if stop > start]
+    for one, other in itertools.pairwise(actions):
+        tokens = (one.start, one.stop) == (other.start, other.stop)
+        assert not (tokens and other.layer == one.layer + one.num_layers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -156,7 +157,7 @@ def test_digests_are_equal_on_both_sides_after_the_copy(case: Case) -> None:
     sent, found = (
         compute_digests(
             page_geometry(side.sequence.layout, 0),
-            side.pages,
+            [side.pages],
             locate_pieces(side.sequence, case.bounds),
             heads=case.heads,
         )
@@ -171,22 +172,40 @@ def test_digests_are_equal_on_both_sides_after_the_copy(case: Case) -> None:
 def test_digests_made_part_by_part_are_those_of_the_pages_afterwards(
     case: Case, part_bytes: int
 ) -> None:
-    geometry, copied = page_geometry(case.dst.layout, 0), list[int]()
-    pieces = locate_pieces(case.dst.sequence, case.bounds)
+    copied: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
+    sides = (case.src, case.dst)
+    pieces = [locate_pieces(side.sequence, case.bounds) for side in sides]
+    geometries = [page_geometry(side.layout, 0) for side in sides]
     expected = case.dst.pages.copy()
     apply_copies(case.copies, case.src.pages, expected)
-    digests = PieceDigests(geometry, case.dst.pages, pieces, heads=case.heads)
+    first, num_layers = 5, 3
+    copies = PageCopies(first, case.copies.groups, num_layers)
+    arrays = [
+        [case.src.pages] * num_layers,
+        [case.dst.pages.copy() for _ in range(num_layers)],
+    ]
+    digests = [
+        PieceDigests(geometry, pages, each, heads=case.heads, layer=first)
+        for geometry, pages, each in zip(geometries, arrays, pieces, strict=True)
+    ]
 
-    def look(pages: list[int]) -> None:
-        copied.extend(pages)
-        if pieces.has_one_in_each_block:
-            digests.add_pages(pages)
+    def look(side: int, layers: range, pages: list[int]) -> None:
+        copied[side].extend((layer, page) for layer in layers for page in pages)
+        if pieces[side].has_one_in_each_block:
+            digests[side].add_pages(layers, pages)
 
     with mock.patch.object(copies_module, "PART_BYTES", part_bytes):
-        apply_copies_in_parts(case.copies, case.src.pages, case.dst.pages, look)
-    assert (case.dst.pages == expected).all()
-    assert copied == [page for group in case.copies.groups for page in group.dst_pages.tolist()]
-    assert digests.finish() == compute_digests(geometry, expected, pieces, heads=case.heads)
+        apply_copies_in_parts(copies, *arrays, read=partial(look, 0), written=partial(look, 1))
+    assert all((pages == expected).all() for pages in arrays[1])
+    for side, name in enumerate(("src_pages", "dst_pages")):
+        assert sorted(copied[side]) == sorted(
+            (layer, page)
+            for layer in copies.layers
+            for group in copies.groups
+            for page in getattr(group, name).tolist()
+        )
+        alone = compute_digests(geometries[side], arrays[side][:1], pieces[side], heads=case.heads)
+        assert digests[side].finish() == alone * num_layers
 
 
 @QUICK
@@ -215,7 +234,7 @@ def test_one_changed_byte_changes_exactly_the_digest_of_its_piece(
 def digest_list(side: Side, case: Case) -> list[bytes]:
     raw = compute_digests(
         page_geometry(side.sequence.layout, 0),
-        side.pages,
+        [side.pages],
         locate_pieces(side.sequence, case.bounds),
         heads=case.heads,
     )

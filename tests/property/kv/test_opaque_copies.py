@@ -72,7 +72,7 @@ class Case:
         heads = shared_heads(self.src.sequence.layout, self.dst.sequence.layout, 0)
         raw = compute_digests(
             page_geometry(side.sequence.layout, 0),
-            side.pages,
+            [side.pages],
             locate_pieces(side.sequence, self.bounds),
             heads=heads,
         )

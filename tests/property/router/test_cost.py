@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from baton.auth.ticket import WorkerRef
 from baton.ids import Epoch, WorkerId
 from baton.protocol.worker_http import Role
-from baton.router.cost import PREFERRED_ALONE, CostOptions, CostPolicy
+from baton.router.cost import (
+    LEAST_LOADED,
+    MOST_SOURCES,
+    PREFERRED_ALONE,
+    CostOptions,
+    CostPolicy,
+)
 from baton.router.fleet import Fleet, WorkerView
 from baton.router.load import FleetLoad
 from baton.router.placement import NonDisaggregableField, Placement, PlacementRequest, Unplaceable
@@ -39,7 +45,13 @@ views = st.builds(
 )
 fleets = st.lists(views, max_size=5, unique_by=lambda each: each.id)
 work = st.lists(
-    st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(1, 20_000), st.booleans()),
+    st.tuples(
+        st.integers(0, 4),
+        st.integers(0, 4),
+        st.integers(1, 20_000),
+        st.sampled_from([0, 10_000]),
+        st.booleans(),
+    ),
     max_size=30,
 )
 options = st.builds(
@@ -54,7 +66,9 @@ requests = st.builds(
     st.frozensets(st.sampled_from([WorkerId(f"w{i}") for i in range(5)]), max_size=2),
     num_prompt_tokens=st.integers(1, 30_000),
     at=st.just(NOW),
-    cached=st.dictionaries(st.sampled_from([f"w{i}" for i in range(5)]), st.integers(0, 30_000)),
+    cached=st.dictionaries(
+        st.sampled_from([f"w{i}" for i in range(5)]), st.integers(0, 30_000), max_size=MOST_SOURCES
+    ),
     ttft_s=st.none() | st.floats(0.05, 5.0),
     tpot_s=st.none() | st.floats(0.01, 0.5),
 )
@@ -63,9 +77,9 @@ requests = st.builds(
 def loaded(given):
     """Workers with prompts and answers under way."""
     load, names = FleetLoad(), [view(f"w{i}") for i in range(5)]
-    for prefill, decode, num_tokens, is_streaming in given:
-        chosen = None if prefill == decode else names[prefill]
-        running = load.begin(Placement(chosen, names[decode]), num_tokens, NOW - 1.0)
+    for prefill, decode, num_tokens, num_cached, is_streaming in given:
+        placement = Placement(None if prefill == decode else names[prefill], names[decode])
+        running = load.begin(placement, num_tokens, NOW - 1.0, num_cached=num_cached)
         if is_streaming:
             running.first_token(NOW - 0.5)
     return load
@@ -75,17 +89,32 @@ def bend(share):
     return share + 10 * max(0.0, share - 1)
 
 
-def naive_cost(prefill, decode, request_, load, wanted):
+def naive_cost(prefill, decode, request_, load, wanted, num_loaded=0):
     """The formula of docs/routing.md for one way, step by step."""
     answering = load.of(decode.id, "demo")
-    computing, handoff_s = answering, 0.0
-    if prefill is not None:
+    computing, handoff_s, whole_s, load_share = answering, 0.0, 0.0, 1.0
+    if num_loaded:
+        missing = request_.count_uncached(decode.id) - (request_.num_prompt_tokens - num_loaded)
+        handoff_s = load.costs("demo").handoffs.predict_load(prefill, decode, missing)
+        handoff_s = max(0.0, handoff_s - answering.queue_s(NOW))
+    elif prefill is not None:
         computing = load.of(prefill.id, "demo")
         handed = request_.count_uncached(decode.id)
         handoff_s = load.costs("demo").handoffs.cost_of(prefill, decode).predict(handed)
     uncached = request_.count_uncached((prefill or decode).id)
     prefill_s = computing.prefill_cost.predict(uncached)
+    if num_loaded:
+        whole_s = computing.prefill_cost.predict(request_.count_uncached(decode.id))
+        prefill_s = computing.prefill_cost.predict(request_.num_prompt_tokens - num_loaded)
+        load_share = prefill_s / whole_s
     ttft_s = computing.queue_s(NOW) + prefill_s + handoff_s
+
+    # What is stored pushes out what others would have found: at the second worker, too.
+    kept = request_.count_uncached(decode.id)
+    if prefill is not None and not num_loaded:
+        kept += uncached
+    costs = load.costs("demo")
+    keep_s = costs.found_share * costs.prefill.each * kept
 
     def pace(activity, more, more_share=0.0):
         share = min(0.95, activity.prefill_share(NOW) + more_share)
@@ -94,12 +123,23 @@ def naive_cost(prefill, decode, request_, load, wanted):
     before, after, limit = pace(answering, 0), pace(answering, 1), wanted.tpot_s
     if wanted.objective == "throughput":
         others = (after - before) * 128 * answering.num_decodes + computing.num_decodes * prefill_s
-        return ttft_s + 128 * after + others
+        return ttft_s + 128 * after + others + keep_s
     slower = (bend(after / limit) - bend(before / limit)) * answering.num_decodes
-    usual, shared = pace(computing, 0), pace(computing, 0, prefill_s / 3.0)
-    stalled = (bend(shared / limit) - bend(usual / limit)) * computing.num_decodes
+    usual, shared = pace(computing, 0), pace(computing, 0, (whole_s or prefill_s) / 3.0)
+    stalled = (bend(shared / limit) - bend(usual / limit)) * computing.num_decodes * load_share
     own_ttft, own_tpot = request_.ttft_s or wanted.ttft_s, request_.tpot_s or limit
-    return bend(ttft_s / own_ttft) + bend(after / own_tpot) + slower + stalled
+    return (
+        bend(ttft_s / own_ttft) + bend(after / own_tpot) + slower + stalled + keep_s / wanted.ttft_s
+    )
+
+
+def loadings(usable, decodes, request_):
+    """Who could load a prefix from whom, and how much."""
+    for source, decode in product(usable, decodes):
+        num_loaded = min(request_.num_prompt_tokens - 1, request_.cached.get(source.id, 0))
+        missing = request_.count_uncached(decode.id) - (request_.num_prompt_tokens - num_loaded)
+        if missing >= LEAST_LOADED and decode.why_not_from(source) is None:
+            yield source, decode, num_loaded
 
 
 @given(fleets, requests, work, options)
@@ -120,12 +160,16 @@ def test_no_way_to_serve_a_request_is_better(workers, request_, given, wanted):
         and decode.why_not_from(prefill) is None
     ]
     costs = {
-        (prefill and prefill.id, decode.id): naive_cost(prefill, decode, request_, load, wanted)
+        (prefill and prefill.id, decode.id, 0): naive_cost(prefill, decode, request_, load, wanted)
         for prefill, decode in [*((None, decode) for decode in decodes), *pairs]
     }
-    alone = min(cost for (prefill, _), cost in costs.items() if prefill is None)
-    together = min((cost for (prefill, _), cost in costs.items() if prefill), default=float("inf"))
-    chosen = costs[answer.prefill and answer.prefill.id, answer.decode.id]
+    for source, decode, num_loaded in loadings(usable, decodes, request_):
+        cost = naive_cost(source, decode, request_, load, wanted, num_loaded)
+        costs[source.id, decode.id, num_loaded] = cost
+    alone = min(cost for (prefill, *_), cost in costs.items() if prefill is None)
+    together = min((cost for (prefill, *_), cost in costs.items() if prefill), default=float("inf"))
+    way = answer.prefill and answer.prefill.id, answer.decode.id, answer.num_prefix_tokens
+    chosen = costs[way]
     assert chosen == pytest.approx(together if together < PREFERRED_ALONE * alone else alone)
     assert sum(line.startswith("chosen: ") for line in answer.why) == 1
 
@@ -145,8 +189,8 @@ def placed(policy, workers, load, num_tokens=1000, **fields):
 
 
 def stream(load, worker, count):
-    for _ in range(count):
-        load.begin(Placement(None, worker), 1, NOW - 100).first_token(NOW - 99)
+    for at in np.linspace(NOW - 100, NOW - 99, count).tolist():
+        load.begin(Placement(None, worker), 1, at).first_token(at + 0.005)
 
 
 def test_the_idle_worker_is_taken():
@@ -156,6 +200,52 @@ def test_the_idle_worker_is_taken():
         placement = placed(CostPolicy(CostOptions(objective=objective)), [one, other], load)
         assert (placement.prefill, placement.decode) == (None, other)
         assert placement.reasons == ()
+
+
+def test_of_equals_the_one_that_has_had_no_prompt_longest_is_taken():
+    """So that prompts of a fleet with little to do fill all workers' caches."""
+    load, workers = FleetLoad(), [view(name) for name in "abc"]
+    for at, worker in enumerate((workers[1], workers[0], workers[2])):
+        load.begin(Placement(None, worker), 10, at).end(at + 0.5)
+    assert placed(CostPolicy(CostOptions()), workers, load).decode is workers[1]
+
+
+def test_where_prompts_find_much_a_prefix_is_worth_a_short_wait():
+    """Another copy would push out what others find."""
+    chosen = []
+    for num_cached in (0, 1_000_000):
+        load, (has, idle) = FleetLoad(), (view("has"), view("idle"))
+        load.begin(Placement(None, idle), 1, NOW - 50, num_cached=num_cached).end(NOW - 49)
+        load.begin(Placement(None, has), 1100, NOW)
+        placement = placed(CostPolicy(CostOptions()), [has, idle], load, cached={"has": 999})
+        chosen.append(placement.decode.id)
+    assert chosen == ["idle", "has"]
+
+
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_a_prefix_is_loaded_from_a_worker_that_is_busy(is_allowed):
+    load, (has, idle) = FleetLoad(), [view(name, topology="z/r/h") for name in ("has", "idle")]
+    load.begin(Placement(None, has), 20_000, NOW)
+    policy = CostPolicy(CostOptions(load_prefixes=is_allowed))
+    placement = placed(policy, [has, idle], load, num_tokens=4000, cached={"has": 3968})
+    assert placement.decode is idle
+    assert placement.prefill is (has if is_allowed else None)
+    assert placement.num_prefix_tokens == (3968 if is_allowed else 0)
+    assert (placement.mode == "push") is is_allowed
+    assert placement.computing is idle
+
+
+def test_a_prefix_that_is_loaded_is_no_prompt_of_its_source():
+    load, (has, idle) = FleetLoad(), (view("has"), view("idle"))
+    running = load.begin(Placement(has, idle, num_prefix_tokens=960), 40, NOW, 960)
+    assert load.of(has.id, "demo").num_requests == 0
+    assert load.of(idle.id, "demo").prefill_tokens == 40
+    running.prefilled(NOW)  # the source has sent it
+    assert load.of(idle.id, "demo").num_prefills == 1
+    running.first_token(NOW + 0.1)
+    running.end(NOW + 1.0)
+    assert load.of(idle.id, "demo").num_requests == 0
+    assert not load.costs("demo").prefill.num_seen
 
 
 def test_a_long_prompt_is_computed_where_no_answer_waits_for_it():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from copy import deepcopy
 from dataclasses import replace
 from enum import Enum
+from operator import itemgetter
 from threading import Lock
 
 import numpy as np
@@ -24,6 +25,7 @@ from tests.property.router.test_cost import (
     NOW,
     fleets,
     loaded,
+    loadings,
     naive_cost,
     options,
     requests,
@@ -97,12 +99,27 @@ def test_cost_lists_every_way_with_its_cost(worker_views, given, wanted, request
     fleet, load = Fleet.of(worker_views), loaded(given)
     explained = explain(CostPolicy(wanted), fleet, request, load)
     possible = [each for each in explained.candidates if each.why_not is None]
-    found = {(each.prefill, each.decode): each.figures["cost"] for each in possible}
+    found = {
+        (each.prefill, each.decode, each.num_prefix_tokens): each.figures["cost"]
+        for each in possible
+    }
     assert len(found) == len(possible)
     expected = {
-        (prefill and prefill.id, decode.id): naive_cost(prefill, decode, request, load, wanted)
+        (prefill and prefill.id, decode.id, 0): naive_cost(prefill, decode, request, load, wanted)
         for prefill, decode in alternatives(worker_views)
     }
+    usable = [each for each in worker_views if each.available]
+    best_loadings = {}
+    for source, decode, num in loadings(usable, [w for w in usable if w.decodes], request):
+        way = (source.id, decode.id, num), naive_cost(source, decode, request, load, wanted, num)
+        best_loadings[source.id] = min(way, best_loadings.get(source.id, way), key=itemgetter(1))
+    for way, cost in found.items():
+        if way[2]:  # of each source the best one, where it is better than that of the one before
+            assert cost == pytest.approx(best_loadings[way[0]][1])
+    if best_loadings:
+        least = min(best_loadings.values(), key=itemgetter(1))
+        expected |= {way: cost for way, cost in found.items() if way[2]}
+        assert min(cost for way, cost in found.items() if way[2]) == pytest.approx(least[1])
     assert found == pytest.approx(expected)
     costs = [each.figures["cost"] for each in possible]
     assert costs == sorted(costs)

@@ -35,7 +35,7 @@ P, NEAR, FAR = view("p", "z/r0/h0"), view("near", "z/r0/h1"), view("far", "z/r1/
 
 
 def costs_of(prefill_token_s: float = 5e-5) -> HandoffCosts:
-    return HandoffCosts(LearnedLine((0.005, prefill_token_s), 1000.0))
+    return HandoffCosts(LearnedLine((0.005, prefill_token_s)))
 
 
 links = st.builds(LinkCost, st.floats(0, 1.0), st.floats(1e-12, 1e-5))

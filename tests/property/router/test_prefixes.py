@@ -18,6 +18,7 @@ from baton.events.blocks import (
     EventDomain,
     Lost,
     Restarted,
+    pack_ids,
 )
 from baton.ids import Epoch, WorkerId
 from baton.protocol.worker_http import Role
@@ -69,7 +70,7 @@ class PrefixesMachine(RuleBasedStateMachine):
             DOMAIN,
             tuple(map(engine_hash, blocks[start:])),
             engine_hash(parent) if parent else None,
-            ids[start * size : len(blocks) * size],
+            pack_ids(ids[start * size : len(blocks) * size]),
             size,
             DEFAULT_MEDIUM,
             0,
@@ -175,7 +176,7 @@ def test_a_gap_in_what_is_held_ends_the_prefix():
     feed = prefixes.follow(WorkerId("a"))
     ids = tuple(range(8))
     hashes = tuple(b"%d" % i for i in range(4))
-    feed.apply(BlockStored(DOMAIN, hashes, None, ids, 2, DEFAULT_MEDIUM, 0))
+    feed.apply(BlockStored(DOMAIN, hashes, None, pack_ids(ids), 2, DEFAULT_MEDIUM, 0))
     prompt = np.array([*ids, 9], dtype=np.int32)
     assert prefixes.find(prompt, "", 0.0).cached == {"a": 8}
     feed.apply(BlockRemoved(DOMAIN, (hashes[1],), DEFAULT_MEDIUM, 0))

@@ -136,8 +136,8 @@ def lost_end(patch: pytest.MonkeyPatch) -> None:
     """The end that rode on a write is lost with its transport."""
     submitted = SendSession.submitted
 
-    def forget(self, handle, token_ranges, *, is_last=False):
-        actions = submitted(self, handle, token_ranges, is_last=is_last)
+    def forget(self, handle, written, *, is_last=False):
+        actions = submitted(self, handle, written, is_last=is_last)
         self._finish_rides_on = "" if is_last else None
         return actions
 

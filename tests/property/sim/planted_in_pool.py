@@ -7,9 +7,11 @@ import math
 from typing import TYPE_CHECKING
 
 from baton.clock import Instant
+from baton.engines.transformers.pinned_blocks import KeptBlocks
 from baton.handoff.dispatcher import HandoffDispatcher
 from baton.handoff.interface import KVLanded
 from baton.handoff.pool_mode import block_copier
+from baton.handoff.pool_mode.prefix_store import StoredPrefixes
 from baton.handoff.pool_mode.store_handoff import StoreHandoff
 from baton.handoff.pool_mode.store_reader import StoreRead
 from baton.handoff.pool_mode.store_writer import StoreWrite
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 def rot_is_believed(patch: pytest.MonkeyPatch) -> None:
     """What is in the store is taken for what was put."""
-    patch.setattr(entry_format, "has_digest", lambda body, digest: True)
+    patch.setattr(entry_format, "has_digest", lambda *_: True)
 
 
 def tails_without_tokens(patch: pytest.MonkeyPatch) -> None:
@@ -78,6 +80,30 @@ def pooled_tickets_are_renewed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HandoffDispatcher, "renew_lease", renew_lease)
 
 
+def kept_blocks_are_freed_early(patch: pytest.MonkeyPatch) -> None:
+    """What is being copied into the store is free for other requests."""
+    hold = KeptBlocks.hold
+
+    def hold_not(self, sequence, unit):
+        order = hold(self, sequence, unit)
+        if order is not None:
+            self._pool.release(self._kept[order.id])
+            self._kept[order.id] = []
+        return order
+
+    patch.setattr(KeptBlocks, "hold", hold_not)
+
+
+def load_is_taken_for_whole(patch: pytest.MonkeyPatch) -> None:
+    """What the store does not have of a prompt is not computed."""
+
+    def end_load(self, load):
+        del self._loads[load.order.id]
+        self._emit(KVLanded(load.order.id, None, len(load.order.prompt_ids)))
+
+    patch.setattr(StoredPrefixes, "_end_load", end_load)
+
+
 PLANTED_IN_POOL: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     plant.__name__: plant
     for plant in (
@@ -88,5 +114,7 @@ PLANTED_IN_POOL: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         collections_for_ever,
         silent_abort,
         pooled_tickets_are_renewed,
+        kept_blocks_are_freed_early,
+        load_is_taken_for_whole,
     )
 }

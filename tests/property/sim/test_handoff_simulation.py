@@ -54,6 +54,9 @@ EVERY_EVENT = {
     "mode pull",
     "mode push",
     "mode reference",
+    "prefix asked for",
+    "prefix loaded",
+    "prefix to be kept",
 }
 BEGIN = {
     "no_epoch_check": 110,

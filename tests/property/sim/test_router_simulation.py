@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from itertools import islice
+from statistics import median
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -92,7 +94,7 @@ def test_events_name_what_a_worker_holds(asked):
             before(event)
             if isinstance(event, BlockStored):
                 held[name] |= set(event.hashes)
-                assert len(event.token_ids) == len(event.hashes) * event.block_size
+                assert len(event.packed_ids) == len(event.hashes) * event.block_size * 4
             elif isinstance(event, BlockRemoved):
                 assert held[name] >= set(event.hashes), "what is removed was stored before"
                 held[name] -= set(event.hashes)
@@ -134,6 +136,81 @@ def test_policies_that_look_at_prefixes_save_more_than_turns(asked):
     for name in ("prefix", "cost"):
         assert saved[name] > 1.1 * saved["round_robin"]
         assert ttft_s[name] < ttft_s["round_robin"]
+
+
+def talks(num):
+    """Conversations of five turns, as benchmarks/bench_prefixes.py has them."""
+    for number in range(num):
+        parts, asked = [TokenRun(f"{number}/first", 256)], []
+        for turn in range(5):
+            parts.append(TokenRun(f"{number}/question/{turn}", 96))
+            asked.append(Turn(tuple(parts), 24, f"{number}/answer/{turn}"))
+            parts.append(TokenRun(f"{number}/answer/{turn}", 24))
+        yield Session(tuple(asked))
+
+
+def beginnings(num_prefixes):
+    def generate(num):
+        for number in range(num):
+            parts = (TokenRun(f"{number % num_prefixes}", 1024), TokenRun(f"own/{number}", 64))
+            yield Session((Turn(parts, 16),))
+
+    return generate
+
+
+SMALL = SimulatedCosts(kv_tokens=7680)
+NOISY = msgspec.structs.replace(SMALL, jitter=1.0)
+SHARED = msgspec.structs.replace(SMALL, jitter=0.7, num_processors=2)
+
+
+@pytest.mark.parametrize(
+    ("costs", "least_rate", "most_ttft"),
+    [(SMALL, 0.98, 1.02), (SHARED, 0.98, 1.1), (NOISY, 0.96, 1.35)],  # what is learned is noisy
+    ids=["exact", "shared processors", "noise"],
+)
+@pytest.mark.parametrize(
+    ("asked", "num"),
+    [(talks, 300), (beginnings(8), 1500), (beginnings(20), 1500)],
+    ids=["talks", "8 beginnings", "20 beginnings"],
+)
+def test_costs_are_no_worse_than_prefixes_where_caches_decide(
+    asked, num, costs, least_rate, most_ttft
+):
+    """Closed loops, in which a worker that is slow by chance, or a trial, must not cost caches."""
+    found = []
+    for name in ("prefix", "cost"):
+        runs = [
+            outcomes_of(POLICIES[name](), asked(num), costs, seed=n, num_clients=8)
+            for n in range(3)
+        ]
+        found.append([summarize(run, 2.0, 0.1) for run in runs])
+    prefix, cost = (
+        (
+            median(each.requests_per_s for each in runs),
+            median(each.ttft_s.p50 for each in runs),
+            median(each.ttft_s.p99 for each in runs),
+            median(each.saved_tokens for each in runs),
+        )
+        for runs in found
+    )
+    assert cost[0] >= least_rate * prefix[0]
+    assert cost[1] <= most_ttft * prefix[1]
+    assert cost[2] <= most_ttft * prefix[2]
+    assert cost[3] >= 0.98 * prefix[3]
+
+
+def test_the_same_seed_gives_the_same_noise_and_shared_processors_are_slower():
+    ended = []
+    for costs in (
+        SimulatedCosts(jitter=0.5),
+        SimulatedCosts(jitter=0.5),
+        SimulatedCosts(jitter=0.5, num_processors=1),
+        SimulatedCosts(),
+    ):
+        outcomes = outcomes_of(RoundRobin(), talks(8), costs, num_clients=8)
+        ended.append(outcomes[-1].ended_at)
+    assert ended[0] == ended[1] != ended[3]
+    assert ended[2] > 2 * ended[0]
 
 
 def test_a_follow_up_turn_finds_prompt_and_answer():

@@ -10,6 +10,7 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -90,7 +91,7 @@ def make_world(rng: np.random.Generator, **kwargs: float) -> World:
 def survey(world: World, error: float = 0.03) -> Worker:
     """Right about each link but for `error`; knows nothing of the misfit."""
     models = {
-        name: replace(
+        name: msgspec.structs.replace(
             model,
             latency_s=model.latency_s * np.exp(world.rng.normal(0, error)),
             descriptor_s=model.descriptor_s * np.exp(world.rng.normal(0, error)),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+import msgspec
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,13 +18,12 @@ from baton.transfer.links.cost_model import (
 )
 from baton.transfer.links.probes import PLAN, ProbeBounds, ProbeSeries
 
-models = st.builds(
-    LinkModel,
-    latency_s=st.floats(1e-6, 1e-2),
-    descriptor_s=st.floats(1e-8, 1e-5),
-    byte_s=st.floats(1 / 50e9, 1 / 50e6),
+models = st.tuples(st.floats(1e-6, 1e-2), st.floats(1e-8, 1e-5), st.floats(1 / 50e9, 1 / 50e6)).map(
+    lambda costs: LinkModel(*costs)
 )
-links = st.builds(replace, models, num_probes=st.sampled_from([0, 15]))
+links = st.tuples(models, st.sampled_from([0, 15])).map(
+    lambda drawn: msgspec.structs.replace(drawn[0], num_probes=drawn[1])
+)
 """Guesses, and links that were measured."""
 shapes = st.builds(TransferShape, st.integers(1, 1 << 30), st.integers(1, 1 << 15))
 times = st.floats(1e-6, 10.0)
@@ -152,7 +150,7 @@ def test_what_was_predicted_changes_nothing(model: LinkModel, shape: TransferSha
 def test_what_one_shape_taught_a_measured_link_says_nothing_of_others(
     model: LinkModel, shape: TransferShape, other: TransferShape, taken_s: list[float]
 ) -> None:
-    measured = refined = replace(model, num_probes=15)
+    measured = refined = msgspec.structs.replace(model, num_probes=15)
     for seconds in taken_s:
         refined = refined.refine(shape, seconds)
     assert refined.num_transfers == len(taken_s)
@@ -172,7 +170,7 @@ def test_whatever_the_survey_said_transfers_lead_to_the_best_link(
     """
     by_class = {shape.size_class: shape for shape in wanted}
     truth, chooser = {"first": first, "second": second}, Chooser("measured")
-    known = {kind: replace(surveyed, num_probes=15) for kind in truth}
+    known = {kind: msgspec.structs.replace(surveyed, num_probes=15) for kind in truth}
     rng = np.random.default_rng(seed)
     num_good = dict.fromkeys(by_class, 0)
     for turn in range(200):

@@ -11,8 +11,10 @@ from baton.auth.certificates import Authority, IdentityRole
 from baton.auth.credentials import Credentials, read_identity
 from baton.auth.issuing import Order, create_authority, describe, issue, renew, revoke
 from baton.auth.key import ClusterKey
+from baton.auth.ticket import Ticket, TicketIssue, WorkerRef, seal, unseal
 from baton.config.sections import ClusterSection, SecuritySection
-from baton.errors import AuthenticationError, ConfigError
+from baton.errors import AuthenticationError, ConfigError, TicketError
+from baton.ids import Epoch, TicketId, WorkerId
 from baton.net.credentials import find_credentials, parse_keys
 from baton.testing.clocks import ManualClock
 
@@ -20,6 +22,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 KEY = ClusterKey(b"k" * 32)
+TICKET = Ticket(
+    id=TicketId(b"i" * 16),
+    request_id="req-1",
+    prefill=WorkerRef(WorkerId("p"), Epoch("a" * 32), "127.0.0.1:1"),
+    decode=WorkerRef(WorkerId("d"), Epoch("b" * 32), "127.0.0.1:2"),
+    mode="push",
+    issue=TicketIssue(Epoch("c" * 32), 7, 1.5, 60.0),
+)
 
 
 class Directories:
@@ -130,6 +140,21 @@ def test_revoking_names_what_it_revoked(directories: Directories) -> None:
     assert rows["other"][4] == ""
     shutil.copy(directories.ca / "ca.crl", stolen / "ca.crl")
     assert [row[4] for row in describe(stolen)] == ["revoked"]
+
+
+def test_a_ticket_of_a_gateway_that_was_revoked_is_not_trusted_any_more(
+    directories: Directories,
+) -> None:
+    gateway, worker = directories.issue("g", role="gateway"), directories.issue("w")
+    clock = clock_at(dt.datetime.now(dt.UTC))
+    credentials = Credentials.from_directory(worker, KEY, clock)
+    text = seal(TICKET, Credentials.from_directory(gateway, KEY))
+    assert unseal(text, credentials) == unseal(text, credentials) == TICKET
+    revoke("g", directories.ca)
+    shutil.copy(directories.ca / "ca.crl", worker / "ca.crl")
+    clock.advance(1.5)
+    with pytest.raises(TicketError, match="gateway g was revoked"):
+        unseal(text, credentials)
 
 
 def test_an_authority_is_replaced_in_three_steps(directories: Directories) -> None:

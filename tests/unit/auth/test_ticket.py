@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from baton.auth.certificates import Authority, Identity, IdentityRole, to_pem
 from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
-from baton.auth.ticket import Ticket, TicketIssue, WorkerRef, derive_rank_ticket, seal, unseal
+from baton.auth.ticket import (
+    Ticket,
+    TicketIssue,
+    WorkerRef,
+    derive_rank_ticket,
+    seal,
+    unseal,
+    write_unsigned,
+)
+from baton.auth.verified_tickets import MAX_VERIFIED_TICKETS
 from baton.errors import ConfigError, TicketError
 from baton.ids import Epoch, TicketId, WorkerId
 
@@ -32,19 +41,58 @@ def test_a_sealed_ticket_comes_back() -> None:
     assert unseal(seal(TICKET, KEY), KEY) == TICKET
 
 
+def test_a_ticket_without_a_signature_is_taken_from_a_gateways_connection_alone() -> None:
+    text = write_unsigned(TICKET)
+    ticket = unseal(text, KEY, is_from_gateway=True)
+    assert (ticket, seal(ticket, KEY)) == (TICKET, text)
+    with pytest.raises(TicketError, match="not signed"):
+        unseal(text, KEY)
+
+
+def test_a_derived_ticket_without_a_signature_is_no_better() -> None:
+    text = write_unsigned(TICKET) + ".0.0"
+    assert unseal(text, KEY, is_from_gateway=True) == TICKET
+    with pytest.raises(TicketError, match="not signed"):
+        unseal(text, KEY)
+
+
 def test_another_key_is_refused() -> None:
     with pytest.raises(TicketError, match="not signed"):
         unseal(seal(TICKET, KEY), Credentials.of(ClusterKey(b"x" * 32)))
 
 
 @given(position=st.integers(0, 10_000), bit=st.integers(0, 5))
-def test_any_flipped_bit_is_refused(position: int, bit: int) -> None:
+def test_any_flipped_bit_is_refused_or_changes_nothing(position: int, bit: int) -> None:
+    """A certificate in DER has a count of unused bits, which parsers may leave unread."""
     text = seal(TICKET, KEY)
     alphabet = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
     at = position % (len(text) - 1)  # the last character carries padding bits that say nothing
     flipped = alphabet[alphabet.index(text[at]) ^ (1 << bit)]
+    changed = text[:at] + flipped + text[at + 1 :]
+    try:
+        read = unseal(changed, KEY)
+    except TicketError:
+        return
+    assert read == TICKET
+    assert _certificate_of(changed) != _certificate_of(text)
+
+
+def _certificate_of(text: str) -> bytes:
+    _, certificate, _ = msgspec.msgpack.decode(base64.urlsafe_b64decode(text + "=="))
+    assert isinstance(certificate, bytes)
+    return certificate
+
+
+@given(position=st.integers(0, 10_000), bit=st.integers(0, 7))
+def test_any_flipped_bit_of_body_or_signature_is_refused(position: int, bit: int) -> None:
+    body, certificate, signature = msgspec.msgpack.decode(
+        base64.urlsafe_b64decode(seal(TICKET, KEY) + "==")
+    )
+    flipped = bytearray(body + signature)
+    flipped[position % len(flipped)] ^= 1 << bit
+    parts = [bytes(flipped[:-64]), certificate, bytes(flipped[-64:])]
     with pytest.raises(TicketError):
-        unseal(text[:at] + flipped + text[at + 1 :], KEY)
+        unseal(base64.urlsafe_b64encode(msgspec.msgpack.encode(parts)).decode().rstrip("="), KEY)
 
 
 @given(st.text(max_size=5000))
@@ -77,6 +125,37 @@ def test_only_gateways_sign() -> None:
     assert unseal(seal(TICKET, gateway), worker) == TICKET
     with pytest.raises(TicketError, match="the peer is worker w, and this takes a gateway"):
         unseal(seal(TICKET, worker), worker)
+
+
+def test_a_text_is_verified_once() -> None:
+    """As the gateway's connection vouched for it: the signature is a worker's, which is refused."""
+    authority = Authority.generate()
+    reader, other, signer = (
+        Credentials(ClusterKey.generate(), lambda identity=identity: identity)
+        for identity in [issue(authority, IdentityRole.WORKER)] * 3
+    )
+    text = seal(TICKET, signer)
+    with pytest.raises(TicketError, match="takes a gateway"):
+        unseal(text, reader)
+    read = unseal(text, reader, is_from_gateway=True)
+    assert unseal(text, reader) is read
+    changed = seal(msgspec.structs.replace(TICKET, request_id="another"), signer)
+    for forged, by in ((changed, reader), (text, other)):
+        with pytest.raises(TicketError, match="takes a gateway"):
+            unseal(forged, by)
+
+
+def test_few_texts_are_remembered() -> None:
+    reader = Credentials.of(ClusterKey(b"k" * 32))
+    texts = [
+        seal(msgspec.structs.replace(TICKET, request_id=str(number)), KEY)
+        for number in range(MAX_VERIFIED_TICKETS + 1)
+    ]
+    for text in texts:
+        unseal(text, reader, is_from_gateway=True)
+    known = [text for text in texts if reader.verified_tickets.find(text) is not None]
+    assert known == texts[1:]
+    assert unseal(texts[0], reader).request_id == "0"
 
 
 def issue(authority: Authority, role: IdentityRole) -> Identity:
@@ -133,5 +212,5 @@ def test_a_ticket_that_was_read_is_not_signed_again() -> None:
     text = seal(TICKET, KEY)
     read = unseal(text, KEY)
     assert read == TICKET
-    assert seal(read, KEY) is text
+    assert seal(read, Credentials.of(ClusterKey(b"x" * 32))) == text
     assert seal(msgspec.structs.replace(read, request_id="another"), KEY) != text

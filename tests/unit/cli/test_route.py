@@ -5,10 +5,13 @@ import os
 import subprocess
 import sys
 
+import matplotlib as mpl
 import msgspec
 import pytest
 
+from baton.bench.charts import plot_route
 from baton.cli.main import run
+from baton.errors import ConfigError
 from baton.ops.route import print_explanation
 from baton.protocol.route_explanation import RouteCandidate, RouteExplanation
 
@@ -269,3 +272,38 @@ def test_what_is_estimated_and_what_cannot_be_served_is_printed_so(capsys):
         "no worker can serve it now:",
         "no decode worker is available",
     ]
+
+
+def way(prefill, decode, cost, *, is_chosen=False, **figures):
+    figures = {"cost": cost, "queue_s": 0.1, "prefill_s": 0.2, "tpot_s": 0.005} | figures
+    return RouteCandidate("request", prefill, decode, figures, is_chosen)
+
+
+def test_a_plot_names_every_candidate(tmp_path):
+    loading = way("a", "b", 0.09, is_chosen=True, handoff_s=0.02, loaded_tokens=1328)
+    out = RouteCandidate("request", None, "down", {}, False, "not available")
+    file = tmp_path / "route.svg"
+    with mpl.rc_context({"svg.fonttype": "none"}):
+        plot_route(explained(loading, way(None, "c", 0.3), out), file)
+    text = file.read_text()
+    assert "(1328 tokens loaded)" in text
+    assert "✓ a → b" in text
+    assert ">c<" in text
+    assert "down" not in text
+
+
+def test_of_other_policies_a_plot_shows_what_they_compare(tmp_path):
+    file = tmp_path / "route.svg"
+    compared = RouteCandidate("request", None, "a", {"tokens_to_compute": 70.0}, True)
+    with mpl.rc_context({"svg.fonttype": "none"}):
+        plot_route(explained(compared), file)
+    assert "tokens to compute" in file.read_text()
+    with pytest.raises(ConfigError, match="no figures"):
+        plot_route(explained(), file)
+    with pytest.raises(ConfigError, match="cannot write"):
+        plot_route(explained(compared), tmp_path / "route.nothing")
+
+
+def test_a_past_request_has_no_plot(capsys):
+    assert run(["route", "explain", "--request-id", "r", "--plot", "r.svg"]) == 2
+    assert "--plot shows the candidates" in capsys.readouterr().err

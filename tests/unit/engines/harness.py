@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from baton.handoff.interface import (
         HandoffEvent,
         HandoffPort,
+        PrefixStore,
         ReceiveOrder,
         SampledToken,
         SendOrder,
@@ -185,6 +186,7 @@ class RecordingHandoff:
     uncomputed: list[tuple[TicketId, ...]] = field(default_factory=list)
     first_tokens: dict[TicketId, SampledToken] = field(default_factory=dict)
     events: list[HandoffEvent] = field(default_factory=list)
+    prefixes: PrefixStore | None = None
 
     def renew_lease(self, ticket: Ticket) -> None:
         self.kept.append(ticket.id)

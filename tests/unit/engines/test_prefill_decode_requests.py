@@ -97,6 +97,36 @@ def test_a_prefill_leg_offers_its_prefix_hit_as_ready() -> None:
     assert handoff.ready == [(TICKET.id, 40, 0), (TICKET.id, 40, 1)]
 
 
+def test_a_prefix_that_is_cached_is_offered_ahead_of_prompts_that_wait() -> None:
+    ticket = msgspec.structs.replace(TICKET, num_prefix_tokens=32)
+    driver, handoff = drive(max_batch_tokens=16)
+    driver.submit("first", PROMPT)
+    driver.run()
+    driver.submit("long", make_prompt(200, seed=1))
+    driver.submit("p", PROMPT[:32], PrefillRequest(ticket))
+    driver.step()
+    assert handoff.calls == ["start_send", "prefill_done"]
+    assert (handoff.sends[0].num_tokens, handoff.sends[0].num_ready_tokens) == (32, 32)
+    assert handoff.first_tokens == {ticket.id: None}
+    handoff.events = [KVSent(ticket.id)]
+    driver.step()
+    assert driver.finish("p") is FinishReason.LENGTH
+    assert driver.finish("long") is None, "it is still computed"
+    driver.run()
+    driver.check_all_blocks_are_free()
+
+
+def test_a_prefix_that_is_not_cached_waits_its_turn() -> None:
+    ticket = msgspec.structs.replace(TICKET, num_prefix_tokens=32)
+    driver, handoff = drive(max_batch_tokens=16)
+    driver.submit("long", make_prompt(200, seed=1))
+    driver.submit("p", PROMPT[:32], PrefillRequest(ticket))
+    driver.step()
+    assert handoff.sends == []
+    driver.run()
+    assert handoff.ready[-1] == (ticket.id, 32, 1)
+
+
 def test_a_prefill_leg_whose_handoff_fails_stops_computing() -> None:
     driver, handoff = drive(max_batch_tokens=16)
     driver.submit("p", PROMPT, PrefillRequest(TICKET))

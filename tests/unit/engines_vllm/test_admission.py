@@ -44,7 +44,7 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 def admission(clock: ManualClock) -> Admission:
-    reader = TicketReader(IDENTITY, KEY)
+    reader = TicketReader(IDENTITY, KEY, clients_are_gateways=False)
     held = HeldPrompts(max_blocks=5)
     made = Admission(IDENTITY, MODEL, block_size=4, held=held, reader=reader, clock=clock)
     made.set_ranks({0: FACTS})
@@ -267,7 +267,7 @@ class Blocks:
         return self.num_free
 
 
-def test_workers_are_told_of_the_queue_and_of_free_blocks_at_every_step(
+def test_workers_are_told_of_the_queue_and_of_free_blocks_when_they_change(
     admission: Admission,
 ) -> None:
     assert admission.step(step()).occupancy is None
@@ -279,15 +279,16 @@ def test_workers_are_told_of_the_queue_and_of_free_blocks_at_every_step(
     admission.count_missing(plain, 0)
     admission.allocated(plain, ([1, 2, 3],), 0)
     blocks.num_free = 7
-    assert admission.occupancy_changed
+    assert admission.is_report_outdated
     orders = admission.step(step(new=(("r", [1, 2, 3], 0, 9),)))
     assert orders.occupancy == Occupancy(0, 10, 7, 4)
-    assert not admission.occupancy_changed
+    assert not admission.is_report_outdated
+    assert admission.step(step()).occupancy is None, "it was told"
     admission.finish(plain)
     blocks.num_free = 10
-    assert admission.occupancy_changed
+    assert admission.is_report_outdated
     assert admission.step(step()).occupancy == Occupancy(0, 10, 10, 4)
-    assert not admission.occupancy_changed
+    assert not admission.is_report_outdated
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])

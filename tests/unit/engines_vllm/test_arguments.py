@@ -71,6 +71,16 @@ def test_the_connector(role, kv_role):
     assert options.key_file is None
 
 
+@pytest.mark.parametrize(
+    ("tls", "clients_are_gateways"), [("off", False), ("control", True), ("all", True)]
+)
+def test_tickets_are_believed_where_tls_lets_gateways_alone_ask(tls, clients_are_gateways):
+    words = arguments(f"security.tls={tls}")
+    transfer = json.loads(value_of(words, "--kv-transfer-config"))
+    options = read_options(transfer["kv_connector_extra_config"])
+    assert options.clients_are_gateways is clients_are_gateways
+
+
 def test_a_key_file_is_handed_on_by_name():
     transfer = json.loads(value_of(arguments("cluster.key_file=/k"), "--kv-transfer-config"))
     assert read_options(transfer["kv_connector_extra_config"]).key_file == "/k"

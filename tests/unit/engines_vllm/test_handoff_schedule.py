@@ -48,7 +48,7 @@ def test_a_prompt_is_announced_chunk_by_chunk(schedule: HandoffSchedule) -> None
     assert schedule.step([], []).arrived == (prompt(11),)
     assert schedule.step([], []).arrived == ()
     first = schedule.step([Scheduled("r", [7, 8], 4, 6)], ())
-    assert [offer.num_ready_tokens for offer in first.offers] == [4]
+    assert [offer.num_cached_tokens for offer in first.offers] == [4]
     assert first.progress == (Progress("r", 0, (7, 8), 6, is_last=False),)
     second = schedule.step([Scheduled("r", [9], 6, 11)], ())
     assert second.offers == ()

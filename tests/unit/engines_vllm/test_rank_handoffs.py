@@ -110,6 +110,20 @@ def test_blocks_of_later_chunks_join_the_order_that_the_agent_has(harness: RankH
     assert (send.ready, send.is_finished) == ({0: 7, 1: 7}, True)
 
 
+def test_what_the_prefix_cache_has_is_not_ready_before_the_steps_layers(
+    harness: RankHarness,
+) -> None:
+    """Another prompt of the same step may compute it: vLLM lists blocks that it plans to fill."""
+    orders = StepOrders(
+        offers=(StartSend("r", prompt(harness, 7), 4),),
+        progress=(Progress("r", 0, (5, 6), 7, is_last=True),),
+    )
+    harness.rank.begin_step(orders)
+    assert harness.port.sends[ID].ready == {0: 0, 1: 0}
+    harness.rank.layer_done("a")
+    assert harness.port.sends[ID].ready == {0: 7, 1: 0}
+
+
 def test_steps_that_compute_say_what_is_not_computed_yet(harness: RankHarness) -> None:
     run(harness, StepOrders(arrived=(prompt(harness, 7),)), "a")
     assert harness.port.uncomputed == [(ID,)]
@@ -124,7 +138,7 @@ def test_steps_that_compute_say_what_is_not_computed_yet(harness: RankHarness) -
 
 @pytest.mark.parametrize("how", ["withdrawn", "preempted", "failed"])
 def test_what_will_never_be_computed_is_not_vouched_for(harness: RankHarness, how: str) -> None:
-    run(harness, StepOrders(arrived=(prompt(harness, 7),)))
+    run(harness, StepOrders(arrived=(prompt(harness, 7),)), "a")
     if how == "withdrawn":
         run(harness, StepOrders(withdrawn=(Withdraw(prompt(harness, 7), "cancelled"),)))
     else:
@@ -133,7 +147,9 @@ def test_what_will_never_be_computed_is_not_vouched_for(harness: RankHarness, ho
         harness.port.fail_send(ID)
         harness.rank.get_finished(set(), 0.0)
     run(harness, StepOrders(preempted=("r",) if how == "preempted" else ()), "a")
-    assert harness.port.uncomputed == [()]
+    assert harness.port.uncomputed == [(ID,), ()]
+    run(harness, StepOrders(), "a")
+    assert harness.port.uncomputed == [(ID,), ()], "that there is nothing is news once"
 
 
 def test_blocks_of_an_offer_are_counted_as_they_come_until_its_handoff_ends(
@@ -268,6 +284,7 @@ def test_an_event_that_comes_during_a_look_is_not_slept_over(
 
     run(harness, expect(harness))
     monkeypatch.setattr(harness.port, "poll", look_and_miss)
+    harness.wake_event.set()
     harness.rank.get_finished(set(), 0.0)
     assert harness.wake_event.is_set()
 

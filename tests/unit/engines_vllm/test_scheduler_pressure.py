@@ -96,10 +96,13 @@ def test_a_request_waits_from_its_arrival_until_it_is_admitted_or_ends(
 ) -> None:
     pressure.bind(Blocks())
 
+    told = 0
+
     def num_waiting() -> int:
-        told = pressure.report()
-        assert told is not None
-        return told.num_waiting
+        nonlocal told
+        news = pressure.take_news()
+        told = told if news is None else news.num_waiting
+        return told
 
     pressure.arrived("a")
     pressure.arrived("b")
@@ -119,13 +122,29 @@ def test_a_request_waits_from_its_arrival_until_it_is_admitted_or_ends(
 def test_there_is_news_only_where_what_was_told_is_not_true_any_more(
     pressure: SchedulerPressure,
 ) -> None:
-    assert pressure.report() is None
+    assert pressure.take_news() is None
     blocks = Blocks()
     pressure.bind(blocks)
-    assert not pressure.has_changed  # nothing was told yet: the first step will
-    assert pressure.report() == Occupancy(0, 8, 8, 16)
-    assert not pressure.has_changed
+    assert not pressure.is_report_outdated  # nothing was told yet: the first step will
+    assert pressure.take_news() == Occupancy(0, 8, 8, 16)
+    assert not pressure.is_report_outdated
+    assert pressure.take_news() is None
     blocks.num_free = 3
-    assert pressure.has_changed
-    assert pressure.report() == Occupancy(0, 8, 3, 16)
-    assert not pressure.has_changed
+    assert pressure.is_report_outdated
+    assert pressure.take_news() == Occupancy(0, 8, 3, 16)
+    assert not pressure.is_report_outdated
+    pressure.arrived("a")
+    assert pressure.is_report_outdated
+
+
+def test_a_few_blocks_are_not_worth_a_step_and_add_up(pressure: SchedulerPressure) -> None:
+    blocks = Blocks(num_gpu_blocks=321, num_free=320)
+    pressure.bind(blocks)
+    pressure.take_news()
+    blocks.num_free -= 10
+    assert not pressure.is_report_outdated
+    blocks.num_free -= 1
+    assert pressure.is_report_outdated
+    blocks.num_free += 10
+    assert not pressure.is_report_outdated
+    assert pressure.take_news() == Occupancy(0, 320, 319, 16)

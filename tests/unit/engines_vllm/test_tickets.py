@@ -21,8 +21,9 @@ PEER = WorkerRef(WorkerId("v1"), Epoch("a" * 32), "127.0.0.1:2")
 OLD_ME = WorkerRef(WorkerId("v0"), Epoch("1" * 32), "127.0.0.1:1")
 
 
-def reader(role: Role = "both") -> TicketReader:
-    return TicketReader(Identity(ME.worker, ME.epoch, role, 1), KEY)
+def reader(role: Role = "both", *, clients_are_gateways: bool = False) -> TicketReader:
+    identity = Identity(ME.worker, ME.epoch, role, 1)
+    return TicketReader(identity, KEY, clients_are_gateways=clients_are_gateways)
 
 
 def ticket(prefill: WorkerRef, decode: WorkerRef, lives_s: float = 60.0) -> Ticket:
@@ -78,6 +79,16 @@ def test_forged_and_broken_tickets_are_invalid() -> None:
     assert code_of(reader().read({"baton_ticket": seal(good, KEY)})) == "invalid_ticket"
     both = {**sending(seal(good, KEY)), "do_remote_prefill": True}
     assert code_of(reader().read(both)) == "invalid_ticket"
+
+
+def test_where_all_clients_are_gateways_the_signature_alone_is_not_checked() -> None:
+    another = Credentials.of(ClusterKey(b"x" * 32))
+    same = reader(clients_are_gateways=True)
+    unsigned, stale = ticket(ME, PEER), ticket(OLD_ME, PEER)
+    assert same.read(sending(seal(unsigned, another))) == Send(unsigned)
+    assert code_of(same.read(sending(seal(unsigned, another)))) == "replayed_ticket"
+    assert code_of(same.read(sending(seal(stale, another)))) == "stale_ticket"
+    assert code_of(same.read(sending("not a ticket"))) == "invalid_ticket"
 
 
 def test_a_ticket_serves_once() -> None:

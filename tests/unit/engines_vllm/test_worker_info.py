@@ -26,3 +26,9 @@ def test_a_server_takes_part_in_the_modes_that_all_its_ranks_know() -> None:
         assert describe_worker(IDENTITY, MODEL, ranks).modes == ("push", "pull")
     nothing = replace(PLAIN, modes=())
     assert describe_worker(IDENTITY, MODEL, {0: POOLED, 1: nothing}).modes == ()
+
+
+def test_a_server_whose_clients_are_gateways_takes_unsigned_tickets() -> None:
+    for is_so in (False, True):
+        model = replace(MODEL, takes_unsigned_tickets=is_so)
+        assert describe_worker(IDENTITY, model, {0: PLAIN}).takes_unsigned_tickets is is_so

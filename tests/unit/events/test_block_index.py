@@ -16,7 +16,7 @@ DOMAIN = EventDomain("vllm/sha256")
 
 
 def stored(*hashes, medium="GPU", group=0, domain=DOMAIN):
-    return BlockStored(domain, hashes, None, (), 0, medium, group)
+    return BlockStored(domain, hashes, None, b"", 0, medium, group)
 
 
 def removed(*hashes, medium="GPU", group=0, domain=DOMAIN):

@@ -26,7 +26,8 @@ def apply(held: dict, page) -> None:
         held.clear()
     for event in page.events:
         match event:
-            case BlockStored(hashes=hashes, token_ids=ids):
+            case BlockStored(hashes=hashes, packed_ids=packed):
+                ids = tuple(np.frombuffer(packed, "<i4").tolist())
                 assert len(ids) == BLOCK_SIZE * len(hashes)
                 for at, block_hash in enumerate(hashes):
                     assert block_hash not in held

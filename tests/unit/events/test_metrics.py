@@ -13,7 +13,7 @@ WORKER = WorkerId("vllm-0")
 class Feed:
     def __init__(self):
         self.health = FeedHealth(connected=True, num_gaps=2, num_replays=3, num_lost=1)
-        self.events = [BlockStored(DOMAIN, (1, 2), None, (), 0, "GPU", 0), Lost(4)]
+        self.events = [BlockStored(DOMAIN, (1, 2), None, b"", 0, "GPU", 0), Lost(4)]
 
     def poll(self):
         taken, self.events = self.events, []

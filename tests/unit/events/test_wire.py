@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import ProtocolError
-from baton.events.blocks import AllBlocksCleared, BlockRemoved, BlockStored, EventDomain
+from baton.events.blocks import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventDomain,
+    pack_ids,
+)
 from baton.events.wire import (
     END_OF_REPLAY,
     MAX_MESSAGE_BYTES,
@@ -33,6 +39,8 @@ STORED = {
     "group_idx": 3,
 }
 
+IDS = pack_ids((1, 2, 3, 4))
+
 
 def message(*events, at=1.5, rank=0):
     return [b"topic", SEQ, msgspec.msgpack.encode([at, list(events), rank])]
@@ -44,10 +52,10 @@ def test_golden_messages_of_vllm_decode():
     numbered = [decode_message(each, DOMAIN) for each in frames]
     assert [each.seq for each in numbered] == [0, 1, 2]
     assert [each.batch.events for each in numbered] == [
-        (BlockStored(DOMAIN, (1, 2**64 - 1), None, (1,) * 32, 16, "GPU", 0),),
+        (BlockStored(DOMAIN, (1, 2**64 - 1), None, pack_ids((1,) * 32), 16, "GPU", 0),),
         (
             BlockRemoved(DOMAIN, (1,), "GPU", 0),
-            BlockStored(DOMAIN, (0x0123456789ABCDEF,), None, (1,) * 16, 16, "GPU", 0),
+            BlockStored(DOMAIN, (0x0123456789ABCDEF,), None, pack_ids((1,) * 16), 16, "GPU", 0),
         ),
         (AllBlocksCleared(),),
     ]
@@ -57,8 +65,13 @@ def test_golden_messages_of_vllm_decode():
 def test_all_fields_are_read():
     read = decode_message(message(STORED, rank=2), DOMAIN)
     assert read.seq == 7
-    assert read.batch.events == (BlockStored(DOMAIN, (5, b"h" * 32), 4, (1, 2, 3, 4), 2, "CPU", 3),)
+    assert read.batch.events == (BlockStored(DOMAIN, (5, b"h" * 32), 4, IDS, 2, "CPU", 3),)
     assert (read.batch.published_at, read.batch.data_parallel_rank) == (1.5, 2)
+
+
+def test_ids_may_be_packed_as_those_of_batons_own_workers_are():
+    packed = decode_message(message(STORED | {"token_ids": IDS}), DOMAIN)
+    assert packed.batch.events == decode_message(message(STORED), DOMAIN).batch.events
 
 
 def test_absent_medium_and_group_are_the_engines_own_pool():
@@ -70,7 +83,7 @@ def test_absent_medium_and_group_are_the_engines_own_pool():
 def test_a_block_whose_tokens_are_not_known_is_a_block():
     placeholder = STORED | {"token_ids": [], "block_size": 0, "parent_block_hash": None}
     [event] = decode_message(message(placeholder), DOMAIN).batch.events
-    assert (event.token_ids, event.block_size) == ((), 0)
+    assert (event.packed_ids, event.block_size) == (b"", 0)
 
 
 def test_unknown_fields_are_ignored_and_unknown_events_counted():
@@ -97,6 +110,8 @@ def test_lives_differ_in_their_digests():
         {"block_hashes": None},
         {"token_ids": [-1]},
         {"token_ids": [2**31]},
+        {"token_ids": bytes(7)},
+        {"token_ids": pack_ids([5, -1])},
         {"block_size": -1},
         {"block_size": 2**20},
         {"medium": ""},

@@ -1,18 +1,37 @@
 """Grants that came before their requests are bounded, and end with their peer or their ticket."""
 
-import numpy as np
+from __future__ import annotations
 
+import msgspec
+import numpy as np
+import pytest
+
+from baton.auth.credentials import Credentials
+from baton.auth.key import ClusterKey
+from baton.auth.ticket import WorkerRef, seal, unseal, write_unsigned
 from baton.clock import Instant
-from baton.handoff.grants import MAX_EARLY_GRANTS, EarlyGrants, Granted
+from baton.errors import TicketError
+from baton.handoff.grants import (
+    MAX_EARLY_GRANTS,
+    EarlyGrants,
+    Granted,
+    check_ticket,
+    is_confirmed,
+)
 from baton.handoff.messages import Grant
+from baton.ids import Epoch, TicketId, WorkerId
 from baton.kv.copies import BlockTable
 from tests.unit.handoff.orders import PROMPT_HASH, make_ticket
 
+DECODE = WorkerRef(WorkerId("d"), Epoch("ed"), "127.0.0.1:2")
+OTHER = WorkerRef(WorkerId("x"), Epoch("ex"), "127.0.0.1:3")
 NO_BLOCKS = BlockTable(0, np.empty(0, np.int64))
 
 
-def granted_by(peer):
-    ticket = make_ticket()
+def granted_by(peer: object, decode: WorkerRef = DECODE, ticket_id: TicketId | None = None):
+    ticket = make_ticket(decode=decode)
+    if ticket_id is not None:
+        ticket = msgspec.structs.replace(ticket, id=ticket_id)
     grant = Grant(ticket.id, "sealed", PROMPT_HASH, 0, 16, 0, b"", "READ")
     return Granted(peer, ticket, grant, NO_BLOCKS, Instant(60.0))
 
@@ -23,8 +42,8 @@ def test_the_oldest_of_too_many_are_forgotten():
     grants = [granted_by(peer) for _ in range(MAX_EARLY_GRANTS + 10)]
     for granted in grants:
         early.add(granted)
-    assert [early.take(granted.ticket.id) for granted in grants[:10]] == [None] * 10
-    assert all(early.take(granted.ticket.id) is granted for granted in grants[10:])
+    assert [early.take(granted.ticket) for granted in grants[:10]] == [None] * 10
+    assert all(early.take(granted.ticket) is granted for granted in grants[10:])
 
 
 def test_they_end_with_their_peer_and_with_their_ticket():
@@ -33,6 +52,57 @@ def test_they_end_with_their_peer_and_with_their_ticket():
     early.add(of_gone)
     early.add(of_here)
     early.forget_peer(gone)
-    assert early.take(of_gone.ticket.id) is None
+    assert early.take(of_gone.ticket) is None
     early.forget_expired(Instant(61.0))
-    assert early.take(of_here.ticket.id) is None
+    assert early.take(of_here.ticket) is None
+
+
+def test_a_peer_that_grants_much_takes_no_place_of_another():
+    early, honest, greedy = EarlyGrants(), object(), object()
+    first = granted_by(honest)
+    early.add(first)
+    for _ in range(MAX_EARLY_GRANTS + 10):
+        early.add(granted_by(greedy, OTHER))
+    assert len(early) == MAX_EARLY_GRANTS
+    assert early.take(first.ticket) is first
+
+
+def test_a_peer_replaces_no_grant_of_another_by_its_id():
+    early = EarlyGrants()
+    honest = granted_by(object())
+    early.add(honest)
+    early.add(granted_by(object(), OTHER, honest.ticket.id))
+    assert early.take(honest.ticket) is honest
+
+
+class Asked:
+    """What `check_ticket` uses of an agent and of its peer."""
+
+    me = WorkerRef(WorkerId("p"), Epoch("ep"), "127.0.0.1:1")
+    credentials = Credentials.of(ClusterKey(b"k" * 32))
+    name, hello = "d", DECODE
+
+
+def check(text: str, known=None):
+    return check_ticket(Asked(), Asked(), text, known)  # type: ignore[arg-type]
+
+
+def test_a_ticket_without_a_signature_counts_as_the_text_that_the_gateway_gave():
+    ticket = make_ticket()
+    text = write_unsigned(ticket)
+    known = unseal(text, Asked.credentials, is_from_gateway=True)
+    assert check(text, known) is known
+    made_up = write_unsigned(msgspec.structs.replace(ticket, request_id="another"))
+    with pytest.raises(TicketError, match="another ticket than the gateway"):
+        check(made_up, known)
+
+
+def test_a_grant_under_a_ticket_that_a_peer_made_up_is_not_confirmed_by_its_request():
+    ticket = make_ticket()
+    text = write_unsigned(ticket)
+    given = unseal(text, Asked.credentials, is_from_gateway=True)
+    made_up = write_unsigned(msgspec.structs.replace(ticket, request_id="another"))
+    for shown, is_good in ((text, True), (made_up, False), (seal(ticket, Asked.credentials), True)):
+        grant = Grant(ticket.id, shown, PROMPT_HASH, 0, 16, 0, b"", "READ")
+        granted = Granted(object(), check(shown), grant, NO_BLOCKS, Instant(60.0))  # type: ignore[arg-type]
+        assert is_confirmed(granted, given) is is_good

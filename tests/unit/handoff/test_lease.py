@@ -5,7 +5,7 @@ import math
 from baton.clock import Instant
 from baton.handoff.interface import KVFailed, SendFailed
 from baton.handoff.messages import Grant
-from baton.handoff.session.actions import Emit, SendFinished, TransferPlan
+from baton.handoff.session.actions import AnnounceReadable, Emit, SendFinished, TransferPlan
 from baton.handoff.session.lease import LEASE_STAGE, Lease, LeaseHolder
 from baton.handoff.session.receive import ReceivePhase, ReceiveSession
 from baton.handoff.session.send import SendSession
@@ -78,8 +78,7 @@ def test_a_grant_finds_what_is_held_and_sends_all_of_it() -> None:
     session = make_held()
     grant = Grant(session.ticket, "sealed", PROMPT_HASH, 0, 9, 0, b"", "READ")
     assert session.granted(grant) == []
-    actions = session.begin(1)
-    assert len(actions) == 2
+    assert session.begin(1) == [AnnounceReadable(0, 0, 9, num_layers=2)]
     for layer in range(2):
         said = session.announced(range(layer, layer + 1), 9)
     assert said == [SendFinished(None)]

@@ -37,7 +37,7 @@ def renew(
     dead: Tombstones,
     early: EarlyGrants | None = None,
 ) -> None:
-    peer, early = peer_of(by), early or EarlyGrants()
+    peer, early = peer_of(by), EarlyGrants() if early is None else early
     answer_renewal(context, peer, message, outgoing={}, dead=dead, early=early)  # type: ignore[arg-type]
 
 
@@ -57,7 +57,8 @@ def test_only_the_life_that_a_ticket_names_takes_its_grave(strangers: int) -> No
 def test_what_was_granted_before_its_prompt_came_counts_as_held(by: Epoch, is_held: bool) -> None:
     """Its lease begins later: else a read of what waited long in prefill's queue is thrown away."""
     context, early, ticket = Told(), EarlyGrants(), new_ticket_id()
-    granted = SimpleNamespace(ticket=SimpleNamespace(id=ticket), peer=peer_of(DECODE))
+    named = SimpleNamespace(id=ticket, decode=SimpleNamespace(epoch=DECODE))
+    granted = SimpleNamespace(ticket=named, peer=peer_of(DECODE))
     early.add(granted)  # type: ignore[arg-type]
     renew(context, by, RenewLease(1.0, (ticket,)), Tombstones(), early)
     assert context.said == [LeaseRenewed(1.0, (ticket,) if is_held else ())]

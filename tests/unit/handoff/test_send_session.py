@@ -20,7 +20,7 @@ from baton.handoff.session.actions import (
     TransferHandle,
     WriteLayers,
 )
-from baton.handoff.session.send import SendSession
+from baton.handoff.session.send import LayersWritten, SendSession
 from baton.handoff.token_ranges import LayerTokenRange, pack_ranges
 from baton.transfer.interface import TransferId
 from tests.unit.handoff.orders import PROMPT_HASH, make_ticket, send_order
@@ -118,7 +118,9 @@ def make_written_session() -> SendSession:
     session.begin(1)
     for layer, kind in enumerate(("shared", "tcp")):
         session.layers_ready([layer], 9)
-        session.submitted(TransferHandle(kind, TransferId(1)), [LayerTokenRange(layer, 0, 9)])
+        session.submitted(
+            TransferHandle(kind, TransferId(1)), LayersWritten(range(layer, layer + 1), 0, 9)
+        )
     session.finish(None)
     return session
 
@@ -166,7 +168,7 @@ def test_a_session_without_a_route_submits_what_it_owes_once_there_is_one() -> N
     assert session.retransmit(missing(session, "shared", LayerTokenRange(0, 2, 9))) == [
         WriteLayers(0, 2, 9)
     ]
-    session.submitted(TransferHandle("tcp", TransferId(2)), [LayerTokenRange(0, 2, 5)])
+    session.submitted(TransferHandle("tcp", TransferId(2)), LayersWritten(range(1), 2, 5))
     assert session.resume() == [WriteLayers(0, 5, 9)]
 
 

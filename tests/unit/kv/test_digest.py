@@ -41,7 +41,7 @@ def test_a_digest_is_xxh3_of_the_canonical_bytes(order: str, heads: range | None
     )
     assert (
         compute_digests(
-            page_geometry(sequence.layout, 0), PAGES, locate_pieces(sequence, bounds), heads=heads
+            page_geometry(sequence.layout, 0), [PAGES], locate_pieces(sequence, bounds), heads=heads
         )
         == expected
     )
@@ -52,7 +52,7 @@ def test_a_whole_canonical_page_is_digested_as_it_lies() -> None:
     expected = xxh3_128_digest(PAGES[2].tobytes()) + xxh3_128_digest(PAGES[1].tobytes())
     assert (
         compute_digests(
-            page_geometry(LAYOUT, 0), PAGES, locate_pieces(paged(LAYOUT, [2, 1]), bounds)
+            page_geometry(LAYOUT, 0), [PAGES], locate_pieces(paged(LAYOUT, [2, 1]), bounds)
         )
         == expected
     )
@@ -77,7 +77,7 @@ def test_a_digest_of_an_opaque_page_covers_the_units_as_they_lie(
     assert (
         compute_digests(
             page_geometry(OPAQUE, 0),
-            PAGES,
+            [PAGES],
             locate_pieces(paged(OPAQUE, [5, 0, 3]), bounds),
             heads=heads,
         )
@@ -101,14 +101,14 @@ def test_a_key_makes_it_gmac_over_the_same_bytes(bounds: list[int]) -> None:
     pieces = locate_pieces(sequence, np.array(bounds, dtype=np.int64))
     key = DigestKey(secret, handoff)
     geometry = page_geometry(LAYOUT, 0)
-    assert compute_digests(geometry, PAGES, pieces, key=key, layer=layer) == expected
+    assert compute_digests(geometry, [PAGES], pieces, key=key, layer=layer) == expected
 
 
 def test_no_piece_no_digest() -> None:
     assert (
         compute_digests(
             page_geometry(LAYOUT, 0),
-            PAGES,
+            [PAGES],
             locate_pieces(paged(LAYOUT, []), np.array([3], dtype=np.int64)),
         )
         == b""
@@ -120,6 +120,6 @@ def test_pieces_that_are_none_are_refused(bounds: list[int]) -> None:
     with pytest.raises(ProtocolError):
         compute_digests(
             page_geometry(LAYOUT, 0),
-            PAGES,
+            [PAGES],
             locate_pieces(paged(LAYOUT, [0, 1]), np.array(bounds, dtype=np.int64)),
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from baton.errors import ConfigError
 from baton.kv.identity import HashDomain, compute_block_hashes, compute_tail_hash
@@ -15,6 +16,7 @@ from baton.store.entry_format import HEADER_BYTES, EntryFormat, has_digest, make
 from baton.store.interface import EntryName
 
 KEY = bytes(range(32))
+NONCE = bytes(range(12))
 VECTORS = Path(__file__).parents[2] / "vectors" / "store" / "entries.json"
 LAYOUT = KVLayout.gqa(3, 4, 8, block_size=16, dtype="float32")
 
@@ -41,7 +43,7 @@ def make_vector(block_size: int, num_parts: int, tenant_salt: str, num_tokens: i
     entry_format = EntryFormat.of(LAYOUT, block_size=block_size, num_parts=num_parts)
     names = [[entry_format.name(each, part).hex() for part in range(num_parts)] for each in hashes]
     body = bytes(range(10))
-    record = make_header(KEY, EntryName(bytes.fromhex(names[0][0])), body) + body
+    record = make_header(KEY, EntryName(bytes.fromhex(names[0][0])), body, NONCE) + body
     return Vector(
         block_size,
         num_parts,
@@ -107,6 +109,16 @@ def test_parts_that_ranks_cannot_hold_whole_are_refused() -> None:
         EntryFormat.of(sharded, block_size=64, num_parts=2)
     with pytest.raises(ConfigError, match="divided"):
         EntryFormat.of(LAYOUT, block_size=64, num_parts=3)
+
+
+def test_the_tag_is_that_of_an_empty_message_of_aes_gcm() -> None:
+    """Another implementation of the same: its additional data are all that is authenticated."""
+    name, body = EntryName(b"n" * 32), bytes(range(200))
+    header = make_header(KEY, name, body, NONCE)
+    data = name + len(body).to_bytes(8, "little") + body
+    assert header[40:52] == NONCE
+    assert header[52:68] == AESGCM(KEY).encrypt(NONCE, b"", data)
+    assert make_header(KEY, name, body)[40:52] != make_header(KEY, name, body)[40:52]
 
 
 def test_a_record_says_what_it_is() -> None:

@@ -6,11 +6,12 @@ So all of them see the same noise.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
 from baton import __version__
+from baton.bench.link.backends import REUSED
 from baton.bench.link.report import LinkEntry, Manifest, Report, ReportBuilder
 from baton.errors import ConfigError, TransferError, UnknownPluginError
 from baton.rig.backend import MAX_POOL_PAGES
@@ -97,6 +98,12 @@ def choose_transports(
         LinkEntry("transport", kind, options.get(kind, {}))
         for kind in dict.fromkeys(asked or installed)
     )
+
+
+def add_reused(transports: Sequence[LinkEntry]) -> tuple[LinkEntry, ...]:
+    """Each of them again, with transfers that were made before: of messages only."""
+    shapes: tuple[Shape, ...] = ("message",)
+    return tuple(replace(each, name=each.name + REUSED, shapes=shapes) for each in transports)
 
 
 def make_workloads(sizes: Sequence[int], effort: Effort) -> tuple[Workload, ...]:

@@ -12,7 +12,8 @@ File map, in the order in which a request meets them:
     loop.py           one step: events and commands in, updates out; updates.py
     sequence.py       one request's tokens and blocks; the table of requests
     scheduler.py      what to compute next (pure), and the orders for the handoff
-    pinned_blocks.py  blocks that handoffs use: pinned, exported, imported
+    pinned_blocks.py  blocks that handoffs use: pinned, exported, imported; that are being kept
+    prefixes.py       prompts' beginnings: whether the store is asked, what it has yet to answer
     model_runner.py   one step through the model, and sampling
     attention.py      a step's arrays, and attention over pages
     random_model.py   models with random weights, for tests and benchmarks

@@ -175,6 +175,7 @@ class TransformersEngine:
             max_num_seqs=options.max_num_seqs,
             min_handoff_tokens=options.min_handoff_tokens or options.block_size,
             max_held_blocks=int(options.max_held_share * self.info.num_blocks),
+            max_kept_blocks=int(options.max_kept_share * self.info.num_blocks),
         )
         return EngineLoop(
             info=self.info,

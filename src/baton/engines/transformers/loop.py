@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Protocol, assert_never
+from typing import TYPE_CHECKING, Final, Protocol, assert_never
 
 from baton.engines.interface import (
     DecodeRequest,
@@ -12,16 +12,22 @@ from baton.engines.interface import (
     PrefillRequest,
 )
 from baton.engines.stall_detector import STALL_REASON, StallDetector
-from baton.engines.transformers.scheduler import make_receive_order, make_send_order
+from baton.engines.transformers.prefixes import LOAD_TIMEOUT_S, EnginePrefixes
+from baton.engines.transformers.scheduler import (
+    count_landed,
+    make_receive_order,
+    make_send_order,
+)
 from baton.engines.transformers.sequence import (
     Sequence,
     SequenceTable,
     Status,
     find_ticket,
     is_pulled,
+    is_pushed_prefix,
 )
 from baton.engines.transformers.updates import TokenCounts, UpdateQueue, make_stats
-from baton.errors import EngineError, OverloadedError, TicketError
+from baton.errors import EngineError, OverloadedError, StoreError, TicketError
 from baton.handoff.interface import (
     BlocksQuiescent,
     ExportReleased,
@@ -30,6 +36,7 @@ from baton.handoff.interface import (
     KVFailed,
     KVLanded,
     KVSent,
+    SampledToken,
     SendFailed,
 )
 from baton.kv.copies import blocks_holding
@@ -50,10 +57,12 @@ if TYPE_CHECKING:
     )
     from baton.engines.transformers.scheduler import Plan, Scheduler, Work
     from baton.errors import BatonError
-    from baton.handoff.interface import HandoffEvent, HandoffPort, SampledToken
+    from baton.handoff.interface import HandoffEvent, HandoffPort
     from baton.ids import RequestId, TicketId
 
 _log = logging.getLogger(__name__)
+_NO_TOKEN: Final = SampledToken(0)
+"""Ends a prefill request that was served from the cache: it is not read."""
 
 
 class StepRunner(Protocol):
@@ -109,6 +118,7 @@ class EngineLoop:
         self._counts = TokenCounts()
         self._stall_detector = StallDetector()
         self._held = HeldBlockTime()
+        self._prefixes = EnginePrefixes(handoff.prefixes, scheduler.kept_blocks, clock)
         self.reraises = False
         """See `AgentLoop`."""
 
@@ -125,6 +135,7 @@ class EngineLoop:
                 self._fail_handoff(event.ticket, EngineError(f"the handoff failed: {exc}"))
         self._expire()
         self.deliver()  # a first token that landed does not wait for the step that follows it
+        self._scheduler.min_load_tokens = self._prefixes.count_worth_asking()
         plan = self._scheduler.schedule()
         for imported, own in plan.copies:
             self._pages.copy(imported, own)
@@ -178,7 +189,11 @@ class EngineLoop:
 
     def compute_wait_timeout_s(self) -> float | None:
         """Seconds until the next deadline; None without one."""
-        deadlines = [self._sequences.next_deadline, self._stall_detector.timeout_at]
+        deadlines = [
+            self._sequences.next_deadline,
+            self._stall_detector.timeout_at,
+            self._prefixes.next_deadline,
+        ]
         known = [at for at in deadlines if at is not None]
         return max(0.0, min(known) - self._clock.now()) if known else None
 
@@ -210,15 +225,38 @@ class EngineLoop:
             self._count_admission(receive.sequence)
             self._stamp(receive.sequence, Stamp.PAGES_RESERVED)
             self._handoff.start_receive(make_receive_order(receive, fingerprint))
+        for load in plan.loads:
+            self._count_admission(load.sequence)
+            self._prefixes.begin(load)
         for work in plan.work:
             self._count_admission(work.sequence)
-        for sequence, ticket in plan.offered:
+        for sequence, _ in plan.offered_from_cache:
+            self._count_admission(sequence)
+        for sequence, ticket in (*plan.offered, *plan.offered_from_cache):
             self._held.hold(ticket.id, ticket.mode, self._clock.now())
             self._held.resize(ticket.id, len(sequence.blocks), self._clock.now())
             self._handoff.start_send(make_send_order(sequence, ticket, fingerprint))
+        for sequence, ticket in plan.offered_from_cache:
+            self._stamp(sequence, Stamp.PREFILL_DONE)
+            self._held.prefill_done(ticket.id, self._clock.now())
+            self._handoff.prefill_done(ticket.id, None)
+
+    def _finish_load(self, landed: KVLanded) -> None:
+        num_tokens = landed.num_tokens or 0
+        self._prefixes.finish(landed.ticket, num_tokens)
+        sequence = self._scheduler.finish_load(landed.ticket, num_tokens)
+        if sequence is None:
+            return
+        before = sequence.request.trace.num_cached_tokens
+        held = blocks_holding(before, sequence.num_computed, sequence.block_size)
+        self._pages.load_blocks(sequence.blocks[held.start : held.stop])
+        sequence.request.trace.num_cached_tokens = sequence.num_cached_tokens
+        sequence.request.trace.num_loaded_tokens = sequence.num_cached_tokens - before
+        self._counts.cached += sequence.num_cached_tokens - before
 
     def _compute(self, plan: Plan) -> None:
         """Run the step; a failure fails the step's requests and nothing else."""
+        began_at = self._clock.now()
         try:
             tokens = self._runner.compute(plan.work)
         except Exception:  # noqa: BLE001 - the engine survives whatever a model raises
@@ -226,6 +264,7 @@ class EngineLoop:
             for work in plan.work:
                 self._fail(work.sequence, EngineError("the engine failed while computing"))
             return
+        self._prefixes.observe_step(plan, self._clock.now() - began_at)
         for work, token in zip(plan.work, tokens, strict=True):
             if work.is_prefill and work.stop >= work.sequence.num_prompt_tokens:
                 self._stamp(work.sequence, Stamp.PREFILL_DONE)
@@ -274,12 +313,17 @@ class EngineLoop:
 
     def _handle_event(self, event: HandoffEvent) -> None:
         match event:
+            case KVLanded(ticket) if ticket in self._prefixes:
+                self._finish_load(event)
             case KVLanded():
                 self._handle_landed(event)
             case KVFailed(ticket, error):
                 self._fall_back(ticket, error)
             case BlocksQuiescent(ticket):
+                self._prefixes.end(ticket)
                 self._scheduler.pinned_blocks.release_quarantined(ticket)
+            case KVSent(ticket) if self._scheduler.kept_blocks.release(ticket):
+                pass
             case KVSent(ticket):
                 self._held.release(ticket, self._clock.now())
                 self._finish_send(self._scheduler.finish_send(ticket))
@@ -308,15 +352,14 @@ class EngineLoop:
             return
         if landed.imported:
             self._pages.open_peer_mappings()
-        num_prompt = sequence.num_prompt_tokens
-        num_landed = num_prompt if landed.num_tokens is None else landed.num_tokens
+        num_landed = count_landed(landed, sequence)
         num_received = num_landed - sequence.num_cached_tokens
         held = blocks_holding(sequence.num_cached_tokens, num_landed, sequence.block_size)
         self._pages.load_blocks(sequence.blocks[held.start : held.stop])
         sequence.request.trace.num_received_tokens = num_received
         self._counts.received += num_received
         self._stamp(sequence, Stamp.KV_READY)
-        if first_token is not None:
+        if first_token is not None and num_landed == sequence.num_prompt_tokens:
             self._accept(sequence, first_token)
 
     def _check_first_token(self, landed: KVLanded) -> SampledToken | None:
@@ -350,6 +393,10 @@ class EngineLoop:
     def _finish_send(self, sequence: Sequence | None) -> None:
         if sequence is None or sequence.status is Status.ENDED:
             return
+        if sequence.first_token is None and is_pushed_prefix(sequence):
+            self._updates.add_token(sequence, _NO_TOKEN, FinishReason.LENGTH)
+            self._end(sequence, "finished")
+            return
         if sequence.first_token is None:
             self._fail(sequence, EngineError("the handoff ended before prefill did"))
             return
@@ -359,6 +406,12 @@ class EngineLoop:
     def _expire(self) -> None:
         for sequence in self._sequences.find_expired(self._clock.now()):
             self._fail(sequence, EngineError("the request's deadline passed"))
+        for order in self._prefixes.take_late():
+            late = self._scheduler.give_up_load(order)
+            if late is not None:
+                error = StoreError(f"the store has not answered for {LOAD_TIMEOUT_S} s")
+                late.request.trace.fallbacks.append(f"computed locally: {error}")
+                self._updates.log_degraded(error)
 
     def _fail(self, sequence: Sequence, error: BatonError) -> None:
         self._updates.add_failure(sequence.request.id, error)
@@ -375,6 +428,7 @@ class EngineLoop:
         self._forget(sequence)
 
     def _forget(self, sequence: Sequence) -> None:
+        self._prefixes.leave(sequence)
         self._scheduler.end(sequence)
         self._stamp(sequence, Stamp.FINISHED)
         self._sequences.remove(sequence)

@@ -15,7 +15,8 @@ class TransformersOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     `num_blocks` None takes as many blocks as fit `kv_cache_bytes`. `dtype` "auto" is the
     checkpoint's own; answers are the same for every batch, block size and worker in float32 only.
     `device` "auto" takes CUDA where there is one. `num_threads` None leaves torch's own choice.
-    Prompts that wait to be pulled may hold `max_held_share` of the blocks; more are refused.
+    Prompts that wait to be pulled may hold `max_held_share` of the blocks; more are refused. What
+    is being copied into the store may hold `max_kept_share`; more is not kept.
     A prompt part of fewer than `min_handoff_tokens` (None: one block) is computed, not received.
     """
 
@@ -28,6 +29,7 @@ class TransformersOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     max_context_tokens: PositiveInt | None = None
     min_handoff_tokens: PositiveInt | None = None
     max_held_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
+    max_kept_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.25
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     num_threads: PositiveInt | None = None

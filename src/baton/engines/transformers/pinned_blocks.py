@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from baton.engines.transformers.sequence import is_pulled
+from baton.handoff.interface import KeepOrder
+from baton.ids import TicketId
+from baton.kv.copies import BlockTable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Many
 
     from baton.engines.transformers.sequence import Sequence
-    from baton.ids import TicketId
     from baton.kv.blocks import InFlightBlocks, QuarantinedBlocks, ReservedBlocks
     from baton.kv.pool import BlockPool
 
@@ -93,6 +97,53 @@ class PinnedBlocks:
     def unpin(self, ticket: TicketId) -> Sequence | None:
         """Unpin the sequence's blocks: no transfer reads them any more."""
         return self._sending.pop(ticket, None)
+
+
+class KeptBlocks:
+    """Blocks that are being copied into the store. Owned by the engine's thread.
+
+    They are full, so that nothing is written into them; a reference on each holds them.
+    """
+
+    def __init__(self, pool: BlockPool, max_blocks: int) -> None:
+        self._pool, self._max_blocks = pool, max_blocks
+        self._kept: dict[TicketId, list[int]] = {}
+        self._num_blocks = self._num_orders = 0
+
+    def hold(self, sequence: Sequence, unit: int) -> KeepOrder | None:
+        """What a sequence that ends has computed: an order to keep it, in entries of `unit` tokens.
+
+        None where none of it is new, and where too much is being kept already.
+        """
+        num_tokens = sequence.num_computed // unit * unit
+        if num_tokens <= sequence.num_cached_tokens:
+            return None
+        blocks = self._pool.acquire_cached(sequence.hashes(sequence.num_computed))
+        num_tokens = min(num_tokens, len(blocks) * sequence.block_size // unit * unit)
+        is_too_much = self._num_blocks + len(blocks) > self._max_blocks
+        if is_too_much or num_tokens <= sequence.num_cached_tokens:
+            self._pool.release(blocks)
+            return None
+        self._num_orders += 1
+        # Tickets' ids are random: one that begins so does not happen.
+        order = TicketId(b"keep" + self._num_orders.to_bytes(12, "big"))
+        self._kept[order] = blocks
+        self._num_blocks += len(blocks)
+        return KeepOrder(
+            id=order,
+            tenant_salt=sequence.request.tenant_salt,
+            token_ids=sequence.token_ids(0, num_tokens).copy(),
+            blocks=BlockTable(0, np.array(blocks, np.int64)),
+        )
+
+    def release(self, order: TicketId) -> bool:
+        """It is kept, or cannot be: free its blocks. False where no such order is known."""
+        blocks = self._kept.pop(order, None)
+        if blocks is None:
+            return False
+        self._num_blocks -= len(blocks)
+        self._pool.release(blocks)
+        return True
 
 
 class SharedBlocks:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from baton.engines.interface import Colocated, DecodeRequest, PrefillRequest
-from baton.engines.transformers.pinned_blocks import PinnedBlocks, SharedBlocks
-from baton.engines.transformers.sequence import Status, is_pulled
-from baton.handoff.interface import ReceiveOrder, SendOrder
+from baton.engines.transformers.pinned_blocks import KeptBlocks, PinnedBlocks, SharedBlocks
+from baton.engines.transformers.sequence import Status, is_pulled, is_pushed_prefix
+from baton.handoff.interface import LoadOrder, ReceiveOrder, SendOrder
+from baton.ids import TicketId
 from baton.kv.copies import BlockTable
 from baton.kv.identity import compute_prompt_hash
 from baton.kv.layout import needed_tokens
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from baton.engines.transformers.sequence import Sequence
     from baton.events.journal import CacheJournal
     from baton.handoff.interface import KVLanded
-    from baton.ids import TicketId
+    from baton.kv.blocks import ReservedBlocks
     from baton.kv.layout import LayerLayout
     from baton.kv.pool import BlockPool
 
@@ -35,13 +36,15 @@ class Limits:
     """Bounds of one step, and of what runs at once.
 
     Where fewer than `min_handoff_tokens` are missing they are computed, not received. Prompts that
-    are to be pulled hold at most `max_held_blocks`.
+    are to be pulled hold at most `max_held_blocks`, what is being kept in the store at most
+    `max_kept_blocks`.
     """
 
     max_batch_tokens: int
     max_num_seqs: int
     min_handoff_tokens: int
     max_held_blocks: int
+    max_kept_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class PendingReceive:
-    """A decode request for whose tokens `[start, prompt)` `blocks` were set aside."""
+    """A decode request for whose tokens from `start` on `blocks` were set aside."""
 
     sequence: Sequence
     ticket: Ticket
@@ -78,16 +81,28 @@ class PendingReceive:
 
 
 @dataclass(frozen=True, slots=True)
+class PendingLoad:
+    """A request whose tokens from `start` on are looked for in the store, with room in `blocks`."""
+
+    sequence: Sequence
+    id: TicketId
+    start: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """One step, and the orders for the handoff before it.
 
-    `copies` of whole blocks, `(from, to)`, come first of all. `lacks_exported_blocks`: somebody
-    waits for room, and some blocks are exported.
+    `copies` of whole blocks, `(from, to)`, come first of all. What is `offered_from_cache` is
+    computed. `lacks_exported_blocks`: somebody waits for room, and some blocks are exported.
     """
 
     work: list[Work] = field(default_factory=list)
     offered: list[tuple[Sequence, Ticket]] = field(default_factory=list)
+    offered_from_cache: list[tuple[Sequence, Ticket]] = field(default_factory=list)
     expected: list[PendingReceive] = field(default_factory=list)
+    loads: list[PendingLoad] = field(default_factory=list)
     declined: list[Ticket] = field(default_factory=list)
     refused: list[Sequence] = field(default_factory=list)
     copies: list[tuple[list[int], list[int]]] = field(default_factory=list)
@@ -99,11 +114,12 @@ class Plan:
         return sum(work.num_tokens for work in self.work)
 
 
-class Scheduler:
+class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequence
     """Waiting sequences in order of arrival, running ones, and the blocks of all.
 
     The oldest sequence always makes progress: where blocks are short, the youngest running one
     loses its own and is computed again later. What can be found by its hash goes into `journal`.
+    Prompts of which at least `min_load_tokens` are missing are looked for in the store; None: none.
     Owned by the engine's thread.
     """
 
@@ -116,17 +132,21 @@ class Scheduler:
     ) -> None:
         self.pool, self.limits, self.pinned_blocks = pool, limits, PinnedBlocks()
         self.shared_blocks = SharedBlocks(pool)
+        self.kept_blocks = KeptBlocks(pool, limits.max_kept_blocks)
+        self.min_load_tokens: int | None = None
         self.num_preemptions = 0
         self._layers = tuple(dict.fromkeys(layers))
         self._journal = journal
         self._waiting: deque[Sequence] = deque()
+        self._new_prefixes: list[Sequence] = []
+        self._loaded: list[Sequence] = []
         self._running: list[Sequence] = []
         self._has_room = True
 
     @property
     def num_waiting(self) -> int:
         """Sequences without blocks."""
-        return len(self._waiting)
+        return len(self._waiting) + len(self._new_prefixes)
 
     @property
     def waits_for_offered(self) -> bool:
@@ -139,8 +159,11 @@ class Scheduler:
         return len(self._running)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence."""
-        self._waiting.append(sequence)
+        """Queue a new sequence. A prefix that is cached is offered ahead of what needs a step."""
+        if is_pushed_prefix(sequence):
+            self._new_prefixes.append(sequence)
+        else:
+            self._waiting.append(sequence)
 
     def schedule(self) -> Plan:
         """Choose one step's work; allocates, reserves and preempts as needed.
@@ -148,11 +171,19 @@ class Scheduler:
         Decoding goes before prefill, older sequences before younger ones.
         """
         plan = Plan(copies=self.shared_blocks.try_copy_revoked(spare=len(self._running)))
+        for sequence in self._loaded:
+            if sequence.status is Status.RUNNING:
+                self._offer(sequence, plan)
+        self._loaded.clear()
         by_age = sorted(self._running, key=lambda s: (s.num_uncomputed > 1, s.arrival))
         for sequence in by_age:
             budget = self.limits.max_batch_tokens - plan.num_tokens
             if budget > 0 and sequence.status is Status.RUNNING:
                 self._continue(sequence, min(budget, sequence.num_uncomputed), plan)
+        for sequence in self._new_prefixes:
+            if not self._try_offer_cached(sequence, plan):
+                self._waiting.append(sequence)
+        self._new_prefixes.clear()
         self._has_room = True
         while self._waiting and self._admit(self._waiting[0], plan):
             pass
@@ -169,11 +200,14 @@ class Scheduler:
         """This sequence's answer is over; its blocks are freed once no handoff uses them."""
         match sequence.status:
             case Status.WAITING:
-                self._waiting.remove(sequence)
+                is_new = sequence in self._new_prefixes
+                (self._new_prefixes if is_new else self._waiting).remove(sequence)
             case Status.RUNNING:
                 self._running.remove(sequence)
             case Status.AWAITING_KV | Status.OFFERED | Status.ENDED:
                 pass
+        if sequence.load_id is not None:
+            self.pinned_blocks.quarantine(sequence.load_id)
         sequence.status = Status.ENDED
         match sequence.kind:
             case PrefillRequest(ticket) if self.pinned_blocks.holds(ticket.id):
@@ -207,13 +241,33 @@ class Scheduler:
         blocks = [*imported, *blocks[len(imported) :]]
         num_tokens = sequence.num_prompt_tokens
         dead = max(needed_tokens(layer, num_tokens)[0] for layer in self._layers)
-        if landed.num_tokens is not None:
-            num_to_compute = max(num_to_compute, num_tokens - landed.num_tokens)
+        num_landed = count_landed(landed, sequence)
+        num_to_compute = max(num_to_compute, num_tokens - num_landed)
         sequence.receive(blocks, num_to_compute, complete_from=dead, num_imported=len(imported))
         if imported:
             self.shared_blocks.import_blocks(ticket, sequence)
         self._publish(sequence)
         self._run(sequence)
+        return sequence
+
+    def finish_load(self, order: TicketId, num_tokens: int) -> Sequence | None:
+        """Its first `num_tokens` are in place: it runs. None where it has ended since."""
+        granted = self.pinned_blocks.land(order)
+        if granted is None:
+            return None
+        sequence, blocks = granted
+        sequence.load(blocks, num_tokens)
+        self._publish(sequence)
+        self._run(sequence)
+        if isinstance(sequence.kind, PrefillRequest):
+            self._loaded.append(sequence)
+        return sequence
+
+    def give_up_load(self, order: TicketId) -> Sequence | None:
+        """The store does not answer: it is computed here, next. None where it has ended since."""
+        sequence = self.pinned_blocks.quarantine(order)
+        if sequence is not None:
+            self._requeue(sequence)
         return sequence
 
     def fall_back(self, ticket: TicketId) -> Sequence | None:
@@ -242,7 +296,8 @@ class Scheduler:
         """Raise AssertionError where queues, statuses and blocks disagree."""
         self.shared_blocks.check_invariants()
         self.pool.check_invariants()
-        if any(s.status is not Status.WAITING or s.blocks for s in self._waiting):
+        waiting = [*self._waiting, *self._new_prefixes]
+        if any(s.status is not Status.WAITING or s.blocks for s in waiting):
             raise AssertionError("a waiting sequence has blocks, or another status")
         for sequence in self._running:
             room = len(sequence.blocks) * sequence.block_size
@@ -280,7 +335,7 @@ class Scheduler:
             return False
         match sequence.kind:
             case DecodeRequest(ticket):
-                if self._count_missing(sequence) >= self.limits.min_handoff_tokens:
+                if self._count_missing(sequence, ticket) >= self.limits.min_handoff_tokens:
                     return self._start_receive(sequence, ticket, plan)
                 plan.declined.append(ticket)
                 sequence.kind = Colocated()
@@ -290,13 +345,39 @@ class Scheduler:
                 return True
             case PrefillRequest() | Colocated():
                 pass
+        if self._is_worth_loading(sequence):
+            return self._start_load(sequence, plan)
         budget = self.limits.max_batch_tokens - plan.num_tokens
         if budget <= 0 or not self._start(sequence):
             return False
         plan.work.append(Work(sequence, min(budget, sequence.num_uncomputed)))
+        self._offer(sequence, plan)
+        return True
+
+    def _offer(self, sequence: Sequence, plan: Plan) -> None:
+        """Where it is to be handed over."""
         if isinstance(sequence.kind, PrefillRequest):
             self.pinned_blocks.pin(sequence.kind.ticket.id, sequence)
             plan.offered.append((sequence, sequence.kind.ticket))
+
+    def _is_worth_loading(self, sequence: Sequence) -> bool:
+        """Whether so much is missing that it is looked for in the store, which is done once."""
+        if self.min_load_tokens is None or sequence.load_id or sequence.num_output_tokens:
+            return False
+        num_cached = self.pool.find_cached(sequence.reusable_hashes()) * sequence.block_size
+        return sequence.num_prompt_tokens - num_cached >= self.min_load_tokens
+
+    def _try_offer_cached(self, sequence: Sequence, plan: Plan) -> bool:
+        """Offer a prefix that is cached whole."""
+        cached = self.pool.acquire_cached(sequence.hashes(sequence.num_tokens))
+        if len(cached) * sequence.block_size < sequence.num_tokens:
+            self.pool.release(cached)
+            return False
+        sequence.admit(cached, [])
+        sequence.status = Status.OFFERED
+        if sequence.ticket is not None:
+            self.pinned_blocks.pin(sequence.ticket.id, sequence)
+            plan.offered_from_cache.append((sequence, sequence.ticket))
         return True
 
     def _may_be_held(self, sequence: Sequence) -> bool:
@@ -305,10 +386,10 @@ class Scheduler:
         num_held = self.pinned_blocks.num_held_blocks
         return not is_pulled(sequence) or num_held + num_blocks <= self.limits.max_held_blocks
 
-    def _count_missing(self, sequence: Sequence) -> int:
-        """Known tokens that no cached block has."""
+    def _count_missing(self, sequence: Sequence, ticket: Ticket) -> int:
+        """Tokens to be handed over that no cached block has."""
         num_cached = self.pool.find_cached(sequence.reusable_hashes()) * sequence.block_size
-        return sequence.num_tokens - num_cached
+        return ticket.count_handed_over(sequence.num_tokens) - num_cached
 
     def _start(self, sequence: Sequence) -> bool:
         taken = self._try_take(sequence, self.pool.try_allocate)
@@ -323,15 +404,31 @@ class Scheduler:
         taken = self._try_take(sequence, self.pool.try_reserve)
         if taken is None:
             return False
+        plan.expected.append(
+            PendingReceive(sequence, ticket, *self._await_kv(sequence, ticket.id, taken))
+        )
+        return True
+
+    def _start_load(self, sequence: Sequence, plan: Plan) -> bool:
+        taken = self._try_take(sequence, self.pool.try_reserve)
+        if taken is None:
+            return False
+        # Tickets' ids are random: one that begins with so many zeros does not happen.
+        sequence.load_id = order = TicketId(sequence.arrival.to_bytes(16, "big"))
+        plan.loads.append(PendingLoad(sequence, order, *self._await_kv(sequence, order, taken)))
+        return True
+
+    def _await_kv(
+        self, sequence: Sequence, order: TicketId, taken: tuple[list[int], ReservedBlocks]
+    ) -> tuple[int, tuple[int, ...]]:
+        """The first token that is missing, and the blocks into which it comes."""
         cached, reserved = taken
         self._waiting.popleft()
         sequence.admit(cached, [])
         sequence.status = Status.AWAITING_KV
-        plan.expected.append(
-            PendingReceive(sequence, ticket, sequence.num_computed, reserved.blocks)
-        )
-        self.pinned_blocks.grant(ticket.id, sequence, reserved)
-        return True
+        blocks = reserved.blocks
+        self.pinned_blocks.grant(order, sequence, reserved)
+        return sequence.num_computed, blocks
 
     def _try_take(
         self, sequence: Sequence, take: Callable[[int], Allocated | None]
@@ -367,7 +464,7 @@ def make_send_order(sequence: Sequence, ticket: Ticket, fingerprint: str) -> Sen
     """Offer a prefill request's prompt; what the prefix cache had is ready."""
     return SendOrder(
         ticket=ticket,
-        prompt_hash=_hash_prompt(sequence, fingerprint),
+        prompt_hash=_hash_prompt(sequence, sequence.num_prompt_tokens, fingerprint),
         num_tokens=sequence.num_prompt_tokens,
         num_ready_tokens=sequence.num_computed,
         blocks=BlockTable(first=0, blocks=np.array(sequence.blocks, dtype=np.int64)),
@@ -377,24 +474,47 @@ def make_send_order(sequence: Sequence, ticket: Ticket, fingerprint: str) -> Sen
     )
 
 
-def make_receive_order(receive: PendingReceive, fingerprint: str) -> ReceiveOrder:
-    """Ask for the part of a decode request's prompt that the prefix cache lacks."""
-    sequence = receive.sequence
-    return ReceiveOrder(
-        ticket=receive.ticket,
-        prompt_hash=_hash_prompt(sequence, fingerprint),
-        start=receive.start,
-        num_tokens=sequence.num_prompt_tokens,
-        blocks=BlockTable(
-            first=receive.start // sequence.block_size,
-            blocks=np.array(receive.blocks, dtype=np.int64),
-        ),
-        deadline=sequence.request.deadline,
-        trace=sequence.request.trace,
-        prompt_ids=sequence.request.prompt_ids,
+def make_load_order(load: PendingLoad, token_s: float) -> LoadOrder:
+    """Look for what the prefix cache lacks."""
+    request, size = load.sequence.request, load.sequence.block_size
+    return LoadOrder(
+        id=load.id,
+        tenant_salt=request.tenant_salt,
+        prompt_ids=request.prompt_ids,
+        start=load.start,
+        blocks=BlockTable(load.start // size, np.array(load.blocks, dtype=np.int64)),
+        token_s=token_s,
     )
 
 
-def _hash_prompt(sequence: Sequence, fingerprint: str) -> bytes:
+def make_receive_order(receive: PendingReceive, fingerprint: str) -> ReceiveOrder:
+    """Ask for what the prefix cache lacks of the tokens that are handed over."""
+    sequence, size = receive.sequence, receive.sequence.block_size
+    num_tokens = receive.ticket.count_handed_over(sequence.num_prompt_tokens)
+    first = receive.start // size
+    num_blocks = sequence.num_blocks_for(num_tokens) - first
+    return ReceiveOrder(
+        ticket=receive.ticket,
+        prompt_hash=_hash_prompt(sequence, num_tokens, fingerprint),
+        start=receive.start,
+        num_tokens=num_tokens,
+        blocks=BlockTable(
+            first=first, blocks=np.array(receive.blocks[:num_blocks], dtype=np.int64)
+        ),
+        deadline=sequence.request.deadline,
+        trace=sequence.request.trace,
+        prompt_ids=sequence.request.prompt_ids[:num_tokens],
+    )
+
+
+def count_landed(landed: KVLanded, sequence: Sequence) -> int:
+    """How many of the prompt's first tokens are in place, cached ones included."""
+    if landed.num_tokens is not None:
+        return landed.num_tokens
+    num_prompt_tokens, ticket = sequence.num_prompt_tokens, sequence.ticket
+    return num_prompt_tokens if ticket is None else ticket.count_handed_over(num_prompt_tokens)
+
+
+def _hash_prompt(sequence: Sequence, num_tokens: int, fingerprint: str) -> bytes:
     request = sequence.request
-    return compute_prompt_hash(fingerprint, request.tenant_salt, request.prompt_ids)
+    return compute_prompt_hash(fingerprint, request.tenant_salt, request.prompt_ids[:num_tokens])

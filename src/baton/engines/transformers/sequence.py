@@ -35,7 +35,8 @@ class Status(Enum):
 
     waiting ──► running ──► ended          and back to waiting when preempted
        │           └──────► offered ──► ended    a prefill request until its KV is sent
-       └──► awaiting_kv ──► running              a decode request until its KV has landed
+       └──► awaiting_kv ──► running              a decode request until its KV has landed, and
+                                                 any other while its beginning is loaded
     """
 
     WAITING = "waiting"
@@ -55,7 +56,7 @@ class PublishedRun:
     token_ids: NDArray[np.int32]
 
 
-class Sequence:
+class Sequence:  # noqa: PLR0904 - one for each thing that happens to it
     """One request's tokens and blocks. Owned by the engine's thread.
 
         tokens  [0, num_computed): KV is in `blocks` · [num_computed, num_tokens): to be computed
@@ -64,7 +65,8 @@ class Sequence:
     `blocks` of those that are a peer's: full ones, never written here. Of layers with a window,
     tokens before `complete_from` may never have been received. Computing tokens from
     `num_prefill_tokens` on is decoding: they are the prompt's last one, whose KV was received, or
-    tokens sampled here.
+    tokens sampled here. `load_id` names the order by which its beginning was asked of the store,
+    which is done once.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Sequence:
         self.blocks: list[int] = []
         self.imported = range(0)
         self.first_token: SampledToken | None = None
+        self.load_id: TicketId | None = None
         self._domain = domain
         self._num_published = 0
         self._hashes: list[BlockHash] = []
@@ -192,6 +195,12 @@ class Sequence:
         self.complete_from = complete_from
         self.kind = Colocated()
 
+    def load(self, blocks: list[int], num_tokens: int) -> None:
+        """KV of the first `num_tokens` came from the store; `blocks` hold what was not cached."""
+        self.blocks += blocks
+        self.num_computed = min(num_tokens, self.num_prompt_tokens - 1)
+        self.num_cached_tokens = self.num_computed
+
     def append(self, token_id: int, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
         """Add a sampled token; why it is the last one, if it is."""
         self._token_ids[self.num_tokens] = token_id
@@ -222,6 +231,14 @@ def is_pulled(sequence: Sequence) -> bool:
     """Whether it is a prefill request whose KV is held until its decode worker has room."""
     kind = sequence.kind
     return isinstance(kind, PrefillRequest) and kind.ticket.mode == "pull"
+
+
+def is_pushed_prefix(sequence: Sequence) -> bool:
+    """Whether KV of a part of a prompt is to be pushed, and no token is wanted after it."""
+    kind = sequence.kind
+    if not isinstance(kind, PrefillRequest):
+        return False
+    return kind.ticket.num_prefix_tokens > 0 and kind.ticket.mode == "push"
 
 
 def find_ticket(request: GenerationRequest) -> Ticket | None:

@@ -68,7 +68,7 @@ class UpdateQueue:
         cause = f"{type(error).__name__} {getattr(error, 'stage', '')}"
         if cause not in self._degraded:
             self._degraded.add(cause)
-            _log.warning("KV was not received and is computed here (logged once): %s", error)
+            _log.warning("KV did not come and is computed here (logged once): %s", error)
 
 
 def make_stats(scheduler: Scheduler, counts: TokenCounts, held_s: HeldBlockSeconds) -> EngineStats:

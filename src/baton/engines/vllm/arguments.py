@@ -125,6 +125,8 @@ def _transfer(config: Config) -> dict[str, object]:
         "spin_s": config.transfer.spin_s,
         "tls": config.security.tls,
         "identity": config.security.identity,
+        # With TLS this server answers gateways alone: `ClusterTls.check_request`.
+        "clients_are_gateways": config.security.tls != "off",
     }
     if config.worker.topology is not None:
         extra["topology"] = config.worker.topology

@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import gc
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -38,8 +38,8 @@ from baton.engines.vllm.identity import (
 )
 from baton.engines.vllm.options import ConnectorOptions, read_options, read_role
 from baton.engines.vllm.stats import BatonPromMetrics, BatonStats
-from baton.engines.vllm.step_orders import StepOrders, StepReport
-from baton.engines.vllm.tickets import TicketReader
+from baton.engines.vllm.step_orders import NO_ORDERS, StepOrders, StepReport
+from baton.engines.vllm.tickets import NO_COUNTS, TicketReader
 from baton.ids import WorkerId
 
 if TYPE_CHECKING:
@@ -63,9 +63,12 @@ check_hooks(KVConnectorBase_V1)
 
 @dataclass(frozen=True, slots=True)
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc] # vLLM is untyped for us
-    """Scheduler → workers, each step."""
+    """Scheduler → workers, each step. None stands for `NO_ORDERS`: it is pickled to nothing."""
 
-    orders: StepOrders
+    orders: StepOrders | None
+
+
+_NOTHING: Final = StepMetadata(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,10 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
     """
 
     _cache_hit_source = CacheHitSource.P2P
+    _scheduler: Admission
+    """In the scheduler's process alone."""
+    _worker: RankHandoffs
+    """In a worker's alone, once its KV is registered."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -105,15 +112,13 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
         # its server would kill it.
         atexit.register(gc.freeze)
         self._options = read_options(read_extra(self._kv_transfer_config))
-        self._admission: Admission | None = None
         self._rank: Rank | None = None
-        self._handoffs: RankHandoffs | None = None
         self._facts: RankFacts | None = None
         self._wait_s = 0.0
         identity = _identify(vllm_config, self._options)
         if role == KVConnectorRole.SCHEDULER:
             held = HeldPrompts(int(self._options.max_held_share * kv_cache_config.num_blocks))
-            self._admission = _admit(vllm_config, self._options, identity, held)
+            self._scheduler = _admit(vllm_config, self._options, identity, held)
         else:
             self._rank = _make_rank(vllm_config, kv_cache_config, self._options, identity)
 
@@ -129,7 +134,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
 
     def has_pending_push_work(self) -> bool:
         """True: one more step, without tokens, reports freed blocks to the workers."""
-        return self._scheduler.occupancy_changed
+        return self._scheduler.is_report_outdated
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, RankHandshake]) -> None:
         self._scheduler.set_ranks({rank: shake.facts for rank, shake in metadata.items()})
@@ -150,7 +155,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
         self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
-        return StepMetadata(self._scheduler.step(scheduler_output))
+        orders = self._scheduler.step(scheduler_output)
+        return _NOTHING if orders is NO_ORDERS else StepMetadata(orders)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         metadata = connector_output.kv_connector_worker_meta
@@ -177,19 +183,21 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self._rank is not None:
-            self._handoffs, self._facts = self._rank.open(kv_caches)
+            self._worker, self._facts = self._rank.open(kv_caches)
 
     def get_handshake_metadata(self) -> RankHandshake | None:
         return None if self._facts is None else RankHandshake(self._facts)
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
         """See `KVConnectorBase_V1`: the first thing of every step."""
-        self._worker.prepare(kv_connector_metadata.orders)
+        if kv_connector_metadata.orders is not None:
+            self._worker.prepare(kv_connector_metadata.orders)
 
     def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:
         """See `KVConnectorBase_V1`: the earliest moment at which a step's orders are known."""
         super().bind_connector_metadata(connector_metadata)
-        self._worker.begin_step(connector_metadata.orders)
+        orders = connector_metadata.orders
+        self._worker.begin_step(NO_ORDERS if orders is None else orders)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002
         """Note whether this step computes; loads were begun when its orders came."""
@@ -207,7 +215,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
         **kwargs: Any,  # noqa: ANN401, ARG002
     ) -> None:
         """See `KVConnectorBase_V1`: in the middle of the forward pass."""
-        self._worker.layer_done(layer_name)
+        if self._worker.follows_layers:
+            self._worker.layer_done(layer_name)
 
     def wait_for_save(self) -> None:
         """See `KVConnectorBase_V1`. Does not wait: blocks are held until they were read."""
@@ -228,9 +237,9 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
     # Both ---------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> BatonStats | None:
-        if self._admission is not None:
-            return BatonStats.of((), self._admission.take_refused())
-        return BatonStats.of(self._worker.take_records(), {})
+        if self._rank is None:
+            return BatonStats.of((), self._scheduler.take_refused())
+        return BatonStats.of(self._worker.take_records(), NO_COUNTS)
 
     def shutdown(self) -> None:
         if self._rank is not None:
@@ -248,18 +257,6 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:  # noqa: ARG003
         """True: layers are announced from inside the forward pass."""
         return True
-
-    @property
-    def _scheduler(self) -> Admission:
-        if self._admission is None:
-            raise AssertionError("a hook of the scheduler was called in a worker")
-        return self._admission
-
-    @property
-    def _worker(self) -> RankHandoffs:
-        if self._handoffs is None:
-            raise AssertionError("a hook of the worker was called before the KV was registered")
-        return self._handoffs
 
 
 def _identify(vllm_config: VllmConfig, options: ConnectorOptions) -> Identity:
@@ -284,7 +281,9 @@ def _admit(
         read_model_facts(vllm_config, options),
         block_size=int(vllm_config.cache_config.block_size),
         held=held,
-        reader=TicketReader(identity, load_credentials(options)),
+        reader=TicketReader(
+            identity, load_credentials(options), clients_are_gateways=options.clients_are_gateways
+        ),
         clock=clock,
     )
 

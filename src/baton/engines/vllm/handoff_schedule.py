@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeAlias, assert_never
 
 from baton.engines.vllm.step_orders import (
+    NO_ORDERS,
     Abort,
     Decline,
     Finished,
@@ -32,9 +33,10 @@ from baton.engines.vllm.tickets import Refusal
 from baton.kv.copies import blocks_holding, count_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Set as AbstractSet
 
-    from baton.engines.vllm.step_orders import Prompt, VllmRequestId
+    from baton.engines.vllm.step_orders import Occupancy, Prompt, VllmRequestId
 
 ALL_CACHED: Final = "all but the last token is in the decode worker's own cache"
 
@@ -85,6 +87,8 @@ class LocalCompute:
 
 
 State: TypeAlias = Queued | Computing | AwaitingBlocks | Loading | Landed | LocalCompute
+_FOLLOWED: Final = (Queued, Computing, Landed)
+"""States that change when their request is scheduled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +143,19 @@ class _Pending:
     aborted: list[Abort] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are none."""
+        return not (
+            self.arrived
+            or self.queued
+            or self.expected
+            or self.declined
+            or self.withdrawn
+            or self.aborted
+            or self.finished
+        )
+
 
 class HandoffSchedule:
     """Every request that vLLM's scheduler has, as far as a handoff concerns it."""
@@ -146,6 +163,7 @@ class HandoffSchedule:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._states: dict[VllmRequestId, State] = {}
+        self._followed: set[VllmRequestId] = set()
         self._pending = _Pending()
         self._just_held: set[VllmRequestId] = set()
 
@@ -157,7 +175,7 @@ class HandoffSchedule:
 
     def add(self, request: VllmRequestId, state: Queued | AwaitingBlocks | LocalCompute) -> None:
         """Take a new request in."""
-        self._states[request] = state
+        self._enter(request, state)
         match state:
             case AwaitingBlocks(prompt):
                 self._pending.queued.append(prompt)
@@ -187,27 +205,39 @@ class HandoffSchedule:
             return
         prompt = state.prompt
         if num_tokens == 0:
-            self._states[request] = LocalCompute(None)
+            self._enter(request, LocalCompute(None))
             self._pending.declined.append(Decline(prompt, ALL_CACHED))
             return
         start = prompt.num_tokens - num_tokens
         held = blocks_holding(start, prompt.num_tokens, self._block_size)
-        self._states[request] = Loading(prompt)
+        self._enter(request, Loading(prompt))
         self._pending.expected.append(
             StartReceive(request, prompt, start, held.start, tuple(blocks[held.start : held.stop]))
         )
 
-    def follows(self, request: VllmRequestId) -> bool:
-        """Whether `step` wants to know that this request was scheduled."""
-        return isinstance(self._states.get(request), Queued | Computing | Landed)
+    @property
+    def followed(self) -> AbstractSet[VllmRequestId]:
+        """The requests that `step` needs to see, in each step that computes tokens of them."""
+        return self._followed
 
     def step(
-        self, scheduled: Iterable[Scheduled], preempted: Iterable[VllmRequestId]
+        self,
+        scheduled: Iterable[Scheduled],
+        preempted: Collection[VllmRequestId],
+        *,
+        is_stalled: bool = False,
+        occupancy: Occupancy | None = None,
     ) -> StepOrders:
-        """One step's orders. Preempted requests lost their blocks before anything was scheduled."""
-        preempted, just_held = tuple(preempted), self._just_held
-        lost = tuple(request for request in preempted if self._preempt(request))
-        self._just_held = set()
+        """One step's orders: `NO_ORDERS` where there are none.
+
+        Preempted requests lost their blocks before anything was scheduled.
+        """
+        lost: tuple[VllmRequestId, ...] = ()
+        lost_while_held: tuple[VllmRequestId, ...] = ()
+        if preempted:
+            lost_while_held = tuple(r for r in preempted if r in self._just_held)
+            lost = tuple(request for request in preempted if self._preempt(request))
+        self._just_held.clear()
         offers: list[StartSend] = []
         progress: list[Progress] = []
         started: list[VllmRequestId] = []
@@ -215,20 +245,24 @@ class HandoffSchedule:
             match self._states.get(work.request):
                 case Queued(prompt):
                     state = Computing(prompt, stop=work.num_computed)
-                    self._states[work.request] = state
+                    self._enter(work.request, state)
                     offers.append(StartSend(work.request, prompt, work.num_computed))
                     progress.append(self._advance(state, work))
                 case Computing() as state if state.stop < state.prompt.num_tokens:
                     progress.append(self._advance(state, work))
                 case Landed():
                     started.append(work.request)
-                    self._states[work.request] = LocalCompute(None)
+                    self._enter(work.request, LocalCompute(None))
                 case _:
                     pass
-        pending, self._pending = self._pending, _Pending()
+        pending = self._pending
+        is_new = is_stalled or occupancy is not None or lost or lost_while_held
+        if not (is_new or progress or started) and pending.is_empty:
+            return NO_ORDERS
+        self._pending = _Pending()
         return StepOrders(
             preempted=lost,
-            preempted_while_held=tuple(request for request in preempted if request in just_held),
+            preempted_while_held=lost_while_held,
             offers=tuple(offers),
             progress=tuple(progress),
             arrived=tuple(pending.arrived),
@@ -239,6 +273,8 @@ class HandoffSchedule:
             aborted=tuple(pending.aborted),
             started=tuple(started),
             finished=tuple(pending.finished),
+            is_stalled=is_stalled,
+            occupancy=occupancy,
         )
 
     def send_failed(self, request: VllmRequestId, reason: str) -> None:
@@ -251,11 +287,12 @@ class HandoffSchedule:
         """All workers report that a load has ended: its blocks are vLLM's again."""
         state = self._states.get(request)
         if isinstance(state, Loading):
-            self._states[request] = Landed(state.prompt)
+            self._enter(request, Landed(state.prompt))
 
     def finish(self, request: VllmRequestId, ending: Ending) -> FinishResult:
         """A request is over, in whatever state; no call for it follows."""
         state = self._states.pop(request, None)
+        self._followed.discard(request)
         match state:
             case None:
                 return Released(None)
@@ -280,6 +317,9 @@ class HandoffSchedule:
 
     def check_invariants(self) -> None:
         """Raise AssertionError where the orders of a prefill are inconsistent."""
+        followed = {r for r, state in self._states.items() if isinstance(state, _FOLLOWED)}
+        if followed != self._followed:
+            raise AssertionError(f"followed are {self._followed}, not {followed}")
         for request, state in self._states.items():
             if not isinstance(state, Computing):
                 continue
@@ -288,6 +328,13 @@ class HandoffSchedule:
                 raise AssertionError(f"{request} has progress beyond its prompt: {state}")
             if state.num_blocks < self._num_blocks_for(state.stop):
                 raise AssertionError(f"{request} computes tokens without blocks: {state}")
+
+    def _enter(self, request: VllmRequestId, state: State) -> None:
+        self._states[request] = state
+        if isinstance(state, _FOLLOWED):
+            self._followed.add(request)
+        else:
+            self._followed.discard(request)
 
     def _finish_send(
         self, request: VllmRequestId, state: Computing, ending: Ending
@@ -305,9 +352,8 @@ class HandoffSchedule:
         """Whether a handoff must be ended, because the blocks that it reads were taken away."""
         match self._states.get(request):
             case Computing():
-                self._states[request] = LocalCompute(
-                    Refusal("handoff_failed", "the prefill was preempted for want of KV blocks")
-                )
+                reason = "the prefill was preempted for want of KV blocks"
+                self._enter(request, LocalCompute(Refusal("handoff_failed", reason)))
                 return True
             case _:
                 return False

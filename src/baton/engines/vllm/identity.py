@@ -134,7 +134,10 @@ class RankFacts:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """The served model, as vLLM's configuration describes it."""
+    """The served model, as vLLM's configuration describes it.
+
+    `takes_unsigned_tickets`: every client of the server is a gateway.
+    """
 
     model: str
     served_model_name: str
@@ -143,6 +146,7 @@ class ModelFacts:
     kv_events: KVEventsSource | None
     max_running: int | None = None
     topology: str = ""
+    takes_unsigned_tickets: bool = False
 
 
 def describe_worker(
@@ -169,6 +173,7 @@ def describe_worker(
         control_urls=tuple(rank.control_url for rank in known),
         kv_events=model.kv_events,
         topology=model.topology,
+        takes_unsigned_tickets=model.takes_unsigned_tickets,
         modes=tuple(m for m in known[0].modes if all(m in rank.modes for rank in known)),
     )
 
@@ -189,6 +194,7 @@ def read_model_facts(vllm_config: VllmConfig, options: ConnectorOptions) -> Mode
         topology=find_topology(options.topology, read_environment(), read_clock_domain()),
         kv_events=_read_kv_events(vllm_config),
         max_running=int(vllm_config.scheduler_config.max_num_seqs),
+        takes_unsigned_tickets=options.clients_are_gateways,
     )
 
 

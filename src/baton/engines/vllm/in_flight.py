@@ -56,6 +56,11 @@ class SendTable:
     _is_generated: set[VllmRequestId] = field(default_factory=set)
 
     @property
+    def is_empty(self) -> bool:
+        """Whether there is none."""
+        return not self._sends
+
+    @property
     def num_held(self) -> int:
         """Finished requests whose blocks are held for a handoff."""
         return len(self._is_generated)
@@ -98,6 +103,8 @@ class SendTable:
 
     def take_released(self) -> set[VllmRequestId]:
         """Finished requests whose handoffs have all ended: each is returned once."""
+        if not self._is_generated:
+            return set()
         released = {request for request in self._is_generated if not self._sends[request].live}
         for request in released:
             self.drop(request)
@@ -145,6 +152,11 @@ class LoadTable:
     _request_of: dict[TicketId, VllmRequestId] = field(default_factory=dict)
     _finished: set[VllmRequestId] = field(default_factory=set)
     _invalid_blocks: set[int] = field(default_factory=set)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is none, nor anything to take."""
+        return not (self._loads or self._finished)
 
     @property
     def num_open(self) -> int:

@@ -38,7 +38,8 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     Ports are those of rank 0: rank r takes `port + r`, or a free one where the port is 0.
     `poll_interval_ms` is how long a step without tokens may wait for the handoff's next event.
     `max_held_share` of the KV blocks may be held for decode workers to pull. `fingerprint`
-    replaces the one that is computed from the checkpoint's files.
+    replaces the one that is computed from the checkpoint's files. `clients_are_gateways`: the
+    server answers no client that has not proved to be a gateway, so that tickets are believed.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
@@ -68,6 +69,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     key_file: str | None = None
     tls: Tls = "control"
     identity: str | None = None
+    clients_are_gateways: bool = False
     store: StoreSection = msgspec.field(default_factory=StoreSection)
 
 

@@ -146,7 +146,8 @@ class Rank:
         registry.register(WARNINGS)
         agent.observe_links(LinkInstruments(registry, options.transports))
         if dispatcher.store is not None:
-            registry.register(PoolModeCollector(dispatcher.store.access))
+            prefixes = dispatcher.store.prefixes.counts
+            registry.register(PoolModeCollector(dispatcher.store.access, prefixes))
         dispatcher.start(self._wake_event.set)
         self._dispatcher = dispatcher
         traces = TraceRing(NUM_TRACES)

@@ -3,7 +3,8 @@
 Each step, in the order in which vLLM calls: `prepare` (before blocks may be
 overwritten), `begin_step` (before the forward), `layer_done` in the middle of it, `end_step` after
 it, then `get_finished`. All on the worker's main thread; `abort_from_peer` and `occupancy` alone
-come from the control server's.
+come from the control server's. A step in which nothing is handed over takes a call for each of
+these and no more: vLLM makes hundreds in a second.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from baton.engines.vllm.in_flight import (
     AbortFanout,
 )
 from baton.engines.vllm.rank_prompts import RankLoads, RankSends
-from baton.engines.vllm.step_orders import StepOrders, StepReport
+from baton.engines.vllm.step_orders import NO_ORDERS, StepOrders, StepReport
 from baton.errors import HandoffError
 from baton.handoff.interface import (
     BlocksQuiescent,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Iterable, Sequence
 
+    from baton.auth.ticket import Ticket
     from baton.clock import Clock
     from baton.engines.vllm.in_flight import SendInProgress
     from baton.engines.vllm.rank_observer import HandoffRecord, RankObserver
@@ -72,10 +74,14 @@ class RankHandoffs:
         self._abort_fanout = AbortFanout(port.abort_from_peer)
         self._sends = RankSends(setting, port, self._abort_fanout, clock=clock, observer=observer)
         self._loads = RankLoads(setting, port, self._abort_fanout, clock=clock, observer=observer)
-        self._orders = StepOrders()
+        self.follows_layers = False
+        """Whether this step wants the next `layer_done`."""
+        self._orders = NO_ORDERS
         self._ready: tuple[tuple[TicketId, int], ...] = ()
+        self._all_layers = frozenset(setting.layers.values())
         self._done_layers: set[int] = set()
         self._is_computing = False
+        self._reported: tuple[Ticket, ...] = ()
         self._occupancy: Occupancy | None = None
 
     def prepare(self, orders: StepOrders) -> None:
@@ -87,6 +93,8 @@ class RankHandoffs:
         `RELEASE_TIMEOUT_S`: what they read later has another digest, too.
         """
         named = (*orders.preempted, *orders.preempted_while_held)
+        if not named:
+            return
         preempted = [send for send in map(self._sends.table.find, named) if send is not None]
         for send in preempted:
             self._abort_all(send.live, "the prefill was preempted for want of KV blocks")
@@ -105,9 +113,18 @@ class RankHandoffs:
 
     def begin_step(self, orders: StepOrders) -> None:
         """Carry out a step's orders, as early as vLLM reports them."""
-        self._orders, self._done_layers, self._is_computing = orders, set(), False
-        self._occupancy = orders.occupancy
-        self._sends.begin(orders)
+        self._is_computing = False
+        if orders is not NO_ORDERS:
+            self._carry_out(orders)
+        uncomputed = self._sends.uncomputed
+        self.follows_layers = bool(self._ready or uncomputed or self._reported)
+
+    def _carry_out(self, orders: StepOrders) -> None:
+        self._orders = orders
+        if orders.occupancy is not None:
+            self._occupancy = orders.occupancy
+        if orders.arrived or orders.offers:
+            self._sends.begin(orders)
         for prompt in orders.queued:
             self._loads.renew_leases(prompt)
         for expect in orders.expected:
@@ -120,19 +137,23 @@ class RankHandoffs:
             self._abort(abort)
         if orders.is_stalled:
             self._port.cancel_oldest_ungranted(self._sends.table.held, STALL_REASON)
-        self._ready = tuple(self._sends.extend(orders.progress))
-        self._observer.step_begins(orders, self._clock.now())
+        if orders.progress:
+            self._ready = tuple(self._sends.extend(orders.progress))
+        if orders.started or orders.finished:
+            self._observer.step_begins(orders, self._clock.now())
 
     def layer_done(self, layer_name: str) -> None:
         """A layer's KV of this step's tokens is in its blocks: vLLM computes. Only queues.
 
         With the last layer's, prompts that end here are complete: their decode workers need not
-        wait for the rest of the step (that layer's MLP, the sampling).
+        wait for the rest of the step (that layer's MLP, the sampling). Not needed where
+        `follows_layers` is False.
         """
         if not self._is_computing:  # once per step: ready layers are reported separately
             self._is_computing = True
-            self._port.report_progress(self._sends.uncomputed)
+            self._report_progress()
         if not self._ready:
+            self.follows_layers = False
             return
         layer = self._setting.layers.get(layer_name)
         if layer is None:
@@ -144,13 +165,13 @@ class RankHandoffs:
     def end_step(self) -> None:
         """The step's forward is over; layers whose hook vLLM skipped are done as well."""
         if self._ready:
-            for layer in sorted(set(self._setting.layers.values()) - self._done_layers):
+            for layer in sorted(self._all_layers - self._done_layers):
                 self._report_layer_ready(layer)
-            for send in self._sends.find_completed(self._orders.progress):
-                self._observer.stamp(send.offer.request, Stamp.PREFILL_DONE, self._clock.now())
-        self._observer.step_ended(self._clock.now())
-        self._ready = ()
-        self._orders = StepOrders()
+            self._ready = ()
+            self._done_layers.clear()
+        if self._orders is not NO_ORDERS:
+            self._orders = NO_ORDERS
+            self._observer.step_ended(self._clock.now())
 
     def get_finished(
         self, finished: set[VllmRequestId], wait_s: float
@@ -160,12 +181,14 @@ class RankHandoffs:
         `finished` are requests that vLLM's scheduler finished. Waits at most `wait_s`, where
         handoffs are all that could happen, for their next event.
         """
-        self._sends.table.finish(finished)
-        idle = not self._loads.table.has_finished and (
-            self._loads.table.num_open or self._sends.table.num_held
-        )
+        sends, loads = self._sends.table, self._loads.table
+        if finished:
+            sends.finish(finished)
+        if sends.is_empty and loads.is_empty and not self._wake_event.is_set():
+            return set(), set()
+        idle = not loads.has_finished and (loads.num_open or sends.num_held)
         self._poll_agent(wait_s if idle else 0.0)
-        return self._sends.table.take_released(), self._loads.table.take_finished()
+        return sends.take_released(), loads.take_finished()
 
     def take_invalid_blocks(self) -> set[int]:
         """Blocks of loads that failed, reported together with the loads themselves."""
@@ -210,8 +233,15 @@ class RankHandoffs:
         is_first_time = layer not in self._done_layers
         self._done_layers.add(layer)
         self._port.layer_ready(self._ready, layer)
-        if is_first_time and len(self._done_layers) == len(set(self._setting.layers.values())):
+        if is_first_time and len(self._done_layers) == len(self._all_layers):
             self._sends.complete(self._orders.progress)
+
+    def _report_progress(self) -> None:
+        """That nothing is left to compute is news once."""
+        uncomputed = self._sends.uncomputed
+        if uncomputed or self._reported:
+            self._reported = uncomputed
+            self._port.report_progress(uncomputed)
 
     def _poll_agent(self, wait_s: float) -> None:
         """Take what the agent has; wait for it at most `wait_s`.
@@ -220,9 +250,10 @@ class RankHandoffs:
         """
         if wait_s > 0:
             self._wake_event.wait(wait_s)
-        self._wake_event.clear()
-        for event in self._port.poll():
-            self._handle_event(event)
+        if self._wake_event.is_set():
+            self._wake_event.clear()
+            for event in self._port.poll():
+                self._handle_event(event)
         if not self._port.is_alive:
             self._fail_all()
 

@@ -153,10 +153,13 @@ class RankObserver:
         self._traces.add(span)
 
     def stamp(self, request: VllmRequestId, stamp: Stamp, at: Instant) -> None:
-        """Note an instant."""
+        """Note an instant, in the trace of each ticket too: the agent sends it to its peer."""
         found = self._open.get(request)
         if found is not None:
             found.span.stamp(stamp, at)
+            for part in found.parts:
+                if part is not found.span:
+                    part.stamp(stamp, at)
         if stamp is Stamp.PREFILL_DONE:
             self._held.prefill_done(request, at)
 

@@ -111,6 +111,8 @@ class RankSends:
 
     def take_failed(self) -> tuple[tuple[VllmRequestId, str], ...]:
         """Requests whose sending failed since the last call, and why."""
+        if not self._failed:
+            return ()
         failed, self._failed = tuple(self._failed), []
         return failed
 
@@ -126,7 +128,7 @@ class RankSends:
         tickets = self._setting.sending_tickets(prompt)
         self._uncomputed.add(prompt.ticket.id, tickets)
         span = self._setting.open_trace(prompt, "prefill")
-        span.num_cached_tokens = offer.num_ready_tokens
+        span.num_cached_tokens = offer.num_cached_tokens
         num_blocks = count_blocks(prompt.num_tokens, setting.layout.block_size)
         send = SendInProgress(
             offer,
@@ -141,23 +143,19 @@ class RankSends:
             if progress.request == offer.request:
                 send.extend(progress)
         for ticket in tickets:
-            self._port.start_send(
-                self._send_order(prompt, ticket, send, num_ready_tokens=offer.num_ready_tokens)
-            )
+            self._port.start_send(self._send_order(prompt, ticket, send))
         self._abort_fanout.known(prompt.ticket.id, [ticket.id for ticket in tickets])
         self._observer.opened(offer.request, span, send.traces)
         self._observer.offered(offer.request, prompt.ticket.mode, self._clock.now())
         span.stamp(Stamp.ADMITTED, self._clock.now())
         span.stamp(Stamp.PREFILL_STARTED, self._clock.now())
 
-    def _send_order(
-        self, prompt: Prompt, ticket: Ticket, send: SendInProgress, *, num_ready_tokens: int
-    ) -> SendOrder:
+    def _send_order(self, prompt: Prompt, ticket: Ticket, send: SendInProgress) -> SendOrder:
         return SendOrder(
             ticket=ticket,
             prompt_hash=prompt.prompt_hash,
             num_tokens=prompt.num_tokens,
-            num_ready_tokens=num_ready_tokens,
+            num_ready_tokens=0,
             blocks=BlockTable(0, send.table),
             deadline=_deadline_of(prompt.ticket, self._clock),
             trace=send.traces[ticket.id],
@@ -203,8 +201,8 @@ class RankSends:
         """The last layer of this step is computed: prompts that end here are complete."""
         for send in self.find_completed(steps):
             self._uncomputed.drop(send.offer.prompt.ticket.id)
+            self._observer.stamp(send.offer.request, Stamp.PREFILL_DONE, self._clock.now())
             for ticket in send.tickets:
-                send.traces[ticket.id].stamp(Stamp.PREFILL_DONE, self._clock.now())
                 self._port.prefill_done(ticket.id, None)
 
     def stamp(self, steps: tuple[Progress, ...], stamp: Stamp) -> None:
@@ -212,9 +210,6 @@ class RankSends:
         now = self._clock.now()
         for progress in steps:
             self._observer.stamp(progress.request, stamp, now)
-            send = self.table.find(progress.request)
-            for trace in () if send is None else send.traces.values():
-                trace.stamp(stamp, now)
 
     def drop_uncomputed(self, send: SendInProgress) -> None:
         """A prompt was preempted: this rank will not compute it under its tickets."""

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
+import msgspec
 import numpy as np
+
+from baton.auth.ticket import Ticket
+from baton.clock import Instant
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from baton.auth.ticket import Ticket
-    from baton.clock import Instant
 
 VllmRequestId: TypeAlias = str
 """vLLM's internal id of a request: unlike the ticket's, it is another one on each server."""
 
 
-@dataclass(frozen=True, slots=True)
-class Occupancy:
+class Occupancy(msgspec.Struct, frozen=True):
     """vLLM's queue and KV blocks, of `block_size` tokens each.
 
     `max_running`: its `max_num_seqs`, None where that is not known.
@@ -31,8 +30,7 @@ class Occupancy:
     max_running: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True):
     """A prompt whose KV is to be handed over under `ticket`; `received_at` on this host's clock.
 
     `packed_ids` are its token ids as int32, in mode pool alone.
@@ -50,17 +48,19 @@ class Prompt:
         return None if self.packed_ids is None else np.frombuffer(self.packed_ids, np.int32)
 
 
-@dataclass(frozen=True, slots=True)
-class StartSend:
-    """Prefill begins: KV of tokens `[0, num_ready_tokens)` is cached already."""
+class StartSend(msgspec.Struct, frozen=True):
+    """Prefill begins, after `num_cached_tokens` that vLLM's prefix cache has.
+
+    None of them is ready before this step's layers are: another prompt of the same step may be
+    about to compute them, since vLLM lists blocks in its cache when it plans to fill them.
+    """
 
     request: VllmRequestId
     prompt: Prompt
-    num_ready_tokens: int
+    num_cached_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(msgspec.Struct, frozen=True):
     """This step computes an offered prompt's tokens up to `stop`.
 
     `blocks` are those that joined its table, from logical block `first_block` on.
@@ -73,8 +73,7 @@ class Progress:
     is_last: bool
 
 
-@dataclass(frozen=True, slots=True)
-class StartReceive:
+class StartReceive(msgspec.Struct, frozen=True):
     """Receive KV of tokens `[start, num_tokens)` into `blocks`, all of them."""
 
     request: VllmRequestId
@@ -84,32 +83,28 @@ class StartReceive:
     blocks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Decline:
+class Decline(msgspec.Struct, frozen=True):
     """Nothing of this prompt's KV is wanted: its prefill worker may stop."""
 
     prompt: Prompt
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Withdraw:
+class Withdraw(msgspec.Struct, frozen=True):
     """This prompt's KV will never be offered: its decode worker should not wait."""
 
     prompt: Prompt
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(msgspec.Struct, frozen=True):
     """This handoff is not needed any more; its blocks are held until it has ended."""
 
     request: VllmRequestId
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(msgspec.Struct, frozen=True):
     """A request with a handoff is over: how, and after how many tokens."""
 
     request: VllmRequestId
@@ -117,8 +112,7 @@ class Finished:
     num_output_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepOrders:
+class StepOrders(msgspec.Struct, frozen=True):
     """One step.
 
     `preempted` lose their blocks before this step's forward, and so have
@@ -127,7 +121,7 @@ class StepOrders:
     decoding begins with it. `arrived` are prefills that wait in vLLM's queue, until `offers` or
     `withdrawn` name them; `queued` wait there for what `expected` will ask for.
     `is_stalled`: requests timed out waiting for blocks of computed KV that has no grant.
-    `occupancy` is vLLM's as it planned the step.
+    `occupancy` is vLLM's as it planned the step; None where it is as the workers know it.
     """
 
     preempted: tuple[VllmRequestId, ...] = ()
@@ -146,8 +140,11 @@ class StepOrders:
     occupancy: Occupancy | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StepReport:
+NO_ORDERS: Final = StepOrders()
+"""Of a step with nothing to do: known by its identity."""
+
+
+class StepReport(msgspec.Struct, frozen=True):
     """One rank's report to the scheduler: sends that failed while they were still computed."""
 
     failed_sends: tuple[tuple[VllmRequestId, str], ...]

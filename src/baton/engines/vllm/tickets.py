@@ -45,6 +45,9 @@ class Refusal:
     reason: str
 
 
+NO_COUNTS: Final[Mapping[str, int]] = {}
+
+
 class RefusalCounter:
     """Refusals since they were last taken. Owned by the scheduler's thread."""
 
@@ -64,8 +67,10 @@ class RefusalCounter:
                 refusal.reason,
             )
 
-    def take(self) -> dict[str, int]:
+    def take(self) -> Mapping[str, int]:
         """Counts by code, which start again at nothing."""
+        if not self._counts:
+            return NO_COUNTS
         counts, self._counts = dict(self._counts), Counter()
         return counts
 
@@ -110,10 +115,17 @@ NO_HANDOFF: Final = NoHandoff()
 
 
 class TicketReader:
-    """Reads tickets for this server and epoch. Owned by the scheduler's thread."""
+    """Reads tickets for this server and epoch. Owned by the scheduler's thread.
 
-    def __init__(self, identity: Identity, credentials: Credentials) -> None:
+    `clients_are_gateways`: each client of this server's API has proved that it is one, so that the
+    signature would prove the same again.
+    """
+
+    def __init__(
+        self, identity: Identity, credentials: Credentials, *, clients_are_gateways: bool
+    ) -> None:
         self._identity, self._credentials = identity, credentials
+        self._clients_are_gateways = clients_are_gateways
         self._used = UsedTickets()
 
     def read(self, params: Mapping[str, object] | None) -> HandoffRole:
@@ -126,7 +138,11 @@ class TicketReader:
                 return Probe()
             if asked.baton_ticket is None:
                 return NO_HANDOFF
-            ticket = unseal(asked.baton_ticket, self._credentials)
+            ticket = unseal(
+                asked.baton_ticket,
+                self._credentials,
+                is_from_gateway=self._clients_are_gateways,
+            )
         except (msgspec.ValidationError, UnicodeEncodeError, TicketError) as exc:
             return Refusal("invalid_ticket", str(exc))
         return self._check_addressee(ticket, asked)
@@ -193,7 +209,7 @@ def compute_subtickets(ticket: Ticket, layout: KVLayout, *, sender: int) -> tupl
 
     In mode pool ranks do not meet: each works under the ticket itself.
     """
-    if ticket.mode == "pool":
+    if _is_for(sender, ticket):
         return (ticket,)
     return tuple(
         derive_rank_ticket(ticket, pair.prefill, pair.decode)
@@ -206,13 +222,19 @@ def compute_receiving_subtickets(
     ticket: Ticket, layout: KVLayout, *, receiver: int
 ) -> tuple[Ticket, ...]:
     """The tickets under which decode rank `receiver` receives; at least one."""
-    if ticket.mode == "pool":
+    if _is_for(receiver, ticket):
         return (ticket,)
     return tuple(
         derive_rank_ticket(ticket, pair.prefill, pair.decode)
         for pair in _pairs_of(ticket, layout)
         if pair.decode == receiver
     )
+
+
+def _is_for(rank: int, ticket: Ticket) -> bool:
+    """Whether a rank works under a ticket itself: ranks do not meet, or each side has this one."""
+    are_alone = not ticket.prefill.rank_addresses and not ticket.decode.rank_addresses
+    return ticket.mode == "pool" or (are_alone and rank == 0)
 
 
 def _pairs_of(ticket: Ticket, layout: KVLayout) -> tuple[RankPair, ...]:

@@ -12,10 +12,11 @@ from baton.errors import StoreError
 from baton.store.counted_tier import make_families
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from prometheus_client import Metric
 
+    from baton.handoff.pool_mode.prefix_store import PrefixCounts
     from baton.handoff.pool_mode.store_access import StoreAccess
 
 logger = logging.getLogger(__name__)
@@ -24,8 +25,8 @@ logger = logging.getLogger(__name__)
 class PoolModeCollector(Collector):
     """Reads the counts at each scrape, from the scraper's thread."""
 
-    def __init__(self, access: StoreAccess) -> None:
-        self._access = access
+    def __init__(self, access: StoreAccess, prefixes: PrefixCounts) -> None:
+        self._access, self._prefixes = access, prefixes
 
     def collect(self) -> Iterable[Metric]:
         """See `Collector`. A store that cannot be looked at costs its own samples only."""
@@ -38,6 +39,8 @@ class PoolModeCollector(Collector):
         entries.add_metric(["decode", "loaded"], counts.num_loaded)
         entries.add_metric(["decode", "missing"], counts.num_missing)
         yield entries
+        if self._access.keeps_prefixes:
+            yield from _prefix_families(self._prefixes)
         try:
             reports = self._access.store.reports()
         except StoreError as exc:
@@ -48,3 +51,29 @@ class PoolModeCollector(Collector):
     def describe(self) -> Iterable[Metric]:
         """See `Collector`: nothing, so that registering reads nothing."""
         return ()
+
+
+def _prefix_families(counts: PrefixCounts) -> Iterator[Metric]:
+    loads = CounterMetricFamily(
+        "baton_prefix_loads", "Prompts looked for in the store, by outcome.", labels=["result"]
+    )
+    for result, num in (
+        ("loaded", counts.num_whole),
+        ("missing", counts.num_missing),
+        ("given_up", counts.num_given_up),
+        ("failed", counts.num_failed),
+    ):
+        loads.add_metric([result], num)
+    seconds = CounterMetricFamily(
+        "baton_prefix_load_seconds", "What loads took, and were expected to.", labels=["kind"]
+    )
+    seconds.add_metric(["actual"], counts.loaded_s)
+    seconds.add_metric(["predicted"], counts.predicted_s)
+    entries = CounterMetricFamily(
+        "baton_prefix_entries", "Entries of what was computed, by outcome.", labels=["result"]
+    )
+    entries.add_metric(["stored"], counts.num_stored)
+    entries.add_metric(["present"], counts.num_present)
+    tokens = CounterMetricFamily("baton_prefix_loaded_tokens", "Tokens loaded instead of computed.")
+    tokens.add_metric([], counts.loaded_tokens)
+    yield from (loads, seconds, entries, tokens)

@@ -9,6 +9,8 @@ from baton.store.entry_format import EntryFormat
 from baton.store.tiered import open_store
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from baton.auth.key import ClusterKey
     from baton.clock import Clock
     from baton.config.sections import StoreSection
@@ -35,11 +37,13 @@ class StoreAccess:
     """The store belongs to the pool's thread, which closes it; so do the staging pages of `view`.
 
     The KV view shows the engine's blocks in an order that can be divided into tokens and heads.
+    `keeps_prefixes`: what engines compute is kept, and looked for before it is computed.
     """
 
     store: TieredStore
     entry_format: EntryFormat
     view: KVView
+    keeps_prefixes: bool = False
     counts: EntryCounts = field(default_factory=EntryCounts)
 
 
@@ -48,9 +52,14 @@ _NAME_CHARS: Final = 16
 
 
 def open_store_access(
-    section: StoreSection, view: KVView, *, key: ClusterKey, clock: Clock
+    section: StoreSection,
+    view: KVView,
+    *,
+    key: ClusterKey,
+    clock: Clock,
+    keeps_prefixes: bool = False,
 ) -> StoreAccess | None:
-    """Open the store; None where no tier is configured.
+    """Open the store; None where no tier is configured. `keeps_prefixes`: see `StoreAccess`.
 
     Raises:
         ConfigError: a tier cannot be opened, or this worker's heads cannot be divided so.
@@ -60,14 +69,29 @@ def open_store_access(
     entry_format = EntryFormat.of(
         view.layout, block_size=section.block_size, num_parts=section.num_parts
     )
+    store = open_keyed_store(section.tiers, section.options, key=key, clock=clock)
+    return StoreAccess(store, entry_format, view, keeps_prefixes)
+
+
+def open_keyed_store(
+    kinds: Sequence[str],
+    options: Mapping[str, Mapping[str, object]],
+    *,
+    key: ClusterKey,
+    clock: Clock,
+) -> TieredStore:
+    """The store of a cluster: its key names the folders of tiers, and its entries' digests.
+
+    Raises:
+        ConfigError: a tier cannot be opened.
+    """
     names = key.sign(_PURPOSE, b"name").hex()
     cluster, *others = (names[at : at + _NAME_CHARS] for at in range(0, len(names), _NAME_CHARS))
-    store = open_store(
-        section.tiers,
-        section.options,
+    return open_store(
+        kinds,
+        options,
         cluster=cluster,
         key=key.sign(_PURPOSE, b"entries"),
         clock=clock,
         other_names=tuple(others),
     )
-    return StoreAccess(store, entry_format, view)

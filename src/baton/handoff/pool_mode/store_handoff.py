@@ -23,6 +23,7 @@ from baton.handoff.grants import Tombstone, Tombstones
 from baton.handoff.heartbeat import EngineHeartbeat, compute_interval_s
 from baton.handoff.interface import BlocksQuiescent
 from baton.handoff.pool_mode.block_copier import BlockCopier, hash_segments
+from baton.handoff.pool_mode.prefix_store import StoredPrefixes
 from baton.handoff.pool_mode.side_entries import HeartbeatEntryReader, HeartbeatEntryWriter
 from baton.handoff.pool_mode.store_reader import StoreRead, StoreReader
 from baton.handoff.pool_mode.store_writer import StoreWrite, StoreWriter
@@ -80,6 +81,7 @@ class StoreHandoff:
         self._heartbeat_reader = HeartbeatEntryReader(access.store, interval_s)
         self._copier = BlockCopier(access.view, access.entry_format)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.prefixes = StoredPrefixes(access, fingerprint, clock, self._commands.put)
         self._writes: dict[TicketId, StoreWrite] = {}
         self._reads: dict[TicketId, StoreRead] = {}
         self._tombstones = Tombstones()
@@ -91,6 +93,7 @@ class StoreHandoff:
         self._emit = emit
         self._writer = StoreWriter(self.access, self._copier, emit)
         self._reader = StoreReader(self.access, self._copier, clock=self._clock, emit=emit)
+        self.prefixes.open(emit, self._reader, self._writer)
 
     def start(self) -> None:
         """Start the thread: the simulator calls `step` instead. Once, after `open`."""
@@ -155,7 +158,11 @@ class StoreHandoff:
         self._check_engine_heartbeats()
         worked = [self._advance_write(each) for each in tuple(self._writes.values())]
         worked += [self._advance_read(c) for c in tuple(self._reads.values())]
-        return 0.0 if any(worked) else self._idle_wait_s()
+        prefixes_wait_s = self.prefixes.step()
+        if any(worked):
+            return 0.0
+        waits = [each for each in (self._idle_wait_s(), prefixes_wait_s) if each is not None]
+        return min(waits, default=None)
 
     def _check_engine_heartbeats(self) -> None:
         """Wait for longer where this worker's engine, or that of a prompt's prefill, computes."""
@@ -315,6 +322,7 @@ class StoreHandoff:
         for store_read in self._reads.values():
             self._reader.end_early(store_read, STOPPING, "stop")
         self._reads.clear()
+        self.prefixes.stop()
         self._is_stopping = True
 
 

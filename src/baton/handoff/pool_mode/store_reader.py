@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from baton.handoff.pool_mode.side_entries import CompletionMarker
     from baton.handoff.pool_mode.store_access import StoreAccess
     from baton.ids import TicketId
+    from baton.kv.copies import BlockTable
 
 
 class StoreReader:
@@ -51,23 +52,33 @@ class StoreReader:
         segments = store_read.pending_segments
         if not segments:
             return False
+        order = store_read.order
+        num_read, num_bytes = self.read_segments(segments, order.start, order.blocks)
+        if num_read == 0:
+            return False
+        store_read.add_landed(num_read)
+        self._counts.num_loaded += num_read
+        order.trace.num_bytes += num_bytes
+        order.trace.stamp(Stamp.FIRST_LAYER_LANDED, self._clock.now())
+        return True
+
+    def read_segments(
+        self, segments: Sequence[TokenSegment], start: int, table: BlockTable
+    ) -> tuple[int, int]:
+        """Put one batch of them, tokens from `start` on, into the blocks of `table`.
+
+        Returns:
+            How many leading ones were read, all that were there, and their bytes.
+        """
         batch = self._copier.take_batch(segments)
         bodies = self._copier.allocate_bodies(batch)
         num_read = self._read(batch, bodies)
         if num_read == 0:
-            return False
-        order = store_read.order
+            return 0, 0
         self._copier.scatter(
-            [each.leading(num_read) for each in bodies],
-            batch[:num_read],
-            start=order.start,
-            table=order.blocks,
+            [each.leading(num_read) for each in bodies], batch[:num_read], start=start, table=table
         )
-        store_read.add_landed(num_read)
-        self._counts.num_loaded += num_read
-        order.trace.num_bytes += sum(each.rows[:num_read].nbytes for each in bodies)
-        order.trace.stamp(Stamp.FIRST_LAYER_LANDED, self._clock.now())
-        return True
+        return num_read, sum(each.rows[:num_read].nbytes for each in bodies)
 
     def find_marker(self, store_read: StoreRead) -> CompletionMarker | None:
         """The prefill worker's last word, once each of its ranks has left it; it is remembered."""

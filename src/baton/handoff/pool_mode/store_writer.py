@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from baton.handoff.interface import HandoffEvent, SampledToken, SendOrder
     from baton.handoff.pool_mode.block_copier import BlockCopier, TokenSegment
     from baton.handoff.pool_mode.store_access import StoreAccess
+    from baton.kv.copies import BlockTable
 
 logger = logging.getLogger(__name__)
 
@@ -47,21 +48,33 @@ class StoreWriter:
         segments = store_write.pending_segments()
         if not segments:
             return False
-        batch = self._copier.take_batch(segments)
-        present = self._count_present(batch)
+        present = self.count_present(self._copier.take_batch(segments))
         if present:  # delta: what the store has is not written again
             store_write.add_stored(present)
             self._counts.num_present += present
             return True
-        for bodies, part in zip(
-            self._copier.gather(batch, store_write.order.blocks), self._copier.parts, strict=True
-        ):
+        num_kept, num_bytes = self.keep_segments(segments, store_write.order.blocks)
+        store_write.order.trace.num_bytes += num_bytes
+        store_write.add_stored(num_kept)
+        self._counts.num_stored += num_kept
+        return True
+
+    def keep_segments(self, segments: Sequence[TokenSegment], table: BlockTable) -> tuple[int, int]:
+        """Put one batch of them, from the engine's blocks in `table`.
+
+        Returns:
+            How many leading ones were put, and their bytes.
+
+        Raises:
+            StoreError: there is no room, or they cannot be written.
+        """
+        batch = self._copier.take_batch(segments)
+        num_bytes = 0
+        for bodies, part in zip(self._copier.gather(batch, table), self._copier.parts, strict=True):
             for segment, row in zip(batch, bodies.rows, strict=True):
                 self._store.put(self._entry_format.name(segment.block_hash, part), memoryview(row))
-            store_write.order.trace.num_bytes += bodies.rows.nbytes
-        store_write.add_stored(len(batch))
-        self._counts.num_stored += len(batch)
-        return True
+            num_bytes += bodies.rows.nbytes
+        return len(batch), num_bytes
 
     def complete(self, store_write: StoreWrite) -> None:
         """All is kept: leave word of it."""
@@ -75,7 +88,7 @@ class StoreWriter:
         error = HandoffError(reason, stage=stage, peer=ticket.decode.worker)
         self._emit(SendFailed(ticket.id, error))
 
-    def _count_present(self, batch: Sequence[TokenSegment]) -> int:
+    def count_present(self, batch: Sequence[TokenSegment]) -> int:
         """Leading pieces of which every part is in the store."""
         names = [
             self._entry_format.name(segment.block_hash, part)

@@ -15,10 +15,10 @@ deadline: its transfer has `timeout_s`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from baton.clock import Instant
+from baton.record import Record
 
 if TYPE_CHECKING:
     from baton.handoff.interface import HandoffEvent, SampledToken
@@ -38,15 +38,13 @@ if TYPE_CHECKING:
     from baton.transfer.interface import TransferId
 
 
-@dataclass(frozen=True, slots=True)
-class SendMessage:
+class SendMessage(Record, frozen=True):
     """Send a message to the peer over the link; lost if the link is gone."""
 
     message: PeerMessage
 
 
-@dataclass(frozen=True, slots=True)
-class SendTransferAck:
+class SendTransferAck(Record, frozen=True):
     """Report to the peer that all is here and verified, and which transports carried it.
 
     `closes_grant`: and that the write grant is closed without asking (`CloseWriteGrant`).
@@ -55,13 +53,11 @@ class SendTransferAck:
     closes_grant: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class OpenWriteGrant:
+class OpenWriteGrant(Record, frozen=True):
     """Admit the peer's writes into the granted pages."""
 
 
-@dataclass(frozen=True, slots=True)
-class CloseWriteGrant:
+class CloseWriteGrant(Record, frozen=True):
     """Admit no more; `grant_quiescent` must follow.
 
     `writer_is_done`: all has arrived, and nothing failed on the way, so that the writer has nothing
@@ -71,8 +67,7 @@ class CloseWriteGrant:
     writer_is_done: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Fence:
+class Fence(Record, frozen=True):
     """Admit no more over one transport, which failed; `fenced` must follow.
 
     Not before nothing can land over it any more: what it brought and was not counted by then is
@@ -82,19 +77,17 @@ class Fence:
     transport: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReadPages:
+class ReadPages(Record, frozen=True):
     """Read what the peer announced as available: then `reading`, or `fail`."""
 
     available: Available
 
 
-@dataclass(frozen=True, slots=True)
-class WriteLayers:
+class WriteLayers(Record, frozen=True):
     """Write tokens `[start, stop)` of `layer`: then `submitted` for each part, or `fail`.
 
-    By any transport that has not failed this session (`SendSession.excluded`). Of several layers at
-    once where `merge_layers` allows it.
+    By any transport that has not failed this session (`SendSession.excluded`). Of `num_layers`
+    layers from `layer` on.
     """
 
     layer: int
@@ -103,11 +96,10 @@ class WriteLayers:
     num_layers: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class AnnounceReadable:
+class AnnounceReadable(Record, frozen=True):
     """Announce that tokens `[start, stop)` of `layer` can be read: then `announced`, or `fail`.
 
-    Of several layers at once where `merge_layers` allows it.
+    Of `num_layers` layers from `layer` on.
     """
 
     layer: int
@@ -116,30 +108,26 @@ class AnnounceReadable:
     num_layers: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class ImportBlocks:
+class ImportBlocks(Record, frozen=True):
     """Check the blocks that the peer exports, copy the last one: then `imported`, or `fail`."""
 
     exported: BlocksExported
 
 
-@dataclass(frozen=True, slots=True)
-class ExportBlocks:
+class ExportBlocks(Record, frozen=True):
     """Export tokens `[start, num_tokens)`, send BlocksExported with the token (if any), and end."""
 
     start: int
     first_token: SampledToken | None
 
 
-@dataclass(frozen=True, slots=True)
-class SendFinished:
+class SendFinished(Record, frozen=True):
     """Send Finished: nothing will follow; with the token (if any) and the trace's stamps."""
 
     first_token: SampledToken | None
 
 
-@dataclass(frozen=True, slots=True)
-class Emit:
+class Emit(Record, frozen=True):
     """Emit an event to the engine."""
 
     event: HandoffEvent
@@ -169,16 +157,14 @@ def extend(deadline: Instant, wanted: Instant, limit: Instant) -> Instant:
     return Instant(max(deadline, min(wanted, limit)))
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class TransferHandle:
+class TransferHandle(Record, frozen=True, order=True):
     """A transfer's id is its transport's own: two transports give the same ones."""
 
     transport: str
     transfer: TransferId
 
 
-@dataclass(frozen=True, slots=True)
-class TransferPlan:
+class TransferPlan(Record, frozen=True):
     """Who moves the bytes (neither side, by reference), into which pages of this worker's KV view.
 
     `staged`: the pages are staging memory, so that only the engine accesses its own blocks.

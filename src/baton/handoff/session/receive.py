@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final, assert_never
 
+import msgspec
 import numpy as np
 
 from baton.errors import HandoffError, ProtocolError
@@ -243,7 +243,7 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             return []
         if self.plan.op == "WRITE":
             return []
-        self.plan = replace(self.plan, op="WRITE")
+        self.plan = msgspec.structs.replace(self.plan, op="WRITE")
         self._fell_back = self._grant_is_open = True
         pages = self.plan.pages
         ranges = pack_ranges(self.coverage.gaps())

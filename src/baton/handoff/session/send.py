@@ -7,7 +7,6 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
 import msgspec
-import numpy as np
 
 from baton.errors import HandoffError, ProtocolError
 from baton.handoff.interface import KVSent, SendFailed
@@ -24,9 +23,10 @@ from baton.handoff.session.actions import (
 )
 from baton.handoff.session.lease import LAPSED_REASON, LEASE_STAGE, Lease
 from baton.handoff.token_ranges import LayerTokenRange, intersect, subtract, unpack_ranges
+from baton.record import Record
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from baton.clock import Instant
     from baton.handoff.interface import SampledToken, SendOrder
@@ -49,6 +49,14 @@ _CLOSED: Final = frozenset({SendPhase.ENDING, SendPhase.ENDED})
 _MOVING: Final = frozenset({SendPhase.SENDING, SendPhase.DRAINING})
 
 
+class LayersWritten(Record, frozen=True):
+    """Tokens `[start, stop)` of some layers, which one write carries."""
+
+    layers: range
+    start: int
+    stop: int
+
+
 class CarriedWrites:
     """A session's writes by the transport that carries them, and the transports that failed it.
 
@@ -60,7 +68,7 @@ class CarriedWrites:
     def __init__(self) -> None:
         self.excluded: set[str] = set()
         self._under_way: set[TransferHandle] = set()
-        self._carried: dict[str, list[LayerTokenRange]] = {}
+        self._carried: dict[str, list[LayersWritten]] = {}
         self._draining: set[str] = set()
         self._requested: set[str] = set()
 
@@ -69,10 +77,10 @@ class CarriedWrites:
         """Whether a write holds its source pages."""
         return bool(self._under_way)
 
-    def submitted(self, handle: TransferHandle, token_ranges: Sequence[LayerTokenRange]) -> None:
+    def submitted(self, handle: TransferHandle, written: LayersWritten) -> None:
         """A transport carries these."""
         self._under_way.add(handle)
-        self._carried.setdefault(handle.transport, []).extend(token_ranges)
+        self._carried.setdefault(handle.transport, []).append(written)
 
     def ended(self, handle: TransferHandle) -> None:
         """A write is done with its source pages, or failed."""
@@ -99,7 +107,11 @@ class CarriedWrites:
         if transport not in self._requested:
             return []
         self._requested.discard(transport)
-        return self._carried.pop(transport)
+        return [
+            LayerTokenRange(layer, written.start, written.stop)
+            for written in self._carried.pop(transport)
+            for layer in written.layers
+        ]
 
     def check_invariants(self) -> None:
         """Raise AssertionError where the books disagree."""
@@ -124,9 +136,9 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self.lease = Lease(lease_s)
         self.phase = SendPhase.OFFERED
         self.grant: Grant | None = None
-        self._ready = np.empty(num_layers, dtype=np.int64)
-        self._ready.fill(order.num_ready_tokens)
-        self._sent = np.zeros(num_layers, dtype=np.int64)
+        # Lists: for so few numbers numpy's calls cost more than what they do.
+        self._ready = [order.num_ready_tokens] * num_layers
+        self._sent = [0] * num_layers
         self._writes = CarriedWrites()
         self._to_retransmit: list[LayerTokenRange] = []
         self._is_acked = False
@@ -166,7 +178,7 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 stage="grant",
             )
         self.grant = grant
-        self._sent[:] = grant.start
+        self._sent = [grant.start] * len(self._sent)
         return []
 
     def begin(self, page_tokens: int) -> list[SendAction]:
@@ -182,8 +194,9 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
 
     def layers_ready(self, layers: Sequence[int], stop: int) -> list[SendAction]:
         """KV of tokens `[0, stop)` of these layers is in place."""
-        rows = list(layers)
-        self._ready[rows] = np.maximum(self._ready[rows], stop)
+        ready = self._ready
+        for layer in layers:
+            ready[layer] = max(ready[layer], stop)
         if self.phase is not SendPhase.SENDING:
             return []
         return self._submit_ready(layers)
@@ -192,7 +205,7 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         """There is a route again: submit what could not be."""
         if self.phase not in _MOVING:
             return []
-        again: list[SendAction] = [WriteLayers(*token_range) for token_range in self._to_retransmit]
+        again = _join(WriteLayers, self._to_retransmit)
         if self.phase is SendPhase.SENDING:
             again += self._submit_ready(range(len(self._ready)))
         return again
@@ -206,16 +219,12 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         """What may ride on a write, if that is the last one: then no `Finished` follows."""
         if self.phase is not SendPhase.SENDING or self._finish is None or self.excluded:
             return None
-        sent = self._sent.copy()
-        sent[write.layer : write.layer + write.num_layers] = write.stop
-        return self._finish if int(sent.min()) >= self.order.num_tokens else None
+        sent, num_tokens = self._sent, self.order.num_tokens
+        others = sent[: write.layer] + sent[write.layer + write.num_layers :]
+        return self._finish if min(others, default=write.stop) >= num_tokens <= write.stop else None
 
     def submitted(
-        self,
-        handle: TransferHandle,
-        token_ranges: Sequence[LayerTokenRange],
-        *,
-        is_last: bool = False,
+        self, handle: TransferHandle, written: LayersWritten, *, is_last: bool = False
     ) -> list[SendAction]:
         """A `WriteLayers`, or a part of it, was handed to a transport.
 
@@ -223,17 +232,19 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         """
         if is_last:
             self._finish_rides_on = handle.transport
-        self._writes.submitted(handle, token_ranges)
-        for token_range in token_ranges:
-            if token_range.start < self._sent[token_range.layer]:
-                self._to_retransmit = subtract(self._to_retransmit, token_range)
+        self._writes.submitted(handle, written)
+        sent, start, stop = self._sent, written.start, written.stop
+        for layer in written.layers:
+            if start < sent[layer]:
+                again = LayerTokenRange(layer, start, stop)
+                self._to_retransmit = subtract(self._to_retransmit, again)
             else:
-                self._sent[token_range.layer] = token_range.stop
+                sent[layer] = stop
         return self._drain()
 
     def announced(self, layers: range, stop: int) -> list[SendAction]:
         """An `AnnounceReadable`, or its part up to `stop` of these layers, was sent."""
-        self._sent[layers.start : layers.stop] = stop
+        self._sent[layers.start : layers.stop] = [stop] * len(layers)
         return self._drain()
 
     def acked(self) -> list[SendAction]:
@@ -294,7 +305,7 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         )
         self.excluded.update(message.transports)
         start = self.grant.start
-        announced = [LayerTokenRange(n, start, int(stop)) for n, stop in enumerate(self._sent)]
+        announced = [LayerTokenRange(n, start, stop) for n, stop in enumerate(self._sent)]
         return self._retransmit(token_ranges, [each for each in announced if each.stop > start])
 
     def fail(self, reason: str, *, stage: str) -> list[SendAction]:
@@ -332,14 +343,14 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         if self.grant is None or self.grant.op == "NONE":
             return self._drain()
         send = AnnounceReadable if self.grant.op == "READ" else WriteLayers
-        actions: list[SendAction] = []
+        token_ranges: list[tuple[int, int, int]] = []
         for layer in layers:
-            sent, stop = int(self._sent[layer]), int(self._ready[layer])
+            sent, stop = self._sent[layer], self._ready[layer]
             if stop < self.order.num_tokens:  # a page is sent once: when it is full, or the last
                 stop -= stop % self._page_tokens
             if stop > sent:
-                actions.append(send(layer, sent, stop))
-        return actions or self._drain()
+                token_ranges.append((layer, sent, stop))
+        return _join(send, token_ranges) or self._drain()
 
     @property
     def _is_read(self) -> bool:
@@ -352,7 +363,7 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             return []
         if self.is_exported:
             return self._export(self._finish)
-        if int(self._sent.min()) < self.order.num_tokens:
+        if min(self._sent) < self.order.num_tokens:
             return []
         self.phase = SendPhase.DRAINING
         finished = [] if self._finish_rides_on is not None else [self._finish]
@@ -360,7 +371,7 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
 
     def _export(self, finish: SendFinished) -> list[SendAction]:
         """Export once all is in place. `ExportTable` tracks the exported blocks from then on."""
-        if self.grant is None or int(self._ready.min()) < self.order.num_tokens:
+        if self.grant is None or min(self._ready) < self.order.num_tokens:
             return []
         self.phase = SendPhase.ENDED
         return [ExportBlocks(self.grant.start, finish.first_token)]
@@ -371,7 +382,7 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         """Send again what was sent and is missing."""
         to_retransmit = intersect(missing, sent)
         self._to_retransmit += to_retransmit
-        return [WriteLayers(*token_range) for token_range in to_retransmit] or self._settle()
+        return _join(WriteLayers, to_retransmit) or self._settle()
 
     def _try_report_failure(self, transport: str) -> list[SendAction]:
         """Once no write is under way over it: the peer may close its end."""
@@ -397,3 +408,16 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         if self._error is not None:
             return [Emit(SendFailed(self.ticket, self._error))]
         return [Emit(KVSent(self.ticket))]
+
+
+def _join(
+    send: type[WriteLayers | AnnounceReadable], token_ranges: Iterable[tuple[int, int, int]]
+) -> list[SendAction]:
+    """An action for each run of layers that follow each other with the same tokens."""
+    runs: list[list[int]] = []
+    for layer, start, stop in token_ranges:
+        if runs and runs[-1] == [layer - runs[-1][3], start, stop, runs[-1][3]]:
+            runs[-1][3] += 1
+        else:
+            runs.append([layer, start, stop, 1])
+    return [send(*run) for run in runs]

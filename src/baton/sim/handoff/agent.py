@@ -22,7 +22,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from baton.auth.ticket import Ticket
-    from baton.handoff.interface import HandoffEvent, ReceiveOrder, SampledToken, SendOrder
+    from baton.handoff.interface import (
+        HandoffEvent,
+        KeepOrder,
+        LoadOrder,
+        PrefixStore,
+        ReceiveOrder,
+        SampledToken,
+        SendOrder,
+    )
     from baton.handoff.options import AgentOptions
     from baton.handoff.peers import MessageReceived
     from baton.handoff.pool_mode.store_handoff import StoreHandoff
@@ -87,8 +95,8 @@ class SimDispatcher(HandoffDispatcher):
         super()._emit(event)
 
 
-class CheckedPort:
-    """Between an engine and its dispatcher; implements `HandoffPort`."""
+class CheckedPort:  # noqa: PLR0904 - two contracts
+    """Between an engine and its dispatcher; implements `HandoffPort` and `PrefixStore`."""
 
     def __init__(self, handoffs: SimDispatcher, process: SimProcess, checker: Checker) -> None:
         self._handoffs, self._process, self._checker = handoffs, process, checker
@@ -133,6 +141,41 @@ class CheckedPort:
         self._checker.on_abort(self._process, ticket)
         self._handoffs.abort(ticket, reason)
         self._handoffs.wake_store_handoff()
+
+    @property
+    def prefixes(self) -> PrefixStore | None:
+        """See `HandoffPort`."""
+        return None if self._handoffs.prefixes is None else self
+
+    @property
+    def block_size(self) -> int:
+        """See `PrefixStore`."""
+        return self._stored.block_size
+
+    def start_load(self, order: LoadOrder) -> None:
+        """See `PrefixStore`."""
+        self._checker.on_start_load(self._process, order)
+        self._stored.start_load(order)
+        self._handoffs.wake_store_handoff()
+
+    def start_keep(self, order: KeepOrder) -> None:
+        """See `PrefixStore`."""
+        self._checker.on_start_keep(self._process, order)
+        self._stored.start_keep(order)
+        self._handoffs.wake_store_handoff()
+
+    def abort_load(self, order: TicketId) -> None:
+        """See `PrefixStore`."""
+        self._checker.on_abort(self._process, order)
+        self._stored.abort_load(order)
+        self._handoffs.wake_store_handoff()
+
+    @property
+    def _stored(self) -> PrefixStore:
+        prefixes = self._handoffs.prefixes
+        if prefixes is None:
+            raise AssertionError("this worker has no store")
+        return prefixes
 
     def renew_lease(self, ticket: Ticket) -> None:
         """See `HandoffPort`."""

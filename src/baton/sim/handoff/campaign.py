@@ -79,6 +79,7 @@ def run_schedule(schedule: Schedule, *, keeps_log: bool = False) -> Outcome:
         violation = Violation("error", f"{type(exc).__name__}: {exc}\n{where}".rstrip())
     finally:
         world.close()
+    checker = world.checker
     if violation is not None:
         world.timeline.note("CHECKER", f"{violation.invariant}: {violation.what}")
     return Outcome(
@@ -89,7 +90,7 @@ def run_schedule(schedule: Schedule, *, keeps_log: bool = False) -> Outcome:
         injected=world.fabric.transfer_faults.injected
         + (Counter() if world.store is None else world.store.injected),
         ends=Counter(str(request.outcome).split(":")[0] for request in world.requests),
-        seen=world.checker.leases.seen + world.checker.exports.seen,
+        seen=checker.leases.seen + checker.exports.seen + checker.pooling.seen,
         log=tuple(world.timeline.log or ()),
     )
 

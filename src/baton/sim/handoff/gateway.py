@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
-from baton.auth.ticket import Ticket, WorkerRef, seal
+from baton.auth.ticket import Ticket, WorkerRef, seal, write_unsigned
 from baton.ids import TicketId, WorkerId
 from baton.router.failover import (
     ABORT_RETRY_DELAYS_S,
@@ -314,7 +314,8 @@ class SimRequest:
             mode=self._mode,
             issue=world.ticket_issuer.issue(self.deadline_s - world.timeline.now_s),
         )
-        sealed = seal(ticket, world.credentials)
+        is_signed = ticket.id[0] & 1
+        sealed = seal(ticket, world.credentials) if is_signed else write_unsigned(ticket)
         world.checker.tickets[ticket.id] = ticket
         world.checker.sealed[sealed] = ticket.id
         self._note(f"{prefill.worker} → {decode.worker}, ticket {ticket.id.hex()[:6]}")

@@ -53,12 +53,14 @@ def find_leftovers(
     counts = {
         "sessions that receive": receiving.num_sessions,
         "sessions that send": sending.num_sessions,
-        "writes of the sender": len(sending._writes),
-        "reads of the receiver": len(receiving._reads._pending),
+        "writes of the sender": len(sending.writes),
+        "reads of the receiver": len(receiving._reads.pending),
         "sequences": len(loop._sequences),
         "tickets that are renewed": len(receiving._lease_renewer._queued),
         "sequences that wait for KV": len(pinned_blocks._incoming),
         "quarantined tickets": len(pinned_blocks._quarantined),
+        "orders to keep a prompt's beginning": len(scheduler.kept_blocks._kept),
+        "loads that are under way": len(loop._prefixes._deadlines) + len(loop._prefixes._late),
         "sequences exported to a peer": len(pinned_blocks._sending),
         "blocks": pool.num_blocks - pool.num_free - _count_exported(scheduler),
         "store writes and reads": _count_store_transfers(handoffs.store),
@@ -72,7 +74,11 @@ def find_leftovers(
 
 
 def _count_store_transfers(store: StoreHandoff | None) -> int:
-    return 0 if store is None else len(store._writes) + len(store._reads)
+    if store is None:
+        return 0
+    prefixes = store.prefixes
+    num_prefixes = len(prefixes._loads) + len(prefixes._keeps)
+    return len(store._writes) + len(store._reads) + num_prefixes
 
 
 def find_exported(agent: HandoffAgent, scheduler: Scheduler) -> list[Leftover]:
@@ -90,7 +96,7 @@ def _count_exported(scheduler: Scheduler) -> int:
 
 def count_early_grants(agent: HandoffAgent) -> int:
     """Grants for requests that have not come."""
-    return len(agent.loop.sending._early._grants)
+    return len(agent.loop.sending._early)
 
 
 def count_tombstones(agent: HandoffAgent) -> int:
@@ -123,6 +129,11 @@ def outgoing_blocks(pinned_blocks: PinnedBlocks, ticket: TicketId) -> list[int]:
     """The blocks that are held for a ticket's reader."""
     sequence = pinned_blocks._sending.get(ticket)
     return [] if sequence is None else sequence.blocks
+
+
+def kept_blocks(scheduler: Scheduler) -> set[int]:
+    """The blocks that are held to be copied into the store."""
+    return {block for blocks in scheduler.kept_blocks._kept.values() for block in blocks}
 
 
 def is_ending(agent: HandoffAgent, ticket: TicketId) -> bool:
@@ -244,14 +255,14 @@ def describe_ticket(agent: HandoffAgent, named: Ticket) -> tuple[object, ...]:
         else (
             outgoing.session.phase,
             outgoing.granted,
-            int(outgoing.session._sent.sum()),
+            sum(outgoing.session._sent),
             outgoing.session.lease._until,
         )
     )
     return (
         receive,
         send,
-        agent.loop.sending._early._grants.get(ticket),
+        agent.loop.sending._early.find(ticket, named.decode.epoch),
         ticket in agent.loop.receiving._lease_renewer._queued,
         agent.loop.exporter.table._exports.get(ticket) is None,
         agent.loop.importer.table._exporter_of.get(ticket),

@@ -30,7 +30,8 @@ def make_store_access(process: SimProcess, view: KVView) -> StoreAccess | None:
         return None
     size = world.schedule.store.block_size
     store = TieredStore([CountedTier("store", world.store)])
-    return StoreAccess(store, EntryFormat.of(view.layout, block_size=size, num_parts=1), view)
+    entry_format = EntryFormat.of(view.layout, block_size=size, num_parts=1)
+    return StoreAccess(store, entry_format, view, keeps_prefixes=True)
 
 
 class StoreHandoffDriver:

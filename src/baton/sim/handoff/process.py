@@ -291,6 +291,7 @@ class SimProcess:
             max_num_seqs=4,
             min_handoff_tokens=MIN_HANDOFF_TOKENS,
             max_held_blocks=plan.num_blocks // 2,
+            max_kept_blocks=plan.num_blocks // 4,
         )
         self.scheduler = Scheduler(BlockPool(plan.num_blocks), limits, layout.layers)
         self._computer = SimComputer(self, port)
@@ -359,7 +360,7 @@ class SimProcess:
         """
         if sealed is None:
             return Colocated()
-        ticket = unseal(sealed, self.world.credentials)
+        ticket = unseal(sealed, self.world.credentials, is_from_gateway=True)
         kind = self._mine(ticket)
         if self._seen.use(ticket.issue) is not TicketUse.FIRST:
             raise TicketError("used before")

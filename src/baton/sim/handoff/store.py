@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal, Self, TypeAlias, assert_never
 from baton.errors import StoreError, StoreFullError
 from baton.store import entry_format
 from baton.store.capacity import Capacity, StoredEntry, choose_victims
-from baton.store.interface import PutResult, TierScan, Usage
+from baton.store.interface import PutResult, Usage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -89,10 +89,13 @@ class SimStore:
         """See `Tier`."""
         self._entries.pop(name, None)
 
-    def scan(self) -> TierScan:
+    def entries(self) -> list[StoredEntry]:
         """See `Tier`."""
-        used = self._used_bytes()
-        return TierScan(len(self._entries), used, self._capacity_bytes, self.injected["damaged"])
+        return [StoredEntry(n, len(e.data), e.used_s) for n, e in self._entries.items()]
+
+    def is_whole(self, name: EntryName) -> bool:
+        """See `Tier`."""
+        return name in self._entries and name not in self.lost
 
     def usage(self) -> Usage:
         """See `Tier`."""

@@ -18,6 +18,9 @@ class SimulatedCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `step_s`, and `step_answer_s` for each answer. A handoff takes `handoff_s`, and
     `handoff_token_s` for each token that the decode worker has not cached. A worker holds the KV of
     `kv_tokens`, in blocks of `block_size`; the gateway receives its events after `event_delay_s`.
+    All workers share `num_processors`: each is slower while more of them are busy; None: each has
+    its own. `jitter` is the standard deviation of the logarithm of what each piece and step takes,
+    over its mean.
     """
 
     prefill_s: _Seconds = 0.0
@@ -30,6 +33,8 @@ class SimulatedCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 16
     kv_tokens: _Count = 1 << 18
     event_delay_s: _Seconds = 0.05
+    num_processors: _Count | None = None
+    jitter: Annotated[float, msgspec.Meta(ge=0, le=3)] = 0.0
 
     @property
     def num_blocks(self) -> int:

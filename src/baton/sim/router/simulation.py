@@ -17,7 +17,7 @@ from baton.router.prefix_names import PrefixNames
 from baton.router.prefixes import ModelPrefixes, PromptMatch
 from baton.sim.router.outcomes import RequestOutcome
 from baton.sim.router.sessions import TokenRun, TokenWriter
-from baton.sim.router.worker import Job, SimulatedWorker, Timeline
+from baton.sim.router.worker import Job, Processors, SimulatedWorker, Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -60,6 +60,7 @@ class Simulation:
         self._names = PrefixNames(seed.to_bytes(16, "little", signed=True))
         self._root = self._names.root(NO_SALT)
         self._prefixes = ModelPrefixes(self._names) if policy.uses_prefixes else None
+        self._processors = Processors(costs, seed)
         self._workers = {view.id: self._start(view.id) for view in views}
 
     @property
@@ -102,7 +103,11 @@ class Simulation:
                 self._timeline.after(self._costs.event_delay_s, partial(followed.apply, event))
 
         return SimulatedWorker(
-            self._costs, self._timeline, computed=self._hand_over, publish=publish
+            self._costs,
+            self._timeline,
+            self._processors,
+            computed=self._hand_over,
+            publish=publish,
         )
 
     def _arrive(self, sessions: Iterator[Session], since: float) -> None:
@@ -139,26 +144,47 @@ class Simulation:
         placement = self._policy.place(self.fleet, request, self.load)
         if isinstance(placement, Unplaceable):
             raise NoRoomError(placement.reason)
-        computing = placement.prefill or placement.decode
+        computing = placement.computing
         if self._prefixes is not None:
             self._prefixes.expect(match, placement, now)
+        num_cached = max(match.cached.get(computing.id, 0), placement.num_prefix_tokens)
+        num_handed = placement.num_prefix_tokens or num_tokens
         running = self.load.begin(
             placement,
-            num_tokens - match.cached.get(computing.id, 0),
+            num_tokens - num_cached,
             now,
-            num_tokens - match.cached.get(placement.decode.id, 0),
+            num_handed - match.cached.get(placement.decode.id, 0),
+            num_cached=num_cached,
         )
         size = self._costs.block_size
         names = match.names.get(size) or self._names.of(token_ids, size, self._root)
         finish = partial(self._finish, session, at, more)
         job = Job(turn, token_ids, names, placement, running, now, finish)
-        self._workers[computing.id].compute(job)
+        if placement.num_prefix_tokens:
+            self._load_prefix(job)
+        else:
+            self._workers[computing.id].compute(job)
+
+    def _load_prefix(self, job: Job) -> None:
+        """Its beginning is loaded from the worker that has it, as far as that still does."""
+        placement, costs = job.placement, self._costs
+        if placement.prefill is None:
+            raise AssertionError("a prefix is loaded, and no worker has it")
+        num_blocks = placement.num_prefix_tokens // costs.block_size
+        names, decode = job.names[:num_blocks], self._workers[placement.decode.id]
+        num_found = self._workers[placement.prefill.id].cache.count_cached(names)
+        num_handed = num_found - decode.cache.count_cached(names)
+        takes_s = costs.handoff_s
+        if num_found == num_blocks:  # else it computes the prompt, or waits as long
+            job.num_loaded = num_blocks * costs.block_size
+            takes_s += costs.handoff_token_s * max(0, num_handed) * costs.block_size
+        self._timeline.after(takes_s, partial(decode.compute, job))
 
     def _hand_over(self, job: Job) -> None:
         """Its prompt is computed: the answer begins here, or where it is handed over to."""
         placement, costs = job.placement, self._costs
         decode = self._workers[placement.decode.id]
-        if placement.prefill is None:
+        if placement.computing is placement.decode:
             decode.answer(job)
             return
         num_cached = decode.cache.count_cached(job.names[: decode.count_findable(job)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from dataclasses import dataclass
+from random import Random
 from typing import TYPE_CHECKING, Final
 
 from baton.events.blocks import DEFAULT_MEDIUM, BlockRemoved, BlockStored, EventDomain
@@ -47,13 +48,36 @@ class Timeline:
             action()
 
 
+class Processors:
+    """What workers compute on. The same seed, the same times. Owner: one simulation."""
+
+    def __init__(self, costs: SimulatedCosts, seed: int) -> None:
+        self._num, self._jitter = costs.num_processors, costs.jitter
+        self._num_busy = 0
+        self._random = Random(seed)  # noqa: S311 - a simulation, no secret
+
+    def begin(self, usual_s: float) -> float:
+        """One worker more is busy: how long its piece takes, slowed by those that are now."""
+        self._num_busy += 1
+        if self._num is not None:
+            usual_s *= max(1.0, self._num_busy / self._num)
+        if self._jitter:
+            usual_s *= self._random.lognormvariate(-0.5 * self._jitter**2, self._jitter)
+        return usual_s
+
+    def end(self) -> None:
+        """It is not any more."""
+        self._num_busy -= 1
+
+
 @dataclass(slots=True, eq=False)
 class Job:
     """A request on its way: `token_ids` of its prompt, `names` of the prompt's full blocks.
 
-    `num_saved` of its tokens were cached where it was computed, which takes `chunk_s` at a time and
-    `left_s` more. `kv` is what it holds at the worker that has it. `finish` is called when its
-    answer is complete, before its blocks are released.
+    `num_loaded` of its first tokens came from another worker. `num_saved` of its tokens were so, or
+    cached where it was computed, which takes `chunk_s` at a time and `left_s` more. `kv` is what it
+    holds at the worker that has it. `finish` is called when its answer is complete, before its
+    blocks are released.
     """
 
     turn: Turn
@@ -66,6 +90,7 @@ class Job:
     kv: Reservation | None = None
     left_s: float = 0.0
     chunk_s: float = 0.0
+    num_loaded: int = 0
     num_saved: int = 0
     first_at: float = 0.0
 
@@ -81,11 +106,12 @@ class SimulatedWorker:
         self,
         costs: SimulatedCosts,
         timeline: Timeline,
+        processors: Processors,
         *,
         computed: Callable[[Job], None],
         publish: Callable[[BlockEvent], None] | None,
     ) -> None:
-        self._costs, self._timeline = costs, timeline
+        self._costs, self._timeline, self._processors = costs, timeline, processors
         self._computed, self._publish = computed, publish
         self.cache = SimulatedCache(costs.num_blocks)
         self._prompts: deque[Job] = deque()
@@ -128,7 +154,7 @@ class SimulatedWorker:
         num_new = self.cache.name(job.kv, names[first:])
         if num_new and self._publish is not None:
             size = self._costs.block_size
-            ids = tuple(token_ids[first * size : len(names) * size].tolist())
+            ids = token_ids[first * size : len(names) * size].astype("<i4").tobytes()
             parent = names[first - 1] if first else None
             hashes = tuple(names[first:])
             self._publish(BlockStored(DOMAIN, hashes, parent, ids, size, DEFAULT_MEDIUM, 0))
@@ -143,23 +169,24 @@ class SimulatedWorker:
         if self._prompts and is_turn and self._may_compute(self._prompts[0]):
             takes_s = min(self._prompts[0].chunk_s, self._prompts[0].left_s)
             self._is_busy = self._was_chunk = True
-            self._timeline.after(takes_s, lambda: self._end_chunk(takes_s))
+            seen_s = self._processors.begin(takes_s)
+            self._timeline.after(seen_s, lambda: self._end_chunk(takes_s))
         elif self._ends:
             takes_s = self._costs.step_s + self._costs.step_answer_s * len(self._ends)
             self._is_busy, self._is_stepping, self._was_chunk = True, True, False
-            self._timeline.after(takes_s, self._end_step)
+            self._timeline.after(self._processors.begin(takes_s), self._end_step)
 
     def _may_compute(self, job: Job) -> bool:
         """Whether it has its blocks, or gets them now."""
         if job.kv is not None:
             return True
         turn, costs = job.turn, self._costs
-        is_alone = job.placement.prefill is None
+        is_alone = job.placement.computing is job.placement.decode
         num_tokens = turn.num_tokens if is_alone else turn.num_prompt_tokens
         kv = self._reserve(job, num_tokens)
         if kv is None:
             return False
-        job.num_saved = kv.num_cached * costs.block_size
+        job.num_saved = max(job.num_loaded, kv.num_cached * costs.block_size)
         num_uncached = turn.num_prompt_tokens - job.num_saved
         job.left_s = costs.prefill_s + costs.prefill_token_s * num_uncached
         job.chunk_s = job.left_s * costs.chunk_tokens / num_uncached
@@ -186,6 +213,7 @@ class SimulatedWorker:
 
     def _end_chunk(self, took_s: float) -> None:
         self._is_busy = False
+        self._processors.end()
         job = self._prompts[0]
         job.left_s -= took_s
         if job.left_s < ALMOST_NOTHING_S:
@@ -198,6 +226,7 @@ class SimulatedWorker:
 
     def _end_step(self) -> None:
         self._is_busy = self._is_stepping = False
+        self._processors.end()
         self._num_steps += 1
         while self._ends and self._ends[0][0] <= self._num_steps:
             self._end(heapq.heappop(self._ends)[2])

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Final, Self
 
 from baton.errors import ConfigError, StoreError, StoreFullError, mapped
 from baton.store.capacity import StoredEntry, choose_victims
-from baton.store.entry_format import HEADER_BYTES, has_digest, make_header, read_digest
+from baton.store.entry_format import HEADER_BYTES, BodyCheck, make_header, read_digest
 from baton.store.folder.directory import remove_unfinished, write_unnamed
 from baton.store.folder.shared_capacity import SharedCapacity
-from baton.store.interface import EntryName, PutResult, TierScan, Usage
+from baton.store.interface import EntryName, PutResult, Usage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -24,24 +24,26 @@ if TYPE_CHECKING:
     from baton.store.interface import Body, TierContext
 
 
+PIECE_BYTES: Final = 128 << 10
+
+
 class FileEntryLease:
     """See `EntryLease`. `on_damage` is called once, if the body turns out not to be what was put.
 
-    `is_genuine` looks at a whole body.
-
     The body is read, not mapped: what is verified is this process's own copy, which no process can
-    change any more, and a file that is cut short is a short read, not a SIGBUS.
+    change any more, and a file that is cut short is a short read, not a SIGBUS. It is verified
+    piece by piece, while each is in the processor's cache: that costs nothing beside the copy.
     """
 
     def __init__(
         self,
         fd: int,
         num_bytes: int,
-        is_genuine: Callable[[memoryview], bool],
+        begin_check: Callable[[], BodyCheck],
         on_damage: Callable[[], None],
     ) -> None:
         self._fd, self._num_bytes = fd, num_bytes
-        self._is_genuine, self._on_damage = is_genuine, on_damage
+        self._begin_check, self._on_damage = begin_check, on_damage
 
     @property
     def num_bytes(self) -> int:
@@ -50,7 +52,8 @@ class FileEntryLease:
     def try_read(self, into: memoryview) -> bool:
         if self._fd < 0 or len(into) != self._num_bytes:
             raise ValueError(f"{len(into)} bytes for a body of {self._num_bytes}, or released")
-        if self._read(into) and self._is_genuine(into):
+        check = self._begin_check()
+        if self._read(into, check) and check.is_passed():
             return True
         self._on_damage()
         return False
@@ -66,15 +69,17 @@ class FileEntryLease:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def _read(self, into: memoryview) -> bool:
+    def _read(self, into: memoryview, check: BodyCheck) -> bool:
         at = 0
         while at < self._num_bytes:
+            piece = into[at : at + PIECE_BYTES]
             try:
-                num_read = os.preadv(self._fd, [into[at:]], HEADER_BYTES + at)
+                num_read = os.preadv(self._fd, [piece], HEADER_BYTES + at)
             except OSError:
                 return False
             if num_read == 0:
                 return False
+            check.add(piece[:num_read])
             at += num_read
         return True
 
@@ -133,6 +138,12 @@ class FolderTier:
         return PutResult.STORED if is_new else PutResult.EXISTS
 
     def try_lease(self, name: EntryName) -> FileEntryLease | None:
+        lease = self._try_open(name, partial(self._remove_damaged, name))
+        if lease is not None:
+            self._touch(name)
+        return lease
+
+    def _try_open(self, name: EntryName, on_damage: Callable[[], None]) -> FileEntryLease | None:
         try:
             fd = os.open(name.hex(), _OPEN, dir_fd=self._fd)
         except OSError:
@@ -146,29 +157,28 @@ class FolderTier:
         digest = None if status is None else read_digest(name, header, status.st_size)
         if digest is None or status is None:
             os.close(fd)
-            self._remove_damaged(name)
+            on_damage()
             return None
-        with suppress(OSError):
-            os.utime(fd, ns=self._now_ns())
         return FileEntryLease(
             fd,
             status.st_size - HEADER_BYTES,
-            lambda body: has_digest(self._key, name, body, digest),
-            partial(self._remove_damaged, name),
+            partial(BodyCheck, self._key, name, status.st_size - HEADER_BYTES, digest),
+            on_damage,
         )
 
     def discard(self, name: EntryName) -> None:
         self._remove(name)
 
-    def scan(self) -> TierScan:
+    def entries(self) -> list[StoredEntry]:
         with mapped({OSError: StoreError}):
-            entries = list(self._iter_entries())
-        return TierScan(
-            num_entries=len(entries),
-            used_bytes=sum(entry.num_bytes for entry in entries),
-            capacity_bytes=self._capacity_bytes,
-            num_damaged=self._num_damaged,
-        )
+            return list(self._iter_entries())
+
+    def is_whole(self, name: EntryName) -> bool:
+        lease = self._try_open(name, on_damage=_do_nothing)
+        if lease is None:
+            return False
+        with lease:
+            return lease.try_read(memoryview(bytearray(lease.num_bytes)))
 
     def usage(self) -> Usage:
         capacity = self._capacity.peek()
@@ -280,6 +290,10 @@ class FolderTier:
                     cost = compute_cost(status.st_size - HEADER_BYTES)
                     name = EntryName(bytes.fromhex(entry.name))
                     yield StoredEntry(name, cost, status.st_mtime)
+
+
+def _do_nothing() -> None:
+    """What is damaged stays."""
 
 
 def compute_cost(body_bytes: int) -> int:

@@ -10,6 +10,7 @@ class inherits those that its transport claims:
     `Capabilities.reads`          `ReadingContract`      `NetworkReadingContract`
     `Capabilities.views`          `ViewContract`         `NetworkViewContract`
     `Capabilities.multi_array`    `MultiArrayContract`   `MultiArrayContract`
+    `..late_notifications`        `LateNotificationContract`, for both
     `TracksReaders`                                      `ReaderTrackingContract`
 
 `test_every_claim_has_its_suite` fails where claims and suites differ.
@@ -41,7 +42,11 @@ from baton.testing.transport_contract.process import (
 )
 from baton.testing.transport_contract.reading import ReadingContract, ViewContract
 from baton.testing.transport_contract.write_grants import WriteGrantContract
-from baton.testing.transport_contract.writing import MultiArrayContract, WriteContract
+from baton.testing.transport_contract.writing import (
+    LateNotificationContract,
+    MultiArrayContract,
+    WriteContract,
+)
 from baton.transfer.interface import TracksReaders, as_reader, as_viewer
 
 if TYPE_CHECKING:
@@ -67,6 +72,7 @@ class TransportContract(WriteContract, WriteGrantContract, PeerContract):
             ReadingContract: capabilities.reads,
             ViewContract: capabilities.views,
             MultiArrayContract: capabilities.multi_array,
+            LateNotificationContract: capabilities.late_notifications,
         }
 
     def test_every_claim_has_its_suite(self, pair: TransportPair) -> None:
@@ -100,6 +106,7 @@ class NetworkTransportContract(TransportContract, UnauthenticatedPeerContract, P
 
 
 __all__ = [
+    "LateNotificationContract",
     "MultiArrayContract",
     "NamespaceContract",
     "NetworkReadingContract",

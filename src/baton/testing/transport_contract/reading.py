@@ -6,7 +6,6 @@ owner of the pages.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -130,12 +129,13 @@ class CompletedReadContract(ReadingKit):
         num_arrays = 5 if five.writer.transport.capabilities.multi_array else 1
         shown: list[tuple[int, int]] = []
 
-        def copied(array: int, pages: list[int]) -> None:
-            shown.extend((array, page) for page in pages)
-            assert (five.writer.pages(array)[pages] == five.reader.pages(array)[pages]).all()
+        def copied(arrays: range, pages: list[int]) -> None:
+            shown.extend(product(arrays, pages))
+            for array in arrays:
+                assert (five.writer.pages(array)[pages] == five.reader.pages(array)[pages]).all()
 
         read = five.read(five.attach(), ALL_PAGES, num_arrays=num_arrays)
-        five.writer.read(replace(read, copied=copied))
+        five.writer.read(msgspec.structs.replace(read, copied=copied))
         five.pump(lambda: bool(five.seen(ReadCompleted)))
         assert not shown or sorted(shown) == list(product(range(num_arrays), range(NUM_PAGES)))
 
@@ -150,13 +150,15 @@ class CompletedReadContract(ReadingKit):
         sources = np.random.default_rng(4).permutation(num_pages)
         shown: list[int] = []
 
-        def copied(array: int, pages: list[int]) -> None:
-            assert array == 0
+        def copied(arrays: range, pages: list[int]) -> None:
+            assert arrays == range(1)
             shown.extend(pages)
             assert (large.writer.pages()[pages] == large.reader.pages()[sources[pages]]).all()
 
         groups = [whole_pages(sources, range(num_pages), LARGE_PAGE_BYTES)]
-        large.writer.read(replace(large.read(large.attach(), groups), copied=copied))
+        large.writer.read(
+            msgspec.structs.replace(large.read(large.attach(), groups), copied=copied)
+        )
         large.pump(lambda: bool(large.seen(ReadCompleted)))
         assert not shown or sorted(shown) == list(range(num_pages))
         assert (large.writer.pages() == large.reader.pages()[sources]).all()

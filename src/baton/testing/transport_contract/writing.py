@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from itertools import product
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import pytest
 
 from baton.errors import TransferError
+from baton.ids import new_ticket_id
 from baton.testing.transport_contract.kit import (
     NUM_PAGES,
     PAGE_BYTES,
@@ -22,12 +26,15 @@ from baton.transfer.interface import (
     Arrived,
     WriteCompleted,
     WriteFailed,
+    WriteGrant,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
+    from baton.ids import TicketId
     from baton.kv.copies import CopyGroup
+    from baton.transfer.interface import PageWrite, RemoteId
 
 OTHER_SHAPES = ((NUM_PAGES, 3 * PAGE_BYTES), (NUM_PAGES, 640))
 """Pages of other sizes: larger in one array, smaller in the other."""
@@ -178,6 +185,107 @@ class WriteContract(PairOfAlike):
         wrong = alike.write(remote, grant, one_page(0), array=array, num_arrays=num_arrays)
         with pytest.raises(TransferError):
             alike.writer.transport.submit(wrong)
+
+
+@dataclass(slots=True)
+class ShownPages:
+    """A `LateNotification` that compares what it is shown with what landed.
+
+    `notification` is what it makes.
+    """
+
+    pair: TransportPair
+    sources: dict[int, int]
+    notification: bytes = b"made in the copy"
+    shown: list[tuple[int, int]] = field(default_factory=list)
+    num_finished: int = 0
+
+    def add_pages(self, arrays: range, pages: list[int]) -> None:
+        """See `LateNotification`: each is in place at the peer."""
+        assert not self.num_finished
+        self.shown += [(array, page) for array in arrays for page in pages]
+        landed = [self.sources[page] for page in pages]
+        for array in arrays:
+            ours, theirs = self.pair.writer.pages(array), self.pair.reader.pages(array)
+            assert (ours[pages] == theirs[landed]).all()
+
+    def finish(self) -> bytes:
+        """See `LateNotification`."""
+        self.num_finished += 1
+        return self.notification
+
+
+class LateNotificationContract(PairOfAlike):
+    """For transports that claim `Capabilities.late_notifications`."""
+
+    def write_late(
+        self, alike: TransportPair, remote: RemoteId, grant: TicketId, num_arrays: int = 1
+    ) -> tuple[PageWrite, ShownPages]:
+        """A write of all pages in another order; not submitted."""
+        sources = np.random.default_rng(5).permutation(NUM_PAGES)
+        groups = [whole_pages(sources, range(NUM_PAGES), PAGE_BYTES)]
+        late = ShownPages(alike, {page: at for at, page in enumerate(sources.tolist())})
+        write = alike.write(remote, grant, groups, num_arrays=num_arrays)
+        return msgspec.structs.replace(write, late_notification=late), late
+
+    @pytest.mark.parametrize("num_arrays", [1, 5])
+    def test_pages_are_shown_once_copied_and_then_its_notification_arrives(
+        self, alike: TransportPair, num_arrays: int
+    ) -> None:
+        if not alike.writer.transport.capabilities.multi_array:
+            num_arrays = 1
+        remote, grant = alike.attach(), alike.open_grant(range(NUM_PAGES))
+        write, late = self.write_late(alike, remote, grant, num_arrays)
+        transfer = alike.writer.transport.submit(write)
+        alike.pump(lambda: len(alike.seen(WriteCompleted)) == 1 == len(alike.seen(Arrived)))
+        assert alike.seen(WriteCompleted) == [WriteCompleted(transfer, write.copies.num_bytes)]
+        assert alike.seen(Arrived) == [Arrived(grant, late.notification)]
+        assert late.num_finished == 1
+        assert sorted(late.shown) == list(product(range(num_arrays), range(NUM_PAGES)))
+
+    def test_spans_of_pages_are_shown_too(self, alike: TransportPair) -> None:
+        remote, grant = alike.attach(), alike.open_grant(range(NUM_PAGES))
+        groups = [spans_of_pages([3, 4], [3, 4], [(64, 64, 128), (1024, 1024, 512)])]
+        alike.reader.pages()[[3, 4]] = alike.writer.pages()[[3, 4]]
+        alike.reader.pages()[3, 64:192] = alike.reader.pages()[4, 1024:1536] = 0
+        late = ShownPages(alike, {3: 3, 4: 4})
+        write = msgspec.structs.replace(alike.write(remote, grant, groups), late_notification=late)
+        alike.writer.transport.submit(write)
+        alike.pump(lambda: len(alike.seen(WriteCompleted)) == 1 == len(alike.seen(Arrived)))
+        assert sorted(late.shown) == [(0, 3), (0, 4)]
+
+    def test_a_write_that_waits_for_its_grant_is_shown_when_it_is_copied(
+        self, alike: TransportPair
+    ) -> None:
+        remote, grant = alike.attach(), new_ticket_id()
+        write, late = self.write_late(alike, remote, grant)
+        alike.writer.transport.submit(write)
+        assert late.shown == []
+        pages = np.arange(NUM_PAGES)
+        region, epoch = alike.reader.region.handle, alike.writer.epoch
+        alike.reader.transport.open_grant(WriteGrant(grant, region, epoch, pages))
+        alike.pump(lambda: bool(alike.seen(Arrived)))
+        assert alike.seen(Arrived) == [Arrived(grant, late.notification)]
+        assert len(late.shown) == NUM_PAGES
+
+    def test_a_write_that_is_refused_is_not_shown(self, alike: TransportPair) -> None:
+        remote, grant = alike.attach(), alike.open_grant([1])
+        write, late = self.write_late(alike, remote, grant)
+        alike.writer.transport.submit(write)
+        alike.pump(lambda: len(alike.seen(WriteFailed)) == 1)
+        assert (late.shown, late.num_finished) == ([], 0)
+
+    def test_a_notification_that_is_made_too_long_fails_its_write(
+        self, alike: TransportPair
+    ) -> None:
+        remote, grant = alike.attach(), alike.open_grant(range(NUM_PAGES))
+        write, late = self.write_late(alike, remote, grant)
+        late.notification = bytes(MAX_NOTIFICATION_BYTES + 1)
+        transfer = alike.writer.transport.submit(write)
+        alike.pump(lambda: bool(alike.seen(WriteFailed)))
+        alike.poll_for()
+        assert [failed.transfer for failed in alike.seen(WriteFailed)] == [transfer]
+        assert alike.seen(Arrived) == [] == alike.seen(WriteCompleted)
 
 
 class MultiArrayContract(PairOfAlike):

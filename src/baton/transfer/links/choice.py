@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias
 
 from baton.clock import Instant
+from baton.record import Record
 from baton.transfer.links.cost_model import NUM_REMEMBERED
 
 if TYPE_CHECKING:
@@ -55,8 +56,7 @@ class Backoff:
 Direction: TypeAlias = Literal["push", "pull"]
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(Record, frozen=True):
     """A period from the first transfer over an idle link to the last one's end.
 
     `predicted_s` is the sum of what was predicted of each. `refined`: the time is a measurement
@@ -161,8 +161,7 @@ MAX_AGE: Final = 6.0
 """Half-lives: what was learnt never counts for less than a 64th."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
+class Prediction(Record, frozen=True):
     """What one transport would take. `is_measured` is false of a prior."""
 
     transport: str
@@ -170,8 +169,7 @@ class Prediction:
     is_measured: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(Record, frozen=True):
     """`expected` is the best of all that both workers have; `used` the best of those that work.
 
     `predictions` has all of them, in the order in which they are listed.

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+import msgspec
 import numpy as np
+
+from baton.record import Record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,8 +31,7 @@ if TYPE_CHECKING:
 SizeClass: TypeAlias = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class TransferShape:
+class TransferShape(Record, frozen=True):
     """How much is moved, and in how many pieces that are adjacent on both sides."""
 
     num_bytes: int
@@ -72,8 +74,7 @@ ENOUGH_TRANSFERS: Final = 5
 MAX_LOG_RATIO: Final = math.log(1e6)
 
 
-@dataclass(frozen=True, slots=True)
-class Correction:
+class Correction(Record, frozen=True):
     """What the last transfers of one size class took, against what the probes predict of them.
 
     `recent` are logarithms of the ratio. Their median is what counts: it is deaf to transfers that
@@ -102,8 +103,7 @@ class Correction:
 NO_CORRECTION: Final = Correction()
 
 
-@dataclass(frozen=True, slots=True)
-class LinkModel:
+class LinkModel(Record, frozen=True):
     """`latency_s + descriptors * descriptor_s + bytes * byte_s`, for one direction of one link.
 
     Each number is above zero. `num_probes` and `num_transfers` count what it rests on: with neither
@@ -115,7 +115,7 @@ class LinkModel:
     byte_s: float
     num_probes: int = 0
     num_transfers: int = 0
-    corrections: Mapping[SizeClass, Correction] = field(default_factory=dict)
+    corrections: Mapping[SizeClass, Correction] = {}
 
     @property
     def is_measured(self) -> bool:
@@ -148,7 +148,9 @@ class LinkModel:
         error = math.log(max(seconds, MIN_LATENCY_S) / predicted)
         if self.num_probes:
             corrections = {**self.corrections, kind: self.correction(kind).updated(error)}
-            return replace(self, corrections=corrections, num_transfers=self.num_transfers + 1)
+            return msgspec.structs.replace(
+                self, corrections=corrections, num_transfers=self.num_transfers + 1
+            )
         return self._move_all(shape, predicted, min(MAX_STEP, max(-MAX_STEP, error)))
 
     def correction(self, kind: SizeClass) -> Correction:
@@ -169,7 +171,7 @@ class LinkModel:
         byte_share = shape.num_bytes * self.byte_s / predicted
         step = _learning_rate(self.num_transfers) * error
         step /= latency_share**2 + descriptor_share**2 + byte_share**2
-        return replace(
+        return msgspec.structs.replace(
             self,
             latency_s=max(MIN_LATENCY_S, self.latency_s * math.exp(step * latency_share)),
             descriptor_s=max(

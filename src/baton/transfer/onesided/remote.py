@@ -25,7 +25,7 @@ from baton.transfer.onesided.wire import (
     decode_first_from_owner,
     decode_from_owner,
 )
-from baton.transfer.peer_writes import PeerWritesRemote, Submitted
+from baton.transfer.peer_writes import PeerWritesRemote
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,7 +67,7 @@ class _Read(Generic[M]):
     handle: M
 
 
-class OneSidedRemote(PeerWritesRemote["PagedRegion"], Generic[M]):
+class OneSidedRemote(PeerWritesRemote, Generic[M]):
     """See `BaseRemote`.
 
     A notification leaves once the session reports that its pages are in place, and `GrantClosed`
@@ -100,17 +100,9 @@ class OneSidedRemote(PeerWritesRemote["PagedRegion"], Generic[M]):
         connection.channel.allow_bodies(MAX_BODY_BYTES)
         connection.send_body(encode(Attach(self._epoch, self.descriptor.handle)))
 
-    def submit(self, transfer: TransferId, write: PageWrite, region: PagedRegion) -> None:
-        """Begin a checked write, or hold it until its grant is opened."""
-        self._step_connection()
-        if self._loss is not None:
-            self._reactor.report(WriteFailed(transfer, self._loss))
-            return
-        self._grants.submit(Submitted(transfer, write, region), self._connection)
-
     def read(self, transfer: TransferId, copies: PageCopies, region: PagedRegion) -> None:
         """Begin a checked read."""
-        self._step_connection()
+        self._poll_inbound()
         if self._loss is not None or self._session is None:
             error = self._loss or TransferError("this remote is not attached yet")
             self._reactor.report(ReadFailed(transfer, error))
@@ -148,7 +140,7 @@ class OneSidedRemote(PeerWritesRemote["PagedRegion"], Generic[M]):
         else:
             self.lose(error)
 
-    def _step_connection(self) -> None:
+    def _poll_inbound(self) -> None:
         """Before a transfer: a grant may just have been opened or closed, or the peer be lost."""
         if self._connection is not None and self._loss is None:
             self._connection.step()
@@ -163,12 +155,11 @@ class OneSidedRemote(PeerWritesRemote["PagedRegion"], Generic[M]):
             self._reactor.report(failed(each.transfer, error))
         return is_released
 
-    def _start_write(self, submitted: Submitted[PagedRegion]) -> None:
-        transfer, write = submitted.transfer, submitted.write
+    def _start_write(self, transfer: TransferId, write: PageWrite, region: PagedRegion) -> None:
         if self._session is None:
             raise TransferError("this remote is not attached yet")
         try:
-            handle = self._session.post("write", submitted.source, write.copies)
+            handle = self._session.post("write", region, write.copies)
         except TransferError as exc:
             self._reactor.report(WriteFailed(transfer, PeerLostError(str(exc))))
             self._fail(exc)

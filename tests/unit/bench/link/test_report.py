@@ -6,7 +6,14 @@ import msgspec
 import pytest
 
 from baton.bench.link.report import LinkEntry, Manifest, Report, ReportBuilder
-from baton.bench.link.runner import LIMITS, PEERS, QUICK, choose_transports, make_workloads
+from baton.bench.link.runner import (
+    LIMITS,
+    PEERS,
+    QUICK,
+    add_reused,
+    choose_transports,
+    make_workloads,
+)
 from baton.bench.printing import MAX_COLUMNS, print_link_report
 from baton.errors import ConfigError, UnknownPluginError
 from baton.rig.backend import Traits
@@ -90,7 +97,12 @@ def test_the_table_is_at_most_100_columns_wide_and_says_what_went_wrong(is_parti
 
 
 def test_transports_are_those_asked_for_else_all():
-    names = [each.name for each in choose_transports((), ("a", "b"), {"b": {"x": 1}})]
+    transports = choose_transports((), ("a", "b"), {"b": {"x": 1}})
+    names = [each.name for each in transports]
+    again = add_reused(transports)
+    assert [each.name for each in again] == ["a reused", "b reused"]
+    assert {each.shapes for each in again} == {("message",)}
+    assert again[1].options == {"x": 1}
     assert names == ["a", "b"]
     assert choose_transports(("b", "b"), ("a", "b"), {"b": {"x": 1}})[0].options == {"x": 1}
     with pytest.raises(UnknownPluginError, match="installed: a, b"):

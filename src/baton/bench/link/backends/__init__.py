@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Final
 
 from baton.errors import ConfigError
 from baton.rig.node import build_transport
+from baton.rig.transport import TransportBackend
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from baton.rig.backend import Backend, BackendContext, Build
 
+REUSED: Final = " reused"
+"""Behind a transport's kind: its transfers have been made before, and are made again."""
 _FACTORIES: Final[Mapping[str, tuple[str, str]]] = {
     "memcpy": ("limits", "Memcpy"),
     "tuned socket": ("limits", "tuned_socket"),
@@ -46,6 +49,9 @@ def build_backend(command: Build, context: BackendContext) -> Backend:
         TransferError: it does not work here.
     """
     if command.kind == "transport":
+        kind = command.name.removesuffix(REUSED)
+        if kind != command.name:
+            return TransportBackend(kind, command.options, context, is_reused=True)
         return build_transport(command, context)
     if command.name not in _FACTORIES:
         raise ConfigError(f"there is nothing called {command.name!r} to measure here")

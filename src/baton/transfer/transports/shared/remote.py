@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import mmap
 import os
-from functools import partial
 from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.errors import PeerLostError, ProtocolError, TransferError
-from baton.kv.copies import apply_copies, apply_copies_in_parts
+from baton.kv.copies import apply_copies_in_parts, apply_layer_copies
 from baton.net.connection import InboundPoller
 from baton.net.framing import encode
 from baton.transfer.base_transport import refused_to_attach
@@ -19,8 +18,8 @@ from baton.transfer.devices.extents import ExtentMapping, attach_extent, compute
 from baton.transfer.grant_messages import GrantClosed
 from baton.transfer.interface import ReadCompleted, ReadFailed, WriteFailed
 from baton.transfer.messages import MAX_BODY_BYTES, NotAttached
-from baton.transfer.peer_writes import PeerWritesRemote, Submitted
-from baton.transfer.region import check_array, map_peer_memory, view_pages
+from baton.transfer.peer_writes import PeerWritesRemote
+from baton.transfer.region import check_array, check_notification, map_peer_memory, view_pages
 from baton.transfer.transports.shared.wire import (
     Attached,
     WriteNotification,
@@ -88,41 +87,50 @@ class PeerPages:
         self._was_viewed = True
         return self._read_only.views[array]
 
-    def store(self, copies: PageCopies, sources: Sequence[NDArray[np.uint8]]) -> None:
-        """Copy checked pages of `sources`, one for each layer, in, so far that the peer sees them.
+    def store(
+        self,
+        copies: PageCopies,
+        sources: Sequence[NDArray[np.uint8]],
+        copied: Callable[[range, list[int]], None] | None,
+    ) -> None:
+        """Copy checked pages of `sources`, this side's arrays, in, so far that the peer sees them.
+
+        `copied` as in `LateNotification.add_pages`.
 
         Raises:
             TransferError: the memory behind the mapping is not what it was.
         """
-        device, targets, layer = self._device, self._own.views, copies.layer
+        device, layer = self._device, copies.layer
+        some = slice(layer, layer + copies.num_layers)
+        sources, targets = sources[some], self._own.views[some]
         if device is not None:
             device.check_size()
-        for source in sources:
-            apply_copies(copies, source, targets[layer])
-            if device is not None:
-                device.flush_ranges(*compute_written(copies, self._arrays[layer]))
-            layer += 1
+        if copied is None:
+            apply_layer_copies(copies, sources, targets)
+        else:
+            apply_copies_in_parts(copies, sources, targets, read=copied)
+        if device is not None:
+            for arrays in self._arrays[some]:
+                device.flush_ranges(*compute_written(copies, arrays))
 
     def load(
         self,
         copies: PageCopies,
         targets: Sequence[NDArray[np.uint8]],
-        copied: Callable[[int, list[int]], None] | None,
+        copied: Callable[[range, list[int]], None] | None,
     ) -> None:
-        """Copy checked pages of the peer out into `targets`; `copied` as in `PageRead`.
+        """Copy checked pages of the peer into `targets`, one for each layer; `copied`: `PageRead`.
 
         Raises:
             TransferError: the memory behind the mapping is not what it was.
         """
         if self._device is not None:
             self._device.check_size()
-        sources = self._own.views
-        for layer in copies.layers:
-            if copied is None:
-                apply_copies(copies, sources[layer], targets[layer])
-            else:
-                in_place = partial(copied, layer)
-                apply_copies_in_parts(copies, sources[layer], targets[layer], in_place)
+        sources = self._own.views[copies.layer : copies.layer + copies.num_layers]
+        if copied is None:
+            apply_layer_copies(copies, sources, targets)
+        else:
+            apply_copies_in_parts(copies, sources, targets, written=copied)
 
     def prefault(self) -> bool:
         """Enter the next slice into this process's page table; whether there was one.
@@ -207,7 +215,7 @@ def _attach(
     return attach_extent(device, extent, arrays)
 
 
-class SharedRemote(PeerWritesRemote["Sequence[NDArray[np.uint8]]"]):
+class SharedRemote(PeerWritesRemote):
     """See `BaseRemote`.
 
     A write is copied in one go, within `submit` or when its grant is opened: between two calls no
@@ -241,16 +249,6 @@ class SharedRemote(PeerWritesRemote["Sequence[NDArray[np.uint8]]"]):
         self.is_mapped = True  # as good as: another one that attaches now is not the only one
         connection.send_body(encode(attach))
 
-    def submit(self, transfer: TransferId, write: PageWrite, region: PagedRegion) -> None:
-        """Copy a checked write into the peer's pages, then send its notification."""
-        self._poll_inbound()
-        if self._loss is not None:
-            self._reactor.report(WriteFailed(transfer, self._loss))
-            return
-        layer = write.copies.layer
-        source = self._local_views[region.handle][layer : layer + write.copies.num_layers]
-        self._grants.submit(Submitted(transfer, write, source), self._connection)
-
     def read(self, transfer: TransferId, read: PageRead, region: PagedRegion) -> None:
         """Copy checked pages of the peer into local ones, now; the event reports the result.
 
@@ -264,8 +262,10 @@ class SharedRemote(PeerWritesRemote["Sequence[NDArray[np.uint8]]"]):
         if self._pages is None:
             raise TransferError("this remote is not attached yet")
         copies = read.copies
+        first, stop = copies.layer, copies.layer + copies.num_layers
+        targets = self._local_views[region.handle][first:stop]
         try:
-            self._pages.load(copies, self._local_views[region.handle], read.copied)
+            self._pages.load(copies, targets, read.copied)
         except TransferError as exc:
             self._reactor.report(ReadFailed(transfer, exc))
         else:
@@ -303,30 +303,31 @@ class SharedRemote(PeerWritesRemote["Sequence[NDArray[np.uint8]]"]):
         self.is_mapped = pages is not None and not pages.unmap()
         return not self.is_mapped
 
-    def _start_write(self, submitted: Submitted[Sequence[NDArray[np.uint8]]]) -> None:
+    def _start_write(self, transfer: TransferId, write: PageWrite, region: PagedRegion) -> None:
         """Store the pages, then send the notification: the system call orders the two."""
-        transfer, write = submitted.transfer, submitted.write
-        copies = write.copies
-        if self._pages is None or self._connection is None:
+        copies, connection = write.copies, self._connection
+        if self._pages is None or connection is None:
             raise TransferError("this remote is not attached yet")
+        late, notification = write.late_notification, write.notification
         try:
-            self._pages.store(copies, submitted.source)
+            if late is None:
+                self._pages.store(copies, self._local_views[region.handle], None)
+            else:
+                self._pages.store(copies, self._local_views[region.handle], late.add_pages)
+                notification = late.finish()
+                check_notification(notification)
         except TransferError as exc:
             self._reactor.report(WriteFailed(transfer, exc))
             return
         self._unsent[transfer] = copies.num_bytes
-        notification = WriteNotification(
-            write.grant, write.notification, copies.layer, copies.num_layers
-        )
-        body, connection = encode(notification), self._connection
+        body = encode(WriteNotification(write.grant, notification, copies.layer, copies.num_layers))
         if connection.channel.has_unsent:  # behind that; as many as there are writes may wait
             connection.send_batches(self._notification_batches(transfer, connection, body))
             return
-        connection.send_body(body)
-        if self._connection.channel.has_unsent:
-            connection.send_batches(self._notification_batches(transfer, connection))
-        else:
+        if connection.send_body(body):
             self._notification_sent(transfer)
+        else:
+            connection.send_batches(self._notification_batches(transfer, connection))
 
     def _notification_batches(
         self, transfer: TransferId, connection: Connection, body: bytes = b""

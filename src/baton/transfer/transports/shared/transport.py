@@ -133,6 +133,7 @@ class SharedTransport(PeerWritesTransport[SharedRemote, Attach, SharedWriter]):
             views=self._device is None,
             multi_array=True,
             admits_writes=True,
+            late_notifications=True,
         )
         self._views: dict[RegionHandle, list[NDArray[np.uint8]]] = {}
         self._holder = secrets.token_bytes(16)
@@ -178,7 +179,8 @@ class SharedTransport(PeerWritesTransport[SharedRemote, Attach, SharedWriter]):
         events = self._reactor.poll()
         if not events:  # idle: one slice, of one of them
             any(remote.prefault() for remote in self._remotes.values())
-        return [*events, *map(GrantQuiescent, self._ledger.take_quiescent())]
+        events += map(GrantQuiescent, self._ledger.take_quiescent())
+        return events
 
     def _make_remote(self, id_: RemoteId, descriptor: RegionDescriptor) -> SharedRemote:
         parse_endpoint("host", descriptor.endpoint)

@@ -1,0 +1,174 @@
+"""How soon does an answer begin whose prompt's beginning is in the store, and what do misses cost?
+
+Embedded workers, each behind a gateway of its own: two without a store (`none`, and one that checks
+the others' tokens), and for each tier one that computes prompts and leaves them there (the writer),
+and one that is asked (the reader). Before each question that is timed all are idle for a second.
+
+    cold    a prompt that no worker has seen: none, and each reader (which looks, and finds nothing)
+    hit     the writer has answered the first 90 % of the prompt; then the reader is asked
+
+Every prompt is new. Arms are interleaved, in the other order every second round; figures are
+medians and quartiles over the rounds, of the time until an answer of one token is there, which is
+checked. Whether something is looked for and loaded is the worker's decision ("loaded", of tokens).
+
+    python benchmarks/bench_stored_prefixes.py --json benchmarks/results/stored-prefixes.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+import urllib.request
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from bench_prefixes import SERVED, make_model
+from rich.console import Console
+from rich.table import Table
+
+from baton.testing.fleet import Fleet, FleetProcess
+
+TIERS = ("shared", "file")
+SHARE = 0.9
+IDLE_S = 1.0
+ENGINE: dict[str, object] = {
+    "engine.num_threads": 1,
+    "engine.dtype": "float32",
+    "engine.num_blocks": 2048,
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One answer. `arm`: `none`, or the tier; `cached` is what of the prompt was not computed."""
+
+    arm: str
+    case: str
+    num_tokens: int
+    ttft_ms: float
+    cached: int
+
+
+def ask(gateway: FleetProcess, prompt: list[int]) -> tuple[float, int, str]:
+    """Milliseconds to an answer of one token, cached tokens, and the token."""
+    body = {"model": SERVED, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+    headers = {"content-type": "application/json"}
+    url = f"{gateway.url}/v1/completions"
+    began = time.perf_counter()
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=120) as reply:
+        answer = json.load(reply)
+    took_ms = (time.perf_counter() - began) * 1e3
+    cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return took_ms, cached, answer["choices"][0]["text"]
+
+
+def measure_round(
+    gateways: dict[str, FleetProcess], num_tokens: int, rng: np.random.Generator, *, turned: bool
+) -> list[Run]:
+    """Each case of each arm once."""
+    runs = []
+    for arm in reversed(gateways) if turned else gateways:
+        if arm == "checks" or arm.endswith("writer"):
+            continue
+        prompt = rng.integers(300, 4000, num_tokens).tolist()
+        time.sleep(IDLE_S)
+        took_ms, cached, token = ask(gateways[arm], prompt)
+        runs.append(Run(arm, "cold", num_tokens, took_ms, cached))
+        check(cached == 0 and token == ask(gateways["checks"], prompt)[2], arm)
+        if arm == "none":
+            continue
+        prompt = rng.integers(300, 4000, num_tokens).tolist()
+        beginning = prompt[: int(SHARE * num_tokens)]
+        ask(gateways[f"{arm} writer"], beginning)
+        time.sleep(IDLE_S)  # it is kept in the background
+        took_ms, cached, token = ask(gateways[arm], prompt)
+        runs.append(Run(arm, "hit", num_tokens, took_ms, cached))
+        check(token == ask(gateways["checks"], prompt)[2], arm)
+    return runs
+
+
+def check(is_right: bool, what: str) -> None:  # noqa: FBT001 - an assertion that stays in
+    """Raise AssertionError with `what`."""
+    if not is_right:
+        raise AssertionError(what)
+
+
+def start_fleet(fleet: Fleet, folder: Path) -> dict[str, FleetProcess]:
+    """A gateway for each worker, by the arm's name."""
+    settings = ENGINE | {
+        "worker.model": str(make_model(folder)),
+        "worker.served_model_name": SERVED,
+    }
+    arms: dict[str, dict[str, object]] = {"none": {}, "checks": {}}
+    for tier in TIERS:
+        place = folder / tier
+        place.mkdir()
+        option = str(place / "kv") if tier == "file" else "/dev/shm"
+        store = {"store.tiers": [tier], f"store.options.{tier}.directory": option}
+        arms |= {tier: store, f"{tier} writer": store}
+    workers = {
+        arm: fleet.start_worker(arm.replace(" ", "-"), "both", settings | store)
+        for arm, store in arms.items()
+    }
+    for worker in workers.values():
+        worker.wait_ready()
+    return {
+        arm: fleet.start_gateway([], [], both=[worker], settings={})
+        for arm, worker in workers.items()
+    }
+
+
+def main() -> None:
+    """Measure all, print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--tokens", type=int, nargs="*", default=[128, 512, 4000])
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    environment = dict(os.environ, BATON_CLUSTER_KEY=os.urandom(32).hex())
+    rng = np.random.default_rng()
+    runs: list[Run] = []
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        gateways = start_fleet(stack.enter_context(Fleet(folder, environment)), folder)
+        for gateway in gateways.values():
+            ask(gateway, rng.integers(300, 4000, 600).tolist())  # engines learn what tokens take
+        for number in range(options.rounds):
+            for num_tokens in options.tokens:
+                runs += measure_round(gateways, num_tokens, rng, turned=bool(number % 2))
+                print(runs[-1], file=sys.stderr)
+    show(runs, options.tokens)
+    if options.json is not None:
+        result = {"share": SHARE, "runs": [asdict(run) for run in runs]}
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def show(runs: list[Run], lengths: list[int]) -> None:
+    """Medians, quartiles, and the ratio to a worker without a store."""
+    table = Table("tokens", "store", "case", "TTFT, ms", "quartiles", "of none", "loaded")
+    for num_tokens in lengths:
+        found: dict[tuple[str, str], list[Run]] = {}
+        for run in runs:
+            if run.num_tokens == num_tokens:
+                found.setdefault((run.arm, run.case), []).append(run)
+        usual = statistics.median(run.ttft_ms for run in found["none", "cold"])
+        for (arm, case), own in sorted(found.items()):
+            times = [run.ttft_ms for run in own]
+            loaded = statistics.fmean(run.cached for run in own) / num_tokens
+            low, middle, high = statistics.quantiles(times, n=4)
+            ratio = f"{middle / usual:.2f}"
+            row = f"{middle:.1f}", f"{low:.1f} to {high:.1f}", ratio, f"{loaded:.0%}"
+            table.add_row(str(num_tokens), arm, case, *row)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""`baton store`: what the store holds, whether it is whole, and making room by hand."""
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Final
+
+import msgspec
+from cyclopts import App, Parameter
+
+from baton.cli.flags import ConfigFlags, Store
+from baton.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
+
+    from baton.store.counted_tier import CountedTier
+
+FAILED: Final = 1
+ALL_DAMAGED: Final = (
+    "baton: every entry looks damaged: is this the workers' cluster key? It is in "
+    "BATON_CLUSTER_KEY, or in the file of [cluster] key_file. Nothing was removed"
+)
+
+app = App(name="store", help="Look at the store, check it, make room in it.")
+
+Json = Annotated[bool, Parameter(help="Print JSON.", negative="", show_default=False)]
+
+
+@app.command
+def stats(flags: ConfigFlags | None = None, *, store: Store = None, json: Json = False) -> int:
+    """Print for each tier how many entries it holds, how full it is, and how old they are."""
+    from baton.ops.store import look_at, print_stats  # noqa: PLC0415 - for --help
+
+    with _open(flags, store) as tiers:
+        found = look_at(tiers)
+    if json:
+        _print_json(found)
+    else:
+        print_stats(found)
+    return 0
+
+
+@app.command
+def verify(
+    flags: ConfigFlags | None = None,
+    *,
+    store: Store = None,
+    remove: Annotated[
+        bool, Parameter(help="Remove damaged entries.", negative="", show_default=False)
+    ] = False,
+    json: Json = False,
+) -> int:
+    """Read every entry and compare it with its digest. Exit code 1: some are damaged.
+
+    The digests are keyed: with another cluster key than the workers' every entry looks damaged.
+    """
+    from baton.ops import store as ops  # noqa: PLC0415 - for --help
+
+    with _open(flags, store) as tiers:
+        found = ops.verify(tiers, remove=remove)
+    if json:
+        _print_json(found)
+    else:
+        ops.print_checks(found)
+    num_damaged = sum(each.num_damaged for each in found)
+    if num_damaged and num_damaged == sum(each.num_entries for each in found):
+        print(ALL_DAMAGED, file=sys.stderr)
+    return FAILED if num_damaged else 0
+
+
+@app.command
+def evict(
+    flags: ConfigFlags | None = None,
+    *,
+    store: Store = None,
+    mebibytes: Annotated[
+        float | None, Parameter(name="--mib", help="So much, the least recently used first.")
+    ] = None,
+    older_than_hours: Annotated[
+        float | None, Parameter(help="What was not used for so long.")
+    ] = None,
+    all_entries: Annotated[
+        bool, Parameter(name="--all", help="Everything.", negative="", show_default=False)
+    ] = False,
+    json: Json = False,
+) -> int:
+    """Remove entries of every tier; workers that are reading them finish."""
+    from baton.ops import store as ops  # noqa: PLC0415 - for --help
+
+    if sum((mebibytes is not None, older_than_hours is not None, all_entries)) != 1:
+        raise ConfigError("give one of --mib, --older-than-hours and --all")
+    if (mebibytes or 0) < 0 or (older_than_hours or 0) < 0:
+        raise ConfigError("--mib and --older-than-hours take no negative number")
+    num_bytes = None if mebibytes is None else int(mebibytes * (1 << 20))
+    with _open(flags, store) as tiers:
+        done = ops.evict(tiers, num_bytes=num_bytes, older_than_hours=older_than_hours)
+    if json:
+        _print_json(done)
+    else:
+        ops.print_evictions(done)
+    return 0
+
+
+def _open(
+    flags: ConfigFlags | None, tiers: tuple[str, ...] | None
+) -> "AbstractContextManager[Sequence[CountedTier]]":
+    """The tiers that the configuration names, or `--store`.
+
+    Raises:
+        ConfigError: there are none, they cannot be opened, or the cluster's key is not known.
+    """
+    from baton.config.environment import read_environment  # noqa: PLC0415 - for --help
+    from baton.net.credentials import find_credentials  # noqa: PLC0415
+    from baton.ops.store import open_tiers  # noqa: PLC0415
+
+    config = (flags or ConfigFlags()).resolve().to_config()
+    kinds = tiers or config.store.tiers
+    if not kinds:
+        raise ConfigError(
+            "no store is configured: give --store shared,file, or the workers' --config FILE"
+        )
+    found = find_credentials(config.cluster, config.security, read_environment(), ())
+    return open_tiers(kinds, config.store.options, found.credentials.key)
+
+
+def _print_json(found: object) -> None:
+    print(msgspec.json.format(msgspec.json.encode(found)).decode())

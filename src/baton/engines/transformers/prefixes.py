@@ -1,0 +1,133 @@
+"""The engine's use of the store: prompts' beginnings are loaded from it, and kept in it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from baton.clock import Instant
+from baton.engines.interface import PrefillRequest
+from baton.engines.transformers.scheduler import make_load_order
+
+if TYPE_CHECKING:
+    from baton.clock import Clock
+    from baton.engines.transformers.pinned_blocks import KeptBlocks
+    from baton.engines.transformers.scheduler import PendingLoad, Plan
+    from baton.engines.transformers.sequence import Sequence
+    from baton.handoff.interface import PrefixStore
+    from baton.ids import TicketId
+
+LOAD_TIMEOUT_S: Final = 2.0
+"""Then a prompt whose beginning the store was asked for is computed."""
+LEAST_LEARNED_TOKENS: Final = 32
+LEARNING: Final = 0.2
+"""Weight of the latest observation in what is expected of the next."""
+WAIT_GUESS_S: Final = 0.001
+"""From the order to the answer that nothing is there."""
+FORGOTTEN_AFTER_S: Final = 30.0
+"""Then a wait that was long counts no more: it may have kept every prompt since from asking."""
+TOLERATED_SHARE: Final = 0.05
+"""Of what a prompt takes: so much may be lost by asking for what is not there."""
+
+
+class EnginePrefixes:
+    """Loads that are under way, and what computing takes instead. Owned by the engine's thread.
+
+    ordered ──answered──► over
+       └──late──► computed instead ──answered, or quiescent──► over
+    """
+
+    def __init__(self, store: PrefixStore | None, kept: KeptBlocks, clock: Clock) -> None:
+        """`store` None: nothing is ever asked for, or kept."""
+        self._store, self._kept, self._clock = store, kept, clock
+        self._deadlines: dict[TicketId, Instant] = {}
+        self._asked: dict[TicketId, PendingLoad] = {}
+        self._late: set[TicketId] = set()
+        self._token_s, self._wait_s, self._found_share = 0.0, WAIT_GUESS_S, 0.0
+        self._answered_at = clock.now()
+
+    def __contains__(self, order: TicketId) -> bool:
+        """Whether the store has yet to answer a load of this name."""
+        return order in self._deadlines or order in self._late
+
+    @property
+    def next_deadline(self) -> Instant | None:
+        """When the next load is late; None if none is under way."""
+        return min(self._deadlines.values(), default=None)
+
+    def count_worth_asking(self) -> int | None:
+        """See `Scheduler.min_load_tokens`. A store that does not answer is not asked again.
+
+        To ask costs no more than what may be lost, or what is usually found.
+        """
+        if self._store is None or self._late:
+            return None
+        if self._clock.now() - self._answered_at > FORGOTTEN_AFTER_S:
+            self._wait_s = min(self._wait_s, WAIT_GUESS_S)
+        saved_s = self._token_s * max(TOLERATED_SHARE, self._found_share)
+        return max(self._store.block_size, int(self._wait_s / saved_s) if saved_s else 0)
+
+    def begin(self, load: PendingLoad) -> None:
+        """Ask for a prompt's beginning."""
+        if self._store is not None:
+            self._deadlines[load.id] = Instant(self._clock.now() + LOAD_TIMEOUT_S)
+            self._asked[load.id] = load
+            self._store.start_load(make_load_order(load, self._token_s))
+
+    def finish(self, order: TicketId, num_tokens: int) -> None:
+        """The store has answered: the first `num_tokens` of the prompt are in place."""
+        deadline, load = self._deadlines.get(order), self._asked.get(order)
+        if deadline is not None and load is not None:
+            num_missing = load.sequence.num_prompt_tokens - load.start
+            num_loaded = num_tokens - load.start
+            self._answered_at = self._clock.now()
+            self._found_share += LEARNING * (num_loaded / num_missing - self._found_share)
+            if not num_loaded:
+                waited_s = self._answered_at - (deadline - LOAD_TIMEOUT_S)
+                self._wait_s += LEARNING * (waited_s - self._wait_s)
+        self.end(order)
+
+    def end(self, order: TicketId) -> None:
+        """Nothing of this load is in use at the store."""
+        self._deadlines.pop(order, None)
+        self._asked.pop(order, None)
+        self._late.discard(order)
+
+    def take_late(self) -> list[TicketId]:
+        """Loads that are late since the last call: no request waits for them any more."""
+        now = self._clock.now()
+        late = [order for order, deadline in self._deadlines.items() if deadline <= now]
+        for order in late:
+            self._abort(order)
+        return late
+
+    def leave(self, sequence: Sequence) -> None:
+        """A request ends: it waits for nothing, and what it computed is of use to others.
+
+        What a prefill request of mode pool computes is kept by its handoff.
+        """
+        if self._store is None:
+            return
+        if sequence.load_id in self._deadlines:
+            self._abort(sequence.load_id)
+        ticket = sequence.ticket
+        if isinstance(sequence.kind, PrefillRequest) and ticket and ticket.mode == "pool":
+            return
+        order = self._kept.hold(sequence, self._store.block_size)
+        if order is not None:
+            self._store.start_keep(order)
+
+    def observe_step(self, plan: Plan, seconds: float) -> None:
+        """What a token of a prompt takes: learned from steps that are mostly prompts."""
+        num_tokens = plan.num_tokens
+        if self._store is None or num_tokens < LEAST_LEARNED_TOKENS:
+            return
+        if 2 * sum(work.num_tokens for work in plan.work if work.is_prefill) > num_tokens:
+            each = seconds / num_tokens
+            known = self._token_s or each
+            self._token_s = known + LEARNING * (each - known)
+
+    def _abort(self, order: TicketId) -> None:
+        if self._store is not None:
+            del self._deadlines[order]
+            self._late.add(order)
+            self._store.abort_load(order)

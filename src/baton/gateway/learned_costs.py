@@ -1,0 +1,120 @@
+"""What a gateway has learned of its workers' speed, kept in a file: the next one begins with it.
+
+What workers of a model share is kept, not what one of them is slower by: that may be another
+machine by then. It is a first guess: what is seen of requests takes over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from typing import TYPE_CHECKING, Annotated, Final
+
+import msgspec
+
+from baton.errors import UNDECODABLE, ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+    from pathlib import Path
+
+    from baton.router.learning import LearnedLine
+    from baton.router.load import FleetLoad
+
+INTERVAL_S: Final = 60.0
+LEAST_SEEN: Final = 8
+"""Observations from which a line is worth keeping."""
+MAX_BYTES: Final = 1 << 20
+
+log = logging.getLogger(__name__)
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e4)]
+
+
+class KeptLine(msgspec.Struct, frozen=True):
+    """`fixed_s`, and `each_s` for each token of a prompt, or each answer of a step."""
+
+    fixed_s: _Seconds
+    each_s: _Seconds
+
+
+class KeptCosts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One model's; None: too little was seen."""
+
+    prefill: KeptLine | None = None
+    step: KeptLine | None = None
+
+
+class KeptFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The file: JSON, by the names of models."""
+
+    models: Annotated[dict[str, KeptCosts], msgspec.Meta(max_length=4096)]
+
+
+@contextlib.asynccontextmanager
+async def keep_costs(path: Path | None, load: FleetLoad) -> AsyncGenerator[None]:
+    """Begin with what the file has; within, it follows what is learned. None: nothing is kept.
+
+    Raises:
+        ConfigError: the file cannot be read, or is none.
+    """
+    if path is None:
+        yield
+        return
+    kept = _read(path)
+    for model, costs in kept.items():
+        known = load.costs(model)
+        for line, guess in ((known.prefill, costs.prefill), (known.step, costs.step)):
+            if guess is not None and (guess.fixed_s or guess.each_s):
+                line.guess_again((guess.fixed_s, guess.each_s))
+    task = asyncio.create_task(_follow(path, load, kept))
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        _write(path, load, kept)
+
+
+async def _follow(path: Path, load: FleetLoad, kept: dict[str, KeptCosts]) -> None:
+    while True:
+        await asyncio.sleep(INTERVAL_S)
+        _write(path, load, kept)
+
+
+def _write(path: Path, load: FleetLoad, kept: dict[str, KeptCosts]) -> None:
+    """Some hundred bytes for each model."""
+    for model, costs in load.models.items():
+        before = kept.get(model, KeptCosts())
+        kept[model] = KeptCosts(
+            _keep(costs.prefill) or before.prefill, _keep(costs.step) or before.step
+        )
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")  # several gateways may write it
+    try:
+        unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(KeptFile(kept))))
+        unfinished.replace(path)
+    except OSError as exc:
+        log.warning("cannot keep the learned costs in %s: %s", path, exc.strerror)
+
+
+def _keep(line: LearnedLine) -> KeptLine | None:
+    return KeptLine(line.fixed, line.each) if line.num_seen >= LEAST_SEEN else None
+
+
+def _read(path: Path) -> dict[str, KeptCosts]:
+    if not path.parent.is_dir():
+        raise ConfigError(f"router.costs_file: there is no directory {path.parent}")
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ConfigError(f"router.costs_file: {path} has more than {MAX_BYTES} bytes")
+        return msgspec.json.decode(path.read_bytes(), type=KeptFile).models
+    except FileNotFoundError:
+        return {}
+    except OSError as exc:
+        raise ConfigError(f"router.costs_file: cannot read {path}: {exc.strerror}") from exc
+    except UNDECODABLE as exc:
+        raise ConfigError(
+            f"router.costs_file: {path} has no learned costs ({exc}); remove it, or name another"
+        ) from exc

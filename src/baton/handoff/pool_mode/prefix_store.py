@@ -1,0 +1,287 @@
+"""Prompts' beginnings in the store: what any worker computed is loaded instead of computed again.
+
+    engine's thread ── start_load, start_keep ──► pool's thread ── KVLanded, KVSent ──► engine's
+
+A load takes what is there, from the prompt's first missing token on, until the first entry that is
+not. It is given up where to compute would be quicker: before it begins, by what loads have taken
+lately, and between two batches, by what this one takes. What an engine has computed is kept in the
+background, when nothing is being loaded: a little later, so that the answer leaves first, and with
+pauses, since this thread and the engine's share one interpreter.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from baton.clock import Instant
+from baton.errors import BatonError
+from baton.handoff.interface import BlocksQuiescent, KVLanded, KVSent
+from baton.handoff.pool_mode.block_copier import hash_segments
+from baton.kv.identity import HashDomain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from baton.clock import Clock
+    from baton.handoff.interface import HandoffEvent, KeepOrder, LoadOrder
+    from baton.handoff.pool_mode.block_copier import TokenSegment
+    from baton.handoff.pool_mode.store_access import StoreAccess
+    from baton.handoff.pool_mode.store_reader import StoreReader
+    from baton.handoff.pool_mode.store_writer import StoreWriter
+    from baton.ids import TicketId
+
+logger = logging.getLogger(__name__)
+
+LEARNING: Final = 0.2
+"""Weight of the latest load in what is expected of the next."""
+FORGETTING: Final = 0.9
+"""What remains of a load's expected time whenever it was too long: it is tried again some time."""
+KEEP_DELAY_S: Final = 0.02
+KEEP_BATCH_BYTES: Final = 1 << 20
+PAUSE_SHARE: Final = 1.0
+"""Of what a batch took, so long nothing is kept after it."""
+
+
+@dataclass(slots=True)
+class LoadCost:
+    """Seconds in which a token is loaded here; None: nothing was loaded yet."""
+
+    token_s: float | None = None
+
+    def is_worth_it(self, computed_token_s: float) -> bool:
+        """Whether a token is loaded in less time than it is computed, as far as is known."""
+        if self.token_s is None or computed_token_s <= 0 or self.token_s <= computed_token_s:
+            return True
+        self.token_s *= FORGETTING
+        return False
+
+    def observe(self, seconds: float, num_tokens: int) -> None:
+        """A load, without its lookup."""
+        each = seconds / num_tokens
+        known = each if self.token_s is None else self.token_s
+        self.token_s = known + LEARNING * (each - known)
+
+
+@dataclass(slots=True)
+class PrefixCounts:
+    """Since the start. Owner: the pool's thread; others read.
+
+    Loads by their outcome: `whole`: all that the store had, `given_up`: computing was quicker.
+    `loaded_s` and `predicted_s` are of the loads for which there was a prediction.
+    """
+
+    num_whole: int = 0
+    num_missing: int = 0
+    num_given_up: int = 0
+    num_failed: int = 0
+    loaded_tokens: int = 0
+    loaded_s: float = 0.0
+    predicted_s: float = 0.0
+    num_stored: int = 0
+    num_present: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    order: LoadOrder
+    segments: Sequence[TokenSegment] | None = None
+    began_at: Instant | None = None
+    num_tokens: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Keep:
+    order: KeepOrder
+    segments: Sequence[TokenSegment] | None = None
+
+
+@dataclass(slots=True)
+class StoredPrefixes:
+    """Implements `PrefixStore`; `step` is the pool's thread's.
+
+    `put_command` passes a call on to that thread.
+    """
+
+    access: StoreAccess
+    fingerprint: str
+    clock: Clock
+    put_command: Callable[[Callable[[], None]], None]
+    counts: PrefixCounts = field(default_factory=PrefixCounts)
+    cost: LoadCost = field(default_factory=LoadCost)
+    _loads: dict[TicketId, _Load] = field(default_factory=dict)
+    _keeps: deque[_Keep] = field(default_factory=deque)
+    _keeps_at: Instant = field(init=False)
+    _emit: Callable[[HandoffEvent], None] = field(init=False)
+    _reader: StoreReader = field(init=False)
+    _writer: StoreWriter = field(init=False)
+
+    def open(
+        self, emit: Callable[[HandoffEvent], None], reader: StoreReader, writer: StoreWriter
+    ) -> None:
+        """Set the receiver of events. Once."""
+        self._emit, self._reader, self._writer = emit, reader, writer
+        self._keeps_at = self.clock.now()
+
+    @property
+    def block_size(self) -> int:
+        """See `PrefixStore`."""
+        return self.access.entry_format.block_size
+
+    def start_load(self, order: LoadOrder) -> None:
+        """See `PrefixStore`."""
+        self.put_command(partial(self._begin_load, _Load(order)))
+
+    def start_keep(self, order: KeepOrder) -> None:
+        """See `PrefixStore`."""
+        self.put_command(partial(self._begin_keep, _Keep(order)))
+
+    def abort_load(self, order: TicketId) -> None:
+        """See `PrefixStore`."""
+        self.put_command(partial(self._abort_load, order))
+
+    def step(self) -> float | None:
+        """One batch of each load; of what is to be kept only where nothing is loaded.
+
+        Returns how long there is nothing to do then; None: until the next call.
+        """
+        loads = tuple(self._loads.values())
+        for load in loads:
+            self._advance_load(load)
+        if self._loads:
+            return 0.0
+        began_at = self.clock.now()
+        if self._keeps and began_at >= self._keeps_at:
+            self._advance_keep(self._keeps[0])
+            now = self.clock.now()
+            self._keeps_at = Instant(now + PAUSE_SHARE * (now - began_at))
+        return max(0.0, self._keeps_at - self.clock.now()) if self._keeps else None
+
+    def stop(self) -> None:
+        """Answer all orders: nothing is accessed any more."""
+        for load in tuple(self._loads.values()):
+            self._end_load(load)
+        while self._keeps:
+            self._emit(KVSent(self._keeps.popleft().order.id))
+
+    def _begin_keep(self, keep: _Keep) -> None:
+        if not self._keeps:
+            self._keeps_at = Instant(max(self._keeps_at, self.clock.now() + KEEP_DELAY_S))
+        self._keeps.append(keep)
+
+    def _begin_load(self, load: _Load) -> None:
+        self._loads[load.order.id] = load
+
+    def _abort_load(self, order: TicketId) -> None:
+        if self._loads.pop(order, None) is not None:
+            self._emit(BlocksQuiescent(order))
+
+    def _advance_load(self, load: _Load) -> None:
+        try:
+            is_over = self._look_up(load) if load.segments is None else self._load_batch(load)
+        except Exception as exc:  # noqa: BLE001 - one broken load must not end all others
+            _log(exc)
+            self.counts.num_failed += 1
+            is_over = True
+        if is_over:
+            self._end_load(load)
+
+    def _look_up(self, load: _Load) -> bool:
+        """Whether there is nothing to load."""
+        order = load.order
+        load.num_tokens = order.start
+        wanted = [
+            s for s in self._hash(order.tenant_salt, order.prompt_ids) if s.stop > order.start
+        ]
+        num_found = self._writer.count_present(wanted)
+        load.segments = wanted[:num_found]
+        load.began_at = self.clock.now()
+        if not num_found:
+            self.counts.num_missing += 1
+            return True
+        if not self.cost.is_worth_it(order.token_s):
+            self.counts.num_given_up += 1
+            return True
+        return False
+
+    def _load_batch(self, load: _Load) -> bool:
+        """Whether it is over: all is in place, an entry has gone, or it takes too long."""
+        order, segments = load.order, load.segments
+        if not segments or load.began_at is None:
+            return True
+        num_read, _ = self._reader.read_segments(segments, order.start, order.blocks)
+        if num_read:
+            load.num_tokens = segments[num_read - 1].stop
+            load.segments = segments[num_read:]
+        seconds, num_loaded = self.clock.now() - load.began_at, load.num_tokens - order.start
+        is_last = not load.segments or not num_read
+        is_slow = 0 < order.token_s * num_loaded < seconds
+        if not (is_last or is_slow):
+            return False
+        if is_slow and not is_last:
+            self.counts.num_given_up += 1
+        else:
+            self.counts.num_whole += 1
+        if self.cost.token_s is not None:
+            self.counts.predicted_s += num_loaded * self.cost.token_s
+            self.counts.loaded_s += seconds
+        if num_loaded:
+            self.cost.observe(seconds, num_loaded)
+        self.counts.loaded_tokens += num_loaded
+        return True
+
+    def _end_load(self, load: _Load) -> None:
+        order = load.order
+        del self._loads[order.id]
+        self._emit(KVLanded(order.id, None, max(order.start, load.num_tokens)))
+
+    def _advance_keep(self, keep: _Keep) -> None:
+        try:
+            is_over = self._keep_batch(keep)
+        except Exception as exc:  # noqa: BLE001 - full or broken: it costs caching only
+            _log(exc)
+            is_over = True
+        if is_over:
+            self._keeps.popleft()
+            self._emit(KVSent(keep.order.id))
+
+    def _keep_batch(self, keep: _Keep) -> bool:
+        """Whether all is kept."""
+        order = keep.order
+        if keep.segments is None:
+            segments = self._hash(order.tenant_salt, order.token_ids)
+            num_present = self._writer.count_present(segments)
+            self.counts.num_present += num_present
+            keep.segments = segments[num_present:]
+        if keep.segments:
+            at_once = max(1, KEEP_BATCH_BYTES // self._entry_bytes)
+            num_kept, _ = self._writer.keep_segments(keep.segments[:at_once], order.blocks)
+            self.counts.num_stored += num_kept
+            keep.segments = keep.segments[num_kept:]
+        return not keep.segments
+
+    @property
+    def _entry_bytes(self) -> int:
+        """Of a full block, the parts that this worker holds."""
+        entry_format, shard = self.access.entry_format, self.access.view.layout.shard
+        parts = entry_format.parts_of_shard(shard)
+        return sum(entry_format.body_bytes(part, self.block_size) for part in parts)
+
+    def _hash(self, tenant_salt: str, token_ids: NDArray[np.int32]) -> Sequence[TokenSegment]:
+        """The full blocks."""
+        domain = HashDomain(self.fingerprint, tenant_salt, self.block_size)
+        num_full = len(token_ids) // self.block_size * self.block_size
+        return hash_segments(domain, token_ids[:num_full])
+
+
+def _log(error: Exception) -> None:
+    if isinstance(error, BatonError):
+        logger.debug("a prompt's beginning: %s", error)
+    else:
+        logger.error("the pool's thread met an unexpected error", exc_info=error)

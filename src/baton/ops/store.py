@@ -1,0 +1,171 @@
+"""The store from outside: its entries are listed, checked and removed, beside running workers."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from baton.clock import MachineClock
+from baton.handoff.pool_mode.store_access import open_keyed_store
+from baton.store.capacity import choose_victims
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping, Sequence
+
+    from baton.auth.key import ClusterKey
+    from baton.store.capacity import StoredEntry
+    from baton.store.counted_tier import CountedTier
+
+HOUR_S: Final = 3600.0
+MIB: Final = 1 << 20
+
+
+class TierStats(msgspec.Struct, frozen=True):
+    """One tier at this moment. Ages: since an entry was used last; None where there is none."""
+
+    tier: str
+    num_entries: int
+    used_bytes: int
+    capacity_bytes: int
+    newest_s: float | None
+    oldest_s: float | None
+
+
+class TierCheck(msgspec.Struct, frozen=True):
+    """What was found in one tier; `num_removed` of the damaged ones."""
+
+    tier: str
+    num_entries: int
+    num_damaged: int
+    num_removed: int
+
+
+class TierEviction(msgspec.Struct, frozen=True):
+    """What was removed from one tier."""
+
+    tier: str
+    num_removed: int
+    removed_bytes: int
+
+
+@contextmanager
+def open_tiers(
+    kinds: Sequence[str], options: Mapping[str, Mapping[str, object]], key: ClusterKey
+) -> Generator[Sequence[CountedTier]]:
+    """The tiers of these kinds, as workers with this key have them.
+
+    Raises:
+        ConfigError: one cannot be opened.
+    """
+    store = open_keyed_store(kinds, options, key=key, clock=MachineClock())
+    try:
+        yield store.tiers
+    finally:
+        store.close()
+
+
+def look_at(tiers: Sequence[CountedTier]) -> list[TierStats]:
+    """How full each tier is.
+
+    Raises:
+        StoreError: a tier cannot be looked at.
+    """
+    now = MachineClock().unix_now()
+    return [_look_at(tier, now) for tier in tiers]
+
+
+def print_stats(found: Sequence[TierStats]) -> None:
+    """For people."""
+    table = Table("tier", "entries", "used, MiB", "of MiB", "last used, s ago", "oldest, s ago")
+    for each in found:
+        sizes = f"{each.used_bytes / MIB:,.1f}", f"{each.capacity_bytes / MIB:,.1f}"
+        ages = ("" if age is None else f"{age:,.0f}" for age in (each.newest_s, each.oldest_s))
+        table.add_row(each.tier, f"{each.num_entries:,}", *sizes, *ages)
+    Console().print(table)
+
+
+def verify(tiers: Sequence[CountedTier], *, remove: bool) -> list[TierCheck]:
+    """Read all entries; progress goes to standard error.
+
+    Of a tier in which all are damaged none is removed: it is the key that is wrong, most likely.
+
+    Raises:
+        StoreError: a tier cannot be looked at.
+    """
+    return [_check(tier, remove=remove) for tier in tiers]
+
+
+def print_checks(found: Sequence[TierCheck]) -> None:
+    """For people."""
+    table = Table("tier", "entries", "damaged", "removed")
+    for each in found:
+        numbers = each.num_entries, each.num_damaged, each.num_removed
+        table.add_row(each.tier, *(f"{number:,}" for number in numbers))
+    Console().print(table)
+
+
+def evict(
+    tiers: Sequence[CountedTier], *, num_bytes: int | None, older_than_hours: float | None
+) -> list[TierEviction]:
+    """Of each tier: so many bytes, or what was not used for so long; all of it without either.
+
+    Raises:
+        StoreError: a tier cannot be looked at.
+    """
+    done = []
+    for tier in tiers:
+        victims = tier.entries()
+        if num_bytes is not None:
+            victims = choose_victims(victims, num_bytes)
+        elif older_than_hours is not None:
+            latest = MachineClock().unix_now() - older_than_hours * HOUR_S
+            victims = [entry for entry in victims if entry.used_at < latest]
+        for entry in victims:
+            tier.discard(entry.name)
+        done.append(TierEviction(tier.kind, len(victims), _sum_bytes(victims)))
+    return done
+
+
+def print_evictions(done: Sequence[TierEviction]) -> None:
+    """For people."""
+    table = Table("tier", "removed", "MiB")
+    for each in done:
+        table.add_row(each.tier, f"{each.num_removed:,}", f"{each.removed_bytes / MIB:,.1f}")
+    Console().print(table)
+
+
+def _look_at(tier: CountedTier, now: float) -> TierStats:
+    entries, usage = tier.entries(), tier.usage()
+    ages = sorted(max(0.0, now - entry.used_at) for entry in entries)
+    return TierStats(
+        tier=tier.kind,
+        num_entries=len(entries),
+        used_bytes=_sum_bytes(entries),
+        capacity_bytes=usage.capacity_bytes,
+        newest_s=ages[0] if ages else None,
+        oldest_s=ages[-1] if ages else None,
+    )
+
+
+def _check(tier: CountedTier, *, remove: bool) -> TierCheck:
+    entries = tier.entries()
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        damaged = [
+            entry
+            for entry in progress.track(entries, description=f"reading {tier.kind}")
+            # What was evicted meanwhile is not damaged.
+            if not tier.is_whole(entry.name) and tier.find((entry.name,))
+        ]
+    removed = damaged if remove and len(damaged) < len(entries) else []
+    for entry in removed:
+        tier.discard(entry.name)
+    return TierCheck(tier.kind, len(entries), len(damaged), len(removed))
+
+
+def _sum_bytes(entries: Sequence[StoredEntry]) -> int:
+    return sum(entry.num_bytes for entry in entries)

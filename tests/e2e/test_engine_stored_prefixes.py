@@ -1,0 +1,218 @@
+"""Prompts' beginnings in the store, between real engines: loaded, not computed; same tokens."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+
+from baton.engines.interface import Colocated, PrefillRequest, SamplingParams
+from tests.e2e.test_engine_pool import make_ticket, pooled
+from tests.unit.engines.harness import make_prompt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from baton.handoff.pool_mode.prefix_store import StoredPrefixes
+    from baton.store.interface import EntryName
+    from tests.e2e.test_engine_handoff_agents import Node
+
+WAIT_S = 20.0
+PROMPTS = {f"r{n}": make_prompt(150 + n, seed=n) for n in range(4)}
+SAMPLING = {
+    name: SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True) for name in PROMPTS
+}
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def store_of(node: Node) -> StoredPrefixes:
+    return node.agent.prefixes
+
+
+def wait_until_kept(node: Node) -> None:
+    """All full blocks that the answers of `ask` left; the last token of each has no KV."""
+    store, answered = store_of(node), SAMPLING["r0"].max_tokens - 1
+    size = node.engine.info.layout.block_size
+    expected = sum(
+        (len(prompt) + answered) // size * size // store.block_size for prompt in PROMPTS.values()
+    )
+    until(lambda: store.counts.num_stored + store.counts.num_present == expected)
+
+
+def count_withheld(node: Node) -> int:
+    stats = node.engine.stats()
+    return stats.num_quarantined_blocks + stats.num_reserved_blocks
+
+
+def ask(node: Node, prompts: dict[str, np.ndarray] | None = None) -> dict[str, list[int]]:
+    """The answers of this node to all prompts."""
+    node.prompts, node.sampling = prompts or PROMPTS, SAMPLING
+    for name in node.prompts:
+        node.submit(name, Colocated())
+    node.wait_for_ends()
+    return node.answers()
+
+
+@pytest.fixture(name="nodes")
+def nodes_fixture() -> Iterator[ExitStack]:
+    with ExitStack() as nodes:
+        yield nodes
+
+
+@pytest.mark.parametrize("block_sizes", [(16, 16, 16), (24, 16, 32), (16, 24, 10)])
+def test_what_one_worker_computed_another_loads(
+    block_sizes: tuple[int, int, int], nodes: ExitStack, tmp_path: Path
+) -> None:
+    first_size, second_size, in_store = block_sizes
+    one, two = (
+        nodes.enter_context(
+            pooled(name, tmp_path, store_block_size=in_store, block_size=size, prefixes=True)
+        )
+        for name, size in (("one", first_size), ("two", second_size))
+    )
+    expected = ask(one)
+    wait_until_kept(one)
+    assert ask(two) == expected
+    for name, trace in two.traces.items():
+        assert trace.num_loaded_tokens >= len(PROMPTS[name]) - 2 * in_store - first_size
+        assert trace.num_cached_tokens == trace.num_loaded_tokens
+        assert trace.fallbacks == []
+    counts = store_of(two).counts
+    assert counts.num_whole == len(PROMPTS)
+    num_loaded = sum(trace.num_loaded_tokens for trace in two.traces.values())
+    assert num_loaded <= counts.loaded_tokens <= num_loaded + len(PROMPTS)  # a last token each
+
+
+def test_an_answer_is_kept_for_the_next_turn(nodes: ExitStack, tmp_path: Path) -> None:
+    one, two, alone = (
+        nodes.enter_context(pooled(name, tmp_path / place, prefixes=True))
+        for name, place in (("one", "store"), ("two", "store"), ("alone", "another"))
+    )
+    answers = ask(one)
+    wait_until_kept(one)
+    turns = {
+        name: np.concatenate([PROMPTS[name], np.array(answers[name], np.int32), make_prompt(9, 99)])
+        for name in PROMPTS
+    }
+    assert ask(two, turns) == ask(alone, turns)
+    for name, trace in two.traces.items():
+        assert trace.num_loaded_tokens > len(PROMPTS[name])  # more than the first turn's prompt
+
+
+def test_a_prefill_worker_loads_and_hands_over(nodes: ExitStack, tmp_path: Path) -> None:
+    """Mode pool: all of the prompt is in the store in any case, so prefill computes a token."""
+    one, prefill = (
+        nodes.enter_context(pooled(name, tmp_path, prefixes=True)) for name in ("one", "prefill")
+    )
+    expected = ask(one)
+    wait_until_kept(one)
+    prefill.prompts, prefill.sampling = PROMPTS, SAMPLING
+    for name in PROMPTS:
+        prefill.submit(name, PrefillRequest(make_ticket(prefill, one)))
+    prefill.wait_for_ends()
+    assert prefill.answers() == {name: tokens[:1] for name, tokens in expected.items()}
+    assert all(trace.num_loaded_tokens > 100 for trace in prefill.traces.values())
+
+
+def test_what_is_not_there_is_computed(nodes: ExitStack, tmp_path: Path) -> None:
+    one = nodes.enter_context(pooled("one", tmp_path, prefixes=True))
+    alone = nodes.enter_context(pooled("alone", tmp_path / "another"))
+    assert ask(one) == ask(alone)
+    assert store_of(one).counts.num_missing > 0
+    assert store_of(one).counts.loaded_tokens == 0
+    assert alone.agent.prefixes is None
+
+
+def test_tenants_do_not_find_each_others_prompts(nodes: ExitStack, tmp_path: Path) -> None:
+    one, two = (
+        nodes.enter_context(pooled(name, tmp_path, prefixes=True)) for name in ("one", "two")
+    )
+    expected = ask(one)
+    wait_until_kept(one)
+    two.tenant_salt = "another"
+    assert ask(two) == expected
+    assert store_of(two).counts.loaded_tokens == 0
+
+
+def test_damaged_entries_are_computed(nodes: ExitStack, tmp_path: Path) -> None:
+    one, two = (
+        nodes.enter_context(pooled(name, tmp_path, prefixes=True)) for name in ("one", "two")
+    )
+    expected = ask(one)
+    wait_until_kept(one)
+    entries = [path for path in tmp_path.rglob("*") if len(path.name) == 64 and path.is_file()]
+    for path in entries:
+        body = bytearray(path.read_bytes())
+        body[-1] ^= 1
+        path.write_bytes(body)
+    assert entries
+    assert ask(two) == expected
+    assert store_of(two).counts.loaded_tokens == 0
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for(
+    nodes: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = (
+        nodes.enter_context(pooled(name, tmp_path, prefixes=True)) for name in ("one", "two")
+    )
+    expected = ask(one)
+    wait_until_kept(one)
+    monkeypatch.setattr("baton.engines.transformers.prefixes.LOAD_TIMEOUT_S", 0.2)
+    store, answers, asked = store_of(two).access.store, threading.Event(), threading.Event()
+    find = store.find
+
+    def hang(names: list[EntryName]) -> int:
+        asked.set()
+        answers.wait(WAIT_S)
+        return find(names)
+
+    monkeypatch.setattr(store, "find", hang)
+    assert ask(two) == expected
+    assert asked.is_set()
+    assert not answers.is_set()
+    assert count_withheld(two) > 0, "the store may still write into blocks"
+    answers.set()
+    assert any("has not answered" in str(trace.fallbacks) for trace in two.traces.values())
+    until(lambda: not count_withheld(two))
+
+
+def test_a_load_that_turns_out_slower_than_computing_ends_between_two_batches(
+    nodes: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = (
+        nodes.enter_context(pooled(name, tmp_path, prefixes=True)) for name in ("one", "two")
+    )
+    expected = ask(one)
+    wait_until_kept(one)
+    ask(two, {"r0": make_prompt(180, seed=77)})  # it knows what tokens take
+    two.traces.clear()
+    two.updates.clear()
+    monkeypatch.setattr("baton.engines.transformers.prefixes.TOLERATED_SHARE", 1e6)  # it asks
+    monkeypatch.setattr("baton.handoff.pool_mode.block_copier.BATCH_BYTES", 1)
+    read = two.agent.store._reader.read_segments
+    batches = []
+
+    def read_slowly(*arguments: object) -> tuple[int, int]:
+        time.sleep(0.1)
+        batches.append(arguments)
+        return read(*arguments)
+
+    monkeypatch.setattr(two.agent.store._reader, "read_segments", read_slowly)
+    assert ask(two, {"r1": PROMPTS["r1"]}) == {"r1": expected["r1"]}
+    assert len(batches) == 1
+    assert store_of(two).counts.num_given_up == 1
+    assert two.traces["r1"].num_loaded_tokens == store_of(two).block_size

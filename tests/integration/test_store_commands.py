@@ -1,0 +1,126 @@
+"""`baton store` beside a store of real files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from baton.auth.key import ClusterKey
+from baton.clock import MachineClock
+from baton.handoff.pool_mode.store_access import open_keyed_store
+from baton.testing.store_contract import body_of, name_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KEY = "5" * 64
+CONTENTS = "abcdef"
+
+
+@pytest.fixture(name="folder")
+def folder_fixture(tmp_path: Path) -> Path:
+    """A store with some entries, the first of them the least recently used."""
+    folder = tmp_path / "kv"
+    key = ClusterKey.from_hex(KEY)
+    options = {"file": {"directory": str(folder)}}
+    store = open_keyed_store(("file",), options, key=key, clock=MachineClock())
+    for age, content in enumerate(reversed(CONTENTS)):
+        store.put(name_of(content), body_of(content))
+        used_at = MachineClock().unix_now() - 3600 * age
+        os.utime(folder / name_of(content).hex(), (used_at, used_at))
+    store.close()
+    return folder
+
+
+def run(folder: Path, *arguments: str, key: str = KEY) -> tuple[int, list[dict], str]:
+    """Exit code, what was printed, and what was said on standard error."""
+    command = [sys.executable, "-m", "baton.cli", "store", *arguments, "--store", "file", "--json"]
+    done = subprocess.run(
+        [*command, "--set", f"store.options.file.directory={folder}"],
+        env=dict(os.environ, BATON_CLUSTER_KEY=key),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    return done.returncode, json.loads(done.stdout) if done.stdout else [], done.stderr
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if len(path.name) == 64}
+
+
+def flip(folder: Path, content: str) -> None:
+    path = folder / name_of(content).hex()
+    body = bytearray(path.read_bytes())
+    body[-1] ^= 1
+    path.write_bytes(body)
+
+
+def test_stats(folder: Path) -> None:
+    code, [tier], _ = run(folder, "stats")
+    assert code == 0
+    assert (tier["tier"], tier["num_entries"]) == ("file", len(CONTENTS))
+    assert 0 < tier["used_bytes"] < tier["capacity_bytes"]
+    assert tier["newest_s"] < 3600 < 4.9 * 3600 < tier["oldest_s"]
+
+
+def test_verify_finds_what_is_damaged_and_removes_it_if_it_is_told_to(folder: Path) -> None:
+    assert run(folder, "verify")[0] == 0
+    flip(folder, "c")
+    before = names(folder)
+    code, [tier], _ = run(folder, "verify")
+    assert (code, tier["num_damaged"], tier["num_removed"]) == (1, 1, 0)
+    assert names(folder) == before
+    code, [tier], _ = run(folder, "verify", "--remove")
+    assert (code, tier["num_removed"]) == (1, 1)
+    assert before - names(folder) == {name_of("c").hex()}
+    assert run(folder, "verify")[0] == 0
+
+
+def test_verify_with_another_key_removes_nothing(folder: Path) -> None:
+    before = names(folder)
+    code, [tier], errors = run(folder, "verify", "--remove", key="6" * 64)
+    assert (code, tier["num_damaged"], tier["num_removed"]) == (1, len(CONTENTS), 0)
+    assert "cluster key" in errors
+    assert names(folder) == before
+
+
+def test_evict(folder: Path) -> None:
+    code, [tier], _ = run(folder, "evict", "--mib", "0.001")
+    assert (code, tier["num_removed"]) == (0, 1)
+    assert name_of("a").hex() not in names(folder)  # the least recently used
+    _, [tier], _ = run(folder, "evict", "--older-than-hours", "2.5")
+    assert tier["num_removed"] == 2
+    _, [tier], _ = run(folder, "evict", "--all")
+    assert tier["num_removed"] == 3
+    assert names(folder) == set()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("evict",), "give one of"),
+        (("evict", "--all", "--mib", "1"), "give one of"),
+        (("evict", "--mib", "-1"), "no negative number"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    folder: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    code, _, errors = run(folder, *arguments)
+    assert code == 2
+    assert message in errors
+    assert len(names(folder)) == len(CONTENTS)
+
+
+def test_without_a_store_it_says_what_to_give() -> None:
+    command = [sys.executable, "-m", "baton.cli", "store", "stats"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2
+    assert "--store" in done.stderr

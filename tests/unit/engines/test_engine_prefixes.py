@@ -1,0 +1,127 @@
+"""Whether the store is asked for a prompt's beginning, and when its answer is late."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from baton.engines.transformers.pinned_blocks import KeptBlocks
+from baton.engines.transformers.prefixes import (
+    FORGOTTEN_AFTER_S,
+    LOAD_TIMEOUT_S,
+    TOLERATED_SHARE,
+    WAIT_GUESS_S,
+    EnginePrefixes,
+)
+from baton.engines.transformers.scheduler import PendingLoad, Plan, Work
+from baton.handoff.pool_mode.prefix_store import LoadCost
+from baton.ids import TicketId
+from baton.kv.pool import BlockPool
+from baton.testing.clocks import ManualClock
+from tests.unit.engines.harness import make_prompt
+
+NUM_TOKENS = 160
+TOKEN_S = 1e-4
+
+
+class RecordingStore:
+    """A `PrefixStore` that only notes what it is asked."""
+
+    block_size = 16
+
+    def __init__(self) -> None:
+        self.asked: list[TicketId] = []
+        self.aborted: list[TicketId] = []
+
+    def start_load(self, order) -> None:
+        self.asked.append(order.id)
+
+    def abort_load(self, order) -> None:
+        self.aborted.append(order)
+
+
+class Setting:
+    """One engine's, with a store."""
+
+    def __init__(self) -> None:
+        self.clock, self.store = ManualClock(), RecordingStore()
+        self.prefixes = EnginePrefixes(self.store, KeptBlocks(BlockPool(4), 0), self.clock)
+        self._num = 0
+
+    def compute(self) -> None:
+        """A step of a prompt, at `TOKEN_S` a token."""
+        sequence = SimpleNamespace(num_computed=0, num_prefill_tokens=NUM_TOKENS)
+        plan = Plan(work=[Work(sequence, NUM_TOKENS)])
+        self.prefixes.observe_step(plan, NUM_TOKENS * TOKEN_S)
+
+    def begin(self) -> TicketId:
+        self._num += 1
+        order = TicketId(self._num.to_bytes(16, "big"))
+        request = SimpleNamespace(tenant_salt="", prompt_ids=make_prompt(NUM_TOKENS))
+        sequence = SimpleNamespace(request=request, block_size=16, num_prompt_tokens=NUM_TOKENS)
+        self.prefixes.begin(PendingLoad(sequence, order, 0, ()))
+        return order
+
+    def answer(self, num_tokens: int, after_s: float) -> None:
+        order = self.begin()
+        self.clock.advance(after_s)
+        self.prefixes.finish(order, num_tokens)
+
+
+@pytest.fixture(name="it")
+def it_fixture() -> Setting:
+    return Setting()
+
+
+def test_before_anything_is_known_every_full_block_is_asked_for(it):
+    assert it.prefixes.count_worth_asking() == it.store.block_size
+
+
+def test_where_nothing_is_found_asking_costs_a_tolerated_share_of_a_prompt(it):
+    it.compute()
+    num_tokens = it.prefixes.count_worth_asking()
+    assert num_tokens * TOKEN_S * TOLERATED_SHARE == pytest.approx(WAIT_GUESS_S, rel=0.01)
+    for _ in range(40):
+        it.answer(0, after_s=0.004)
+    assert it.prefixes.count_worth_asking() == pytest.approx(4 * num_tokens, rel=0.01)
+
+
+def test_what_is_usually_found_is_asked_for_sooner(it):
+    it.compute()
+    before = it.prefixes.count_worth_asking()
+    for _ in range(10):
+        it.answer(NUM_TOKENS, after_s=0.001)
+    assert it.prefixes.count_worth_asking() < before / 5
+
+
+def test_a_long_wait_is_forgotten_since_nothing_may_be_asked_after_it(it):
+    it.compute()
+    usual = it.prefixes.count_worth_asking()
+    for _ in range(20):
+        it.answer(0, after_s=1.0)
+    assert it.prefixes.count_worth_asking() > 100 * usual
+    it.clock.advance(FORGOTTEN_AFTER_S + 1)
+    assert it.prefixes.count_worth_asking() == usual
+
+
+def test_a_store_that_is_late_is_not_asked_until_it_has_answered(it):
+    order = it.begin()
+    assert it.prefixes.take_late() == []
+    it.clock.advance(LOAD_TIMEOUT_S)
+    assert it.prefixes.take_late() == it.store.aborted == [order]
+    assert order in it.prefixes
+    assert it.prefixes.count_worth_asking() is None
+    it.prefixes.end(order)
+    assert order not in it.prefixes
+    assert it.prefixes.count_worth_asking() is not None
+
+
+def test_a_load_that_is_slower_than_computing_is_given_up_and_tried_again_some_time():
+    cost = LoadCost()
+    assert cost.is_worth_it(TOKEN_S)
+    cost.observe(seconds=2 * TOKEN_S * NUM_TOKENS, num_tokens=NUM_TOKENS)
+    assert not cost.is_worth_it(TOKEN_S)
+    assert any(cost.is_worth_it(TOKEN_S) for _ in range(20))

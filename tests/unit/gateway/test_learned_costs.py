@@ -1,0 +1,123 @@
+"""What was learned of workers' speed outlives the gateway that learned it."""
+
+import asyncio
+import json
+
+import pytest
+
+from baton.auth.ticket import WorkerRef
+from baton.errors import ConfigError
+from baton.gateway import learned_costs
+from baton.gateway.learned_costs import keep_costs
+from baton.ids import Epoch, WorkerId
+from baton.protocol.worker_http import Role
+from baton.router.fleet import WorkerView
+from baton.router.load import FleetLoad
+from baton.router.placement import Placement
+
+WORKER = WorkerView(
+    WorkerRef(WorkerId("w"), Epoch("0" * 32), "127.0.0.1:1"),
+    Role.BOTH,
+    "demo",
+    "f",
+    frozenset({"tcp"}),
+    available=True,
+)
+
+
+def teach(load, num, each_s=1e-3):
+    """Prompts of several lengths, and answers of eight tokens."""
+    for at in range(num):
+        num_tokens, now = 100 * (1 + at % 5), 100.0 * at
+        running = load.begin(Placement(None, WORKER), num_tokens, now)
+        running.first_token(now + 0.01 + each_s * num_tokens)
+        running.end(now + 0.01 + each_s * num_tokens + 0.7, num_streamed=8)
+
+
+def keep(path, load, work=lambda: None):
+    async def main():
+        async with keep_costs(path, load):
+            work()
+
+    asyncio.run(main())
+
+
+def predict(load):
+    activity = load.of(WORKER.id, "demo")
+    return activity.prefill_cost.predict(400), activity.step_cost.predict(1)
+
+
+def test_the_next_gateway_begins_with_what_the_last_one_learned(tmp_path):
+    path, first, second, third = tmp_path / "costs.json", FleetLoad(), FleetLoad(), FleetLoad()
+    keep(path, first, lambda: teach(first, 40))
+    assert predict(first) == pytest.approx((0.41, 0.1), rel=0.1)
+    keep(path, second)
+    assert predict(second) == pytest.approx(predict(first))
+    assert predict(second) != pytest.approx(predict(FleetLoad()))
+    keep(path, third, lambda: teach(third, 60, each_s=3e-3))
+    assert predict(third)[0] == pytest.approx(1.21, rel=0.05), "it is a first guess"
+    assert {each.name for each in tmp_path.iterdir()} == {"costs.json"}
+
+
+def test_a_model_that_this_gateway_saw_little_of_keeps_what_is_known(tmp_path):
+    path, first, second = tmp_path / "costs.json", FleetLoad(), FleetLoad()
+    keep(path, first, lambda: teach(first, 40))
+    before = json.loads(path.read_text())
+    keep(path, second, lambda: teach(second, 3, each_s=1.0))
+    assert json.loads(path.read_text()) == before
+
+
+def test_it_is_written_while_the_gateway_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(learned_costs, "INTERVAL_S", 0.01)
+    path, load = tmp_path / "costs.json", FleetLoad()
+    teach(load, 20)
+
+    async def main():
+        async with keep_costs(path, load):
+            for _ in range(500):
+                await asyncio.sleep(0.01)
+                if path.exists():
+                    return True
+        return False
+
+    assert asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("not json", "no learned costs"),
+        ('{"models": {"demo": {"prefill": {"fixed_s": -1, "each_s": 0}}}}', "no learned costs"),
+        ('{"models": [], "more": 1}', "no learned costs"),
+        ("x" * (1 << 20) + "x", "more than 1048576 bytes"),
+    ],
+)
+def test_another_file_is_refused_and_stays(tmp_path, text, complaint):
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=complaint):
+        keep(path, FleetLoad())
+    assert path.read_text() == text
+
+
+def test_a_directory_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="no directory"):
+        keep(tmp_path / "nowhere" / "costs.json", FleetLoad())
+
+
+def test_a_file_that_cannot_be_written_is_no_end(tmp_path, caplog):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    load = FleetLoad()
+
+    def take_the_folder_away():
+        teach(load, 20)
+        folder.rmdir()
+
+    keep(folder / "costs.json", load, take_the_folder_away)
+    assert "cannot keep the learned costs" in caplog.text
+
+
+def test_without_a_path_nothing_is_kept(tmp_path):
+    keep(None, FleetLoad())
+    assert not [*tmp_path.iterdir()]
