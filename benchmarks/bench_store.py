@@ -8,7 +8,8 @@ machine does not count, and on an idle one it is the clock's, for nothing here w
 - `memcpy`: the entries' bytes from one array to another
 - `put`: the same bytes into the tier, with digest, count and name
 - `read`: out of it, verified, into an array
-- `mapped`: the same, through a mapping of the entry's file instead of a read of it
+
+The first round, in which the pool gets its memory, is not counted.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import mmap
 import os
 import random
 import statistics
@@ -29,14 +29,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from baton.clock import MachineClock
-from baton.store.entry_format import HEADER_BYTES, has_digest, read_digest
 from baton.store.interface import EntryName, TierContext
 from baton.store.tiers.shared import SharedTier, SharedTierOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from numpy.typing import NDArray
 
 TOTAL_BYTES = 256 << 20
 KEY = bytes(32)
@@ -46,8 +44,8 @@ BODY_BYTES = (64 << 10, 1 << 20, 8 << 20)
 class Bench:
     """One size of bodies: `TOTAL_BYTES` of them."""
 
-    def __init__(self, tier: SharedTier, folder: Path, body_bytes: int) -> None:
-        self.tier, self.folder = tier, folder
+    def __init__(self, tier: SharedTier, body_bytes: int) -> None:
+        self.tier = tier
         num_bodies = TOTAL_BYTES // body_bytes
         rng = np.random.default_rng(1)
         self.source = rng.integers(0, 256, (num_bodies, body_bytes), dtype=np.uint8)
@@ -75,37 +73,19 @@ class Bench:
             with lease:
                 assert lease.try_read(memoryview(row))
 
-    def mapped(self) -> None:
-        """Tier to array, through mappings."""
-        for name, row in zip(self.names, self.target, strict=True):
-            read_mapped(self.folder / name.hex(), name, row)
-
     def remove(self) -> None:
         """Back to an empty tier."""
         for name in self.names:
             self.tier.discard(name)
 
 
-def read_mapped(path: Path, name: EntryName, into: NDArray[np.uint8]) -> None:
-    """One entry by a mapping, verified like a read one."""
-    fd = os.open(path, os.O_RDONLY)
-    with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as mapping:
-        os.close(fd)
-        digest = read_digest(name, mapping[:HEADER_BYTES], len(mapping))
-        assert digest is not None
-        view = np.frombuffer(mapping, np.uint8, offset=HEADER_BYTES)
-        np.copyto(into, view)
-        del view
-    assert has_digest(KEY, name, memoryview(into), digest)
-
-
 def measure(bench: Bench, num_rounds: int) -> dict[str, dict[str, float]]:
     """GB for each CPU second, of each thing: median and quartiles."""
-    rates: dict[str, list[float]] = {"memcpy": [], "put": [], "read": [], "mapped": []}
+    rates: dict[str, list[float]] = {"memcpy": [], "put": [], "read": []}
     chance = random.Random(2)
     for _ in range(num_rounds + 1):
         bench.remove()
-        order: list[Callable[[], None]] = [bench.memcpy, bench.read, bench.mapped]
+        order: list[Callable[[], None]] = [bench.memcpy, bench.read]
         chance.shuffle(order)
         order.insert(chance.choice([0, 0, 1]) if order[0] == bench.memcpy else 0, bench.put)
         for work in order:
@@ -132,7 +112,7 @@ def main() -> None:
         options = SharedTierOptions(directory=place, capacity_bytes=2 * TOTAL_BYTES)
         tier = SharedTier(options, TierContext("bench", KEY, MachineClock()))
         for body_bytes in BODY_BYTES:
-            bench = Bench(tier, Path(place) / "baton-bench-store", body_bytes)
+            bench = Bench(tier, body_bytes)
             found[str(body_bytes)] = rates = measure(bench, given.rounds)
             for name, rate in rates.items():
                 print(

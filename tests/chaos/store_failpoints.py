@@ -9,17 +9,21 @@ name), and with an entry open that it has not read. The test writes `armed.json`
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
 
 from baton.registry import Plugin
-from baton.store.folder import directory, tier
+from baton.store.folder import body_pool, directory, tier
 from baton.store.interface import TIERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from baton.store.capacity import StoredEntry
     from baton.store.interface import (
@@ -123,14 +127,28 @@ class _HalfWay:
         yield body[half:]
 
 
+def _copy_half_way(
+    latch: _Latch, views: Iterator[NDArray[np.uint8]], body: Body
+) -> Iterator[NDArray[np.uint8]]:
+    """The same of a body that goes into the folder's pool."""
+    num_copied, is_past = 0, False
+    for piece in body_pool.copy_in(views, body):
+        if not is_past and num_copied + len(piece) > len(body) // 2:
+            is_past = True
+            latch.touch("put")
+        yield piece
+        num_copied += len(piece)
+
+
 class FailpointTier:
     """See `Tier`."""
 
     def __init__(self, inner: Tier, latch: _Latch) -> None:
         self._inner, self._latch = inner, latch
-        vars(tier)["write_unnamed"] = lambda folder, buffers: directory.write_unnamed(
-            folder, _HalfWay(buffers, latch)
+        vars(tier)["write_unnamed"] = lambda folder, buffers, min_bytes=0: directory.write_unnamed(
+            folder, buffers if min_bytes else _HalfWay(buffers, latch), min_bytes
         )
+        vars(tier)["copy_in"] = partial(_copy_half_way, latch)
 
     def find(self, names: Sequence[EntryName]) -> int:
         return self._inner.find(names)

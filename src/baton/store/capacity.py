@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
 
 if TYPE_CHECKING:
@@ -46,19 +46,23 @@ class Capacity:
         """So much is about to be kept; None for want of room."""
         if num_bytes > self.free_bytes:
             return None
-        return replace(self, reserved_bytes=self.reserved_bytes + num_bytes)
+        reserved_bytes = self.reserved_bytes + num_bytes
+        return self._with(self.committed_bytes, reserved_bytes)
 
     def release(self, num_bytes: int) -> Self:
         """So much of what was pending is not kept."""
-        return replace(self, reserved_bytes=max(0, self.reserved_bytes - num_bytes))
+        return self._with(self.committed_bytes, self.reserved_bytes - num_bytes)
 
     def commit(self, num_bytes: int) -> Self:
         """Pending bytes have become stored bytes."""
-        return replace(self.release(num_bytes), committed_bytes=self.committed_bytes + num_bytes)
+        return self._with(self.committed_bytes + num_bytes, self.reserved_bytes - num_bytes)
 
     def remove(self, num_bytes: int) -> Self:
         """Bytes were removed."""
-        return replace(self, committed_bytes=max(0, self.committed_bytes - num_bytes))
+        return self._with(self.committed_bytes - num_bytes, self.reserved_bytes)
+
+    def _with(self, committed_bytes: int, reserved_bytes: int) -> Self:
+        return type(self)(self.capacity_bytes, max(0, committed_bytes), max(0, reserved_bytes))
 
     def shortage(self, num_bytes: int) -> int:
         """Bytes that must go before so much may be taken, with some slack; 0 for none."""

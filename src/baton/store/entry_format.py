@@ -88,6 +88,8 @@ def _prefix(entry_format: EntryFormat, part: int) -> bytes:
 
 
 MAGIC: Final = b"BATONKV3"
+POOLED_MAGIC: Final = b"BATONKP3"
+"""Of a file whose body lies in the folder's pool (`store.folder.body_pool`)."""
 NONCE_BYTES: Final = 12
 TAG_BYTES: Final = 16
 DIGEST_BYTES: Final = NONCE_BYTES + TAG_BYTES
@@ -101,18 +103,20 @@ def make_header(key: bytes, name: EntryName, body: Body, nonce: bytes | None = N
 
     `nonce`: 12 bytes, never used with this key before; None: random ones.
     """
-    nonce = os.urandom(NONCE_BYTES) if nonce is None else nonce
-    digest = nonce + _compute_tag(key, name, body, nonce)
-    return _HEADER.pack(MAGIC, name, digest, len(body))
+    seal = BodySeal(key, name, len(body), nonce)
+    seal.add(body)
+    return seal.make_header(MAGIC)
 
 
-def read_digest(name: EntryName, header: bytes, file_bytes: int) -> bytes | None:
+def read_digest(
+    name: EntryName, header: bytes, file_bytes: int, magic: bytes = MAGIC
+) -> bytes | None:
     """The digest that the body must have; None if this is not the whole entry of that name."""
     if len(header) != HEADER_BYTES:
         return None
-    magic, named, digest, num_bytes = _HEADER.unpack(header)
+    begins, named, digest, num_bytes = _HEADER.unpack(header)
     is_whole = num_bytes <= MAX_BODY_BYTES and file_bytes == HEADER_BYTES + num_bytes
-    return digest if is_whole and (magic, named) == (MAGIC, name) else None
+    return digest if is_whole and (begins, named) == (magic, name) else None
 
 
 def has_digest(key: bytes, name: EntryName, body: Body, digest: bytes) -> bool:
@@ -120,6 +124,26 @@ def has_digest(key: bytes, name: EntryName, body: Body, digest: bytes) -> bool:
     check = BodyCheck(key, name, len(body), digest)
     check.add(body)
     return check.is_passed()
+
+
+class BodySeal:
+    """The header of an entry whose body comes in pieces; see `make_header`."""
+
+    def __init__(
+        self, key: bytes, name: EntryName, num_bytes: int, nonce: bytes | None = None
+    ) -> None:
+        self._name, self._num_bytes = name, num_bytes
+        self._nonce = os.urandom(NONCE_BYTES) if nonce is None else nonce
+        self._mac = _Mac(key, name, num_bytes, self._nonce)
+
+    def add(self, piece: Body) -> None:
+        """The next bytes."""
+        self._mac.add(piece)
+
+    def make_header(self, magic: bytes) -> bytes:
+        """After the last one; once."""
+        digest = self._nonce + self._mac.finish()
+        return _HEADER.pack(magic, self._name, digest, self._num_bytes)
 
 
 class BodyCheck:
@@ -154,12 +178,6 @@ class _Mac:
     def finish(self) -> bytes:
         self._encryptor.finalize()
         return self._encryptor.tag
-
-
-def _compute_tag(key: bytes, name: EntryName, body: Body, nonce: bytes) -> bytes:
-    mac = _Mac(key, name, len(body), nonce)
-    mac.add(body)
-    return mac.finish()
 
 
 @lru_cache(maxsize=16)

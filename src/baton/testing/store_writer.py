@@ -2,7 +2,8 @@
 
 Arguments: the tier's kind, its options as JSON, the content's word, the body's bytes, and `unnamed`
 or `named`: whether the filesystem is taken to have files without a name. It reports on its standard
-output how many bytes it has written when it is half-way, then waits to be killed.
+output how many bytes it has written when it is half-way, to a file or to the folder's pool, then
+waits to be killed.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import sys
 from typing import TYPE_CHECKING
 
 from baton.clock import MachineClock
-from baton.store.folder import directory, tier
+from baton.store.folder import body_pool, directory, tier
 from baton.store.interface import TIERS, TierContext
 from baton.testing.store_contract import CONTRACT_KEY, body_of, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from contextlib import _GeneratorContextManager
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from baton.store.interface import Body
 
@@ -34,8 +38,21 @@ class _StallingBuffers:
         yield from first
         half = body[: len(body) // 2]
         yield half
-        print(sum(map(len, first)) + len(half), flush=True)  # noqa: T201
-        sys.stdin.read()
+        _report_and_wait(sum(map(len, first)) + len(half))
+
+
+def _report_and_wait(num_bytes: int) -> None:
+    print(num_bytes, flush=True)  # noqa: T201
+    sys.stdin.read()
+
+
+def _stall_in_pool(views: Iterator[NDArray[np.uint8]], body: Body) -> Iterator[NDArray[np.uint8]]:
+    num_copied = 0
+    for piece in body_pool.copy_in(views, body):
+        if num_copied >= len(body) // 2:
+            _report_and_wait(num_copied)
+        yield piece
+        num_copied += len(piece)
 
 
 def main() -> None:
@@ -50,6 +67,7 @@ def main() -> None:
         return directory.write_unnamed(folder, _StallingBuffers(buffers))
 
     vars(tier)["write_unnamed"] = write_unnamed
+    vars(tier)["copy_in"] = _stall_in_pool
     if naming == "named":
         directory._try_open_unnamed = lambda _: None  # type: ignore[assignment] # noqa: SLF001
     place.put(name_of(content), body_of(content, int(num_bytes)))

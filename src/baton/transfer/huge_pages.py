@@ -37,19 +37,22 @@ def advise_huge_pages(memory: mmap.mmap) -> None:
             memory.madvise(mmap.MADV_HUGEPAGE)
 
 
-def fill_with_huge_pages(fd: int, num_bytes: int) -> None:
-    """Allocate an empty memfd's first `num_bytes` as huge pages, so far as there are any.
+def fill_with_huge_pages(fd: int, stop: int, start: int = 0) -> None:
+    """Allocate the bytes from `start` to `stop`, empty ones of a shared file, as huge pages.
 
-    What is left out (the rest behind the last whole one at least) the caller allocates.
+    As far as there are any; what is left out (the ends that fill no huge page at least) the caller
+    allocates.
     """
     step = huge_page_bytes()
-    num_whole_bytes = num_bytes // step * step if step else 0
-    if not num_whole_bytes or _is_forbidden():
+    if not step or _is_forbidden():
         return
-    with suppress(OSError), map_shared(fd, num_bytes) as memory:
-        for start in range(0, num_whole_bytes, step):
-            os.posix_fallocate(fd, start, 1)  # an empty one is not made huge
-        memory.madvise(MADV_COLLAPSE, 0, num_whole_bytes)
+    start, whole_stop = -(-start // step) * step, stop // step * step
+    if start >= whole_stop:
+        return
+    with suppress(OSError), map_shared(fd, stop) as memory:
+        for at in range(start, whole_stop, step):
+            os.posix_fallocate(fd, at, 1)  # an empty one is not made huge
+        memory.madvise(MADV_COLLAPSE, start, whole_stop - start)
 
 
 def map_shared(

@@ -11,24 +11,31 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+def has_memory() -> bool:
+    return True
+
+
 def test_looking_at_all_entries_forgets_nobody_who_is_writing(tmp_path: Path) -> None:
+    given_back: list[int] = []
     folder = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
     one, other = SharedCapacity(folder, 1000), SharedCapacity(folder, 1000)
-    assert one.try_reserve(600) == 0
+    assert one.try_reserve(600, has_memory) == 0
     other.recount(lambda: 0)
-    assert other.try_reserve(600) > 0
+    assert other.try_reserve(600, has_memory) > 0
     assert one.commit(600, lambda: True)
-    assert other.try_reserve(600) > 0
+    assert other.try_reserve(600, has_memory) > 0
     other.recount(lambda: 100)  # an operator has removed files
-    assert other.try_reserve(600) == 0
+    assert other.try_reserve(600, has_memory) == 0
     assert not other.commit(600, lambda: False)  # somebody else has the name
-    assert one.try_reserve(900) == 0
-    one.release(900)
+    assert one.try_reserve(900, has_memory) == 0
+    one.release(900, lambda: given_back.append(900))
+    assert given_back == [900]
+    assert one.try_reserve(300, lambda: False) == 300  # there is room, but no memory for it
     one.remove(lambda: 100)
     one.remove(lambda: 0)  # it was gone already
-    assert other.try_reserve(1000) == 0
+    assert other.try_reserve(1000, has_memory) == 0
     other.reset(lambda: 0)
-    assert one.try_reserve(1000) == 0
+    assert one.try_reserve(1000, has_memory) == 0
     one.close()
     other.close()
     os.close(folder)

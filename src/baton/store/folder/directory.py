@@ -173,8 +173,12 @@ class UnnamedFile:
 
 
 @contextmanager
-def write_unnamed(folder: int, buffers: Iterable[Body]) -> Generator[UnnamedFile]:
+def write_unnamed(
+    folder: int, buffers: Iterable[Body], min_bytes: int = 0
+) -> Generator[UnnamedFile]:
     """A file of these bytes, for the length of a block; it stays if it was given a name.
+
+    It has `min_bytes` at least: a hole follows what was written.
 
     Raises:
         StoreFullError: the filesystem is full, or allows no file so large.
@@ -184,6 +188,8 @@ def write_unnamed(folder: int, buffers: Iterable[Body]) -> Generator[UnnamedFile
         with ExitStack() as stack:
             fd, source = _open_unfinished(folder, stack)
             _write(fd, buffers)
+            if os.fstat(fd).st_size < min_bytes:
+                os.ftruncate(fd, min_bytes)
             yield UnnamedFile(folder, source)
     except OSError as exc:
         kind = StoreFullError if exc.errno in _NO_ROOM else StoreError

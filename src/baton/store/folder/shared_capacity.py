@@ -41,19 +41,25 @@ class SharedCapacity:
         self._capacity_bytes = capacity_bytes
         self._fd = os.open(CAPACITY_FILE, flags, FILE_MODE, dir_fd=folder)
 
-    def try_reserve(self, num_bytes: int) -> int:
-        """So much is about to be kept, if there is room: 0 then, else how much must go first."""
+    def try_reserve(self, num_bytes: int, try_take: Callable[[], bool]) -> int:
+        """So much is about to be kept, if there is room: 0 then, else how much must go first.
+
+        `try_take` takes the memory for it, under the lock; False: there is too little.
+        """
         with self._locked():
             capacity = self._read()
             reserved = capacity.try_reserve(num_bytes)
             if reserved is None:
                 return capacity.shortage(num_bytes)
+            if not try_take():
+                return num_bytes
             self._write(reserved)
             return 0
 
-    def release(self, num_bytes: int) -> None:
-        """So much of what was taken is not kept."""
+    def release(self, num_bytes: int, give_back: Callable[[], None]) -> None:
+        """So much of what was taken is not kept; `give_back` is called under the lock."""
         with self._locked():
+            give_back()
             self._write(self._read().release(num_bytes))
 
     def commit(self, num_bytes: int, try_link: Callable[[], bool]) -> bool:
@@ -69,6 +75,11 @@ class SharedCapacity:
         with self._locked():
             num_bytes = try_remove()
             self._write(self._read().remove(num_bytes))
+
+    def under_lock(self, action: Callable[[], None]) -> None:
+        """Change what is not counted, while nobody else changes anything."""
+        with self._locked():
+            action()
 
     def recount(self, count: Callable[[], int]) -> None:
         """Look at all entries, and set right what killed users, or others, have left wrong."""

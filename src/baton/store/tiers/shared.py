@@ -10,11 +10,12 @@ import logging
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final
 
 import msgspec
 
 from baton.registry import Plugin
+from baton.store.folder.body_pool import BodyPool
 from baton.store.folder.directory import Folder, remove_if_abandoned
 from baton.store.folder.tier import FolderTier
 
@@ -40,7 +41,9 @@ class SharedTierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class SharedTier(FolderTier):
-    """See `Tier`."""
+    """See `Tier`. KV lies in a pool that every process maps once; what is small, in files."""
+
+    min_pooled_bytes: ClassVar = 256 << 10
 
     def __init__(self, options: SharedTierOptions, context: TierContext) -> None:
         """Open the cluster's folder; remove those of clusters without live processes.
@@ -51,7 +54,13 @@ class SharedTier(FolderTier):
         parent = Path(options.directory)
         self._own_folder = Folder(_choose_path(parent, (context.cluster, *context.other_names)))
         _remove_abandoned(parent)
-        super().__init__(self._own_folder, options.capacity_bytes, context)
+        super().__init__(
+            self._own_folder,
+            options.capacity_bytes,
+            context,
+            pool=BodyPool(self._own_folder.fd, options.capacity_bytes),
+            min_pooled_bytes=self.min_pooled_bytes,
+        )
         self._is_closed = False
 
     def close(self) -> None:

@@ -1,0 +1,161 @@
+"""Leases of a folder's entries, whose body lies in their file, or in the folder's pool."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Self
+
+import numpy as np
+
+from baton.errors import StoreError
+from baton.store.entry_format import HEADER_BYTES
+from baton.store.folder.body_pool import MAX_PACKED_BYTES, Run, pack_runs, unpack_runs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from baton.store.entry_format import BodyCheck
+    from baton.store.folder.body_pool import BodyPool
+
+
+PIECE_BYTES: Final = 128 << 10
+
+
+@dataclass(slots=True, eq=False)
+class FileEntryLease:
+    """See `EntryLease`. `on_damage` is called once, if the body turns out not to be what was put.
+
+    The body is read, not mapped: what is verified is this process's own copy, which no process can
+    change any more, and a file that is cut short is a short read, not a SIGBUS. It is verified
+    piece by piece, while each is in the processor's cache: that costs nothing beside the copy.
+    """
+
+    fd: int
+    num_bytes: int
+    begin_check: Callable[[], BodyCheck]
+    on_damage: Callable[[], None]
+
+    def try_read(self, into: memoryview) -> bool:
+        if self.fd < 0 or len(into) != self.num_bytes:
+            raise ValueError(f"{len(into)} bytes for a body of {self.num_bytes}, or released")
+        check = self.begin_check()
+        if self._read(into, check) and check.is_passed():
+            return True
+        self._report_damage()
+        return False
+
+    def release(self) -> None:
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            self._close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def _read(self, into: memoryview, check: BodyCheck) -> bool:
+        at = 0
+        while at < self.num_bytes:
+            piece = into[at : at + PIECE_BYTES]
+            try:
+                num_read = os.preadv(self.fd, [piece], HEADER_BYTES + at)
+            except OSError:
+                return False
+            if num_read == 0:
+                return False
+            check.add(piece[:num_read])
+            at += num_read
+        return True
+
+    def _report_damage(self) -> None:
+        self.on_damage()
+
+    def _close(self, fd: int) -> None:
+        os.close(fd)
+
+
+@dataclass(frozen=True, slots=True)
+class PooledBody:
+    """Where a body lies, and what frees it: called with the file of an entry that was removed."""
+
+    pool: BodyPool
+    runs: tuple[Run, ...]
+    free: Callable[[int], None]
+
+
+@dataclass(slots=True, eq=False)
+class PooledEntryLease(FileEntryLease):
+    """See `EntryLease`: of a body in the pool. Its file is locked (flock, shared) meanwhile.
+
+    Whoever removes the entry leaves its extents to the last reader. What is verified is this
+    process's own copy, here too: bytes that were overwritten meanwhile are a miss.
+    """
+
+    body: PooledBody
+
+    def _read(self, into: memoryview, check: BodyCheck) -> bool:
+        target = np.frombuffer(into, np.uint8)
+        at = 0
+        try:
+            for view in self.body.pool.views(self.body.runs, self.num_bytes):
+                piece = target[at : at + len(view)]
+                piece[:] = view
+                check.add(piece.data)
+                at += len(view)
+        except StoreError:
+            return False
+        return True
+
+    def _report_damage(self) -> None:
+        if os.fstat(self.fd).st_nlink:
+            self.on_damage()
+
+    def _close(self, fd: int) -> None:
+        fcntl.flock(fd, fcntl.LOCK_UN)
+        try:
+            if os.fstat(fd).st_nlink == 0:
+                self.body.free(fd)
+        finally:
+            os.close(fd)
+
+
+def try_share(fd: int) -> bool:
+    """Lock an entry's file as one of its readers; False where the entry is being removed."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return os.fstat(fd).st_nlink > 0
+
+
+def read_runs(fd: int) -> tuple[Run, ...] | None:
+    """The extents of an entry, as its file has them; None where they make no sense.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    return unpack_runs(os.pread(fd, MAX_PACKED_BYTES, HEADER_BYTES))
+
+
+def free_unless_read(fd: int, pool: BodyPool) -> None:
+    """Free the extents of an entry whose name is gone, unless somebody still reads it.
+
+    Under the capacity's lock. The file reports afterwards that it has none, so that nobody frees
+    them again.
+
+    Raises:
+        OSError: the file cannot be used.
+        StoreError: the pool cannot.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    runs = read_runs(fd)
+    if runs:
+        os.pwrite(fd, pack_runs(()), HEADER_BYTES)
+        pool.give_back(runs)
