@@ -1,7 +1,7 @@
 """Memory for bodies, mapped once by every process that has a folder open: one file, in extents.
 
     take ──► extents marked as taken ──► bodies copied in ──► an entry's file names the extents
-    give_back ◄── the entry's file is gone, and nobody reads it
+    give_back ◄── the entry's file is gone, and no process reads it
 
 A file for each body costs the kernel's zeroing of new pages and a copy page by page. Here pages are
 zeroed once, when the pool grows, and are huge pages where the kernel gives them.

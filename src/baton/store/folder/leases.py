@@ -144,7 +144,7 @@ def read_runs(fd: int) -> tuple[Run, ...] | None:
 def free_unless_read(fd: int, pool: BodyPool) -> None:
     """Free the extents of an entry whose name is gone, unless somebody still reads it.
 
-    Under the capacity's lock. The file reports afterwards that it has none, so that nobody frees
+    Under the capacity's lock. The file reports afterwards that it has none, so that no process frees
     them again.
 
     Raises:

@@ -77,7 +77,7 @@ class SharedCapacity:
             self._write(self._read().remove(num_bytes))
 
     def under_lock(self, action: Callable[[], None]) -> None:
-        """Change what is not counted, while nobody else changes anything."""
+        """Change what is not counted, while no other process changes anything."""
         with self._locked():
             action()
 
