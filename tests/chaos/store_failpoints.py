@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import msgspec
 
 from baton.registry import Plugin
-from baton.store.folder import body_pool, directory, tier
+from baton.store.folder import bodies, body_pool, directory
 from baton.store.interface import TIERS
 
 if TYPE_CHECKING:
@@ -145,10 +145,12 @@ class FailpointTier:
 
     def __init__(self, inner: Tier, latch: _Latch) -> None:
         self._inner, self._latch = inner, latch
-        vars(tier)["write_unnamed"] = lambda folder, buffers, min_bytes=0: directory.write_unnamed(
-            folder, buffers if min_bytes else _HalfWay(buffers, latch), min_bytes
+        vars(bodies)["write_unnamed"] = lambda folder, buffers, min_bytes=0: (
+            directory.write_unnamed(
+                folder, buffers if min_bytes else _HalfWay(buffers, latch), min_bytes
+            )
         )
-        vars(tier)["copy_in"] = partial(_copy_half_way, latch)
+        vars(bodies)["copy_in"] = partial(_copy_half_way, latch)
 
     def find(self, names: Sequence[EntryName]) -> int:
         return self._inner.find(names)

@@ -69,7 +69,7 @@ class TestSharedTier(FolderFaultContract):
         capacity_bytes = 4 * LARGE_BYTES
         with self.half_written(tmp_path, "named") as writer, self.opened(tmp_path, capacity_bytes):
             folder = Folder(self.folder(tmp_path))
-            with closing(folder), closing(BodyPool(folder.fd, capacity_bytes)) as pool:
+            with closing(folder), closing(BodyPool(folder.fd, capacity_bytes, 1)) as pool:
                 pool.rebuild(())
                 assert count_taken(folder.path) == count_extents(LARGE_BYTES)
                 writer.kill()

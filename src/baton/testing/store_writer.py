@@ -13,7 +13,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from baton.clock import MachineClock
-from baton.store.folder import body_pool, directory, tier
+from baton.store.folder import bodies, body_pool, directory
 from baton.store.interface import TIERS, TierContext
 from baton.testing.store_contract import CONTRACT_KEY, body_of, name_of
 
@@ -66,8 +66,8 @@ def main() -> None:
     ) -> _GeneratorContextManager[directory.UnnamedFile]:
         return directory.write_unnamed(folder, _StallingBuffers(buffers))
 
-    vars(tier)["write_unnamed"] = write_unnamed
-    vars(tier)["copy_in"] = _stall_in_pool
+    vars(bodies)["write_unnamed"] = write_unnamed
+    vars(bodies)["copy_in"] = _stall_in_pool
     if naming == "named":
         directory._try_open_unnamed = lambda _: None  # type: ignore[assignment] # noqa: SLF001
     place.put(name_of(content), body_of(content, int(num_bytes)))

@@ -3,5 +3,8 @@
 File map:
     directory.py        a private folder: locks, and files that appear whole or not at all
     shared_capacity.py  its usage, counted by all processes
-    tier.py             `FolderTier` and leases of its entries
+    body_pool.py        memory for bodies that every process maps once
+    bodies.py           where a body lies: in its entry's file, or in the pool
+    leases.py           leases of entries
+    tier.py             `FolderTier`
 """

@@ -93,8 +93,9 @@ class BodyPool:
     capacity, the rest without. Files are made when the first body is put.
     """
 
-    def __init__(self, folder: int, capacity_bytes: int) -> None:
-        self._folder = folder
+    def __init__(self, folder: int, capacity_bytes: int, min_body_bytes: int) -> None:
+        """`min_body_bytes`, at least `MAX_PACKED_BYTES`: smaller bodies do not go into the pool."""
+        self._folder, self.min_body_bytes = folder, min_body_bytes
         self._num_extents = capacity_bytes // EXTENT_BYTES
         self._pool_fd = self._extents_fd = self._claim_fd = -1
         self._claim_name = ""
@@ -124,8 +125,8 @@ class BodyPool:
         self._hint = runs[-1].stop
         return runs
 
-    def keep(self) -> None:
-        """What was taken is in an entry's file now, or was given back: the claim ends."""
+    def end_claim(self) -> None:
+        """What was taken is in an entry's file now, or was given back."""
         with suppress(OSError):
             self._claim(())
 

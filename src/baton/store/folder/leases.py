@@ -144,8 +144,8 @@ def read_runs(fd: int) -> tuple[Run, ...] | None:
 def free_unless_read(fd: int, pool: BodyPool) -> None:
     """Free the extents of an entry whose name is gone, unless somebody still reads it.
 
-    Under the capacity's lock. The file reports afterwards that it has none, so that no process frees
-    them again.
+    Under the capacity's lock. The file reports afterwards that it has none, so that they are freed
+    only once.
 
     Raises:
         OSError: the file cannot be used.

@@ -54,13 +54,8 @@ class SharedTier(FolderTier):
         parent = Path(options.directory)
         self._own_folder = Folder(_choose_path(parent, (context.cluster, *context.other_names)))
         _remove_abandoned(parent)
-        super().__init__(
-            self._own_folder,
-            options.capacity_bytes,
-            context,
-            pool=BodyPool(self._own_folder.fd, options.capacity_bytes),
-            min_pooled_bytes=self.min_pooled_bytes,
-        )
+        pool = BodyPool(self._own_folder.fd, options.capacity_bytes, self.min_pooled_bytes)
+        super().__init__(self._own_folder, options.capacity_bytes, context, pool)
         self._is_closed = False
 
     def close(self) -> None:

@@ -1,0 +1,228 @@
+"""Where the bodies of a folder's entries lie: in the entry's file, or, large ones, in its pool.
+
+An entry's file is as long as header and body together, wherever the body lies.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from baton.errors import StoreError
+from baton.store.entry_format import (
+    HEADER_BYTES,
+    POOLED_MAGIC,
+    BodyCheck,
+    BodySeal,
+    make_header,
+    read_digest,
+)
+from baton.store.folder.body_pool import EXTENT_BYTES, copy_in, count_extents, pack_runs
+from baton.store.folder.directory import write_unnamed
+from baton.store.folder.leases import (
+    FileEntryLease,
+    PooledBody,
+    PooledEntryLease,
+    free_unless_read,
+    read_runs,
+    try_share,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from contextlib import AbstractContextManager
+
+    from baton.store.folder.body_pool import BodyPool, Run
+    from baton.store.folder.directory import UnnamedFile
+    from baton.store.folder.shared_capacity import SharedCapacity
+    from baton.store.interface import Body, EntryName
+
+ALLOCATION_BYTES: Final = 4096
+"""What a filesystem gives a file at least."""
+OPEN_ENTRY: Final = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+"""Not blocking: a pipe in the place of an entry would wait for a writer."""
+
+
+def compute_cost(num_bytes: int) -> int:
+    """Bytes that an entry takes up whose body lies in its file."""
+    return -(-(HEADER_BYTES + num_bytes) // ALLOCATION_BYTES) * ALLOCATION_BYTES
+
+
+def compute_pooled_cost(num_bytes: int) -> int:
+    """The same where the body lies in the pool: the file has one block."""
+    return ALLOCATION_BYTES + count_extents(num_bytes) * EXTENT_BYTES
+
+
+def count_body_bytes(status: os.stat_result) -> int:
+    """Of an entry's file."""
+    return status.st_size - HEADER_BYTES
+
+
+class FileBodies:
+    """Bodies in their entries' files. One owner thread.
+
+    To put one: `try_take`, `write`, then `settle`; `give_back` before that where it is not kept.
+    `access`: how an entry's file is opened for a lease.
+    """
+
+    access: ClassVar[int] = os.O_RDONLY
+
+    def __init__(self, folder: int, key: bytes) -> None:
+        self._folder, self._key = folder, key
+
+    def compute_cost(self, num_bytes: int) -> int:
+        """Bytes that an entry with such a body takes up."""
+        return compute_cost(num_bytes)
+
+    def try_take(self, num_bytes: int) -> bool:  # noqa: ARG002 - a file's is its filesystem's
+        """Take memory for a body, under the capacity's lock; False: there is too little."""
+        return True
+
+    def write(self, name: EntryName, body: Body) -> AbstractContextManager[UnnamedFile]:
+        """The entry's file, complete but for its name; see `write_unnamed`."""
+        return write_unnamed(self._folder, (make_header(self._key, name, body), body))
+
+    def give_back(self) -> None:
+        """Under the capacity's lock: the body that memory was taken for is not kept."""
+
+    def settle(self) -> None:
+        """The body that memory was taken for has its name, or was given back."""
+
+    def try_lease(
+        self, fd: int, name: EntryName, on_damage: Callable[[], None]
+    ) -> FileEntryLease | None:
+        """A lease, which owns the open file `fd` then.
+
+        None: it is damaged, or no entry; or it was removed, and has no name any more.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            return None
+        digest = read_digest(name, os.pread(fd, HEADER_BYTES, 0), status.st_size)
+        if digest is None:
+            return None
+        num_bytes = count_body_bytes(status)
+        begin_check = partial(BodyCheck, self._key, name, num_bytes, digest)
+        return FileEntryLease(fd, num_bytes, begin_check, on_damage)
+
+    def unlink(self, name: EntryName, num_bytes: int) -> None:  # noqa: ARG002 - goes with the file
+        """Remove an entry with a body of so many bytes, under the capacity's lock.
+
+        Raises:
+            OSError: it is not there, or cannot be removed.
+        """
+        os.unlink(name.hex(), dir_fd=self._folder)
+
+    def recount(self, entries: Iterable[tuple[EntryName, int]]) -> None:
+        """Free what is no entry's, under the lock. `entries`: names, and bytes of bodies."""
+
+    def close(self) -> None:
+        """Close what was opened for bodies. Idempotent."""
+
+
+class PooledBodies(FileBodies):
+    """The same, but large bodies lie in a pool."""
+
+    access = os.O_RDWR
+
+    def __init__(self, folder: int, key: bytes, pool: BodyPool, lock: SharedCapacity) -> None:
+        super().__init__(folder, key)
+        self._pool, self._lock = pool, lock
+        self._taken: tuple[Run, ...] = ()
+
+    def compute_cost(self, num_bytes: int) -> int:
+        return compute_pooled_cost(num_bytes) if self._holds(num_bytes) else compute_cost(num_bytes)
+
+    def try_take(self, num_bytes: int) -> bool:
+        if not self._holds(num_bytes):
+            return True
+        runs = self._pool.take(count_extents(num_bytes))
+        self._taken = runs or ()
+        return runs is not None
+
+    def write(self, name: EntryName, body: Body) -> AbstractContextManager[UnnamedFile]:
+        if not self._taken:
+            return super().write(name, body)
+        seal = BodySeal(self._key, name, len(body))
+        for piece in copy_in(self._pool.views(self._taken, len(body)), body):
+            seal.add(piece.data)
+        head = seal.make_header(POOLED_MAGIC) + pack_runs(self._taken)
+        return write_unnamed(self._folder, (head,), HEADER_BYTES + len(body))
+
+    def give_back(self) -> None:
+        if self._taken:
+            self._pool.give_back(self._taken)
+
+    def settle(self) -> None:
+        if self._taken:
+            self._taken = ()
+            self._pool.end_claim()
+
+    def try_lease(
+        self, fd: int, name: EntryName, on_damage: Callable[[], None]
+    ) -> FileEntryLease | None:
+        status = os.fstat(fd)
+        num_bytes = count_body_bytes(status)
+        if not stat.S_ISREG(status.st_mode) or not self._holds(num_bytes):
+            return super().try_lease(fd, name, on_damage)
+        if not try_share(fd):
+            return None
+        header = os.pread(fd, HEADER_BYTES, 0)
+        digest, runs = read_digest(name, header, status.st_size, POOLED_MAGIC), read_runs(fd)
+        if digest is None or runs is None:
+            return None
+        begin_check = partial(BodyCheck, self._key, name, num_bytes, digest)
+        body = PooledBody(self._pool, runs, partial(self._free_late, self._pool.generation))
+        return PooledEntryLease(fd, num_bytes, begin_check, on_damage, body)
+
+    def unlink(self, name: EntryName, num_bytes: int) -> None:
+        if not self._holds(num_bytes):
+            super().unlink(name, num_bytes)
+            return
+        try:
+            fd = self._open(name)
+        except OSError:
+            super().unlink(name, num_bytes)
+            return
+        try:
+            super().unlink(name, num_bytes)
+            free_unless_read(fd, self._pool)
+        finally:
+            os.close(fd)
+
+    def recount(self, entries: Iterable[tuple[EntryName, int]]) -> None:
+        self._pool.rebuild(self._iter_runs(name for name, size in entries if self._holds(size)))
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def _holds(self, num_bytes: int) -> bool:
+        return num_bytes >= self._pool.min_body_bytes
+
+    def _open(self, name: EntryName) -> int:
+        return os.open(name.hex(), OPEN_ENTRY | self.access, dir_fd=self._folder)
+
+    def _free_late(self, generation: int, fd: int) -> None:
+        """The last reader of a removed entry frees its extents, if they are its still."""
+
+        def free() -> None:
+            if self._pool.generation == generation:
+                free_unless_read(fd, self._pool)
+
+        with suppress(StoreError):
+            self._lock.under_lock(free)
+
+    def _iter_runs(self, names: Iterable[EntryName]) -> Iterator[Run]:
+        for name in names:
+            with suppress(OSError):
+                fd = self._open(name)
+                try:
+                    yield from read_runs(fd) or ()
+                finally:
+                    os.close(fd)
