@@ -20,8 +20,8 @@ from baton.auth.key import ClusterKey
 from baton.clock import MachineClock
 from baton.store.entry_format import HEADER_BYTES
 from baton.store.folder.directory import UNFINISHED
+from baton.store.folder.entry_times import compute_cost
 from baton.store.folder.shared_capacity import CAPACITY_FILE, SharedCapacity
-from baton.store.folder.tier import compute_cost
 from baton.store.interface import NAME_BYTES, TIERS, EntryName, TierContext
 from baton.testing.fleet import Fleet
 from baton.testing.store_faults import find_open_sizes

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from baton.store.entry_format import HEADER_BYTES
-from baton.store.folder.tier import compute_cost
+from baton.store.folder.entry_times import compute_cost
 from baton.testing.store_faults import flip_bit
 from tests.chaos.checks import Inventory, Moved, check_outcome
 from tests.chaos.clients import ClientRequest, ask

@@ -25,6 +25,7 @@ CAPACITY_FILE: Final = "capacity"
 LOCK_TIMEOUT_S: Final = 1.0
 """A user that was stopped in the middle of a change costs the others caching, no more."""
 _PAUSE_S: Final = 0.001
+_NUM_ATTEMPTS: Final = int(LOCK_TIMEOUT_S / _PAUSE_S)
 _COUNTS: Final = struct.Struct("<QQ")
 
 
@@ -39,6 +40,7 @@ class SharedCapacity:
     def __init__(self, folder: int, capacity_bytes: int) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         self._capacity_bytes = capacity_bytes
+        self._num_attempts = _NUM_ATTEMPTS
         self._fd = os.open(CAPACITY_FILE, flags, FILE_MODE, dir_fd=folder)
 
     def try_reserve(self, num_bytes: int) -> int:
@@ -64,11 +66,12 @@ class SharedCapacity:
             self._write(capacity.commit(num_bytes) if is_new else capacity.release(num_bytes))
             return is_new
 
-    def remove(self, try_remove: Callable[[], int]) -> None:
+    def remove(self, try_remove: Callable[[], int]) -> int:
         """Remove an entry: `try_remove` returns the bytes it used, 0 if it was gone already."""
         with self._locked():
             num_bytes = try_remove()
             self._write(self._read().remove(num_bytes))
+            return num_bytes
 
     def recount(self, count: Callable[[], int]) -> None:
         """Look at all entries, and set right what killed users, or others, have left wrong."""
@@ -99,16 +102,25 @@ class SharedCapacity:
 
     @contextmanager
     def _locked(self) -> Generator[None]:
-        for _ in range(int(LOCK_TIMEOUT_S / _PAUSE_S)):
-            try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(_PAUSE_S)
-        else:
-            raise StoreError("the store's count is locked by another process")
+        self._lock()
         try:
             with mapped({OSError: StoreError}):
                 yield
         finally:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def _lock(self) -> None:
+        """Wait for the lock, but not again and again for one that was not to be had."""
+        for attempt in range(self._num_attempts):
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(_PAUSE_S if attempt < self._num_attempts - 1 else 0)
+            else:
+                self._num_attempts = _NUM_ATTEMPTS
+                return
+        self._num_attempts = 1
+        raise StoreError(
+            f"another process holds the lock of the store's count for {LOCK_TIMEOUT_S:.0f} s or "
+            "longer: it was stopped, or its disk does not answer"
+        )

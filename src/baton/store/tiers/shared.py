@@ -16,7 +16,7 @@ import msgspec
 
 from baton.registry import Plugin
 from baton.store.folder.directory import Folder, remove_if_abandoned
-from baton.store.folder.tier import FolderTier
+from baton.store.folder.tier import FolderTier, FolderTierOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,11 +29,8 @@ _PREFIX: Final = "baton-"
 _SUFFIX: Final = "-store"
 
 
-class SharedTierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`capacity_bytes` is for all workers of the cluster on this host together.
-
-    `directory` is on a memory filesystem (tmpfs).
-    """
+class SharedTierOptions(FolderTierOptions, frozen=True, kw_only=True):
+    """`directory` is on a memory filesystem (tmpfs); for the rest see `FolderTierOptions`."""
 
     capacity_bytes: Annotated[int, msgspec.Meta(ge=1)] = 1 << 30
     directory: str = "/dev/shm"  # noqa: S108 - what is in it is checked to be this user's alone
@@ -51,7 +48,7 @@ class SharedTier(FolderTier):
         parent = Path(options.directory)
         self._own_folder = Folder(_choose_path(parent, (context.cluster, *context.other_names)))
         _remove_abandoned(parent)
-        super().__init__(self._own_folder, options.capacity_bytes, context)
+        super().__init__(self._own_folder, options, context)
         self._is_closed = False
 
     def close(self) -> None:
