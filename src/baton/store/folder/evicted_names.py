@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 EVICTED_FILE: Final = "evicted"
 _MARK_BYTES: Final = 8
-_CAPACITY_PER_NAME: Final = 32 << 10
-"""Bytes of the tier for each place: entries are larger, mostly, so that all of them fit."""
+_CAPACITY_PER_NAME: Final = 8 << 10
+"""Bytes of the tier for each place: several places for each entry, since they collide (ADR 34)."""
 _MIN_NAMES: Final = 1 << 10
 _MAX_NAMES: Final = 1 << 20
 

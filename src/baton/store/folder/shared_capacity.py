@@ -10,7 +10,7 @@ import fcntl
 import os
 import struct
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -61,9 +61,10 @@ class SharedCapacity:
     def commit(self, num_bytes: int, try_link: Callable[[], bool]) -> bool:
         """Link a reserved entry under its name unless it exists; whether it was linked."""
         with self._locked():
-            is_new = try_link()
             capacity = self._read()
-            self._write(capacity.commit(num_bytes) if is_new else capacity.release(num_bytes))
+            is_new = try_link()
+            with suppress(OSError):  # it stays counted as reserved: the sum is right
+                self._write(capacity.commit(num_bytes) if is_new else capacity.release(num_bytes))
             return is_new
 
     def remove(self, try_remove: Callable[[], int]) -> int:
