@@ -12,6 +12,7 @@ from baton.clock import MachineClock
 from baton.errors import ConfigError, StoreFullError
 from baton.store.counted_tier import make_families
 from baton.store.entry_format import HEADER_BYTES
+from baton.store.folder.bodies import compute_pooled_cost
 from baton.store.folder.body_pool import (
     EXTENT_BYTES,
     MAX_PACKED_BYTES,
@@ -34,6 +35,7 @@ from baton.testing.store_contract import (
     scan,
 )
 from baton.testing.store_faults import LARGE_BYTES, FolderFaultContract, flip_bit
+from baton.testing.store_syscalls import SystemCallFaultContract
 
 CLOCK = MachineClock()
 CONTRACT: Any = {"cluster": "contract", "key": CONTRACT_KEY, "clock": CLOCK}
@@ -101,8 +103,11 @@ class PooledTier(SharedTier):
     min_pooled_bytes = MAX_PACKED_BYTES
 
 
-class TestPooledBodies(StoreContract):
+class TestPooledBodies(SystemCallFaultContract):
     """The contract once more, and what only a pool can suffer."""
+
+    entry_bytes = compute_pooled_cost(BODY_BYTES)
+    reads_by = "fstat"
 
     def folder(self, place: Path) -> Path:
         return place / "baton-contract-store"

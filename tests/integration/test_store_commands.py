@@ -13,7 +13,7 @@ import pytest
 from baton.auth.key import ClusterKey
 from baton.clock import MachineClock
 from baton.handoff.pool_mode.store_access import open_keyed_store
-from baton.testing.store_contract import body_of, name_of
+from baton.testing.store_contract import BODY_BYTES, body_of, name_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,6 +68,32 @@ def test_stats(folder: Path) -> None:
     assert (tier["tier"], tier["num_entries"]) == ("file", len(CONTENTS))
     assert 0 < tier["used_bytes"] < tier["capacity_bytes"]
     assert tier["newest_s"] < 3600 < 4.9 * 3600 < tier["oldest_s"]
+
+
+@pytest.mark.parametrize("is_another_folder", [False, True])
+def test_a_folder_that_is_no_store_is_left_as_it_is(
+    tmp_path: Path, is_another_folder: bool
+) -> None:
+    mistyped = tmp_path / "mistyped"
+    if is_another_folder:
+        mistyped.mkdir(mode=0o700)
+    for command in (("stats",), ("verify",), ("evict", "--all"), ("ls",)):
+        code, _, errors = run(mistyped, *command)
+        assert code == 2
+        assert f"no store in {mistyped}" in errors
+    assert mistyped.exists() == is_another_folder
+    assert not is_another_folder or list(mistyped.iterdir()) == []
+
+
+def test_ls(folder: Path) -> None:
+    code, entries, _ = run(folder, "ls", "--oldest", "--limit", "2")
+    assert code == 0
+    assert [entry["name"] for entry in entries] == [name_of(c).hex() for c in "ab"]
+    assert 5 * 3600 - 1 < entries[0]["last_used_s"] < 5 * 3600 + 600
+    assert entries[0]["num_bytes"] >= BODY_BYTES
+    code, entries, _ = run(folder, "ls", "--limit", "0")
+    assert [entry["name"] for entry in entries] == [name_of(c).hex() for c in reversed(CONTENTS)]
+    assert run(folder, "ls", "--limit", "-1")[0] == 2
 
 
 def test_verify_finds_what_is_damaged_and_removes_it_if_it_is_told_to(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""`baton store`: what the store holds, whether it is whole, and making room by hand."""
+"""`baton store`: what the store holds, whether it is whole, and what it is to keep."""
 
 import sys
 from typing import TYPE_CHECKING, Annotated, Final
@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 import msgspec
 from cyclopts import App, Parameter
 
-from baton.cli.flags import ConfigFlags, Store
+from baton.cli.flags import ConfigFlags, StatusFd, Store
+from baton.config.logs import configure_logging
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,12 +17,13 @@ if TYPE_CHECKING:
     from baton.store.counted_tier import CountedTier
 
 FAILED: Final = 1
+MIB: Final = 1 << 20
 ALL_DAMAGED: Final = (
     "baton: every entry looks damaged: is this the workers' cluster key? It is in "
     "BATON_CLUSTER_KEY, or in the file of [cluster] key_file. Nothing was removed"
 )
 
-app = App(name="store", help="Look at the store, check it, make room in it.")
+app = App(name="store", help="Look at the store, check it, make room in it, keep it up.")
 
 Json = Annotated[bool, Parameter(help="Print JSON.", negative="", show_default=False)]
 
@@ -37,6 +39,31 @@ def stats(flags: ConfigFlags | None = None, *, store: Store = None, json: Json =
         _print_json(found)
     else:
         print_stats(found)
+    return 0
+
+
+@app.command(name="ls")
+def list_entries(
+    flags: ConfigFlags | None = None,
+    *,
+    store: Store = None,
+    oldest: Annotated[
+        bool, Parameter(help="The least recently used first.", negative="", show_default=False)
+    ] = False,
+    limit: Annotated[int, Parameter(help="At most so many of each tier; 0: all.")] = 20,
+    json: Json = False,
+) -> int:
+    """List entries of each tier: name, size, last use, and whether they are pinned."""
+    from baton.ops import store as ops  # noqa: PLC0415 - for --help
+
+    if limit < 0:
+        raise ConfigError("--limit takes no negative number")
+    with _open(flags, store) as tiers:
+        found = ops.list_entries(tiers, oldest_first=oldest, limit=limit)
+    if json:
+        _print_json(found)
+    else:
+        ops.print_entries(found)
     return 0
 
 
@@ -91,7 +118,7 @@ def evict(
         raise ConfigError("give one of --mib, --older-than-hours and --all")
     if (mebibytes or 0) < 0 or (older_than_hours or 0) < 0:
         raise ConfigError("--mib and --older-than-hours take no negative number")
-    num_bytes = None if mebibytes is None else int(mebibytes * (1 << 20))
+    num_bytes = None if mebibytes is None else int(mebibytes * MIB)
     with _open(flags, store) as tiers:
         done = ops.evict(tiers, num_bytes=num_bytes, older_than_hours=older_than_hours)
     if json:
@@ -101,8 +128,38 @@ def evict(
     return 0
 
 
+@app.command
+def serve(
+    flags: ConfigFlags | None = None,
+    *,
+    store: Store = None,
+    port: Annotated[
+        int, Parameter(help="For /metrics and /health on 127.0.0.1; 0: a free one.")
+    ] = 8009,
+    verify_mib_per_s: Annotated[
+        float, Parameter(help="Entries are read and checked at this rate; 0: not at all.")
+    ] = 8.0,
+    status_fd: StatusFd = 1,
+) -> int:
+    """Keep the store up without workers: the shared tier stays, expired entries go, room is made.
+
+    Runs until SIGTERM or SIGINT.
+    """
+    from baton.ops.store_daemon import run_store_daemon  # noqa: PLC0415 - for --help
+
+    if verify_mib_per_s < 0:
+        raise ConfigError("--verify-mib-per-s takes no negative number")
+    config = (flags or ConfigFlags()).resolve().to_config()
+    configure_logging(config.log)
+    with _open(flags, store, may_create=True) as tiers:
+        run_store_daemon(
+            tiers, port=port, verify_bytes_per_s=int(verify_mib_per_s * MIB), status_fd=status_fd
+        )
+    return 0
+
+
 def _open(
-    flags: ConfigFlags | None, tiers: tuple[str, ...] | None
+    flags: ConfigFlags | None, tiers: tuple[str, ...] | None, *, may_create: bool = False
 ) -> "AbstractContextManager[Sequence[CountedTier]]":
     """The tiers that the configuration names, or `--store`.
 
@@ -120,7 +177,7 @@ def _open(
             "no store is configured: give --store shared,file, or the workers' --config FILE"
         )
     found = find_credentials(config.cluster, config.security, read_environment(), ())
-    return open_tiers(kinds, config.store.options, found.credentials.key)
+    return open_tiers(kinds, config.store.options, found.credentials.key, may_create=may_create)
 
 
 def _print_json(found: object) -> None:

@@ -34,6 +34,18 @@ class TierStats(msgspec.Struct, frozen=True):
     capacity_bytes: int
     newest_s: float | None
     oldest_s: float | None
+    pinned_bytes: int = 0
+
+
+class ListedEntry(msgspec.Struct, frozen=True):
+    """One entry of a tier; `num_uses` since it was put or requeued, as far as is counted."""
+
+    tier: str
+    name: str
+    num_bytes: int
+    last_used_s: float
+    num_uses: int
+    is_pinned: bool
 
 
 class TierCheck(msgspec.Struct, frozen=True):
@@ -55,14 +67,19 @@ class TierEviction(msgspec.Struct, frozen=True):
 
 @contextmanager
 def open_tiers(
-    kinds: Sequence[str], options: Mapping[str, Mapping[str, object]], key: ClusterKey
+    kinds: Sequence[str],
+    options: Mapping[str, Mapping[str, object]],
+    key: ClusterKey,
+    *,
+    may_create: bool,
 ) -> Generator[Sequence[CountedTier]]:
     """The tiers of these kinds, as workers with this key have them.
 
     Raises:
-        ConfigError: one cannot be opened.
+        ConfigError: one cannot be opened, or is not there and may not be made.
     """
-    store = open_keyed_store(kinds, options, key=key, clock=MachineClock())
+    clock = MachineClock()
+    store = open_keyed_store(kinds, options, key=key, clock=clock, may_create=may_create)
     try:
         yield store.tiers
     finally:
@@ -81,12 +98,54 @@ def look_at(tiers: Sequence[CountedTier]) -> list[TierStats]:
 
 def print_stats(found: Sequence[TierStats]) -> None:
     """For people."""
-    table = Table("tier", "entries", "used, MiB", "of MiB", "last used, s ago", "oldest, s ago")
+    table = Table(
+        "tier", "entries", "used, MiB", "of MiB", "pinned, MiB", "last used, s ago", "oldest, s ago"
+    )
     for each in found:
-        sizes = f"{each.used_bytes / MIB:,.1f}", f"{each.capacity_bytes / MIB:,.1f}"
+        sizes = (
+            f"{num_bytes / MIB:,.1f}"
+            for num_bytes in (each.used_bytes, each.capacity_bytes, each.pinned_bytes)
+        )
         ages = ("" if age is None else f"{age:,.0f}" for age in (each.newest_s, each.oldest_s))
         table.add_row(each.tier, f"{each.num_entries:,}", *sizes, *ages)
     Console().print(table)
+
+
+def list_entries(
+    tiers: Sequence[CountedTier], *, oldest_first: bool, limit: int
+) -> list[ListedEntry]:
+    """Entries of each tier by their last use, at most `limit` of each; 0: all.
+
+    Raises:
+        StoreError: a tier cannot be looked at.
+    """
+    now = MachineClock().unix_now()
+    listed: list[ListedEntry] = []
+    for tier in tiers:
+        entries = sorted(tier.entries(), key=lambda e: e.used_at, reverse=not oldest_first)
+        listed += (
+            ListedEntry(
+                tier.kind,
+                entry.name.hex(),
+                entry.num_bytes,
+                round(max(0.0, now - entry.used_at), 3),
+                entry.num_uses,
+                entry.is_pinned,
+            )
+            for entry in (entries[:limit] if limit else entries)
+        )
+    return listed
+
+
+def print_entries(listed: Sequence[ListedEntry]) -> None:
+    """For people: a line for each, which is not wrapped."""
+    lines = [f"{'tier':8} {'name':64} {'KiB':>10} {'used, s ago':>12} {'uses':>4}"]
+    lines += (
+        f"{each.tier:8} {each.name} {each.num_bytes / 1024:10,.0f} {each.last_used_s:12,.0f}"
+        f" {each.num_uses:4}{'  pinned' if each.is_pinned else ''}"
+        for each in listed
+    )
+    Console(soft_wrap=True, highlight=False, markup=False).print("\n".join(lines))
 
 
 def verify(tiers: Sequence[CountedTier], *, remove: bool) -> list[TierCheck]:
@@ -112,7 +171,9 @@ def print_checks(found: Sequence[TierCheck]) -> None:
 def evict(
     tiers: Sequence[CountedTier], *, num_bytes: int | None, older_than_hours: float | None
 ) -> list[TierEviction]:
-    """Of each tier: so many bytes, or what was not used for so long; all of it without either.
+    """Of each tier: so many bytes, or what was not used for so long, but nothing that is pinned.
+
+    Without either: all of it.
 
     Raises:
         StoreError: a tier cannot be looked at.
@@ -124,7 +185,7 @@ def evict(
             victims = choose_victims(victims, num_bytes)
         elif older_than_hours is not None:
             latest = MachineClock().unix_now() - older_than_hours * HOUR_S
-            victims = [entry for entry in victims if entry.used_at < latest]
+            victims = [e for e in victims if e.used_at < latest and not e.is_pinned]
         for entry in victims:
             tier.discard(entry.name)
         done.append(TierEviction(tier.kind, len(victims), _sum_bytes(victims)))
@@ -149,6 +210,7 @@ def _look_at(tier: CountedTier, now: float) -> TierStats:
         capacity_bytes=usage.capacity_bytes,
         newest_s=ages[0] if ages else None,
         oldest_s=ages[-1] if ages else None,
+        pinned_bytes=_sum_bytes([entry for entry in entries if entry.is_pinned]),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Self
 
 if TYPE_CHECKING:
@@ -13,14 +13,34 @@ if TYPE_CHECKING:
 EVICTION_SLACK_PARTS: Final = 16
 """One part in so many of the capacity is freed beyond need: a look at all entries serves many."""
 
+MAX_USES: Final = 3
+"""Uses of an entry are counted up to this: S3-FIFO needs no more, and it fits two bits."""
+HIGH_MARK: Final = 0.95
+LOW_MARK: Final = 0.90
+"""Shares of the capacity: who evicts in the background begins above the one, ends at the other."""
+MAX_PINNED_SHARE: Final = 0.5
+"""Of the capacity: what is pinned must leave room for what is not."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredEntry:
-    """One entry: the bytes that it takes up, and when it was used last (seconds, any zero)."""
+    """One entry: the bytes that it takes up, and when it was used last (seconds, any zero).
+
+    The rest is for eviction: since `queued_at` it has been in its queue, the protected one or the
+    other, and it was used `num_uses` times meanwhile (as far as is counted). A pinned entry stays.
+    """
 
     name: EntryName
     num_bytes: int
     used_at: float
+    queued_at: float = 0.0
+    num_uses: int = 0
+    is_protected: bool = False
+    is_pinned: bool = False
+
+    def used(self, at: float) -> Self:
+        """The same after one more use."""
+        return replace(self, used_at=at, num_uses=min(self.num_uses + 1, MAX_USES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +89,24 @@ class Capacity:
         missing = num_bytes - self.free_bytes
         return missing + self.capacity_bytes // EVICTION_SLACK_PARTS if missing > 0 else 0
 
+    @property
+    def excess_bytes(self) -> int:
+        """Bytes above the low mark, once the high mark is exceeded; 0 below."""
+        used_bytes = self.committed_bytes + self.reserved_bytes
+        if used_bytes <= HIGH_MARK * self.capacity_bytes:
+            return 0
+        return used_bytes - int(LOW_MARK * self.capacity_bytes)
+
 
 def choose_victims(entries: Iterable[StoredEntry], num_bytes: int) -> list[StoredEntry]:
     """The least recently used entries that take up `num_bytes` together, in that order.
 
-    No more than are needed; all of them, where they are too few.
+    No more than are needed; all that are not pinned, where they are too few.
     """
     victims: list[StoredEntry] = []
     freed = 0
-    for entry in sorted(entries, key=lambda entry: (entry.used_at, entry.name)):
+    evictable = (entry for entry in entries if not entry.is_pinned)
+    for entry in sorted(evictable, key=lambda entry: (entry.used_at, entry.name)):
         if freed >= num_bytes:
             break
         victims.append(entry)

@@ -159,7 +159,9 @@ def _counted(reports: Sequence[TierReport]) -> Iterator[Metric]:
 
 def _lost(reports: Sequence[TierReport]) -> Iterator[Metric]:
     evictions = CounterMetricFamily(
-        "baton_store_evictions", "Entries that made room for others.", labels=["tier", "outcome"]
+        "baton_store_evictions",
+        "Entries that made room for others, or were too old.",
+        labels=["tier", "outcome"],
     )
     damaged = CounterMetricFamily(
         "baton_store_damaged", "Entries that were not what was put; removed.", labels=["tier"]
@@ -168,5 +170,6 @@ def _lost(reports: Sequence[TierReport]) -> Iterator[Metric]:
         kind, usage = report.kind, report.usage
         evictions.add_metric([kind, "demoted"], usage.num_demoted)
         evictions.add_metric([kind, "dropped"], usage.num_dropped)
+        evictions.add_metric([kind, "expired"], usage.num_expired)
         damaged.add_metric([kind], usage.num_damaged)
     yield from (evictions, damaged)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Final, NewType, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Final, NewType, Protocol, Self, TypeAlias, runtime_checkable
 
 from baton.registry import Registry
 
@@ -49,6 +49,7 @@ class Usage:
     num_demoted: int
     num_dropped: int
     num_damaged: int
+    num_expired: int = 0
 
 
 class EntryLease(Protocol):
@@ -127,6 +128,41 @@ class Tier(Protocol):
         ...
 
 
+@runtime_checkable
+class MaintainsEntries(Protocol):
+    """A tier whose entries are looked after in the background, by who has time for it."""
+
+    def maintain(self) -> None:
+        """Remove what has expired; above the high mark, evict to the low mark (`store.capacity`).
+
+        Raises:
+            StoreError: entries cannot be listed or removed.
+        """
+        ...
+
+
+@runtime_checkable
+class PinsEntries(Protocol):
+    """A tier that can be made to keep entries: they are not evicted, and do not expire."""
+
+    def pin(self, name: EntryName) -> bool:
+        """Keep an entry, also across restarts; whether it is there.
+
+        Raises:
+            StoreFullError: too large a share of the tier is pinned already.
+            StoreError: it cannot be pinned.
+        """
+        ...
+
+    def unpin(self, name: EntryName) -> bool:
+        """Let an entry be evicted again; whether it is there.
+
+        Raises:
+            StoreError: it cannot be unpinned.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class TierContext:
     """What every tier is built from, besides its own options.
@@ -134,7 +170,7 @@ class TierContext:
     `cluster` names the cluster in paths: printable, and no secret once it is used; `other_names`
     are for where another user took that path, and cannot be foreseen. `key`: 32 bytes, a secret of
     the cluster's, without which no entry is believed. Entries that must go are handed to `below`,
-    if there is such a tier.
+    if there is such a tier. `may_create`: a tier that is kept on a disk is made if it is not there.
     """
 
     cluster: str
@@ -142,6 +178,7 @@ class TierContext:
     clock: Clock
     below: Tier | None = None
     other_names: tuple[str, ...] = ()
+    may_create: bool = True
 
 
 class TierFactory(Protocol):

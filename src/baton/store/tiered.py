@@ -85,6 +85,7 @@ class TieredStore:
             num_demoted=sum(usage.num_demoted for usage in usages),
             num_dropped=sum(usage.num_dropped for usage in usages),
             num_damaged=sum(usage.num_damaged for usage in usages),
+            num_expired=sum(usage.num_expired for usage in usages),
         )
 
     def reports(self) -> list[TierReport]:
@@ -117,7 +118,7 @@ class TieredStore:
         return promoted
 
 
-def open_store(
+def open_store(  # noqa: PLR0913 - what each tier is built from
     kinds: Sequence[str],
     options: Mapping[str, Mapping[str, object]],
     *,
@@ -125,6 +126,7 @@ def open_store(
     key: bytes,
     clock: Clock,
     other_names: tuple[str, ...] = (),
+    may_create: bool = True,
 ) -> TieredStore:
     """Open the tiers of these kinds, the quickest first, from the last to the first.
 
@@ -136,7 +138,7 @@ def open_store(
         for kind in reversed(kinds):
             below = tiers[0] if tiers else None
             factory = TIERS.build(kind, options.get(kind, {}))
-            context = TierContext(cluster, key, clock, below, other_names)
+            context = TierContext(cluster, key, clock, below, other_names, may_create)
             tiers.insert(0, CountedTier(kind, factory(context)))
             opened.callback(tiers[0].close)
         opened.pop_all()

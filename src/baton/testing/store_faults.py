@@ -25,13 +25,13 @@ from baton.store.folder import directory
 from baton.store.interface import PutResult
 from baton.testing.store_contract import (
     BODY_BYTES,
-    StoreContract,
     body_of,
     name_of,
     put,
     read,
     scan,
 )
+from baton.testing.store_syscalls import SystemCallFaultContract
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
@@ -40,7 +40,7 @@ LARGE_BYTES = 4 << 20
 NUM_WRITERS = 4
 
 
-class FolderFaultContract(StoreContract):  # noqa: PLR0904 - a test for each fault
+class FolderFaultContract(SystemCallFaultContract):  # noqa: PLR0904 - a test for each fault
     """A subclass names its `kind`, and defines where in a place the entries are."""
 
     kind: str

@@ -79,8 +79,11 @@ def open_keyed_store(
     *,
     key: ClusterKey,
     clock: Clock,
+    may_create: bool = True,
 ) -> TieredStore:
     """The store of a cluster: its key names the folders of tiers, and its entries' digests.
+
+    `may_create`: see `TierContext`.
 
     Raises:
         ConfigError: a tier cannot be opened.
@@ -94,4 +97,5 @@ def open_keyed_store(
         key=key.sign(_PURPOSE, b"entries"),
         clock=clock,
         other_names=tuple(others),
+        may_create=may_create,
     )

@@ -9,7 +9,7 @@ import os
 import stat
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, Final
 
 from baton.errors import StoreError
 from baton.store.entry_format import (
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 ALLOCATION_BYTES: Final = 4096
 """What a filesystem gives a file at least."""
-OPEN_ENTRY: Final = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_OPEN: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 """Not blocking: a pipe in the place of an entry would wait for a writer."""
 
 
@@ -61,14 +61,23 @@ def count_body_bytes(status: os.stat_result) -> int:
     return status.st_size - HEADER_BYTES
 
 
+def open_unnoticed(name: str, folder: int) -> int:
+    """Open an entry's file without a change of its access time, where that is allowed.
+
+    Raises:
+        OSError: it is not there, or cannot be read.
+    """
+    try:
+        return os.open(name, _OPEN | os.O_NOATIME, dir_fd=folder)
+    except PermissionError:  # a server maps the owner to another one
+        return os.open(name, _OPEN, dir_fd=folder)
+
+
 class FileBodies:
     """Bodies in their entries' files. One owner thread.
 
     To put one: `try_take`, `write`, then `settle`; `give_back` before that where it is not kept.
-    `access`: how an entry's file is opened for a lease.
     """
-
-    access: ClassVar[int] = os.O_RDONLY
 
     def __init__(self, folder: int, key: bytes) -> None:
         self._folder, self._key = folder, key
@@ -129,8 +138,6 @@ class FileBodies:
 class PooledBodies(FileBodies):
     """The same, but large bodies lie in a pool."""
 
-    access = os.O_RDWR
-
     def __init__(self, folder: int, key: bytes, pool: BodyPool, lock: SharedCapacity) -> None:
         super().__init__(folder, key)
         self._pool, self._lock = pool, lock
@@ -186,7 +193,7 @@ class PooledBodies(FileBodies):
             super().unlink(name, num_bytes)
             return
         try:
-            fd = self._open(name)
+            fd = open_unnoticed(name.hex(), self._folder)
         except OSError:
             super().unlink(name, num_bytes)
             return
@@ -205,9 +212,6 @@ class PooledBodies(FileBodies):
     def _holds(self, num_bytes: int) -> bool:
         return num_bytes >= self._pool.min_body_bytes
 
-    def _open(self, name: EntryName) -> int:
-        return os.open(name.hex(), OPEN_ENTRY | self.access, dir_fd=self._folder)
-
     def _free_late(self, generation: int, fd: int) -> None:
         """The last reader of a removed entry frees its extents, if they are its still."""
 
@@ -221,7 +225,7 @@ class PooledBodies(FileBodies):
     def _iter_runs(self, names: Iterable[EntryName]) -> Iterator[Run]:
         for name in names:
             with suppress(OSError):
-                fd = self._open(name)
+                fd = open_unnoticed(name.hex(), self._folder)
                 try:
                     yield from read_runs(fd) or ()
                 finally:

@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 import stat
+import time
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 USERS: Final = "users"
 FOLDER_MODE: Final = 0o700
 FILE_MODE: Final = 0o600
+OPEN_TIMEOUT_S: Final = 5
+"""For a folder whose last user is taking it away."""
+_PAUSE_S: Final = 0.005
 _ATTEMPTS: Final = 100
 
 
@@ -113,7 +117,12 @@ def _try_join(path: Path, fd: int) -> tuple[int, bool] | None:
     except OSError as exc:
         raise ConfigError(f"cannot keep KV in {path}: {exc.strerror}") from exc
     was_unused = _try_lock_alone(users)
-    fcntl.flock(users, fcntl.LOCK_SH)
+    if not _try_share(users):
+        os.close(users)
+        raise ConfigError(
+            f"cannot keep KV in {path}: another process has held its lock for {OPEN_TIMEOUT_S} s:"
+            " was it stopped while it opened or removed the folder?"
+        )
     if _is_still_there(path, fd, users):
         return users, was_unused
     os.close(users)
@@ -126,6 +135,18 @@ def _try_lock_alone(users: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _try_share(users: int) -> bool:
+    """Share the lock; False if another process holds it for too long."""
+    for _ in range(int(OPEN_TIMEOUT_S / _PAUSE_S)):
+        try:
+            fcntl.flock(users, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_PAUSE_S)
+        else:
+            return True
+    return False
 
 
 def _is_still_there(path: Path, fd: int, users: int) -> bool:
@@ -158,6 +179,14 @@ class UnnamedFile:
 
     def __init__(self, folder: int, source: str) -> None:
         self._folder, self._source = folder, source
+
+    def set_times(self, times_ns: tuple[int, int]) -> None:
+        """Its access time and its modification time.
+
+        Raises:
+            OSError: they cannot be set.
+        """
+        os.utime(self._source, ns=times_ns, dir_fd=self._folder)
 
     def try_link(self, name: str) -> bool:
         """Give it its name; False if another file has it.
@@ -212,12 +241,11 @@ def _open_unfinished(folder: int, stack: ExitStack) -> tuple[int, str]:
     while True:
         unfinished = f"{UNFINISHED}{secrets.token_hex(16)}"
         fd = os.open(unfinished, flags, FILE_MODE, dir_fd=folder)
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        if os.fstat(fd).st_nlink:
+        if _try_lock_alone(fd) and os.fstat(fd).st_nlink:
             stack.callback(os.close, fd)
             stack.callback(_remove, folder, unfinished)
             return fd, unfinished
-        os.close(fd)  # another process met it before it was locked, and took it for abandoned
+        os.close(fd)  # another process met it before it was locked, and takes it for abandoned
 
 
 def _remove(folder: int, name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from baton.errors import StoreError
 from baton.store.entry_format import HEADER_BYTES
-from baton.store.folder.body_pool import MAX_PACKED_BYTES, Run, pack_runs, unpack_runs
+from baton.store.folder.body_pool import MAX_PACKED_BYTES, Run, unpack_runs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 
 PIECE_BYTES: Final = 128 << 10
+FREED_MODE: Final = 0
+"""Of the file of a removed entry whose extents are free."""
 
 
 @dataclass(slots=True, eq=False)
@@ -111,16 +114,22 @@ class PooledEntryLease(FileEntryLease):
         return True
 
     def _report_damage(self) -> None:
-        if os.fstat(self.fd).st_nlink:
+        if has_name(self.fd):
             self.on_damage()
 
     def _close(self, fd: int) -> None:
         fcntl.flock(fd, fcntl.LOCK_UN)
-        try:
-            if os.fstat(fd).st_nlink == 0:
-                self.body.free(fd)
-        finally:
-            os.close(fd)
+        if not has_name(fd):
+            self.body.free(fd)
+        os.close(fd)
+
+
+def has_name(fd: int) -> bool:
+    """Whether an entry was not removed yet; also where that cannot be found out."""
+    try:
+        return os.fstat(fd).st_nlink > 0
+    except OSError:
+        return True
 
 
 def try_share(fd: int) -> bool:
@@ -144,8 +153,7 @@ def read_runs(fd: int) -> tuple[Run, ...] | None:
 def free_unless_read(fd: int, pool: BodyPool) -> None:
     """Free the extents of an entry whose name is gone, unless somebody still reads it.
 
-    Under the capacity's lock. The file reports afterwards that it has none, so that they are freed
-    only once.
+    Under the capacity's lock. The file's mode shows afterwards that it has none.
 
     Raises:
         OSError: the file cannot be used.
@@ -155,7 +163,7 @@ def free_unless_read(fd: int, pool: BodyPool) -> None:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return
-    runs = read_runs(fd)
-    if runs:
-        os.pwrite(fd, pack_runs(()), HEADER_BYTES)
-        pool.give_back(runs)
+    if stat.S_IMODE(os.fstat(fd).st_mode) == FREED_MODE:
+        return
+    os.fchmod(fd, FREED_MODE)
+    pool.give_back(read_runs(fd) or ())

@@ -10,7 +10,7 @@ import fcntl
 import os
 import struct
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -25,6 +25,7 @@ CAPACITY_FILE: Final = "capacity"
 LOCK_TIMEOUT_S: Final = 1.0
 """A user that was stopped in the middle of a change costs the others caching, no more."""
 _PAUSE_S: Final = 0.001
+_NUM_ATTEMPTS: Final = int(LOCK_TIMEOUT_S / _PAUSE_S)
 _COUNTS: Final = struct.Struct("<QQ")
 
 
@@ -39,6 +40,7 @@ class SharedCapacity:
     def __init__(self, folder: int, capacity_bytes: int) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         self._capacity_bytes = capacity_bytes
+        self._num_attempts = _NUM_ATTEMPTS
         self._fd = os.open(CAPACITY_FILE, flags, FILE_MODE, dir_fd=folder)
 
     def try_reserve(self, num_bytes: int, try_take: Callable[[], bool]) -> int:
@@ -65,16 +67,18 @@ class SharedCapacity:
     def commit(self, num_bytes: int, try_link: Callable[[], bool]) -> bool:
         """Link a reserved entry under its name unless it exists; whether it was linked."""
         with self._locked():
-            is_new = try_link()
             capacity = self._read()
-            self._write(capacity.commit(num_bytes) if is_new else capacity.release(num_bytes))
+            is_new = try_link()
+            with suppress(OSError):  # it stays counted as reserved: the sum is right
+                self._write(capacity.commit(num_bytes) if is_new else capacity.release(num_bytes))
             return is_new
 
-    def remove(self, try_remove: Callable[[], int]) -> None:
+    def remove(self, try_remove: Callable[[], int]) -> int:
         """Remove an entry: `try_remove` returns the bytes it used, 0 if it was gone already."""
         with self._locked():
             num_bytes = try_remove()
             self._write(self._read().remove(num_bytes))
+            return num_bytes
 
     def under_lock(self, action: Callable[[], None]) -> None:
         """Change what is not counted, while no other process changes anything."""
@@ -110,16 +114,25 @@ class SharedCapacity:
 
     @contextmanager
     def _locked(self) -> Generator[None]:
-        for _ in range(int(LOCK_TIMEOUT_S / _PAUSE_S)):
-            try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(_PAUSE_S)
-        else:
-            raise StoreError("the store's count is locked by another process")
+        self._lock()
         try:
             with mapped({OSError: StoreError}):
                 yield
         finally:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def _lock(self) -> None:
+        """Wait for the lock, but not again and again for one that was not to be had."""
+        for attempt in range(self._num_attempts):
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(_PAUSE_S if attempt < self._num_attempts - 1 else 0)
+            else:
+                self._num_attempts = _NUM_ATTEMPTS
+                return
+        self._num_attempts = 1
+        raise StoreError(
+            f"another process holds the lock of the store's count for {LOCK_TIMEOUT_S:.0f} s or "
+            "longer: it was stopped, or its disk does not answer"
+        )

@@ -6,13 +6,20 @@ import logging
 import os
 import re
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Final
+
+import msgspec
 
 from baton.errors import ConfigError, StoreError, StoreFullError, mapped
-from baton.store.capacity import StoredEntry, choose_victims
-from baton.store.folder.bodies import OPEN_ENTRY, FileBodies, PooledBodies, count_body_bytes
-from baton.store.folder.directory import remove_unfinished
+from baton.store.capacity import MAX_PINNED_SHARE, StoredEntry
+from baton.store.eviction import EVICTIONS
+from baton.store.folder.bodies import FileBodies, PooledBodies, count_body_bytes, open_unnoticed
+from baton.store.folder.directory import FILE_MODE, remove_unfinished
+from baton.store.folder.entry_times import PINNED_MODE, read_entry, to_times_ns
+from baton.store.folder.evicted_names import EvictedNames
+from baton.store.folder.leases import has_name
 from baton.store.folder.shared_capacity import SharedCapacity
 from baton.store.interface import EntryName, PutResult, Usage
 
@@ -24,11 +31,23 @@ if TYPE_CHECKING:
     from baton.store.folder.leases import FileEntryLease
     from baton.store.interface import Body, TierContext
 
-
 logger = logging.getLogger(__name__)
 
+CLOCK_TOLERANCE_S: Final = 1.0
+"""An entry that was used later than now by more than this: the clock was set back meanwhile."""
 _MAX_ROUNDS: Final = 4
 _ENTRY: Final = re.compile(r"[0-9a-f]{64}")
+
+
+class FolderTierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`capacity_bytes` is for all that share the folder; it and `eviction` are the same for them.
+
+    What was not used for `ttl_s` is not found any more; None: however old it is.
+    """
+
+    capacity_bytes: Annotated[int, msgspec.Meta(ge=1)]
+    eviction: str = "lru"
+    ttl_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
 
 
 class FolderTier:
@@ -37,7 +56,7 @@ class FolderTier:
     def __init__(
         self,
         folder: Folder,
-        capacity_bytes: int,
+        options: FolderTierOptions,
         context: TierContext,
         pool: BodyPool | None = None,
     ) -> None:
@@ -46,55 +65,97 @@ class FolderTier:
         Large bodies go into the pool, if there is one, which is the tier's then.
 
         Raises:
-            ConfigError: the folder cannot be used.
+            ConfigError: the folder cannot be used, or there is no such eviction policy.
         """
         self._folder, self._fd = folder, folder.fd
-        self._capacity_bytes = capacity_bytes
+        self._capacity_bytes, self._ttl_s = options.capacity_bytes, options.ttl_s
         self._clock, self._below = context.clock, context.below
-        self._num_damaged = self._num_demoted = self._num_dropped = 0
+        self._num_damaged = self._num_demoted = self._num_dropped = self._num_expired = 0
         self._is_reported = False
+        self._policy = EVICTIONS.build(options.eviction, {})
         with mapped({OSError: ConfigError, StoreError: ConfigError}):
-            self._capacity = SharedCapacity(folder.fd, capacity_bytes)
+            self._capacity = SharedCapacity(folder.fd, options.capacity_bytes)
             self._bodies = FileBodies(folder.fd, context.key)
             if pool is not None:
                 self._bodies = PooledBodies(folder.fd, context.key, pool, self._capacity)
             remove_unfinished(folder.fd)
             if folder.was_unused:
                 self._capacity.reset(self._count)
+            remembers = self._policy.remembers
+            self._evicted = EvictedNames(folder.fd, options.capacity_bytes) if remembers else None
 
     def find(self, names: Sequence[EntryName]) -> int:
         for index, name in enumerate(names):
-            if not self._has(name):
+            if self._find(name) is None:
                 return index
         return len(names)
 
     def put(self, name: EntryName, body: Body) -> PutResult:
-        if self._has(name):
-            self._touch(name)
+        found = self._find(name)
+        if found is not None:
+            self._mark(found.used(self._clock.unix_now()))
             return PutResult.EXISTS
         cost = self._bodies.compute_cost(len(body))
         self._reserve(cost, len(body))
         try:
             with self._bodies.write(name, body) as unnamed_file:
+                unnamed_file.set_times(to_times_ns(self._make_entry(name, cost)))
                 is_new = self._capacity.commit(cost, partial(self._try_link, unnamed_file, name))
         except StoreError:
             self._capacity.release(cost, self._bodies.give_back)
             raise
         finally:
             self._bodies.settle()
-        if is_new:
-            self._touch(name)
         return PutResult.STORED if is_new else PutResult.EXISTS
 
+    def _make_entry(self, name: EntryName, cost: int) -> StoredEntry:
+        now = self._clock.unix_now()
+        is_back = self._evicted is not None and self._evicted.take(name)
+        return StoredEntry(name, cost, used_at=now, queued_at=now, is_protected=is_back)
+
     def try_lease(self, name: EntryName) -> FileEntryLease | None:
+        found = self._find(name)
+        if found is None:
+            return None
         lease = self._try_open(name, partial(self._remove_damaged, name))
         if lease is not None:
-            self._touch(name)
+            self._mark(found.used(self._clock.unix_now()))
         return lease
+
+    def pin(self, name: EntryName) -> bool:
+        """See `PinsEntries`."""
+        found = self._find(name)
+        if found is None:
+            return False
+        if not found.is_pinned:
+            pinned_bytes = sum(entry.num_bytes for entry in self.entries() if entry.is_pinned)
+            if pinned_bytes + found.num_bytes > MAX_PINNED_SHARE * self._capacity_bytes:
+                raise StoreFullError(
+                    f"{pinned_bytes} bytes are pinned in {self._folder.path}: no more than "
+                    f"{MAX_PINNED_SHARE:.0%} of its {self._capacity_bytes} may be"
+                )
+            self._set_mode(name, PINNED_MODE)
+        return True
+
+    def unpin(self, name: EntryName) -> bool:
+        """See `PinsEntries`."""
+        found = self._find(name)
+        if found is not None and found.is_pinned:
+            self._set_mode(name, FILE_MODE)
+        return found is not None
+
+    def maintain(self) -> None:
+        """See `MaintainsEntries`."""
+        for entry in self._list_settled():
+            if self._is_expired(entry):
+                self._expire(entry)
+        excess_bytes = self._capacity.peek().excess_bytes
+        if excess_bytes:
+            self._evict(excess_bytes)
 
     def _try_open(self, name: EntryName, on_damage: Callable[[], None]) -> FileEntryLease | None:
         try:
-            fd = os.open(name.hex(), OPEN_ENTRY | self._bodies.access, dir_fd=self._fd)
+            fd = open_unnoticed(name.hex(), self._fd)
         except OSError:
             return None
         try:
@@ -102,7 +163,7 @@ class FolderTier:
         except OSError:
             lease = None
         if lease is None:
-            is_there = bool(os.fstat(fd).st_nlink)
+            is_there = has_name(fd)
             os.close(fd)
             if is_there:
                 on_damage()
@@ -130,12 +191,15 @@ class FolderTier:
             num_demoted=self._num_demoted,
             num_dropped=self._num_dropped,
             num_damaged=self._num_damaged,
+            num_expired=self._num_expired,
         )
 
     def close(self) -> None:
         """See `Tier`. The folder stays open: it is the caller's."""
         self._bodies.close()
         self._capacity.close()
+        if self._evicted is not None:
+            self._evicted.close()
 
     def _reserve(self, cost: int, num_bytes: int) -> None:
         """Count an entry as kept, and take memory for its body, making room for both first.
@@ -163,16 +227,24 @@ class FolderTier:
         return is_new
 
     def _evict(self, num_bytes: int) -> None:
-        """Remove the least recently used entries; set the count right where it was too high."""
-        with mapped({OSError: StoreError}):
-            victims = choose_victims(self._iter_entries(), num_bytes)
-        for victim in victims:
+        """Make entries go, as the policy chooses; set the count right where it was too high.
+
+        Raises:
+            StoreError: they cannot be listed, or another process holds the lock.
+        """
+        eviction = self._policy.choose(self._list_settled(), num_bytes, self._clock.unix_now())
+        for entry in eviction.requeued:
+            self._mark(entry)
+        freed = 0
+        for victim in eviction.victims:
             if self._try_demote(victim.name):
                 self._num_demoted += 1
             else:
                 self._num_dropped += 1
-            self._remove(victim.name)
-        if sum(victim.num_bytes for victim in victims) < num_bytes:
+            freed += self._capacity.remove(partial(self._unlink_victim, victim.name))
+            if self._evicted is not None and not victim.is_protected:
+                self._evicted.add(victim.name)
+        if freed < num_bytes:
             self._capacity.recount(self._count)
 
     def _try_demote(self, name: EntryName) -> bool:
@@ -198,11 +270,23 @@ class FolderTier:
     def _unlink(self, name: EntryName) -> int:
         """Remove an entry; the bytes that it took up, 0 if it is not there."""
         try:
-            status = os.stat(name.hex(), dir_fd=self._fd, follow_symlinks=False)
+            status = self._stat(name)
             self._bodies.unlink(name, count_body_bytes(status))
         except OSError:
             return 0
         return self._bodies.compute_cost(count_body_bytes(status))
+
+    def _unlink_victim(self, name: EntryName) -> int:
+        """The same, unless it was pinned since it was chosen."""
+        try:
+            is_pinned = self._read_entry(name, self._stat(name)).is_pinned
+        except OSError:
+            return 0
+        return 0 if is_pinned else self._unlink(name)
+
+    def _expire(self, entry: StoredEntry) -> None:
+        self._num_expired += 1
+        self._remove(entry.name)
 
     def _count(self) -> int:
         self._bodies.recount((n, count_body_bytes(status)) for n, status in self._iter_files())
@@ -218,25 +302,62 @@ class FolderTier:
             self._is_reported = True
             logger.warning("store: %s lost an entry (logged once): %s", self._folder.path, error)
 
-    def _has(self, name: EntryName) -> bool:
+    def _find(self, name: EntryName) -> StoredEntry | None:
+        """What is there under this name, and is not too old."""
         try:
-            os.stat(name.hex(), dir_fd=self._fd, follow_symlinks=False)
+            entry = self._read_entry(name, self._stat(name))
         except OSError:
+            return None
+        if self._is_expired(entry):
+            self._expire(entry)
+            return None
+        return entry
+
+    def _stat(self, name: EntryName) -> os.stat_result:
+        return os.stat(name.hex(), dir_fd=self._fd, follow_symlinks=False)
+
+    def _is_expired(self, entry: StoredEntry) -> bool:
+        if self._ttl_s is None or entry.is_pinned:
             return False
-        return True
+        return self._clock.unix_now() - entry.used_at > self._ttl_s
 
-    def _touch(self, name: EntryName) -> None:
+    def _mark(self, entry: StoredEntry) -> None:
+        """Keep what eviction must know of an entry with it. Two users at once: one use is lost."""
         with suppress(OSError):
-            os.utime(name.hex(), ns=self._now_ns(), dir_fd=self._fd, follow_symlinks=False)
+            times = to_times_ns(entry)
+            os.utime(entry.name.hex(), ns=times, dir_fd=self._fd, follow_symlinks=False)
 
-    def _now_ns(self) -> tuple[int, int]:
-        now = int(self._clock.unix_now() * 1e9)
-        return now, now
+    def _set_mode(self, name: EntryName, mode: int) -> None:
+        with mapped({OSError: StoreError}):
+            fd = open_unnoticed(name.hex(), self._fd)
+            try:
+                os.fchmod(fd, mode)
+            finally:
+                os.close(fd)
+
+    def _list_settled(self) -> list[StoredEntry]:
+        """All entries, none of which was used later than now: else it would never go.
+
+        Where the clock was set back, entries count as used now, and are marked so.
+        """
+        now = self._clock.unix_now()
+        latest = now + CLOCK_TOLERANCE_S
+        settled = []
+        for entry in self.entries():
+            if entry.used_at <= latest and entry.queued_at <= latest:
+                settled.append(entry)
+                continue
+            used_at, queued_at = min(entry.used_at, now), min(entry.queued_at, now)
+            settled.append(replace(entry, used_at=used_at, queued_at=queued_at))
+            self._mark(settled[-1])
+        return settled
 
     def _iter_entries(self) -> Iterator[StoredEntry]:
         for name, status in self._iter_files():
-            cost = self._bodies.compute_cost(count_body_bytes(status))
-            yield StoredEntry(name, cost, status.st_mtime)
+            yield self._read_entry(name, status)
+
+    def _read_entry(self, name: EntryName, status: os.stat_result) -> StoredEntry:
+        return read_entry(name, status, self._bodies.compute_cost(count_body_bytes(status)))
 
     def _iter_files(self) -> Iterator[tuple[EntryName, os.stat_result]]:
         with os.scandir(self._fd) as found:

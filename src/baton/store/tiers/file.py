@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
+from baton.errors import ConfigError
 from baton.registry import Plugin
-from baton.store.folder.directory import Folder
-from baton.store.folder.tier import FolderTier
+from baton.store.folder.directory import USERS, Folder
+from baton.store.folder.tier import FolderTier, FolderTierOptions
 
 if TYPE_CHECKING:
     from baton.store.interface import TierContext, TierFactory
 
 
-class FileTierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`directory` is made for this user alone; `capacity_bytes` is for all that share it."""
+class FileTierOptions(FolderTierOptions, frozen=True, kw_only=True):
+    """`directory` is made for this user alone; for the rest see `FolderTierOptions`."""
 
     directory: str
     capacity_bytes: Annotated[int, msgspec.Meta(ge=1)] = 16 << 30
@@ -30,10 +31,16 @@ class FileTier(FolderTier):
         """Open the folder.
 
         Raises:
-            ConfigError: it cannot be used.
+            ConfigError: it cannot be used, or is not there and may not be made.
         """
-        self._own_folder = Folder(Path(options.directory).expanduser())
-        super().__init__(self._own_folder, options.capacity_bytes, context)
+        path = Path(options.directory).expanduser()
+        if not context.may_create and not (path / USERS).exists():
+            raise ConfigError(
+                f"there is no store in {path}: is store.options.file.directory right? Workers make "
+                "the folder when they start"
+            )
+        self._own_folder = Folder(path)
+        super().__init__(self._own_folder, options, context)
         self._is_closed = False
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ import msgspec
 from baton.registry import Plugin
 from baton.store.folder.body_pool import BodyPool
 from baton.store.folder.directory import Folder, remove_if_abandoned
-from baton.store.folder.tier import FolderTier
+from baton.store.folder.tier import FolderTier, FolderTierOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,11 +30,8 @@ _PREFIX: Final = "baton-"
 _SUFFIX: Final = "-store"
 
 
-class SharedTierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`capacity_bytes` is for all workers of the cluster on this host together.
-
-    `directory` is on a memory filesystem (tmpfs).
-    """
+class SharedTierOptions(FolderTierOptions, frozen=True, kw_only=True):
+    """`directory` is on a memory filesystem (tmpfs); for the rest see `FolderTierOptions`."""
 
     capacity_bytes: Annotated[int, msgspec.Meta(ge=1)] = 1 << 30
     directory: str = "/dev/shm"  # noqa: S108 - what is in it is checked to be this user's alone
@@ -55,7 +52,7 @@ class SharedTier(FolderTier):
         self._own_folder = Folder(_choose_path(parent, (context.cluster, *context.other_names)))
         _remove_abandoned(parent)
         pool = BodyPool(self._own_folder.fd, options.capacity_bytes, self.min_pooled_bytes)
-        super().__init__(self._own_folder, options.capacity_bytes, context, pool)
+        super().__init__(self._own_folder, options, context, pool)
         self._is_closed = False
 
     def close(self) -> None:

@@ -1,0 +1,233 @@
+"""What a store's policies find of a real trace: `python benchmarks/bench_evictions.py TRACE`.
+
+TRACE is Mooncake's conversation trace (FAST '25; `conversation_trace.jsonl` of its repository): for
+each request the hashes of its prompt's blocks of 512 tokens, and when it came. It is replayed in
+virtual time, with the eviction policies, the capacity's slack and the table of evicted names that
+workers use; entries are of one size. A request finds its leading blocks that are there, and puts
+the others. Reported: the share of all blocks that were found, by the tier's size as a share of all
+different blocks of the trace.
+
+- *admission*: what the lower of two tiers takes of the entries that make room in the upper one:
+  all (as it is), those that were used again, or each entry at once when it is put (write-through)
+- *ttl*: what is found where entries that were not used for so long are dropped, in a large tier
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import msgspec
+
+from baton.store.capacity import Capacity, StoredEntry
+from baton.store.eviction import EVICTIONS
+from baton.store.folder.evicted_names import EvictedNames
+from baton.store.interface import EntryName
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from baton.store.eviction import EvictionPolicy
+
+SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3)
+TIER_SHARES = ((0.02, 0.1), (0.02, 0.2), (0.05, 0.2))
+TTLS_S = (60.0, 300.0, 600.0, 1200.0, 2400.0)
+ENTRY_BYTES = 32 << 10
+"""A small model's: larger ones have more places in the table of evicted names, for each entry."""
+STEP_S = 1e-9
+"""Between two entries of a request: no two are used at once."""
+
+Admission: TypeAlias = Literal["all", "used again", "write-through"]
+
+
+class Request(msgspec.Struct, frozen=True):
+    """One line of the trace; `timestamp` in milliseconds."""
+
+    timestamp: int
+    hash_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Tier:
+    """One tier, in entries of one size."""
+
+    policy_name: str
+    max_entries: int
+    ttl_s: float | None = None
+    entries: dict[EntryName, StoredEntry] = field(default_factory=dict)
+    num_puts: int = 0
+    policy: EvictionPolicy = field(init=False)
+    capacity_bytes: int = field(init=False)
+    evicted: EvictedNames | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.policy = EVICTIONS.build(self.policy_name, {})
+        self.capacity_bytes = self.max_entries * ENTRY_BYTES
+        folder = os.open(tempfile.mkdtemp(), os.O_RDONLY | os.O_DIRECTORY)
+        self.evicted = EvictedNames(folder, self.capacity_bytes) if self.policy.remembers else None
+
+    def has(self, name: EntryName, now: float) -> bool:
+        """Whether it would be found."""
+        entry = self.entries.get(name)
+        return entry is not None and (self.ttl_s is None or now - entry.used_at <= self.ttl_s)
+
+    def use(self, name: EntryName, now: float) -> None:
+        """It was read."""
+        self.entries[name] = self.entries[name].used(now)
+
+    def put(self, name: EntryName, now: float) -> Sequence[StoredEntry]:
+        """Put it; what had to make room."""
+        if name in self.entries:
+            self.use(name, now)
+            return ()
+        used_bytes = len(self.entries) * ENTRY_BYTES
+        shortage = Capacity(self.capacity_bytes, used_bytes).shortage(ENTRY_BYTES)
+        victims = self._evict(shortage, now) if shortage else ()
+        is_back = self.evicted is not None and self.evicted.take(name)
+        self.entries[name] = StoredEntry(name, ENTRY_BYTES, now, now, is_protected=is_back)
+        self.num_puts += 1
+        return victims
+
+    def _evict(self, num_bytes: int, now: float) -> Sequence[StoredEntry]:
+        eviction = self.policy.choose(self.entries.values(), num_bytes, now)
+        self.entries |= {entry.name: entry for entry in eviction.requeued}
+        for victim in eviction.victims:
+            del self.entries[victim.name]
+            if self.evicted is not None and not victim.is_protected:
+                self.evicted.add(victim.name)
+        return eviction.victims
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The requests: when each came (seconds), and the names of its blocks."""
+
+    requests: Sequence[tuple[float, Sequence[EntryName]]]
+    num_blocks: int
+    num_different: int
+
+    def uses(self) -> Iterator[tuple[float, Sequence[EntryName]]]:
+        """Each request, a microsecond after the one before at least."""
+        yield from ((at + i * 1e-6, names) for i, (at, names) in enumerate(self.requests))
+
+
+def read_trace(path: Path) -> Trace:
+    """Read Mooncake's format."""
+    decoder = msgspec.json.Decoder(Request)
+    lines = [decoder.decode(line) for line in path.read_bytes().splitlines()]
+    names = {
+        number: EntryName(hashlib.sha256(number.to_bytes(8, "little")).digest())
+        for line in lines
+        for number in line.hash_ids
+    }
+    requests = [(line.timestamp / 1000, [names[n] for n in line.hash_ids]) for line in lines]
+    return Trace(requests, sum(len(each) for _, each in requests), len(names))
+
+
+def replay(trace: Trace, tier: Tier) -> float:
+    """The share of blocks that were found."""
+    num_found = 0
+    for now, names in trace.uses():
+        found = next((i for i, name in enumerate(names) if not tier.has(name, now)), len(names))
+        num_found += found
+        for at, name in enumerate(names):
+            (tier.use if at < found else tier.put)(name, now + at * STEP_S)
+    return num_found / trace.num_blocks
+
+
+def replay_two(trace: Trace, upper: Tier, lower: Tier, admission: Admission) -> float:
+    """The same with two tiers: what is read from the lower one is copied up."""
+    num_found = 0
+
+    def put(name: EntryName, now: float) -> None:
+        for victim in upper.put(name, now):
+            if admission == "all" or (admission == "used again" and victim.num_uses):
+                lower.put(victim.name, now)
+
+    for now, names in trace.uses():
+        for at, name in enumerate(names):
+            now += STEP_S
+            if upper.has(name, now):
+                upper.use(name, now)
+            elif lower.has(name, now):
+                lower.use(name, now)
+                put(name, now)
+            else:
+                num_found += at
+                break
+        else:
+            num_found += len(names)
+            continue
+        for name in names[at:]:
+            now += STEP_S
+            if not upper.has(name, now) and lower.has(name, now):
+                continue  # a store of tiers does not write again what a lower one has
+            put(name, now)
+            if admission == "write-through":
+                lower.put(name, now)
+    return num_found / trace.num_blocks
+
+
+def main() -> None:
+    """Replay everything; print tables; with --json, keep them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    trace = read_trace(arguments.trace)
+    best = 1 - trace.num_different / trace.num_blocks
+    print(f"{trace.num_blocks:,} blocks, {trace.num_different:,} different: at most {best:.3f}")
+    results = {"num_blocks": trace.num_blocks, "num_different": trace.num_different}
+    results["evictions"] = [row for share in SHARES for row in compare_policies(trace, share)]
+    results["admission"] = [
+        row for upper, lower in TIER_SHARES for row in compare_admission(trace, upper, lower)
+    ]
+    results["ttl"] = [measure_ttl(trace, ttl_s) for ttl_s in TTLS_S]
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
+
+
+def compare_policies(trace: Trace, share: float) -> Iterator[dict[str, object]]:
+    """A tier of that size under each policy."""
+    for kind in ("lru", "s3fifo"):
+        tier = Tier(kind, int(share * trace.num_different))
+        found = replay(trace, tier)
+        print(f"size {share:4.0%}  {kind:7} found {found:.3f}")
+        yield {"size": share, "policy": kind, "found": round(found, 4)}
+
+
+def compare_admission(trace: Trace, upper: float, lower: float) -> Iterator[dict[str, object]]:
+    """Two tiers of those sizes, and what the lower one takes."""
+    modes: tuple[Admission, ...] = ("all", "used again", "write-through")
+    for mode in modes:
+        tiers = [Tier("lru", int(share * trace.num_different)) for share in (upper, lower)]
+        found = replay_two(trace, tiers[0], tiers[1], mode)
+        written = tiers[1].num_puts / trace.num_different
+        print(
+            f"sizes {upper:4.0%} {lower:4.0%}  {mode:13} found {found:.3f}  "
+            f"written to the lower tier {written:.2f} of the different blocks"
+        )
+        yield {
+            "upper": upper,
+            "lower": lower,
+            "admission": mode,
+            "found": round(found, 4),
+            "written": round(written, 4),
+        }
+
+
+def measure_ttl(trace: Trace, ttl_s: float) -> dict[str, object]:
+    """A tier that holds everything, and drops what was not used for that long."""
+    found = replay(trace, Tier("lru", trace.num_different + 1, ttl_s))
+    print(f"ttl {ttl_s:6.0f} s  found {found:.3f}")
+    return {"ttl_s": ttl_s, "found": round(found, 4)}
+
+
+if __name__ == "__main__":
+    main()

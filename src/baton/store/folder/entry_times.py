@@ -1,0 +1,46 @@
+"""What eviction must know of an entry, kept in its file's times: set at once, read by one stat.
+
+    modification time   used last; its last three bits, in ns: 4 if it is protected, and its uses
+    access time         since when it has been in its queue
+
+No read changes them: entries are opened with O_NOATIME. A file without permission to write is
+pinned. Where a filesystem keeps no nanoseconds, uses are lost and S3-FIFO is a FIFO.
+"""
+
+from __future__ import annotations
+
+import stat
+from typing import TYPE_CHECKING, Final
+
+from baton.store.capacity import MAX_USES, StoredEntry
+
+if TYPE_CHECKING:
+    import os
+
+    from baton.store.interface import EntryName
+
+PINNED_MODE: Final = 0o400
+_PROTECTED: Final = MAX_USES + 1
+_STATE_BITS: Final = _PROTECTED | MAX_USES
+_NS: Final = 1_000_000_000
+
+
+def read_entry(name: EntryName, status: os.stat_result, num_bytes: int) -> StoredEntry:
+    """An entry that takes up so many bytes, as its file's status shows it."""
+    state = status.st_mtime_ns & _STATE_BITS
+    return StoredEntry(
+        name,
+        num_bytes,
+        used_at=status.st_mtime_ns / _NS,
+        queued_at=status.st_atime_ns / _NS,
+        num_uses=state & MAX_USES,
+        is_protected=bool(state & _PROTECTED),
+        is_pinned=not status.st_mode & stat.S_IWUSR,
+    )
+
+
+def to_times_ns(entry: StoredEntry) -> tuple[int, int]:
+    """The times of an entry's file, for `os.utime(ns=...)`."""
+    state = entry.num_uses | (_PROTECTED if entry.is_protected else 0)
+    used_ns = int(entry.used_at * _NS) & ~_STATE_BITS
+    return int(entry.queued_at * _NS), used_ns | state

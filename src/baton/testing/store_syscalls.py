@@ -1,0 +1,190 @@
+"""System calls of a tier in a folder that fail, or at which its process is killed: each in turn.
+
+The modules of `store.folder` get an `os` of their own in which the n-th call of those that touch
+files fails. A test runs the same work again and again, until n is beyond its last call.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from abc import abstractmethod
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Final
+
+import pytest
+
+from baton.errors import StoreError
+from baton.store.folder import (
+    bodies,
+    body_pool,
+    directory,
+    evicted_names,
+    leases,
+    shared_capacity,
+    tier,
+)
+from baton.testing.store_contract import (
+    BODY_BYTES,
+    StoreContract,
+    body_of,
+    name_of,
+    put,
+    read,
+    scan,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+    from baton.store.interface import Tier
+
+CALLS: Final = (
+    *("open", "stat", "fstat", "scandir", "pread", "preadv"),
+    *("write", "pwrite", "utime", "link", "unlink", "ftruncate", "posix_fallocate", "fchmod"),
+)
+MAX_CALLS: Final = 2000
+NUM_ENTRIES: Final = 3
+
+
+@dataclass(slots=True)
+class SystemCalls:
+    """`os`, but that `act` is called in place of call number `at`, counted from 0."""
+
+    at: int
+    act: Callable[[], None]
+    num_calls: int = 0
+    name: str = ""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the call was reached."""
+        return self.num_calls > self.at
+
+    def __getattr__(self, name: str) -> object:
+        """As of `os`."""
+        found = getattr(os, name)
+        if name not in CALLS:
+            return found
+
+        def call(*arguments: object, **options: object) -> object:
+            self.num_calls += 1
+            if self.num_calls == self.at + 1:
+                self.name = name
+                self.act()
+            return found(*arguments, **options)
+
+        return call
+
+
+@contextmanager
+def failing(at: int, act: Callable[[], None]) -> Generator[SystemCalls]:
+    """In this process, for the length of a block."""
+    calls = SystemCalls(at, act)
+    modules = (bodies, body_pool, directory, evicted_names, leases, shared_capacity, tier)
+    for module in modules:
+        vars(module)["os"] = calls
+    try:
+        yield calls
+    finally:
+        for module in modules:
+            vars(module)["os"] = os
+
+
+class SystemCallFaultContract(StoreContract):
+    """A subclass defines where in a place the entries are, and what one of the kit's takes up."""
+
+    entry_bytes: ClassVar = bodies.compute_cost(BODY_BYTES)
+    reads_by: ClassVar = "preadv"
+
+    @abstractmethod
+    def folder(self, place: Path) -> Path:
+        """Where its files are."""
+
+    @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
+    def test_a_system_call_that_fails_costs_caching_only(self, tmp_path: Path, error: int) -> None:
+        def fail() -> None:
+            raise OSError(error, os.strerror(error))
+
+        failed: set[str] = set()
+        for at in count():
+            place = tmp_path / str(at)
+            place.mkdir()
+            with self.opened(place, NUM_ENTRIES * self.entry_bytes) as tier:
+                fill(tier)
+                num_open = sum(1 for _ in Path("/proc/self/fd").iterdir())
+                with failing(at, fail) as calls:
+                    work(tier)
+                assert sum(1 for _ in Path("/proc/self/fd").iterdir()) == num_open, calls.name
+                check(tier)
+            if not calls.has_failed:
+                break
+            failed.add(calls.name)
+            assert at < MAX_CALLS
+        assert failed >= {"open", "stat", "pread", "write", "pwrite", "link", "unlink"}
+        assert self.reads_by in failed
+
+    def test_a_process_killed_at_any_system_call_leaves_a_right_store(self, tmp_path: Path) -> None:
+        for at in count():
+            place = tmp_path / str(at)
+            place.mkdir()
+            with self.opened(place, NUM_ENTRIES * self.entry_bytes) as tier:
+                fill(tier)
+                status = self._run_until_killed(place, at)
+                assert status in {0, -signal.SIGKILL}
+                check(tier)
+            with self.opened(place, NUM_ENTRIES * self.entry_bytes) as tier:
+                left = {path.name for path in self.folder(place).iterdir()}
+                assert not [name for name in left if name.startswith(directory.UNFINISHED)]
+                assert tier.usage().used_bytes == scan(tier).used_bytes, "nothing is lost for good"
+            if status == 0:
+                break
+            assert at < MAX_CALLS
+        assert at > 20  # it was killed at each of them
+
+    def _run_until_killed(self, place: Path, at: int) -> int:
+        """The exit status of a process that works in the place; negative: the signal's number."""
+        child = os.fork()
+        if child == 0:
+            try:
+                with self.opened(place, NUM_ENTRIES * self.entry_bytes) as tier:
+                    with failing(at, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+                        work(tier)
+                    os._exit(0)
+            finally:
+                os._exit(1)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def fill(tier: Tier) -> None:
+    """Put so much that the next entry needs room."""
+    for i in range(NUM_ENTRIES):
+        put(tier, f"entry {i}")
+
+
+def work(tier: Tier) -> None:
+    """Each operation; a failure is a miss, or a StoreError."""
+    with suppress(StoreError):
+        put(tier, "new")
+    for content in ("new", f"entry {NUM_ENTRIES - 1}"):
+        assert read(tier, content) in {None, body_of(content)}
+    tier.discard(name_of("new"))
+    with suppress(StoreError):
+        tier.entries()
+
+
+def check(tier: Tier) -> None:
+    """All is right, and can be used: afterwards."""
+    found = scan(tier)
+    assert found.used_bytes <= found.capacity_bytes
+    assert tier.usage().used_bytes >= found.used_bytes, "less is counted than there is"
+    assert all(tier.is_whole(entry.name) for entry in tier.entries())
+    for content in ("new", *(f"entry {i}" for i in range(NUM_ENTRIES))):
+        assert read(tier, content) in {None, body_of(content)}
+    put(tier, "after")
+    assert read(tier, "after") == body_of("after")
+    assert scan(tier).used_bytes <= found.capacity_bytes

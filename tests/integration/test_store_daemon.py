@@ -1,0 +1,136 @@
+"""`baton store serve` beside users of the same store."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+import pytest
+
+from baton.auth.key import ClusterKey
+from baton.clock import MachineClock
+from baton.handoff.pool_mode.store_access import open_keyed_store
+from baton.testing.store_contract import BODY_BYTES, body_of, name_of, put, read
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+    from pathlib import Path
+
+    from baton.store.tiered import TieredStore
+
+KEY = "5" * 64
+WAIT_S = 20.0
+ENTRY_BYTES = 12_288
+
+
+def open_store(kind: str, options: dict[str, object]) -> TieredStore:
+    key = ClusterKey.from_hex(KEY)
+    return open_keyed_store((kind,), {kind: options}, key=key, clock=MachineClock())
+
+
+@contextmanager
+def daemon(kind: str, options: dict[str, object], key: str = KEY) -> Generator[str]:
+    """A running daemon's URL. It must end by SIGTERM with exit code 0."""
+    settings = [f"--set=store.options.{kind}.{name}={value}" for name, value in options.items()]
+    command = [sys.executable, "-m", "baton.cli", "store", "serve", "--store", kind, "--port", "0"]
+    with subprocess.Popen(
+        [*command, *settings],
+        env=dict(os.environ, BATON_CLUSTER_KEY=key),
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            yield json.loads(process.stdout.readline())["url"]
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(WAIT_S) == 0
+        finally:
+            process.kill()
+
+
+def get(url: str) -> tuple[int, str]:
+    try:
+        with urlopen(url, timeout=WAIT_S) as response:
+            return response.status, response.read().decode()
+    except HTTPError as exc:
+        return exc.code, exc.read().decode()
+
+
+def sample(url: str, name: str) -> float:
+    lines = get(f"{url}/metrics")[1].splitlines()
+    (line,) = [line for line in lines if line.startswith(f"{name} ")]
+    return float(line.rsplit(" ", 1)[1])
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_the_shared_tier_outlives_its_workers(tmp_path: Path) -> None:
+    options: dict[str, object] = {"directory": str(tmp_path), "capacity_bytes": 100_000}
+    with daemon("shared", options) as url:
+        with closing(open_store("shared", options)) as store:
+            put(store, "a")
+        with closing(open_store("shared", options)) as store:
+            assert read(store, "a") == body_of("a")
+        assert get(f"{url}/health")[0] == 200
+        assert get(f"{url}/other")[0] == 404
+        assert sample(url, 'baton_store_used_bytes{tier="shared"}') == ENTRY_BYTES
+    assert list(tmp_path.iterdir()) == []  # the last user has taken the memory away
+
+
+def test_room_is_made_before_it_is_needed_and_old_entries_go(tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    options: dict[str, object] = {
+        "directory": str(folder),
+        "capacity_bytes": 40 * ENTRY_BYTES,
+        "ttl_s": 3600,
+    }
+    with closing(open_store("file", options)) as store:
+        for i in range(40):
+            put(store, f"entry {i}")
+        assert len(store.entries()) == 40
+        an_hour_ago = time.time() - 3601
+        os.utime(folder / name_of("entry 39").hex(), (an_hour_ago, an_hour_ago))
+        with daemon("file", options) as url:
+            wait_until(lambda: len(store.entries()) == 36)
+            left = {entry.name for entry in store.entries()}
+            assert name_of("entry 39") not in left, "it was too old"
+            assert name_of("entry 0") not in left, "the least recently used"
+            expired = 'baton_store_evictions_total{outcome="expired",tier="file"}'
+            assert sample(url, expired) == 1
+            assert sample(url, 'baton_store_evictions_total{outcome="dropped",tier="file"}') == 3
+
+
+@pytest.mark.parametrize("is_key_wrong", [False, True])
+def test_damaged_entries_are_found_unless_the_key_is_wrong(
+    tmp_path: Path, is_key_wrong: bool
+) -> None:
+    folder = tmp_path / "kv"
+    options: dict[str, object] = {"directory": str(folder)}
+    with closing(open_store("file", options)) as store:
+        for content in "abc":
+            put(store, content)
+        path = folder / name_of("b").hex()
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+        assert path.stat().st_size > BODY_BYTES
+        with daemon("file", options, "6" * 64 if is_key_wrong else KEY) as url:
+            damaged = 'baton_store_verified_entries_total{result="damaged",tier="file"}'
+            wait_until(lambda: sample(url, damaged) >= (3 if is_key_wrong else 1))
+            wait_until(lambda: path.exists() == is_key_wrong)
+            status, health = get(f"{url}/health")
+            assert (status, "cluster key" in health) == (
+                (503, True) if is_key_wrong else (200, False)
+            )
+        assert len(store.entries()) == (3 if is_key_wrong else 2)
