@@ -90,7 +90,7 @@ class FolderFaultContract(SystemCallFaultContract):  # noqa: PLR0904 - a test fo
             assert scan(tier).num_entries == 0
         with self.opened(tmp_path, 4 * LARGE_BYTES) as tier:
             left = {path.name for path in self.folder(tmp_path).iterdir()}
-            assert left == {"users", "capacity"}
+            assert left == {"users", "capacity", "reserved"}
             for content in "abc":  # all of the capacity can be used again
                 tier.put(name_of(content), body_of(content, LARGE_BYTES))
             assert scan(tier).num_entries == 3
@@ -226,9 +226,9 @@ class FolderFaultContract(SystemCallFaultContract):  # noqa: PLR0904 - a test fo
             found = scan(tier)
             assert found.used_bytes <= capacity
             assert found.num_damaged == 0
-            counts = (self.folder(tmp_path) / "capacity").read_bytes()
-            assert int.from_bytes(counts[:8], "little") == found.used_bytes
-            assert int.from_bytes(counts[8:], "little") == 0
+            committed = (self.folder(tmp_path) / "capacity").read_bytes()
+            assert int.from_bytes(committed, "little") == found.used_bytes
+            assert set((self.folder(tmp_path) / "reserved").read_bytes()) == {0}
 
     def test_no_other_user_can_look_inside(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
