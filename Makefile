@@ -15,6 +15,8 @@ FIRST_SEED ?= 0
 REQUESTS ?= 100000
 SOAK_ARGS ?=
 ABUSE_ARGS ?=
+# Of `make store-kills`, for each policy.
+KILLS ?= 200
 # Of `make fuzz`; TARGET: a decoder's name, all of them where it is empty.
 INPUTS ?= 10000000
 SEED ?= 0
@@ -30,7 +32,7 @@ VLLM := $(VENV)/.installed-vllm
 DEV := $(VENV)/.installed-dev
 DOCS := $(VENV)/.installed-docs
 
-.PHONY: help up test bench-control-short chaos simulate fuzz abuse soak explore check words docs docs-serve install install-dev format clean
+.PHONY: help up test bench-control-short chaos simulate fuzz abuse soak store-kills explore check words docs docs-serve install install-dev format clean
 .DEFAULT_GOAL := help
 
 ifneq ($(filter-out vllm transformers,$(ENGINE)),)
@@ -49,6 +51,7 @@ help:
 	@echo 'make abuse                   attacks on a fleet, and what honest clients notice: 5 minutes'
 	@echo 'make soak                    100,000 requests, of which clients leave some: does anything grow?'
 	@echo 'make soak REQUESTS=1000000 SOAK_ARGS="--handoffs --concurrency 128"  as many handoffs as the fleet can do: the nightly job'
+	@echo 'make store-kills             200 kills of processes that use one full store, for each eviction policy'
 	@echo 'make explore                 property tests on examples that nobody has tried yet'
 	@echo 'make check                   the checks without the tests'
 	@echo 'make words                   refused words in code and pages (docs/glossary.md)'
@@ -84,6 +87,9 @@ fuzz: $(DEV)
 
 abuse: $(DEV)
 	$(BIN)/python -m tests.abuse $(ABUSE_ARGS)
+
+store-kills: $(DEV)
+	$(BIN)/python -m tests.chaos.store_kills --kills $(KILLS)
 
 soak: $(DEV)
 	$(BIN)/python -m tests.abuse.soak --requests $(REQUESTS) $(SOAK_ARGS)

@@ -150,9 +150,9 @@ def replay_two(trace: Trace, upper: Tier, lower: Tier, admission: Admission) -> 
             if admission == "all" or (admission == "used again" and victim.num_uses):
                 lower.put(victim.name, now)
 
-    for now, names in trace.uses():
+    for came_at, names in trace.uses():
         for at, name in enumerate(names):
-            now += STEP_S
+            now = came_at + at * STEP_S
             if upper.has(name, now):
                 upper.use(name, now)
             elif lower.has(name, now):
@@ -164,8 +164,8 @@ def replay_two(trace: Trace, upper: Tier, lower: Tier, admission: Admission) -> 
         else:
             num_found += len(names)
             continue
-        for name in names[at:]:
-            now += STEP_S
+        for later, name in enumerate(names[at:], at):
+            now = came_at + later * STEP_S
             if not upper.has(name, now) and lower.has(name, now):
                 continue  # a store of tiers does not write again what a lower one has
             put(name, now)

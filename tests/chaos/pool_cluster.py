@@ -68,8 +68,11 @@ class OtherStoreUser:
     @property
     def num_reserved_bytes(self) -> int:
         """What somebody is about to keep, as all users know it."""
-        counts = (self.folder / CAPACITY_FILE).read_bytes()
-        return int.from_bytes(counts[8:16], "little")
+        return self._capacity.peek().reserved_bytes
+
+    def take_back(self) -> None:
+        """What killed workers were about to keep is forgotten, as whenever there is no room."""
+        assert self._capacity.try_reserve(2 * CAPACITY_BYTES) > 0
 
     def names(self) -> frozenset[str]:
         """Of entries and notes."""

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from baton.store.entry_format import HEADER_BYTES
-from baton.store.folder.bodies import compute_cost
 from baton.testing.store_faults import flip_bit
 from tests.chaos.checks import Inventory, Moved, check_outcome
 from tests.chaos.clients import ClientRequest, ask
@@ -222,30 +221,23 @@ def test_pool(
     cluster, _ = standing
 
     async def on_pair(session: aiohttp.ClientSession, pair: PoolPair) -> None:
-        before = pair.other_user.num_reserved_bytes
         case = await play(cluster, session, pair, scenario)
         if scenario.received is not None:
             trace = await find_trace(session, pair.decode, case.request.id)
             assert trace is not None
             assert trace.num_received_tokens == scenario.received
-        await check_store(pair, before + count_orphaned_bytes(scenario))
+        await check_store(pair)
 
     run_on(standing_pairs, on_pair)
 
 
-def count_orphaned_bytes(scenario: Scenario) -> int:
-    """What a writer that is killed had taken stays counted until the store is next unused."""
-    injection = scenario.injection
-    is_killed = isinstance(injection, Kill | Restart) and injection.victim == "prefill"
-    return compute_cost(BODY_BYTES) if is_killed and scenario.stage is PUTTING else 0
-
-
-async def check_store(pair: PoolPair, num_reserved_bytes: int) -> None:
+async def check_store(pair: PoolPair) -> None:
     """No room is taken for nothing, nothing is half-written, and nobody has an entry open."""
     other_user = pair.other_user
 
     async def settled() -> bool:
-        return other_user.num_reserved_bytes == num_reserved_bytes and not pair.find_open_entries()
+        other_user.take_back()
+        return other_user.num_reserved_bytes == 0 and not pair.find_open_entries()
 
     await until("all room is given back", settled, TIMEOUT_S)
     assert not other_user.unfinished()
@@ -262,7 +254,6 @@ def test_a_full_store(
     cluster, _ = standing
 
     async def on_pair(session: aiohttp.ClientSession, pair: PoolPair) -> None:
-        before = pair.other_user.num_reserved_bytes
         inventory, case = await begin(cluster, session, pair)
         pair.other_user.fill_capacity()
         await answer(session, pair, case)
@@ -271,7 +262,7 @@ def test_a_full_store(
         await inventory.check_moved(case, (STORE_FAILED, GATEWAY_FELL_BACK))
         pair.other_user.free_capacity()
         await inventory.check_nothing_leaked(case)
-        await check_store(pair, before)
+        await check_store(pair)
 
     run_on(standing_pairs, on_pair)
 
@@ -284,7 +275,6 @@ def test_a_store_whose_lock_is_held(
     cluster, _ = standing
 
     async def on_pair(session: aiohttp.ClientSession, pair: PoolPair) -> None:
-        before = pair.other_user.num_reserved_bytes
         inventory, case = await begin(cluster, session, pair)
         with pair.other_user.hold_lock():
             names = pair.other_user.names()
@@ -293,7 +283,7 @@ def test_a_store_whose_lock_is_held(
         await check_next_mode(session, pair, case, "locked")
         await inventory.check_moved(case, (STORE_FAILED, GATEWAY_FELL_BACK))
         await inventory.check_nothing_leaked(case)
-        await check_store(pair, before)
+        await check_store(pair)
 
     run_on(standing_pairs, on_pair)
 

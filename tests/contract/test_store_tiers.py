@@ -60,7 +60,7 @@ class TestSharedTier(FolderFaultContract):
         return TIERS.build(self.kind, options)(TierContext("contract", CONTRACT_KEY, CLOCK))
 
     def own_files(self) -> set[str]:
-        return {"users", "capacity", "pool", "extents"}
+        return super().own_files() | {"pool", "extents"}
 
     def check_half_written(self, num_written: int, pid: int, place: Path) -> None:
         assert num_written == LARGE_BYTES // 2

@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+import pytest
+
+from baton.errors import ConfigError
+from baton.store.folder.reservations import MAX_USERS, Reservations
 from baton.store.folder.shared_capacity import SharedCapacity
 
 if TYPE_CHECKING:
@@ -34,8 +38,23 @@ def test_looking_at_all_entries_forgets_nobody_who_is_writing(tmp_path: Path) ->
     one.remove(lambda: 100)
     one.remove(lambda: 0)  # it was gone already
     assert other.try_reserve(1000, has_memory) == 0
-    other.reset(lambda: 0)
+    assert one.try_reserve(1, has_memory) > 0
+    other.close()  # as a killed user leaves it: it will not write any more
     assert one.try_reserve(1000, has_memory) == 0
     one.close()
-    other.close()
+    os.close(folder)
+
+
+def test_there_are_no_more_users_than_records(tmp_path: Path) -> None:
+    folder = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    users = [Reservations(folder) for _ in range(MAX_USERS)]
+    with pytest.raises(ConfigError, match="256 users"):
+        Reservations(folder)
+    users[100].add(7)
+    users.pop(100).close()
+    assert users[0].total_bytes() == 7
+    users.append(Reservations(folder))
+    assert users[0].total_bytes() == 0
+    for user in users:
+        user.close()
     os.close(folder)

@@ -33,7 +33,9 @@ def test_one_that_is_taken_for_abandoned_before_it_is_locked_is_written_anew(
     lock = fcntl.flock
 
     def remove_first(fd: int, operation: int) -> None:
-        if operation == fcntl.LOCK_EX and not removed:  # the writer's: another process is faster
+        if (
+            operation == fcntl.LOCK_EX | fcntl.LOCK_NB and not removed
+        ):  # the writer's: another process is faster
             removed.append(0)
             removed[0] = remove_unfinished(folder)
         lock(fd, operation)

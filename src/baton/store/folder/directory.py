@@ -120,7 +120,7 @@ def _try_join(path: Path, fd: int) -> tuple[int, bool] | None:
     if not _try_share(users):
         os.close(users)
         raise ConfigError(
-            f"cannot keep KV in {path}: another process has held its lock for {OPEN_TIMEOUT_S} s:"
+            f"cannot keep KV in {path}: another process holds its lock for {OPEN_TIMEOUT_S} s:"
             " was it stopped while it opened or removed the folder?"
         )
     if _is_still_there(path, fd, users):

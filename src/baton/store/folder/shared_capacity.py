@@ -1,7 +1,8 @@
-"""How full a folder is, as all its users know it: two counts in a file, changed under a lock.
+"""How full a folder is, as all its users know it: counts in files, changed under a lock.
 
 What is about to be written is counted before it is written, and what was removed is taken off
-afterwards. So a user that is killed in between leaves too high a sum, never too low a one.
+afterwards. So a user that is killed in between leaves too high a sum, never too low a one; it is
+set right when room is needed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 from baton.errors import StoreError, mapped
 from baton.store.capacity import Capacity
 from baton.store.folder.directory import FILE_MODE
+from baton.store.folder.reservations import Reservations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -26,7 +28,7 @@ LOCK_TIMEOUT_S: Final = 1.0
 """A user that was stopped in the middle of a change costs the others caching, no more."""
 _PAUSE_S: Final = 0.001
 _NUM_ATTEMPTS: Final = int(LOCK_TIMEOUT_S / _PAUSE_S)
-_COUNTS: Final = struct.Struct("<QQ")
+_COMMITTED: Final = struct.Struct("<Q")
 
 
 class SharedCapacity:
@@ -42,6 +44,7 @@ class SharedCapacity:
         self._capacity_bytes = capacity_bytes
         self._num_attempts = _NUM_ATTEMPTS
         self._fd = os.open(CAPACITY_FILE, flags, FILE_MODE, dir_fd=folder)
+        self._reservations = Reservations(folder)
 
     def try_reserve(self, num_bytes: int, try_take: Callable[[], bool]) -> int:
         """So much is about to be kept, if there is room: 0 then, else how much must go first.
@@ -49,35 +52,50 @@ class SharedCapacity:
         `try_take` takes the memory for it, under the lock; False: there is too little.
         """
         with self._locked():
+            if self._read().try_reserve(num_bytes) is None:
+                self._reservations.take_back()
             capacity = self._read()
             reserved = capacity.try_reserve(num_bytes)
             if reserved is None:
                 return capacity.shortage(num_bytes)
             if not try_take():
                 return num_bytes
-            self._write(reserved)
+            self._write(capacity, reserved)
             return 0
 
     def release(self, num_bytes: int, give_back: Callable[[], None]) -> None:
         """So much of what was taken is not kept; `give_back` is called under the lock."""
         with self._locked():
             give_back()
-            self._write(self._read().release(num_bytes))
+            capacity = self._read()
+            self._write(capacity, capacity.release(num_bytes))
 
     def commit(self, num_bytes: int, try_link: Callable[[], bool]) -> bool:
-        """Link a reserved entry under its name unless it exists; whether it was linked."""
+        """Link a reserved entry under its name unless it exists; whether it was linked.
+
+        It counts twice until it is linked: what is reserved is forgotten if its writer is killed.
+        """
         with self._locked():
-            capacity = self._read()
-            is_new = try_link()
-            with suppress(OSError):  # it stays counted as reserved: the sum is right
-                self._write(capacity.commit(num_bytes) if is_new else capacity.release(num_bytes))
+            before = self._read()
+            both = replace(before, committed_bytes=before.committed_bytes + num_bytes)
+            self._write(before, both)
+            try:
+                is_new = try_link()
+            except BaseException:
+                with suppress(OSError):
+                    self._write(both, before)
+                raise
+            after = before.commit(num_bytes) if is_new else before.release(num_bytes)
+            with suppress(OSError):  # too much is counted then, for a while
+                self._write(both, after)
             return is_new
 
     def remove(self, try_remove: Callable[[], int]) -> int:
         """Remove an entry: `try_remove` returns the bytes it used, 0 if it was gone already."""
         with self._locked():
             num_bytes = try_remove()
-            self._write(self._read().remove(num_bytes))
+            capacity = self._read()
+            self._write(capacity, capacity.remove(num_bytes))
             return num_bytes
 
     def under_lock(self, action: Callable[[], None]) -> None:
@@ -88,12 +106,8 @@ class SharedCapacity:
     def recount(self, count: Callable[[], int]) -> None:
         """Look at all entries, and set right what killed users, or others, have left wrong."""
         with self._locked():
-            self._write(replace(self._read(), committed_bytes=count()))
-
-    def reset(self, count: Callable[[], int]) -> None:
-        """The same with no other process here, so that nothing is pending."""
-        with self._locked():
-            self._write(Capacity(self._capacity_bytes, count()))
+            self._reservations.take_back()
+            os.pwrite(self._fd, _COMMITTED.pack(count()), 0)
 
     def peek(self) -> Capacity:
         """The counts, without the lock: a change of another's may be half way."""
@@ -101,16 +115,21 @@ class SharedCapacity:
             return self._read()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the files."""
         os.close(self._fd)
+        self._reservations.close()
 
     def _read(self) -> Capacity:
-        raw = os.pread(self._fd, _COUNTS.size, 0)
-        counts = _COUNTS.unpack(raw) if len(raw) == _COUNTS.size else (0, 0)
-        return Capacity(self._capacity_bytes, *counts)
+        raw = os.pread(self._fd, _COMMITTED.size, 0)
+        (committed_bytes,) = _COMMITTED.unpack(raw.ljust(_COMMITTED.size, b"\0"))
+        return Capacity(self._capacity_bytes, committed_bytes, self._reservations.total_bytes())
 
-    def _write(self, capacity: Capacity) -> None:
-        os.pwrite(self._fd, _COUNTS.pack(capacity.committed_bytes, capacity.reserved_bytes), 0)
+    def _write(self, before: Capacity, after: Capacity) -> None:
+        """What becomes more, then what becomes less: the sum is never too low in between."""
+        if after.committed_bytes != before.committed_bytes:
+            os.pwrite(self._fd, _COMMITTED.pack(after.committed_bytes), 0)
+        if after.reserved_bytes != before.reserved_bytes:
+            self._reservations.add(after.reserved_bytes - before.reserved_bytes)
 
     @contextmanager
     def _locked(self) -> Generator[None]:
@@ -133,6 +152,6 @@ class SharedCapacity:
                 return
         self._num_attempts = 1
         raise StoreError(
-            f"another process holds the lock of the store's count for {LOCK_TIMEOUT_S:.0f} s or "
+            f"the store's count has been locked by another process for {LOCK_TIMEOUT_S:.0f} s or "
             "longer: it was stopped, or its disk does not answer"
         )

@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 CLOCK_TOLERANCE_S: Final = 1.0
 """An entry that was used later than now by more than this: the clock was set back meanwhile."""
+COUNT_TOLERANCE_PARTS: Final = 64
+"""One part in so many of the capacity may be counted wrongly before all entries are counted."""
 _MAX_ROUNDS: Final = 4
 _ENTRY: Final = re.compile(r"[0-9a-f]{64}")
 
@@ -80,7 +82,7 @@ class FolderTier:
                 self._bodies = PooledBodies(folder.fd, context.key, pool, self._capacity)
             remove_unfinished(folder.fd)
             if folder.was_unused:
-                self._capacity.reset(self._count)
+                self._capacity.recount(self._count)
             remembers = self._policy.remembers
             self._evicted = EvictedNames(folder.fd, options.capacity_bytes) if remembers else None
 
@@ -232,7 +234,9 @@ class FolderTier:
         Raises:
             StoreError: they cannot be listed, or another process holds the lock.
         """
-        eviction = self._policy.choose(self._list_settled(), num_bytes, self._clock.unix_now())
+        committed_bytes = self._capacity.peek().committed_bytes
+        entries = self._list_settled()
+        eviction = self._policy.choose(entries, num_bytes, self._clock.unix_now())
         for entry in eviction.requeued:
             self._mark(entry)
         freed = 0
@@ -244,7 +248,9 @@ class FolderTier:
             freed += self._capacity.remove(partial(self._unlink_victim, victim.name))
             if self._evicted is not None and not victim.is_protected:
                 self._evicted.add(victim.name)
-        if freed < num_bytes:
+        # Killed users' removals are not counted.
+        too_much = committed_bytes - sum(entry.num_bytes for entry in entries)
+        if freed < num_bytes or too_much > self._capacity_bytes // COUNT_TOLERANCE_PARTS:
             self._capacity.recount(self._count)
 
     def _try_demote(self, name: EntryName) -> bool:
