@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 from baton.clock import Instant
 from baton.engines.interface import PrefillRequest
 from baton.engines.transformers.scheduler import make_load_order
+from baton.protocol.worker_http import StoreLoads
 
 if TYPE_CHECKING:
     from baton.clock import Clock
@@ -44,6 +45,8 @@ class EnginePrefixes:
         self._late: set[TicketId] = set()
         self._token_s, self._wait_s, self._found_share = 0.0, WAIT_GUESS_S, 0.0
         self._answered_at = clock.now()
+        self.loads = None if store is None else StoreLoads(0, 0, 0.0)
+        """What the store has given; what came too late is left out."""
 
     def __contains__(self, order: TicketId) -> bool:
         """Whether the store has yet to answer a load of this name."""
@@ -81,9 +84,15 @@ class EnginePrefixes:
             num_loaded = num_tokens - load.start
             self._answered_at = self._clock.now()
             self._found_share += LEARNING * (num_loaded / num_missing - self._found_share)
+            waited_s = self._answered_at - (deadline - LOAD_TIMEOUT_S)
             if not num_loaded:
-                waited_s = self._answered_at - (deadline - LOAD_TIMEOUT_S)
                 self._wait_s += LEARNING * (waited_s - self._wait_s)
+            elif self.loads is not None:
+                self.loads = StoreLoads(
+                    self.loads.num_loads + 1,
+                    self.loads.num_tokens + num_loaded,
+                    self.loads.seconds + waited_s,
+                )
         self.end(order)
 
     def end(self, order: TicketId) -> None:
