@@ -135,14 +135,14 @@ class _Loading:
     """A prefix of `source`, which has all but `num_uncached` tokens; others compute those alone.
 
     That takes `prefill_s` at each worker that may answer, and costs others `others`, TTFT apart.
-    `is_less`: that worker would compute much more without it.
+    `is_little`: that worker would compute hardly more without it.
     """
 
     source: WorkerView
     num_uncached: int
     prefill_s: NDArray[np.float64]
     others: NDArray[np.float64]
-    is_less: NDArray[np.bool_]
+    is_little: NDArray[np.bool_]
 
 
 class CostPolicy:
@@ -280,6 +280,7 @@ class CostPolicy:
             prefills,
             load.num_forgotten,
             workers,
+            [worker.id for worker in workers],
             len(decodes),
             np.array(helpers, dtype=np.intp),
             rows,
@@ -399,7 +400,7 @@ class CostPolicy:
         answering = slice(usable.num_decodes)
         usual = parts.crowd[answering] + parts.keep[answering]
         usual += self._own_tpot(parts.tpot_s[answering], request)
-        num_computed = parts.num_uncached[answering] - parts.num_stored[answering]
+        num_computed = parts.num_computed[answering]
         whole_s = line.predict(num_computed)
         found: list[Candidate] = []
         for at in parts.num_uncached.argsort(kind="stable")[:MOST_SOURCES].tolist():
@@ -412,8 +413,8 @@ class CostPolicy:
             others = share * parts.stall[answering] + usual
             least = min([PREFERRED_ALONE * alone_cost, *(each.cost for each in found)])
             # What the store has nearly as much of is not asked of a worker.
-            is_less = num_computed - uncached >= LEAST_LOADED
-            loading = _Loading(source, int(uncached), prefill_s, others, is_less)
+            is_little = num_computed < uncached + LEAST_LOADED
+            loading = _Loading(source, int(uncached), prefill_s, others, is_little)
             found += self._find_loading(parts, loading, request, load, least=least)
         return found
 
@@ -434,7 +435,7 @@ class CostPolicy:
         without = self._own_ttft(queue_s + prefill_s, request) + others
         if parts.shares is not None:
             without /= parts.shares[: usable.num_decodes]
-        without[~loading.is_less] = inf
+        without[loading.is_little] = inf
         if without.min() >= least:
             return []
         found: list[Candidate] = []

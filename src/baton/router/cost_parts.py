@@ -80,6 +80,7 @@ class Usable:
     prefills: frozenset[WorkerId]
     num_forgotten: int
     workers: Sequence[WorkerView]
+    ids: Sequence[WorkerId]
     num_decodes: int
     helpers: NDArray[np.intp]
     rows: NDArray[np.intp]
@@ -93,8 +94,8 @@ class Usable:
 class Parts:
     """What each worker would add to a request's cost, as arrays `[num_workers]`.
 
-    Of what it has not cached it loads `num_stored` tokens from its store; then to compute the
-    prompt takes `queue_s + load_s + prefill_s`, its `before_s`, and costs the answers there
+    Of what it has not cached it loads all but `num_computed` tokens from its store; then to compute
+    the prompt takes `queue_s + load_s + prefill_s`, its `before_s`, and costs the answers there
     `stall`. Answering takes `tpot_s` for a token and costs them `crowd`. Keeping what it has not
     cached costs `keep`. It was given its last prompt at `given_at`.
     `shares` are what workers in a slow start get of what they would get otherwise; None where there
@@ -103,7 +104,7 @@ class Parts:
 
     usable: Usable
     num_uncached: NDArray[np.float64]
-    num_stored: NDArray[np.float64]
+    num_computed: NDArray[np.float64]
     queue_s: NDArray[np.float64]
     load_s: NDArray[np.float64]
     prefill_s: NDArray[np.float64]
@@ -124,7 +125,7 @@ class Parts:
             float(self.tpot_s[second]),
             num_tokens - int(self.num_uncached[first]),
             float(self.load_s[first]),
-            int(self.num_stored[first]),
+            int(self.num_uncached[first] - self.num_computed[first]),
         )
 
 
@@ -136,15 +137,17 @@ def weigh(
     columns, tokens = costs.columns, float(request.num_prompt_tokens)
     num_uncached = np.full(len(rows), tokens)
     if request.cached:
-        num_uncached -= [request.cached.get(worker.id, 0) for worker in usable.workers]
+        find = request.cached.get
+        num_uncached -= [find(worker, 0) for worker in usable.ids]
         num_uncached = np.maximum(min(tokens, 1.0), num_uncached)
     prefill_s = costs.prefill.factors(columns.prefill_evidence[rows])
-    num_stored = load_s = np.zeros(len(rows))
+    num_computed, load_s = num_uncached, np.zeros(len(rows))
+    queue_s = np.maximum(0.0, columns.free_at[rows] - now)
     if request.stored and options.count_stored:
         token_s = prefill_s * costs.prefill.each
         num_stored, load_s = _weigh_loads(usable, request, costs, num_uncached, token_s=token_s)
-    prefill_s *= costs.prefill.predict(num_uncached - num_stored)
-    queue_s = np.maximum(0.0, columns.free_at[rows] - now)
+        num_computed = num_uncached - num_stored
+    prefill_s *= costs.prefill.predict(num_computed)
     answers = _weigh_answers(usable, costs, prefill_s, options, now=now)
     # What is stored pushes out as much, of which others would have found so large a share.
     keep = costs.found_share * costs.prefill.each * num_uncached
@@ -156,7 +159,7 @@ def weigh(
     return Parts(
         usable,
         num_uncached,
-        num_stored,
+        num_computed,
         queue_s,
         load_s,
         prefill_s,

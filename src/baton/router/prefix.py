@@ -44,7 +44,7 @@ class PrefixPolicy(RoundRobin):
 
     def __init__(self, options: PrefixOptions, mode: ModeSetting = "auto") -> None:
         super().__init__(mode)
-        self._per_answer, self._stored_share = options.tokens_per_answer, options.stored_share
+        self._per_answer, self._discount = options.tokens_per_answer, 1.0 - options.stored_share
 
     def place(
         self, fleet: Fleet, request: PlacementRequest, load: FleetLoad
@@ -70,7 +70,9 @@ class PrefixPolicy(RoundRobin):
         ahead: dict[WorkerId, float] = {}
         for worker in workers:
             activity = load.of(worker.id, worker.model)
-            tokens = self._count_before(activity) + self._count_own(worker, request)
+            tokens = self._count_before(activity) + request.count_uncached(worker.id)
+            if request.stored:
+                tokens -= self._discount * self._count_stored(worker, request)
             ahead[worker.id] = tokens / worker.share(request.at)
         least = min(ahead.values())
         nearest = [worker for worker in workers if ahead[worker.id] == least]
@@ -81,19 +83,15 @@ class PrefixPolicy(RoundRobin):
     ) -> Mapping[str, float]:
         """See `PairingPolicy`."""
         before = self._count_before(load.of(worker.id, worker.model))
-        own, stored = self._count_own(worker, request), self._count_stored(worker, request)
+        uncached, stored = request.count_uncached(worker.id), self._count_stored(worker, request)
+        tokens = before + uncached - self._discount * stored
         figures = {
-            "tokens_to_compute": (before + own) / worker.share(request.at),
+            "tokens_to_compute": tokens / worker.share(request.at),
             **super().weigh(worker, request, load),
             "before_tokens": before,
-            "uncached_tokens": request.count_uncached(worker.id),
+            "uncached_tokens": uncached,
         }
         return figures | {"stored_tokens": stored} if stored else figures
-
-    def _count_own(self, worker: WorkerView, request: PlacementRequest) -> float:
-        """The prompt's own tokens."""
-        stored = self._count_stored(worker, request)
-        return request.count_uncached(worker.id) - stored * (1.0 - self._stored_share)
 
     def _count_stored(self, worker: WorkerView, request: PlacementRequest) -> int:
         """Tokens that a worker would load: at least one is computed."""
