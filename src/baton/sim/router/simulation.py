@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from baton.errors import BatonError
-from baton.events.blocks import STORE_MEDIUM, BlockRemoved, BlockStored
 from baton.ids import StoreId
 from baton.router.fleet import Fleet
 from baton.router.load import FleetLoad
@@ -20,8 +19,8 @@ from baton.router.prefix_names import PrefixNames
 from baton.router.prefixes import ModelPrefixes, PromptMatch
 from baton.sim.router.outcomes import RequestOutcome
 from baton.sim.router.sessions import TokenRun, TokenWriter
-from baton.sim.router.store import SimulatedStore
-from baton.sim.router.worker import DOMAIN, Job, Processors, SimulatedWorker, Timeline
+from baton.sim.router.store import SimulatedStore, StoreReporter
+from baton.sim.router.worker import Job, Processors, SimulatedWorker, Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -74,6 +73,10 @@ class Simulation:
         self._prefixes = ModelPrefixes(self._names) if policy.uses_prefixes else None
         self._processors = Processors(costs, seed)
         self._followed: dict[WorkerId, WorkerPrefixes] = {}
+        self._store_of = {view.id: view.store for view in views if view.store is not None}
+        self._reporters = {
+            worker: StoreReporter(self._stores[store]) for worker, store in self._store_of.items()
+        }
         self._workers = {view.id: self._start(view) for view in views}
 
     @property
@@ -104,8 +107,6 @@ class Simulation:
         """Raise AssertionError where blocks are counted wrongly."""
         for worker in self._workers.values():
             worker.cache.check_invariants()
-        for store in self._stores.values():
-            store.check_invariants()
         if self._prefixes is not None:
             self._prefixes.check_invariants()
 
@@ -270,16 +271,22 @@ class Simulation:
         """Its worker leaves what it has computed in its store, and reports that."""
         if worker.store is None or not names:
             return
-        first, evicted = self._stores[worker.store].keep(names, worker.id)
-        size, followed = self._costs.block_size, self._followed.get(worker.id)
-        if followed is None:
-            return
-        if first < len(names):
-            ids = token_ids[first * size : len(names) * size].astype("<i4").tobytes()
-            parent = names[first - 1] if first else None
-            event = BlockStored(DOMAIN, tuple(names[first:]), parent, ids, size, STORE_MEDIUM, 0)
-            self._timeline.after(self._costs.event_delay_s, partial(followed.apply, event))
-        for reporter, gone in evicted.items():
-            removed = BlockRemoved(DOMAIN, tuple(gone), STORE_MEDIUM, 0)
-            delay_s = self._costs.event_delay_s + EVICTION_SEEN_S
-            self._timeline.after(delay_s, partial(self._followed[reporter].apply, removed))
+        gone = self._stores[worker.store].keep(names)
+        reporter = self._reporters[worker.id]
+        reporter.add(names, token_ids[: len(names) * self._costs.block_size], NO_SALT)
+        self._publish_stored(worker.id)
+        if gone:
+            self._timeline.after(EVICTION_SEEN_S, partial(self._look_for, worker.store, gone))
+
+    def _look_for(self, store: StoreId, names: list[int]) -> None:
+        """All workers of a store have looked whether these are still there."""
+        for worker, own in self._store_of.items():
+            if own == store:
+                self._reporters[worker].look_for(names)
+                self._publish_stored(worker)
+
+    def _publish_stored(self, worker: WorkerId) -> None:
+        followed = self._followed.get(worker)
+        for event in self._reporters[worker].take_events():
+            if followed is not None:
+                self._timeline.after(self._costs.event_delay_s, partial(followed.apply, event))
