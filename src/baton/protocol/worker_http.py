@@ -145,7 +145,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
 class StoreLoads(msgspec.Struct, frozen=True):
     """KV that a worker has loaded from the store since its start.
 
-    `seconds` is the sum of what the requests waited for it, each from its order on.
+    `seconds` is the sum of what the requests waited for it, each from its order on. A load that was
+    given up because the store did not answer in time has no tokens.
     """
 
     num_loads: Annotated[int, Meta(ge=0)]

@@ -62,10 +62,11 @@ class PlacementRequest:
         return max(1, self.num_prompt_tokens - cached) if cached else self.num_prompt_tokens
 
     def count_stored(self, worker: WorkerView) -> int:
-        """Tokens that a worker has not cached, and could load from its store."""
-        if worker.store is None or not self.stored:
+        """Tokens that a worker has not cached, and could load: one is computed in any case."""
+        stored = 0 if worker.store is None else self.stored.get(worker.store, 0)
+        if not stored:
             return 0
-        return max(0, self.stored.get(worker.store, 0) - self.cached.get(worker.id, 0))
+        return max(0, min(stored, self.num_prompt_tokens - 1) - self.cached.get(worker.id, 0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ class PrefixPolicy(RoundRobin):
         worker, num_tokens = placement.prefill or placement.decode, request.num_prompt_tokens
         cached, stored = (
             num_tokens - request.count_uncached(worker.id),
-            self._count_stored(worker, request),
+            request.count_stored(worker),
         )
         has = f"{worker.id} has {cached} of {num_tokens} tokens cached"
         if stored:
@@ -72,7 +72,7 @@ class PrefixPolicy(RoundRobin):
             activity = load.of(worker.id, worker.model)
             tokens = self._count_before(activity) + request.count_uncached(worker.id)
             if request.stored:
-                tokens -= self._discount * self._count_stored(worker, request)
+                tokens -= self._discount * request.count_stored(worker)
             ahead[worker.id] = tokens / worker.share(request.at)
         least = min(ahead.values())
         nearest = [worker for worker in workers if ahead[worker.id] == least]
@@ -83,7 +83,7 @@ class PrefixPolicy(RoundRobin):
     ) -> Mapping[str, float]:
         """See `PairingPolicy`."""
         before = self._count_before(load.of(worker.id, worker.model))
-        uncached, stored = request.count_uncached(worker.id), self._count_stored(worker, request)
+        uncached, stored = request.count_uncached(worker.id), request.count_stored(worker)
         tokens = before + uncached - self._discount * stored
         figures = {
             "tokens_to_compute": tokens / worker.share(request.at),
@@ -92,10 +92,6 @@ class PrefixPolicy(RoundRobin):
             "uncached_tokens": uncached,
         }
         return figures | {"stored_tokens": stored} if stored else figures
-
-    def _count_stored(self, worker: WorkerView, request: PlacementRequest) -> int:
-        """Tokens that a worker would load: at least one is computed."""
-        return min(request.count_stored(worker), request.count_uncached(worker.id) - 1)
 
     def _count_before(self, activity: WorkerActivity) -> float:
         """Tokens to compute before a prompt that comes now, and what answers count."""

@@ -46,7 +46,7 @@ class EnginePrefixes:
         self._token_s, self._wait_s, self._found_share = 0.0, WAIT_GUESS_S, 0.0
         self._answered_at = clock.now()
         self.loads = None if store is None else StoreLoads(0, 0, 0.0)
-        """What the store has given; what came too late is left out."""
+        """What the store has given; what came too late counts as no tokens."""
 
     def __contains__(self, order: TicketId) -> bool:
         """Whether the store has yet to answer a load of this name."""
@@ -87,12 +87,8 @@ class EnginePrefixes:
             waited_s = self._answered_at - (deadline - LOAD_TIMEOUT_S)
             if not num_loaded:
                 self._wait_s += LEARNING * (waited_s - self._wait_s)
-            elif self.loads is not None:
-                self.loads = StoreLoads(
-                    self.loads.num_loads + 1,
-                    self.loads.num_tokens + num_loaded,
-                    self.loads.seconds + waited_s,
-                )
+            else:
+                self._count_load(num_loaded, waited_s)
         self.end(order)
 
     def end(self, order: TicketId) -> None:
@@ -107,6 +103,7 @@ class EnginePrefixes:
         late = [order for order, deadline in self._deadlines.items() if deadline <= now]
         for order in late:
             self._abort(order)
+            self._count_load(0, LOAD_TIMEOUT_S)
         return late
 
     def leave(self, sequence: Sequence) -> None:
@@ -134,6 +131,13 @@ class EnginePrefixes:
             each = seconds / num_tokens
             known = self._token_s or each
             self._token_s = known + LEARNING * (each - known)
+
+    def _count_load(self, num_tokens: int, seconds: float) -> None:
+        if self.loads is not None:
+            before = self.loads
+            self.loads = StoreLoads(
+                before.num_loads + 1, before.num_tokens + num_tokens, before.seconds + seconds
+            )
 
     def _abort(self, order: TicketId) -> None:
         if self._store is not None:
