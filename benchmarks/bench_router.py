@@ -4,7 +4,8 @@
     find        a prompt of 1,000 blocks among 64 and 512 workers that hold all of it (all), each
                 another share of it (graded), or of which one holds it (one)
     place       policy `cost` and `prefix` among 256 workers of both roles, half of them busy, half
-                of them with some of the prompt cached
+                of them with some of the prompt cached; and with a store for each 8 of them, that
+                has all or some of it
     ingest      stored blocks, 64 in an event: as plain objects, and from the publishers' bytes
 
 Where `dynamo._core` can be imported (ai-dynamo-runtime, for example installed by
@@ -21,7 +22,8 @@ import gc
 import json
 import statistics
 import time
-from itertools import count
+from dataclasses import replace
+from itertools import count, product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +36,7 @@ from baton.auth.ticket import WorkerRef
 from baton.events.blocks import DEFAULT_MEDIUM, BlockStored, EventDomain, pack_ids
 from baton.events.journal import JournalPage
 from baton.events.wire import decode_message, decode_page, encode_page
-from baton.ids import Epoch, WorkerId
+from baton.ids import Epoch, StoreId, WorkerId
 from baton.protocol.worker_http import Role
 from baton.router.fleet import Fleet, WorkerView
 from baton.router.load import FleetLoad
@@ -44,7 +46,7 @@ from baton.router.prefix_names import PrefixNames
 from baton.router.prefixes import ModelPrefixes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from baton.router.placement import PlacementPolicy
     from baton.router.prefixes import WorkerPrefixes
@@ -136,24 +138,28 @@ def bench_find(figures: Figures, num_workers: int, kind: str) -> None:
 
 def bench_place(figures: Figures) -> None:
     """The policies that look at what is cached."""
-    fleet = Fleet.of(map(_view, range(256)))
+    stores = [StoreId(f"{number:032x}") for number in range(32)]
+    fleet = Fleet.of(replace(_view(at), store=stores[at // 8]) for at in range(256))
     decodes, load, now = fleet.models[MODEL].decodes, FleetLoad(), 0.0
     for at, worker in enumerate(decodes):
         for _ in range(at % 8 if at % 2 else 0):
             running = load.begin(Placement(None, worker), 1000, now)
             running.first_token(now + 0.1)
     cached = {w.id: 16 * int(RNG.integers(1, 900)) for w in decodes[::2]}
+    stored = {store: 64 * int(RNG.integers(100, 249)) for store in stores}
     numbers = count()
     arms: dict[str, Callable[[], object]] = {}
-    for name in ("cost", "prefix"):
+    for name, found in product(("cost", "prefix"), ({}, stored)):
         policy = POLICIES.build(name, {})("auto")
 
-        def place(policy: PlacementPolicy = policy) -> object:
+        def place(policy: PlacementPolicy = policy, found: Mapping[StoreId, int] = found) -> object:
             at = now + next(numbers) * 1e-3
-            request = PlacementRequest(MODEL, num_prompt_tokens=16_000, at=at, cached=cached)
+            request = PlacementRequest(
+                MODEL, num_prompt_tokens=16_000, at=at, cached=cached, stored=found
+            )
             return policy.place(fleet, request, load)
 
-        arms[f"place, 256 workers, {name}"] = place
+        arms[f"place, 256 workers, {name}{', 32 stores' if found else ''}"] = place
     figures.add(arms)
 
 

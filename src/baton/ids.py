@@ -15,6 +15,9 @@ WorkerId = NewType("WorkerId", str)
 Epoch = NewType("Epoch", str)
 """One life of a worker: 32 hex digits, random at each start."""
 
+StoreId = NewType("StoreId", str)
+"""32 hex digits: workers that report the same one find each other's entries in their store."""
+
 RequestId = NewType("RequestId", str)
 """What the client sees as `x-request-id`: printable ASCII, at most 128 characters."""
 

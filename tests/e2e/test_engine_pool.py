@@ -19,7 +19,7 @@ from baton.engines.transformers.options import TransformersOptions
 from baton.handoff.dispatcher import open_handoffs
 from baton.handoff.kv_views import KVView
 from baton.handoff.options import AgentOptions
-from baton.handoff.pool_mode.store_access import StoreAccess
+from baton.handoff.pool_mode.store_access import StoreAccess, report_to
 from baton.ids import WorkerId, new_epoch, new_ticket_id
 from baton.store.entry_format import EntryFormat
 from baton.store.tiered import open_store
@@ -76,7 +76,12 @@ def pooled(
             clock=CLOCK,
             timeout_s=WAIT_TIMEOUT_S,
         ),
-        StoreAccess(store, entry_format, view, keeps_prefixes=prefixes),
+        report_to(
+            engine.journal,
+            StoreAccess(store, entry_format, view, keeps_prefixes=prefixes),
+            fingerprint=engine.info.fingerprint,
+            clock=CLOCK,
+        ),
     )
     running = Node(engine, handoffs, WorkerRef(WorkerId(name), epoch, ""))
     try:

@@ -13,6 +13,8 @@ import pytest
 pytest.importorskip("transformers")
 
 from baton.engines.interface import Colocated, PrefillRequest, SamplingParams
+from baton.router.prefix_names import PrefixNames
+from baton.router.prefixes import ModelPrefixes
 from tests.e2e.test_engine_pool import make_ticket, pooled
 from tests.unit.engines.harness import make_prompt
 
@@ -94,6 +96,45 @@ def test_what_one_worker_computed_another_loads(
     assert counts.num_whole == len(PROMPTS)
     num_loaded = sum(trace.num_loaded_tokens for trace in two.traces.values())
     assert num_loaded <= counts.loaded_tokens <= num_loaded + len(PROMPTS)  # a last token each
+
+
+def test_what_is_in_the_store_is_found_by_way_of_the_workers_journals(
+    nodes: ExitStack, tmp_path: Path
+) -> None:
+    one, two = (
+        nodes.enter_context(pooled(name, tmp_path, prefixes=True)) for name in ("one", "two")
+    )
+    journals = [store_of(node).access.journal for node in (one, two)]
+    store_id = journals[0].store_id
+    assert journals[1].store_id == store_id
+    ask(one)
+    wait_until_kept(one)
+
+    def find(*readers: Node) -> dict[str, int]:
+        """How much of each prompt a gateway would know to be stored."""
+        prefixes = ModelPrefixes(PrefixNames(bytes(16)))
+        for node in readers:
+            followed = prefixes.follow(node.ref.worker, store_id)
+            for event in node.engine.journal.read(0).events:
+                followed.apply(event)
+        found = {name: prefixes.find(ids, "", 0.0) for name, ids in PROMPTS.items()}
+        return {name: match.stored.get(store_id, 0) for name, match in found.items()}
+
+    size = store_of(one).block_size
+    expected = {name: (len(ids) - 1) // size * size for name, ids in PROMPTS.items()}
+    assert find(one) == expected
+    assert find(two) == dict.fromkeys(PROMPTS, 0), "it has not met them"
+    ask(two)
+    wait_until_kept(two)
+    assert find(two) == expected, "it found them"
+    loads = two.engine.stats().store_loads
+    assert loads.num_loads == len(PROMPTS)
+    assert loads.num_tokens == sum(trace.num_loaded_tokens for trace in two.traces.values())
+    assert loads.seconds > 0
+    for path in tmp_path.rglob("*"):  # another process evicts all
+        if len(path.name) == 64:
+            path.unlink()
+    until(lambda: not any(find(one, two).values()))
 
 
 def test_an_answer_is_kept_for_the_next_turn(nodes: ExitStack, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 import msgspec
 
 from baton.kv.layout import KVLayout
+from baton.protocol.worker_http import StoreLoads
 from baton.registry import Registry
 from baton.telemetry.metrics import HeldBlockSeconds
 from baton.transfer.region import allocate_shared_region
@@ -144,7 +145,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     """A snapshot for metrics and admission.
 
     `num_held_blocks` are those of prompts whose decode workers have yet to pull them;
-    `held_block_s` is of all modes, up to now but for what is held still.
+    `held_block_s` is of all modes, up to now but for what is held still. `store_loads` None: no
+    store is ever asked.
     """
 
     num_waiting: int
@@ -164,6 +166,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_exported_blocks: int = 0
     num_imported_blocks: int = 0
     held_block_s: HeldBlockSeconds = {}
+    store_loads: StoreLoads | None = None
 
 
 class EngineInfo(msgspec.Struct, frozen=True):

@@ -25,6 +25,9 @@ cache salt, images): token ids alone do not name a block."""
 DEFAULT_MEDIUM: Final = "GPU"
 """The medium of the engine's own pool. vLLM reports it on CPUs, too."""
 
+STORE_MEDIUM: Final = "STORE"
+"""The medium of the store that a Baton worker shares with others of its host."""
+
 
 def pack_ids(token_ids: Sequence[int]) -> bytes:
     """Token ids as little-endian int32: in a third of the time that numpy takes for a list."""

@@ -18,7 +18,7 @@ from baton.errors import UNDECODABLE, OverloadedError
 from baton.gateway.errors import QuotaError
 from baton.gateway.targets import PRIORITY_HEADER, TTFT_HEADER
 from baton.router.admission import AdmissionQueue, QueueLimits, Refusal
-from baton.router.cost import TYPICAL_ANSWER_TOKENS
+from baton.router.cost_parts import TYPICAL_ANSWER_TOKENS
 from baton.router.fair_queue import QueuedRequest, RefusalCause, lower
 from baton.router.room import UNLIMITED, FleetRoom
 
@@ -144,8 +144,7 @@ class Admission:
             limit_s = min(limit_s, self._options.first_byte_timeout_s)
         ttft_s = self._ttft_s(context)
         if ttft_s is not None and (whole is context or whole.placement is None):
-            num_cached = 0 if match is None else max(match.cached.values(), default=0)
-            takes_s = self._predict_s(context.model, num_tokens - num_cached)
+            takes_s = self._predict_s(context.model, num_tokens - _count_found(match))
             target_at = received_at + ttft_s - takes_s
         return QueuedRequest(
             context.model,
@@ -251,6 +250,13 @@ _REASONS: Final = {
     RefusalCause.TARGET: "the workers are too busy for a first token within the request's target",
     RefusalCause.DEADLINE: "the workers are too busy to begin before the request's deadline",
 }
+
+
+def _count_found(match: PromptMatch | None) -> int:
+    """Tokens of a prompt that some worker has, or can load."""
+    if match is None:
+        return 0
+    return max((*match.cached.values(), *match.stored.values()), default=0)
 
 
 def _expected_answer(body: CompletionBody) -> int:

@@ -207,7 +207,8 @@ class LearnedCost(msgspec.Struct, frozen=True):
 class GivenWork(msgspec.Struct, frozen=True):
     """Prompts and answers under way; when a new prompt would begin; costs as they were learned.
 
-    `prefill` is for a prompt's tokens, `step` for the answers that are generated at once.
+    `prefill` is for a prompt's tokens, `step` for the answers that are generated at once, `load`
+    for tokens that are loaded from the store.
     """
 
     num_prefills: int
@@ -216,6 +217,7 @@ class GivenWork(msgspec.Struct, frozen=True):
     prefill_share: float
     prefill: LearnedCost
     step: LearnedCost
+    load: LearnedCost
 
 
 class ListedWorker(msgspec.Struct, frozen=True):
@@ -299,6 +301,7 @@ class WorkerList:
             activity.prefill_share(now),
             _show_cost(activity.prefill_cost),
             _show_cost(activity.step_cost),
+            _show_cost(activity.load_cost),
         )
 
 

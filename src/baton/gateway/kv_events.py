@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from baton.gateway.prefixes import Prefixes
     from baton.gateway.upstream import Upstream
     from baton.gateway.workers import Worker, Workers
-    from baton.ids import Epoch, WorkerId
+    from baton.ids import Epoch, StoreId, WorkerId
     from baton.protocol.worker_http import KVEventsSource
     from baton.router.prefixes import WorkerPrefixes
 
@@ -159,13 +159,14 @@ log = logging.getLogger(__name__)
 class Publisher:
     """One incarnation of a worker, and the endpoints that it advertises for its events.
 
-    `source` None: it answers for them at its own address.
+    `source` None: it answers for them at its own address. `store`: of which it reports, too.
     """
 
     worker: WorkerId
     epoch: Epoch
     model: str
     source: KVEventsSource | None
+    store: StoreId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +302,7 @@ class KVEvents:
         counted = self._collector.watch(publisher.worker, feed, block_index)
         prefixes = None
         if self._prefixes is not None:
-            prefixes = self._prefixes.follow(publisher.model, publisher.worker)
+            prefixes = self._prefixes.follow(publisher.model, publisher.worker, publisher.store)
         return Followed(publisher, stop, counted, block_index, prefixes)
 
     async def _drop(self, worker: Worker) -> None:
@@ -326,7 +327,7 @@ class KVEvents:
         if not is_published and (not is_answered or self._prefixes is None):
             return None
         source = info.kv_events if is_published else None
-        return Publisher(info.worker, info.epoch, info.served_model_name, source)
+        return Publisher(info.worker, info.epoch, info.served_model_name, source, info.store)
 
     async def _apply_events(self) -> None:
         for following in list(self._following.values()):

@@ -33,7 +33,7 @@ _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e4)]
 
 
 class KeptLine(msgspec.Struct, frozen=True):
-    """`fixed_s`, and `each_s` for each token of a prompt, or each answer of a step."""
+    """`fixed_s`, and `each_s` for each token that is computed or loaded, or answer of a step."""
 
     fixed_s: _Seconds
     each_s: _Seconds
@@ -44,6 +44,7 @@ class KeptCosts(msgspec.Struct, frozen=True, omit_defaults=True):
 
     prefill: KeptLine | None = None
     step: KeptLine | None = None
+    load: KeptLine | None = None
 
 
 class KeptFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -65,7 +66,8 @@ async def keep_costs(path: Path | None, load: FleetLoad) -> AsyncGenerator[None]
     kept = _read(path)
     for model, costs in kept.items():
         known = load.costs(model)
-        for line, guess in ((known.prefill, costs.prefill), (known.step, costs.step)):
+        lines = ((known.prefill, costs.prefill), (known.step, costs.step), (known.load, costs.load))
+        for line, guess in lines:
             if guess is not None and (guess.fixed_s or guess.each_s):
                 line.guess_again((guess.fixed_s, guess.each_s))
     task = asyncio.create_task(_follow(path, load, kept))
@@ -89,7 +91,9 @@ def _write(path: Path, load: FleetLoad, kept: dict[str, KeptCosts]) -> None:
     for model, costs in load.models.items():
         before = kept.get(model, KeptCosts())
         kept[model] = KeptCosts(
-            _keep(costs.prefill) or before.prefill, _keep(costs.step) or before.step
+            _keep(costs.prefill) or before.prefill,
+            _keep(costs.step) or before.step,
+            _keep(costs.load) or before.load,
         )
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")  # several gateways may write it
     try:

@@ -104,6 +104,7 @@ class RouterCollector(Collector):
             under_way.add_metric((model, worker, "decode"), activity.num_decodes)
             errors.add_metric((model, worker, "prefill"), activity.prefill_cost.error)
             errors.add_metric((model, worker, "step"), activity.step_cost.error)
+            errors.add_metric((model, worker, "load"), activity.load_cost.error)
         yield from (under_way, errors)
 
 

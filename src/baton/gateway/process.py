@@ -115,7 +115,9 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
     """The ASGI application with its probes and connections, for as long as the block runs."""
     metrics, load = GatewayMetrics(), FleetLoad()
     room = FleetRoom(load, options.max_running_per_worker)
-    workers = Workers(options.workers, metrics, options.health, on_load=room.note_report)
+    workers = Workers(
+        options.workers, metrics, options.health, on_load=(load.note_report, room.note_report)
+    )
     admission = Admission(options, clock, metrics, workers=workers, load=load, room=room)
     metrics.registry.register(RouterCollector(load, workers))
     metrics.registry.register(HealthCollector(workers))

@@ -120,8 +120,8 @@ class RequestContext:
     `status` is what was sent to the client, None before. `tail` holds the last bytes of the body
     that went to the client, and is empty before the first: of a stream, whole events. `running` is
     the attempt under way, `num_streamed` the parts of its answer that came one by one, or its
-    tokens, `num_predicted` the tokens that its worker should have cached, `num_cached` those that a
-    prefill worker had, `waited_s` its time in the queue. Where this is one part of a client's
+    tokens, `num_predicted` the tokens that its worker should have or load, `num_cached` those that
+    a prefill worker had, `waited_s` its time in the queue. Where this is one part of a client's
     request, `whole` is that; else `exchange` is the client's.
     """
 

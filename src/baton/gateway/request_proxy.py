@@ -204,6 +204,7 @@ class RequestProxy:
             num_prompt_tokens=self._num_tokens,
             at=services.clock.now(),
             cached={} if self._match is None else self._match.cached,
+            stored={} if self._match is None else self._match.stored,
             failed_modes=EVERY_MODE if self._resumption.needs_no_prompt else failover.failed_modes,
             full=self._full,
             ttft_s=services.admission.ttft_left_s(context),
@@ -239,9 +240,10 @@ class RequestProxy:
         now, num_tokens, num_handed = services.clock.now(), self._num_tokens, self._num_tokens
         if match is not None and services.prefixes is not None:
             num_cached = match.cached.get(placement.computing.id, 0)
+            num_found = num_cached + placement.num_stored_tokens
             # Of a prefix that comes from elsewhere the workers report nothing.
-            context.num_predicted = None if placement.num_prefix_tokens else num_cached
-            num_tokens -= max(num_cached, placement.num_prefix_tokens)
+            context.num_predicted = None if placement.num_prefix_tokens else num_found
+            num_tokens -= max(num_found, placement.num_prefix_tokens)
             num_handed = (placement.num_prefix_tokens or num_handed) - match.cached.get(
                 placement.decode.id, 0
             )
@@ -251,7 +253,7 @@ class RequestProxy:
             num_tokens,
             now,
             num_handed,
-            num_cached=self._num_tokens - num_tokens,
+            num_cached=self._num_tokens - num_tokens - placement.num_stored_tokens,
             waited_s=context.waited_s,
         )
         return context.running

@@ -61,6 +61,7 @@ class RouteExplainer:
             num_prompt_tokens=estimate_prompt_tokens(body) if match is None else match.num_tokens,
             at=services.clock.now(),
             cached={} if match is None else match.cached,
+            stored={} if match is None else match.stored,
         )
         found = explain(services.placement, fleet, request, services.load)
         placed = None if isinstance(found.placement, Unplaceable) else found.placement
@@ -74,6 +75,7 @@ class RouteExplainer:
             num_prompt_tokens=request.num_prompt_tokens,
             is_tokenized=match is not None,
             cached_tokens={str(worker): num for worker, num in request.cached.items() if num},
+            stored_tokens={str(store): num for store, num in request.stored.items() if num},
             num_answers=num_answers,
             mode=None if placed is None else placed.mode,
             prefill=None if placed is None or placed.prefill is None else placed.prefill.id,

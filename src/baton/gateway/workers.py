@@ -30,7 +30,7 @@ from baton.router.fleet import Fleet, WorkerView
 from baton.router.health import DEFAULT_HEALTH, HealthOptions, HealthState, WorkerHealth
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from types import TracebackType
 
     from baton.gateway.metrics import GatewayMetrics
@@ -75,6 +75,7 @@ def worker_view(worker: Worker, info: WorkerInfo) -> WorkerView:
         slow_start=health.slow_start,
         takes_unsigned_tickets=info.takes_unsigned_tickets and worker.url.scheme == "https",
         topology=info.topology,
+        store=info.store,
     )
 
 
@@ -261,9 +262,9 @@ class Workers:
         metrics: GatewayMetrics,
         health: HealthOptions = DEFAULT_HEALTH,
         *,
-        on_load: OnLoad | None = None,
+        on_load: Sequence[OnLoad] = (),
     ) -> None:
-        """`on_load` is called with each report: a worker's name, its model, its load."""
+        """`on_load` are called with each report: a worker's name, its model, its load."""
         self.all = tuple(Worker(address, health) for address in addresses)
         self.fleet = Fleet()
         self.on_change: Callable[[Fleet], None] = _ignore
@@ -367,8 +368,9 @@ class Workers:
 
     def note_load(self, worker: Worker, load: WorkerLoad | None) -> None:
         """It reported its load, or that it does not."""
-        if self._on_load is not None and worker.info is not None:
-            self._on_load(worker.info.worker, worker.info.served_model_name, load)
+        if worker.info is not None:
+            for listener in self._on_load:
+                listener(worker.info.worker, worker.info.served_model_name, load)
         if worker.load != load:
             worker.load = load
             self._make_fleet_soon()

@@ -13,7 +13,7 @@ from urllib.parse import quote
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from baton.ids import Epoch, TicketId, WorkerId
+from baton.ids import Epoch, StoreId, TicketId, WorkerId
 
 CHAT_COMPLETIONS_PATH: Final = "/v1/chat/completions"
 COMPLETIONS_PATH: Final = "/v1/completions"
@@ -106,7 +106,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     `max_prompt_chars`: no longer text can fit the context, as far as the
     worker knows its tokenizer's longest token. `takes_unsigned_tickets`: it knows by the connection
     that a gateway sends one, and needs no signature. `topology` is `zone/rack/host/device`, levels
-    that are not known empty, or left out at the end.
+    that are not known empty, or left out at the end. `store` names the store in which it keeps
+    prompts' beginnings, and from which it loads them: equal where workers share one.
     """
 
     worker: Annotated[WorkerId, NAME]
@@ -131,6 +132,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: Name | None = None
     modes: Annotated[tuple[str, ...], Meta(max_length=16)] = ("push",)
     topology: Topology = ""
+    store: Annotated[StoreId, Meta(pattern=r"^[0-9a-f]{32}\Z")] | None = None
 
     def __post_init__(self) -> None:
         if self.rank_addresses and self.rank_addresses[0] != self.handoff_address:
@@ -138,6 +140,18 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
         num_controls = max(1, len(self.rank_addresses)) if self.protocol == "vllm" else 0
         if len(self.control_urls) != num_controls:
             raise ValueError(f"control_urls must have {num_controls} entries")
+
+
+class StoreLoads(msgspec.Struct, frozen=True):
+    """KV that a worker has loaded from the store since its start.
+
+    `seconds` is the sum of what the requests waited for it, each from its order on. A load that was
+    given up because the store did not answer in time has no tokens.
+    """
+
+    num_loads: Annotated[int, Meta(ge=0)]
+    num_tokens: Annotated[int, Meta(ge=0)]
+    seconds: Annotated[float, Meta(ge=0)]
 
 
 class WorkerLoad(msgspec.Struct, frozen=True):
@@ -151,6 +165,7 @@ class WorkerLoad(msgspec.Struct, frozen=True):
     num_free_blocks: Annotated[int, Meta(ge=0)]
     block_size: Annotated[int, Meta(gt=0)]
     max_running: Annotated[int, Meta(gt=0)] | UnsetType = UNSET
+    store_loads: StoreLoads | UnsetType = UNSET
 
 
 class MeasuredLink(msgspec.Struct, frozen=True):

@@ -3,8 +3,9 @@
 Every worker that may answer is a candidate alone, and every pair of a worker that may prefill and
 one that may answer. Of each, what the client will see is predicted:
 
-    TTFT = prompts before it at the prefill worker + its own prefill (+ the handoff's exposed part),
-           where prefill and handoff are of what the worker does not have cached
+    TTFT = prompts before it at the prefill worker + the load of what its store has + its own
+           prefill of the rest (+ the handoff's exposed part),
+           where load, prefill and handoff are of what the worker does not have cached
     TPOT = a step of the decode worker with one answer more / the share of time left for steps
 
 A prefix that another worker has cached can also be loaded from it: then only the rest is computed,
@@ -21,16 +22,24 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
 from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final
 
-import msgspec
 import numpy as np
 
 from baton.protocol.worker_http import Role
 from baton.registry import Plugin
+from baton.router.cost_parts import (
+    TYPICAL_ANSWER_TOKENS,
+    CostOptions,
+    Number,
+    Parts,
+    Prediction,
+    Usable,
+    bend,
+    weigh,
+)
 from baton.router.division import Division, Limits
 from baton.router.explanation import ExplainedCandidate, why_unusable
-from baton.router.load import MOST_SHARE, WINDOW_S
 from baton.router.pair_search import MOST_OF_EACH, PairSearch
 from baton.router.pairing import (
     explain_alone,
@@ -43,8 +52,6 @@ from baton.router.pairing import (
 from baton.router.placement import Placement, Unplaceable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
 
     from baton.ids import WorkerId
@@ -54,9 +61,6 @@ if TYPE_CHECKING:
     from baton.router.modes import ModeSetting
     from baton.router.placement import PlacementRequest, PolicyFactory
 
-BEYOND: Final = 10.0
-"""What a unit beyond a limit counts: the request is as good as lost, but sooner is better."""
-TYPICAL_ANSWER_TOKENS: Final = 128
 LEAST_LOADED: Final = 128
 """Tokens that a worker must lack for their KV to be loaded from another one."""
 MOST_SOURCES: Final = 3
@@ -66,38 +70,6 @@ PREFERRED_ALONE: Final = 0.95
 
 EQUAL: Final = 1.0 + 1e-9
 LOADING_MODES: Final = frozenset({"auto", "push"})
-
-Objective: TypeAlias = Literal["goodput", "throughput"]
-_Number = TypeVar("_Number", "float", "NDArray[np.float64]")
-_Seconds: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
-
-
-class CostOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is wanted: requests within both limits, in seconds, or as many as can be.
-
-    `load_prefixes`: KV of a prompt's beginning may be loaded from a worker that has it cached.
-    """
-
-    objective: Objective = "goodput"
-    ttft_s: _Seconds = 2.0
-    tpot_s: _Seconds = 0.1
-    load_prefixes: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """What a client is expected to see, in seconds; tokens of the prompt that are not computed."""
-
-    queue_s: float
-    prefill_s: float
-    handoff_s: float
-    tpot_s: float
-    num_cached: int = 0
-
-    @property
-    def ttft_s(self) -> float:
-        """Until the first token."""
-        return self.queue_s + self.prefill_s + self.handoff_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +95,8 @@ class Candidate:
         parts = f"queue {seen.queue_s:.3f}, prefill {seen.prefill_s:.3f}"
         if seen.num_cached:
             parts += f" ({seen.num_cached} tokens cached)"
+        if seen.num_stored:
+            parts += f", load {seen.load_s:.3f} ({seen.num_stored} tokens stored)"
         if self.prefill is not None and self.handoffs is not None:
             how = self.handoffs.explain(self.prefill, self.decode)
             parts += f", handoff {seen.handoff_s:.3f} ({how})"
@@ -143,6 +117,8 @@ class Candidate:
         }
         if self.num_prefix_tokens:
             figures["loaded_tokens"] = self.num_prefix_tokens
+        if seen.num_stored:
+            figures |= {"stored_tokens": seen.num_stored, "load_s": seen.load_s}
         first = None if prefill is None else prefill.id
         return ExplainedCandidate(
             "request",
@@ -155,68 +131,18 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class _Usable:
-    """Who may serve: the first `num_decodes` of `workers` may answer, those at `helpers` prefill.
-
-    Good for `served` and `prefills`; `rows` until the load forgets workers. `places` is None where
-    all are at one place.
-    """
-
-    served: ModelWorkers
-    prefills: frozenset[WorkerId]
-    num_forgotten: int
-    workers: Sequence[WorkerView]
-    num_decodes: int
-    helpers: NDArray[np.intp]
-    rows: NDArray[np.intp]
-    places: NDArray[np.intp] | None
-    has_slow_starts: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """What each worker would add to a request's cost, as arrays `[num_workers]`.
-
-    Computing the prompt takes `queue_s + prefill_s` and costs the answers there `stall`; answering
-    takes `tpot_s` for a token and costs them `crowd`. Keeping what it has not cached costs `keep`.
-    It was given its last prompt at `given_at`.
-    `shares` are what workers in a slow start get of what they would get otherwise; None where there
-    are none.
-    """
-
-    usable: _Usable
-    num_uncached: NDArray[np.float64]
-    queue_s: NDArray[np.float64]
-    prefill_s: NDArray[np.float64]
-    stall: NDArray[np.float64]
-    tpot_s: NDArray[np.float64]
-    crowd: NDArray[np.float64]
-    keep: NDArray[np.float64]
-    given_at: NDArray[np.float64]
-    shares: NDArray[np.float64] | None
-
-    def predict(self, first: int, second: int, handoff_s: float, num_tokens: int) -> Prediction:
-        """What a client will see of a prompt computed by the first, and answered by the second."""
-        return Prediction(
-            float(self.queue_s[first]),
-            float(self.prefill_s[first]),
-            handoff_s,
-            float(self.tpot_s[second]),
-            num_tokens - int(self.num_uncached[first]),
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class _Loading:
     """A prefix of `source`, which has all but `num_uncached` tokens; others compute those alone.
 
     That takes `prefill_s` at each worker that may answer, and costs others `others`, TTFT apart.
+    `is_little`: that worker would compute hardly more without it.
     """
 
     source: WorkerView
     num_uncached: int
     prefill_s: NDArray[np.float64]
     others: NDArray[np.float64]
+    is_little: NDArray[np.bool_]
 
 
 class CostPolicy:
@@ -228,7 +154,7 @@ class CostPolicy:
         self._options = options
         self._mode: ModeSetting = mode
         self._divisions: dict[str, Division] = {}
-        self._usable: dict[str, _Usable] = {}
+        self._usable: dict[str, Usable] = {}
 
     @property
     def tpot_limit_s(self) -> float:
@@ -242,7 +168,7 @@ class CostPolicy:
         usable = self._find_usable(fleet, request, load)
         if isinstance(usable, Unplaceable):
             return usable
-        parts = self._weigh(usable, request, load)
+        parts = weigh(usable, request, load, self._options)
         best = self._best_alone(parts, request)
         if (fixed := serve_alone(best.decode, request, self._mode)) is not None:
             return fixed
@@ -263,7 +189,8 @@ class CostPolicy:
         if (listed or fleet.absent_prefills) and not any(is_usable(w, request) for w in listed):
             reasons = explain_alone(fleet, best.decode, request)
         why = (f"chosen: {best}", *(f"rather than {pair}" for pair in pairs[:1]), *divided)
-        return Placement(None, best.decode, reasons, why=why)
+        num_stored = best.prediction.num_stored
+        return Placement(None, best.decode, reasons, why=why, num_stored_tokens=num_stored)
 
     def explain(
         self, fleet: Fleet, request: PlacementRequest, load: FleetLoad
@@ -272,7 +199,7 @@ class CostPolicy:
         usable, served = self._find_usable(fleet, request, load), fleet.models.get(request.model)
         candidates: list[ExplainedCandidate] = []
         if not isinstance(usable, Unplaceable):
-            parts = self._weigh(usable, request, load)
+            parts = weigh(usable, request, load, self._options)
             costs, num = self._costs_alone(parts, request), request.num_prompt_tokens
             ways = [
                 Candidate(None, usable.workers[at], parts.predict(at, at, 0.0, num), float(cost))
@@ -305,7 +232,10 @@ class CostPolicy:
         self, way: Candidate, prefill: WorkerView, request: PlacementRequest
     ) -> Placement:
         if not way.num_prefix_tokens:
-            return hand_over(prefill, way.decode, request, self._mode)
+            placement = hand_over(prefill, way.decode, request, self._mode)
+            if placement.prefill is None or not way.prediction.num_stored:
+                return placement
+            return replace(placement, num_stored_tokens=way.prediction.num_stored)
         placement = hand_over(prefill, way.decode, request, "push")
         if placement.prefill is None:
             return placement
@@ -313,7 +243,7 @@ class CostPolicy:
 
     def _find_usable(
         self, fleet: Fleet, request: PlacementRequest, load: FleetLoad
-    ) -> _Usable | Unplaceable:
+    ) -> Usable | Unplaceable:
         """Made once for a fleet, unless some of its workers are not for this request."""
         served = fleet.models.get(request.model)
         prefills = self._divide(served, request, load) if served is not None else frozenset()
@@ -344,15 +274,19 @@ class CostPolicy:
         ]
         rows = load.rows(workers)
         at = load.costs(request.model).columns.place[rows]
-        usable = _Usable(
+        stores = list(dict.fromkeys(worker.store for worker in workers))
+        usable = Usable(
             served,
             prefills,
             load.num_forgotten,
             workers,
+            [worker.id for worker in workers],
             len(decodes),
             np.array(helpers, dtype=np.intp),
             rows,
             at if (at != at[0]).any() else None,
+            stores,
+            np.array([stores.index(worker.store) for worker in workers], dtype=np.intp),
             any(worker.slow_start is not None for worker in workers),
         )
         if not (request.avoid or request.full):
@@ -374,52 +308,7 @@ class CostPolicy:
             division.look(both, load, request.at)
         return division.prefills
 
-    def _weigh(self, usable: _Usable, request: PlacementRequest, load: FleetLoad) -> _Parts:
-        now, rows, costs = request.at, usable.rows, load.costs(request.model)
-        columns, tokens = costs.columns, float(request.num_prompt_tokens)
-        num_uncached = np.full(len(rows), tokens)
-        if request.cached:
-            num_uncached -= [request.cached.get(worker.id, 0) for worker in usable.workers]
-            num_uncached = np.maximum(min(tokens, 1.0), num_uncached)
-        prefill_s = costs.prefill.factors(columns.prefill_evidence[rows])
-        prefill_s *= costs.prefill.predict(num_uncached)
-        step_s, num = costs.step.factors(columns.step_evidence[rows]), columns.num_decodes[rows]
-        before_s, after_s = step_s * costs.step.predict(num), step_s * costs.step.predict(num + 1)
-        share = columns.prefill_share[rows] * np.exp((columns.share_at[rows] - now) / WINDOW_S)
-        share = np.minimum(1.0, share)
-        left = 1.0 - np.minimum(MOST_SHARE, share)
-        usual_s, tpot_s = before_s / left, after_s / left
-        if self._options.objective == "throughput":
-            stall = num * prefill_s
-            crowd = num * (tpot_s - usual_s) * TYPICAL_ANSWER_TOKENS
-        else:
-            limit = self._options.tpot_s
-            usual = _bend(usual_s / limit)
-            left = 1.0 - np.minimum(MOST_SHARE, share + prefill_s / WINDOW_S)
-            stall = num * (_bend(before_s / left / limit) - usual)
-            crowd = num * (_bend(tpot_s / limit) - usual)
-        queue_s = np.maximum(0.0, columns.free_at[rows] - now)
-        # What is stored pushes out as much, of which others would have found so large a share.
-        keep = costs.found_share * costs.prefill.each * num_uncached
-        if self._options.objective == "goodput":
-            keep /= self._options.ttft_s
-        shares = None
-        if usable.has_slow_starts:
-            shares = np.array([worker.share(now) for worker in usable.workers])
-        return _Parts(
-            usable,
-            num_uncached,
-            queue_s,
-            prefill_s,
-            stall,
-            tpot_s,
-            crowd,
-            keep,
-            columns.share_at[rows],
-            shares,
-        )
-
-    def _best_alone(self, parts: _Parts, request: PlacementRequest) -> Candidate:
+    def _best_alone(self, parts: Parts, request: PlacementRequest) -> Candidate:
         """The best worker to do both parts; among equals the one that has had no prompt longest."""
         costs, usable = self._costs_alone(parts, request), parts.usable
         best = int(costs.argmin())
@@ -429,9 +318,9 @@ class CostPolicy:
         prediction = parts.predict(best, best, 0.0, request.num_prompt_tokens)
         return Candidate(None, usable.workers[best], prediction, float(costs[best]))
 
-    def _costs_alone(self, parts: _Parts, request: PlacementRequest) -> NDArray[np.float64]:
+    def _costs_alone(self, parts: Parts, request: PlacementRequest) -> NDArray[np.float64]:
         """Of each worker that may answer, if it does both parts `[num_decodes]`."""
-        ttft = self._own_ttft(parts.queue_s + parts.prefill_s, request)
+        ttft = self._own_ttft(parts.before_s, request)
         tpot = self._own_tpot(parts.tpot_s, request)
         costs = ttft + parts.stall + tpot + parts.crowd + parts.keep
         if parts.shares is not None:
@@ -440,7 +329,7 @@ class CostPolicy:
 
     def _rank_pairs(
         self,
-        parts: _Parts,
+        parts: Parts,
         alone_cost: float,
         request: PlacementRequest,
         load: FleetLoad,
@@ -452,7 +341,7 @@ class CostPolicy:
         usable, handoffs = parts.usable, load.costs(request.model).handoffs
         workers, num = usable.workers, usable.num_decodes
         others_at_first = parts.stall + parts.keep
-        computing = self._own_ttft(parts.queue_s + parts.prefill_s, request) + others_at_first
+        computing = self._own_ttft(parts.before_s, request) + others_at_first
         answering = self._own_tpot(parts.tpot_s[:num], request) + parts.crowd[:num]
         answering += parts.keep[:num]
         limit_s = request.ttft_s or self._options.ttft_s
@@ -466,7 +355,7 @@ class CostPolicy:
             handoffs,
             usable.places,
         )
-        before_s: list[float] = (parts.queue_s + parts.prefill_s).tolist()
+        before_s: list[float] = parts.before_s.tolist()
         handed: list[float] = parts.num_uncached.tolist()
         others: list[float] = others_at_first.tolist()
         own: list[float] = answering.tolist()
@@ -499,7 +388,7 @@ class CostPolicy:
         ]
 
     def _rank_prefixes(
-        self, parts: _Parts, alone_cost: float, request: PlacementRequest, load: FleetLoad
+        self, parts: Parts, alone_cost: float, request: PlacementRequest, load: FleetLoad
     ) -> list[Candidate]:
         """For each of those that have most of the prompt cached, who best loads that and answers.
 
@@ -511,7 +400,8 @@ class CostPolicy:
         answering = slice(usable.num_decodes)
         usual = parts.crowd[answering] + parts.keep[answering]
         usual += self._own_tpot(parts.tpot_s[answering], request)
-        whole_s = line.predict(parts.num_uncached[answering])
+        num_computed = parts.num_computed[answering]
+        whole_s = line.predict(num_computed)
         found: list[Candidate] = []
         for at in parts.num_uncached.argsort(kind="stable")[:MOST_SOURCES].tolist():
             source, uncached = usable.workers[at], float(parts.num_uncached[at])
@@ -522,13 +412,15 @@ class CostPolicy:
             prefill_s = share * parts.prefill_s[answering]
             others = share * parts.stall[answering] + usual
             least = min([PREFERRED_ALONE * alone_cost, *(each.cost for each in found)])
-            loading = _Loading(source, int(uncached), prefill_s, others)
+            # What the store has nearly as much of is not asked of a worker.
+            is_little = num_computed < uncached + LEAST_LOADED
+            loading = _Loading(source, int(uncached), prefill_s, others, is_little)
             found += self._find_loading(parts, loading, request, load, least=least)
         return found
 
     def _find_loading(
         self,
-        parts: _Parts,
+        parts: Parts,
         loading: _Loading,
         request: PlacementRequest,
         load: FleetLoad,
@@ -543,7 +435,7 @@ class CostPolicy:
         without = self._own_ttft(queue_s + prefill_s, request) + others
         if parts.shares is not None:
             without /= parts.shares[: usable.num_decodes]
-        without[missing < LEAST_LOADED] = inf
+        without[loading.is_little] = inf
         if without.min() >= least:
             return []
         found: list[Candidate] = []
@@ -571,20 +463,20 @@ class CostPolicy:
                 found = [Candidate(source, decode, prediction, cost, handoffs, num_loaded)]
         return found
 
-    def _own_ttft(self, ttft_s: _Number, request: PlacementRequest) -> _Number:
+    def _own_ttft(self, ttft_s: Number, request: PlacementRequest) -> Number:
         """What the time to the first token counts, by the request's own limit if it has one."""
         if self._options.objective == "throughput":
             return ttft_s
-        return _bend(ttft_s / (request.ttft_s or self._options.ttft_s))
+        return bend(ttft_s / (request.ttft_s or self._options.ttft_s))
 
-    def _own_tpot(self, tpot_s: _Number, request: PlacementRequest) -> _Number:
+    def _own_tpot(self, tpot_s: Number, request: PlacementRequest) -> Number:
         """What the time of a token counts, by the request's own limit if it has one."""
         if self._options.objective == "throughput":
             return TYPICAL_ANSWER_TOKENS * tpot_s
-        return _bend(tpot_s / (request.tpot_s or self._options.tpot_s))
+        return bend(tpot_s / (request.tpot_s or self._options.tpot_s))
 
 
-def _explain_unpaired(usable: _Usable) -> list[ExplainedCandidate]:
+def _explain_unpaired(usable: Usable) -> list[ExplainedCandidate]:
     """Pairs of usable workers that cannot hand over to each other."""
     helpers = [usable.workers[at] for at in usable.helpers[:MOST_OF_EACH]]
     decodes = usable.workers[: min(usable.num_decodes, MOST_OF_EACH)]
@@ -597,13 +489,6 @@ def _explain_unpaired(usable: _Usable) -> list[ExplainedCandidate]:
 
 def _is_for_prefill(worker: WorkerView, prefills: frozenset[WorkerId]) -> bool:
     return worker.role is Role.PREFILL or worker.id in prefills
-
-
-def _bend(share: _Number) -> _Number:
-    """A figure in units of its limit, with what is beyond it counted `BEYOND` times."""
-    if isinstance(share, float):
-        return share + BEYOND * max(0.0, share - 1.0)
-    return share + BEYOND * np.maximum(0.0, share - 1.0)
 
 
 def _build(options: CostOptions) -> PolicyFactory:

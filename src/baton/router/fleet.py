@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from baton.auth.ticket import HandoffMode, WorkerRef
-    from baton.ids import WorkerId
+    from baton.ids import StoreId, WorkerId
     from baton.protocol.worker_http import WorkerLoad, WorkerProtocol
     from baton.router.health import SlowStart
 
@@ -27,7 +27,7 @@ class WorkerView:
     `available`: it may be given requests. `half_open`: it may get a trial request.
     `ejected`: it is up, but only used where there is no other. `slow_start` None: it is over.
     `takes_unsigned_tickets`: its connections to a gateway prove what that is.
-    `topology` is where it is (`router/topology.py`).
+    `topology` is where it is (`router/topology.py`). `store`: from which it loads what it lacks.
     """
 
     ref: WorkerRef
@@ -45,6 +45,7 @@ class WorkerView:
     slow_start: SlowStart | None = None
     takes_unsigned_tickets: bool = False
     topology: str = ""
+    store: StoreId | None = None
     id: WorkerId = field(init=False)
     """The worker's name, which survives a restart. Each request asks for it many times."""
 

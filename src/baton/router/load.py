@@ -16,7 +16,9 @@ from math import exp
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+from msgspec import UNSET
 
+from baton.protocol.worker_http import StoreLoads
 from baton.router.handoff_costs import HandoffCosts
 from baton.router.learning import NOTHING_SEEN, LearnedLine, WorkerCost
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.ids import WorkerId
+    from baton.protocol.worker_http import WorkerLoad
     from baton.router.fleet import WorkerView
     from baton.router.placement import Placement
 
@@ -41,9 +44,11 @@ MOST_SHARE: Final = 0.95
 """Of a worker's time that prompts take: a step is not called slower than 20 times for that."""
 _PREFILL_GUESS: Final = (0.005, 5e-5)
 _STEP_GUESS: Final = (0.01, 2e-4)
+_LOAD_GUESS: Final = (0.005, 2e-5)
 FOUND_FORGETTING: Final = 0.99
 """About the last 100 prompts count in `ModelCosts.found_share`."""
 NO_PLACE: Final = -1
+NO_LOADS: Final = StoreLoads(0, 0, 0.0)
 
 
 class LoadColumns:
@@ -64,6 +69,7 @@ class LoadColumns:
         self.share_at = np.zeros(self.FIRST_ROWS)
         self.prefill_evidence = np.zeros((self.FIRST_ROWS, 3))
         self.step_evidence = np.zeros((self.FIRST_ROWS, 3))
+        self.load_evidence = np.zeros((self.FIRST_ROWS, 3))
         self.place = np.full(self.FIRST_ROWS, NO_PLACE, dtype=np.intp)
 
     def add_row(self) -> int:
@@ -77,7 +83,8 @@ class LoadColumns:
                 self._grow()
         for column in (self.free_at, self.num_decodes, self.prefill_share, self.share_at):
             column[row] = 0.0
-        self.prefill_evidence[row] = self.step_evidence[row] = NOTHING_SEEN
+        for evidence in (self.prefill_evidence, self.step_evidence, self.load_evidence):
+            evidence[row] = NOTHING_SEEN
         self.place[row] = NO_PLACE
         return row
 
@@ -95,20 +102,23 @@ class WorkerActivity:
     """One worker's part. `num_prefills` prompts are waiting or computed here, of `prefill_tokens`.
 
     `num_decodes` answers are generated here, or will be. `free_at`: when the prompts will be done.
-    `prefill_cost` gives seconds of a prompt's tokens, `step_cost` seconds of a step's answers.
-    `row` is its row in the model's columns, which follow whatever changes here.
+    `prefill_cost` gives seconds of a prompt's tokens, `step_cost` seconds of a step's answers,
+    `load_cost` seconds of tokens that are loaded from the store. `row` is its row in the model's
+    columns, which follow whatever changes here.
     """
 
     __slots__ = (
         "_columns",
         "_drift_s",
         "_last_done_at",
+        "_loads",
         "_num_streams",
         "_prefill_share",
         "_share_at",
         "_stream_seconds",
         "_streams_at",
         "free_at",
+        "load_cost",
         "num_decodes",
         "num_prefills",
         "prefill_cost",
@@ -119,6 +129,7 @@ class WorkerActivity:
 
     def __init__(self, costs: ModelCosts) -> None:
         self.prefill_cost, self.step_cost = WorkerCost(costs.prefill), WorkerCost(costs.step)
+        self.load_cost, self._loads = WorkerCost(costs.load), NO_LOADS
         self._columns, self.row = costs.columns, costs.columns.add_row()
         self.num_prefills = self.prefill_tokens = self.num_decodes = self._num_streams = 0
         self.free_at = self._drift_s = self._last_done_at = 0.0
@@ -142,8 +153,11 @@ class WorkerActivity:
         share = min(MOST_SHARE, self.prefill_share(now))
         return self.step_cost.predict(self.num_decodes + more) / (1.0 - share)
 
-    def add_prefill(self, num_tokens: int, now: float) -> tuple[float, float]:
-        """A prompt is given to it: when it should be done, and what that is relative to."""
+    def add_prefill(self, num_tokens: int, now: float, num_stored: int = 0) -> tuple[float, float]:
+        """A prompt is given to it: when it should be done, and what that is relative to.
+
+        So many tokens of it are loaded before that, while others are computed.
+        """
         self.num_prefills += 1
         self.prefill_tokens += num_tokens
         takes_s = self.prefill_cost.predict(num_tokens)
@@ -152,7 +166,8 @@ class WorkerActivity:
         self._share_at = now
         self._columns.prefill_share[self.row] = self._prefill_share
         self._columns.share_at[self.row] = now
-        return self.free_at, self._drift_s
+        load_s = self.load_cost.predict(num_stored) if num_stored else 0.0
+        return self.free_at + load_s, self._drift_s
 
     def finish_prefill(self, num_tokens: int, expected: tuple[float, float], now: float) -> None:
         """It was computed: what was expected of those behind it moves by as much as this did."""
@@ -169,6 +184,28 @@ class WorkerActivity:
         self.prefill_cost.observe(num_tokens, done_at - began_at)
         self._columns.prefill_evidence[self.row] = self.prefill_cost.evidence
         self._last_done_at = done_at
+
+    def skip_prefill(self, done_at: float) -> None:
+        """A prompt was computed now, and what computing took is not known: some was loaded."""
+        self._last_done_at = max(self._last_done_at, done_at)
+
+    def note_loads(self, loads: StoreLoads) -> None:
+        """It reports what it has loaded from its store since its start."""
+        before, self._loads = self._loads, loads
+        if loads.num_loads < before.num_loads:  # it was restarted
+            before = NO_LOADS
+        num_loads = loads.num_loads - before.num_loads
+        if num_loads:
+            num_tokens, seconds = (
+                loads.num_tokens - before.num_tokens,
+                loads.seconds - before.seconds,
+            )
+            self.observe_loads(num_tokens / num_loads, seconds / num_loads)
+
+    def observe_loads(self, num_tokens: float, seconds: float) -> None:
+        """A load, or a mean one of several, was of so many tokens and took so long."""
+        self.load_cost.observe(num_tokens, seconds)
+        self._columns.load_evidence[self.row] = self.load_cost.evidence
 
     def drop_prefill(self, num_tokens: int, expected: tuple[float, float], now: float) -> None:
         """It was computed at an unknown time, or never will be: those behind it need not wait."""
@@ -228,7 +265,8 @@ class RunningRequest:
 
     `num_tokens` of its prompt are to be computed, `num_cached` are not, `num_handed` are to be
     handed over. Before that it `waited_s` in the gateway. `has_prefix`: the prompt's beginning
-    comes from another worker, so that what the rest takes is not seen.
+    comes from another worker, so that what the rest takes is not seen. `has_load`: it comes from
+    the store, and the same holds.
     """
 
     prefill: WorkerActivity
@@ -242,6 +280,7 @@ class RunningRequest:
     num_cached: int = 0
     waited_s: float = 0.0
     has_prefix: bool = False
+    has_load: bool = False
     _is_prefilled: bool = False
     _prefilled_at: float | None = None
     _first_at: float | None = None
@@ -256,7 +295,10 @@ class RunningRequest:
             return
         self._prefilled_at = done_at = max(done_at, self.began_at)
         self._leave_queue(done_at)
-        self.prefill.observe_prefill(self.num_tokens, self.began_at, done_at)
+        if self.has_load:
+            self.prefill.skip_prefill(done_at)
+        else:
+            self.prefill.observe_prefill(self.num_tokens, self.began_at, done_at)
         self._learn_handoff()
 
     def first_token(self, now: float) -> None:
@@ -316,6 +358,7 @@ class ModelCosts:
         self.found_share = 0.0
         self.prefill = LearnedLine(_PREFILL_GUESS)
         self.step = LearnedLine(_STEP_GUESS)
+        self.load = LearnedLine(_LOAD_GUESS)
         self.handoffs = HandoffCosts(self.prefill)
         self.ended: deque[EndedRequest] = deque(maxlen=MOST_ENDED)
         self.columns = LoadColumns()
@@ -383,8 +426,9 @@ class FleetLoad:
     ) -> RunningRequest:
         """A request goes to these workers, of which one has so many prompt tokens to compute.
 
-        It has `num_cached` more. `num_handed` are then handed over, as many as are computed unless
-        it is given; of a prefix, they come first. `waited_s`: for a place.
+        It has `num_cached` more, and loads those that the placement expects to be stored.
+        `num_handed` are then handed over, as many as are computed unless it is given; of a prefix,
+        they come first. `waited_s`: for a place.
         """
         decode_view, prefill_view = placement.decode, placement.prefill
         costs = self.costs(decode_view.model)
@@ -393,9 +437,10 @@ class FleetLoad:
         if prefill_view is not None and not is_prefix:
             prefill = self.of(prefill_view.id, prefill_view.model)
             cost = costs.handoffs.cost_of(prefill_view, decode_view)
-        expected = prefill.add_prefill(num_tokens, now)
+        num_stored = placement.num_stored_tokens
+        expected = prefill.add_prefill(num_tokens, now, num_stored)
         decode.count_decodes(+1)
-        costs.note_found(num_cached, num_tokens)
+        costs.note_found(num_cached, num_tokens + num_stored)
         handed = num_tokens if num_handed is None else num_handed
         return RunningRequest(
             prefill,
@@ -409,7 +454,13 @@ class FleetLoad:
             num_cached,
             waited_s,
             is_prefix,
+            num_stored > 0,
         )
+
+    def note_report(self, worker: WorkerId, model: str, report: WorkerLoad | None) -> None:
+        """A worker was asked for its load just now; None: it does not report it."""
+        if report is not None and report.store_loads is not UNSET:
+            self.of(worker, model).note_loads(report.store_loads)
 
     @property
     def models(self) -> Mapping[str, ModelCosts]:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from baton.auth.ticket import HandoffMode
-    from baton.ids import WorkerId
+    from baton.ids import StoreId, WorkerId
     from baton.router.fleet import Fleet, WorkerView
     from baton.router.load import FleetLoad
     from baton.router.modes import ModeSetting
@@ -40,8 +40,8 @@ class PlacementRequest:
     `num_prompt_tokens` is an estimate where the prompt could not be tokenized, `at` the time on the
     clock by which `FleetLoad` is kept. `failed_modes` may name modes that are not for this request.
     `cached`: tokens of the prompt that workers have, from the first on; others have none, as far as
-    is known. `full`: workers that are not chosen while others are left. `ttft_s` and `tpot_s`: the
-    request's own limits, None where the policy's hold.
+    is known. `stored`: those that stores have. `full`: workers that are not chosen while others are
+    left. `ttft_s` and `tpot_s`: the request's own limits, None where the policy's hold.
     """
 
     model: str
@@ -51,6 +51,7 @@ class PlacementRequest:
     failed_modes: frozenset[HandoffMode] = frozenset()
     at: float = 0.0
     cached: Mapping[WorkerId, int] = field(default_factory=dict)
+    stored: Mapping[StoreId, int] = field(default_factory=dict)
     full: frozenset[WorkerId] = frozenset()
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -59,6 +60,13 @@ class PlacementRequest:
         """Tokens that a worker would have to compute: at least one, for the answer's first."""
         cached = self.cached.get(worker, 0) if self.cached else 0
         return max(1, self.num_prompt_tokens - cached) if cached else self.num_prompt_tokens
+
+    def count_stored(self, worker: WorkerView) -> int:
+        """Tokens that a worker has not cached, and could load: one is computed in any case."""
+        stored = 0 if worker.store is None else self.stored.get(worker.store, 0)
+        if not stored:
+            return 0
+        return max(0, min(stored, self.num_prompt_tokens - 1) - self.cached.get(worker.id, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +79,8 @@ class Placement:
     gets from one to the other, `why` the policy's lines on that; `is_degraded`: another way was
     wanted. `num_prefix_tokens` above 0: so many first tokens of the prompt are cached at `prefill`,
     which hands over their KV and computes nothing; the decode worker computes the others.
+    `num_stored_tokens`: so many more than it has cached is `computing` expected to load from its
+    store.
     """
 
     prefill: WorkerView | None
@@ -81,6 +91,7 @@ class Placement:
     why: tuple[str, ...] = ()
     is_degraded: bool = False
     num_prefix_tokens: int = 0
+    num_stored_tokens: int = 0
 
     @property
     def computing(self) -> WorkerView:

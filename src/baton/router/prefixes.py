@@ -1,5 +1,8 @@
 """What the workers of one model have of a prompt: as their events report, and as is expected.
 
+Workers also report what the store holds that they share with others. It has what any of them
+reports: each takes back what it has reported itself and does not find any more.
+
 A prompt that was just placed is expected to be held by its workers: their events come only once
 it is computed, and some workers publish none. What is expected is forgotten after a while.
 """
@@ -14,6 +17,7 @@ import numpy as np
 
 from baton.events.blocks import (
     DEFAULT_MEDIUM,
+    STORE_MEDIUM,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -23,12 +27,12 @@ from baton.events.blocks import (
 from baton.router.prefix_index import PrefixIndex
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from numpy.typing import NDArray
 
     from baton.events.blocks import ExternalHash, FeedEvent
-    from baton.ids import WorkerId
+    from baton.ids import StoreId, WorkerId
     from baton.router.placement import Placement
     from baton.router.prefix_names import PrefixNames
 
@@ -45,12 +49,13 @@ MAX_BLOCKS_OF_WORKER: Final = 1 << 21
 class PromptMatch:
     """A prompt of `num_tokens`, and how many of its first tokens each worker has.
 
-    `names` are its blocks', by block size; `token_ids` `[num_tokens]` by the tokenizer of that
-    digest.
+    `stored` is how many each store has. `names` are its blocks', by block size; `token_ids`
+    `[num_tokens]` by the tokenizer of that digest.
     """
 
     num_tokens: int
     cached: Mapping[WorkerId, int] = field(default_factory=dict)
+    stored: Mapping[StoreId, int] = field(default_factory=dict)
     names: Mapping[int, list[int]] = field(default_factory=dict)
     token_ids: NDArray[np.int32] | None = None
     tokenizer: str | None = None
@@ -62,6 +67,7 @@ class ModelPrefixes:
     def __init__(self, names: PrefixNames, max_expected: int = MAX_EXPECTED_BLOCKS) -> None:
         self._names, self._max_expected = names, max_expected
         self._indexes: dict[int, PrefixIndex] = {}
+        self._store_indexes: dict[int, PrefixIndex] = {}
         self._followed: dict[WorkerId, WorkerPrefixes] = {}
         self._expected: deque[_Expected] = deque()
         self._num_expected = 0
@@ -71,10 +77,16 @@ class ModelPrefixes:
         """Blocks that some worker holds, or is expected to."""
         return sum(index.num_blocks for index in self._indexes.values())
 
-    def follow(self, worker: WorkerId) -> WorkerPrefixes:
-        """What a worker's events are applied to, for one life of it."""
+    @property
+    def num_stored_blocks(self) -> int:
+        """Blocks that are in some store."""
+        return sum(index.num_blocks for index in self._store_indexes.values())
+
+    def follow(self, worker: WorkerId, store: StoreId | None = None) -> WorkerPrefixes:
+        """What a worker's events are applied to, for one life of it. `store`: which one it uses."""
         self.forget(worker)
-        followed = self._followed[worker] = WorkerPrefixes(worker, self, self._names)
+        followed = WorkerPrefixes(worker, self, self._names, store)
+        self._followed[worker] = followed
         return followed
 
     def forget(self, worker: WorkerId) -> None:
@@ -83,15 +95,16 @@ class ModelPrefixes:
         if followed is not None:
             followed.clear()
         self.drop_expected(worker)
-        for index in self._indexes.values():
+        for index in (*self._indexes.values(), *self._store_indexes.values()):
             index.forget(worker)
 
     def index_of(self, block_size: int) -> PrefixIndex:
-        """Where blocks of that size are."""
-        index = self._indexes.get(block_size)
-        if index is None:
-            index = self._indexes[block_size] = PrefixIndex()
-        return index
+        """Where blocks of that size in workers' caches are."""
+        return _find_or_add(self._indexes, block_size)
+
+    def store_index_of(self, block_size: int) -> PrefixIndex:
+        """Where blocks of that size in stores are, by the workers that report them."""
+        return _find_or_add(self._store_indexes, block_size)
 
     def find(self, token_ids: NDArray[np.int32], salt: str, now: float) -> PromptMatch:
         """Who has how much of a prompt `[num_tokens]`. `salt` is the tenant's, hashed."""
@@ -107,7 +120,17 @@ class ModelPrefixes:
             most = (len(token_ids) - 1) // size  # an engine computes the last token in any case
             for worker, num_blocks in index.find_matches(names[size]).items():
                 cached[worker] = min(num_blocks, most) * size
-        return PromptMatch(len(token_ids), cached, names)
+        stored: dict[StoreId, int] = {}
+        for size, index in self._store_indexes.items():
+            if size not in names:
+                names[size] = self._names.of(token_ids, size, root)
+            most = (len(token_ids) - 1) // size
+            for worker, num_blocks in index.find_matches(names[size]).items():
+                followed = self._followed.get(worker)
+                if followed is not None and followed.store is not None:
+                    num = min(num_blocks, most) * size
+                    stored[followed.store] = max(num, stored.get(followed.store, 0))
+        return PromptMatch(len(token_ids), cached, stored, names)
 
     def expect(self, match: PromptMatch, placement: Placement, now: float) -> None:
         """The prompt goes to these workers, which will hold it soon."""
@@ -149,6 +172,11 @@ class ModelPrefixes:
             for worker, held in index.holdings().items():
                 if not held <= known.get(worker, set()):
                     raise AssertionError(f"{worker} holds blocks of unknown origin")
+        for index in self._store_indexes.values():
+            index.check_invariants()
+            for worker, held in index.holdings().items():
+                if held and held != self._followed[worker].stored:
+                    raise AssertionError(f"a store holds other blocks than {worker} reports")
 
     def _add(self, expected: _Expected) -> None:
         self._expected.append(expected)
@@ -176,51 +204,26 @@ class _Expected:
     names: list[int]
 
 
-class WorkerPrefixes:
-    """One worker's blocks, by its engine's hashes. Owner: the gateway's thread.
+class ReportedBlocks:
+    """One worker's blocks in one medium, by the reporter's hashes. Owner: the gateway's thread."""
 
-    Only what is in the engine's own pool and depends on nothing but tokens and the tenant's salt
-    is taken up: of other blocks the tokens alone do not show who could use them.
-    """
-
-    def __init__(self, worker: WorkerId, model: ModelPrefixes, names: PrefixNames) -> None:
-        self._worker, self._model, self._names = worker, model, names
+    def __init__(
+        self, worker: WorkerId, find_index: Callable[[int], PrefixIndex], names: PrefixNames
+    ) -> None:
+        self._worker, self._find_index, self._names = worker, find_index, names
         self._name_of: dict[ExternalHash, int] = {}
-        self.reported: set[int] = set()
+        self.names: set[int] = set()
         self.block_size = 0
-        self.num_ignored = 0
 
-    def apply(self, event: FeedEvent) -> None:
-        """Take up one event of its feed."""
-        match event:
-            case BlockStored():
-                if not self._store(event):
-                    self.num_ignored += len(event.hashes)
-            case BlockRemoved():
-                if event.medium == DEFAULT_MEDIUM and not event.group:
-                    self._remove(event.hashes)
-            case AllBlocksCleared() | Restarted() | Lost():
-                self.clear()
-            case _ as never:
-                assert_never(never)
-
-    def clear(self) -> None:
-        """Forget every block: it holds nothing."""
-        self._model.drop_expected(self._worker)
-        if self.block_size:
-            self._model.index_of(self.block_size).remove(self._worker, self.reported)
-        self._name_of, self.reported = {}, set()
-
-    def _store(self, event: BlockStored) -> bool:
-        """Whether it was taken up."""
+    def store(self, event: BlockStored) -> bool:
+        """Take up blocks that follow known ones; whether they could be."""
         size, num = event.block_size, len(event.hashes)
         is_usable = (
-            event.medium == DEFAULT_MEDIUM
-            and not event.group
+            not event.group
             and event.is_plain
             and num > 0
             and len(event.packed_ids) == num * size * 4
-            and len(self.reported) + num <= MAX_BLOCKS_OF_WORKER
+            and len(self.names) + num <= MAX_BLOCKS_OF_WORKER
         )
         if not is_usable or self.block_size not in {0, size}:
             return False
@@ -232,14 +235,86 @@ class WorkerPrefixes:
             return False
         self.block_size = size
         names = self._names.of(np.frombuffer(event.packed_ids, "<i4"), size, after)
-        index = self._model.index_of(size)
+        index = self._find_index(size)
         index.store(self._worker, names, None if event.parent is None else after)
         self._name_of.update(zip(event.hashes, names, strict=True))
-        self.reported.update(names)
+        self.names.update(names)
         return True
 
-    def _remove(self, hashes: Iterable[ExternalHash]) -> None:
+    def remove(self, hashes: Iterable[ExternalHash]) -> None:
+        """They are not there any more."""
         gone = [self._name_of.pop(each) for each in hashes if each in self._name_of]
         if gone:
-            self.reported.difference_update(gone)
-            self._model.index_of(self.block_size).remove(self._worker, gone)
+            self.names.difference_update(gone)
+            self._find_index(self.block_size).remove(self._worker, gone)
+
+    def clear(self) -> None:
+        """Nothing is there."""
+        if self.block_size:
+            self._find_index(self.block_size).remove(self._worker, self.names)
+        self._name_of, self.names = {}, set()
+
+
+class WorkerPrefixes:
+    """What one worker reports of its own cache and of its store. Owner: the gateway's thread.
+
+    Only what is in the engine's own pool or in the store, and depends on nothing but tokens and the
+    tenant's salt, is taken up: of other blocks the tokens alone do not show who could use them.
+    """
+
+    def __init__(
+        self, worker: WorkerId, model: ModelPrefixes, names: PrefixNames, store: StoreId | None
+    ) -> None:
+        self._worker, self._model, self.store = worker, model, store
+        self._cached = ReportedBlocks(worker, model.index_of, names)
+        self._stored = ReportedBlocks(worker, model.store_index_of, names)
+        self.num_ignored = 0
+
+    @property
+    def reported(self) -> set[int]:
+        """Names of the blocks that its own cache holds."""
+        return self._cached.names
+
+    @property
+    def stored(self) -> set[int]:
+        """Names of the blocks that it reports of its store."""
+        return self._stored.names
+
+    @property
+    def block_size(self) -> int:
+        """Of its own cache's blocks; 0 before the first."""
+        return self._cached.block_size
+
+    def apply(self, event: FeedEvent) -> None:
+        """Take up one event of its feed."""
+        match event:
+            case BlockStored():
+                held = self._of(event.medium)
+                if held is None or not held.store(event):
+                    self.num_ignored += len(event.hashes)
+            case BlockRemoved():
+                held = self._of(event.medium)
+                if held is not None and not event.group:
+                    held.remove(event.hashes)
+            case AllBlocksCleared() | Restarted() | Lost():
+                self.clear()
+            case _ as never:
+                assert_never(never)
+
+    def clear(self) -> None:
+        """Forget every block: it holds nothing, and reports nothing of its store."""
+        self._model.drop_expected(self._worker)
+        self._cached.clear()
+        self._stored.clear()
+
+    def _of(self, medium: str) -> ReportedBlocks | None:
+        if medium == DEFAULT_MEDIUM:
+            return self._cached
+        return self._stored if medium == STORE_MEDIUM and self.store is not None else None
+
+
+def _find_or_add(indexes: dict[int, PrefixIndex], block_size: int) -> PrefixIndex:
+    index = indexes.get(block_size)
+    if index is None:
+        index = indexes[block_size] = PrefixIndex()
+    return index

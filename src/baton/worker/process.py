@@ -25,7 +25,7 @@ from baton.handoff.dispatcher import HandoffDispatcher, open_handoffs
 from baton.handoff.kv_views import KVView
 from baton.handoff.options import AgentOptions
 from baton.handoff.peer_transports import LinkOptions
-from baton.handoff.pool_mode.store_access import open_store_access
+from baton.handoff.pool_mode.store_access import open_store_access, report_to
 from baton.ids import new_epoch
 from baton.net.http_server import bind, make_server_config, start_listening, url_of
 from baton.net.tls import ClusterTls
@@ -220,6 +220,13 @@ def _handoffs(
     options: ProcessOptions, engine: Engine, epoch: Epoch, clock: Clock
 ) -> HandoffDispatcher:
     view = KVView(engine.info.layout, engine.region, peer_mappings=engine.peer_mappings)
+    access = open_store_access(
+        options.store,
+        view,
+        key=options.credentials.key,
+        clock=clock,
+        keeps_prefixes=options.store.prefixes,
+    )
     return open_handoffs(
         AgentOptions(
             worker=options.worker,
@@ -241,13 +248,7 @@ def _handoffs(
             ),
             spin_s=options.spin_s,
         ),
-        open_store_access(
-            options.store,
-            view,
-            key=options.credentials.key,
-            clock=clock,
-            keeps_prefixes=options.store.prefixes,
-        ),
+        report_to(engine.journal, access, fingerprint=engine.info.fingerprint, clock=clock),
     )
 
 

@@ -39,6 +39,7 @@ from baton.worker.http_exchange import UnknownPathError
 if TYPE_CHECKING:
     from baton.engines.interface import Engine
     from baton.handoff.dispatcher import HandoffDispatcher
+    from baton.ids import StoreId
     from baton.telemetry.trace import TraceRing
     from baton.worker.engine_client import EngineClient
     from baton.worker.http_exchange import HttpExchange
@@ -109,6 +110,7 @@ class StatusPages:
                 takes_unsigned_tickets=self.options.is_tls and self.options.credentials is not None,
                 tokenizer=self.tokenizer_digest,
                 topology=self.options.topology,
+                store=self._store_id(),
             ),
         )
 
@@ -124,7 +126,7 @@ class StatusPages:
         await exchange.send_json(200, trace)
 
     async def kv_events(self, exchange: HttpExchange) -> None:
-        """`GET /baton/v1/kv_events/{after}`: what the prefix cache stored and removed since then.
+        """`GET /baton/v1/kv_events/{after}`: what was stored and removed since then.
 
         Where that is nothing yet, the answer waits a moment for it.
         """
@@ -177,7 +179,13 @@ class StatusPages:
             num_free_blocks=stats.num_free_blocks,
             block_size=self.engine.info.layout.block_size,
             max_running=self.engine.info.max_running or UNSET,
+            store_loads=stats.store_loads or UNSET,
         )
+
+    def _store_id(self) -> StoreId | None:
+        store = None if self.handoffs is None else self.handoffs.store
+        journal = None if store is None else store.access.journal
+        return None if journal is None else journal.store_id
 
 
 def _read_abort(body: bytes) -> AbortOrder:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from baton.auth.ticket import WorkerRef
 from baton.ids import Epoch, WorkerId
-from baton.protocol.worker_http import Role
+from baton.protocol.worker_http import Role, StoreLoads, WorkerLoad
 from baton.router.cost import (
     LEAST_LOADED,
     MOST_SOURCES,
@@ -27,12 +27,11 @@ from baton.router.placement import NonDisaggregableField, Placement, PlacementRe
 NOW = 1000.0
 
 
-def view(name, role=Role.BOTH, *, available=True, fingerprint="f", topology=""):
+def view(name, role=Role.BOTH, *, fingerprint="f", **fields):
     ref = WorkerRef(WorkerId(name), Epoch("0" * 32), "127.0.0.1:1")
     transports = frozenset({"tcp"})
-    return WorkerView(
-        ref, role, "demo", fingerprint, transports, available=available, topology=topology
-    )
+    fields = {"available": True} | fields
+    return WorkerView(ref, role, "demo", fingerprint, transports, **fields)
 
 
 views = st.builds(
@@ -42,6 +41,7 @@ views = st.builds(
     available=st.booleans(),
     fingerprint=st.sampled_from(["f", "f", "g"]),
     topology=st.sampled_from(["", "z/r0/h0", "z/r0/h1", "z/r1/h2", "y/r0/h0"]),
+    store=st.sampled_from([None, "one", "other"]),
 )
 fleets = st.lists(views, max_size=5, unique_by=lambda each: each.id)
 work = st.lists(
@@ -59,7 +59,12 @@ options = st.builds(
     objective=st.sampled_from(["goodput", "throughput"]),
     ttft_s=st.floats(0.05, 5.0),
     tpot_s=st.floats(0.01, 0.5),
+    count_stored=st.booleans(),
 )
+loads = st.lists(
+    st.tuples(st.integers(0, 4), st.integers(1, 20_000), st.floats(0.001, 2.0)), max_size=20
+)
+"""What workers have loaded from their stores: tokens, and seconds."""
 requests = st.builds(
     PlacementRequest,
     st.just("demo"),
@@ -69,12 +74,13 @@ requests = st.builds(
     cached=st.dictionaries(
         st.sampled_from([f"w{i}" for i in range(5)]), st.integers(0, 30_000), max_size=MOST_SOURCES
     ),
+    stored=st.dictionaries(st.sampled_from(["one", "other"]), st.integers(0, 30_000)),
     ttft_s=st.none() | st.floats(0.05, 5.0),
     tpot_s=st.none() | st.floats(0.01, 0.5),
 )
 
 
-def loaded(given):
+def loaded(given, from_stores=()):
     """Workers with prompts and answers under way."""
     load, names = FleetLoad(), [view(f"w{i}") for i in range(5)]
     for prefill, decode, num_tokens, num_cached, is_streaming in given:
@@ -82,11 +88,23 @@ def loaded(given):
         running = load.begin(placement, num_tokens, NOW - 1.0, num_cached=num_cached)
         if is_streaming:
             running.first_token(NOW - 0.5)
+    for worker, num_tokens, seconds in from_stores:
+        load.of(f"w{worker}", "demo").observe_loads(num_tokens, seconds)
     return load
 
 
 def bend(share):
     return share + 10 * max(0.0, share - 1)
+
+
+def naive_load(worker, request_, load, wanted):
+    """Tokens that a worker loads from its store, and the seconds that takes."""
+    activity, uncached = load.of(worker.id, "demo"), request_.count_uncached(worker.id)
+    stored = request_.stored.get(worker.store, 0) if wanted.count_stored else 0
+    num = max(0, min(stored - (request_.num_prompt_tokens - uncached), uncached - 1))
+    load_s = activity.load_cost.predict(num)
+    computed_s = activity.prefill_cost.predict(num) - activity.prefill_cost.predict(0)
+    return (num, load_s) if load_s < computed_s else (0, 0.0)
 
 
 def naive_cost(prefill, decode, request_, load, wanted, num_loaded=0):
@@ -102,12 +120,14 @@ def naive_cost(prefill, decode, request_, load, wanted, num_loaded=0):
         handed = request_.count_uncached(decode.id)
         handoff_s = load.costs("demo").handoffs.cost_of(prefill, decode).predict(handed)
     uncached = request_.count_uncached((prefill or decode).id)
-    prefill_s = computing.prefill_cost.predict(uncached)
+    num_stored, load_s = naive_load(prefill or decode, request_, load, wanted)
+    prefill_s = computing.prefill_cost.predict(uncached - num_stored)
     if num_loaded:
-        whole_s = computing.prefill_cost.predict(request_.count_uncached(decode.id))
+        num_stored, load_s = naive_load(decode, request_, load, wanted)[0], 0.0
+        whole_s = computing.prefill_cost.predict(request_.count_uncached(decode.id) - num_stored)
         prefill_s = computing.prefill_cost.predict(request_.num_prompt_tokens - num_loaded)
         load_share = prefill_s / whole_s
-    ttft_s = computing.queue_s(NOW) + prefill_s + handoff_s
+    ttft_s = computing.queue_s(NOW) + load_s + prefill_s + handoff_s
 
     # What is stored pushes out what others would have found: at the second worker, too.
     kept = request_.count_uncached(decode.id)
@@ -133,18 +153,20 @@ def naive_cost(prefill, decode, request_, load, wanted, num_loaded=0):
     )
 
 
-def loadings(usable, decodes, request_):
-    """Who could load a prefix from whom, and how much."""
+def loadings(usable, decodes, request_, load, wanted):
+    """Who could load a prefix from whom, and how much; not what its store has nearly as much of."""
     for source, decode in product(usable, decodes):
         num_loaded = min(request_.num_prompt_tokens - 1, request_.cached.get(source.id, 0))
-        missing = request_.count_uncached(decode.id) - (request_.num_prompt_tokens - num_loaded)
+        num_computed = request_.count_uncached(decode.id)
+        num_computed -= naive_load(decode, request_, load, wanted)[0]
+        missing = num_computed - (request_.num_prompt_tokens - num_loaded)
         if missing >= LEAST_LOADED and decode.why_not_from(source) is None:
             yield source, decode, num_loaded
 
 
-@given(fleets, requests, work, options)
-def test_no_way_to_serve_a_request_is_better(workers, request_, given, wanted):
-    policy, load = CostPolicy(wanted), loaded(given)
+@given(fleets, requests, work, options, loads)
+def test_no_way_to_serve_a_request_is_better(workers, request_, given, wanted, from_stores):
+    policy, load = CostPolicy(wanted), loaded(given, from_stores)
     answer = policy.place(Fleet.of(workers), request_, load)
     usable = [w for w in workers if w.available and w.id not in request_.avoid]
     decodes = [w for w in usable if w.role is not Role.PREFILL]
@@ -163,7 +185,7 @@ def test_no_way_to_serve_a_request_is_better(workers, request_, given, wanted):
         (prefill and prefill.id, decode.id, 0): naive_cost(prefill, decode, request_, load, wanted)
         for prefill, decode in [*((None, decode) for decode in decodes), *pairs]
     }
-    for source, decode, num_loaded in loadings(usable, decodes, request_):
+    for source, decode, num_loaded in loadings(usable, decodes, request_, load, wanted):
         cost = naive_cost(source, decode, request_, load, wanted, num_loaded)
         costs[source.id, decode.id, num_loaded] = cost
     alone = min(cost for (prefill, *_), cost in costs.items() if prefill is None)
@@ -172,6 +194,10 @@ def test_no_way_to_serve_a_request_is_better(workers, request_, given, wanted):
     chosen = costs[way]
     assert chosen == pytest.approx(together if together < PREFERRED_ALONE * alone else alone)
     assert sum(line.startswith("chosen: ") for line in answer.why) == 1
+    expected = 0
+    if not answer.num_prefix_tokens:
+        expected = naive_load(answer.computing, request_, load, wanted)[0]
+    assert answer.num_stored_tokens == expected
 
 
 @given(fleets, requests, work)
@@ -233,6 +259,60 @@ def test_a_prefix_is_loaded_from_a_worker_that_is_busy(is_allowed):
     assert placement.num_prefix_tokens == (3968 if is_allowed else 0)
     assert (placement.mode == "push") is is_allowed
     assert placement.computing is idle
+
+
+STORED = {"cached": {"busy": 3968}, "stored": {"one": 3968}}
+
+
+def test_what_the_store_has_is_loaded_by_a_worker_that_is_idle():
+    """Its store is that of the busy worker, which has the prompt cached; the third has another."""
+    busy, idle = view("busy", store="one"), view("idle", store="one")
+    apart = view("apart", store="other")
+    load = FleetLoad()
+    load.begin(Placement(None, busy), 20_000, NOW)
+    for count_stored in (True, False):
+        policy = CostPolicy(CostOptions(load_prefixes=False, count_stored=count_stored))
+        placement = placed(policy, [apart, busy, idle], load, num_tokens=4000, **STORED)
+        assert placement.decode is (idle if count_stored else apart)
+        assert placement.num_stored_tokens == (3968 if count_stored else 0)
+        assert any("(3968 tokens stored)" in line for line in placement.why) is count_stored
+
+
+def test_a_load_that_takes_longer_than_computing_is_not_counted_on():
+    load, worker = FleetLoad(), view("w", store="one")
+    for _ in range(10):
+        load.of(worker.id, "demo").observe_loads(1000, 1.0)
+    request = {"num_tokens": 4000, "stored": {"one": 3968}}
+    placement = placed(CostPolicy(CostOptions()), [worker], load, **request)
+    assert placement.num_stored_tokens == 0
+    assert not any("stored" in line for line in placement.why)
+
+
+def test_a_prompt_that_was_loaded_teaches_nothing_about_computing():
+    load, worker = FleetLoad(), view("w", store="one")
+    activity = load.of(worker.id, "demo")
+    running = load.begin(Placement(None, worker, num_stored_tokens=3000), 1000, NOW)
+    assert activity.prefill_tokens == 1000
+    computed_s = activity.prefill_cost.predict(1000)
+    assert activity.queue_s(NOW) == pytest.approx(computed_s), "others go on while it loads"
+    running.first_token(NOW + 0.5)
+    assert activity.prefill_cost.num_seen == 0
+    assert activity.num_prefills == 0
+    load.begin(Placement(None, worker), 1000, NOW + 0.1).first_token(NOW + 0.6)
+    assert activity.prefill_cost.num_seen == 1
+    assert load.costs("demo").prefill.predict(1000) == pytest.approx(0.1)
+
+
+def test_loads_are_learned_from_what_workers_report():
+    load = FleetLoad()
+    reports = [(1, 1000, 0.1), (1, 1000, 0.1), (4, 7000, 0.7), (1, 100, 0.01)]  # it was restarted
+    for num_loads, num_tokens, seconds in reports:
+        loads_ = StoreLoads(num_loads, num_tokens, seconds)
+        load.note_report("w", "demo", WorkerLoad(0, 10, 10, 16, store_loads=loads_))
+    load.note_report("w", "demo", WorkerLoad(0, 10, 10, 16))
+    cost = load.of("w", "demo").load_cost
+    assert cost.num_seen == 3
+    assert cost.predict(1500) == pytest.approx(0.15, rel=0.1)
 
 
 def test_a_prefix_that_is_loaded_is_no_prompt_of_its_source():

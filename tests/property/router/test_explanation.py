@@ -110,7 +110,8 @@ def test_cost_lists_every_way_with_its_cost(worker_views, given, wanted, request
     }
     usable = [each for each in worker_views if each.available]
     best_loadings = {}
-    for source, decode, num in loadings(usable, [w for w in usable if w.decodes], request):
+    answering = [each for each in usable if each.decodes]
+    for source, decode, num in loadings(usable, answering, request, load, wanted):
         way = (source.id, decode.id, num), naive_cost(source, decode, request, load, wanted, num)
         best_loadings[source.id] = min(way, best_loadings.get(source.id, way), key=itemgetter(1))
     for way, cost in found.items():

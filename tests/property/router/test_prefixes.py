@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from baton.auth.ticket import WorkerRef
 from baton.events.blocks import (
     DEFAULT_MEDIUM,
+    STORE_MEDIUM,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -31,6 +32,8 @@ DOMAIN = EventDomain("test/sha256")
 NAMES = PrefixNames(b"a secret of sixteen bytes")
 SIZES = {"a": 2, "b": 2, "c": 3}
 """Block sizes; the events of `mute` are not followed."""
+STORES = {"a": "host", "b": "host", "c": "other host"}
+STORE_SIZE = 4
 EVERY_WORKER = [*SIZES, "mute"]
 tokens = st.lists(st.integers(0, 1), min_size=1, max_size=13).map(tuple)
 salts = st.sampled_from(["", "tenant"])
@@ -53,8 +56,9 @@ class PrefixesMachine(RuleBasedStateMachine):
     @initialize(max_expected=st.sampled_from([4, 1000]))
     def begin(self, max_expected):
         self.prefixes = ModelPrefixes(NAMES, max_expected)
-        self.feeds = {w: self.prefixes.follow(WorkerId(w)) for w in SIZES}
+        self.feeds = {w: self.prefixes.follow(WorkerId(w), STORES[w]) for w in SIZES}
         self.reported: dict[str, set] = {w: set() for w in EVERY_WORKER}
+        self.stored: dict[str, set] = {w: set() for w in SIZES}
         self.expected: list[Expectation] = []
         self.now = 0.0
 
@@ -93,6 +97,28 @@ class PrefixesMachine(RuleBasedStateMachine):
             self.feeds[worker].apply(BlockRemoved(DOMAIN, hashes, DEFAULT_MEDIUM, 0))
             self.reported[worker].difference_update(gone)
 
+    @rule(worker=followed, ids=tokens, salt=salts)
+    def keep(self, worker, ids, salt):
+        """A worker reports a whole sequence of its store, from its beginning on."""
+        ends = range(STORE_SIZE, len(ids) + 1, STORE_SIZE)
+        blocks = [(salt, ids[:end]) for end in ends]
+        if blocks:
+            packed = pack_ids(ids[: len(blocks) * STORE_SIZE])
+            hashes = tuple(map(engine_hash, blocks))
+            event = BlockStored(DOMAIN, hashes, None, packed, STORE_SIZE, STORE_MEDIUM, 0, salt)
+            self.feeds[worker].apply(event)
+            self.stored[worker].update(blocks)
+
+    @rule(worker=followed, data=st.data())
+    def evict(self, worker, data):
+        """A worker finds that some of what it reported is not in its store any more."""
+        if self.stored[worker]:
+            held = sorted(self.stored[worker])
+            gone = data.draw(st.lists(st.sampled_from(held), unique=True, max_size=4))
+            hashes = tuple(map(engine_hash, gone))
+            self.feeds[worker].apply(BlockRemoved(DOMAIN, hashes, STORE_MEDIUM, 0))
+            self.stored[worker].difference_update(gone)
+
     @rule(worker=followed, event=st.sampled_from([AllBlocksCleared(), Restarted(), Lost(3)]))
     def lose_all(self, worker, event):
         self.feeds[worker].apply(event)
@@ -102,7 +128,7 @@ class PrefixesMachine(RuleBasedStateMachine):
     def forget(self, worker):
         self.prefixes.forget(WorkerId(worker))
         if worker in SIZES:
-            self.feeds[worker] = self.prefixes.follow(WorkerId(worker))
+            self.feeds[worker] = self.prefixes.follow(WorkerId(worker), STORES[worker])
         self.forget_model_of(worker)
 
     @rule(ids=tokens, salt=salts, worker=st.sampled_from(EVERY_WORKER))
@@ -125,6 +151,13 @@ class PrefixesMachine(RuleBasedStateMachine):
             hoped = self.reported[worker] | self.hopes_for(worker)
             least = self.longest(self.reported[worker], ids, salt, size)
             assert least <= cached <= self.longest(hoped, ids, salt, size)
+        for store in set(STORES.values()):
+            longest = max(
+                self.longest(held, ids, salt, STORE_SIZE)
+                for worker, held in self.stored.items()
+                if STORES[worker] == store
+            )
+            assert match.stored.get(store, 0) == longest
 
     @rule(seconds=st.sampled_from([1.0, EXPECTED_WITH_EVENTS_S, EXPECTED_WITHOUT_S]))
     def wait(self, seconds):
@@ -139,14 +172,26 @@ class PrefixesMachine(RuleBasedStateMachine):
             len(set().union(*(self.reported[w] for w in SIZES if SIZES[w] == size)))
             for size in set(SIZES.values())
         )
+        assert self.prefixes.num_stored_blocks == len(self.with_parents())
 
     @invariant()
     def is_consistent(self):
         if hasattr(self, "prefixes"):
             self.prefixes.check_invariants()
 
+    def with_parents(self):
+        """Blocks of stores, and those before them, which the index keeps as long."""
+        held = set().union(*self.stored.values())
+        return {
+            (salt, ids[:end])
+            for salt, ids in held
+            for end in range(STORE_SIZE, len(ids) + 1, STORE_SIZE)
+        }
+
     def forget_model_of(self, worker):
         self.reported[worker] = set()
+        if worker in SIZES:
+            self.stored[worker] = set()
         self.expected = [each for each in self.expected if each.worker != worker]
 
     def hopes_for(self, worker):

@@ -298,3 +298,56 @@ def test_a_cache_holds_no_more_than_it_has(needs, num_blocks):
     assert cache._num_unnamed == 0
     if num_blocks > 13:
         assert cache.reserve([], 0, num_blocks) is not None, "all of it can be had again"
+
+
+@settings(max_examples=30)
+@given(asked=sessions, num_blocks=st.integers(60, 200), num_stored=st.integers(1, 300))
+def test_what_stores_hold_is_known_in_the_end(asked, num_blocks, num_stored):
+    """Two stores, each of two workers, that may be far too small."""
+    costs = SimulatedCosts(
+        kv_tokens=16 * num_blocks,
+        store_tokens=16 * num_stored,
+        workers_per_store=2,
+        load_s=1e-4,
+        load_token_s=1e-5,
+    )
+    simulation = Simulation(POLICIES["cost"](), make_workers("both", 4), costs)
+    simulation.replay(iter(sorted(asked, key=lambda each: each.arrival_s)))
+    simulation.run()
+    simulation.check_invariants()
+    assert len(simulation.outcomes) == sum(len(each.turns) for each in asked)
+    for each in simulation.outcomes:
+        assert 0 <= each.num_loaded <= each.num_saved < each.num_tokens
+    for store, held in simulation._stores.items():
+        assert len(held._names) <= num_stored
+        sharing = [w for w, own in simulation._store_of.items() if own == store]
+        known = [simulation._followed[worker].stored for worker in sharing]
+        assert set().union(*known) <= set(held._names), "what is gone counts as gone"
+        for worker in sharing:
+            reported = simulation._reporters[worker]._journal.read(-1).events
+            num_reported = sum(len(event.hashes) for event in reported)
+            followed = simulation._followed[worker]
+            assert len(followed.stored) == num_reported or followed.num_ignored
+
+
+def pausing_conversations(num):
+    for number in range(num):
+        parts, asked = [TokenRun(f"{number}/first", 2048)], []
+        for turn in range(4):
+            parts.append(TokenRun(f"{number}/question/{turn}", 128))
+            asked.append(Turn(tuple(parts), 64, f"{number}/answer/{turn}"))
+            parts.append(TokenRun(f"{number}/answer/{turn}", 64))
+        yield Session(tuple(asked), arrival_s=number / 3.2, pause_s=4.0)
+
+
+def test_a_policy_that_knows_the_store_has_the_first_token_earlier():
+    """Turns whose worker is busy go elsewhere. The workers load in either case."""
+    costs = SimulatedCosts(kv_tokens=65_536, store_tokens=4_000_000)
+    found = {}
+    for count_stored in (True, False):
+        policy = CostPolicy(CostOptions(count_stored=count_stored))
+        outcomes = outcomes_of(policy, list(pausing_conversations(200)), costs)
+        assert sum(each.num_loaded > 0 for each in outcomes) > 20
+        found[count_stored] = summarize(outcomes, 2.0, 0.1).ttft_s
+    assert found[True].p50 < 0.8 * found[False].p50
+    assert found[True].p99 < found[False].p99

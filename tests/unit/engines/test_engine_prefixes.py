@@ -20,6 +20,7 @@ from baton.engines.transformers.scheduler import PendingLoad, Plan, Work
 from baton.handoff.pool_mode.prefix_store import LoadCost
 from baton.ids import TicketId
 from baton.kv.pool import BlockPool
+from baton.protocol.worker_http import StoreLoads
 from baton.testing.clocks import ManualClock
 from tests.unit.engines.harness import make_prompt
 
@@ -117,6 +118,18 @@ def test_a_store_that_is_late_is_not_asked_until_it_has_answered(it):
     it.prefixes.end(order)
     assert order not in it.prefixes
     assert it.prefixes.count_worth_asking() is not None
+
+
+def test_loads_are_counted_with_what_requests_waited_for_them(it):
+    it.answer(0, after_s=0.5)
+    assert it.prefixes.loads == StoreLoads(0, 0, 0.0), "nothing was there"
+    it.answer(NUM_TOKENS, after_s=0.25)
+    it.answer(32, after_s=0.5)
+    assert it.prefixes.loads == StoreLoads(2, NUM_TOKENS + 32, 0.75)
+    it.begin()
+    it.clock.advance(LOAD_TIMEOUT_S)
+    it.prefixes.take_late()
+    assert it.prefixes.loads == StoreLoads(3, NUM_TOKENS + 32, 0.75 + LOAD_TIMEOUT_S)
 
 
 def test_a_load_that_is_slower_than_computing_is_given_up_and_tried_again_some_time():

@@ -23,6 +23,7 @@ HEADINGS: Final = (
     "requests/s",
     "good",
     "saved tokens",
+    "loaded",
     "handed over",
     "busiest",
 )
@@ -45,7 +46,8 @@ def print_replay(report: ReplayReport, out: TextIO) -> None:
     console.print(table)
     console.print(
         f"good: TTFT within {report.ttft_s:g} s, TPOT within {1000 * report.tpot_s:g} ms; saved: "
-        "tokens of prompts that were cached where they were to be computed; busiest: the worker "
+        "tokens of prompts that were cached where they were to be computed, or loaded there; "
+        "loaded: requests that loaded some of their prompt; busiest: the worker "
         "with the most answers, and its share of them. Virtual time, simulated workers."
     )
 
@@ -62,6 +64,7 @@ def _row(each: PolicyReplay) -> tuple[str, ...]:
         f"{found.requests_per_s:.2f}",
         f"{found.num_good / num:.1%}",
         f"{found.saved_tokens / found.prompt_tokens:.1%}",
+        f"{found.loaded_requests / num:.1%}",
         f"{found.decisions['handed over'] / num:.1%}",
         f"{busiest} {most / num:.0%}",
     )

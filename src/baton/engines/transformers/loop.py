@@ -199,7 +199,9 @@ class EngineLoop:
 
     def stats(self) -> EngineStats:
         """Counts of this moment."""
-        return make_stats(self._scheduler, self._counts, self._held.block_seconds)
+        return make_stats(
+            self._scheduler, self._counts, self._held.block_seconds, self._prefixes.loads
+        )
 
     def check_invariants(self) -> None:
         """Raise AssertionError where the scheduler's views of one fact disagree."""

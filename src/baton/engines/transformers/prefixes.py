@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 from baton.clock import Instant
 from baton.engines.interface import PrefillRequest
 from baton.engines.transformers.scheduler import make_load_order
+from baton.protocol.worker_http import StoreLoads
 
 if TYPE_CHECKING:
     from baton.clock import Clock
@@ -44,6 +45,8 @@ class EnginePrefixes:
         self._late: set[TicketId] = set()
         self._token_s, self._wait_s, self._found_share = 0.0, WAIT_GUESS_S, 0.0
         self._answered_at = clock.now()
+        self.loads = None if store is None else StoreLoads(0, 0, 0.0)
+        """What the store has given; what came too late counts as no tokens."""
 
     def __contains__(self, order: TicketId) -> bool:
         """Whether the store has yet to answer a load of this name."""
@@ -81,9 +84,11 @@ class EnginePrefixes:
             num_loaded = num_tokens - load.start
             self._answered_at = self._clock.now()
             self._found_share += LEARNING * (num_loaded / num_missing - self._found_share)
+            waited_s = self._answered_at - (deadline - LOAD_TIMEOUT_S)
             if not num_loaded:
-                waited_s = self._answered_at - (deadline - LOAD_TIMEOUT_S)
                 self._wait_s += LEARNING * (waited_s - self._wait_s)
+            else:
+                self._count_load(num_loaded, waited_s)
         self.end(order)
 
     def end(self, order: TicketId) -> None:
@@ -98,6 +103,7 @@ class EnginePrefixes:
         late = [order for order, deadline in self._deadlines.items() if deadline <= now]
         for order in late:
             self._abort(order)
+            self._count_load(0, LOAD_TIMEOUT_S)
         return late
 
     def leave(self, sequence: Sequence) -> None:
@@ -125,6 +131,13 @@ class EnginePrefixes:
             each = seconds / num_tokens
             known = self._token_s or each
             self._token_s = known + LEARNING * (each - known)
+
+    def _count_load(self, num_tokens: int, seconds: float) -> None:
+        if self.loads is not None:
+            before = self.loads
+            self.loads = StoreLoads(
+                before.num_loads + 1, before.num_tokens + num_tokens, before.seconds + seconds
+            )
 
     def _abort(self, order: TicketId) -> None:
         if self._store is not None:

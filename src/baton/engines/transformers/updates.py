@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from baton.errors import BatonError
     from baton.handoff.interface import SampledToken
     from baton.ids import RequestId
+    from baton.protocol.worker_http import StoreLoads
     from baton.telemetry.metrics import HeldBlockSeconds
 
 _log = logging.getLogger(__name__)
@@ -71,7 +72,12 @@ class UpdateQueue:
             _log.warning("KV did not come and is computed here (logged once): %s", error)
 
 
-def make_stats(scheduler: Scheduler, counts: TokenCounts, held_s: HeldBlockSeconds) -> EngineStats:
+def make_stats(
+    scheduler: Scheduler,
+    counts: TokenCounts,
+    held_s: HeldBlockSeconds,
+    store_loads: StoreLoads | None,
+) -> EngineStats:
     """Counts of this moment."""
     pool, pinned_blocks = scheduler.pool, scheduler.pinned_blocks
     return EngineStats(
@@ -92,4 +98,5 @@ def make_stats(scheduler: Scheduler, counts: TokenCounts, held_s: HeldBlockSecon
         output_tokens=counts.output,
         num_held_blocks=pinned_blocks.num_held_blocks,
         held_block_s=held_s,
+        store_loads=store_loads,
     )

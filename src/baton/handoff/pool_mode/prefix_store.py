@@ -6,7 +6,8 @@ A load takes what is there, from the prompt's first missing token on, until the 
 not. It is given up where to compute would be quicker: before it begins, by what loads have taken
 lately, and between two batches, by what this one takes. What an engine has computed is kept in the
 background, when nothing is being loaded: a little later, so that the answer leaves first, and with
-pauses, since this thread and the engine's share one interpreter.
+pauses, since this thread and the engine's share one interpreter. What the store has then goes into
+its journal, if there is one (`store_journal`).
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ KEEP_DELAY_S: Final = 0.02
 KEEP_BATCH_BYTES: Final = 1 << 20
 PAUSE_SHARE: Final = 1.0
 """Of what a batch took, so long nothing is kept after it."""
+ERROR_PAUSE_S: Final = 1.0
+"""Until a store that could not be looked at is looked at again."""
 
 
 @dataclass(slots=True)
@@ -100,6 +103,7 @@ class _Load:
 class _Keep:
     order: KeepOrder
     segments: Sequence[TokenSegment] | None = None
+    last_present: TokenSegment | None = None
 
 
 @dataclass(slots=True)
@@ -161,7 +165,18 @@ class StoredPrefixes:
             self._advance_keep(self._keeps[0])
             now = self.clock.now()
             self._keeps_at = Instant(now + PAUSE_SHARE * (now - began_at))
-        return max(0.0, self._keeps_at - self.clock.now()) if self._keeps else None
+        waits = [self._check_reported()]
+        if self._keeps:
+            waits.append(max(0.0, self._keeps_at - self.clock.now()))
+        return min((each for each in waits if each is not None), default=None)
+
+    def _check_reported(self) -> float | None:
+        journal = self.access.journal
+        try:
+            return None if journal is None else journal.step(self._writer.count_present)
+        except Exception as exc:  # noqa: BLE001 - a broken store must not end this thread
+            _log(exc)
+            return ERROR_PAUSE_S
 
     def stop(self) -> None:
         """Answer all orders: nothing is accessed any more."""
@@ -202,6 +217,9 @@ class StoredPrefixes:
         num_found = self._writer.count_present(wanted)
         load.segments = wanted[:num_found]
         load.began_at = self.clock.now()
+        if self.access.journal is not None:
+            for missing in wanted[num_found : num_found + 1]:
+                self.access.journal.note_missing(missing)
         if not num_found:
             self.counts.num_missing += 1
             return True
@@ -258,13 +276,24 @@ class StoredPrefixes:
             segments = self._hash(order.tenant_salt, order.token_ids)
             num_present = self._writer.count_present(segments)
             self.counts.num_present += num_present
+            self._report(keep, segments[:num_present])
             keep.segments = segments[num_present:]
         if keep.segments:
             at_once = max(1, KEEP_BATCH_BYTES // self._entry_bytes)
             num_kept, _ = self._writer.keep_segments(keep.segments[:at_once], order.blocks)
             self.counts.num_stored += num_kept
+            self._report(keep, keep.segments[:num_kept])
             keep.segments = keep.segments[num_kept:]
         return not keep.segments
+
+    def _report(self, keep: _Keep, present: Sequence[TokenSegment]) -> None:
+        """The store has the next blocks of a sequence."""
+        if self.access.journal is not None and present:
+            order = keep.order
+            self.access.journal.add_present(
+                present, keep.last_present, order.token_ids, order.tenant_salt
+            )
+            keep.last_present = present[-1]
 
     @property
     def _entry_bytes(self) -> int:

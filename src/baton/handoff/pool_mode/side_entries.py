@@ -9,12 +9,16 @@ after the last look, so no clocks are compared (docs/wire/store.md).
 and its first token. So a decode worker knows what to wait for: what is missing once the note is
 there will not come. It is an entry like others, named by the ticket's id and the part of the heads
 that its writer holds (docs/wire/store.md).
+
+**A store's identity**: random bytes that the first worker puts there. Two workers that read the
+same ones share a store, by whatever paths and mounts they reach it (docs/wire/store.md).
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import secrets
 from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import msgspec
@@ -182,3 +186,38 @@ def remove_marker(store: Tier, ticket: TicketId, part: int) -> None:
 
 def _marker_name(ticket: TicketId, part: int) -> EntryName:
     return EntryName(hashlib.sha256(_MARKER_TAG + ticket + part.to_bytes(4, "little")).digest())
+
+
+IDENTITY_BYTES: Final = 16
+_IDENTITY_NAME: Final = EntryName(hashlib.sha256(b"baton/store-identity/1").digest())
+
+
+class StoreIdentity(msgspec.Struct, frozen=True):
+    """The content of the entry that tells one store from another."""
+
+    random: Annotated[bytes, msgspec.Meta(min_length=IDENTITY_BYTES, max_length=IDENTITY_BYTES)]
+
+
+_identity_decoder = msgspec.msgpack.Decoder(StoreIdentity)
+
+
+def open_identity(tier: Tier) -> StoreIdentity | None:
+    """The store's identity: that of the first worker that put one. None: none can be put.
+
+    Of a store of several tiers, the first one's: a lower tier may be shared by more workers.
+    """
+    own = StoreIdentity(secrets.token_bytes(IDENTITY_BYTES))
+    keep_identity(tier, own)
+    return read_side_entry(tier, _IDENTITY_NAME, _identity_decoder)
+
+
+def keep_identity(tier: Tier, identity: StoreIdentity) -> None:
+    """Have it there, and recently used, unless another one is there or it cannot be written."""
+    lease = tier.try_lease(_IDENTITY_NAME) if tier.find((_IDENTITY_NAME,)) else None
+    if lease is not None:  # that was its last use
+        lease.release()
+        return
+    try:
+        tier.put(_IDENTITY_NAME, memoryview(msgspec.msgpack.encode(identity)))
+    except StoreError as exc:
+        logger.debug("store: its identity is not kept: %s", exc)

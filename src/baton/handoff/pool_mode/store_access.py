@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
+from baton.handoff.pool_mode.store_journal import open_store_journal
 from baton.store.entry_format import EntryFormat
 from baton.store.tiered import open_store
 
@@ -14,7 +15,9 @@ if TYPE_CHECKING:
     from baton.auth.key import ClusterKey
     from baton.clock import Clock
     from baton.config.sections import StoreSection
+    from baton.events.journal import CacheJournal
     from baton.handoff.kv_views import KVView
+    from baton.handoff.pool_mode.store_journal import StoreJournal
     from baton.store.tiered import TieredStore
 
 
@@ -37,13 +40,15 @@ class StoreAccess:
     """The store belongs to the pool's thread, which closes it; so do the staging pages of `view`.
 
     The KV view shows the engine's blocks in an order that can be divided into tokens and heads.
-    `keeps_prefixes`: what engines compute is kept, and looked for before it is computed.
+    `keeps_prefixes`: what engines compute is kept, and looked for before it is computed. What is
+    kept is reported to gateways by way of `journal`, if there is one.
     """
 
     store: TieredStore
     entry_format: EntryFormat
     view: KVView
     keeps_prefixes: bool = False
+    journal: StoreJournal | None = None
     counts: EntryCounts = field(default_factory=EntryCounts)
 
 
@@ -71,6 +76,19 @@ def open_store_access(
     )
     store = open_keyed_store(section.tiers, section.options, key=key, clock=clock)
     return StoreAccess(store, entry_format, view, keeps_prefixes)
+
+
+def report_to(
+    journal: CacheJournal, access: StoreAccess | None, *, fingerprint: str, clock: Clock
+) -> StoreAccess | None:
+    """With what is kept for models of `fingerprint` reported to `journal`, if anything is."""
+    if access is None or not access.keeps_prefixes:
+        return access
+    first = access.store.tiers[0].inner
+    reported = open_store_journal(
+        first, access.entry_format, journal, fingerprint=fingerprint, clock=clock
+    )
+    return replace(access, journal=reported)
 
 
 def open_keyed_store(

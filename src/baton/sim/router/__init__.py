@@ -11,6 +11,7 @@ File map:
     costs.py        `SimulatedCosts`: seconds and sizes of a worker
     sessions.py     `Session`, `Turn`, `TokenRun`: what is asked
     cache.py        `SimulatedCache`: a worker's blocks, the least recently used ones leave first
+    store.py        `SimulatedStore`, `StoreReporter`: what workers of one host share
     worker.py       `SimulatedWorker`: its loop
     simulation.py   `Simulation`: clients, placement, events, time
     outcomes.py     `RequestOutcome`, `summarize`: what was seen

@@ -19,8 +19,9 @@ class SimulatedCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `handoff_token_s` for each token that the decode worker has not cached. A worker holds the KV of
     `kv_tokens`, in blocks of `block_size`; the gateway receives its events after `event_delay_s`.
     All workers share `num_processors`: each is slower while more of them are busy; None: each has
-    its own. `jitter` is the standard deviation of the logarithm of what each piece and step takes,
-    over its mean.
+    its own. Each `workers_per_store` of them share a store of `store_tokens`; None: all share one.
+    To load from it takes `load_s`, and `load_token_s` for each token. `jitter` is the standard
+    deviation of the logarithm of what each piece and step takes, over its mean.
     """
 
     prefill_s: _Seconds = 0.0
@@ -34,12 +35,20 @@ class SimulatedCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_tokens: _Count = 1 << 18
     event_delay_s: _Seconds = 0.05
     num_processors: _Count | None = None
+    store_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 0
+    workers_per_store: _Count | None = None
+    load_s: _Seconds = 0.005
+    load_token_s: _Seconds = 2e-5
     jitter: Annotated[float, msgspec.Meta(ge=0, le=3)] = 0.0
 
     @property
     def num_blocks(self) -> int:
         """That a worker holds."""
         return self.kv_tokens // self.block_size
+
+    def load_takes_s(self, num_tokens: int) -> float:
+        """Seconds to load so many tokens."""
+        return self.load_s + self.load_token_s * num_tokens
 
     def count_blocks(self, num_tokens: int) -> int:
         """That so many tokens take."""

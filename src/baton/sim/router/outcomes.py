@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 class RequestOutcome:
     """One request, in virtual seconds. `prefill` None: one worker served all of it.
 
-    `num_saved` of its `num_tokens` were cached where the prompt was computed. `tpot_s` is 0 for an
+    `num_saved` of its `num_tokens` were cached where the prompt was computed, or loaded there:
+    `num_loaded` were, and what came before them. `tpot_s` is 0 for an
     answer of one token.
     """
 
@@ -29,6 +30,7 @@ class RequestOutcome:
     tpot_s: float
     num_tokens: int
     num_saved: int
+    num_loaded: int
     prefill: WorkerId | None
     decode: WorkerId
 
@@ -49,8 +51,9 @@ class Percentiles(msgspec.Struct, frozen=True):
 class Summary(msgspec.Struct, frozen=True):
     """All requests of a run. `num_good` were within both limits.
 
-    `decisions`: how many were served by one worker, and how many were handed over. `prefills` and
-    `answers` count by worker.
+    `loaded_requests` loaded some of their prompt, from a store or another worker. `decisions`: how
+    many were served by one worker, and how many were handed over. `prefills` and `answers` count
+    by worker.
     """
 
     num_requests: int
@@ -61,6 +64,7 @@ class Summary(msgspec.Struct, frozen=True):
     num_good: int
     prompt_tokens: int
     saved_tokens: int
+    loaded_requests: int
     decisions: dict[str, int]
     prefills: dict[str, int]
     answers: dict[str, int]
@@ -79,6 +83,7 @@ def summarize(outcomes: Sequence[RequestOutcome], ttft_s: float, tpot_s: float) 
         num_good=sum(each.ttft_s <= ttft_s and each.tpot_s <= tpot_s for each in outcomes),
         prompt_tokens=sum(each.num_tokens for each in outcomes),
         saved_tokens=sum(each.num_saved for each in outcomes),
+        loaded_requests=sum(each.num_loaded > 0 for each in outcomes),
         decisions={"one worker": len(outcomes) - num_pairs, "handed over": num_pairs},
         prefills=_count([each.prefill or each.decode for each in outcomes]),
         answers=_count([each.decode for each in outcomes]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from math import inf
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from baton.errors import BatonError
+from baton.ids import StoreId
 from baton.router.fleet import Fleet
 from baton.router.load import FleetLoad
 from baton.router.placement import PlacementRequest, Unplaceable
@@ -17,18 +19,24 @@ from baton.router.prefix_names import PrefixNames
 from baton.router.prefixes import ModelPrefixes, PromptMatch
 from baton.sim.router.outcomes import RequestOutcome
 from baton.sim.router.sessions import TokenRun, TokenWriter
+from baton.sim.router.store import SimulatedStore, StoreReporter
 from baton.sim.router.worker import Job, Processors, SimulatedWorker, Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from numpy.typing import NDArray
+
     from baton.events.blocks import BlockEvent
     from baton.ids import WorkerId
     from baton.router.fleet import WorkerView
     from baton.router.placement import PlacementPolicy
+    from baton.router.prefixes import WorkerPrefixes
     from baton.sim.router.costs import SimulatedCosts
     from baton.sim.router.sessions import Session
 
+EVICTION_SEEN_S: Final = 1.0
+"""Until a worker finds that what it has reported is not in the store any more, on the average."""
 RAMP_S: Final = 0.01
 """Between the first requests of two clients."""
 NO_SALT: Final = ""
@@ -54,6 +62,9 @@ class Simulation:
     ) -> None:
         self._policy, self._costs = policy, costs
         self._model = views[0].model
+        self._stores: dict[StoreId, SimulatedStore] = {}
+        if costs.store_tokens:
+            views = self._add_stores(views)
         self.fleet, self.load = Fleet.of(views), FleetLoad()
         self.outcomes: list[RequestOutcome] = []
         self._timeline, self._tokens = Timeline(), TokenWriter(seed)
@@ -61,7 +72,12 @@ class Simulation:
         self._root = self._names.root(NO_SALT)
         self._prefixes = ModelPrefixes(self._names) if policy.uses_prefixes else None
         self._processors = Processors(costs, seed)
-        self._workers = {view.id: self._start(view.id) for view in views}
+        self._followed: dict[WorkerId, WorkerPrefixes] = {}
+        self._store_of = {view.id: view.store for view in views if view.store is not None}
+        self._reporters = {
+            worker: StoreReporter(self._stores[store]) for worker, store in self._store_of.items()
+        }
+        self._workers = {view.id: self._start(view) for view in views}
 
     @property
     def now(self) -> float:
@@ -94,10 +110,19 @@ class Simulation:
         if self._prefixes is not None:
             self._prefixes.check_invariants()
 
-    def _start(self, name: WorkerId) -> SimulatedWorker:
+    def _add_stores(self, views: Sequence[WorkerView]) -> list[WorkerView]:
+        costs, found = self._costs, []
+        for at, view in enumerate(views):
+            store = StoreId(f"{at // (costs.workers_per_store or len(views)):032x}")
+            if store not in self._stores:
+                self._stores[store] = SimulatedStore(costs.store_tokens // costs.block_size)
+            found.append(replace(view, store=store))
+        return found
+
+    def _start(self, view: WorkerView) -> SimulatedWorker:
         publish = None
         if self._prefixes is not None:
-            followed = self._prefixes.follow(name)
+            followed = self._followed[view.id] = self._prefixes.follow(view.id, view.store)
 
             def publish(event: BlockEvent) -> None:
                 self._timeline.after(self._costs.event_delay_s, partial(followed.apply, event))
@@ -108,6 +133,7 @@ class Simulation:
             self._processors,
             computed=self._hand_over,
             publish=publish,
+            store=None if view.store is None else self._stores[view.store],
         )
 
     def _arrive(self, sessions: Iterator[Session], since: float) -> None:
@@ -139,7 +165,11 @@ class Simulation:
         if self._prefixes is not None:
             match = self._prefixes.find(token_ids, NO_SALT, now)
         request = PlacementRequest(
-            self._model, num_prompt_tokens=num_tokens, at=now, cached=match.cached
+            self._model,
+            num_prompt_tokens=num_tokens,
+            at=now,
+            cached=match.cached,
+            stored=match.stored,
         )
         placement = self._policy.place(self.fleet, request, self.load)
         if isinstance(placement, Unplaceable):
@@ -151,7 +181,7 @@ class Simulation:
         num_handed = placement.num_prefix_tokens or num_tokens
         running = self.load.begin(
             placement,
-            num_tokens - num_cached,
+            num_tokens - num_cached - placement.num_stored_tokens,
             now,
             num_handed - match.cached.get(placement.decode.id, 0),
             num_cached=num_cached,
@@ -201,8 +231,10 @@ class Simulation:
     def _finish(self, session: Session, at: int, more: Iterator[Session] | None, job: Job) -> None:
         """An answer is complete: its blocks are found by what follows, and its client goes on."""
         turn, now, placement = job.turn, self._timeline.now, job.placement
+        names, token_ids = job.names, job.token_ids
         if turn.answer_key is not None:
-            self._keep_answer(job, turn.answer_key)
+            names, token_ids = self._keep_answer(job, turn.answer_key)
+        self._keep_in_store(placement.decode, names, token_ids)
         num_steps = turn.num_answer_tokens - 1
         prefill = placement.prefill
         self.outcomes.append(
@@ -213,6 +245,7 @@ class Simulation:
                 tpot_s=(now - job.first_at) / num_steps if num_steps > 0 else 0.0,
                 num_tokens=turn.num_prompt_tokens,
                 num_saved=job.num_saved,
+                num_loaded=job.num_loaded,
                 prefill=None if prefill is None else prefill.id,
                 decode=placement.decode.id,
             )
@@ -222,10 +255,38 @@ class Simulation:
         elif more is not None:
             self._timeline.after(0.0, partial(self._next, more))
 
-    def _keep_answer(self, job: Job, key: str) -> None:
+    def _keep_answer(self, job: Job, key: str) -> tuple[list[int], NDArray[np.int32]]:
+        """Blocks of prompt and answer, and their tokens."""
         answer = self._tokens.write([TokenRun(key, job.turn.num_answer_tokens)])
         token_ids = np.concatenate([job.token_ids, answer[:-1]])  # the last one was never read
         size, first = self._costs.block_size, len(job.names)
         after = job.names[-1] if job.names else self._root
         names = job.names + self._names.of(token_ids[first * size :], size, after)
         self._workers[job.placement.decode.id].store(job, names, token_ids, first)
+        return names, token_ids
+
+    def _keep_in_store(
+        self, worker: WorkerView, names: list[int], token_ids: NDArray[np.int32]
+    ) -> None:
+        """Its worker leaves what it has computed in its store, and reports that."""
+        if worker.store is None or not names:
+            return
+        gone = self._stores[worker.store].keep(names)
+        reporter = self._reporters[worker.id]
+        reporter.add(names, token_ids[: len(names) * self._costs.block_size], NO_SALT)
+        self._publish_stored(worker.id)
+        if gone:
+            self._timeline.after(EVICTION_SEEN_S, partial(self._look_for, worker.store, gone))
+
+    def _look_for(self, store: StoreId, names: list[int]) -> None:
+        """All workers of a store have looked whether these are still there."""
+        for worker, own in self._store_of.items():
+            if own == store:
+                self._reporters[worker].look_for(names)
+                self._publish_stored(worker)
+
+    def _publish_stored(self, worker: WorkerId) -> None:
+        followed = self._followed.get(worker)
+        for event in self._reporters[worker].take_events():
+            if followed is not None:
+                self._timeline.after(self._costs.event_delay_s, partial(followed.apply, event))

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from baton.sim.router.cache import Reservation
     from baton.sim.router.costs import SimulatedCosts
     from baton.sim.router.sessions import Turn
+    from baton.sim.router.store import SimulatedStore
 
 DOMAIN: Final = EventDomain("simulated")
 ALMOST_NOTHING_S: Final = 1e-9
@@ -74,9 +75,10 @@ class Processors:
 class Job:
     """A request on its way: `token_ids` of its prompt, `names` of the prompt's full blocks.
 
-    `num_loaded` of its first tokens came from another worker. `num_saved` of its tokens were so, or
-    cached where it was computed, which takes `chunk_s` at a time and `left_s` more. `kv` is what it
-    holds at the worker that has it. `finish` is called when its answer is complete, before its
+    `num_loaded` of its first tokens came from another worker, or the store. `num_saved` of its
+    tokens were so, or cached where it was computed, which takes `chunk_s` at a time and `left_s`
+    more. `kv` is what it holds at the worker that has it. `finish` is called when its answer is
+    complete, before its
     blocks are released.
     """
 
@@ -99,7 +101,7 @@ class SimulatedWorker:
     """Its loop, its queue, its answers, its cache. Owner: one simulation.
 
     `computed` is called with a job whose prompt is computed, `publish` with each event of the
-    cache.
+    cache. What it has not cached it loads from `store`, if that takes less time.
     """
 
     def __init__(
@@ -110,19 +112,45 @@ class SimulatedWorker:
         *,
         computed: Callable[[Job], None],
         publish: Callable[[BlockEvent], None] | None,
+        store: SimulatedStore | None = None,
     ) -> None:
         self._costs, self._timeline, self._processors = costs, timeline, processors
         self._computed, self._publish = computed, publish
+        self._store = store
         self.cache = SimulatedCache(costs.num_blocks)
         self._prompts: deque[Job] = deque()
         self._arriving: deque[Job] = deque()
+        self._landed: list[Job] = []
         self._ends: list[tuple[int, int, Job]] = []
         self._num_steps = self._num_joined = 0
         self._is_busy = self._is_stepping = self._was_chunk = False
 
     def compute(self, job: Job) -> None:
-        """A prompt to compute here."""
-        self._prompts.append(job)
+        """A prompt to compute here, or to load as far as the store has it."""
+        if not self._start_load(job):
+            self._prompts.append(job)
+        self.wake()
+
+    def _start_load(self, job: Job) -> bool:
+        """Whether some of it is loaded now, beside what is computed: then it is in its blocks."""
+        store, costs = self._store, self._costs
+        if store is None or job.num_loaded or job.kv is not None:
+            return False
+        names = job.names[: self.count_findable(job)]
+        num_stored, num_cached = store.count_stored(names), self.cache.count_cached(names)
+        num_tokens = (num_stored - num_cached) * costs.block_size
+        takes_s = costs.load_takes_s(num_tokens)
+        if takes_s >= costs.prefill_token_s * num_tokens or not self._reserve_to_compute(job):
+            return False
+        store.use(names[:num_stored])
+        self._timeline.after(takes_s, lambda: self._end_load(job, num_stored, num_tokens))
+        return True
+
+    def _end_load(self, job: Job, num_stored: int, num_tokens: int) -> None:
+        job.running.prefill.observe_loads(num_tokens, self._costs.load_takes_s(num_tokens))
+        job.num_loaded = num_stored * self._costs.block_size
+        self._begin(job)
+        self._landed.append(job)
         self.wake()
 
     def receive(self, job: Job) -> None:
@@ -165,6 +193,11 @@ class SimulatedWorker:
             return
         while self._arriving and self._admit(self._arriving[0]):
             self._arriving.popleft()
+        if self._landed:  # older ones are computed first
+            self._prompts = deque(sorted((*self._prompts, *self._landed), key=_age))
+            self._landed.clear()
+        while self._prompts and self._start_load(self._prompts[0]):
+            self._prompts.popleft()
         is_turn = not (self._was_chunk and self._ends)
         if self._prompts and is_turn and self._may_compute(self._prompts[0]):
             takes_s = min(self._prompts[0].chunk_s, self._prompts[0].left_s)
@@ -180,17 +213,24 @@ class SimulatedWorker:
         """Whether it has its blocks, or gets them now."""
         if job.kv is not None:
             return True
-        turn, costs = job.turn, self._costs
-        is_alone = job.placement.computing is job.placement.decode
-        num_tokens = turn.num_tokens if is_alone else turn.num_prompt_tokens
-        kv = self._reserve(job, num_tokens)
-        if kv is None:
+        if not self._reserve_to_compute(job):
             return False
-        job.num_saved = max(job.num_loaded, kv.num_cached * costs.block_size)
-        num_uncached = turn.num_prompt_tokens - job.num_saved
-        job.left_s = costs.prefill_s + costs.prefill_token_s * num_uncached
-        job.chunk_s = job.left_s * costs.chunk_tokens / num_uncached
+        self._begin(job)
         return True
+
+    def _reserve_to_compute(self, job: Job) -> bool:
+        turn, placement = job.turn, job.placement
+        is_alone = placement.computing is placement.decode
+        num_tokens = turn.num_tokens if is_alone else turn.num_prompt_tokens
+        return self._reserve(job, num_tokens) is not None
+
+    def _begin(self, job: Job) -> None:
+        """It has its blocks, and in them what was cached and loaded: what is left to compute."""
+        num_cached = 0 if job.kv is None else job.kv.num_cached * self._costs.block_size
+        job.num_saved = max(job.num_loaded, num_cached)
+        num_uncached = job.turn.num_prompt_tokens - job.num_saved
+        job.left_s = self._costs.prefill_s + self._costs.prefill_token_s * num_uncached
+        job.chunk_s = job.left_s * self._costs.chunk_tokens / num_uncached
 
     def _admit(self, job: Job) -> bool:
         kv = self._reserve(job, job.turn.num_tokens)
@@ -241,3 +281,7 @@ class SimulatedWorker:
         if job.kv is not None:
             self.cache.release(job.kv)
             job.kv = None
+
+
+def _age(job: Job) -> float:
+    return job.began_at

@@ -1,0 +1,226 @@
+"""What each worker would add to the cost of a request: the arrays that the cost policy compares.
+
+Times come from learned lines (`router/learning.py`), queues from what the gateway has given its
+workers (`router/load.py`). `goodput` counts in units of the limits, `throughput` in seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias, TypeVar
+
+import msgspec
+import numpy as np
+
+from baton.router.load import MOST_SHARE, WINDOW_S
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from baton.ids import StoreId, WorkerId
+    from baton.router.fleet import ModelWorkers, WorkerView
+    from baton.router.load import FleetLoad, ModelCosts
+    from baton.router.placement import PlacementRequest
+
+BEYOND: Final = 10.0
+"""What a unit beyond a limit counts: the request is as good as lost, but sooner is better."""
+TYPICAL_ANSWER_TOKENS: Final = 128
+
+Objective: TypeAlias = Literal["goodput", "throughput"]
+Number = TypeVar("Number", "float", "NDArray[np.float64]")
+_Seconds: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class CostOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is wanted: requests within both limits, in seconds, or as many as can be.
+
+    `load_prefixes`: KV of a prompt's beginning may be loaded from a worker that has it cached.
+    `count_stored`: what workers can load from their store need not be computed.
+    """
+
+    objective: Objective = "goodput"
+    ttft_s: _Seconds = 2.0
+    tpot_s: _Seconds = 0.1
+    load_prefixes: bool = True
+    count_stored: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a client is expected to see, in seconds; tokens of the prompt that are not computed.
+
+    `num_stored` of them are loaded from the store, in `load_s`.
+    """
+
+    queue_s: float
+    prefill_s: float
+    handoff_s: float
+    tpot_s: float
+    num_cached: int = 0
+    load_s: float = 0.0
+    num_stored: int = 0
+
+    @property
+    def ttft_s(self) -> float:
+        """Until the first token."""
+        return self.queue_s + self.load_s + self.prefill_s + self.handoff_s
+
+
+@dataclass(frozen=True, slots=True)
+class Usable:
+    """Who may serve: the first `num_decodes` of `workers` may answer, those at `helpers` prefill.
+
+    Good for `served` and `prefills`; `rows` until the load forgets workers. `places` is None where
+    all are at one place. A worker's store is `stores[store_at[w]]`.
+    """
+
+    served: ModelWorkers
+    prefills: frozenset[WorkerId]
+    num_forgotten: int
+    workers: Sequence[WorkerView]
+    ids: Sequence[WorkerId]
+    num_decodes: int
+    helpers: NDArray[np.intp]
+    rows: NDArray[np.intp]
+    places: NDArray[np.intp] | None
+    stores: Sequence[StoreId | None]
+    store_at: NDArray[np.intp]
+    has_slow_starts: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What each worker would add to a request's cost, as arrays `[num_workers]`.
+
+    Of what it has not cached it loads all but `num_computed` tokens from its store; then to compute
+    the prompt takes `queue_s + load_s + prefill_s`, its `before_s`, and costs the answers there
+    `stall`. Answering takes `tpot_s` for a token and costs them `crowd`. Keeping what it has not
+    cached costs `keep`. It was given its last prompt at `given_at`.
+    `shares` are what workers in a slow start get of what they would get otherwise; None where there
+    are none.
+    """
+
+    usable: Usable
+    num_uncached: NDArray[np.float64]
+    num_computed: NDArray[np.float64]
+    queue_s: NDArray[np.float64]
+    load_s: NDArray[np.float64]
+    prefill_s: NDArray[np.float64]
+    before_s: NDArray[np.float64]
+    stall: NDArray[np.float64]
+    tpot_s: NDArray[np.float64]
+    crowd: NDArray[np.float64]
+    keep: NDArray[np.float64]
+    given_at: NDArray[np.float64]
+    shares: NDArray[np.float64] | None
+
+    def predict(self, first: int, second: int, handoff_s: float, num_tokens: int) -> Prediction:
+        """What a client will see of a prompt computed by the first, and answered by the second."""
+        return Prediction(
+            float(self.queue_s[first]),
+            float(self.prefill_s[first]),
+            handoff_s,
+            float(self.tpot_s[second]),
+            num_tokens - int(self.num_uncached[first]),
+            float(self.load_s[first]),
+            int(self.num_uncached[first] - self.num_computed[first]),
+        )
+
+
+def weigh(
+    usable: Usable, request: PlacementRequest, load: FleetLoad, options: CostOptions
+) -> Parts:
+    """All workers that may serve a request, each by itself."""
+    now, rows, costs = request.at, usable.rows, load.costs(request.model)
+    columns, tokens = costs.columns, float(request.num_prompt_tokens)
+    num_uncached = np.full(len(rows), tokens)
+    if request.cached:
+        find = request.cached.get
+        num_uncached -= [find(worker, 0) for worker in usable.ids]
+        num_uncached = np.maximum(min(tokens, 1.0), num_uncached)
+    prefill_s = costs.prefill.factors(columns.prefill_evidence[rows])
+    num_computed, load_s = num_uncached, np.zeros(len(rows))
+    queue_s = np.maximum(0.0, columns.free_at[rows] - now)
+    if request.stored and options.count_stored:
+        token_s = prefill_s * costs.prefill.each
+        num_stored, load_s = _weigh_loads(usable, request, costs, num_uncached, token_s=token_s)
+        num_computed = num_uncached - num_stored
+    prefill_s *= costs.prefill.predict(num_computed)
+    answers = _weigh_answers(usable, costs, prefill_s, options, now=now)
+    # What is stored pushes out as much, of which others would have found so large a share.
+    keep = costs.found_share * costs.prefill.each * num_uncached
+    if options.objective == "goodput":
+        keep /= options.ttft_s
+    shares = None
+    if usable.has_slow_starts:
+        shares = np.array([worker.share(now) for worker in usable.workers])
+    return Parts(
+        usable,
+        num_uncached,
+        num_computed,
+        queue_s,
+        load_s,
+        prefill_s,
+        queue_s + load_s + prefill_s,
+        *answers,
+        keep,
+        columns.share_at[rows],
+        shares,
+    )
+
+
+def _weigh_loads(
+    usable: Usable,
+    request: PlacementRequest,
+    costs: ModelCosts,
+    num_uncached: NDArray[np.float64],
+    *,
+    token_s: NDArray[np.float64],
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Tokens that each worker loads from its store, and in what time `[num_workers]`.
+
+    All that the store has and it has not cached, where a load takes less than `token_s` for each;
+    else none, as the worker itself decides.
+    """
+    by_store = [0 if each is None else request.stored.get(each, 0) for each in usable.stores]
+    num_stored = np.array(by_store, dtype=np.float64)[usable.store_at]
+    num_stored -= request.num_prompt_tokens - num_uncached
+    num_stored = np.maximum(0.0, np.minimum(num_stored, num_uncached - 1.0))
+    load_s = costs.load.factors(costs.columns.load_evidence[usable.rows])
+    load_s *= costs.load.predict(num_stored)
+    is_worth_it = load_s < token_s * num_stored
+    return num_stored * is_worth_it, load_s * is_worth_it
+
+
+def _weigh_answers(
+    usable: Usable,
+    costs: ModelCosts,
+    prefill_s: NDArray[np.float64],
+    options: CostOptions,
+    *,
+    now: float,
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """`stall`, `tpot_s` and `crowd` of `Parts`."""
+    rows, columns = usable.rows, costs.columns
+    step_s, num = costs.step.factors(columns.step_evidence[rows]), columns.num_decodes[rows]
+    before_s, after_s = step_s * costs.step.predict(num), step_s * costs.step.predict(num + 1)
+    share = columns.prefill_share[rows] * np.exp((columns.share_at[rows] - now) / WINDOW_S)
+    share = np.minimum(1.0, share)
+    left = 1.0 - np.minimum(MOST_SHARE, share)
+    usual_s, tpot_s = before_s / left, after_s / left
+    if options.objective == "throughput":
+        return num * prefill_s, tpot_s, num * (tpot_s - usual_s) * TYPICAL_ANSWER_TOKENS
+    limit = options.tpot_s
+    usual = bend(usual_s / limit)
+    left = 1.0 - np.minimum(MOST_SHARE, share + prefill_s / WINDOW_S)
+    stall = num * (bend(before_s / left / limit) - usual)
+    return stall, tpot_s, num * (bend(tpot_s / limit) - usual)
+
+
+def bend(share: Number) -> Number:
+    """A figure in units of its limit, with what is beyond it counted `BEYOND` times."""
+    if isinstance(share, float):
+        return share + BEYOND * max(0.0, share - 1.0)
+    return share + BEYOND * np.maximum(0.0, share - 1.0)
