@@ -8,14 +8,14 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from baton.engines.transformers.pinned_blocks import KeptBlocks
-from baton.engines.transformers.prefixes import (
+from baton.engines.lookup_cost import (
     FORGOTTEN_AFTER_S,
     LOAD_TIMEOUT_S,
     TOLERATED_SHARE,
     WAIT_GUESS_S,
-    EnginePrefixes,
 )
+from baton.engines.transformers.pinned_blocks import KeptBlocks
+from baton.engines.transformers.prefixes import EnginePrefixes
 from baton.engines.transformers.scheduler import PendingLoad, Plan, Work
 from baton.handoff.pool_mode.prefix_store import LoadCost
 from baton.ids import TicketId
