@@ -79,6 +79,7 @@ class RankHandoffs:
         self._prefixes = RankPrefixes(
             port.prefixes, block_size=setting.layout.block_size, clock=clock
         )
+        self._uses_store = False
         self.follows_layers = False
         """Whether this step wants the next `layer_done`."""
         self._orders = NO_ORDERS
@@ -191,24 +192,29 @@ class RankHandoffs:
         sends, loads, prefixes = self._sends.table, self._loads.table, self._prefixes
         if finished:
             sends.finish(finished)
-        is_idle = sends.is_empty and loads.is_empty and prefixes.is_idle
+        uses_store = self._uses_store = not prefixes.is_idle
+        is_idle = sends.is_empty and loads.is_empty and not uses_store
         if is_idle and not self._wake_event.is_set():
             return set(), set()
-        is_awaited = loads.num_open or sends.num_held or prefixes.is_awaited
-        has_news = loads.has_finished or prefixes.has_news
+        is_awaited = loads.num_open or sends.num_held or (uses_store and prefixes.is_awaited)
+        has_news = loads.has_finished or (uses_store and prefixes.has_news)
         self._poll_agent(wait_s if is_awaited and not has_news else 0.0)
-        prefixes.check_deadlines()
-        return sends.take_released(), loads.take_finished() | prefixes.take_finished()
+        received = loads.take_finished()
+        if uses_store:
+            prefixes.check_deadlines()
+            received |= prefixes.take_finished()
+        return sends.take_released(), received
 
     def take_invalid_blocks(self) -> set[int]:
         """Blocks of loads that failed, reported together with the loads themselves."""
-        return self._loads.table.take_invalid_blocks() | self._prefixes.take_invalid_blocks()
+        blocks = self._loads.table.take_invalid_blocks()
+        return blocks | self._prefixes.take_invalid_blocks() if self._uses_store else blocks
 
     def take_report(self) -> StepReport | None:
         """Failed sends and the store's answers, for the scheduler."""
         failed = self._sends.take_failed()
-        if not failed and self._prefixes.is_idle:
-            return None
+        if not self._uses_store:
+            return StepReport(failed) if failed else None
         found, kept = self._prefixes.take_found(), self._prefixes.take_kept()
         return StepReport(failed, found, kept) if failed or found or kept else None
 
@@ -272,12 +278,11 @@ class RankHandoffs:
 
     def _handle_event(self, event: HandoffEvent) -> None:
         match event:
-            case KVLanded(ticket, _, num_tokens) if ticket in self._prefixes:
-                self._prefixes.answered(ticket, num_tokens or 0)
             case PrefixFound(ticket, num_tokens):
                 self._prefixes.answered(ticket, num_tokens)
-            case BlocksQuiescent(ticket) | KVSent(ticket) if ticket in self._prefixes:
-                self._prefixes.answered(ticket, 0)
+            case KVLanded() | BlocksQuiescent() | KVSent() if self._is_stores(event.ticket):
+                num_tokens = event.num_tokens if isinstance(event, KVLanded) else None
+                self._prefixes.answered(event.ticket, num_tokens or 0)
             case KVLanded(ticket, _, num_tokens):
                 self._loads.landed(ticket, num_tokens)
             case KVFailed(ticket, error):
@@ -292,6 +297,10 @@ class RankHandoffs:
                 raise AssertionError("vLLM's KV views have no peer mappings: nothing is shared")
             case _:
                 assert_never(event)
+
+    def _is_stores(self, order: TicketId) -> bool:
+        """Whether an event is the store's answer to an order of `RankPrefixes`."""
+        return self._uses_store and order in self._prefixes
 
     def _fail_all(self) -> None:
         error = HandoffError("the handoff agent's thread has ended", stage="agent")

@@ -70,8 +70,8 @@ class RankPrefixes:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way, nor to be taken."""
-        return not (self._open or self._finished or self._found or self._kept)
+        """Whether nothing is under way, nor to be taken: no event of the store's can follow."""
+        return not (self._open or self._late or self._finished or self._found or self._kept)
 
     @property
     def is_awaited(self) -> bool:
