@@ -11,6 +11,8 @@ Every prompt is new. Arms are interleaved, in the other order every second round
 medians and quartiles over the rounds, of the time until an answer of one token is there, which is
 checked. Whether something is looked for and loaded is the worker's decision ("loaded", of tokens).
 
+With `--engine vllm` the timed workers are vLLM servers; writers and checks are embedded workers.
+
     python benchmarks/bench_stored_prefixes.py --json benchmarks/results/stored-prefixes.json
 """
 
@@ -38,10 +40,19 @@ from baton.testing.fleet import Fleet, FleetProcess
 TIERS = ("shared", "file")
 SHARE = 0.9
 IDLE_S = 1.0
-ENGINE: dict[str, object] = {
-    "engine.num_threads": 1,
-    "engine.dtype": "float32",
-    "engine.num_blocks": 2048,
+ENGINES: dict[str, dict[str, object]] = {
+    "transformers": {
+        "engine.num_threads": 1,
+        "engine.dtype": "float32",
+        "engine.num_blocks": 2048,
+    },
+    "vllm": {
+        "worker.engine": "vllm",
+        "engine.num_threads": 1,
+        "engine.dtype": "float32",
+        "engine.kv_cache_bytes": 128 << 20,
+        "engine.arguments": ["--enable-prompt-tokens-details"],
+    },
 }
 
 
@@ -101,9 +112,9 @@ def check(is_right: bool, what: str) -> None:  # noqa: FBT001 - an assertion tha
         raise AssertionError(what)
 
 
-def start_fleet(fleet: Fleet, folder: Path) -> dict[str, FleetProcess]:
-    """A gateway for each worker, by the arm's name."""
-    settings = ENGINE | {
+def start_fleet(fleet: Fleet, folder: Path, engine: str) -> dict[str, FleetProcess]:
+    """A gateway for each worker, by the arm's name. `engine` is that of workers which are timed."""
+    settings: dict[str, object] = {
         "worker.model": str(make_model(folder)),
         "worker.served_model_name": SERVED,
     }
@@ -114,10 +125,12 @@ def start_fleet(fleet: Fleet, folder: Path) -> dict[str, FleetProcess]:
         option = str(place / "kv") if tier == "file" else "/dev/shm"
         store = {"store.tiers": [tier], f"store.options.{tier}.directory": option}
         arms |= {tier: store, f"{tier} writer": store}
-    workers = {
-        arm: fleet.start_worker(arm.replace(" ", "-"), "both", settings | store)
-        for arm, store in arms.items()
-    }
+    workers = {}
+    for arm, store in arms.items():
+        is_timed = arm != "checks" and not arm.endswith("writer")
+        own = ENGINES[engine if is_timed else "transformers"]
+        name = arm.replace(" ", "-")
+        workers[arm] = fleet.start_worker(name, "both", own | settings | store)
     for worker in workers.values():
         worker.wait_ready()
     return {
@@ -129,6 +142,7 @@ def start_fleet(fleet: Fleet, folder: Path) -> dict[str, FleetProcess]:
 def main() -> None:
     """Measure all, print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engine", choices=tuple(ENGINES), default="transformers")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tokens", type=int, nargs="*", default=[128, 512, 4000])
     parser.add_argument("--json", type=Path)
@@ -138,7 +152,8 @@ def main() -> None:
     runs: list[Run] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        gateways = start_fleet(stack.enter_context(Fleet(folder, environment)), folder)
+        fleet = stack.enter_context(Fleet(folder, environment))
+        gateways = start_fleet(fleet, folder, options.engine)
         for gateway in gateways.values():
             ask(gateway, rng.integers(300, 4000, 600).tolist())  # engines learn what tokens take
         for number in range(options.rounds):
@@ -147,7 +162,7 @@ def main() -> None:
                 print(runs[-1], file=sys.stderr)
     show(runs, options.tokens)
     if options.json is not None:
-        result = {"share": SHARE, "runs": [asdict(run) for run in runs]}
+        result = {"engine": options.engine, "share": SHARE, "runs": [asdict(run) for run in runs]}
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -2,8 +2,8 @@
 
 The store answers as it likes, each rank's apart: at once, in part, or long after the deadline, and
 then it still tries to touch the blocks that it was given. What must hold: a request runs only on
-KV of its own tokens, in every rank; no rank's store touches blocks that are another's; vLLM hears of
-each load once; nothing is left over in the end.
+KV of its own tokens, in every rank; no rank's store touches blocks that are another's; vLLM gets a
+report of each load once; nothing is left over in the end.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Rank:
     # What the store does.
 
     def answer(self, order: LookupOrder | LoadOrder | KeepOrder, num_entries: int) -> None:
-        """With `num_entries` entries from the prompt's beginning on, as far as there are so many."""
+        """With at most `num_entries` entries from the prompt's beginning on."""
         del self.orders[order.id]
         num_tokens = 0
         try:
@@ -193,6 +193,11 @@ class VllmMachine(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         self._finish(data.draw(st.sampled_from(self._live())))
 
+    @precondition(lambda self: self._with(Status.LOADING))
+    @rule(data=st.data())
+    def abort_a_load(self, data: st.DataObject) -> None:
+        self._finish(data.draw(st.sampled_from(self._with(Status.LOADING))))
+
     # What the store does.
 
     @precondition(lambda self: any(rank.orders for rank in self.ranks))
@@ -200,6 +205,12 @@ class VllmMachine(RuleBasedStateMachine):
     def answer(self, data: st.DataObject, num_entries: int) -> None:
         rank = data.draw(st.sampled_from([rank for rank in self.ranks if rank.orders]))
         rank.answer(data.draw(st.sampled_from(list(rank.orders.values()))), num_entries)
+
+    @precondition(lambda self: self._lookups())
+    @rule(num_entries=st.integers(1, 7))
+    def find(self, num_entries: int) -> None:
+        for rank, order in self._lookups():
+            rank.answer(order, num_entries)
 
     @rule(seconds=st.sampled_from([0.01, LOAD_TIMEOUT_S, KEEP_TIMEOUT_S]))
     def wait(self, seconds: float) -> None:
@@ -243,7 +254,7 @@ class VllmMachine(RuleBasedStateMachine):
         }
         free = set(self.pool.free)
         for order in (order for rank in self.ranks for order in rank.orders.values()):
-            if isinstance(order, LookupOrder) and not isinstance(order, LoadOrder):
+            if type(order) is LookupOrder:
                 continue
             try:
                 with order.guard:
@@ -374,6 +385,14 @@ class VllmMachine(RuleBasedStateMachine):
     def _free(self, request: Request) -> None:
         self.pool.free_blocks(self.pool.blocks[block] for block in request.blocks)
         request.blocks = []
+
+    def _lookups(self) -> list[tuple[Rank, LookupOrder]]:
+        return [
+            (rank, order)
+            for rank in self.ranks
+            for order in rank.orders.values()
+            if type(order) is LookupOrder
+        ]
 
     def _num_owned(self) -> int:
         return sum(len(request.blocks) for request in self.requests.values())

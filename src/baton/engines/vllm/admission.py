@@ -242,6 +242,9 @@ class Admission:
             prefixes.skip(request, num_cached_tokens)
         return prefixes.count_missing(request, num_cached_tokens)
 
+    def _count_loaded(self, request: VllmRequestId, num_computed: int) -> int:
+        return 0 if self._prefixes is None else self._prefixes.count_loaded(request, num_computed)
+
     def _may_be_kept(self, request: Request) -> bool:
         """Whether its blocks hold KV of its tokens; mode pool keeps a prompt by itself."""
         request_id = request.request_id
@@ -300,7 +303,8 @@ class Admission:
             if new.req_id in followed:
                 computed = new.num_computed_tokens
                 stop = computed + num_scheduled[new.req_id]
-                found.append(Scheduled(new.req_id, new.block_ids[0], computed, stop))
+                num_loaded = self._count_loaded(new.req_id, computed)
+                found.append(Scheduled(new.req_id, new.block_ids[0], computed, stop, num_loaded))
         cached = output.scheduled_cached_reqs
         for index, request in enumerate(cached.req_ids):
             if request in followed:

@@ -94,12 +94,16 @@ _RECEIVING: Final = (AwaitingBlocks, Loading, Landed)
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """Tokens `[num_computed, stop)` of one request are in a step; `blocks` joined its table."""
+    """Tokens `[num_computed, stop)` of one request are in a step; `blocks` joined its table.
+
+    `num_loaded` of the computed ones came from the store.
+    """
 
     request: VllmRequestId
     blocks: Sequence[int]
     num_computed: int
     stop: int
+    num_loaded: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +264,9 @@ class HandoffSchedule:
                 case Queued(prompt):
                     state = Computing(prompt, stop=work.num_computed)
                     self._enter(work.request, state)
-                    offers.append(StartSend(work.request, prompt, work.num_computed))
+                    offers.append(
+                        StartSend(work.request, prompt, work.num_computed, work.num_loaded)
+                    )
                     progress.append(self._advance(state, work))
                 case Computing() as state if state.stop < state.prompt.num_tokens:
                     progress.append(self._advance(state, work))

@@ -62,6 +62,10 @@ class PrefixAdmission:
                 schedule.ask(self._make_lookup(request, num_cached_tokens), now)
         return schedule.count_missing(request.request_id, num_cached_tokens, now)
 
+    def count_loaded(self, request: VllmRequestId, num_computed_tokens: int) -> int:
+        """How many of a request's tokens came from the store."""
+        return self._schedule.count_loaded(request, num_computed_tokens)
+
     def allocated(self, request: Request, blocks: Sequence[int], num_external_tokens: int) -> None:
         """Blocks were found for a request."""
         self._schedule.allocated(request.request_id, blocks, num_external_tokens)

@@ -51,14 +51,19 @@ class Found:
 class Loading:
     """Its blocks belong to the ranks until they report the request as received."""
 
+    start: int
     stop: int
 
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """It is computed here. `num_present` of its tokens had been computed before it."""
+    """It is computed here. `num_present` of its tokens had been computed before it.
+
+    Those from `loaded_from` on came from the store, if any did.
+    """
 
     num_present: int
+    loaded_from: int | None = None
 
 
 State: TypeAlias = Asked | Found | Loading | Local
@@ -73,7 +78,7 @@ class _Pending:
     num_dropped_tokens: int = 0
 
 
-class PrefixSchedule:
+class PrefixSchedule:  # noqa: PLR0904 - one for each of vLLM's hooks
     """Every request that may be loaded from the store, or left in it.
 
     `block_size` is vLLM's, `entry_tokens` the store's.
@@ -142,7 +147,7 @@ class PrefixSchedule:
         lookup, stop = state.lookup, state.stop
         start = stop - num_tokens
         held = blocks_holding(start, stop, self._block_size)
-        self._states[request] = Loading(stop)
+        self._states[request] = Loading(start, stop)
         self._under_way.add(request)
         self._orders().loads.append(
             StartLoad(
@@ -169,7 +174,7 @@ class PrefixSchedule:
         """All ranks report that a load has ended: its blocks are vLLM's again."""
         state = self._states.get(request)
         if isinstance(state, Loading):
-            self._states[request] = Local(state.stop)
+            self._states[request] = Local(state.stop, state.start)
             self._under_way.discard(request)
 
     def finish(self, request: VllmRequestId) -> int | None:
@@ -189,6 +194,13 @@ class PrefixSchedule:
                 return num_present
             case _:
                 return 0
+
+    def count_loaded(self, request: VllmRequestId, num_computed_tokens: int) -> int:
+        """How many of a request's first `num_computed_tokens` came from the store."""
+        state = self._states.get(request)
+        if not isinstance(state, Local) or state.loaded_from is None:
+            return 0
+        return max(0, num_computed_tokens - state.loaded_from)
 
     def keep(self, keep: Keep) -> None:
         """Copy what a request leaves into the store."""

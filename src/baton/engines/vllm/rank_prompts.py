@@ -135,6 +135,7 @@ class RankSends:
         self._uncomputed.add(prompt.ticket.id, tickets)
         span = self._setting.open_trace(prompt, "prefill")
         span.num_cached_tokens = offer.num_cached_tokens
+        span.num_loaded_tokens = offer.num_loaded_tokens
         num_blocks = count_blocks(prompt.num_tokens, setting.layout.block_size)
         send = SendInProgress(
             offer,

@@ -51,6 +51,8 @@ class Prompt(msgspec.Struct, frozen=True):
 class StartSend(msgspec.Struct, frozen=True):
     """Prefill begins, after `num_cached_tokens` that vLLM's prefix cache has.
 
+    `num_loaded_tokens` of them were loaded from the store.
+
     None of them is ready before this step's layers are: another prompt of the same step may be
     about to compute them, since vLLM lists blocks in its cache when it plans to fill them.
     """
@@ -58,6 +60,7 @@ class StartSend(msgspec.Struct, frozen=True):
     request: VllmRequestId
     prompt: Prompt
     num_cached_tokens: int
+    num_loaded_tokens: int = 0
 
 
 class Progress(msgspec.Struct, frozen=True):
