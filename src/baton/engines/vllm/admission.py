@@ -158,6 +158,10 @@ class Admission:
             self._pressure.asked(request.request_id)
         return missing
 
+    def is_loading_stored(self, request: Request) -> bool:
+        """Whether an admitted request waits for the store."""
+        return self._prefixes is not None and self._prefixes.is_loading(request.request_id)
+
     def allocated(
         self, request: Request, blocks: tuple[list[int], ...], num_external_tokens: int
     ) -> None:

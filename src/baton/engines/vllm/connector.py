@@ -102,7 +102,6 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
         ConfigError: options, a model or a vLLM with which KV cannot be handed over.
     """
 
-    _cache_hit_source = CacheHitSource.P2P
     _scheduler: Admission
     """In the scheduler's process alone."""
     _worker: RankHandoffs
@@ -158,6 +157,16 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """See `KVConnectorBase_V1`: the store, of whichever tier, or a prefill server."""
+        if not num_external_tokens:
+            return {}
+        is_stored = self._scheduler.is_loading_stored(request)
+        source = CacheHitSource.EXTERNAL_UNSPECIFIED if is_stored else CacheHitSource.P2P
+        return {source: num_external_tokens}
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         orders = self._scheduler.step(scheduler_output)

@@ -62,6 +62,10 @@ class PrefixAdmission:
                 schedule.ask(self._make_lookup(request, num_cached_tokens), now)
         return schedule.count_missing(request.request_id, num_cached_tokens, now)
 
+    def is_loading(self, request: VllmRequestId) -> bool:
+        """Whether a request's blocks belong to the ranks."""
+        return self._schedule.is_loading(request)
+
     def count_loaded(self, request: VllmRequestId, num_computed_tokens: int) -> int:
         """How many of a request's tokens came from the store."""
         return self._schedule.count_loaded(request, num_computed_tokens)

@@ -195,6 +195,10 @@ class PrefixSchedule:  # noqa: PLR0904 - one for each of vLLM's hooks
             case _:
                 return 0
 
+    def is_loading(self, request: VllmRequestId) -> bool:
+        """Whether a request's blocks belong to the ranks."""
+        return isinstance(self._states.get(request), Loading)
+
     def count_loaded(self, request: VllmRequestId, num_computed_tokens: int) -> int:
         """How many of a request's first `num_computed_tokens` came from the store."""
         state = self._states.get(request)
