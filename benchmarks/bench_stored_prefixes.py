@@ -37,7 +37,8 @@ from rich.table import Table
 
 from baton.testing.fleet import Fleet, FleetProcess
 
-TIERS = ("shared", "file")
+TIERS = {"transformers": ("shared", "file"), "vllm": ("file",)}
+"""By engine: a vLLM server takes a GiB, and half a minute to start."""
 SHARE = 0.9
 IDLE_S = 1.0
 ENGINES: dict[str, dict[str, object]] = {
@@ -119,7 +120,7 @@ def start_fleet(fleet: Fleet, folder: Path, engine: str) -> dict[str, FleetProce
         "worker.served_model_name": SERVED,
     }
     arms: dict[str, dict[str, object]] = {"none": {}, "checks": {}}
-    for tier in TIERS:
+    for tier in TIERS[engine]:
         place = folder / tier
         place.mkdir()
         option = str(place / "kv") if tier == "file" else "/dev/shm"

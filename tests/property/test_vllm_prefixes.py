@@ -1,7 +1,7 @@
-"""Both sides of the store's use under a model of vLLM's scheduler, two ranks and a moody store.
+"""vLLM's use of the store: both sides, under a model of vLLM's scheduler with two ranks.
 
-The store answers as it likes, each rank's apart: at once, in part, or long after the deadline, and
-then it still tries to touch the blocks that it was given. What must hold: a request runs only on
+Each rank's store answers at once, in part, or long after the deadline, and then it still tries to
+access the blocks that it was given. What must hold: a request runs only on
 KV of its own tokens, in every rank; no rank's store touches blocks that are another's; vLLM gets a
 report of each load once; nothing is left over in the end.
 """

@@ -280,7 +280,7 @@ class RankHandoffs:
         match event:
             case PrefixFound(ticket, num_tokens):
                 self._prefixes.answered(ticket, num_tokens)
-            case KVLanded() | BlocksQuiescent() | KVSent() if self._is_stores(event.ticket):
+            case KVLanded() | BlocksQuiescent() | KVSent() if self._is_of_store(event.ticket):
                 num_tokens = event.num_tokens if isinstance(event, KVLanded) else None
                 self._prefixes.answered(event.ticket, num_tokens or 0)
             case KVLanded(ticket, _, num_tokens):
@@ -298,7 +298,7 @@ class RankHandoffs:
             case _:
                 assert_never(event)
 
-    def _is_stores(self, order: TicketId) -> bool:
+    def _is_of_store(self, order: TicketId) -> bool:
         """Whether an event is the store's answer to an order of `RankPrefixes`."""
         return self._uses_store and order in self._prefixes
 
