@@ -78,8 +78,8 @@ def ask(gateway: FleetProcess, prompt: list[int]) -> tuple[float, int, str]:
     with urllib.request.urlopen(request, timeout=120) as reply:
         answer = json.load(reply)
     took_ms = (time.perf_counter() - began) * 1e3
-    cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-    return took_ms, cached, answer["choices"][0]["text"]
+    details = answer["usage"]["prompt_tokens_details"] or {}  # vLLM: null where nothing is cached
+    return took_ms, details.get("cached_tokens", 0), answer["choices"][0]["text"]
 
 
 def measure_round(
