@@ -272,6 +272,10 @@ class PrefixStore(Protocol):
         """Begin to keep; `KVSent` follows once."""
         ...
 
+    def drop(self, num_tokens: int) -> None:
+        """Count a request's tokens that the engine had no room to keep."""
+        ...
+
     def abort_load(self, order: TicketId) -> None:
         """It is not wanted: `BlocksQuiescent` follows, unless `KVLanded` is on its way."""
         ...
@@ -285,10 +289,6 @@ class PrefixLookup(PrefixStore, Protocol):
 
     def start_lookup(self, order: LookupOrder) -> None:
         """Begin to look; `PrefixFound` follows once. Nothing is loaded."""
-        ...
-
-    def drop(self, num_tokens: int) -> None:
-        """Count a request's tokens that the engine had no room to keep."""
         ...
 
 

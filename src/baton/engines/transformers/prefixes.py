@@ -97,6 +97,8 @@ class EnginePrefixes:
         order = self._kept.hold(sequence, self._store.block_size)
         if order is not None:
             self._store.start_keep(order)
+        elif refused := self._kept.take_refused_tokens():
+            self._store.drop(refused)
 
     def observe_step(self, plan: Plan, seconds: float) -> None:
         """What a token of a prompt takes: learned from steps that are mostly prompts."""

@@ -149,7 +149,7 @@ class StoredPrefixes:
         self.put_command(partial(self._begin_keep, _Keep(order)))
 
     def drop(self, num_tokens: int) -> None:
-        """See `PrefixLookup`."""
+        """See `PrefixStore`."""
         self.put_command(partial(self._count_dropped, num_tokens // self.block_size))
 
     def abort_load(self, order: TicketId) -> None:
