@@ -11,6 +11,8 @@ Every prompt is new. Arms are interleaved, in the other order every second round
 medians and quartiles over the rounds, of the time until an answer of one token is there, which is
 checked. Whether something is looked for and loaded is the worker's decision ("loaded", of tokens).
 
+With `--engine vllm` the timed workers are vLLM servers; writers and checks are embedded workers.
+
     python benchmarks/bench_stored_prefixes.py --json benchmarks/results/stored-prefixes.json
 """
 
@@ -35,13 +37,23 @@ from rich.table import Table
 
 from baton.testing.fleet import Fleet, FleetProcess
 
-TIERS = ("shared", "file")
+TIERS = {"transformers": ("shared", "file"), "vllm": ("file",)}
+"""By engine: a vLLM server takes a GiB, and half a minute to start."""
 SHARE = 0.9
 IDLE_S = 1.0
-ENGINE: dict[str, object] = {
-    "engine.num_threads": 1,
-    "engine.dtype": "float32",
-    "engine.num_blocks": 2048,
+ENGINES: dict[str, dict[str, object]] = {
+    "transformers": {
+        "engine.num_threads": 1,
+        "engine.dtype": "float32",
+        "engine.num_blocks": 2048,
+    },
+    "vllm": {
+        "worker.engine": "vllm",
+        "engine.num_threads": 1,
+        "engine.dtype": "float32",
+        "engine.kv_cache_bytes": 128 << 20,
+        "engine.arguments": ["--enable-prompt-tokens-details"],
+    },
 }
 
 
@@ -66,8 +78,8 @@ def ask(gateway: FleetProcess, prompt: list[int]) -> tuple[float, int, str]:
     with urllib.request.urlopen(request, timeout=120) as reply:
         answer = json.load(reply)
     took_ms = (time.perf_counter() - began) * 1e3
-    cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-    return took_ms, cached, answer["choices"][0]["text"]
+    details = answer["usage"]["prompt_tokens_details"] or {}  # vLLM: null where nothing is cached
+    return took_ms, details.get("cached_tokens", 0), answer["choices"][0]["text"]
 
 
 def measure_round(
@@ -101,23 +113,25 @@ def check(is_right: bool, what: str) -> None:  # noqa: FBT001 - an assertion tha
         raise AssertionError(what)
 
 
-def start_fleet(fleet: Fleet, folder: Path) -> dict[str, FleetProcess]:
-    """A gateway for each worker, by the arm's name."""
-    settings = ENGINE | {
+def start_fleet(fleet: Fleet, folder: Path, engine: str) -> dict[str, FleetProcess]:
+    """A gateway for each worker, by the arm's name. `engine` is that of workers which are timed."""
+    settings: dict[str, object] = {
         "worker.model": str(make_model(folder)),
         "worker.served_model_name": SERVED,
     }
     arms: dict[str, dict[str, object]] = {"none": {}, "checks": {}}
-    for tier in TIERS:
+    for tier in TIERS[engine]:
         place = folder / tier
         place.mkdir()
         option = str(place / "kv") if tier == "file" else "/dev/shm"
         store = {"store.tiers": [tier], f"store.options.{tier}.directory": option}
         arms |= {tier: store, f"{tier} writer": store}
-    workers = {
-        arm: fleet.start_worker(arm.replace(" ", "-"), "both", settings | store)
-        for arm, store in arms.items()
-    }
+    workers = {}
+    for arm, store in arms.items():
+        is_timed = arm != "checks" and not arm.endswith("writer")
+        own = ENGINES[engine if is_timed else "transformers"]
+        name = arm.replace(" ", "-")
+        workers[arm] = fleet.start_worker(name, "both", own | settings | store)
     for worker in workers.values():
         worker.wait_ready()
     return {
@@ -129,6 +143,7 @@ def start_fleet(fleet: Fleet, folder: Path) -> dict[str, FleetProcess]:
 def main() -> None:
     """Measure all, print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engine", choices=tuple(ENGINES), default="transformers")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tokens", type=int, nargs="*", default=[128, 512, 4000])
     parser.add_argument("--json", type=Path)
@@ -138,7 +153,8 @@ def main() -> None:
     runs: list[Run] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        gateways = start_fleet(stack.enter_context(Fleet(folder, environment)), folder)
+        fleet = stack.enter_context(Fleet(folder, environment))
+        gateways = start_fleet(fleet, folder, options.engine)
         for gateway in gateways.values():
             ask(gateway, rng.integers(300, 4000, 600).tolist())  # engines learn what tokens take
         for number in range(options.rounds):
@@ -147,7 +163,7 @@ def main() -> None:
                 print(runs[-1], file=sys.stderr)
     show(runs, options.tokens)
     if options.json is not None:
-        result = {"share": SHARE, "runs": [asdict(run) for run in runs]}
+        result = {"engine": options.engine, "share": SHARE, "runs": [asdict(run) for run in runs]}
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 

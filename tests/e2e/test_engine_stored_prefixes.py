@@ -242,7 +242,7 @@ def test_a_load_that_turns_out_slower_than_computing_ends_between_two_batches(
     ask(two, {"r0": make_prompt(180, seed=77)})  # it knows what tokens take
     two.traces.clear()
     two.updates.clear()
-    monkeypatch.setattr("baton.engines.transformers.prefixes.TOLERATED_SHARE", 1e6)  # it asks
+    monkeypatch.setattr("baton.engines.lookup_cost.TOLERATED_SHARE", 1e6)  # it asks
     monkeypatch.setattr("baton.handoff.pool_mode.block_copier.BATCH_BYTES", 1)
     read = two.agent.store._reader.read_segments
     batches = []

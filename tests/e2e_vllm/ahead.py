@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from tests.chaos import store_failpoints
 from tests.chaos.vllm_pair import start_slow_prefill
 from tests.e2e_vllm.cluster import KV_BYTES_PER_TOKEN
 
@@ -60,7 +61,35 @@ def start_transformers(cluster_factory: ClusterFactory) -> tuple[FleetProcess, .
 
 def start_two_ranks(cluster_factory: ClusterFactory) -> tuple[FleetProcess, ...]:
     """Four processes on two cores: it takes twice as long as others to start."""
-    return (cluster_factory.start("two-ranks", "both", engine__tensor_parallel_size=2),)
+    server = cluster_factory.start(
+        "two-ranks",
+        "both",
+        engine__tensor_parallel_size=2,
+        engine__prefix_caching=False,  # so that what it computed comes from the store
+        store__prefixes=True,
+    )
+    return (server,)
+
+
+def file_store(cluster_factory: ClusterFactory) -> dict[str, object]:
+    """Settings of workers that share a folder."""
+    folder = str(cluster_factory.run_directory / "kv")
+    return {"store.tiers": ["file"], "store.options.file.directory": folder}
+
+
+def start_stored(cluster_factory: ClusterFactory) -> tuple[FleetProcess, ...]:
+    """Two servers that share a folder; the second can be held in the middle of a read."""
+    first = file_store(cluster_factory)
+    point = cluster_factory.run_directory / "point"
+    point.mkdir()
+    place = first["store.options.file.directory"]
+    second = store_failpoints.settings(point, "file", {"directory": place})
+    return (
+        cluster_factory.start("stored-1", "both", store__prefixes=True, **first),
+        cluster_factory.start(
+            "stored-2", "both", store__prefixes=True, engine__block_size=128, **second
+        ),
+    )
 
 
 def start_small_decode(cluster_factory: ClusterFactory) -> tuple[FleetProcess, ...]:
@@ -89,6 +118,7 @@ STARTERS: Final[Mapping[str, Starter]] = {
     "fp8_pair": start_fp8_pair,
     "transformers": start_transformers,
     "two_ranks": start_two_ranks,
+    "stored": start_stored,
     "standing_pair": start_slow_prefill,
     "small_decode": start_small_decode,
     "victim": start_victim,

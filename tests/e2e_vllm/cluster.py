@@ -11,19 +11,20 @@ import os
 import socket
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from baton.clock import MachineClock
 from baton.engines.transformers.random_model import RandomModelSpec, make_random_model
 from baton.telemetry.process_status import Ready
 from baton.testing.fleet import Fleet, FleetProcess, get_status
+from tests.chaos import store_failpoints
 from tests.chaos.process_state import find_processes_of_sessions
 from tests.e2e_vllm.client import KEY, get_text, wait_until
 from tests.preloaded import start_plain_vllm, start_preloaded_vllm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from baton.config.sections import Role
 
@@ -65,6 +66,7 @@ ENGINE: Final[Mapping[str, object]] = {
     "store.tiers": ["shared"],
     "store.options.shared.capacity_bytes": 128 << 20,
     "store.num_parts": 2,  # some have two ranks
+    "store.prefixes": False,  # tests ask what others asked, and say what is handed over
 }
 PLAIN_ARGUMENTS: Final = (
     "--dtype=float32",
@@ -114,11 +116,15 @@ class ClusterFactory:
     def open(cls, folder: Path, run_directory: Path) -> Iterator[ClusterFactory]:
         """Make the model; whatever was started is ended at the end."""
         make_random_model(folder / "model", SPEC)
-        logs = folder / "logs"
+        logs, plugins = folder / "logs", folder / "plugins"
         logs.mkdir()
+        plugins.mkdir()
+        store_failpoints.install(plugins)
         print(f"logs in {logs}")
+        places = [str(plugins), str(Path.cwd()), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {
             **os.environ,
+            "PYTHONPATH": os.pathsep.join(places),
             "BATON_CLUSTER_KEY": KEY,
             "XDG_RUNTIME_DIR": str(run_directory),
             "XDG_STATE_HOME": str(run_directory),
@@ -131,11 +137,13 @@ class ClusterFactory:
         settings = {key.replace("__", ".", 1): value for key, value in changes.items()}
         return self.fleet.start_worker(name, role, {**ENGINE, **self._served(), **settings})
 
-    def start_transformers(self, name: str, role: Role, **engine: object) -> FleetProcess:
+    def start_transformers(
+        self, name: str, role: Role, store: Mapping[str, object] | None = None, **engine: object
+    ) -> FleetProcess:
         """Start a worker with the transformers engine and the same model."""
         options = {"dtype": "float32", "num_threads": 1, "num_blocks": 1100, **engine}
         settings = {f"engine.{key}": value for key, value in options.items()}
-        return self.fleet.start_worker(name, role, {**self._served(), **settings})
+        return self.fleet.start_worker(name, role, {**self._served(), **settings, **(store or {})})
 
     def start_plain(
         self, name: str, *arguments: str, transfer: Mapping[str, object] | None = None

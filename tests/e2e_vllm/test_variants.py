@@ -21,6 +21,7 @@ from tests.e2e_vllm.client import (
     read_info,
     read_metric,
     read_summary,
+    wait_until,
 )
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.vllm
 
 NUM_PROMPTS = 6
+STORE_BLOCK = 64
 SEEDS = {"ngram": 21, "draft": 22, "fp8": 23, "transformers": 24, "tp": 25}
 
 
@@ -174,3 +176,29 @@ def test_other_tensor_parallel_degrees(
     pair = (cluster.prefill, two_ranks) if wide == "decode" else (two_ranks, cluster.decode)
     with standing_gateway(cluster_factory, *pair) as gateway:
         check_through(gateway, prompts, expected)
+
+
+def count_kept(server: FleetProcess) -> list[float]:
+    """Entries that each rank has put into the store, or found there."""
+    name = "baton_prefix_entries_total"
+    return [
+        sum(read_metric(url, name, result=result) for result in ("stored", "present"))
+        for url in read_info(server)["control_urls"]
+    ]
+
+
+def test_two_ranks_load_what_they_have_computed(
+    cluster: VllmCluster, two_ranks: FleetProcess
+) -> None:
+    """Each its own heads; the server's own cache is off."""
+    prompts = make_prompts(2, seed=65, shortest=300, longest=500)
+    expected = ask_all(cluster.oracle, prompts)
+    before = count_kept(two_ranks)
+    check_same(ask_all(two_ranks, prompts), expected)
+    lengths = [len(p) + len(a.tokens) - 1 for p, a in zip(prompts, expected, strict=True)]
+    kept = [num + sum(length // STORE_BLOCK for length in lengths) for num in before]
+    wait_until(lambda: count_kept(two_ranks) == kept, 20.0, lambda: (count_kept(two_ranks), kept))
+    answers = ask_all(two_ranks, prompts)
+    check_same(answers, expected)
+    full = [len(prompt) // STORE_BLOCK * STORE_BLOCK for prompt in prompts]
+    assert [answer.num_cached for answer in answers] == full

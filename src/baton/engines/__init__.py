@@ -9,7 +9,8 @@ expects, and which blocks may be touched. Frameworks (torch, transformers) stay 
 File map:
     interface.py     the contract `Engine`, its requests, updates and stats; `EngineServer`, an
                      engine that brings a server of its own; `ENGINES` and `ENGINE_SERVERS`
-    stall_detector.py  ungranted KV that blocks other requests; first_tokens.py, checkpoint.py
+    stall_detector.py  ungranted KV that blocks other requests; lookup_cost.py whether the store
+                       is worth asking; first_tokens.py, checkpoint.py
     gpu/             pages on a GPU: gathered, scattered, copied to the host while the model runs
     transformers/    the embedded engine: any decoder-only Hugging Face model, on CPU or CUDA
     vllm/            a KV connector inside vLLM's own server, and the process that starts it

@@ -15,10 +15,12 @@ peer in which the KV is: `SharedBlockPort` is how they go back.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Final, Protocol, TypeAlias
 
 import msgspec
+
+from baton.handoff.block_guard import BlockGuard
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -98,8 +100,8 @@ class SendOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadOrder:
-    """Load the beginning of a prompt from the store into `blocks`, as far as it is there and pays.
+class LookupOrder:
+    """Find how much of a prompt's beginning a load would put in place.
 
     `prompt_ids`, int32; tokens before `start` are in place already. `id` is the engine's own, and
     names the order as a ticket's does. Computing instead would take `token_s` a token; 0: unknown.
@@ -109,21 +111,33 @@ class LoadOrder:
     tenant_salt: str
     prompt_ids: NDArray[np.int32]
     start: int
-    blocks: BlockTable
     token_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOrder(LookupOrder):
+    """Load the beginning of a prompt from the store into `blocks`, as far as it is there and pays.
+
+    `guard` takes the blocks back before the load has ended.
+    """
+
+    blocks: BlockTable
+    guard: BlockGuard = field(default_factory=BlockGuard)
 
 
 @dataclass(frozen=True, slots=True)
 class KeepOrder:
     """Keep KV of `token_ids`, int32, in the store: all of it is in `blocks`, which do not change.
 
-    What is behind their last full block of the store's size is left out.
+    What is behind their last full block of the store's size is left out. `guard` takes the blocks
+    back before all is kept.
     """
 
     id: TicketId
     tenant_salt: str
     token_ids: NDArray[np.int32]
     blocks: BlockTable
+    guard: BlockGuard = field(default_factory=BlockGuard)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +158,17 @@ class KVLanded:
     first_token: SampledToken | None
     num_tokens: int | None = None
     imported: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixFound:
+    """The store has tokens before `num_tokens` of a prompt, and loading them pays.
+
+    `num_tokens` is the order's `start` where there are none.
+    """
+
+    ticket: TicketId
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +228,7 @@ class ImportRevoked:
 
 HandoffEvent: TypeAlias = (
     KVLanded
+    | PrefixFound
     | KVFailed
     | BlocksQuiescent
     | KVSent
@@ -246,8 +272,23 @@ class PrefixStore(Protocol):
         """Begin to keep; `KVSent` follows once."""
         ...
 
+    def drop(self, num_tokens: int) -> None:
+        """Count a request's tokens that the engine had no room to keep."""
+        ...
+
     def abort_load(self, order: TicketId) -> None:
         """It is not wanted: `BlocksQuiescent` follows, unless `KVLanded` is on its way."""
+        ...
+
+
+class PrefixLookup(PrefixStore, Protocol):
+    """For an engine that learns first what would be loaded, and finds room for it then.
+
+    start_lookup ──► PrefixFound
+    """
+
+    def start_lookup(self, order: LookupOrder) -> None:
+        """Begin to look; `PrefixFound` follows once. Nothing is loaded."""
         ...
 
 

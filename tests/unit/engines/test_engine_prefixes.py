@@ -8,17 +8,19 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from baton.engines.transformers.pinned_blocks import KeptBlocks
-from baton.engines.transformers.prefixes import (
+from baton.engines.interface import Colocated
+from baton.engines.lookup_cost import (
     FORGOTTEN_AFTER_S,
     LOAD_TIMEOUT_S,
     TOLERATED_SHARE,
     WAIT_GUESS_S,
-    EnginePrefixes,
 )
+from baton.engines.transformers.pinned_blocks import KeptBlocks
+from baton.engines.transformers.prefixes import EnginePrefixes
 from baton.engines.transformers.scheduler import PendingLoad, Plan, Work
 from baton.handoff.pool_mode.prefix_store import LoadCost
 from baton.ids import TicketId
+from baton.kv.identity import HashDomain, compute_block_hashes
 from baton.kv.pool import BlockPool
 from baton.protocol.worker_http import StoreLoads
 from baton.testing.clocks import ManualClock
@@ -36,6 +38,10 @@ class RecordingStore:
     def __init__(self) -> None:
         self.asked: list[TicketId] = []
         self.aborted: list[TicketId] = []
+        self.num_dropped_tokens = 0
+
+    def drop(self, num_tokens) -> None:
+        self.num_dropped_tokens += num_tokens
 
     def start_load(self, order) -> None:
         self.asked.append(order.id)
@@ -49,7 +55,8 @@ class Setting:
 
     def __init__(self) -> None:
         self.clock, self.store = ManualClock(), RecordingStore()
-        self.prefixes = EnginePrefixes(self.store, KeptBlocks(BlockPool(4), 0), self.clock)
+        self.pool = BlockPool(16)
+        self.prefixes = EnginePrefixes(self.store, KeptBlocks(self.pool, 0), self.clock)
         self._num = 0
 
     def compute(self) -> None:
@@ -138,3 +145,21 @@ def test_a_load_that_is_slower_than_computing_is_given_up_and_tried_again_some_t
     cost.observe(seconds=2 * TOKEN_S * NUM_TOKENS, num_tokens=NUM_TOKENS)
     assert not cost.is_worth_it(TOKEN_S)
     assert any(cost.is_worth_it(TOKEN_S) for _ in range(20))
+
+
+def test_what_there_is_no_room_to_keep_is_counted(it):
+    """The setting's share for it is no block."""
+    hashes = compute_block_hashes(HashDomain("f", "", 16), make_prompt(NUM_TOKENS))
+    for block, known in zip(it.pool.try_allocate(len(hashes)), hashes, strict=True):
+        it.pool.publish(block, known)
+    sequence = SimpleNamespace(
+        load_id=None,
+        ticket=None,
+        kind=Colocated(),
+        block_size=16,
+        num_computed=NUM_TOKENS,
+        num_cached_tokens=0,
+        hashes=lambda _: hashes,
+    )
+    it.prefixes.leave(sequence)
+    assert it.store.num_dropped_tokens == NUM_TOKENS

@@ -33,7 +33,7 @@ from tests.tickets import issue
 from tests.unit.engines_vllm.scripted_port import ScriptedPort, SettlingEvent
 
 if TYPE_CHECKING:
-    from baton.handoff.interface import HandoffEvent
+    from baton.handoff.interface import HandoffEvent, PrefixLookup
 
 BLOCK_SIZE, NUM_LAYERS = 4, 2
 ID = TicketId(b"t" * 16)
@@ -59,7 +59,12 @@ class RankHarness:
 
 @pytest.fixture
 def harness() -> RankHarness:
+    return make_harness(None)
+
+
+def make_harness(store: PrefixLookup | None) -> RankHarness:
     clock, port, traces = ManualClock(), ScriptedPort(NUM_LAYERS), TraceRing(8)
+    port.prefixes = store
     wake_event = SettlingEvent(port, clock)
     port.wake_event = wake_event
     setting = RankSetting(

@@ -9,7 +9,7 @@ import pytest
 
 from baton.clock import Instant
 from baton.engines.stall_detector import STALL_RETRY_S, STALL_TIMEOUT_S
-from baton.engines.vllm.admission import SchedulerPressure
+from baton.engines.vllm.scheduler_pressure import SchedulerPressure
 from baton.engines.vllm.step_orders import Occupancy
 
 if TYPE_CHECKING:

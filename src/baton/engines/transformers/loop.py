@@ -11,8 +11,9 @@ from baton.engines.interface import (
     FinishReason,
     PrefillRequest,
 )
+from baton.engines.lookup_cost import LOAD_TIMEOUT_S
 from baton.engines.stall_detector import STALL_REASON, StallDetector
-from baton.engines.transformers.prefixes import LOAD_TIMEOUT_S, EnginePrefixes
+from baton.engines.transformers.prefixes import EnginePrefixes
 from baton.engines.transformers.scheduler import (
     count_landed,
     make_receive_order,
@@ -36,6 +37,7 @@ from baton.handoff.interface import (
     KVFailed,
     KVLanded,
     KVSent,
+    PrefixFound,
     SampledToken,
     SendFailed,
 )
@@ -329,6 +331,8 @@ class EngineLoop:
             case KVSent(ticket):
                 self._held.release(ticket, self._clock.now())
                 self._finish_send(self._scheduler.finish_send(ticket))
+            case PrefixFound():
+                raise AssertionError("this engine asks for nothing without a place for it")
             case KVExported(ticket, blocks):
                 self._held.resize(ticket, len(blocks), self._clock.now())
                 self._finish_send(self._scheduler.export(ticket, blocks))
@@ -338,12 +342,15 @@ class EngineLoop:
             case ImportRevoked(ticket):
                 self._scheduler.shared_blocks.revoke(ticket)
             case SendFailed(ticket, error):
-                self._held.release(ticket, self._clock.now())
-                sequence = self._scheduler.finish_send(ticket)
-                if sequence is not None and sequence.status is not Status.ENDED:
-                    self._fail(sequence, error)
+                self._handle_send_failed(ticket, error)
             case _:
                 assert_never(event)
+
+    def _handle_send_failed(self, ticket: TicketId, error: BatonError) -> None:
+        self._held.release(ticket, self._clock.now())
+        sequence = self._scheduler.finish_send(ticket)
+        if sequence is not None and sequence.status is not Status.ENDED:
+            self._fail(sequence, error)
 
     def _handle_landed(self, landed: KVLanded) -> None:
         first_token = self._check_first_token(landed)

@@ -108,7 +108,7 @@ class KeptBlocks:
     def __init__(self, pool: BlockPool, max_blocks: int) -> None:
         self._pool, self._max_blocks = pool, max_blocks
         self._kept: dict[TicketId, list[int]] = {}
-        self._num_blocks = self._num_orders = 0
+        self._num_blocks = self._num_orders = self._num_refused_tokens = 0
 
     def hold(self, sequence: Sequence, unit: int) -> KeepOrder | None:
         """What a sequence that ends has computed: an order to keep it, in entries of `unit` tokens.
@@ -120,9 +120,11 @@ class KeptBlocks:
             return None
         blocks = self._pool.acquire_cached(sequence.hashes(sequence.num_computed))
         num_tokens = min(num_tokens, len(blocks) * sequence.block_size // unit * unit)
+        is_new = num_tokens > sequence.num_cached_tokens
         is_too_much = self._num_blocks + len(blocks) > self._max_blocks
-        if is_too_much or num_tokens <= sequence.num_cached_tokens:
+        if not is_new or is_too_much:
             self._pool.release(blocks)
+            self._num_refused_tokens += num_tokens if is_new else 0
             return None
         self._num_orders += 1
         # Tickets' ids are random: one that begins so does not happen.
@@ -135,6 +137,11 @@ class KeptBlocks:
             token_ids=sequence.token_ids(0, num_tokens).copy(),
             blocks=BlockTable(0, np.array(blocks, np.int64)),
         )
+
+    def take_refused_tokens(self) -> int:
+        """Tokens for which there was no room, since the last call."""
+        refused, self._num_refused_tokens = self._num_refused_tokens, 0
+        return refused
 
     def release(self, order: TicketId) -> bool:
         """It is kept, or cannot be: free its blocks. False where no such order is known."""

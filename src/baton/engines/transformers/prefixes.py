@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from baton.clock import Instant
 from baton.engines.interface import PrefillRequest
+from baton.engines.lookup_cost import LOAD_TIMEOUT_S, LookupCost
 from baton.engines.transformers.scheduler import make_load_order
 from baton.protocol.worker_http import StoreLoads
 
@@ -16,18 +17,6 @@ if TYPE_CHECKING:
     from baton.engines.transformers.sequence import Sequence
     from baton.handoff.interface import PrefixStore
     from baton.ids import TicketId
-
-LOAD_TIMEOUT_S: Final = 2.0
-"""Then a prompt whose beginning the store was asked for is computed."""
-LEAST_LEARNED_TOKENS: Final = 32
-LEARNING: Final = 0.2
-"""Weight of the latest observation in what is expected of the next."""
-WAIT_GUESS_S: Final = 0.001
-"""From the order to the answer that nothing is there."""
-FORGOTTEN_AFTER_S: Final = 30.0
-"""Then a wait that was long counts no more: it may have kept every prompt since from asking."""
-TOLERATED_SHARE: Final = 0.05
-"""Of what a prompt takes: so much may be lost by asking for what is not there."""
 
 
 class EnginePrefixes:
@@ -43,8 +32,7 @@ class EnginePrefixes:
         self._deadlines: dict[TicketId, Instant] = {}
         self._asked: dict[TicketId, PendingLoad] = {}
         self._late: set[TicketId] = set()
-        self._token_s, self._wait_s, self._found_share = 0.0, WAIT_GUESS_S, 0.0
-        self._answered_at = clock.now()
+        self._cost = LookupCost(clock.now())
         self.loads = None if store is None else StoreLoads(0, 0, 0.0)
         """What the store has given; what came too late counts as no tokens."""
 
@@ -58,36 +46,31 @@ class EnginePrefixes:
         return min(self._deadlines.values(), default=None)
 
     def count_worth_asking(self) -> int | None:
-        """See `Scheduler.min_load_tokens`. A store that does not answer is not asked again.
-
-        To ask costs no more than what may be lost, or what is usually found.
-        """
+        """See `Scheduler.min_load_tokens`. A store that does not answer is not asked again."""
         if self._store is None or self._late:
             return None
-        if self._clock.now() - self._answered_at > FORGOTTEN_AFTER_S:
-            self._wait_s = min(self._wait_s, WAIT_GUESS_S)
-        saved_s = self._token_s * max(TOLERATED_SHARE, self._found_share)
-        return max(self._store.block_size, int(self._wait_s / saved_s) if saved_s else 0)
+        return self._cost.count_worth_asking(self._clock.now(), self._store.block_size)
 
     def begin(self, load: PendingLoad) -> None:
         """Ask for a prompt's beginning."""
         if self._store is not None:
             self._deadlines[load.id] = Instant(self._clock.now() + LOAD_TIMEOUT_S)
             self._asked[load.id] = load
-            self._store.start_load(make_load_order(load, self._token_s))
+            self._store.start_load(make_load_order(load, self._cost.token_s))
 
     def finish(self, order: TicketId, num_tokens: int) -> None:
         """The store has answered: the first `num_tokens` of the prompt are in place."""
         deadline, load = self._deadlines.get(order), self._asked.get(order)
         if deadline is not None and load is not None:
-            num_missing = load.sequence.num_prompt_tokens - load.start
-            num_loaded = num_tokens - load.start
-            self._answered_at = self._clock.now()
-            self._found_share += LEARNING * (num_loaded / num_missing - self._found_share)
-            waited_s = self._answered_at - (deadline - LOAD_TIMEOUT_S)
-            if not num_loaded:
-                self._wait_s += LEARNING * (waited_s - self._wait_s)
-            else:
+            now, num_loaded = self._clock.now(), num_tokens - load.start
+            waited_s = now - (deadline - LOAD_TIMEOUT_S)
+            self._cost.observe_answer(
+                now,
+                num_found=num_loaded,
+                num_missing=load.sequence.num_prompt_tokens - load.start,
+                waited_s=waited_s,
+            )
+            if num_loaded:
                 self._count_load(num_loaded, waited_s)
         self.end(order)
 
@@ -121,16 +104,15 @@ class EnginePrefixes:
         order = self._kept.hold(sequence, self._store.block_size)
         if order is not None:
             self._store.start_keep(order)
+        elif refused := self._kept.take_refused_tokens():
+            self._store.drop(refused)
 
     def observe_step(self, plan: Plan, seconds: float) -> None:
         """What a token of a prompt takes: learned from steps that are mostly prompts."""
-        num_tokens = plan.num_tokens
-        if self._store is None or num_tokens < LEAST_LEARNED_TOKENS:
+        if self._store is None:
             return
-        if 2 * sum(work.num_tokens for work in plan.work if work.is_prefill) > num_tokens:
-            each = seconds / num_tokens
-            known = self._token_s or each
-            self._token_s = known + LEARNING * (each - known)
+        if 2 * sum(work.num_tokens for work in plan.work if work.is_prefill) > plan.num_tokens:
+            self._cost.observe_step(plan.num_tokens, seconds)
 
     def _count_load(self, num_tokens: int, seconds: float) -> None:
         if self.loads is not None:

@@ -11,13 +11,16 @@ File map, in the order in which a request meets them:
     connector.py            vLLM's hooks, a line or two each; compatibility.py checks vLLM
     options.py              configuration of the connector and of a server
     identity.py             worker name, epoch, cluster key, model fingerprint; its description
-    admission.py            scheduler side: vLLM's objects → plain values, and results back; how
-                            full its KV cache is
+    admission.py            scheduler side: vLLM's objects → plain values, and results back
+    scheduler_pressure.py   how full its KV cache is
+    prefix_admission.py     the same for the store; prefix_schedule.py its state machine (pure);
+                            kept_blocks.py blocks that are being copied into it
     tickets.py              kv_transfer_params → a role, or a refusal; one ticket per pair of ranks
     handoff_schedule.py     the scheduler side's state machine (pure)
     step_orders.py          its orders to the workers, each step
     rank.py                 worker side: builds one rank, its agent and its control server
-    rank_handoffs.py        orders in, events out; rank_prompts.py sends and loads
+    rank_handoffs.py        orders in, events out; rank_prompts.py sends and loads,
+                            rank_prefixes.py what is asked of the store
     in_flight.py            tables of prompts in flight
     rank_observer.py        traces and records; stats.py vLLM's log and Prometheus
     control.py              a rank's HTTP server

@@ -6,13 +6,12 @@ Duck-typed over vLLM's objects: nothing of vLLM is imported here.
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Final, Protocol, assert_never
+from typing import TYPE_CHECKING, Final, assert_never
 
 import msgspec
 import numpy as np
 
 from baton.auth.ticket import hash_tenant
-from baton.engines.stall_detector import StallDetector
 from baton.engines.vllm.compatibility import read_preempted
 from baton.engines.vllm.handoff_schedule import (
     AwaitingBlocks,
@@ -26,21 +25,24 @@ from baton.engines.vllm.handoff_schedule import (
     Scheduled,
 )
 from baton.engines.vllm.identity import describe_worker
-from baton.engines.vllm.step_orders import Occupancy, Prompt
+from baton.engines.vllm.scheduler_pressure import SchedulerPressure
+from baton.engines.vllm.step_orders import Prompt
 from baton.engines.vllm.tickets import NoHandoff, Probe, Receive, Refusal, RefusalCounter, Send
 from baton.kv.copies import count_blocks
 from baton.kv.identity import compute_prompt_hash
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
     from baton.auth.ticket import Ticket
-    from baton.clock import Clock, Instant
+    from baton.clock import Clock
     from baton.engines.vllm.handoff_schedule import FinishResult
     from baton.engines.vllm.identity import Identity, ModelFacts, RankFacts
+    from baton.engines.vllm.prefix_admission import PrefixAdmission
+    from baton.engines.vllm.scheduler_pressure import VllmBlockPool
     from baton.engines.vllm.step_orders import StepOrders, StepReport, VllmRequestId
     from baton.engines.vllm.tickets import TicketReader
 
@@ -70,103 +72,6 @@ class HeldPrompts:
             self._blocks.pop(request, None)
 
 
-class VllmBlockPool(Protocol):
-    """What is used of vLLM's `BlockPool`. A block that is only cached is free."""
-
-    num_gpu_blocks: int
-
-    def get_num_free_blocks(self) -> int:
-        """Blocks that the next request may have."""
-        ...
-
-
-TOLERATED_PART: Final = 32
-"""A report of free blocks may be wrong by this part of all blocks, while vLLM is idle."""
-
-
-class SchedulerPressure:
-    """Owned by the scheduler's thread."""
-
-    def __init__(self, block_size: int, max_running: int | None = None) -> None:
-        self._block_size, self._max_running = block_size, max_running
-        self._pool: VllmBlockPool | None = None
-        self._waiting: set[VllmRequestId] = set()
-        self._blocked: set[VllmRequestId] = set()
-        self._held: set[VllmRequestId] = set()
-        self._stall_detector = StallDetector()
-        self._last_reported: Occupancy | None = None
-
-    def bind(self, pool: VllmBlockPool) -> None:
-        """The blocks of vLLM are known from now on."""
-        self._pool = pool
-
-    def arrived(self, request: VllmRequestId) -> None:
-        """A request has joined the queue."""
-        self._waiting.add(request)
-
-    def asked(self, request: VllmRequestId) -> None:
-        """A request would be admitted, if there is room for it."""
-        self._waiting.add(request)
-        self._blocked.add(request)
-
-    def admitted(self, request: VllmRequestId) -> None:
-        """A request has the blocks that it wanted."""
-        self._leave(request)
-
-    def held(self, request: VllmRequestId) -> None:
-        """A finished request's blocks are held for its decode worker."""
-        self._held.add(request)
-
-    def ended(self, request: VllmRequestId) -> None:
-        """A request is over."""
-        self._leave(request)
-
-    def released(self, requests: Iterable[VllmRequestId]) -> None:
-        """The blocks of finished requests are vLLM's again."""
-        self._held.difference_update(requests)
-
-    def step(self, now: Instant, *, preempted: Iterable[VllmRequestId], is_busy: bool) -> bool:
-        """A step is planned: whether an offer is to be withdrawn, for the room that it holds.
-
-        `preempted` lost their blocks to it; `is_busy`: it computes something.
-        """
-        self._waiting.update(preempted)
-        no_progress = bool(self._blocked and self._held) and not is_busy
-        self._blocked.clear()
-        return self._stall_detector.should_cancel(now, no_progress=no_progress)
-
-    def take_news(self) -> Occupancy | None:
-        """How full it is; None where that was reported, and while vLLM's blocks are not known."""
-        pool, reported = self._pool, self._last_reported
-        if pool is None:
-            return None
-        num_waiting, num_free = len(self._waiting), pool.get_num_free_blocks()
-        if reported is not None and (reported.num_waiting, reported.num_free_blocks) == (
-            num_waiting,
-            num_free,
-        ):
-            return None
-        # One block is vLLM's own: it stands for those that a window has left behind.
-        self._last_reported = Occupancy(
-            num_waiting, pool.num_gpu_blocks - 1, num_free, self._block_size, self._max_running
-        )
-        return self._last_reported
-
-    @property
-    def is_report_outdated(self) -> bool:
-        """Whether the last report is so wrong that it is worth a step of its own."""
-        pool, reported = self._pool, self._last_reported
-        if pool is None or reported is None:
-            return False
-        num_off = abs(pool.get_num_free_blocks() - reported.num_free_blocks)
-        is_far_off = num_off * TOLERATED_PART > reported.num_blocks
-        return is_far_off or reported.num_waiting != len(self._waiting)
-
-    def _leave(self, request: VllmRequestId) -> None:
-        self._waiting.discard(request)
-        self._blocked.discard(request)
-
-
 OUTCOMES: Final = {
     "FINISHED_STOPPED": "stop",
     "FINISHED_REPETITION": "stop",
@@ -193,18 +98,27 @@ class Admission:
         self._reader = reader
         self._schedule = HandoffSchedule(block_size)
         self._block_size, self._held = block_size, held
+        self._prefixes: PrefixAdmission | None = None
         self._pressure = SchedulerPressure(block_size, model.max_running)
         self._refused = RefusalCounter()
         self._probes: set[VllmRequestId] = set()
         self._ranks: dict[int, RankFacts] = {}
 
+    def use_store(self, prefixes: PrefixAdmission) -> None:
+        """Load prompts' beginnings from the store, and keep there what requests leave. Once."""
+        self._prefixes = prefixes
+
     def bind(self, pool: VllmBlockPool) -> None:
         """The blocks of vLLM are known from now on."""
         self._pressure.bind(pool)
+        if self._prefixes is not None:
+            self._prefixes.bind(pool)
 
     def set_ranks(self, ranks: Mapping[int, RankFacts]) -> None:
         """The workers can be reached from now on."""
         self._ranks = dict(ranks)
+        if not all("pool" in facts.modes for facts in ranks.values()):
+            self._prefixes = None  # what a rank computes cannot be kept in its store
 
     def arrived(self, request: Request) -> None:
         """A request has joined vLLM's queue."""
@@ -231,11 +145,22 @@ class Admission:
             case _:
                 assert_never(role)
 
-    def count_missing(self, request: Request, num_cached_tokens: int) -> int:
-        """How many of a request's prompt tokens are to be received."""
-        self._pressure.asked(request.request_id)
+    def count_missing(self, request: Request, num_cached_tokens: int) -> int | None:
+        """How many of a request's prompt tokens are to be received, or loaded from the store.
+
+        None: it is not known yet. vLLM asks again in its next step.
+        """
         self.add(request)
-        return self._schedule.count_missing(request.request_id, num_cached_tokens)
+        missing: int | None = self._schedule.count_missing(request.request_id, num_cached_tokens)
+        if missing == 0 and self._prefixes is not None:
+            missing = self._count_stored(self._prefixes, request, num_cached_tokens)
+        if missing is not None:
+            self._pressure.asked(request.request_id)
+        return missing
+
+    def is_loading_stored(self, request: Request) -> bool:
+        """Whether an admitted request waits for the store."""
+        return self._prefixes is not None and self._prefixes.is_loading(request.request_id)
 
     def allocated(
         self, request: Request, blocks: tuple[list[int], ...], num_external_tokens: int
@@ -244,19 +169,22 @@ class Admission:
         self._pressure.admitted(request.request_id)
         if request.request_id in self._schedule:
             self._schedule.allocated(request.request_id, blocks[0], num_external_tokens)
+        if self._prefixes is not None:
+            self._prefixes.allocated(request, blocks[0], num_external_tokens)
 
-    def step(self, scheduler_output: SchedulerOutput) -> StepOrders:
+    def step(self, output: SchedulerOutput) -> StepOrders:
         """The orders of a step that vLLM has planned: `NO_ORDERS` where there are none."""
-        preempted = read_preempted(scheduler_output)
-        is_busy = bool(scheduler_output.num_scheduled_tokens)
+        preempted = read_preempted(output)
+        is_busy = bool(output.num_scheduled_tokens)
         now = self._clock.now()
         is_stalled = self._pressure.step(now, preempted=preempted, is_busy=is_busy)
         follows_some = is_busy and bool(self._schedule.followed)
         return self._schedule.step(
-            self._find_followed(scheduler_output) if follows_some else (),
+            self._find_followed(output) if follows_some else (),
             preempted,
             is_stalled=is_stalled,
             occupancy=self._pressure.take_news(),
+            prefixes=None if self._prefixes is None else self._prefixes.take_orders(output),
         )
 
     @property
@@ -275,12 +203,21 @@ class Admission:
             self._schedule.send_failed(request, reason)
         for request in received or ():
             self._schedule.received(request)
+        if self._prefixes is not None:
+            self._prefixes.update_from_workers(received, report)
 
-    def finish(self, request: Request) -> tuple[bool, dict[str, object] | None]:
-        """A request is over: whether its blocks are held, and its answer's parameters."""
+    def finish(
+        self, request: Request, blocks: Sequence[int] = ()
+    ) -> tuple[bool, dict[str, object] | None]:
+        """A request is over: whether its blocks are held, and its answer's parameters.
+
+        `blocks` hold what it has computed. What is copied into the store of them is not held so.
+        """
         self.add(request)
         request_id = request.request_id
         self._pressure.ended(request_id)
+        if self._prefixes is not None:
+            self._prefixes.finish(request, blocks, is_kept=self._may_be_kept(request))
         if request_id in self._probes:
             self._probes.discard(request_id)
             return False, self._describe()
@@ -298,6 +235,34 @@ class Admission:
     def take_refused(self) -> Mapping[str, int]:
         """Refused tickets by code since the last call."""
         return self._refused.take()
+
+    def _count_stored(
+        self, prefixes: PrefixAdmission, request: Request, num_cached_tokens: int
+    ) -> int | None:
+        request_id = request.request_id
+        if request_id not in prefixes and (
+            self._schedule.is_receiving(request_id) or not self._is_plain(request)
+        ):
+            prefixes.skip(request, num_cached_tokens)
+        return prefixes.count_missing(request, num_cached_tokens)
+
+    def _count_loaded(self, request: VllmRequestId, num_computed: int) -> int:
+        return 0 if self._prefixes is None else self._prefixes.count_loaded(request, num_computed)
+
+    def _may_be_kept(self, request: Request) -> bool:
+        """Whether its blocks hold KV of its tokens; mode pool keeps a prompt by itself."""
+        request_id = request.request_id
+        return (
+            request.status.name in OUTCOMES
+            and self._is_plain(request)
+            and not self._schedule.is_receiving(request_id)
+            and not self._schedule.is_sent_through_store(request_id)
+        )
+
+    def _is_plain(self, request: Request) -> bool:
+        """Whether its KV depends on its tokens and tenant alone, and on no token that follows."""
+        is_generated = request.pooling_params is None and request.request_id not in self._probes
+        return is_generated and _unsupported_reason(request) is None
 
     def _is_known(self, request: VllmRequestId) -> bool:
         return request in self._schedule or request in self._probes
@@ -342,7 +307,8 @@ class Admission:
             if new.req_id in followed:
                 computed = new.num_computed_tokens
                 stop = computed + num_scheduled[new.req_id]
-                found.append(Scheduled(new.req_id, new.block_ids[0], computed, stop))
+                num_loaded = self._count_loaded(new.req_id, computed)
+                found.append(Scheduled(new.req_id, new.block_ids[0], computed, stop, num_loaded))
         cached = output.scheduled_cached_reqs
         for index, request in enumerate(cached.req_ids):
             if request in followed:

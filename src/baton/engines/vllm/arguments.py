@@ -63,7 +63,7 @@ def server_arguments(options: VllmOptions, config: Config, launch: LaunchParamet
             "--uvicorn-log-level",
             "warning",
         ),
-        *("--kv-transfer-config", _json(_transfer(config))),
+        *("--kv-transfer-config", _json(_transfer(config, options))),
         *engine_flags(options, launch.platform),
         *_event_flags(options, launch, worker.name),
         *options.arguments,
@@ -101,7 +101,7 @@ def event_endpoints(run_directory: Path) -> tuple[str, str]:
     return f"ipc://{run_directory / 'events'}", f"ipc://{run_directory / 'replay'}"
 
 
-def _transfer(config: Config) -> dict[str, object]:
+def _transfer(config: Config, options: VllmOptions) -> dict[str, object]:
     """The value of `--kv-transfer-config`: Baton's connector, and a failed load costs time only."""
     kv_roles = {role: kv_role for kv_role, role in ROLES.items()}
     extra: dict[str, object] = {
@@ -122,6 +122,7 @@ def _transfer(config: Config) -> dict[str, object]:
         "probe_time_s": config.transfer.probe_time_s,
         "probe_bytes": config.transfer.probe_bytes,
         "store": config.store,
+        "max_kept_share": options.max_kept_share,
         "spin_s": config.transfer.spin_s,
         "tls": config.security.tls,
         "identity": config.security.identity,

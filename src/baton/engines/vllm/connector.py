@@ -22,10 +22,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from baton.clock import MachineClock
+from baton.engines.lookup_cost import LookupCost
 from baton.engines.vllm.admission import Admission, HeldPrompts
 from baton.engines.vllm.compatibility import (
     check_hooks,
     join_logging,
+    may_load_prefixes,
     read_extra,
     warn_of_policy,
 )
@@ -36,7 +38,10 @@ from baton.engines.vllm.identity import (
     load_credentials,
     read_model_facts,
 )
+from baton.engines.vllm.kept_blocks import KeptBlocks
 from baton.engines.vllm.options import ConnectorOptions, read_options, read_role
+from baton.engines.vllm.prefix_admission import PrefixAdmission
+from baton.engines.vllm.prefix_schedule import PrefixSchedule
 from baton.engines.vllm.stats import BatonPromMetrics, BatonStats
 from baton.engines.vllm.step_orders import NO_ORDERS, StepOrders, StepReport
 from baton.engines.vllm.tickets import NO_COUNTS, TicketReader
@@ -87,7 +92,7 @@ class RankReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
         if not isinstance(other, RankReport):
             raise TypeError(f"{type(other).__name__} is not Baton's")
-        return RankReport(StepReport(self.report.failed_sends + other.report.failed_sends))
+        return RankReport(self.report.merge(other.report))
 
 
 class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # noqa: PLR0904 - vLLM's hooks
@@ -97,7 +102,6 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
         ConfigError: options, a model or a vLLM with which KV cannot be handed over.
     """
 
-    _cache_hit_source = CacheHitSource.P2P
     _scheduler: Admission
     """In the scheduler's process alone."""
     _worker: RankHandoffs
@@ -117,8 +121,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
         self._wait_s = 0.0
         identity = _identify(vllm_config, self._options)
         if role == KVConnectorRole.SCHEDULER:
-            held = HeldPrompts(int(self._options.max_held_share * kv_cache_config.num_blocks))
-            self._scheduler = _admit(vllm_config, self._options, identity, held)
+            num_blocks = int(kv_cache_config.num_blocks)
+            self._scheduler = _admit(vllm_config, self._options, identity, num_blocks)
         else:
             self._rank = _make_rank(vllm_config, kv_cache_config, self._options, identity)
 
@@ -147,12 +151,22 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
     ) -> tuple[int | None, bool]:
         """See `KVConnectorBase_V1`. Loads are asynchronous, and go up to the prompt's end."""
         missing = self._scheduler.count_missing(request, num_computed_tokens)
-        return missing, missing > 0
+        return missing, bool(missing)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """See `KVConnectorBase_V1`: the store, of whichever tier, or a prefill server."""
+        if not num_external_tokens:
+            return {}
+        is_stored = self._scheduler.is_loading_stored(request)
+        source = CacheHitSource.EXTERNAL_UNSPECIFIED if is_stored else CacheHitSource.P2P
+        return {source: num_external_tokens}
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         orders = self._scheduler.step(scheduler_output)
@@ -172,9 +186,9 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
     def request_finished_all_groups(
         self,
         request: Request,
-        block_ids: tuple[list[int], ...],  # noqa: ARG002 - vLLM's signature
+        block_ids: tuple[list[int], ...],
     ) -> tuple[bool, dict[str, object] | None]:
-        return self._scheduler.finish(request)
+        return self._scheduler.finish(request, block_ids[0])
 
     # Worker's side ------------------------------------------------------------------------------
 
@@ -271,21 +285,32 @@ def _identify(vllm_config: VllmConfig, options: ConnectorOptions) -> Identity:
 
 
 def _admit(
-    vllm_config: VllmConfig, options: ConnectorOptions, identity: Identity, held: HeldPrompts
+    vllm_config: VllmConfig, options: ConnectorOptions, identity: Identity, num_blocks: int
 ) -> Admission:
     if identity.receives:
         warn_of_policy(vllm_config.kv_transfer_config)
-    clock = MachineClock()
-    return Admission(
+    clock, block_size = MachineClock(), int(vllm_config.cache_config.block_size)
+    admission = Admission(
         identity,
         read_model_facts(vllm_config, options),
-        block_size=int(vllm_config.cache_config.block_size),
-        held=held,
+        block_size=block_size,
+        held=HeldPrompts(int(options.max_held_share * num_blocks)),
         reader=TicketReader(
             identity, load_credentials(options), clients_are_gateways=options.clients_are_gateways
         ),
         clock=clock,
     )
+    store = options.store
+    if store.tiers and store.prefixes and may_load_prefixes(vllm_config.kv_transfer_config):
+        schedule = PrefixSchedule(
+            LookupCost(clock.now()),
+            num_ranks=identity.num_ranks,
+            block_size=block_size,
+            entry_tokens=store.block_size,
+        )
+        kept = KeptBlocks(int(options.max_kept_share * num_blocks), identity.num_ranks)
+        admission.use_store(PrefixAdmission(schedule, kept, block_size=block_size, clock=clock))
+    return admission
 
 
 def _make_rank(

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
     from collections.abc import Set as AbstractSet
 
-    from baton.engines.vllm.step_orders import Occupancy, Prompt, VllmRequestId
+    from baton.engines.vllm.step_orders import Occupancy, PrefixOrders, Prompt, VllmRequestId
 
 ALL_CACHED: Final = "all but the last token is in the decode worker's own cache"
 
@@ -89,16 +89,21 @@ class LocalCompute:
 State: TypeAlias = Queued | Computing | AwaitingBlocks | Loading | Landed | LocalCompute
 _FOLLOWED: Final = (Queued, Computing, Landed)
 """States that change when their request is scheduled."""
+_RECEIVING: Final = (AwaitingBlocks, Loading, Landed)
 
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """Tokens `[num_computed, stop)` of one request are in a step; `blocks` joined its table."""
+    """Tokens `[num_computed, stop)` of one request are in a step; `blocks` joined its table.
+
+    `num_loaded` of the computed ones came from the store.
+    """
 
     request: VllmRequestId
     blocks: Sequence[int]
     num_computed: int
     stop: int
+    num_loaded: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +189,18 @@ class HandoffSchedule:
             case LocalCompute():
                 pass
 
+    def is_receiving(self, request: VllmRequestId) -> bool:
+        """Whether a request waits for KV of its prefill worker, or has just got it."""
+        return isinstance(self._states.get(request), _RECEIVING)
+
+    def is_sent_through_store(self, request: VllmRequestId) -> bool:
+        """Whether a request is a prefill of mode pool."""
+        match self._states.get(request):
+            case Queued(prompt) | Computing(prompt):
+                return prompt.ticket.mode == "pool"
+            case _:
+                return False
+
     def count_missing(self, request: VllmRequestId, num_cached_tokens: int) -> int:
         """Tokens to receive beyond the cached ones: 0 where all but the last are cached.
 
@@ -227,6 +244,7 @@ class HandoffSchedule:
         *,
         is_stalled: bool = False,
         occupancy: Occupancy | None = None,
+        prefixes: PrefixOrders | None = None,
     ) -> StepOrders:
         """One step's orders: `NO_ORDERS` where there are none.
 
@@ -246,7 +264,9 @@ class HandoffSchedule:
                 case Queued(prompt):
                     state = Computing(prompt, stop=work.num_computed)
                     self._enter(work.request, state)
-                    offers.append(StartSend(work.request, prompt, work.num_computed))
+                    offers.append(
+                        StartSend(work.request, prompt, work.num_computed, work.num_loaded)
+                    )
                     progress.append(self._advance(state, work))
                 case Computing() as state if state.stop < state.prompt.num_tokens:
                     progress.append(self._advance(state, work))
@@ -256,7 +276,8 @@ class HandoffSchedule:
                 case _:
                     pass
         pending = self._pending
-        is_new = is_stalled or occupancy is not None or lost or lost_while_held
+        has_news = occupancy is not None or prefixes is not None
+        is_new = is_stalled or has_news or lost or lost_while_held
         if not (is_new or progress or started) and pending.is_empty:
             return NO_ORDERS
         self._pending = _Pending()
@@ -275,6 +296,7 @@ class HandoffSchedule:
             finished=tuple(pending.finished),
             is_stalled=is_stalled,
             occupancy=occupancy,
+            prefixes=prefixes,
         )
 
     def send_failed(self, request: VllmRequestId, reason: str) -> None:

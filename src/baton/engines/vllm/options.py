@@ -37,7 +37,8 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     Ports are those of rank 0: rank r takes `port + r`, or a free one where the port is 0.
     `poll_interval_ms` is how long a step without tokens may wait for the handoff's next event.
-    `max_held_share` of the KV blocks may be held for decode workers to pull. `fingerprint`
+    `max_held_share` of the KV blocks may be held for decode workers to pull, and `max_kept_share`
+    while they are copied into the store; more is not kept. `fingerprint`
     replaces the one that is computed from the checkpoint's files. `clients_are_gateways`: the
     server answers no client that has not proved to be a gateway, so that tickets are believed.
     """
@@ -64,6 +65,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     verify_share: Share = 0.125
     staging_bytes: Annotated[int, Meta(ge=0)] = 256 * 1024 * 1024
     max_held_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
+    max_kept_share: Annotated[float, Meta(ge=0, le=1)] = 0.25
     poll_interval_ms: Annotated[float, Meta(ge=0, le=1000)] = 10.0
     fingerprint: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     key_file: str | None = None
@@ -125,6 +127,7 @@ class VllmOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     as many as fit the KV cache. `multiprocessing` None starts processes for
     tensor-parallel ranks only if there is more than one. `speculative` is vLLM's own speculative
     configuration. `kv_events` publishes which blocks are cached, to this user's processes.
+    `max_kept_share` of the blocks may be held while they are copied into the store.
     `arguments` are further flags of vLLM's.
     """
 
@@ -140,6 +143,7 @@ class VllmOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     prefix_caching: bool = True
     speculative: dict[str, object] | None = None
     kv_events: bool = True
+    max_kept_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.25
     multiprocessing: bool | None = None
     arguments: tuple[str, ...] = ()
 

@@ -267,7 +267,11 @@ class Rank:
             return None
         section = self._plan.options.store
         return open_store_access(
-            section, self._store_view, key=self._credentials.key, clock=self._clock
+            section,
+            self._store_view,
+            key=self._credentials.key,
+            clock=self._clock,
+            keeps_prefixes=section.prefixes,
         )
 
     def _transports(self, epoch: Epoch) -> tuple[Transport, ...]:

@@ -17,6 +17,7 @@ from baton.engines.stall_detector import STALL_REASON
 from baton.engines.vllm.in_flight import (
     AbortFanout,
 )
+from baton.engines.vllm.rank_prefixes import RankPrefixes
 from baton.engines.vllm.rank_prompts import RankLoads, RankSends
 from baton.engines.vllm.step_orders import NO_ORDERS, StepOrders, StepReport
 from baton.errors import HandoffError
@@ -28,6 +29,7 @@ from baton.handoff.interface import (
     KVFailed,
     KVLanded,
     KVSent,
+    PrefixFound,
     SendFailed,
 )
 from baton.telemetry.trace import Stamp
@@ -74,6 +76,10 @@ class RankHandoffs:
         self._abort_fanout = AbortFanout(port.abort_from_peer)
         self._sends = RankSends(setting, port, self._abort_fanout, clock=clock, observer=observer)
         self._loads = RankLoads(setting, port, self._abort_fanout, clock=clock, observer=observer)
+        self._prefixes = RankPrefixes(
+            port.prefixes, block_size=setting.layout.block_size, clock=clock
+        )
+        self._uses_store = False
         self.follows_layers = False
         """Whether this step wants the next `layer_done`."""
         self._orders = NO_ORDERS
@@ -137,6 +143,8 @@ class RankHandoffs:
             self._abort(abort)
         if orders.is_stalled:
             self._port.cancel_oldest_ungranted(self._sends.table.held, STALL_REASON)
+        if orders.prefixes is not None:
+            self._prefixes.begin(orders.prefixes)
         if orders.progress:
             self._ready = tuple(self._sends.extend(orders.progress))
         if orders.started or orders.finished:
@@ -181,23 +189,34 @@ class RankHandoffs:
         `finished` are requests that vLLM's scheduler finished. Waits at most `wait_s`, where
         handoffs are all that could happen, for their next event.
         """
-        sends, loads = self._sends.table, self._loads.table
+        sends, loads, prefixes = self._sends.table, self._loads.table, self._prefixes
         if finished:
             sends.finish(finished)
-        if sends.is_empty and loads.is_empty and not self._wake_event.is_set():
+        uses_store = self._uses_store = not prefixes.is_idle
+        is_idle = sends.is_empty and loads.is_empty and not uses_store
+        if is_idle and not self._wake_event.is_set():
             return set(), set()
-        idle = not loads.has_finished and (loads.num_open or sends.num_held)
-        self._poll_agent(wait_s if idle else 0.0)
-        return sends.take_released(), loads.take_finished()
+        is_awaited = loads.num_open or sends.num_held or (uses_store and prefixes.is_awaited)
+        has_news = loads.has_finished or (uses_store and prefixes.has_news)
+        self._poll_agent(wait_s if is_awaited and not has_news else 0.0)
+        received = loads.take_finished()
+        if uses_store:
+            prefixes.check_deadlines()
+            received |= prefixes.take_finished()
+        return sends.take_released(), received
 
     def take_invalid_blocks(self) -> set[int]:
         """Blocks of loads that failed, reported together with the loads themselves."""
-        return self._loads.table.take_invalid_blocks()
+        blocks = self._loads.table.take_invalid_blocks()
+        return blocks | self._prefixes.take_invalid_blocks() if self._uses_store else blocks
 
     def take_report(self) -> StepReport | None:
-        """Failed sends, for the scheduler."""
+        """Failed sends and the store's answers, for the scheduler."""
         failed = self._sends.take_failed()
-        return StepReport(failed) if failed else None
+        if not self._uses_store:
+            return StepReport(failed) if failed else None
+        found, kept = self._prefixes.take_found(), self._prefixes.take_kept()
+        return StepReport(failed, found, kept) if failed or found or kept else None
 
     def take_records(self) -> list[HandoffRecord]:
         """Handoffs that ended since the last call."""
@@ -259,6 +278,11 @@ class RankHandoffs:
 
     def _handle_event(self, event: HandoffEvent) -> None:
         match event:
+            case PrefixFound(ticket, num_tokens):
+                self._prefixes.answered(ticket, num_tokens)
+            case KVLanded() | BlocksQuiescent() | KVSent() if self._is_of_store(event.ticket):
+                num_tokens = event.num_tokens if isinstance(event, KVLanded) else None
+                self._prefixes.answered(event.ticket, num_tokens or 0)
             case KVLanded(ticket, _, num_tokens):
                 self._loads.landed(ticket, num_tokens)
             case KVFailed(ticket, error):
@@ -273,6 +297,10 @@ class RankHandoffs:
                 raise AssertionError("vLLM's KV views have no peer mappings: nothing is shared")
             case _:
                 assert_never(event)
+
+    def _is_of_store(self, order: TicketId) -> bool:
+        """Whether an event is the store's answer to an order of `RankPrefixes`."""
+        return self._uses_store and order in self._prefixes
 
     def _fail_all(self) -> None:
         error = HandoffError("the handoff agent's thread has ended", stage="agent")

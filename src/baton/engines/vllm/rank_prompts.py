@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         Withdraw,
     )
     from baton.errors import HandoffError
+    from baton.handoff.interface import PrefixLookup
     from baton.ids import Epoch, TicketId, WorkerId
     from baton.kv.layout import KVLayout
 
@@ -48,6 +49,11 @@ logger = logging.getLogger(__name__)
 
 class RankPort(HandoffPort, Protocol):
     """The agent's methods that a rank uses, beyond an engine's."""
+
+    @property
+    def prefixes(self) -> PrefixLookup | None:
+        """See `HandoffPort`."""
+        ...
 
     @property
     def is_alive(self) -> bool:
@@ -129,6 +135,7 @@ class RankSends:
         self._uncomputed.add(prompt.ticket.id, tickets)
         span = self._setting.open_trace(prompt, "prefill")
         span.num_cached_tokens = offer.num_cached_tokens
+        span.num_loaded_tokens = offer.num_loaded_tokens
         num_blocks = count_blocks(prompt.num_tokens, setting.layout.block_size)
         send = SendInProgress(
             offer,

@@ -51,6 +51,8 @@ class Prompt(msgspec.Struct, frozen=True):
 class StartSend(msgspec.Struct, frozen=True):
     """Prefill begins, after `num_cached_tokens` that vLLM's prefix cache has.
 
+    `num_loaded_tokens` of them were loaded from the store.
+
     None of them is ready before this step's layers are: another prompt of the same step may be
     about to compute them, since vLLM lists blocks in its cache when it plans to fill them.
     """
@@ -58,6 +60,7 @@ class StartSend(msgspec.Struct, frozen=True):
     request: VllmRequestId
     prompt: Prompt
     num_cached_tokens: int
+    num_loaded_tokens: int = 0
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -112,6 +115,58 @@ class Finished(msgspec.Struct, frozen=True):
     num_output_tokens: int
 
 
+class LookUp(msgspec.Struct, frozen=True):
+    """Find what the store has of a prompt, from token `start` on.
+
+    `packed_ids`: its token ids as int32. Computing instead takes `token_s` a token; 0: unknown.
+    """
+
+    request: VllmRequestId
+    tenant_salt: str
+    packed_ids: bytes
+    start: int
+    token_s: float
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """`[num_tokens]`."""
+        return np.frombuffer(self.packed_ids, np.int32)
+
+
+class StartLoad(LookUp, frozen=True):
+    """Load tokens from `start` to the end of `packed_ids` into `blocks`, all of them."""
+
+    first_block: int
+    blocks: tuple[int, ...]
+
+
+class Keep(msgspec.Struct, frozen=True):
+    """Keep a request's tokens, all of them in `blocks`, which are held until it is reported."""
+
+    request: VllmRequestId
+    tenant_salt: str
+    packed_ids: bytes
+    blocks: tuple[int, ...]
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """`[num_tokens]`, a multiple of the store's block size."""
+        return np.frombuffer(self.packed_ids, np.int32)
+
+
+class PrefixOrders(msgspec.Struct, frozen=True):
+    """What a step asks of the store. `aborted` are loads that their requests do not wait for.
+
+    Of requests that ended, `num_dropped_tokens` are not kept: too many blocks are held already.
+    """
+
+    lookups: tuple[LookUp, ...] = ()
+    loads: tuple[StartLoad, ...] = ()
+    aborted: tuple[VllmRequestId, ...] = ()
+    keeps: tuple[Keep, ...] = ()
+    num_dropped_tokens: int = 0
+
+
 class StepOrders(msgspec.Struct, frozen=True):
     """One step.
 
@@ -122,6 +177,7 @@ class StepOrders(msgspec.Struct, frozen=True):
     `withdrawn` name them; `queued` wait there for what `expected` will ask for.
     `is_stalled`: requests timed out waiting for blocks of computed KV that has no grant.
     `occupancy` is vLLM's as it planned the step; None where it is as the workers know it.
+    `prefixes`: None where nothing is asked of the store.
     """
 
     preempted: tuple[VllmRequestId, ...] = ()
@@ -138,6 +194,7 @@ class StepOrders(msgspec.Struct, frozen=True):
     finished: tuple[Finished, ...] = ()
     is_stalled: bool = False
     occupancy: Occupancy | None = None
+    prefixes: PrefixOrders | None = None
 
 
 NO_ORDERS: Final = StepOrders()
@@ -145,6 +202,21 @@ NO_ORDERS: Final = StepOrders()
 
 
 class StepReport(msgspec.Struct, frozen=True):
-    """One rank's report to the scheduler: sends that failed while they were still computed."""
+    """Ranks' report to the scheduler.
 
-    failed_sends: tuple[tuple[VllmRequestId, str], ...]
+    `failed_sends` failed while they were still computed, with the reason. `found`: each rank's
+    answer to a lookup, how many of the prompt's tokens are in place or can be loaded. `kept` need
+    their blocks no more; a request once for each rank.
+    """
+
+    failed_sends: tuple[tuple[VllmRequestId, str], ...] = ()
+    found: tuple[tuple[VllmRequestId, int], ...] = ()
+    kept: tuple[VllmRequestId, ...] = ()
+
+    def merge(self, other: StepReport) -> StepReport:
+        """Both ranks' reports."""
+        return StepReport(
+            self.failed_sends + other.failed_sends,
+            self.found + other.found,
+            self.kept + other.kept,
+        )

@@ -74,6 +74,7 @@ def _prefix_families(counts: PrefixCounts) -> Iterator[Metric]:
     )
     entries.add_metric(["stored"], counts.num_stored)
     entries.add_metric(["present"], counts.num_present)
+    entries.add_metric(["dropped"], counts.num_dropped)
     tokens = CounterMetricFamily("baton_prefix_loaded_tokens", "Tokens loaded instead of computed.")
     tokens.add_metric([], counts.loaded_tokens)
     yield from (loads, seconds, entries, tokens)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 from baton.clock import Instant
 from baton.errors import BatonError
-from baton.handoff.interface import BlocksQuiescent, KVLanded, KVSent
+from baton.handoff.interface import BlocksQuiescent, KVLanded, KVSent, PrefixFound
 from baton.handoff.pool_mode.block_copier import hash_segments
 from baton.kv.identity import HashDomain
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.clock import Clock
-    from baton.handoff.interface import HandoffEvent, KeepOrder, LoadOrder
+    from baton.handoff.interface import HandoffEvent, KeepOrder, LoadOrder, LookupOrder
     from baton.handoff.pool_mode.block_copier import TokenSegment
     from baton.handoff.pool_mode.store_access import StoreAccess
     from baton.handoff.pool_mode.store_reader import StoreReader
@@ -77,7 +77,8 @@ class PrefixCounts:
     """Since the start. Owner: the pool's thread; others read.
 
     Loads by their outcome: `whole`: all that the store had, `given_up`: computing was quicker.
-    `loaded_s` and `predicted_s` are of the loads for which there was a prediction.
+    `loaded_s` and `predicted_s` are of the loads for which there was a prediction. Entries that
+    were to be kept: `num_dropped` found no room, in the engine's share for it or in the store.
     """
 
     num_whole: int = 0
@@ -89,6 +90,7 @@ class PrefixCounts:
     predicted_s: float = 0.0
     num_stored: int = 0
     num_present: int = 0
+    num_dropped: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +110,7 @@ class _Keep:
 
 @dataclass(slots=True)
 class StoredPrefixes:
-    """Implements `PrefixStore`; `step` is the pool's thread's.
+    """Implements `PrefixLookup`; `step` is the pool's thread's.
 
     `put_command` passes a call on to that thread.
     """
@@ -138,6 +140,10 @@ class StoredPrefixes:
         """See `PrefixStore`."""
         return self.access.entry_format.block_size
 
+    def start_lookup(self, order: LookupOrder) -> None:
+        """See `PrefixLookup`."""
+        self.put_command(partial(self._answer_lookup, order))
+
     def start_load(self, order: LoadOrder) -> None:
         """See `PrefixStore`."""
         self.put_command(partial(self._begin_load, _Load(order)))
@@ -145,6 +151,10 @@ class StoredPrefixes:
     def start_keep(self, order: KeepOrder) -> None:
         """See `PrefixStore`."""
         self.put_command(partial(self._begin_keep, _Keep(order)))
+
+    def drop(self, num_tokens: int) -> None:
+        """See `PrefixStore`."""
+        self.put_command(partial(self._count_dropped, num_tokens // self.block_size))
 
     def abort_load(self, order: TicketId) -> None:
         """See `PrefixStore`."""
@@ -207,33 +217,44 @@ class StoredPrefixes:
         if is_over:
             self._end_load(load)
 
+    def _answer_lookup(self, order: LookupOrder) -> None:
+        try:
+            found = self._find(order)
+        except Exception as exc:  # noqa: BLE001 - one broken lookup must not end all others
+            _log(exc)
+            self.counts.num_failed += 1
+            found = ()
+        self._emit(PrefixFound(order.id, found[-1].stop if found else order.start))
+
     def _look_up(self, load: _Load) -> bool:
         """Whether there is nothing to load."""
-        order = load.order
-        load.num_tokens = order.start
+        load.num_tokens = load.order.start
+        load.segments = self._find(load.order)
+        load.began_at = self.clock.now()
+        return not load.segments
+
+    def _find(self, order: LookupOrder) -> Sequence[TokenSegment]:
+        """What the store has from the order's first missing token on; none where that is slower."""
         wanted = [
             s for s in self._hash(order.tenant_salt, order.prompt_ids) if s.stop > order.start
         ]
-        num_found = self._writer.count_present(wanted)
-        load.segments = wanted[:num_found]
-        load.began_at = self.clock.now()
+        found = wanted[: self._writer.count_present(wanted)]
         if self.access.journal is not None:
-            for missing in wanted[num_found : num_found + 1]:
+            for missing in wanted[len(found) : len(found) + 1]:
                 self.access.journal.note_missing(missing)
-        if not num_found:
+        if not found:
             self.counts.num_missing += 1
-            return True
-        if not self.cost.is_worth_it(order.token_s):
+        elif not self.cost.is_worth_it(order.token_s):
             self.counts.num_given_up += 1
-            return True
-        return False
+            return ()
+        return found
 
     def _load_batch(self, load: _Load) -> bool:
         """Whether it is over: all is in place, an entry has gone, or it takes too long."""
         order, segments = load.order, load.segments
         if not segments or load.began_at is None:
             return True
-        num_read, _ = self._reader.read_segments(segments, order.start, order.blocks)
+        num_read, _ = self._reader.read_segments(segments, order.start, order.blocks, order.guard)
         if num_read:
             load.num_tokens = segments[num_read - 1].stop
             load.segments = segments[num_read:]
@@ -264,6 +285,7 @@ class StoredPrefixes:
             is_over = self._keep_batch(keep)
         except Exception as exc:  # noqa: BLE001 - full or broken: it costs caching only
             _log(exc)
+            self.counts.num_dropped += len(keep.segments or ())
             is_over = True
         if is_over:
             self._keeps.popleft()
@@ -280,7 +302,9 @@ class StoredPrefixes:
             keep.segments = segments[num_present:]
         if keep.segments:
             at_once = max(1, KEEP_BATCH_BYTES // self._entry_bytes)
-            num_kept, _ = self._writer.keep_segments(keep.segments[:at_once], order.blocks)
+            num_kept, _ = self._writer.keep_segments(
+                keep.segments[:at_once], order.blocks, order.guard
+            )
             self.counts.num_stored += num_kept
             self._report(keep, keep.segments[:num_kept])
             keep.segments = keep.segments[num_kept:]
@@ -294,6 +318,9 @@ class StoredPrefixes:
                 present, keep.last_present, order.token_ids, order.tenant_salt
             )
             keep.last_present = present[-1]
+
+    def _count_dropped(self, num_entries: int) -> None:
+        self.counts.num_dropped += num_entries
 
     @property
     def _entry_bytes(self) -> int:

@@ -8,7 +8,8 @@ waiting ──entries appear──► pieces in place ──all of them──►
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Final
 
 from baton.errors import HandoffError
 from baton.handoff.interface import BlocksQuiescent, KVFailed, KVLanded
@@ -18,6 +19,7 @@ from baton.telemetry.trace import Stamp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from baton.clock import Clock, Instant
     from baton.handoff.grants import Tombstone
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from baton.handoff.pool_mode.store_access import StoreAccess
     from baton.ids import TicketId
     from baton.kv.copies import BlockTable
+
+UNGUARDED: Final = nullcontext()
+"""The blocks are this thread's until it reports that they are not."""
 
 
 class StoreReader:
@@ -63,9 +68,15 @@ class StoreReader:
         return True
 
     def read_segments(
-        self, segments: Sequence[TokenSegment], start: int, table: BlockTable
+        self,
+        segments: Sequence[TokenSegment],
+        start: int,
+        table: BlockTable,
+        guard: AbstractContextManager[object] = UNGUARDED,
     ) -> tuple[int, int]:
         """Put one batch of them, tokens from `start` on, into the blocks of `table`.
+
+        `guard` is entered while the blocks are written.
 
         Returns:
             How many leading ones were read, all that were there, and their bytes.
@@ -75,9 +86,9 @@ class StoreReader:
         num_read = self._read(batch, bodies)
         if num_read == 0:
             return 0, 0
-        self._copier.scatter(
-            [each.leading(num_read) for each in bodies], batch[:num_read], start=start, table=table
-        )
+        found = [each.leading(num_read) for each in bodies]
+        with guard:
+            self._copier.scatter(found, batch[:num_read], start=start, table=table)
         return num_read, sum(each.rows[:num_read].nbytes for each in bodies)
 
     def find_marker(self, store_read: StoreRead) -> CompletionMarker | None:

@@ -16,10 +16,12 @@ import numpy as np
 from baton.errors import HandoffError, StoreError
 from baton.handoff.interface import KVSent, SendFailed
 from baton.handoff.pool_mode.side_entries import CompletionMarker, put_marker
+from baton.handoff.pool_mode.store_reader import UNGUARDED
 from baton.handoff.session.actions import extend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from baton.clock import Instant
     from baton.handoff.interface import HandoffEvent, SampledToken, SendOrder
@@ -59,8 +61,15 @@ class StoreWriter:
         self._counts.num_stored += num_kept
         return True
 
-    def keep_segments(self, segments: Sequence[TokenSegment], table: BlockTable) -> tuple[int, int]:
+    def keep_segments(
+        self,
+        segments: Sequence[TokenSegment],
+        table: BlockTable,
+        guard: AbstractContextManager[object] = UNGUARDED,
+    ) -> tuple[int, int]:
         """Put one batch of them, from the engine's blocks in `table`.
+
+        `guard` is entered while the blocks are read.
 
         Returns:
             How many leading ones were put, and their bytes.
@@ -70,7 +79,9 @@ class StoreWriter:
         """
         batch = self._copier.take_batch(segments)
         num_bytes = 0
-        for bodies, part in zip(self._copier.gather(batch, table), self._copier.parts, strict=True):
+        with guard:
+            gathered = self._copier.gather(batch, table)
+        for bodies, part in zip(gathered, self._copier.parts, strict=True):
             for segment, row in zip(batch, bodies.rows, strict=True):
                 self._store.put(self._entry_format.name(segment.block_hash, part), memoryview(row))
             num_bytes += bodies.rows.nbytes

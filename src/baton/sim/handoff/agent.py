@@ -164,6 +164,11 @@ class CheckedPort:  # noqa: PLR0904 - two contracts
         self._stored.start_keep(order)
         self._handoffs.wake_store_handoff()
 
+    def drop(self, num_tokens: int) -> None:
+        """See `PrefixStore`."""
+        self._stored.drop(num_tokens)
+        self._handoffs.wake_store_handoff()
+
     def abort_load(self, order: TicketId) -> None:
         """See `PrefixStore`."""
         self._checker.on_abort(self._process, order)

@@ -15,6 +15,7 @@ from baton.handoff.interface import (
     KVFailed,
     KVLanded,
     KVSent,
+    PrefixFound,
     SendFailed,
 )
 from baton.handoff.kv_views import Holder
@@ -396,6 +397,8 @@ class Checker:
                 self.failures.append((process.name, event))
             case BlocksQuiescent():
                 self._transition(key, {"failed", "aborted"}, "over", name)
+            case PrefixFound():
+                raise AssertionError("no lookup was simulated")
             case KVExported() | ExportReleased() | ImportRevoked():
                 self._on_export_event(key, event)
             case KVSent() | SendFailed():

@@ -1,0 +1,61 @@
+"""Whether the store is worth asking for a prompt's beginning: learned from steps and answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from baton.clock import Instant
+
+LOAD_TIMEOUT_S: Final = 2.0
+"""Then a prompt whose beginning the store was asked for is computed."""
+LEAST_LEARNED_TOKENS: Final = 32
+LEARNING: Final = 0.2
+"""Weight of the latest observation in what is expected of the next."""
+WAIT_GUESS_S: Final = 0.001
+"""From the order to the answer that nothing is there."""
+FORGOTTEN_AFTER_S: Final = 30.0
+"""Then a wait that was long counts no more: it may have kept every prompt since from asking."""
+TOLERATED_SHARE: Final = 0.05
+"""Of what a prompt takes: so much may be lost by asking for what is not there."""
+
+
+@dataclass(slots=True)
+class LookupCost:
+    """Owned by the engine's thread, whose clock it is given.
+
+    `token_s`: what a token of a prompt takes to be computed; 0: unknown.
+    """
+
+    answered_at: Instant
+    token_s: float = 0.0
+    wait_s: float = WAIT_GUESS_S
+    found_share: float = 0.0
+
+    def count_worth_asking(self, now: Instant, entry_tokens: int) -> int:
+        """How many tokens a prompt must lack: asking costs what may be lost, or is usually found.
+
+        `entry_tokens`: of a full entry, below which nothing is found.
+        """
+        if now - self.answered_at > FORGOTTEN_AFTER_S:
+            self.wait_s = min(self.wait_s, WAIT_GUESS_S)
+        saved_s = self.token_s * max(TOLERATED_SHARE, self.found_share)
+        return max(entry_tokens, int(self.wait_s / saved_s) if saved_s else 0)
+
+    def observe_answer(
+        self, now: Instant, *, num_found: int, num_missing: int, waited_s: float
+    ) -> None:
+        """The store had `num_found` of `num_missing` tokens."""
+        self.answered_at = now
+        self.found_share += LEARNING * (num_found / num_missing - self.found_share)
+        if not num_found:
+            self.wait_s += LEARNING * (waited_s - self.wait_s)
+
+    def observe_step(self, num_tokens: int, seconds: float) -> None:
+        """A step that computed prompts' tokens for the most part; short ones are ignored."""
+        if num_tokens < LEAST_LEARNED_TOKENS:
+            return
+        each = seconds / num_tokens
+        known = self.token_s or each
+        self.token_s = known + LEARNING * (each - known)

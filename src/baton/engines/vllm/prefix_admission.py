@@ -1,0 +1,135 @@
+"""vLLM's requests as the store's: what is looked for, and what is left when a request ends.
+
+Duck-typed over vLLM's objects: nothing of vLLM is imported here.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Final
+
+from baton.auth.ticket import hash_tenant
+from baton.engines.vllm.step_orders import Keep, LookUp
+from baton.kv.copies import count_blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    from baton.clock import Clock, Instant
+    from baton.engines.vllm.kept_blocks import CountedBlocks, KeptBlocks
+    from baton.engines.vllm.prefix_schedule import PrefixSchedule
+    from baton.engines.vllm.step_orders import PrefixOrders, StepReport, VllmRequestId
+
+MOSTLY_PROMPTS: Final = 16
+"""Tokens for each request in a step: more than a step that only decodes has, also by guessing."""
+
+
+class PrefixAdmission:
+    """Owned by the scheduler's thread."""
+
+    def __init__(
+        self, schedule: PrefixSchedule, kept: KeptBlocks, *, block_size: int, clock: Clock
+    ) -> None:
+        self._schedule, self._kept, self._clock = schedule, kept, clock
+        self._block_size = block_size
+        self._planned: tuple[int, Instant] | None = None
+
+    def __contains__(self, request: VllmRequestId) -> bool:
+        return request in self._schedule
+
+    def bind(self, pool: CountedBlocks[object]) -> None:
+        """The blocks of vLLM are known from now on."""
+        self._kept.bind(pool)
+
+    def skip(self, request: Request, num_cached_tokens: int) -> None:
+        """Do not look for this request's prompt."""
+        self._schedule.skip(request.request_id, num_cached_tokens)
+
+    def count_missing(self, request: Request, num_cached_tokens: int) -> int | None:
+        """How many tokens are to be loaded; None: vLLM is to ask again in its next step."""
+        schedule, now = self._schedule, self._clock.now()
+        if request.request_id not in schedule:
+            num_missing = request.num_prompt_tokens - num_cached_tokens
+            fewest = schedule.cost.count_worth_asking(now, schedule.entry_tokens)
+            if num_missing < fewest or _ignores_caches(request):
+                schedule.skip(request.request_id, num_cached_tokens)
+            elif schedule.is_full:
+                return None
+            else:
+                schedule.ask(self._make_lookup(request, num_cached_tokens), now)
+        return schedule.count_missing(request.request_id, num_cached_tokens, now)
+
+    def is_loading(self, request: VllmRequestId) -> bool:
+        """Whether a request's blocks belong to the ranks."""
+        return self._schedule.is_loading(request)
+
+    def count_loaded(self, request: VllmRequestId, num_computed_tokens: int) -> int:
+        """How many of a request's tokens came from the store."""
+        return self._schedule.count_loaded(request, num_computed_tokens)
+
+    def allocated(self, request: Request, blocks: Sequence[int], num_external_tokens: int) -> None:
+        """Blocks were found for a request."""
+        self._schedule.allocated(request.request_id, blocks, num_external_tokens)
+
+    def finish(self, request: Request, blocks: Sequence[int], *, is_kept: bool) -> None:
+        """A request is over: what it computed is kept if `is_kept`, and if there is room for it."""
+        schedule = self._schedule
+        num_present = schedule.finish(request.request_id)
+        if num_present is None or not is_kept:
+            return
+        # The last token has no KV; those of a step that has not ended are not there yet.
+        num_computed = request.num_computed_tokens - request.num_in_flight_tokens
+        num_tokens = min(num_computed, request.num_tokens - 1)
+        num_tokens -= num_tokens % schedule.entry_tokens
+        if num_tokens <= num_present:
+            return
+        held = blocks[: count_blocks(num_tokens, self._block_size)]
+        if not self._kept.try_hold(request.request_id, held):
+            schedule.drop(num_tokens)
+            return
+        ids = _pack_ids(request, num_tokens)
+        salt = hash_tenant(request.cache_salt or "")
+        schedule.keep(Keep(request.request_id, salt, ids, tuple(held)))
+
+    def take_orders(self, output: SchedulerOutput) -> PrefixOrders | None:
+        """What the step that vLLM has planned asks of the store."""
+        num_tokens = output.total_num_scheduled_tokens
+        if num_tokens >= MOSTLY_PROMPTS * max(1, len(output.num_scheduled_tokens)):
+            self._planned = num_tokens, self._clock.now()
+        return self._schedule.take_orders()
+
+    def update_from_workers(self, received: set[str] | None, report: StepReport | None) -> None:
+        """A step is over: apply the workers' reports."""
+        if self._planned is not None:
+            (num_tokens, began_at), self._planned = self._planned, None
+            self._schedule.cost.observe_step(num_tokens, self._clock.now() - began_at)
+        for request in received or ():
+            self._schedule.received(request)
+        if report is not None:
+            for request, num_tokens in report.found:
+                self._schedule.answered(request, num_tokens)
+            for request in report.kept:
+                self._kept.kept(request)
+
+    def _make_lookup(self, request: Request, num_cached_tokens: int) -> LookUp:
+        return LookUp(
+            request.request_id,
+            hash_tenant(request.cache_salt or ""),
+            _pack_ids(request, request.num_prompt_tokens),
+            num_cached_tokens,
+            self._schedule.cost.token_s,
+        )
+
+
+def _ignores_caches(request: Request) -> bool:
+    """Whether vLLM computes all of the prompt in any case (it returns the prompt's logprobs)."""
+    return bool(request.skip_reading_prefix_cache)
+
+
+def _pack_ids(request: Request, num_tokens: int) -> bytes:
+    """The first tokens of a prompt and its answer, as int32."""
+    # A third of the time that numpy takes for a list.
+    return struct.pack(f"{num_tokens}i", *request.all_token_ids[:num_tokens])

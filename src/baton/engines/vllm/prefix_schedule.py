@@ -1,0 +1,257 @@
+"""The scheduler's side: which prompts' beginnings are loaded from the store, and what is kept.
+
+    Asked ─ all ranks answered ─► Found ─ allocated, some to load ─► Loading ─ received ─► Local
+      └ vLLM asks again until then  └ allocated, nothing to load ─► Local
+
+A request in Local is computed by vLLM. vLLM's own cache comes first: only what it lacks is looked
+for. Every rank has its own parts of an entry, so that only what all of them have counts. What is
+found may have gone when it is to be loaded: then vLLM computes it. Pure: no clock, no I/O, nothing
+of vLLM's. Owned by the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from baton.engines.vllm.step_orders import Keep, LookUp, PrefixOrders, StartLoad
+from baton.kv.copies import blocks_holding
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from baton.clock import Instant
+    from baton.engines.lookup_cost import LookupCost
+    from baton.engines.vllm.step_orders import VllmRequestId
+
+MAX_UNDER_WAY: Final = 4
+"""Lookups and loads at once: a rank has one thread for them. Other requests wait for a place."""
+TOKEN_BYTES: Final = 4
+
+
+@dataclass(slots=True)
+class Asked:
+    """The ranks look for it; `num_found` is the least that those have which answered."""
+
+    lookup: LookUp
+    at: Instant
+    num_found: int
+    num_answers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Tokens before `stop` are here or in the store."""
+
+    lookup: LookUp
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """Its blocks belong to the ranks until they report the request as received."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """It is computed here. `num_present` of its tokens had been computed before it.
+
+    Those from `loaded_from` on came from the store, if any did.
+    """
+
+    num_present: int
+    loaded_from: int | None = None
+
+
+State: TypeAlias = Asked | Found | Loading | Local
+
+
+@dataclass(slots=True)
+class _Pending:
+    lookups: list[LookUp] = field(default_factory=list)
+    loads: list[StartLoad] = field(default_factory=list)
+    aborted: list[VllmRequestId] = field(default_factory=list)
+    keeps: list[Keep] = field(default_factory=list)
+    num_dropped_tokens: int = 0
+
+
+class PrefixSchedule:  # noqa: PLR0904 - one for each of vLLM's hooks
+    """Every request that may be loaded from the store, or left in it.
+
+    `block_size` is vLLM's, `entry_tokens` the store's.
+    """
+
+    def __init__(
+        self, cost: LookupCost, *, num_ranks: int, block_size: int, entry_tokens: int
+    ) -> None:
+        self.cost, self.entry_tokens = cost, entry_tokens
+        self._num_ranks, self._block_size = num_ranks, block_size
+        self._states: dict[VllmRequestId, State] = {}
+        self._under_way: set[VllmRequestId] = set()
+        self._pending: _Pending | None = None
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __contains__(self, request: VllmRequestId) -> bool:
+        return request in self._states
+
+    @property
+    def is_full(self) -> bool:
+        """Whether another lookup or load has to wait."""
+        return len(self._under_way) >= MAX_UNDER_WAY
+
+    def skip(self, request: VllmRequestId, num_cached_tokens: int) -> None:
+        """Do not look for this request's prompt."""
+        self._states[request] = Local(num_cached_tokens)
+
+    def ask(self, lookup: LookUp, now: Instant) -> None:
+        """Look for a prompt: `count_missing` is None until it is answered."""
+        self._states[lookup.request] = Asked(lookup, now, len(lookup.packed_ids) // TOKEN_BYTES)
+        self._under_way.add(lookup.request)
+        self._orders().lookups.append(lookup)
+
+    def count_missing(
+        self, request: VllmRequestId, num_cached_tokens: int, now: Instant
+    ) -> int | None:
+        """Tokens to load beyond the cached ones; None: ask again later.
+
+        vLLM computes the last token of a prompt in any case: for that one alone nothing is loaded.
+        """
+        state = self._states.get(request)
+        if isinstance(state, Asked):
+            if state.num_answers < self._num_ranks:
+                return None
+            state = self._learn(state, now)
+        if not isinstance(state, Found):
+            return 0
+        missing = state.stop - num_cached_tokens
+        if missing <= 1:
+            return 0
+        return None if self.is_full else missing
+
+    def allocated(self, request: VllmRequestId, blocks: Sequence[int], num_tokens: int) -> None:
+        """A request was admitted: `blocks` hold it, `num_tokens` of its prompt are to be loaded.
+
+        The first call decides; those after it (once the KV is there) are ignored.
+        """
+        state = self._states.get(request)
+        if not isinstance(state, Found):
+            return
+        if num_tokens == 0:
+            self._states[request] = Local(state.stop)
+            return
+        lookup, stop = state.lookup, state.stop
+        start = stop - num_tokens
+        held = blocks_holding(start, stop, self._block_size)
+        self._states[request] = Loading(start, stop)
+        self._under_way.add(request)
+        self._orders().loads.append(
+            StartLoad(
+                request,
+                lookup.tenant_salt,
+                lookup.packed_ids[: stop * TOKEN_BYTES],
+                start,
+                self.cost.token_s,
+                held.start,
+                tuple(blocks[held.start : held.stop]),
+            )
+        )
+
+    def answered(self, request: VllmRequestId, num_tokens: int) -> None:
+        """One rank has looked: tokens before `num_tokens` can be in place there."""
+        state = self._states.get(request)
+        if isinstance(state, Asked):
+            state.num_answers += 1
+            state.num_found = min(state.num_found, num_tokens)
+            if state.num_answers == self._num_ranks:
+                self._under_way.discard(request)
+
+    def received(self, request: VllmRequestId) -> None:
+        """All ranks report that a load has ended: its blocks are vLLM's again."""
+        state = self._states.get(request)
+        if isinstance(state, Loading):
+            self._states[request] = Local(state.stop, state.start)
+            self._under_way.discard(request)
+
+    def finish(self, request: VllmRequestId) -> int | None:
+        """A request is over; no call for it follows.
+
+        Returns:
+            How many of its tokens had been computed before it; None where its blocks do not hold
+            what vLLM takes them to hold.
+        """
+        state = self._states.pop(request, None)
+        self._under_way.discard(request)
+        match state:
+            case Loading():
+                self._orders().aborted.append(request)
+                return None
+            case Local(num_present):
+                return num_present
+            case _:
+                return 0
+
+    def is_loading(self, request: VllmRequestId) -> bool:
+        """Whether a request's blocks belong to the ranks."""
+        return isinstance(self._states.get(request), Loading)
+
+    def count_loaded(self, request: VllmRequestId, num_computed_tokens: int) -> int:
+        """How many of a request's first `num_computed_tokens` came from the store."""
+        state = self._states.get(request)
+        if not isinstance(state, Local) or state.loaded_from is None:
+            return 0
+        return max(0, num_computed_tokens - state.loaded_from)
+
+    def keep(self, keep: Keep) -> None:
+        """Copy what a request leaves into the store."""
+        self._orders().keeps.append(keep)
+
+    def drop(self, num_tokens: int) -> None:
+        """Count tokens that cannot be kept."""
+        self._orders().num_dropped_tokens += num_tokens
+
+    def take_orders(self) -> PrefixOrders | None:
+        """The next step's; None where there are none."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        return PrefixOrders(
+            tuple(pending.lookups),
+            tuple(pending.loads),
+            tuple(pending.aborted),
+            tuple(pending.keeps),
+            pending.num_dropped_tokens,
+        )
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError where the requests under way are not those of the states."""
+        under_way = {
+            request
+            for request, state in self._states.items()
+            if isinstance(state, Loading)
+            or (isinstance(state, Asked) and state.num_answers < self._num_ranks)
+        }
+        if under_way != self._under_way or len(under_way) > MAX_UNDER_WAY:
+            raise AssertionError(f"under way are {self._under_way}, not {under_way}")
+
+    def _learn(self, asked: Asked, now: Instant) -> Found:
+        """All ranks have answered. What the request has waited is until vLLM asks again."""
+        lookup = asked.lookup
+        found = Found(lookup, max(lookup.start, asked.num_found))
+        self._states[lookup.request] = found
+        self.cost.observe_answer(
+            now,
+            num_found=found.stop - lookup.start,
+            num_missing=len(lookup.packed_ids) // TOKEN_BYTES - lookup.start,
+            waited_s=now - asked.at,
+        )
+        return found
+
+    def _orders(self) -> _Pending:
+        if self._pending is None:
+            self._pending = _Pending()
+        return self._pending

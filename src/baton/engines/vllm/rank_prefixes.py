@@ -1,0 +1,201 @@
+"""One rank's orders to the store: prompts to look for, to load and to keep, and their deadlines.
+
+ordered ──answered──► reported
+   └──late──► blocks taken back, reported ──answered──► forgotten
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+import numpy as np
+
+from baton.clock import Instant
+from baton.engines.lookup_cost import LOAD_TIMEOUT_S
+from baton.engines.vllm.step_orders import Keep, LookUp, StartLoad
+from baton.handoff.interface import KeepOrder, LoadOrder, LookupOrder
+from baton.ids import TicketId
+from baton.kv.copies import BlockTable
+from baton.telemetry.log_limit import LimitedLog
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from baton.clock import Clock
+    from baton.engines.vllm.step_orders import PrefixOrders, VllmRequestId
+    from baton.handoff.interface import PrefixLookup
+
+logger = logging.getLogger(__name__)
+
+KEEP_TIMEOUT_S: Final = 10.0
+"""Then a request's blocks are released, whether they were copied or not."""
+
+LATE: Final = "the store has not answered in time: it is asked again once it has"
+
+Task: TypeAlias = LookUp | StartLoad | Keep
+
+
+@dataclass(slots=True)
+class _Open:
+    task: Task
+    order: LookupOrder | LoadOrder | KeepOrder
+    deadline: Instant
+    is_aborted: bool = False
+
+
+class RankPrefixes:
+    """Owned by vLLM's worker thread. `store` None: nothing is ever ordered.
+
+    While the store does not answer, it is not asked: a store that hangs costs one request its time.
+    """
+
+    def __init__(self, store: PrefixLookup | None, *, block_size: int, clock: Clock) -> None:
+        self._store, self._block_size, self._clock = store, block_size, clock
+        self._open: dict[TicketId, _Open] = {}
+        self._id_of_load: dict[VllmRequestId, TicketId] = {}
+        self._late: set[TicketId] = set()
+        self._num_orders = self._num_awaited = 0
+        self._found: list[tuple[VllmRequestId, int]] = []
+        self._kept: list[VllmRequestId] = []
+        self._finished: set[VllmRequestId] = set()
+        self._invalid_blocks: set[int] = set()
+        self._log = LimitedLog(logger, clock)
+
+    def __contains__(self, order: TicketId) -> bool:
+        """Whether the store has yet to answer an order of this name."""
+        return order in self._open or order in self._late
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way, nor to be taken: no event of the store's can follow."""
+        return not (self._open or self._late or self._finished or self._found or self._kept)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether requests wait for the store's next answer."""
+        return self._num_awaited > 0
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is an answer to take for which a request waits."""
+        return bool(self._finished or self._found)
+
+    def begin(self, orders: PrefixOrders) -> None:
+        """Carry out a step's orders."""
+        if self._store is None:
+            return
+        tasks: Iterable[Task] = chain(orders.lookups, orders.loads, orders.keeps)
+        for task in tasks:
+            self._begin(self._store, task)
+        for request in orders.aborted:
+            self._abort(self._store, request)
+        if orders.num_dropped_tokens:
+            self._store.drop(orders.num_dropped_tokens)
+
+    def answered(self, order: TicketId, num_tokens: int) -> None:
+        """The store has looked, loaded tokens before `num_tokens`, or kept what it could."""
+        self._late.discard(order)
+        if order in self._open:
+            self._end(self._close(order), num_tokens)
+
+    def check_deadlines(self) -> None:
+        """End what is late: its requests wait no more, and its blocks are accessed no more."""
+        if not self._open:
+            return
+        now = self._clock.now()
+        late = [order for order, each in self._open.items() if each.deadline <= now]
+        for order in late:
+            self._log.warning("late", LATE)
+            closed = self._close(order)
+            self._late.add(order)
+            if isinstance(closed.order, LoadOrder | KeepOrder):
+                closed.order.guard.revoke()
+            self._end(closed, 0)
+
+    def take_found(self) -> tuple[tuple[VllmRequestId, int], ...]:
+        """Lookups that ended since the last call, each with the tokens that can be in place."""
+        found, self._found = tuple(self._found), []
+        return found
+
+    def take_kept(self) -> tuple[VllmRequestId, ...]:
+        """Requests whose blocks are needed no more, since the last call."""
+        kept, self._kept = tuple(self._kept), []
+        return kept
+
+    def take_finished(self) -> set[VllmRequestId]:
+        """Loads that are over, each returned once, however it went."""
+        finished, self._finished = self._finished, set()
+        return finished
+
+    def take_invalid_blocks(self) -> set[int]:
+        """Blocks of those that were not loaded: vLLM computes their tokens itself."""
+        blocks, self._invalid_blocks = self._invalid_blocks, set()
+        return blocks
+
+    def _begin(self, store: PrefixLookup, task: Task) -> None:
+        timeout_s = KEEP_TIMEOUT_S if isinstance(task, Keep) else LOAD_TIMEOUT_S
+        order = self._make_order(task)
+        started = _Open(task, order, Instant(self._clock.now() + timeout_s))
+        if self._late:
+            self._end(started, 0)
+            return
+        self._open[order.id] = started
+        self._num_awaited += not isinstance(task, Keep)
+        match order:
+            case KeepOrder():
+                store.start_keep(order)
+            case LoadOrder():
+                self._id_of_load[task.request] = order.id
+                store.start_load(order)
+            case LookupOrder():
+                store.start_lookup(order)
+
+    def _make_order(self, task: Task) -> LookupOrder | LoadOrder | KeepOrder:
+        self._num_orders += 1
+        # Tickets' ids are random: one that begins so does not happen.
+        order = TicketId(b"pref" + self._num_orders.to_bytes(12, "big"))
+        salt, ids = task.tenant_salt, task.token_ids
+        if isinstance(task, Keep):
+            return KeepOrder(order, salt, ids, _table(0, task.blocks))
+        if isinstance(task, StartLoad):
+            table = _table(task.first_block, task.blocks)
+            return LoadOrder(order, salt, ids, task.start, task.token_s, table)
+        return LookupOrder(order, salt, ids, task.start, task.token_s)
+
+    def _close(self, order: TicketId) -> _Open:
+        closed = self._open.pop(order)
+        self._num_awaited -= not isinstance(closed.task, Keep)
+        return closed
+
+    def _abort(self, store: PrefixLookup, request: VllmRequestId) -> None:
+        order = self._id_of_load.get(request)
+        if order is not None:
+            self._open[order].is_aborted = True
+            store.abort_load(order)
+
+    def _end(self, ended: _Open, num_tokens: int) -> None:
+        task = ended.task
+        match task:
+            case StartLoad():
+                self._id_of_load.pop(task.request, None)
+                self._finished.add(task.request)
+                if not ended.is_aborted:
+                    self._invalid_blocks.update(self._find_missing(task, num_tokens))
+            case LookUp():
+                self._found.append((task.request, max(task.start, num_tokens)))
+            case Keep():
+                self._kept.append(task.request)
+
+    def _find_missing(self, load: StartLoad, num_tokens: int) -> Sequence[int]:
+        """Blocks that lack some of their tokens."""
+        if num_tokens >= len(load.token_ids):
+            return ()
+        first = num_tokens // self._block_size - load.first_block
+        return load.blocks[max(0, first) :]
+
+
+def _table(first: int, blocks: Sequence[int]) -> BlockTable:
+    return BlockTable(first, np.array(blocks, dtype=np.int64))

@@ -1,0 +1,414 @@
+"""vLLM's use of the store: both sides, under a model of vLLM's scheduler with two ranks.
+
+Each rank's store answers at once, in part, or long after the deadline, and then it still tries to
+access the blocks that it was given. What must hold: a request runs only on
+KV of its own tokens, in every rank; no rank's store touches blocks that are another's; vLLM gets a
+report of each load once; nothing is left over in the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from baton.engines.lookup_cost import LOAD_TIMEOUT_S, LookupCost
+from baton.engines.vllm.kept_blocks import KeptBlocks
+from baton.engines.vllm.prefix_admission import PrefixAdmission
+from baton.engines.vllm.prefix_schedule import PrefixSchedule
+from baton.engines.vllm.rank_prefixes import KEEP_TIMEOUT_S, RankPrefixes
+from baton.engines.vllm.step_orders import StepReport
+from baton.errors import StoreError
+from baton.handoff.interface import KeepOrder, LoadOrder, LookupOrder
+from baton.testing.clocks import ManualClock
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from baton.engines.vllm.step_orders import PrefixOrders
+    from baton.ids import TicketId
+
+BLOCK_SIZE, ENTRY_TOKENS = 4, 6
+NUM_BLOCKS, MAX_KEPT_BLOCKS = 40, 12
+NUM_RANKS = 2
+
+
+class Status(StrEnum):
+    WAITING = "waiting"
+    LOADING = "loading"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass
+class Block:
+    number: int
+    num_references: int = 0
+
+
+class Pool:
+    """As vLLM's `BlockPool`, as far as it is used. A block without references is free."""
+
+    def __init__(self) -> None:
+        self.blocks = [Block(number) for number in range(NUM_BLOCKS)]
+
+    @property
+    def free(self) -> list[int]:
+        return [block.number for block in self.blocks if not block.num_references]
+
+    def touch(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            assert block.num_references > 0, "it may be another's by now"
+            block.num_references += 1
+
+    def free_blocks(self, ordered_blocks: Iterable[Block]) -> None:
+        for block in ordered_blocks:
+            block.num_references -= 1
+            assert block.num_references >= 0
+
+
+@dataclass
+class Request:
+    """As vLLM's. Token ids are its own: no two requests have one in common."""
+
+    request_id: str
+    num_prompt_tokens: int
+    all_token_ids: list[int]
+    status: Status = Status.WAITING
+    blocks: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_in_flight_tokens: int = 0
+    cache_salt: str | None = None
+    skip_reading_prefix_cache: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+
+class Rank:
+    """One rank: its KV, and a store that has taken orders and has not answered them."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        self.kv = [[-1] * BLOCK_SIZE for _ in range(NUM_BLOCKS)]
+        self.orders: dict[TicketId, LookupOrder | LoadOrder | KeepOrder] = {}
+        self.num_kept = self.num_dropped_tokens = 0
+        self.prefixes = RankPrefixes(self, block_size=BLOCK_SIZE, clock=clock)
+
+    # As `PrefixLookup`.
+
+    @property
+    def block_size(self) -> int:
+        return ENTRY_TOKENS
+
+    def start_lookup(self, order: LookupOrder) -> None:
+        self.orders[order.id] = order
+
+    def start_load(self, order: LoadOrder) -> None:
+        self.orders[order.id] = order
+
+    def start_keep(self, order: KeepOrder) -> None:
+        self.orders[order.id] = order
+
+    def abort_load(self, order: TicketId) -> None:
+        if self.orders.pop(order, None) is not None:
+            self.prefixes.answered(order, 0)
+
+    def drop(self, num_tokens: int) -> None:
+        self.num_dropped_tokens += num_tokens
+
+    # What the store does.
+
+    def answer(self, order: LookupOrder | LoadOrder | KeepOrder, num_entries: int) -> None:
+        """With at most `num_entries` entries from the prompt's beginning on."""
+        del self.orders[order.id]
+        num_tokens = 0
+        try:
+            match order:
+                case KeepOrder():
+                    with order.guard:
+                        self._read(order)
+                case LoadOrder():
+                    num_tokens = max(order.start, self._most(order, num_entries))
+                    with order.guard:
+                        self._write(order, num_tokens)
+                case LookupOrder():
+                    num_tokens = max(order.start, self._most(order, num_entries))
+        except StoreError:
+            num_tokens = 0
+        self.prefixes.answered(order.id, num_tokens)
+
+    def _most(self, order: LookupOrder, num_entries: int) -> int:
+        return min(num_entries, len(order.prompt_ids) // ENTRY_TOKENS) * ENTRY_TOKENS
+
+    def _read(self, order: KeepOrder) -> None:
+        assert len(order.token_ids) % ENTRY_TOKENS == 0
+        table = order.blocks.blocks.tolist()
+        for at, token in enumerate(order.token_ids.tolist()):
+            assert self.kv[table[at // BLOCK_SIZE]][at % BLOCK_SIZE] == token, "kept as another's"
+        self.num_kept += 1
+
+    def _write(self, order: LoadOrder, num_tokens: int) -> None:
+        table, first = order.blocks.blocks.tolist(), order.blocks.first
+        for at in range(order.start, num_tokens):
+            token = int(order.prompt_ids[at])
+            self.kv[table[at // BLOCK_SIZE - first]][at % BLOCK_SIZE] = token
+
+
+class VllmMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock, self.pool = ManualClock(), Pool()
+        self.ranks = [Rank(self.clock) for _ in range(NUM_RANKS)]
+        self.schedule = PrefixSchedule(
+            LookupCost(self.clock.now()),
+            num_ranks=NUM_RANKS,
+            block_size=BLOCK_SIZE,
+            entry_tokens=ENTRY_TOKENS,
+        )
+        self.kept = KeptBlocks(MAX_KEPT_BLOCKS, NUM_RANKS)
+        self.admission = PrefixAdmission(
+            self.schedule, self.kept, block_size=BLOCK_SIZE, clock=self.clock
+        )
+        self.admission.bind(self.pool)
+        self.requests: dict[str, Request] = {}
+        self.reported: dict[str, int] = {}
+        self.count = 0
+
+    # What clients do.
+
+    @rule(num_tokens=st.integers(1, 40))
+    def arrive(self, num_tokens: int) -> None:
+        self.count += 1
+        ids = [self.count * 1000 + at for at in range(num_tokens)]
+        self.requests[f"r{self.count}"] = Request(f"r{self.count}", num_tokens, ids)
+
+    @precondition(lambda self: self._live())
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self._finish(data.draw(st.sampled_from(self._live())))
+
+    @precondition(lambda self: self._with(Status.LOADING))
+    @rule(data=st.data())
+    def abort_a_load(self, data: st.DataObject) -> None:
+        self._finish(data.draw(st.sampled_from(self._with(Status.LOADING))))
+
+    # What the store does.
+
+    @precondition(lambda self: any(rank.orders for rank in self.ranks))
+    @rule(data=st.data(), num_entries=st.integers(0, 7))
+    def answer(self, data: st.DataObject, num_entries: int) -> None:
+        rank = data.draw(st.sampled_from([rank for rank in self.ranks if rank.orders]))
+        rank.answer(data.draw(st.sampled_from(list(rank.orders.values()))), num_entries)
+
+    @precondition(lambda self: self._lookups())
+    @rule(num_entries=st.integers(1, 7))
+    def find(self, num_entries: int) -> None:
+        for rank, order in self._lookups():
+            rank.answer(order, num_entries)
+
+    @rule(seconds=st.sampled_from([0.01, LOAD_TIMEOUT_S, KEEP_TIMEOUT_S]))
+    def wait(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    # What vLLM does.
+
+    @rule(data=st.data())
+    def step(self, data: st.DataObject) -> None:
+        scheduled = self._plan(data)
+        self._run(scheduled)
+        for request in scheduled:
+            if request.num_computed_tokens == request.num_tokens:
+                request.all_token_ids.append(request.all_token_ids[-1] + 1)
+                if data.draw(st.booleans(), "stops"):
+                    self._finish(request)
+
+    @precondition(lambda self: self._running())
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self._running()))
+        self._free(request)
+        request.num_computed_tokens, request.status = 0, Status.WAITING
+
+    # What must hold.
+
+    @invariant()
+    def blocks_have_their_owners(self) -> None:
+        self.schedule.check_invariants()
+        for request in self.requests.values():
+            assert all(self.pool.blocks[block].num_references for block in request.blocks)
+        assert NUM_BLOCKS - len(self.pool.free) <= self._num_owned() + MAX_KEPT_BLOCKS
+
+    @invariant()
+    def the_store_touches_no_block_of_another(self) -> None:
+        loading = {
+            block
+            for request in self.requests.values()
+            if request.status in {Status.LOADING, Status.FINISHED}
+            for block in request.blocks
+        }
+        free = set(self.pool.free)
+        for order in (order for rank in self.ranks for order in rank.orders.values()):
+            if type(order) is LookupOrder:
+                continue
+            try:
+                with order.guard:
+                    blocks = set(order.blocks.blocks.tolist())
+            except StoreError:
+                continue
+            assert blocks <= loading if isinstance(order, LoadOrder) else not blocks & free
+
+    @invariant()
+    def what_runs_has_its_own_kv(self) -> None:
+        for request in self._running():
+            for rank in self.ranks:
+                for at in range(request.num_computed_tokens):
+                    slot = rank.kv[request.blocks[at // BLOCK_SIZE]][at % BLOCK_SIZE]
+                    assert slot == request.all_token_ids[at]
+
+    def teardown(self) -> None:
+        """Everything ends, and nothing is left, though the store never answers again."""
+        for request in self._live():
+            self._finish(request)
+        self._run([])
+        self.clock.advance(KEEP_TIMEOUT_S)
+        for _ in range(2):
+            self._run([])
+        assert not self.requests
+        assert not self.reported
+        assert len(self.schedule) == len(self.kept) == 0
+        assert len(self.pool.free) == NUM_BLOCKS
+        for rank in self.ranks:
+            for order in tuple(rank.orders.values()):
+                rank.answer(order, 0)
+            assert rank.prefixes.is_idle
+
+    # The model's inside.
+
+    def _plan(self, data: st.DataObject) -> list[Request]:
+        scheduled = []
+        for request in [*self._running(), *self._waiting()]:
+            if request.num_computed_tokens == 0 and not self._admit(request, data):
+                continue
+            chunk = data.draw(st.integers(1, 16), "chunk")
+            stop = min(request.num_tokens, request.num_computed_tokens + chunk)
+            if stop > request.num_computed_tokens and self._grow(request, stop):
+                self._compute(request, request.num_computed_tokens, stop)
+                request.num_computed_tokens, request.status = stop, Status.RUNNING
+                scheduled.append(request)
+        return scheduled
+
+    def _admit(self, request: Request, data: st.DataObject) -> bool:
+        """Whether it may compute now: False where it must wait, for the store or for blocks."""
+        most_cached = (request.num_prompt_tokens - 1) // BLOCK_SIZE
+        num_cached = BLOCK_SIZE * data.draw(st.integers(0, most_cached), "cached")
+        missing = self.admission.count_missing(request, num_cached)
+        assert missing == self.admission.count_missing(request, num_cached)
+        if missing is None or not self._grow(request, num_cached + missing or 1):
+            return False
+        self._compute(request, 0, num_cached)  # as if another had: these are shared blocks
+        request.num_computed_tokens = num_cached + missing
+        assert request.num_computed_tokens <= request.num_prompt_tokens
+        self.admission.allocated(request, request.blocks, missing)
+        if missing:
+            request.status = Status.LOADING
+        return not missing
+
+    def _run(self, scheduled: list[Request]) -> None:
+        """One step of all ranks, and what vLLM makes of their reports."""
+        num_scheduled = dict.fromkeys((request.request_id for request in scheduled), 16)
+        output: Any = SimpleNamespace(
+            total_num_scheduled_tokens=sum(num_scheduled.values()),
+            num_scheduled_tokens=num_scheduled,
+        )
+        orders: PrefixOrders | None = self.admission.take_orders(output)
+        report, invalid, received = StepReport(), set[int](), set[str]()
+        for rank in self.ranks:
+            if orders is not None:
+                rank.prefixes.begin(orders)
+            rank.prefixes.check_deadlines()
+            for request in rank.prefixes.take_finished():
+                self.reported[request] = self.reported.get(request, 0) + 1
+                assert self.reported[request] <= NUM_RANKS
+            invalid |= rank.prefixes.take_invalid_blocks()
+            found, kept = rank.prefixes.take_found(), rank.prefixes.take_kept()
+            report = report.merge(StepReport((), found, kept))
+        received = {name for name, num in self.reported.items() if num == NUM_RANKS}
+        for name in received:
+            del self.reported[name]
+        for request in self._with(Status.LOADING):
+            bad = [n for n, block in enumerate(request.blocks) if block in invalid]
+            if bad:
+                request.num_computed_tokens = min(request.num_computed_tokens, bad[0] * BLOCK_SIZE)
+        self.admission.update_from_workers(received, report)
+        for name in received:
+            request = self.requests[name]
+            if request.status is Status.FINISHED:
+                self._free(request)
+                del self.requests[name]
+                continue
+            assert request.status is Status.LOADING
+            if request.num_computed_tokens == 0:
+                self._free(request)
+            request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+            request.status = Status.WAITING
+
+    def _finish(self, request: Request) -> None:
+        is_loading = request.status is Status.LOADING
+        self.admission.finish(request, request.blocks, is_kept=True)
+        request.status = Status.FINISHED
+        if not is_loading:
+            self._free(request)
+            del self.requests[request.request_id]
+
+    def _compute(self, request: Request, start: int, stop: int) -> None:
+        for rank in self.ranks:
+            for at in range(start, stop):
+                block = request.blocks[at // BLOCK_SIZE]
+                rank.kv[block][at % BLOCK_SIZE] = request.all_token_ids[at]
+
+    def _grow(self, request: Request, num_tokens: int) -> bool:
+        num_new = -(-num_tokens // BLOCK_SIZE) - len(request.blocks)
+        free = self.pool.free
+        if num_new > len(free):
+            return False
+        for block in free[: max(0, num_new)]:
+            self.pool.blocks[block].num_references += 1
+            request.blocks.append(block)
+        return True
+
+    def _free(self, request: Request) -> None:
+        self.pool.free_blocks(self.pool.blocks[block] for block in request.blocks)
+        request.blocks = []
+
+    def _lookups(self) -> list[tuple[Rank, LookupOrder]]:
+        return [
+            (rank, order)
+            for rank in self.ranks
+            for order in rank.orders.values()
+            if type(order) is LookupOrder
+        ]
+
+    def _num_owned(self) -> int:
+        return sum(len(request.blocks) for request in self.requests.values())
+
+    def _with(self, status: Status) -> list[Request]:
+        return [request for request in self.requests.values() if request.status is status]
+
+    def _running(self) -> list[Request]:
+        return self._with(Status.RUNNING)
+
+    def _waiting(self) -> list[Request]:
+        return self._with(Status.WAITING)
+
+    def _live(self) -> list[Request]:
+        return [r for r in self.requests.values() if r.status is not Status.FINISHED]
+
+
+TestVllmPrefixes = VllmMachine.TestCase
+TestVllmPrefixes.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

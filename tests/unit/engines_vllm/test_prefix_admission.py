@@ -1,0 +1,265 @@
+"""What the scheduler's side asks of the store, over stand-ins for vLLM's requests and steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from baton.auth.ticket import hash_tenant
+from baton.engines.lookup_cost import LookupCost
+from baton.engines.vllm.kept_blocks import KeptBlocks
+from baton.engines.vllm.prefix_admission import PrefixAdmission
+from baton.engines.vllm.prefix_schedule import MAX_UNDER_WAY, PrefixSchedule
+from baton.engines.vllm.step_orders import NO_ORDERS, PrefixOrders, StepReport
+from tests.unit.engines_vllm.test_admission import (
+    FACTS,
+    admission,
+    clock,
+    receiving,
+    request,
+    sending,
+    step,
+)
+
+if TYPE_CHECKING:
+    from baton.engines.vllm.admission import Admission
+    from baton.testing.clocks import ManualClock
+
+__all__ = ["admission", "clock"]  # fixtures
+
+BLOCK_SIZE, ENTRY_TOKENS, NUM_RANKS = 4, 8, 2
+STORED = replace(FACTS, modes=("push", "pull", "pool"))
+PROMPT = list(range(100, 121))
+
+
+class Pool:
+    num_gpu_blocks = 100
+
+    def __init__(self) -> None:
+        self.blocks = list(range(100))
+        self.references = [1] * 100
+
+    def get_num_free_blocks(self) -> int:
+        return 50
+
+    def touch(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self.references[block] += 1
+
+    def free_blocks(self, ordered_blocks: Any) -> None:
+        for block in ordered_blocks:
+            self.references[block] -= 1
+
+
+@pytest.fixture(name="pool")
+def pool_fixture() -> Pool:
+    return Pool()
+
+
+@pytest.fixture(name="stored")
+def stored_fixture(admission: Admission, clock: ManualClock, pool: Pool) -> Admission:
+    """With a store, and two ranks that have it."""
+    schedule = PrefixSchedule(
+        LookupCost(clock.now()),
+        num_ranks=NUM_RANKS,
+        block_size=BLOCK_SIZE,
+        entry_tokens=ENTRY_TOKENS,
+    )
+    kept = KeptBlocks(6, NUM_RANKS)
+    admission.use_store(PrefixAdmission(schedule, kept, block_size=BLOCK_SIZE, clock=clock))
+    admission.set_ranks(dict.fromkeys(range(NUM_RANKS), STORED))
+    admission.bind(pool)
+    return admission
+
+
+def asking(name: str = "r", params: dict[str, object] | None = None, **changes: object) -> Any:
+    fields: dict[str, object] = {
+        "prompt_token_ids": PROMPT,
+        "all_token_ids": [*PROMPT, 7],
+        "num_prompt_tokens": len(PROMPT),
+        "num_tokens": len(PROMPT) + 1,
+        "num_computed_tokens": len(PROMPT),
+        "num_in_flight_tokens": 0,
+        "cache_salt": "tenant",
+        "skip_reading_prefix_cache": False,
+        "pooling_params": None,
+    }
+    return request(params, name, **(fields | changes))
+
+
+def plan(admission: Admission) -> PrefixOrders | None:
+    """One step's orders to the store."""
+    return admission.step(SimpleNamespace(**vars(step()), total_num_scheduled_tokens=0)).prefixes
+
+
+def report(admission: Admission, **fields: Any) -> None:
+    admission.update_from_workers(None, None, StepReport(**fields))
+
+
+def test_what_all_ranks_have_is_loaded_behind_what_is_cached(stored: Admission) -> None:
+    asked = asking()
+    assert stored.count_missing(asked, 4) is None
+    orders = plan(stored)
+    assert orders is not None
+    (lookup,) = orders.lookups
+    assert (lookup.start, lookup.tenant_salt) == (4, hash_tenant("tenant"))
+    assert lookup.token_ids.tolist() == PROMPT
+    report(stored, found=(("r", 16),))
+    assert stored.count_missing(asked, 4) is None, "the other rank has not answered"
+    report(stored, found=(("r", 8),))
+    assert stored.count_missing(asked, 4) == 4
+    assert stored.count_missing(asked, 8) == 0, "vLLM's cache has grown"
+    stored.allocated(asked, ([30, 31, 32],), 4)
+    assert stored.is_loading_stored(asked)
+    orders = plan(stored)
+    assert orders is not None
+    (load,) = orders.loads
+    assert (load.start, load.first_block, load.blocks) == (4, 1, (31,))
+    assert load.token_ids.tolist() == PROMPT[:8]
+    stored.update_from_workers({"r"}, None, None)
+    stored.allocated(asked, ([30, 31, 32, 33, 34, 35],), 0)
+    assert stored.count_missing(asked, 0) == 0, "it is asked for once"
+    assert plan(stored) is None
+
+
+@pytest.mark.parametrize(
+    ("params", "changes"),
+    [
+        (None, {"num_prompt_tokens": ENTRY_TOKENS - 1}),
+        (None, {"skip_reading_prefix_cache": True}),
+        (None, {"lora_request": object()}),
+        (None, {"pooling_params": object()}),
+        (None, {"mm_features": [object()]}),
+        ({"baton_info": True}, {}),
+    ],
+    ids=["short", "logprobs", "lora", "pooling", "images", "probe"],
+)
+def test_what_the_store_cannot_have_is_not_asked_for(
+    stored: Admission, params: dict[str, object] | None, changes: dict[str, object]
+) -> None:
+    assert stored.count_missing(asking(params=params, **changes), 0) == 0
+    assert plan(stored) is None
+
+
+def test_what_a_prefill_server_sends_is_not_asked_for(stored: Admission) -> None:
+    assert stored.count_missing(asking(params=receiving()), 0) == len(PROMPT)
+    assert plan(stored) is None
+
+
+def test_where_a_rank_has_no_store_nothing_is_asked_or_kept(stored: Admission) -> None:
+    stored.set_ranks({0: STORED, 1: FACTS})
+    asked = asking()
+    assert stored.count_missing(asked, 0) == 0
+    assert stored.finish(asked, range(6)) == (False, None)
+    assert stored.step(step()).prefixes is None
+
+
+def test_a_rank_has_few_orders_at_once(stored: Admission) -> None:
+    names = [f"r{n}" for n in range(MAX_UNDER_WAY + 1)]
+    assert {stored.count_missing(asking(name), 0) for name in names} == {None}
+    orders = plan(stored)
+    assert orders is not None
+    assert [lookup.request for lookup in orders.lookups] == names[:-1]
+    report(stored, found=((names[0], 0), (names[0], 0)))
+    assert stored.count_missing(asking(names[-1]), 0) is None
+    orders = plan(stored)
+    assert orders is not None
+    assert [lookup.request for lookup in orders.lookups] == names[-1:]
+
+
+def test_blocks_are_held_until_every_rank_has_kept_them(stored: Admission, pool: Pool) -> None:
+    asked = asking()
+    assert stored.finish(asked, range(10, 16)) == (False, None), "vLLM ends it as any other"
+    orders = plan(stored)
+    assert orders is not None
+    (keep,) = orders.keeps
+    assert keep.blocks == (10, 11, 12, 13)
+    assert keep.token_ids.tolist() == PROMPT[:16]
+    assert [pool.references[block] for block in range(9, 16)] == [1, 2, 2, 2, 2, 1, 1]
+    assert stored.finish(asking("another"), range(20, 26)) == (False, None)
+    orders = plan(stored)
+    assert orders == PrefixOrders(num_dropped_tokens=16), "too many are held"
+    report(stored, kept=("r",))
+    assert pool.references[10] == 2
+    report(stored, kept=("r",))
+    assert set(pool.references) == {1}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"status": SimpleNamespace(name="FINISHED_ERROR")},
+        {"num_computed_tokens": ENTRY_TOKENS - 1},
+        {"num_in_flight_tokens": len(PROMPT) - ENTRY_TOKENS + 1},
+        {"lora_request": object()},
+    ],
+    ids=["failed", "short", "in-flight", "lora"],
+)
+def test_what_is_not_of_the_prompts_tokens_alone_is_not_kept(
+    stored: Admission, changes: dict[str, object]
+) -> None:
+    stored.finish(asking(**changes), range(10, 16))
+    assert plan(stored) is None
+
+
+def test_a_prefill_of_mode_pool_keeps_its_prompt_by_itself(stored: Admission) -> None:
+    for mode in ("pool", "push"):
+        asked = asking(mode, params=sending(mode), cache_salt=None)
+        stored.arrived(asked)
+        stored.finish(asked, range(10, 16))
+        orders = plan(stored)
+        assert (orders is not None) is (mode == "push")
+
+
+def test_blocks_of_an_aborted_load_are_not_kept(stored: Admission, pool: Pool) -> None:
+    asked = asking()
+    stored.count_missing(asked, 0)
+    report(stored, found=(("r", 16), ("r", 16)))
+    assert stored.count_missing(asked, 0) == 16
+    stored.allocated(asked, ([10, 11, 12, 13],), 16)
+    plan(stored)
+    stored.finish(asked, range(10, 14))
+    assert plan(stored) == PrefixOrders(aborted=("r",))
+    assert set(pool.references) == {1}
+
+
+def test_a_prefills_trace_counts_what_was_loaded(stored: Admission) -> None:
+    asked = asking(params=sending())
+    stored.arrived(asked)
+    assert stored.count_missing(asked, 4) is None
+    report(stored, found=(("r", 16), ("r", 16)))
+    assert stored.count_missing(asked, 4) == 12
+    stored.allocated(asked, ([10, 11, 12, 13],), 12)
+    stored.update_from_workers({"r"}, None, None)
+    planned = step(new=(("r", list(range(10, 16)), 12, 9),))  # a rank lacked an entry
+    planned.total_num_scheduled_tokens = 9
+    (offer,) = stored.step(planned).offers
+    assert (offer.num_cached_tokens, offer.num_loaded_tokens) == (12, 8)
+
+
+def test_what_a_token_takes_is_learned_from_steps_of_prompts(
+    stored: Admission, clock: ManualClock
+) -> None:
+    def ask(name: str) -> float:
+        assert stored.count_missing(asking(name), 0) is None
+        orders = plan(stored)
+        assert orders is not None
+        return orders.lookups[0].token_s
+
+    assert ask("before") == 0
+    for num_tokens, num_requests in ((640, 2), (64, 64)):  # those of the second only decode
+        output = step(cached=tuple((f"d{n}", None, 0, 1) for n in range(num_requests)))
+        output.total_num_scheduled_tokens = num_tokens
+        stored.step(output)
+        clock.advance(0.64)
+        stored.update_from_workers(None, None, None)
+    assert ask("after") == pytest.approx(0.001)
+
+
+def test_a_step_without_news_of_the_store_is_as_any_other(stored: Admission) -> None:
+    plan(stored)
+    output = SimpleNamespace(**vars(step()), total_num_scheduled_tokens=0)
+    assert stored.step(output) is NO_ORDERS

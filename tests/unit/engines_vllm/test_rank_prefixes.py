@@ -1,0 +1,191 @@
+"""One rank's orders to a scripted store, through the hooks of a step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from baton.engines.lookup_cost import LOAD_TIMEOUT_S
+from baton.engines.vllm.rank_prefixes import KEEP_TIMEOUT_S
+from baton.engines.vllm.step_orders import (
+    NO_ORDERS,
+    Keep,
+    LookUp,
+    PrefixOrders,
+    StartLoad,
+    StepOrders,
+    StepReport,
+)
+from baton.errors import StoreError
+from baton.handoff.interface import (
+    BlocksQuiescent,
+    HandoffEvent,
+    KeepOrder,
+    KVLanded,
+    KVSent,
+    LoadOrder,
+    LookupOrder,
+    PrefixFound,
+)
+from tests.unit.engines_vllm.test_rank_handoffs import RankHarness, harness, make_harness
+from tests.unit.engines_vllm.test_step_counts import count_calls
+
+if TYPE_CHECKING:
+    from baton.ids import TicketId
+
+__all__ = ["harness"]
+
+IDS = np.arange(16, dtype=np.int32).tobytes()
+
+
+class RecordingStore:
+    """A `PrefixLookup` that only notes what it is asked."""
+
+    block_size = 8
+
+    def __init__(self) -> None:
+        self.orders: list[LookupOrder | LoadOrder | KeepOrder] = []
+        self.aborted: list[TicketId] = []
+        self.num_dropped_tokens = 0
+
+    def start_lookup(self, order: LookupOrder) -> None:
+        self.orders.append(order)
+
+    def start_load(self, order: LoadOrder) -> None:
+        self.orders.append(order)
+
+    def start_keep(self, order: KeepOrder) -> None:
+        self.orders.append(order)
+
+    def abort_load(self, order: TicketId) -> None:
+        self.aborted.append(order)
+
+    def drop(self, num_tokens: int) -> None:
+        self.num_dropped_tokens += num_tokens
+
+
+@pytest.fixture(name="store")
+def store_fixture() -> RecordingStore:
+    return RecordingStore()
+
+
+@pytest.fixture(name="stored")
+def stored_fixture(store: RecordingStore) -> RankHarness:
+    return make_harness(store)
+
+
+def look_up(name: str = "r") -> PrefixOrders:
+    return PrefixOrders(lookups=(LookUp(name, "", IDS, 4, 0.0),))
+
+
+def load(name: str = "r") -> PrefixOrders:
+    """Tokens [4, 16), in blocks of 4."""
+    return PrefixOrders(loads=(StartLoad(name, "", IDS, 4, 0.0, 1, (21, 22, 23)),))
+
+
+def keep(name: str = "r") -> PrefixOrders:
+    return PrefixOrders(keeps=(Keep(name, "", IDS, (20, 21, 22, 23)),))
+
+
+def run(
+    harness: RankHarness, prefixes: PrefixOrders | None = None, wait_s: float = 0.0
+) -> tuple[set[str], set[int], StepReport | None]:
+    """One step: requests whose loads are over, invalid blocks, and the report."""
+    rank = harness.rank
+    rank.begin_step(NO_ORDERS if prefixes is None else StepOrders(prefixes=prefixes))
+    rank.end_step()
+    _, received = rank.get_finished(set(), wait_s)
+    return received, rank.take_invalid_blocks(), rank.take_report()
+
+
+def answer(harness: RankHarness, event: HandoffEvent) -> None:
+    harness.port._emit(event)
+
+
+def test_a_lookup_is_reported(stored: RankHarness, store: RecordingStore) -> None:
+    assert run(stored, look_up()) == (set(), set(), None)
+    (order,) = store.orders
+    answer(stored, PrefixFound(order.id, 8))
+    assert run(stored) == (set(), set(), StepReport(found=(("r", 8),)))
+    assert run(stored) == (set(), set(), None)
+
+
+def test_a_step_without_tokens_waits_for_the_answer_of_a_lookup(stored: RankHarness) -> None:
+    run(stored, look_up(), wait_s=0.01)
+    assert stored.wake_event.num_waits == 1
+
+
+def test_what_is_kept_is_not_waited_for(stored: RankHarness, store: RecordingStore) -> None:
+    run(stored, keep(), wait_s=0.01)
+    assert stored.wake_event.num_waits == 0
+    (order,) = store.orders
+    answer(stored, KVSent(order.id))
+    assert run(stored) == (set(), set(), StepReport(kept=("r",)))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "invalid"),
+    [(16, set()), (12, {23}), (13, {23}), (8, {22, 23}), (4, {21, 22, 23})],
+)
+def test_blocks_that_lack_tokens_are_computed(
+    stored: RankHarness, store: RecordingStore, num_tokens: int, invalid: set[int]
+) -> None:
+    run(stored, load())
+    (order,) = store.orders
+    answer(stored, KVLanded(order.id, None, num_tokens))
+    assert run(stored) == ({"r"}, invalid, None)
+
+
+def test_an_aborted_load_ends_without_anything_to_compute(
+    stored: RankHarness, store: RecordingStore
+) -> None:
+    run(stored, load())
+    run(stored, PrefixOrders(aborted=("r",)))
+    (order,) = store.orders
+    assert store.aborted == [order.id]
+    answer(stored, BlocksQuiescent(order.id))
+    assert run(stored) == ({"r"}, set(), None)
+
+
+def test_a_late_load_ends_and_its_blocks_are_not_written_any_more(
+    stored: RankHarness, store: RecordingStore
+) -> None:
+    run(stored, load())
+    (order,) = store.orders
+    assert isinstance(order, LoadOrder)
+    stored.clock.advance(LOAD_TIMEOUT_S)
+    assert run(stored) == ({"r"}, {21, 22, 23}, None)
+    with pytest.raises(StoreError), order.guard:
+        raise AssertionError("the blocks are the request's again")
+    # The store is not asked before it has answered.
+    assert run(stored, look_up("next")) == (set(), set(), StepReport(found=(("next", 4),)))
+    assert run(stored, load("found-before")) == ({"found-before"}, {21, 22, 23}, None)
+    assert store.orders == [order]
+    answer(stored, KVLanded(order.id, None, 16))
+    assert run(stored) == (set(), set(), None)
+    run(stored, look_up("after"))
+    assert len(store.orders) == 2
+
+
+def test_blocks_of_what_is_not_kept_in_time_are_released(
+    stored: RankHarness, store: RecordingStore
+) -> None:
+    run(stored, keep())
+    (order,) = store.orders
+    assert isinstance(order, KeepOrder)
+    stored.clock.advance(LOAD_TIMEOUT_S)
+    assert run(stored) == (set(), set(), None)
+    stored.clock.advance(KEEP_TIMEOUT_S)
+    assert run(stored) == (set(), set(), StepReport(kept=("r",)))
+    with pytest.raises(StoreError), order.guard:
+        raise AssertionError("the blocks may be another request's")
+
+
+def test_a_step_that_asks_nothing_of_the_store_costs_no_more(
+    stored: RankHarness, harness: RankHarness
+) -> None:
+    for each in (stored, harness):
+        run(each)
+    assert count_calls(lambda: run(stored)) == count_calls(lambda: run(harness))
