@@ -171,9 +171,11 @@ class StoreSection(Struct, frozen=True, kw_only=True):
 
     The same for all workers that share it. An entry has `block_size` tokens, whatever an engine's
     blocks have, and `num_parts` shares of the heads: a multiple of every tensor-parallel size.
+    `encoding` is how its numbers are written (`baton.encodings`).
     """
 
     tiers: tuple[str, ...] = ()
+    encoding: Annotated[str, Meta(min_length=1, max_length=64)] = "raw"
     block_size: Annotated[int, Meta(ge=1, le=65_536)] = 64
     num_parts: Annotated[int, Meta(ge=1, le=1024)] = 1
     prefixes: bool = True

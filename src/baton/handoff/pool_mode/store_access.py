@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
+from baton.encodings.interface import RAW, open_encoding
+from baton.encodings.raw import RawEncoding
 from baton.store.entry_format import EntryFormat
 from baton.store.tiered import open_store
 
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from baton.auth.key import ClusterKey
     from baton.clock import Clock
     from baton.config.sections import StoreSection
+    from baton.encodings.interface import KVEncoding
     from baton.handoff.kv_views import KVView
     from baton.store.tiered import TieredStore
 
@@ -32,19 +35,41 @@ class EntryCounts:
     num_missing: int = 0
 
 
+@dataclass(slots=True)
+class EncodingCounts:
+    """Of KV that was encoded, or decoded: bytes as computed, as encoded, and the time.
+
+    Owner: the pool's thread; others read.
+    """
+
+    raw_bytes: int = 0
+    encoded_bytes: int = 0
+    seconds: float = 0.0
+
+    def add(self, raw_bytes: int, encoded_bytes: int, seconds: float) -> None:
+        """Some more."""
+        self.raw_bytes += raw_bytes
+        self.encoded_bytes += encoded_bytes
+        self.seconds += seconds
+
+
 @dataclass(frozen=True, slots=True)
 class StoreAccess:
     """The store belongs to the pool's thread, which closes it; so do the staging pages of `view`.
 
     The KV view shows the engine's blocks in an order that can be divided into tokens and heads.
+    `encoding` writes the bodies of entries.
     `keeps_prefixes`: what engines compute is kept, and looked for before it is computed.
     """
 
     store: TieredStore
     entry_format: EntryFormat
     view: KVView
+    encoding: KVEncoding = field(default_factory=RawEncoding)
     keeps_prefixes: bool = False
     counts: EntryCounts = field(default_factory=EntryCounts)
+    encoded: EncodingCounts = field(default_factory=EncodingCounts)
+    decoded: EncodingCounts = field(default_factory=EncodingCounts)
 
 
 _PURPOSE: Final = "store"
@@ -58,8 +83,11 @@ def open_store_access(
     key: ClusterKey,
     clock: Clock,
     keeps_prefixes: bool = False,
+    handoff_encoding: KVEncoding | None = None,
 ) -> StoreAccess | None:
     """Open the store; None where no tier is configured. `keeps_prefixes`: see `StoreAccess`.
+
+    `handoff_encoding`: workers of this store receive KV that was encoded so.
 
     Raises:
         ConfigError: a tier cannot be opened, or this worker's heads cannot be divided so.
@@ -69,8 +97,18 @@ def open_store_access(
     entry_format = EntryFormat.of(
         view.layout, block_size=section.block_size, num_parts=section.num_parts
     )
+    encoding = open_encoding(section.encoding, entry_format.full_layout, "store.encoding")
+    entry_format = replace(entry_format, encodings=_name_encodings(encoding, handoff_encoding))
     store = open_keyed_store(section.tiers, section.options, key=key, clock=clock)
-    return StoreAccess(store, entry_format, view, keeps_prefixes)
+    return StoreAccess(store, entry_format, view, encoding, keeps_prefixes)
+
+
+def _name_encodings(store: KVEncoding, handoff: KVEncoding | None) -> tuple[str, ...]:
+    """See `EntryFormat.encodings`. Raw entries of exact KV keep the names that they always had."""
+    names = [] if store.name == RAW else [f"store={store.name}"]
+    if handoff is not None and not handoff.is_exact:
+        names.append(f"handoff={handoff.name}")
+    return tuple(names)
 
 
 def open_keyed_store(
