@@ -111,6 +111,7 @@ class LoadOrder:
     start: int
     blocks: BlockTable
     token_s: float
+    trace: RequestSpan
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from baton.clock import Instant
 from baton.errors import BatonError
 from baton.handoff.interface import BlocksQuiescent, KVLanded, KVSent
 from baton.handoff.pool_mode.block_copier import hash_segments
+from baton.handoff.pool_mode.store_access import note_store_encoding
 from baton.kv.identity import HashDomain
 
 if TYPE_CHECKING:
@@ -239,6 +240,8 @@ class StoredPrefixes:
     def _end_load(self, load: _Load) -> None:
         order = load.order
         del self._loads[order.id]
+        if load.num_tokens > order.start:
+            note_store_encoding(order.trace, self.access.encoding)
         self._emit(KVLanded(order.id, None, max(order.start, load.num_tokens)))
 
     def _advance_keep(self, keep: _Keep) -> None:

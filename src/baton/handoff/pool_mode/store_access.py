@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from baton.encodings.interface import KVEncoding
     from baton.handoff.kv_views import KVView
     from baton.store.tiered import TieredStore
+    from baton.telemetry.trace import RequestSpan
 
 
 @dataclass(slots=True)
@@ -101,6 +102,12 @@ def open_store_access(
     entry_format = replace(entry_format, encodings=_name_encodings(encoding, handoff_encoding))
     store = open_keyed_store(section.tiers, section.options, key=key, clock=clock)
     return StoreAccess(store, entry_format, view, encoding, keeps_prefixes)
+
+
+def note_store_encoding(trace: RequestSpan, encoding: KVEncoding) -> None:
+    """Write into a request's trace that its KV went through entries that are encoded."""
+    if encoding.name != RAW:
+        trace.note_encoding(f"store={encoding.name}")
 
 
 def _name_encodings(store: KVEncoding, handoff: KVEncoding | None) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from baton.encodings.interface import RAW
 from baton.errors import HandoffError
 from baton.handoff.interface import BlocksQuiescent, KVFailed, KVLanded
 from baton.handoff.pool_mode.side_entries import find_marker, remove_marker
+from baton.handoff.pool_mode.store_access import note_store_encoding
 from baton.handoff.session.actions import extend
 from baton.telemetry.trace import Stamp
 
@@ -66,6 +67,7 @@ class StoreReader:
         store_read.add_landed(num_read)
         self._counts.num_loaded += num_read
         order.trace.num_bytes += num_bytes
+        note_store_encoding(order.trace, self._encoding)
         order.trace.stamp(Stamp.FIRST_LAYER_LANDED, self._clock.now())
         return True
 

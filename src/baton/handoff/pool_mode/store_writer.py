@@ -16,6 +16,7 @@ import numpy as np
 from baton.errors import HandoffError, StoreError
 from baton.handoff.interface import KVSent, SendFailed
 from baton.handoff.pool_mode.side_entries import CompletionMarker, put_marker
+from baton.handoff.pool_mode.store_access import note_store_encoding
 from baton.handoff.session.actions import extend
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class StoreWriter:
             return True
         num_kept, num_bytes = self.keep_segments(segments, store_write.order.blocks)
         store_write.order.trace.num_bytes += num_bytes
+        note_store_encoding(store_write.order.trace, self._encoding)
         store_write.add_stored(num_kept)
         self._counts.num_stored += num_kept
         return True
