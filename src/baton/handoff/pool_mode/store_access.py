@@ -99,7 +99,7 @@ def open_store_access(
         view.layout, block_size=section.block_size, num_parts=section.num_parts
     )
     encoding = open_encoding(section.encoding, entry_format.full_layout, "store.encoding")
-    entry_format = replace(entry_format, encodings=_name_encodings(encoding, handoff_encoding))
+    entry_format = replace(entry_format, encodings=name_encodings(encoding, handoff_encoding))
     store = open_keyed_store(section.tiers, section.options, key=key, clock=clock)
     return StoreAccess(store, entry_format, view, encoding, keeps_prefixes)
 
@@ -110,7 +110,7 @@ def note_store_encoding(trace: RequestSpan, encoding: KVEncoding) -> None:
         trace.note_encoding(f"store={encoding.name}")
 
 
-def _name_encodings(store: KVEncoding, handoff: KVEncoding | None) -> tuple[str, ...]:
+def name_encodings(store: KVEncoding, handoff: KVEncoding | None) -> tuple[str, ...]:
     """See `EntryFormat.encodings`. Raw entries of exact KV keep the names that they always had."""
     names = [] if store.name == RAW else [f"store={store.name}"]
     if handoff is not None and not handoff.is_exact:
