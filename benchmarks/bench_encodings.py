@@ -312,10 +312,7 @@ def measure_link(options: argparse.Namespace) -> list[Answer]:
             for host in hosts:
                 shape(host, options.mbit)
             model = make_model(folder)
-            arms = {
-                arm: start_arm(fleet, hosts, model, (arm, dtype))
-                for arm in LINK_ARMS
-            }
+            arms = {arm: start_arm(fleet, hosts, model, (arm, dtype)) for arm in LINK_ARMS}
             rng = np.random.default_rng(1)
             for number in range(options.rounds + 1):
                 for arm in LINK_ARMS if number % 2 else reversed(LINK_ARMS):
