@@ -52,7 +52,7 @@ class RowEncoding(PlaneEncoding):
     ) -> None:
         """See `PlaneEncoding`."""
         with np.errstate(invalid="ignore", over="ignore"):
-            most = np.maximum(numbers.max(-1), -numbers.min(-1))  # NaN where there is one
+            most = _find_largest(numbers)
             scale = round_up_bfloat16(most * np.float32(1 / self.most_code))
             scale[scale < _TINY] = 0
             scale[~np.isfinite(most)] = np.nan
@@ -60,8 +60,7 @@ class RowEncoding(PlaneEncoding):
             numbers *= inverse.astype(np.float32)[..., None]
             if np.isnan(scale).any():
                 numbers[np.isnan(scale)] = 0
-        codes = self.to_codes(numbers).reshape(*out.shape[:2], -1)
-        out[..., : shape.num_numbers] = codes
+        out[..., : shape.num_numbers] = self.to_codes(numbers).reshape(*out.shape[:2], -1)
         out[..., shape.num_numbers :] = pack_bfloat16(scale.reshape(*out.shape[:2], -1))
 
     def decode_plane(self, shape: PlaneShape, encoded: NDArray[np.uint8]) -> NDArray[np.float32]:
@@ -81,6 +80,16 @@ class RowEncoding(PlaneEncoding):
     def from_codes(self, codes: NDArray[np.uint8]) -> NDArray[np.float32]:
         """The inverse: a new array."""
         raise NotImplementedError
+
+
+def _find_largest(numbers: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The largest absolute value of each row; NaN where there is one.
+
+    By bits, which sort as absolute values do, and NaN last: a third of the time of float minima.
+    """
+    bits = numbers.view(np.uint32) & np.uint32(0x7FFFFFFF)
+    largest: NDArray[np.uint32] = bits.max(-1)
+    return largest.view(np.float32)
 
 
 class Int8Encoding(RowEncoding):

@@ -144,9 +144,7 @@ class EncodedPages:
 
     def gather(self, layer: int, blocks: NDArray[np.int64], staged: NDArray[np.int64]) -> None:
         """See `Staging`."""
-        raw = np.concatenate(
-            [plane[blocks].reshape(len(blocks), -1) for plane in self._planes(layer)], axis=1
-        )
+        raw = self._read(layer, blocks)
         encoded = self.encoding.encode(self._layers[layer], raw)
         num_bytes = self.encoding.max_bytes(self._layers[layer])
         self._staged_pages(layer)[staged, :num_bytes] = np.stack(encoded)
@@ -157,16 +155,26 @@ class EncodedPages:
         raw = np.empty((len(blocks), self._layers[layer].block_bytes), np.uint8)
         encoded = self._staged_pages(layer)[staged, :num_bytes]
         self.encoding.decode(self._layers[layer], list(encoded), raw)
+        self._write(layer, blocks, raw)
+
+    def _read(self, layer: int, blocks: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """The engine's pages in canonical order, `[n, page_bytes]`."""
+        pages = view_pages(self.own.memory, self.own.arrays[layer])
+        if self.layout.order == "canonical":
+            return pages[blocks]
+        planes = view_planes(pages, page_geometry(self.layout, layer), None)
+        return np.concatenate([each[blocks].reshape(len(blocks), -1) for each in planes], axis=1)
+
+    def _write(self, layer: int, blocks: NDArray[np.int64], raw: NDArray[np.uint8]) -> None:
+        pages = view_pages(self.own.memory, self.own.arrays[layer])
+        if self.layout.order == "canonical":
+            pages[blocks] = raw
+            return
         at = 0
-        for plane in self._planes(layer):
+        for plane in view_planes(pages, page_geometry(self.layout, layer), None):
             stop = at + plane[0].size
             plane[blocks] = raw[:, at:stop].reshape(len(blocks), *plane.shape[1:])
             at = stop
-
-    def _planes(self, layer: int) -> list[NDArray[np.uint8]]:
-        """Of the engine's pages: `[num_blocks, token, head, row_bytes]` each."""
-        pages = view_pages(self.own.memory, self.own.arrays[layer])
-        return view_planes(pages, page_geometry(self.layout, layer), None)
 
     def _staged_pages(self, layer: int) -> NDArray[np.uint8]:
         return view_pages(self.staged.memory, self.staged.arrays[layer])
