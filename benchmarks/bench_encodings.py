@@ -1,6 +1,6 @@
 """What each encoding of KV costs and gives: bytes, time, error, and answers over a slow link.
 
-    codecs   bytes, and GB/s of one core beside memcpy, of KV of the demo model (head dimension 32)
+    codecs   bytes, and GB for each CPU second of the thread beside memcpy, of KV of the demo model (head dimension 32)
              tiled to 8 MiB, and of random numbers in the layout of Llama-3.1-8B (8 layers, head
              dimension 128). GB are those of the KV as it was computed.
     quality  the demo model on chapters it was not trained on (`--text`, the files that
@@ -185,7 +185,7 @@ def summarize(rows: list[dict[str, float]]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Codec:
-    """One encoding of one kind of KV: GB/s of raw KV, median and quartiles."""
+    """One encoding of one kind of KV: GB of raw KV for each CPU second, quartiles."""
 
     data: str
     dtype: str
@@ -241,10 +241,10 @@ def time_codecs(name: str, layout: KVLayout, blocks: np.ndarray, rounds: int) ->
             calls[kind, "encode"] = partial(each.encode, layout, blocks)
             calls[kind, "decode"] = partial(each.decode, layout, encoded[kind], target)
         for key, call in calls.items():
-            began = time.perf_counter()
+            began = time.thread_time()
             call()
             if number:  # the first one warms up
-                times.setdefault(key, []).append(time.perf_counter() - began)
+                times.setdefault(key, []).append(time.thread_time() - began)
     shares = {kind: sum(map(len, each)) / blocks.nbytes for kind, each in encoded.items()}
     return [
         Codec(
@@ -393,8 +393,16 @@ def make_model(folder: Path) -> Path:
 
 
 def show_codecs(codecs: Sequence[Codec]) -> None:
-    """GB/s, one core."""
-    table = Table("KV", "dtype", "encoding", "bytes", "encode", "decode", title="codecs, GB/s")
+    """GB for each CPU second."""
+    table = Table(
+        "KV",
+        "dtype",
+        "encoding",
+        "bytes",
+        "encode",
+        "decode",
+        title="codecs, GB for each CPU second",
+    )
     for each in codecs:
         speeds = ["{1:.2f} ({0:.2f} to {2:.2f})".format(*q) for q in (each.encode, each.decode)]
         table.add_row(each.data, each.dtype, each.encoding, f"{each.share:.3f}", *speeds)

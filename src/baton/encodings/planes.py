@@ -18,7 +18,7 @@ from baton.encodings.raw import check_lengths
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from typing import Any
 
     from numpy.typing import NDArray
@@ -32,6 +32,8 @@ NUMPY_DTYPES: Final[dict[str, np.dtype[Any]]] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
 """Of KV that can be encoded. KV in eight bits is small already."""
+CHUNK_NUMBERS: Final = 1 << 17
+"""That are encoded at once: half a megabyte in float32, faster than 8 MiB by two fifths."""
 LARGEST: Final = {"float32": 3.4028234e38, "float16": 65504.0, "bfloat16": 3.3895313e38}
 """The largest finite number of each."""
 
@@ -149,7 +151,9 @@ class PlaneEncoding:
         encoded = np.empty((len(blocks), self.max_bytes(layout)), np.uint8)
         for source, target in self._pairs(layout):
             numbers = _shaped(source.shape, source.view(blocks).view(dtype))
-            self.encode_plane(source.shape, numbers.astype(np.float32), target.view(encoded))
+            out = target.view(encoded)
+            for some in _chunks(len(blocks), source):
+                self.encode_plane(source.shape, numbers[some].astype(np.float32), out[some])
         return list(encoded)
 
     def decode(
@@ -163,9 +167,12 @@ class PlaneEncoding:
         most = LARGEST[layout.dtype]
         together = np.stack(encoded)
         for target, source in self._pairs(layout):
-            numbers = self.decode_plane(source.shape, source.view(together))
-            np.clip(numbers, -most, most, out=numbers)  # a code may round up beyond it
-            _shaped(target.shape, target.view(blocks).view(dtype))[...] = numbers
+            out = _shaped(target.shape, target.view(blocks).view(dtype))
+            codes = source.view(together)
+            for some in _chunks(len(blocks), target):
+                numbers = self.decode_plane(source.shape, codes[some])
+                # A code may round up beyond the largest number.
+                out[some] = np.clip(numbers, -most, most, out=numbers)
 
     def _pairs(self, layout: KVLayout) -> list[tuple[PlaneRun, PlaneRun]]:
         """Each plane as it was computed, and as it is encoded."""
@@ -177,6 +184,16 @@ class PlaneEncoding:
                 strict=True,
             )
         )
+
+
+def _chunks(num_blocks: int, run: PlaneRun) -> Iterator[tuple[slice, slice]]:
+    """Blocks and layers of a plane, some at a time: what is computed of them stays in caches."""
+    num_planes = max(1, CHUNK_NUMBERS // run.shape.num_numbers)
+    layers = min(num_planes, run.num_layers)
+    blocks = num_planes // layers
+    for block in range(0, num_blocks, blocks):
+        for layer in range(0, run.num_layers, layers):
+            yield slice(block, block + blocks), slice(layer, layer + layers)
 
 
 def pack_bfloat16(numbers: NDArray[np.float32]) -> NDArray[np.uint8]:
