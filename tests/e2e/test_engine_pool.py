@@ -13,13 +13,14 @@ from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.auth.ticket import Ticket, WorkerRef
 from baton.clock import MachineClock
+from baton.encodings.interface import ENCODINGS
 from baton.engines.interface import Colocated, DecodeRequest, PrefillRequest
 from baton.engines.transformers.engine import TransformersEngine
 from baton.engines.transformers.options import TransformersOptions
 from baton.handoff.dispatcher import open_handoffs
 from baton.handoff.kv_views import KVView
 from baton.handoff.options import AgentOptions
-from baton.handoff.pool_mode.store_access import StoreAccess, report_to
+from baton.handoff.pool_mode.store_access import StoreAccess, name_encodings, report_to
 from baton.ids import WorkerId, new_epoch, new_ticket_id
 from baton.store.entry_format import EntryFormat
 from baton.store.tiered import open_store
@@ -42,6 +43,7 @@ def pooled(
     *,
     store_block_size: int = 16,
     prefixes: bool = False,
+    encoding: str = "raw",
     **options: int,
 ) -> Iterator[Node]:
     """A worker that reaches no other: no transports, nothing but the store."""
@@ -62,7 +64,10 @@ def pooled(
         clock=CLOCK,
     )
     layout = engine.info.layout
-    entry_format = EntryFormat.of(layout, block_size=store_block_size, num_parts=1)
+    written = ENCODINGS.build(encoding, {})
+    entry_format = EntryFormat.of(
+        layout, block_size=store_block_size, num_parts=1, encodings=name_encodings(written, None)
+    )
     epoch = new_epoch()
     view = KVView(layout, engine.region)
     handoffs = open_handoffs(
@@ -78,7 +83,7 @@ def pooled(
         ),
         report_to(
             engine.journal,
-            StoreAccess(store, entry_format, view, keeps_prefixes=prefixes),
+            StoreAccess(store, entry_format, view, written, keeps_prefixes=prefixes),
             fingerprint=engine.info.fingerprint,
             clock=CLOCK,
         ),

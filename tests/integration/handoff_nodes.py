@@ -200,6 +200,7 @@ def node(
     observer: LinkObserver | None = None,
     verification: VerificationPolicy | None = None,
     is_stepped: bool = False,
+    host: str = "127.0.0.1",
 ) -> Iterator[Node]:
     """A worker whose agent has a thread, unless the test steps it itself."""
     if pages is None:
@@ -210,12 +211,13 @@ def node(
                 op=op, clock=clock, timeout_s=timeout_s, lease_s=lease_s,
                 layer_batch_bytes=layer_batch_bytes, wrap=wrap,
                 links=links, observer=observer, verification=verification, is_stepped=is_stepped,
+                host=host,
             ) as running,
         ):  # fmt: skip
             yield running
         return
     epoch = new_epoch()
-    context = TransportContext(credentials=key, epoch=epoch, bind_host="127.0.0.1", clock=clock)
+    context = TransportContext(credentials=key, epoch=epoch, bind_host=host, clock=clock)
     transports = tuple(wrap(TRANSPORTS.build(kind, {})(context)) for kind in kinds)
     agent = HandoffAgent(
         AgentOptions(
@@ -226,6 +228,7 @@ def node(
             transports=transports,
             credentials=key,
             clock=clock,
+            host=host,
             timeout_s=timeout_s,
             lease_s=lease_s,
             layer_batch_bytes=layer_batch_bytes,

@@ -112,6 +112,8 @@ def _options(config: Config, status_fd: int) -> ProcessOptions:
         handoff_timeout_s=config.handoff.timeout_s,
         liveness_timeout_s=config.handoff.liveness_timeout_s,
         lease_s=config.handoff.lease_s,
+        handoff_encoding=config.handoff.encoding,
+        staging_bytes=config.handoff.staging_bytes,
         layer_batch_bytes=config.handoff.layer_batch_bytes,
         verification=VerificationPolicy.of(config.handoff),
         transports=config.transfer.transports,

@@ -117,8 +117,13 @@ class HandoffSection(Struct, frozen=True, kw_only=True):
     `timeout_s` counts from the last sign of life of a prefill engine that has the prompt queued.
 
     `verify_*`: which bytes are compared with their digests, by the kind of path that they took.
+
+    `encoding` is how KV is written for peers on other hosts (`baton.encodings`), in at most
+    `staging_bytes`.
     """
 
+    encoding: Annotated[str, Meta(min_length=1, max_length=64)] = "raw"
+    staging_bytes: PositiveCount = 256 * 1024 * 1024
     timeout_s: Seconds = 60.0
     liveness_timeout_s: Seconds = 3.0
     lease_s: LeaseSeconds = 10.0
@@ -171,9 +176,11 @@ class StoreSection(Struct, frozen=True, kw_only=True):
 
     The same for all workers that share it. An entry has `block_size` tokens, whatever an engine's
     blocks have, and `num_parts` shares of the heads: a multiple of every tensor-parallel size.
+    `encoding` is how its numbers are written (`baton.encodings`).
     """
 
     tiers: tuple[str, ...] = ()
+    encoding: Annotated[str, Meta(min_length=1, max_length=64)] = "raw"
     block_size: Annotated[int, Meta(ge=1, le=65_536)] = 64
     num_parts: Annotated[int, Meta(ge=1, le=1024)] = 1
     prefixes: bool = True

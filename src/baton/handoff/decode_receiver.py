@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, assert_never
 from baton.auth.ticket import seal
 from baton.clock import Instant
 from baton.errors import BatonError, ProtocolError
+from baton.handoff.encoded_view import note_encoding
 from baton.handoff.grants import LeaseRenewer, Tombstone, Tombstones
 from baton.handoff.incoming import IncomingHandoff, explain_mismatch, verify_written
 from baton.handoff.kv_views import STAGING_STAGE, Holder
@@ -320,6 +321,7 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             return
         if incoming.mapped_pages is not None:
             context = self._context
+            note_encoding(order.trace, view.view.layout)
             plan = TransferPlan(
                 op,
                 incoming.mapped_pages.pages,

@@ -118,11 +118,13 @@ class LookupOrder:
 class LoadOrder(LookupOrder):
     """Load the beginning of a prompt from the store into `blocks`, as far as it is there and pays.
 
-    `guard` takes the blocks back before the load has ended.
+    `guard` takes the blocks back before the load has ended. `trace` is the request's, if there is
+    one yet: lossy entries are noted in it.
     """
 
     blocks: BlockTable
     guard: BlockGuard = field(default_factory=BlockGuard)
+    trace: RequestSpan | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+import msgspec
+
 from baton.clock import Instant
+from baton.config.cluster_key import is_loopback
 from baton.errors import (
     AuthenticationError,
     BatonError,
@@ -25,6 +28,7 @@ from baton.errors import (
     PeerUnreachableError,
     ProtocolError,
 )
+from baton.handoff.encoded_view import LOSSY_TRAIT, encoding_of
 from baton.handoff.io_backend import OS_BACKEND
 from baton.handoff.link import Link, LinkPhase
 from baton.handoff.messages import (
@@ -97,10 +101,29 @@ def negotiate(dialer: Hello, listener: Hello) -> ViewPair:
         prints = f"{dialer.fingerprint[:16]}… {names[0]}, {listener.fingerprint[:16]}… {names[1]}"
         raise _refusal([f"another model: fingerprint {prints}", *traits])
     layouts = [[view.layout for view in hello.views] for hello in (dialer, listener)]
+    _check_exactness(dialer, listener)
     pair = choose_views(*layouts)
     if pair is None:
         raise _refusal([*_explain_views(*layouts), *traits])
     return pair
+
+
+def _check_exactness(dialer: Hello, listener: Hello) -> None:
+    """Refuse KV that may have lost something to an encoding which its receiver does not use.
+
+    Raises:
+        LayoutMismatchError: it may.
+    """
+    held, accepted = (
+        set(hello.traits.get(LOSSY_TRAIT, "").split(",")) - {""} for hello in (listener, dialer)
+    )
+    if held - accepted:
+        names = ", ".join(sorted(held - accepted))
+        reason = (
+            f"KV of {listener.worker} may have been encoded as {names}, which {dialer.worker} does "
+            "not use: give both the same store.encoding and handoff.encoding"
+        )
+        raise _refusal([reason])
 
 
 def _refusal(reasons: Iterable[str]) -> LayoutMismatchError:
@@ -221,6 +244,7 @@ class PeerTable:
         self._liveness_timeout_s = liveness_timeout_s
         self._io_backend = io_backend
         self._listener: NonBlockingSocket | None = None
+        self._host = ""
         self._peers: dict[Peer, None] = {}  # in order, so that a simulation repeats itself
         self._dialed: dict[tuple[WorkerId, Epoch], Peer] = {}
         self.unflushed: dict[Peer, None] = {}
@@ -262,6 +286,7 @@ class PeerTable:
         self._selector.register(listener, selectors.EVENT_READ, self)
         self._listener = listener
         bound = listener.getsockname()
+        self._host = str(bound[0])
         return f"[{bound[0]}]:{bound[1]}" if ":" in bound[0] else f"{bound[0]}:{bound[1]}"
 
     def dial(self, ref: WorkerRef) -> Peer | None:
@@ -279,10 +304,18 @@ class PeerTable:
             logger.warning("handoff: %s", exc)
             return None
         peer = Peer(link, dialed=ref)
-        link.send(self._hello)
+        link.send(self._hello_to(ref))
         self._dialed[ref.worker, ref.epoch] = peer
         self._admit(peer)
         return peer
+
+    def _hello_to(self, ref: WorkerRef) -> Hello:
+        """What is sent to a worker that is dialed: to one on this host without encoded views."""
+        theirs = ref.address.rpartition(":")[0].strip("[]")
+        if not is_loopback(theirs) and theirs != self._host:
+            return self._hello
+        raw = tuple(view for view in self._hello.views if encoding_of(view.layout) is None)
+        return msgspec.structs.replace(self._hello, views=raw)
 
     def serve(self, source: Peer | PeerTable, mask: int) -> list[PeerEvent]:
         """A registered socket is ready: what came of it."""
@@ -475,12 +508,14 @@ class PeerTable:
         if peer.dialed is None:
             pair = negotiate(dialer=hello, listener=self._hello)
             return NegotiatedViews(pair.listener, hello.views[pair.dialer])
-        pair = negotiate(dialer=self._hello, listener=hello)
+        sent = self._hello_to(peer.dialed)
+        pair = negotiate(dialer=sent, listener=hello)
         if peer.dialed.worker != hello.worker:
             raise PeerLostError(f"{hello.worker} answers in place of {peer.dialed.worker}")
         if peer.dialed.epoch != hello.epoch:
             raise PeerLostError(f"{hello.worker} restarted: another epoch answers")
-        return NegotiatedViews(pair.dialer, hello.views[pair.listener])
+        ours = self._hello.views.index(sent.views[pair.dialer])
+        return NegotiatedViews(ours, hello.views[pair.listener])
 
     def _measure_clock(self, peer: Peer, echo: float, at: float) -> None:
         """Offset by the exchange with the shortest round trip (as NTP's clock filter does)."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.clock import Instant
 from baton.errors import BatonError
+from baton.handoff.encoded_view import note_encoding
 from baton.handoff.grants import (
     EarlyGrants,
     Granted,
@@ -335,6 +336,7 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             self._perform(outgoing, session.fail(str(exc), stage=stage))
             return
         if outgoing.mapped_pages is not None:
+            note_encoding(session.order.trace, view.view.layout)
             self._perform(outgoing, session.begin(view.page_tokens))
 
     def _is_reachable(self, peer: Peer) -> bool:

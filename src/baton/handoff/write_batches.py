@@ -56,6 +56,8 @@ if TYPE_CHECKING:
 
 MAX_SEGMENTS: Final = 2048
 """Pieces of one write: keeps its notification far below `MAX_NOTIFICATION_BYTES`."""
+STAGED_BATCH_BYTES: Final = 1 << 20
+"""Of staged pages that are filled at once: while they travel, the next are."""
 MIN_DIGESTED_PAGE_BYTES: Final = 8192
 """Smaller pages are digested before they are copied, which then takes fewer calls: adjacent ones
 are copied in one (docs/verification.md)."""
@@ -245,10 +247,9 @@ def write_batches(
         ProtocolError: the range is not in the pages of either side.
     """
     layers = range(submit.layer, submit.layer + submit.num_layers)
-    outgoing.pages_to_send.gather(layers, submit.start, submit.stop)
     builder = outgoing.builder
     finish, end = outgoing.session.ends_with(submit), (layers.stop, submit.stop)
-    for batch in builder.build(layers, submit.start, submit.stop):
+    for batch in _gather_and_build(submit, layers, outgoing):
         chosen = _choose(batch, builder, peer_transports, outgoing)
         if batch.copies.num_layers == 1 or chosen.peer_transport.takes_several_arrays:
             rides = finish if batch.end == end else None
@@ -258,6 +259,22 @@ def write_batches(
             chosen = _choose(each, builder, peer_transports, outgoing)
             rides = finish if each.end == end else None
             yield _post(each, chosen, peer_transports, outgoing, finish=rides)
+
+
+def _gather_and_build(
+    submit: WriteLayers, layers: range, outgoing: OutgoingHandoff
+) -> Iterator[WriteBatch]:
+    """The batches of a range; staged pages are filled for some layers, sent, then for the next."""
+    pages = outgoing.pages_to_send
+    at_once = len(layers)
+    if pages.view.staging is not None:
+        token_bytes = pages.view.layout.bytes_per_token // pages.view.layout.num_layers
+        layer_bytes = max(1, (submit.stop - submit.start) * token_bytes)
+        at_once = max(1, STAGED_BATCH_BYTES // layer_bytes)
+    for first in range(0, len(layers), at_once):
+        some = layers[first : first + at_once]
+        pages.gather(some, submit.start, submit.stop)
+        yield from outgoing.builder.build(some, submit.start, submit.stop)
 
 
 def _choose(

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from baton.kv.identity import BlockHash
 
 _ENTRY_TAG: Final = b"baton/entry/1"
+_ENCODED_TAG: Final = b"baton/entry/2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +32,25 @@ class EntryFormat:
 
     `full_layout` is the canonical layout of all heads in blocks of the store's size. Part i of
     `num_parts` has the heads that tensor-parallel rank i of so many would hold.
+
+    `encodings` are those that the KV may have gone through, each as `use=name/version`: of the
+    entries themselves (`store`), and of what workers of this store receive (`handoff`). They are
+    part of every entry's name, so that no worker finds KV less exact than it asks for.
     """
 
     full_layout: KVLayout
     num_parts: int
+    encodings: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, layout: KVLayout, *, block_size: int, num_parts: int) -> Self:
+    def of(
+        cls,
+        layout: KVLayout,
+        *,
+        block_size: int,
+        num_parts: int,
+        encodings: tuple[str, ...] = (),
+    ) -> Self:
         """The form in which a worker with `layout` keeps its KV.
 
         Raises:
@@ -49,7 +62,7 @@ class EntryFormat:
                 f"entries have {num_parts} parts: set store.num_parts to a multiple"
             )
         full_layout = KVLayout(layout.layers, block_size, layout.dtype)
-        entry_format = cls(full_layout, num_parts)
+        entry_format = cls(full_layout, num_parts, encodings)
         entry_format.part_layout(0)  # raises with the reason
         return entry_format
 
@@ -84,7 +97,11 @@ def _part_layout(entry_format: EntryFormat, part: int, num_tokens: int) -> KVLay
 
 @lru_cache(maxsize=256)
 def _prefix(entry_format: EntryFormat, part: int) -> bytes:
-    return _ENTRY_TAG + bytes.fromhex(entry_format.part_layout(part).fingerprint())
+    fingerprint = bytes.fromhex(entry_format.part_layout(part).fingerprint())
+    if not entry_format.encodings:
+        return _ENTRY_TAG + fingerprint
+    text = ",".join(entry_format.encodings).encode()
+    return _ENCODED_TAG + len(text).to_bytes(1, "little") + text + fingerprint
 
 
 MAGIC: Final = b"BATONKV3"

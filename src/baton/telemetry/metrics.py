@@ -214,6 +214,12 @@ class HandoffInstruments:
             registry=registry,
         )
         self._fallbacks = {cause: fallbacks.labels(cause) for cause in (*fallback_causes, UNKNOWN)}
+        self._encoded = Counter(
+            "baton_handoff_encoded",
+            "Handoffs whose KV came encoded, by the encoding and where it was used.",
+            ["encoding"],
+            registry=registry,
+        )
         self._transfer = _by_transport(
             registry,
             "baton_handoff_transfer_seconds",
@@ -235,6 +241,8 @@ class HandoffInstruments:
             return
         _add(self._verified, trace.verified_bytes)
         _add(self._digest_failures, trace.digest_failures)
+        for encoding in trace.encodings:
+            self._encoded.labels(encoding).inc()
         for fallback in trace.fallbacks:
             cause = fallback.partition(": ")[0]
             self._fallbacks.get(cause, self._fallbacks[UNKNOWN]).inc()

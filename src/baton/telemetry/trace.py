@@ -65,6 +65,7 @@ class RequestSpan(msgspec.Struct, kw_only=True):
     num_output_tokens: int = 0
     fallbacks: list[str] = []
     reroutes: list[str] = []  # "transport: why", for each that failed and was taken over
+    encodings: list[str] = []  # "use=name/version", for each that wrote KV other than raw
     verified_bytes: dict[str, int] = {}  # by transport: compared with their sender's digests
     digest_failures: dict[str, int] = {}  # by transport: notices whose bytes were others
     waited_s: float = 0.0  # in the gateway's queue
@@ -74,6 +75,11 @@ class RequestSpan(msgspec.Struct, kw_only=True):
     def stamp(self, name: Stamp, at: float) -> None:
         """Record an instant; the first one of a name wins (a retry does not rewrite history)."""
         self.stamps.setdefault(name, at)
+
+    def note_encoding(self, name: str) -> None:
+        """Record that KV of this request was encoded, once for each encoding."""
+        if name not in self.encodings:
+            self.encodings.append(name)
 
     def verified(self, transport: str, num_bytes: int, *, is_intact: bool) -> None:
         """Record that bytes which a transport brought were compared with their digests."""
@@ -89,6 +95,7 @@ class RequestSpan(msgspec.Struct, kw_only=True):
             peer_stamps=dict(self.peer_stamps),
             fallbacks=list(self.fallbacks),
             reroutes=list(self.reroutes),
+            encodings=list(self.encodings),
             moves=list(self.moves),
             verified_bytes=dict(self.verified_bytes),
             digest_failures=dict(self.digest_failures),

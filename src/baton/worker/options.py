@@ -71,6 +71,8 @@ class ProcessOptions:
     handoff_timeout_s: float = 60.0
     liveness_timeout_s: float = 3.0
     lease_s: float = 10.0
+    handoff_encoding: str = "raw"
+    staging_bytes: int = 256 * 1024 * 1024
     layer_batch_bytes: int = 4 * 1024 * 1024
     verification: VerificationPolicy = field(default_factory=VerificationPolicy)
     transports: tuple[str, ...] = ("shared", "tcp")

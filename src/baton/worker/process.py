@@ -22,6 +22,12 @@ from baton.config.environment import pin_to
 from baton.engines.interface import ENGINES, EngineContext
 from baton.errors import ConfigError, EngineError
 from baton.handoff.dispatcher import HandoffDispatcher, open_handoffs
+from baton.handoff.encoded_view import (
+    StagingSize,
+    list_lossy,
+    make_encoded_view,
+    open_handoff_encoding,
+)
 from baton.handoff.kv_views import KVView
 from baton.handoff.options import AgentOptions
 from baton.handoff.peer_transports import LinkOptions
@@ -41,6 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
     from baton.clock import Clock
+    from baton.encodings.interface import KVEncoding
     from baton.engines.interface import Engine
     from baton.ids import Epoch
     from baton.transfer.interface import Transport
@@ -220,19 +227,25 @@ def _handoffs(
     options: ProcessOptions, engine: Engine, epoch: Epoch, clock: Clock
 ) -> HandoffDispatcher:
     view = KVView(engine.info.layout, engine.region, peer_mappings=engine.peer_mappings)
+    encoding = open_handoff_encoding(options.handoff_encoding, view.layout)
     access = open_store_access(
         options.store,
         view,
         key=options.credentials.key,
         clock=clock,
         keeps_prefixes=options.store.prefixes,
+        handoff_encoding=encoding,
     )
+    # KV of a prefill worker that receives none is as exact as what it loads.
+    received = None if options.role == "prefill" else encoding
+    stored = None if access is None else access.encoding
     return open_handoffs(
         AgentOptions(
             worker=options.worker,
             epoch=epoch,
             fingerprint=engine.info.fingerprint,
-            views=(view,),
+            views=_views(options, engine, view, encoding),
+            traits=list_lossy((received, stored)),
             transports=_transports(options, epoch, clock),
             credentials=options.credentials,
             clock=clock,
@@ -250,6 +263,17 @@ def _handoffs(
         ),
         report_to(engine.journal, access, fingerprint=engine.info.fingerprint, clock=clock),
     )
+
+
+def _views(
+    options: ProcessOptions, engine: Engine, view: KVView, encoding: KVEncoding | None
+) -> tuple[KVView, ...]:
+    """The engine's pages as they are, and encoded, where that is configured."""
+    if encoding is None:
+        return (view,)
+    size = StagingSize(options.staging_bytes, engine.info.max_context_tokens)
+    allocate = choose_allocation(options.transport_options)
+    return make_encoded_view(view, encoding, size, allocate=allocate), view
 
 
 def _transports(options: ProcessOptions, epoch: Epoch, clock: Clock) -> tuple[Transport, ...]:

@@ -68,7 +68,7 @@ class Setting:
     def begin(self) -> TicketId:
         self._num += 1
         order = TicketId(self._num.to_bytes(16, "big"))
-        request = SimpleNamespace(tenant_salt="", prompt_ids=make_prompt(NUM_TOKENS))
+        request = SimpleNamespace(tenant_salt="", prompt_ids=make_prompt(NUM_TOKENS), trace=None)
         sequence = SimpleNamespace(request=request, block_size=16, num_prompt_tokens=NUM_TOKENS)
         self.prefixes.begin(PendingLoad(sequence, order, 0, ()))
         return order

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import msgspec
@@ -92,6 +93,25 @@ def test_another_dtype_or_shape_is_another_form() -> None:
     forms = [EntryFormat.of(layout, block_size=64, num_parts=1) for layout in layouts]
     forms.append(EntryFormat.of(LAYOUT, block_size=64, num_parts=2))
     assert len({entry_format.name(block_hash, 0) for entry_format in forms}) == len(forms)
+
+
+def test_encodings_are_part_of_the_name() -> None:
+    """Golden: docs/wire/store.md. Without any, names are those of before there were encodings."""
+    block_hash = compute_block_hashes(HashDomain("m", "", 64), np.arange(64, dtype=np.int32))[0]
+    names = {}
+    for encodings in (
+        (),
+        ("store=int8/1",),
+        ("handoff=int8/1",),
+        ("store=int8/1", "handoff=fp8/1"),
+    ):
+        form = EntryFormat.of(LAYOUT, block_size=64, num_parts=1, encodings=encodings)
+        names[encodings] = form.name(block_hash, 0)
+        text = ",".join(encodings).encode()
+        fingerprint = bytes.fromhex(form.part_layout(0).fingerprint())
+        tag = b"baton/entry/2" + bytes([len(text)]) + text if text else b"baton/entry/1"
+        assert names[encodings] == hashlib.sha256(tag + fingerprint + block_hash).digest()
+    assert len(set(names.values())) == len(names)
 
 
 def test_parts_are_shared_among_ranks() -> None:

@@ -484,6 +484,7 @@ def make_load_order(load: PendingLoad, token_s: float) -> LoadOrder:
         start=load.start,
         blocks=BlockTable(load.start // size, np.array(load.blocks, dtype=np.int64)),
         token_s=token_s,
+        trace=request.trace,
     )
 
 

@@ -102,7 +102,16 @@ def event_endpoints(run_directory: Path) -> tuple[str, str]:
 
 
 def _transfer(config: Config, options: VllmOptions) -> dict[str, object]:
-    """The value of `--kv-transfer-config`: Baton's connector, and a failed load costs time only."""
+    """The value of `--kv-transfer-config`: Baton's connector, and a failed load costs time only.
+
+    Raises:
+        ConfigError: KV is to be encoded on its way, which vLLM workers cannot do.
+    """
+    if config.handoff.encoding != "raw":
+        raise ConfigError(
+            f'handoff.encoding = "{config.handoff.encoding}": vLLM workers send and receive raw KV '
+            "only; set it for workers of the embedded engine alone (store.encoding works for both)"
+        )
     kv_roles = {role: kv_role for kv_role, role in ROLES.items()}
     extra: dict[str, object] = {
         "name": config.worker.name,

@@ -30,6 +30,7 @@ from baton.engines.vllm.rank_handoffs import RankHandoffs
 from baton.engines.vllm.rank_observer import FALLBACK_CAUSE, RankObserver
 from baton.engines.vllm.rank_prompts import RankSetting
 from baton.handoff.dispatcher import HandoffDispatcher, open_handoffs
+from baton.handoff.encoded_view import list_lossy
 from baton.handoff.link_page import describe_links
 from baton.handoff.options import AgentOptions
 from baton.handoff.peer_transports import LinkOptions
@@ -140,7 +141,8 @@ class Rank:
                 plan.vllm_config, self._layers, kv_caches, store_block_size=options.store.block_size
             )
         fingerprint = options.fingerprint or find_fingerprint(plan.vllm_config.model_config)
-        dispatcher = open_handoffs(self._agent_options(fingerprint), self._open_pool())
+        access = self._open_pool()
+        dispatcher = open_handoffs(self._agent_options(fingerprint, access), access)
         agent = dispatcher.agent
         registry = CollectorRegistry()
         registry.register(WARNINGS)
@@ -233,18 +235,19 @@ class Rank:
             observer=observer,
         )
 
-    def _agent_options(self, fingerprint: str) -> AgentOptions:
+    def _agent_options(self, fingerprint: str, access: StoreAccess | None) -> AgentOptions:
         plan, options = self._plan, self._plan.options
         worker, epoch = plan.identity.of_rank(plan.rank)
         # A drafter's KV is not handed over: what it lacks costs accepted drafts, not tokens.
         views = tuple(f for f in self._kv_views if f.layout.num_layers == self._layers.num_main)
         arrangement = views[0].layout.arrangement or views[0].layout.order
+        lossy = list_lossy(() if access is None else (access.encoding,))
         return AgentOptions(
             worker=worker,
             epoch=epoch,
             fingerprint=fingerprint,
             views=views,
-            traits=read_traits(plan.vllm_config, plan.rank, arrangement),
+            traits=read_traits(plan.vllm_config, plan.rank, arrangement) | lossy,
             preferred_op=options.preferred_op,
             transports=self._transports(epoch),
             credentials=self._credentials,

@@ -65,6 +65,8 @@ def merge_traces(span: RequestSpan, parts: Iterable[RequestSpan]) -> None:
         if span.transport is None or (is_mismatch and span.transport == span.expected_transport):
             span.transport, span.expected_transport = part.transport, part.expected_transport
         span.reroutes += part.reroutes
+        for encoding in part.encodings:
+            span.note_encoding(encoding)
         span.num_bytes += part.num_bytes
         span.num_pages += part.num_pages
 

@@ -39,6 +39,7 @@ class PoolModeCollector(Collector):
         entries.add_metric(["decode", "loaded"], counts.num_loaded)
         entries.add_metric(["decode", "missing"], counts.num_missing)
         yield entries
+        yield from _encoding_families(self._access)
         if self._access.keeps_prefixes:
             yield from _prefix_families(self._prefixes)
         try:
@@ -51,6 +52,22 @@ class PoolModeCollector(Collector):
     def describe(self) -> Iterable[Metric]:
         """See `Collector`: nothing, so that registering reads nothing."""
         return ()
+
+
+def _encoding_families(access: StoreAccess) -> Iterator[Metric]:
+    """Both directions of the store's encoding; of `raw` as well: then the two sizes are equal."""
+    name = access.encoding.name
+    num_bytes = CounterMetricFamily(
+        "baton_encoding_bytes", "KV that was encoded or decoded.", labels=["encoding", "op", "form"]
+    )
+    seconds = CounterMetricFamily(
+        "baton_encoding_seconds", "What that took.", labels=["encoding", "op"]
+    )
+    for op, counts in (("encode", access.encoded), ("decode", access.decoded)):
+        num_bytes.add_metric([name, op, "raw"], counts.raw_bytes)
+        num_bytes.add_metric([name, op, "encoded"], counts.encoded_bytes)
+        seconds.add_metric([name, op], counts.seconds)
+    yield from (num_bytes, seconds)
 
 
 def _prefix_families(counts: PrefixCounts) -> Iterator[Metric]:

@@ -22,6 +22,7 @@ from baton.clock import Instant
 from baton.errors import BatonError
 from baton.handoff.interface import BlocksQuiescent, KVLanded, KVSent, PrefixFound
 from baton.handoff.pool_mode.block_copier import hash_segments
+from baton.handoff.pool_mode.store_access import note_store_encoding
 from baton.kv.identity import HashDomain
 
 if TYPE_CHECKING:
@@ -278,6 +279,8 @@ class StoredPrefixes:
     def _end_load(self, load: _Load) -> None:
         order = load.order
         del self._loads[order.id]
+        if load.num_tokens > order.start and order.trace is not None:
+            note_store_encoding(order.trace, self.access.encoding)
         self._emit(KVLanded(order.id, None, max(order.start, load.num_tokens)))
 
     def _advance_keep(self, keep: _Keep) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
+from baton.encodings.interface import RAW, open_encoding
+from baton.encodings.raw import RawEncoding
 from baton.handoff.pool_mode.store_journal import open_store_journal
 from baton.store.entry_format import EntryFormat
 from baton.store.tiered import open_store
@@ -15,10 +17,12 @@ if TYPE_CHECKING:
     from baton.auth.key import ClusterKey
     from baton.clock import Clock
     from baton.config.sections import StoreSection
+    from baton.encodings.interface import KVEncoding
     from baton.events.journal import CacheJournal
     from baton.handoff.kv_views import KVView
     from baton.handoff.pool_mode.store_journal import StoreJournal
     from baton.store.tiered import TieredStore
+    from baton.telemetry.trace import RequestSpan
 
 
 @dataclass(slots=True)
@@ -35,11 +39,30 @@ class EntryCounts:
     num_missing: int = 0
 
 
+@dataclass(slots=True)
+class EncodingCounts:
+    """Of KV that was encoded, or decoded: bytes as computed, as encoded, and the time.
+
+    Owner: the pool's thread; others read.
+    """
+
+    raw_bytes: int = 0
+    encoded_bytes: int = 0
+    seconds: float = 0.0
+
+    def add(self, raw_bytes: int, encoded_bytes: int, seconds: float) -> None:
+        """Some more."""
+        self.raw_bytes += raw_bytes
+        self.encoded_bytes += encoded_bytes
+        self.seconds += seconds
+
+
 @dataclass(frozen=True, slots=True)
 class StoreAccess:
     """The store belongs to the pool's thread, which closes it; so do the staging pages of `view`.
 
     The KV view shows the engine's blocks in an order that can be divided into tokens and heads.
+    `encoding` writes the bodies of entries.
     `keeps_prefixes`: what engines compute is kept, and looked for before it is computed. What is
     kept is reported to gateways by way of `journal`, if there is one.
     """
@@ -47,9 +70,12 @@ class StoreAccess:
     store: TieredStore
     entry_format: EntryFormat
     view: KVView
+    encoding: KVEncoding = field(default_factory=RawEncoding)
     keeps_prefixes: bool = False
     journal: StoreJournal | None = None
     counts: EntryCounts = field(default_factory=EntryCounts)
+    encoded: EncodingCounts = field(default_factory=EncodingCounts)
+    decoded: EncodingCounts = field(default_factory=EncodingCounts)
 
 
 _PURPOSE: Final = "store"
@@ -63,8 +89,11 @@ def open_store_access(
     key: ClusterKey,
     clock: Clock,
     keeps_prefixes: bool = False,
+    handoff_encoding: KVEncoding | None = None,
 ) -> StoreAccess | None:
     """Open the store; None where no tier is configured. `keeps_prefixes`: see `StoreAccess`.
+
+    `handoff_encoding`: workers of this store receive KV that was encoded so.
 
     Raises:
         ConfigError: a tier cannot be opened, or this worker's heads cannot be divided so.
@@ -74,8 +103,24 @@ def open_store_access(
     entry_format = EntryFormat.of(
         view.layout, block_size=section.block_size, num_parts=section.num_parts
     )
+    encoding = open_encoding(section.encoding, entry_format.full_layout, "store.encoding")
+    entry_format = replace(entry_format, encodings=name_encodings(encoding, handoff_encoding))
     store = open_keyed_store(section.tiers, section.options, key=key, clock=clock)
-    return StoreAccess(store, entry_format, view, keeps_prefixes)
+    return StoreAccess(store, entry_format, view, encoding, keeps_prefixes)
+
+
+def note_store_encoding(trace: RequestSpan, encoding: KVEncoding) -> None:
+    """Write into a request's trace that its KV went through entries that are encoded."""
+    if encoding.name != RAW:
+        trace.note_encoding(f"store={encoding.name}")
+
+
+def name_encodings(store: KVEncoding, handoff: KVEncoding | None) -> tuple[str, ...]:
+    """See `EntryFormat.encodings`. Raw entries of exact KV keep the names that they always had."""
+    names = [] if store.name == RAW else [f"store={store.name}"]
+    if handoff is not None and not handoff.is_exact:
+        names.append(f"handoff={handoff.name}")
+    return tuple(names)
 
 
 def report_to(

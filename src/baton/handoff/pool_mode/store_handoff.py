@@ -91,7 +91,7 @@ class StoreHandoff:
     def open(self, emit: Callable[[HandoffEvent], None]) -> None:
         """Set the receiver of events; from the thread that calls `step`. Once."""
         self._emit = emit
-        self._writer = StoreWriter(self.access, self._copier, emit)
+        self._writer = StoreWriter(self.access, self._copier, clock=self._clock, emit=emit)
         self._reader = StoreReader(self.access, self._copier, clock=self._clock, emit=emit)
         self.prefixes.open(emit, self._reader, self._writer)
 

@@ -11,15 +11,21 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
+from baton.encodings.interface import RAW
 from baton.errors import HandoffError
 from baton.handoff.interface import BlocksQuiescent, KVFailed, KVLanded
 from baton.handoff.pool_mode.side_entries import find_marker, remove_marker
+from baton.handoff.pool_mode.store_access import note_store_encoding
 from baton.handoff.session.actions import extend
 from baton.telemetry.trace import Stamp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
+
+    from numpy.typing import NDArray
 
     from baton.clock import Clock, Instant
     from baton.handoff.grants import Tombstone
@@ -29,6 +35,7 @@ if TYPE_CHECKING:
     from baton.handoff.pool_mode.store_access import StoreAccess
     from baton.ids import TicketId
     from baton.kv.copies import BlockTable
+    from baton.store.interface import EntryName
 
 UNGUARDED: Final = nullcontext()
 """The blocks are this thread's until it reports that they are not."""
@@ -50,6 +57,7 @@ class StoreReader:
             access.entry_format,
             access.counts,
         )
+        self._encoding, self._decoded = access.encoding, access.decoded
         self._copier, self._clock, self._emit = copier, clock, emit
 
     def read_batch(self, store_read: StoreRead) -> bool:
@@ -64,6 +72,7 @@ class StoreReader:
         store_read.add_landed(num_read)
         self._counts.num_loaded += num_read
         order.trace.num_bytes += num_bytes
+        note_store_encoding(order.trace, self._encoding)
         order.trace.stamp(Stamp.FIRST_LAYER_LANDED, self._clock.now())
         return True
 
@@ -79,17 +88,28 @@ class StoreReader:
         `guard` is entered while the blocks are written.
 
         Returns:
-            How many leading ones were read, all that were there, and their bytes.
+            How many leading ones were read, all that were there, and the bytes of their entries.
+
+        Raises:
+            ProtocolError: an entry is what was put, and nothing that `store.encoding` writes.
         """
         batch = self._copier.take_batch(segments)
         bodies = self._copier.allocate_bodies(batch)
-        num_read = self._read(batch, bodies)
+        encoded = self._read(batch, bodies)
+        num_read = len(encoded[0])
         if num_read == 0:
             return 0, 0
         found = [each.leading(num_read) for each in bodies]
+        num_bytes = sum(len(body) for each in encoded for body in each)
+        began_at = self._clock.now()
+        if self._encoding.name != RAW:  # else they were read into place
+            for each, part in zip(found, encoded, strict=True):
+                self._encoding.decode(each.layout, part, each.rows)
+        raw_bytes = sum(each.rows.nbytes for each in found)
+        self._decoded.add(raw_bytes, num_bytes, self._clock.now() - began_at)
         with guard:
             self._copier.scatter(found, batch[:num_read], start=start, table=table)
-        return num_read, sum(each.rows[:num_read].nbytes for each in bodies)
+        return num_read, num_bytes
 
     def find_marker(self, store_read: StoreRead) -> CompletionMarker | None:
         """The prefill worker's last word, once each of its ranks has left it; it is remembered."""
@@ -127,8 +147,10 @@ class StoreReader:
         for event in events:
             self._emit(event)
 
-    def _read(self, batch: Sequence[TokenSegment], bodies: Sequence[EntryBodies]) -> int:
-        """How many leading pieces were read, in all parts, and are what was put.
+    def _read(
+        self, batch: Sequence[TokenSegment], bodies: Sequence[EntryBodies]
+    ) -> list[list[NDArray[np.uint8]]]:
+        """Of each part, the encoded bodies of as many leading pieces as are there in all parts.
 
         Looks before it asks: what has not come yet is no miss.
         """
@@ -137,16 +159,38 @@ class StoreReader:
             self._entry_format.name(segment.block_hash, part) for segment in batch for part in parts
         ]
         num_there = self._store.find(names) // len(parts)
+        rows = [self._rows_to_read(each) for each in bodies]
+        found: list[list[NDArray[np.uint8]]] = [[] for _ in parts]
         for index in range(num_there):
-            for at, each in enumerate(bodies, index * len(parts)):
-                row = memoryview(each.rows[index])
-                lease = self._store.try_lease(names[at])
-                if lease is None:
-                    return index
-                with lease:
-                    if lease.num_bytes != len(row) or not lease.try_read(row):
-                        return index
-        return num_there
+            some = [
+                self._read_entry(names[index * len(parts) + at], each[index])
+                for at, each in enumerate(rows)
+            ]
+            for body, part in zip(some, found, strict=True):
+                if body is None:
+                    return [each[:index] for each in found]
+                part.append(body)
+        return found
+
+    def _rows_to_read(self, bodies: EntryBodies) -> NDArray[np.uint8]:
+        """Room for encoded bodies, `[num_pieces, max_bytes]`; of raw ones, the bodies' own."""
+        if self._encoding.name == RAW:
+            return bodies.rows
+        num_bytes = self._encoding.max_bytes(bodies.layout)
+        return np.empty((len(bodies.rows), num_bytes), np.uint8)
+
+    def _read_entry(self, name: EntryName, row: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
+        """An entry's body, in a row as long as any may be; None if it is missing or damaged."""
+        lease = self._store.try_lease(name)
+        if lease is None:
+            return None
+        with lease:
+            num_bytes = lease.num_bytes
+            is_fixed = self._encoding.grouping != "none"
+            if num_bytes > len(row) or (is_fixed and num_bytes != len(row)):
+                return None
+            body = row[:num_bytes]
+            return body if lease.try_read(body.data) else None
 
 
 class StoreRead:

@@ -16,6 +16,7 @@ import numpy as np
 from baton.errors import HandoffError, StoreError
 from baton.handoff.interface import KVSent, SendFailed
 from baton.handoff.pool_mode.side_entries import CompletionMarker, put_marker
+from baton.handoff.pool_mode.store_access import note_store_encoding
 from baton.handoff.pool_mode.store_reader import UNGUARDED
 from baton.handoff.session.actions import extend
 
@@ -23,9 +24,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
-    from baton.clock import Instant
+    from numpy.typing import NDArray
+
+    from baton.clock import Clock, Instant
     from baton.handoff.interface import HandoffEvent, SampledToken, SendOrder
-    from baton.handoff.pool_mode.block_copier import BlockCopier, TokenSegment
+    from baton.handoff.pool_mode.block_copier import BlockCopier, EntryBodies, TokenSegment
     from baton.handoff.pool_mode.store_access import StoreAccess
     from baton.kv.copies import BlockTable
 
@@ -36,14 +39,20 @@ class StoreWriter:
     """Works on one deposit at a time. Owner: the pool's thread."""
 
     def __init__(
-        self, access: StoreAccess, copier: BlockCopier, emit: Callable[[HandoffEvent], None]
+        self,
+        access: StoreAccess,
+        copier: BlockCopier,
+        *,
+        clock: Clock,
+        emit: Callable[[HandoffEvent], None],
     ) -> None:
         self._store, self._entry_format, self._counts = (
             access.store,
             access.entry_format,
             access.counts,
         )
-        self._copier, self._emit = copier, emit
+        self._encoding, self._encoded = access.encoding, access.encoded
+        self._copier, self._clock, self._emit = copier, clock, emit
 
     def write_batch(self, store_write: StoreWrite) -> bool:
         """Keep one batch; whether there was one."""
@@ -57,6 +66,7 @@ class StoreWriter:
             return True
         num_kept, num_bytes = self.keep_segments(segments, store_write.order.blocks)
         store_write.order.trace.num_bytes += num_bytes
+        note_store_encoding(store_write.order.trace, self._encoding)
         store_write.add_stored(num_kept)
         self._counts.num_stored += num_kept
         return True
@@ -72,7 +82,7 @@ class StoreWriter:
         `guard` is entered while the blocks are read.
 
         Returns:
-            How many leading ones were put, and their bytes.
+            How many leading ones were put, and the bytes of their entries.
 
         Raises:
             StoreError: there is no room, or they cannot be written.
@@ -82,10 +92,18 @@ class StoreWriter:
         with guard:
             gathered = self._copier.gather(batch, table)
         for bodies, part in zip(gathered, self._copier.parts, strict=True):
-            for segment, row in zip(batch, bodies.rows, strict=True):
-                self._store.put(self._entry_format.name(segment.block_hash, part), memoryview(row))
-            num_bytes += bodies.rows.nbytes
+            encoded = self._encode(bodies)
+            for segment, body in zip(batch, encoded, strict=True):
+                self._store.put(self._entry_format.name(segment.block_hash, part), body.data)
+            num_bytes += sum(map(len, encoded))
         return len(batch), num_bytes
+
+    def _encode(self, bodies: EntryBodies) -> Sequence[NDArray[np.uint8]]:
+        began_at = self._clock.now()
+        encoded = self._encoding.encode(bodies.layout, bodies.rows)
+        num_bytes = sum(map(len, encoded))
+        self._encoded.add(bodies.rows.nbytes, num_bytes, self._clock.now() - began_at)
+        return encoded
 
     def complete(self, store_write: StoreWrite) -> None:
         """All is kept: leave word of it."""

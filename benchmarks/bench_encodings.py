@@ -1,0 +1,485 @@
+"""What each encoding of KV costs and gives: bytes, time, error, and answers over a slow link.
+
+    codecs   bytes, and GB for each CPU second of the thread beside memcpy, of KV of the demo model (head dimension 32)
+             tiled to 8 MiB, and of random numbers in the layout of Llama-3.1-8B (8 layers, head
+             dimension 128). GB are those of the KV as it was computed.
+    quality  the demo model on chapters it was not trained on (`--text`, the files that
+             `scripts/extract_austen.py` writes): KV of 1,024 tokens is encoded and decoded in
+             blocks of 64, then the next 256 tokens are scored. Beside the KV as it was computed:
+             log-probabilities (largest and mean difference), KL divergence, perplexity, how often
+             the likeliest token is the same, and for how many of 64 greedy tokens.
+    link     time to the first token over two hosts (network namespaces) and a link of `--mbit`,
+             for each of `--dtypes`; every arm has workers and a gateway of its own, all at once.
+             `cached`: the prefill worker has the prompt's KV, so that the handoff is what takes
+             time; `cold`: it computes it, on one thread. Needs root and iproute2.
+
+Trials are interleaved; medians and quartiles.
+
+    python benchmarks/bench_encodings.py --text /tmp/austen/*.txt --json benchmarks/results/encodings.json
+"""  # noqa: E501 - a command to copy
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ml_dtypes
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+from demo_corpus import read_corpus
+
+from baton.encodings.interface import ENCODINGS, KVEncoding
+from baton.kv.layout import KVLayout
+from baton.models import DEMO_MODEL_PATH
+from baton.testing.fleet import Fleet, start_command
+from baton.testing.network_namespaces import NoNamespaceError, bridged_hosts, run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from baton.testing.fleet import FleetProcess
+    from baton.testing.network_namespaces import BridgedHost
+
+KINDS = ("raw", "zstd", "int8", "fp8", "int4")
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
+BLOCK = 64
+CONTEXT, SCORED, GREEDY = 1024, 256, 64
+BATCH_BYTES = 8 << 20
+LINK_MODEL = ("--layers", "4", "--hidden", "512", "--heads", "4", "--intermediate", "256")
+LINK_ARMS = ("raw", "int8")
+Cache = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+# ---------------------------------------------------------------------------- quality
+
+
+def load_model() -> AutoModelForCausalLM:
+    """The demo model, in float32."""
+    return AutoModelForCausalLM.from_pretrained(DEMO_MODEL_PATH, dtype=torch.float32).eval()
+
+
+def read_windows(text: Sequence[Path], num_windows: int) -> list[torch.Tensor]:
+    """Held-out token ids, `[CONTEXT + SCORED]` each, spread over all of them."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL_PATH)
+    corpus = read_corpus([path.read_text() for path in sorted(text)])
+    ids = [tokenizer.encode("\n\n".join(chapter), verbose=False) for chapter in corpus.held_out]
+    tokens = torch.tensor([token for chapter in ids for token in chapter])
+    size = CONTEXT + SCORED
+    starts = np.linspace(0, len(tokens) - size, num_windows).astype(int)
+    windows = [tokens[start : start + size].clone() for start in starts]
+    for window in windows:
+        window[0] = tokenizer.bos_token_id
+    return windows
+
+
+def compute_kv(model: AutoModelForCausalLM, tokens: torch.Tensor) -> Cache:
+    """Keys and values of each layer, `[1, heads, tokens, dim]`."""
+    cache = model(tokens[None], use_cache=True).past_key_values
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def to_blocks(kv: Cache) -> tuple[KVLayout, np.ndarray]:
+    """The KV in canonical order, blocks of `BLOCK` tokens."""
+    planes = torch.stack([torch.stack([k[0], v[0]]) for k, v in kv]).numpy()
+    layers, _, heads, tokens, dim = planes.shape
+    cut = planes.reshape(layers, 2, heads, tokens // BLOCK, BLOCK, dim)
+    blocks = np.ascontiguousarray(cut.transpose(3, 0, 1, 4, 2, 5)).reshape(tokens // BLOCK, -1)
+    layout = KVLayout.gqa(layers, heads, dim, block_size=BLOCK, dtype="float32")
+    return layout, blocks.view(np.uint8)
+
+
+def from_blocks(layout: KVLayout, blocks: np.ndarray) -> Cache:
+    """The inverse."""
+    heads, dim = layout.layers[0].planes[0].num_heads, layout.layers[0].planes[0].head_dim
+    cut = blocks.view(np.float32).reshape(-1, layout.num_layers, 2, BLOCK, heads, dim)
+    planes = torch.tensor(np.ascontiguousarray(cut.transpose(1, 2, 4, 0, 3, 5)))
+    planes = planes.reshape(layout.num_layers, 2, heads, -1, dim)
+    return [(each[0][None], each[1][None]) for each in planes]
+
+
+def round_trip(encoding: KVEncoding, kv: Cache) -> Cache:
+    """What a worker has that got this KV encoded."""
+    layout, blocks = to_blocks(kv)
+    decoded = np.empty_like(blocks)
+    encoding.decode(layout, encoding.encode(layout, blocks), decoded)
+    return from_blocks(layout, decoded)
+
+
+def score(model: AutoModelForCausalLM, kv: Cache, rest: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities after each of `rest` but the last, `[tokens, vocabulary]`."""
+    logits = model(rest[None], past_key_values=make_cache(kv), use_cache=True).logits
+    return logits[0, :-1].log_softmax(-1)
+
+
+def generate(model: AutoModelForCausalLM, kv: Cache, first: torch.Tensor) -> list[int]:
+    """Greedy tokens after the context and one token more."""
+    cache, token, found = make_cache(kv), first, []
+    for _ in range(GREEDY):
+        logits = model(token.view(1, 1), past_key_values=cache, use_cache=True).logits
+        token = logits[0, -1].argmax()
+        found.append(int(token))
+    return found
+
+
+def make_cache(kv: Cache) -> DynamicCache:
+    """A cache of the model's own."""
+    cache = DynamicCache()
+    for layer, (keys, values) in enumerate(kv):
+        cache.update(keys.clone(), values.clone(), layer)
+    return cache
+
+
+@torch.no_grad()
+def measure_quality(options: argparse.Namespace) -> list[dict[str, float | str]]:
+    """One row for each encoding, over all windows."""
+    model, rows = load_model(), {kind: [] for kind in KINDS}
+    for window in read_windows(options.text, options.windows):
+        kv, rest = compute_kv(model, window[:CONTEXT]), window[CONTEXT:]
+        exact, greedy = score(model, kv, rest), generate(model, kv, rest[0])
+        for kind in KINDS:
+            changed = round_trip(ENCODINGS.build(kind, {}), kv)
+            scored, tokens = score(model, changed, rest), generate(model, changed, rest[0])
+            difference = (scored - exact).abs()
+            divergence = (exact.exp() * (exact - scored)).sum(-1)
+            equal = [one == other for one, other in zip(greedy, tokens, strict=True)]
+            rows[kind].append({
+                "loss": float(-scored.gather(1, rest[1:, None]).mean()),
+                "max_logprob_error": float(difference.max()),
+                "mean_logprob_error": float(difference.mean()),
+                "mean_kl": float(divergence.mean()),
+                "max_kl": float(divergence.max()),
+                "same_likeliest": float((scored.argmax(-1) == exact.argmax(-1)).float().mean()),
+                "same_greedy": float(equal.index(False) if False in equal else GREEDY),
+            })
+    return [{"encoding": kind, **summarize(each)} for kind, each in rows.items()]
+
+
+def summarize(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Means over windows, largest of what is a largest, and the perplexity."""
+    means = {
+        name: (max if name.startswith("max") else statistics.fmean)([row[name] for row in rows])
+        for name in rows[0]
+    }
+    return means | {"perplexity": float(np.exp(means["loss"]))}
+
+
+# ---------------------------------------------------------------------------- codecs
+
+
+@dataclass(frozen=True)
+class Codec:
+    """One encoding of one kind of KV: GB of raw KV for each CPU second, quartiles."""
+
+    data: str
+    dtype: str
+    encoding: str
+    share: float
+    encode: tuple[float, float, float]
+    decode: tuple[float, float, float]
+
+
+def measure_codecs(options: argparse.Namespace) -> list[Codec]:
+    """Encode, decode and memcpy in turns."""
+    rng = np.random.default_rng(0)
+    found = []
+    for dtype, numpy_dtype in DTYPES.items():
+        data = {"llama-3.1-8b": make_random(dtype, rng)}
+        if options.text:
+            data["demo"] = make_trained(dtype, options.text)
+        for name, (layout, numbers) in data.items():
+            blocks = numbers.astype(numpy_dtype).view(np.uint8)
+            found += time_codecs(name, layout, blocks, options.rounds)
+    return found
+
+
+def make_random(dtype: str, rng: np.random.Generator) -> tuple[KVLayout, np.ndarray]:
+    """Normal numbers, in pages of 8 KV heads of 128."""
+    layout = KVLayout.gqa(8, 8, 128, block_size=BLOCK, dtype=dtype)
+    shape = (BATCH_BYTES // layout.block_bytes, layout.block_bytes // layout.element_bytes)
+    return layout, rng.standard_normal(shape).astype(np.float32)
+
+
+@torch.no_grad()
+def make_trained(dtype: str, text: Sequence[Path]) -> tuple[KVLayout, np.ndarray]:
+    """KV of held-out text, the same blocks again and again."""
+    [window] = read_windows(text, 1)
+    layout, blocks = to_blocks(compute_kv(load_model(), window[:CONTEXT]))
+    numbers = blocks.view(np.float32)
+    layers, plane = layout.num_layers, layout.layers[0].planes[0]
+    layout = KVLayout.gqa(layers, plane.num_heads, plane.head_dim, block_size=BLOCK, dtype=dtype)
+    return layout, np.resize(numbers, (BATCH_BYTES // layout.block_bytes, numbers.shape[1]))
+
+
+def time_codecs(name: str, layout: KVLayout, blocks: np.ndarray, rounds: int) -> list[Codec]:
+    """All encodings of the same blocks; `memcpy` in place of `raw`."""
+    target = np.empty_like(blocks)
+    encodings = {kind: ENCODINGS.build(kind, {}) for kind in KINDS if kind != "raw"}
+    encoded = {kind: each.encode(layout, blocks) for kind, each in encodings.items()}
+    times: dict[tuple[str, str], list[float]] = {}
+    for number in range(rounds + 1):
+        calls: dict[tuple[str, str], Callable[[], object]] = {
+            ("memcpy", op): partial(np.copyto, target, blocks) for op in ("encode", "decode")
+        }
+        for kind, each in encodings.items():
+            calls[kind, "encode"] = partial(each.encode, layout, blocks)
+            calls[kind, "decode"] = partial(each.decode, layout, encoded[kind], target)
+        for key, call in calls.items():
+            began = time.thread_time()
+            call()
+            if number:  # the first one warms up
+                times.setdefault(key, []).append(time.thread_time() - began)
+    shares = {kind: sum(map(len, each)) / blocks.nbytes for kind, each in encoded.items()}
+    return [
+        Codec(
+            name,
+            layout.dtype,
+            kind,
+            shares.get(kind, 1.0),
+            quartiles([blocks.nbytes / 1e9 / each for each in times[kind, "encode"]]),
+            quartiles([blocks.nbytes / 1e9 / each for each in times[kind, "decode"]]),
+        )
+        for kind in ("memcpy", *encodings)
+    ]
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """First, median, third."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return low, middle, high
+
+
+# ---------------------------------------------------------------------------- link
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One request: time to an answer of one token, and what its handoff carried."""
+
+    dtype: str
+    arm: str
+    case: str
+    ttft_ms: float
+    kv_bytes: int
+    encodings: list[str]
+
+
+def ask(url: str, prompt: list[int]) -> tuple[float, str]:
+    """Milliseconds to an answer of one token, and the request's id."""
+    body = {"model": "bench", "prompt": prompt, "max_tokens": 1, "temperature": 0}
+    data, headers = json.dumps(body).encode(), {"content-type": "application/json"}
+    began = time.perf_counter()
+    with urllib.request.urlopen(
+        urllib.request.Request(f"{url}/v1/completions", data, headers), timeout=60
+    ) as reply:
+        answer = json.load(reply)
+    return (time.perf_counter() - began) * 1e3, answer["id"]
+
+
+def find_span(url: str) -> dict[str, object]:
+    """What the decode worker recorded of the latest request."""
+    with urllib.request.urlopen(f"{url}/debug/requests", timeout=10) as reply:
+        latest = json.load(reply)["requests"][0]["id"]
+    with urllib.request.urlopen(f"{url}/debug/requests/{latest}", timeout=10) as reply:
+        return json.load(reply)["decode"]
+
+
+def measure_link(options: argparse.Namespace) -> list[Answer]:
+    """All arms of one dtype in turns, on workers of their own."""
+    found: list[Answer] = []
+    for dtype in options.dtypes:
+        environment = dict(os.environ, BATON_CLUSTER_KEY=os.urandom(32).hex())
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            hosts = stack.enter_context(bridged_hosts(2))
+            fleet = stack.enter_context(Fleet(folder, environment))
+            for host in hosts:
+                shape(host, options.mbit)
+            model = make_model(folder)
+            arms = {arm: start_arm(fleet, hosts, model, (arm, dtype)) for arm in LINK_ARMS}
+            rng = np.random.default_rng(1)
+            for number in range(options.rounds + 1):
+                for arm in LINK_ARMS if number % 2 else reversed(LINK_ARMS):
+                    answers = [
+                        measure_answer(arms[arm], rng, options.tokens, case)
+                        for case in ("cached", "cold")
+                    ]
+                    print(dtype, arm, *answers, file=sys.stderr)
+                    if number:  # the first of each meets, and measures, its peer
+                        found += [Answer(dtype, arm, *answer) for answer in answers]
+    return found
+
+
+def measure_answer(
+    urls: tuple[str, str], rng: np.random.Generator, num_tokens: int, case: str
+) -> tuple[str, float, int, list[str]]:
+    """One new prompt, over the link."""
+    direct, pair = urls
+    prompt = rng.integers(300, 4000, num_tokens).tolist()
+    if case == "cached":
+        ask(direct, prompt)
+        time.sleep(0.2)
+    ttft_ms, _ = ask(pair, prompt)
+    span = find_span(pair)
+    if span["fallbacks"] or span["transport"] != "tcp" or not span["num_received_tokens"]:
+        raise AssertionError(f"not handed over: {span}")
+    return case, ttft_ms, span["num_bytes"], span["encodings"]
+
+
+def shape(host: BridgedHost, mbit: int) -> None:
+    """Limit what a host sends."""
+    tc = ("tc", "-n", host.namespace)
+    run(*tc, "qdisc", "add", "dev", "eth0", "root", "handle", "1:", "htb", "default", "10")
+    limit = ("htb", "rate", f"{mbit}mbit", "burst", "64kb", "cburst", "64kb")
+    run(*tc, "class", "add", "dev", "eth0", "parent", "1:", "classid", "1:10", *limit)
+
+
+def start_arm(
+    fleet: Fleet, hosts: Sequence[BridgedHost], model: Path, what: tuple[str, str]
+) -> tuple[str, str]:
+    """Gateways of the prefill worker alone, and of the two workers, of an encoding and a dtype."""
+    arm, dtype = what
+    settings: dict[str, object] = {
+        "worker.model": str(model),
+        "worker.served_model_name": "bench",
+        "handoff.encoding": arm,
+        "engine.num_threads": 1,
+        "engine.dtype": dtype,
+        "engine.num_blocks": 512,
+        "transfer.transports": ["tcp"],
+    }
+    workers: list[FleetProcess] = []
+    for role, host in zip(("both", "decode"), hosts, strict=True):
+        own = {"worker.host": host.address, "worker.handoff_host": host.address}
+        fleet.start = partial(start_command, prefix=host.prefix)
+        workers.append(fleet.start_worker(f"{role}-{arm}", role, settings | own))
+    fleet.start = start_command
+    for worker in workers:
+        worker.wait_ready()
+    prefill, decode = workers
+    pair = {"gateway.mode": "push"}
+    return (
+        fleet.start_gateway([], [], both=[prefill]).url,
+        fleet.start_gateway([prefill], [decode], settings=pair).url,
+    )
+
+
+def make_model(folder: Path) -> Path:
+    """A random Llama with heads of 128: 16 KiB of KV for each token in float32."""
+    path = folder / "model"
+    command = [sys.executable, "-m", "baton.cli", "model", "make", "--random", *LINK_MODEL]
+    command += ["--context", "8192", "--dtype", "float32", "--out", str(path)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return path
+
+
+# ---------------------------------------------------------------------------- output
+
+
+def show_codecs(codecs: Sequence[Codec]) -> None:
+    """GB for each CPU second."""
+    table = Table(
+        "KV",
+        "dtype",
+        "encoding",
+        "bytes",
+        "encode",
+        "decode",
+        title="codecs, GB for each CPU second",
+    )
+    for each in codecs:
+        speeds = ["{1:.2f} ({0:.2f} to {2:.2f})".format(*q) for q in (each.encode, each.decode)]
+        table.add_row(each.data, each.dtype, each.encoding, f"{each.share:.3f}", *speeds)
+    Console().print(table)
+
+
+def show_quality(rows: Sequence[dict[str, float | str]]) -> None:
+    """Beside exact KV."""
+    table = Table(*rows[0], title="quality")
+    for row in rows:
+        table.add_row(*(v if isinstance(v, str) else f"{v:.3g}" for v in row.values()))
+    Console().print(table)
+
+
+def show_link(answers: Sequence[Answer]) -> list[dict[str, object]]:
+    """Medians and quartiles, and their ratio to raw."""
+    table = Table("dtype", "case", "encoding", "KV, MB", "TTFT, ms", "over raw", title="link")
+    rows: list[dict[str, object]] = []
+    for dtype in dict.fromkeys(each.dtype for each in answers):
+        for case in ("cached", "cold"):
+            raw = 0.0
+            for arm in LINK_ARMS:
+                own = [a for a in answers if (a.dtype, a.case, a.arm) == (dtype, case, arm)]
+                low, middle, high = quartiles([each.ttft_ms for each in own])
+                raw = raw or middle
+                megabytes = statistics.median(each.kv_bytes for each in own) / 1e6
+                text = f"{middle:.0f} ({low:.0f} to {high:.0f})"
+                table.add_row(dtype, case, arm, f"{megabytes:.1f}", text, f"{middle / raw:.2f}")
+                rows.append({
+                    "dtype": dtype,
+                    "case": case,
+                    "encoding": arm,
+                    "ttft_ms": [low, middle, high],
+                    "over_raw": middle / raw,
+                })
+    Console().print(table)
+    return rows
+
+
+def main() -> None:
+    """Measure what was asked for, print tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", nargs="*", default=["codecs", "quality", "link"])
+    parser.add_argument("--text", nargs="*", type=Path, default=[])
+    parser.add_argument("--windows", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--mbit", type=int, default=1000)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--dtypes", nargs="*", default=["bfloat16", "float32"])
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    result: dict[str, object] = {}
+    if options.json is not None and options.json.exists():
+        result = json.loads(options.json.read_text())
+    if "codecs" in options.parts:
+        codecs = measure_codecs(options)
+        show_codecs(codecs)
+        result["codecs"] = [asdict(each) for each in codecs]
+    if "quality" in options.parts and options.text:
+        rows = measure_quality(options)
+        show_quality(rows)
+        result["quality"] = {"windows": options.windows, "rows": rows}
+    if "link" in options.parts:
+        try:
+            answers = measure_link(options)
+        except NoNamespaceError as exc:
+            sys.exit(f"link: skipped: {exc}; run it as root, with iproute2")
+        result["link"] = {
+            "mbit": options.mbit,
+            "tokens": options.tokens,
+            "rows": show_link(answers),
+            "answers": [asdict(each) for each in answers],
+        }
+    if options.json is not None:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
