@@ -58,6 +58,8 @@ class Resumption:
         self._result: ResumeResult | None = None
         self._moved: tuple[MoveCause, Instant] | None = None
         self.num_moves, self.moved_at = 0, -inf
+        self.num_prompt_tokens: int | None = None
+        """As its worker counts them; None where that does not say."""
 
     def __enter__(self) -> Self:
         return self
