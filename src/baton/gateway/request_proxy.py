@@ -403,7 +403,12 @@ class RequestProxy:
     async def _find_waiting(self) -> Answer | None:
         """The answer of the request that waits at this worker for the stream."""
         standby, self._standby = self._standby, None
-        return None if standby is None else await standby.generate()
+        if standby is None:
+            return None
+        answer = await standby.generate()
+        if answer is None:
+            self._context.trace.moves.append("its standby could not be used")
+        return answer
 
     def _issue_ticket(self, prefill: WorkerView, placement: Placement) -> Handoff:
         services, context, decode = self._services, self._context, placement.decode

@@ -102,6 +102,7 @@ class ScriptedEngine:
         self.first_tokens = FirstTokens()
         self.requests: list[GenerationRequest] = []
         self.cancelled: list[RequestId] = []
+        self.on_extend: Callable[[tuple[int, ...], bool], None] = lambda *_: None
         self.extended: list[tuple[RequestId, tuple[int, ...], bool]] = []
         self.refusal: BatonError | None = None
         self.alive = True
@@ -124,6 +125,7 @@ class ScriptedEngine:
 
     def extend(self, request: RequestId, token_ids: Sequence[int], *, generates: bool) -> None:
         self.extended.append((request, tuple(token_ids), generates))
+        self.on_extend(tuple(token_ids), generates)
 
     def cancel(self, request: RequestId) -> None:
         self.cancelled.append(request)
