@@ -91,7 +91,7 @@ class Workers:
 
     def __init__(self, fleet: Fleet, model: Path) -> None:
         self._fleet = fleet
-        self._settings = {
+        self._settings: dict[str, object] = {
             **ENGINE,
             **TLS,
             "worker.model": str(model),
@@ -100,18 +100,27 @@ class Workers:
         self.running = [self._start(0), self._start(1)]
 
     def _start(self, index: int, port: int = 0) -> FleetProcess:
-        settings = {**self._settings, "worker.port": port}
-        return self._fleet.start_worker(f"d{index}", "decode", settings, cores=[index]).wait_ready()
+        settings: dict[str, object] = {**self._settings, "worker.port": port}
+        return self._fleet.start_worker(f"d{index}", "decode", settings, cores=[index])
+
+    def wait_ready(self) -> None:
+        """Wait until both answer."""
+        for worker in self.running:
+            worker.wait_ready()
 
     def replace(self, worker: FleetProcess) -> None:
         """Start another life of one that has ended."""
         index = self.running.index(worker)
         port = int(worker.url.rpartition(":")[2])
-        self.running[index] = self._start(index, port)
+        self.running[index] = self._start(index, port).wait_ready()
 
     def start_gateway(self, setting: str) -> FleetProcess:
         """A gateway that moves streams as `setting` names."""
-        settings = {**TLS, "gateway.move_streams": setting, "gateway.probe_interval_s": 0.2}
+        settings: dict[str, object] = {
+            **TLS,
+            "gateway.move_streams": setting,
+            "gateway.probe_interval_s": 0.2,
+        }
         return self._fleet.start_gateway([], self.running, settings=settings)
 
 
@@ -298,6 +307,8 @@ def main() -> int:
             logs.mkdir()
             fleet = fleets.enter_context(Fleet(logs, old if is_old else environment))
             workers[is_old] = Workers(fleet, model)
+        for each in workers.values():
+            each.wait_ready()
         arms = [Arm.start(case, workers[case == BEFORE]) for case in cases]
         lengths = arguments.length or list(LENGTHS)
         rounds = asyncio.run(measure_all(arms, arguments.rounds, lengths, arguments.streams))
