@@ -59,7 +59,7 @@ class Resumption:
         self._moved: tuple[MoveCause, Instant] | None = None
         self.num_moves, self.moved_at = 0, -inf
         self.num_prompt_tokens: int | None = None
-        """As its worker counts them; None where that does not say."""
+        """As its worker counts them; None where it does not report that."""
 
     def __enter__(self) -> Self:
         return self

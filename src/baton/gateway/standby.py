@@ -13,7 +13,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import replace
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from baton.router.fleet import WorkerView
 
 CLOSE_TOKENS: Final = 1
-"""So many tokens behind the client, the new worker is as close as it gets while both compute."""
+"""May be left for the step after the cut: one comes while the worker computes the ones before."""
 MAX_ROUNDS: Final = 8
 """Of tokens that are sent after: a worker that gets no closer by then goes on from where it is."""
 FEED_TIMEOUT_S: Final = 10.0
@@ -95,7 +95,7 @@ class Standby:
     async def follow(self) -> None:
         """Have the worker compute what the client got meanwhile, until it is close behind.
 
-        The last tokens are not waited for: they are computed while the next one is.
+        Then the worker is idle: a step that it had begun would be waited for after the cut.
 
         Raises:
             UpstreamError: it did not.
@@ -103,10 +103,10 @@ class Standby:
         for _ in range(MAX_ROUNDS):
             fresh = self._read_fresh()
             if len(fresh) <= CLOSE_TOKENS:
-                break
-            await self._feed(fresh, "computed")
-        if fresh := self._read_fresh():
-            await self._feed(fresh, "accepted")
+                return
+            status = await self._send(fresh, FEED_TIMEOUT_S)
+            if status != HTTPStatus.NO_CONTENT:
+                raise UpstreamError(f"{self._worker.name} did not take more tokens: {status}")
 
     async def generate(self) -> Answer | None:
         """After the cut: the stream that follows what the client has.
@@ -120,7 +120,7 @@ class Standby:
         try:
             if not fresh or answer is None or self._stream.resumption.record.is_finished:
                 return None
-            status = await self._send(fresh, "accepted", GENERATE_TIMEOUT_S, generates=True)
+            status = await self._send(fresh, GENERATE_TIMEOUT_S, generates=True)
             if status != HTTPStatus.NO_CONTENT:
                 return None
             self._answer = None  # the caller's from here on
@@ -139,22 +139,12 @@ class Standby:
         ids = self._stream.resumption.record.read_token_ids() or []
         return ids[self._num_sent :]
 
-    async def _feed(self, token_ids: list[int], reply: Literal["accepted", "computed"]) -> None:
-        status = await self._send(token_ids, reply, FEED_TIMEOUT_S)
-        if status != HTTPStatus.NO_CONTENT:
-            raise UpstreamError(f"{self._worker.name} did not take more tokens: {status}")
-
     async def _send(
-        self,
-        token_ids: list[int],
-        reply: Literal["accepted", "computed"],
-        timeout_s: float,
-        *,
-        generates: bool = False,
+        self, token_ids: list[int], timeout_s: float, *, generates: bool = False
     ) -> int:
         start = self._num_sent
         self._num_sent += len(token_ids)
-        body = msgspec.json.encode(NextTokens(start, token_ids, reply, generates))
+        body = msgspec.json.encode(NextTokens(start, token_ids, generates))
         url = self._worker.url.with_path(standby_path(self._id))
         status, _ = await self._services.upstream.ask(url, body, timeout_s)
         return status

@@ -1,11 +1,11 @@
 """Moves streams from one decode worker to another while they go on; their clients do not notice.
 
     A │ generates ─────────────────────────────┐ cut behind a whole event
-      │ prompt and tokens so far: a handoff    │
-    B └──► cached, as a prefix ──► catches up ─┴─► prefills the last few tokens, and generates
+      │ whole blocks so far: a handoff         │
+    B └──► a standby request follows ──────────┴─► one step, and its stream begins
 
-A's cache has all but the last block of what it hands over, so that it computes next to nothing, and
-B's request ends after a token of which nothing is used: what counts is B's cache. Where many tokens
+`standby` has B's part. Where B takes no standby request, prompt and tokens so far are handed over
+whole, into B's cache: B's request ends after a token of which nothing is used. Where many tokens
 came meanwhile, they are handed over as well; few are computed by B at the end of a block. Until the
 cut whatever fails costs the stream nothing. From then on it is a stream that goes on elsewhere
 (`resumption`).

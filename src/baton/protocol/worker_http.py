@@ -255,14 +255,12 @@ class FirstToken(msgspec.Struct, frozen=True):
 class NextTokens(msgspec.Struct, frozen=True):
     """`POST /baton/v1/standbys/{standby}/tokens`: tokens that the client got meanwhile.
 
-    They are the answer's from number `start` on. Without `generates` the answer comes when their KV
-    is computed, or with `reply` "accepted" when the engine has them. With `generates` it comes at
-    once, and the standby's stream begins behind them.
+    They are the answer's from number `start` on. Without `generates` the reply comes when their KV
+    is computed. With it the reply comes at once, and the standby's stream begins behind them.
     """
 
     start: Annotated[int, Meta(ge=0)]
     token_ids: Annotated[list[TokenId], Meta(min_length=1)]
-    reply: Literal["accepted", "computed"]
     generates: bool = False
 
 

@@ -76,7 +76,7 @@ class Standbys:
         self._orders: dict[str, asyncio.Queue[_Order]] = {}
 
     async def feed(self, standby: str, tokens: NextTokens) -> None:
-        """Pass tokens on; returns when the engine has them, or their KV is computed.
+        """Pass tokens on; returns when their KV is computed, or the request generates.
 
         Raises:
             StandbyError: there is no such request, or it has other tokens.
@@ -179,7 +179,7 @@ class Standby:
         for token_id in fresh:
             self._answer.push(NewToken(RequestId(""), SampledToken(token_id), 0))
         self._known = extended
-        if tokens.reply == "computed" and not tokens.generates:
+        if not tokens.generates:
             await self._stream.wait_computed(self._num_prompt_tokens + len(extended.given))
         order.finish()
         return tokens.generates

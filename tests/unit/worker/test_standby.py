@@ -77,7 +77,7 @@ def make_body(resume: object, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 async def feed(worker: Worker, start: int, ids: list[int], **fields: Any) -> Reply:
-    body = {"start": start, "token_ids": ids, "reply": "computed", **fields}
+    body = {"start": start, "token_ids": ids, **fields}
     return await call(worker, "POST", f"/baton/v1/standbys/{ID}/tokens", body)
 
 
