@@ -30,7 +30,7 @@ import statistics
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -253,17 +253,15 @@ async def is_up(session: aiohttp.ClientSession, gateway: FleetProcess) -> bool:
 
 
 async def measure_all(
-    arms: list[Arm], num_rounds: int, lengths: list[int], num_streams: int
-) -> list[Round]:
-    """All cases, one round of each after the other."""
-    rounds: list[Round] = []
+    arms: list[Arm], num_rounds: int, lengths: list[int], num_streams: int, rounds: list[Round]
+) -> None:
+    """All cases, one round of each after the other; each is added to `rounds`."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session:
         for number in range(num_rounds * len(lengths)):
             for arm in arms:
                 length = lengths[number % len(lengths)]
                 rounds.append(await measure(session, arm, length=length, num_streams=num_streams))
                 console.print(rounds[-1])
-    return rounds
 
 
 def report(rounds: list[Round]) -> None:
@@ -311,7 +309,9 @@ def main() -> int:
             each.wait_ready()
         arms = [Arm.start(case, workers[case == BEFORE]) for case in cases]
         lengths = arguments.length or list(LENGTHS)
-        rounds = asyncio.run(measure_all(arms, arguments.rounds, lengths, arguments.streams))
+        rounds: list[Round] = []
+        with suppress(KeyboardInterrupt):  # what was measured by then is reported
+            asyncio.run(measure_all(arms, arguments.rounds, lengths, arguments.streams, rounds))
     report(rounds)
     if arguments.json is not None:
         machine = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
