@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from baton.engines.transformers.random_model import make_random_model
+from baton.net.tls import ClusterTls
 from baton.testing.fleet import Fleet, FleetProcess
 from tests.e2e.client import KEY, TIMEOUT
 from tests.e2e.conftest import ENGINE, SPEC
@@ -225,17 +226,18 @@ async def check_kv_came(
     target: FleetProcess,
     trace: dict[str, Any],
 ) -> None:
-    """The new worker got the KV from the other one, and computed but what came after the copy."""
-    copied = await read_trace(session, gateway, f"{trace['id']}-move1")
-    first, last = copied["decode"], trace["decode"]
-    assert copied["gateway"]["mode"] == first["mode"] == "push"
-    assert trace["gateway"]["peer"] == first["worker"] == last["worker"] == target.name
-    assert first["num_received_tokens"] + first["num_cached_tokens"] == first["num_prompt_tokens"]
-    assert first["num_received_tokens"] > 0
-    assert first["fallbacks"] == last["fallbacks"] == []
-    num_computed = last["num_prompt_tokens"] - last["num_cached_tokens"]
-    assert last["num_cached_tokens"] >= first["num_prompt_tokens"] - 16
-    assert num_computed > 0
+    """The new worker got all whole blocks from the old one, which has them all."""
+    handoff = await read_trace(session, gateway, f"{trace['id']}-move1")
+    taken = trace["decode"]
+    assert handoff["gateway"]["mode"] == taken["mode"] == "push"
+    assert trace["gateway"]["peer"] == taken["worker"] == target.name
+    num_there = taken["num_received_tokens"] + taken["num_cached_tokens"]
+    assert taken["num_received_tokens"] > 0
+    assert num_there % 16 == 0
+    assert 0 < taken["num_prompt_tokens"] - num_there <= 16
+    assert taken["fallbacks"] == []
+    (move,) = trace["gateway"]["moves"]
+    assert move.endswith("(drain)"), "its request waited there"
 
 
 async def ask_for_several(
@@ -253,6 +255,60 @@ async def ask_for_several(
     for answer in answers.values():
         answer.is_done = True
     return answers
+
+
+async def drain_one(
+    session: aiohttp.ClientSession,
+    workers: Workers,
+    oracle: FleetProcess,
+    bodies: list[tuple[str, dict[str, Any]]],
+    **settings: object,
+) -> tuple[float, float]:
+    """Half of some streams move to the worker of the other half: how many, and its preemptions."""
+    first, second = await asyncio.to_thread(workers.start, 2, **settings)
+    gateway = await asyncio.to_thread(workers.start_gateway, [first, second])
+    asking = await begin(session, gateway, [StreamClient(*each) for each in bodies])
+    num = await count_streams(session, gateway, first)
+    first.send(signal.SIGTERM)
+    answers = await asyncio.gather(*asking)
+    await until(lambda: not first.is_alive)
+    assert first.popen.poll() == 0
+    await check(session, oracle, bodies, list(answers))
+    counts = await read_counts(session, gateway)
+    assert counts['baton_gateway_resumed_streams_total{result="resumed"}'] == 0
+    assert moved(counts, "not_copied") == moved(counts, "lost") == 0
+    assert moved(counts) + moved(counts, "ended") <= num
+    async with session.get(second.url + "/metrics", ssl=ClusterTls(KEY).dialing) as response:
+        lines = (await response.text()).splitlines()
+    (line,) = (each for each in lines if each.startswith("baton_worker_preemptions_total "))
+    return moved(counts), float(line.rpartition(" ")[2])
+
+
+def test_sixteen_streams_move_at_a_time(workers: Workers, oracle: FleetProcess) -> None:
+    """Eight at a time; those that wait go on where they are."""
+    bodies = [
+        (COMPLETIONS, {**(SEEDED if number % 2 else GREEDY), "prompt": prompt(100 + number, 60)})
+        for number in range(32)
+    ]
+
+    async def scenario(session: aiohttp.ClientSession) -> None:
+        num_moved, _ = await drain_one(session, workers, oracle, bodies)
+        assert num_moved >= 12, "the others may have ended before their turn"
+
+    run(scenario)
+
+
+def test_streams_move_to_a_worker_that_lacks_blocks(workers: Workers, oracle: FleetProcess) -> None:
+    """It has blocks for three of six streams: requests that wait there lose theirs, too."""
+    bodies = [(COMPLETIONS, {**GREEDY, "prompt": prompt(200 + n, 200)}) for n in range(6)]
+
+    async def scenario(session: aiohttp.ClientSession) -> None:
+        settings = {"engine.num_blocks": 80}
+        num_moved, num_preemptions = await drain_one(session, workers, oracle, bodies, **settings)
+        assert num_moved > 0
+        assert num_preemptions > 0
+
+    run(scenario)
 
 
 LONG = {**SEEDED, "prompt": prompt(11), "logprobs": 0, "max_tokens": 300}

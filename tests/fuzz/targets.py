@@ -97,7 +97,7 @@ from baton.launch.progress import count_up, first_model
 from baton.net import framing
 from baton.ops.doctor import fleet
 from baton.planner.links import read_links
-from baton.protocol.worker_http import FirstToken, PrefillReply, Role
+from baton.protocol.worker_http import FirstToken, NextTokens, PrefillReply, Role
 from baton.rig import backend
 from baton.rig.transport import PageAnnouncement, decode_announcement, map_announced
 from baton.router.health import DEFAULT_HEALTH
@@ -136,6 +136,7 @@ from baton.transfer.transports.tcp import wire as tcp
 from baton.transfer.transports.tcp.sockets import parse_endpoint as parse_tcp_endpoint
 from baton.worker.fields import parse_chat, parse_completion
 from baton.worker.http_exchange import UnknownPathError
+from baton.worker.standby import read_next_tokens
 from baton.worker.status_pages import _read_abort, _read_ticket_id, _read_token
 from tests.fuzz.peers import run_episode
 from tests.fuzz.transfers import run_transfer
@@ -356,6 +357,7 @@ def read_control_body(body: bytes) -> str:
         lambda: _read_abort(body),
         lambda: _read_token(body, 100),
         lambda: _read_ticket_id(body.decode("latin-1")),
+        lambda: read_next_tokens(body),
     )
 
 
@@ -885,7 +887,8 @@ TARGETS: Final = {
                (InvalidRequestError,), BODIES, "json"),
         Target("http-chat", parse_chat, (InvalidRequestError,), CHATS, "json"),
         Target("http-control", read_control_body, NO_ERROR,
-               (*json_of({"reason": "gone"}, SampledToken(7, -0.5)), b"0" * 32), "json"),
+               (*json_of({"reason": "gone"}, SampledToken(7, -0.5), NextTokens(3, [17], True)),
+                b"0" * 32), "json"),
         Target("http-headers", read_headers, NO_ERROR, (b"req-1", b"00-abc-def-01"), "text"),
         Target(
             "target-headers", read_target_headers, (InvalidRequestError,),

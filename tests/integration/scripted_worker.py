@@ -130,6 +130,9 @@ class ScriptedWorker:
         self.links: list[dict[str, Any]] | None = None
         self.agreed: dict[str, dict[str, Any]] = {}
         self.agrees_on: dict[str, Any] | None = None
+        self.feeds: list[tuple[str, dict[str, Any]]] = []
+        self.feed_status = 204
+        self.on_feed: Callable[[dict[str, Any]], None] = lambda _: None
         self._sock = socket.create_server(("127.0.0.1", 0))
         self.port = self._sock.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -178,6 +181,14 @@ class ScriptedWorker:
             ticket, token = path.split("/")[-2], json.loads(body)
             agreed = self.agreed.setdefault(ticket, self.agrees_on or token)
             await visit.answer(200, agreed)
+        elif path.startswith("/baton/v1/standbys/"):
+            fields = json.loads(body)
+            self.feeds.append((path.split("/")[-2], fields))
+            self.on_feed(fields)
+            if self.feed_status == 204:
+                await visit.answer(204, {})
+            else:
+                await visit.fail(self.feed_status, "no_standby")
         elif path.endswith("/abort"):
             ticket = path.split("/")[-2]
             self.aborts.append((ticket, json.loads(body)["reason"]))

@@ -42,15 +42,32 @@ def counting(step_s: float, *, copy_status: int = 200) -> Script:
 
 async def stream(visit: Visit, step_s: float) -> None:
     headers = [(b"content-type", b"text/event-stream"), (b"x-baton-token-ids", b"1")]
+    if "has_standby" in visit.worker.extra_info:
+        headers.append((b"x-baton-prompt-tokens", b"100"))
     await visit.send({"type": "http.response.start", "status": 200, "headers": headers})
-    most = visit.body["max_tokens"]
-    for index in range(len(resumed_ids(visit)), most):
+    first, most = len(resumed_ids(visit)), visit.body["max_tokens"]
+    if visit.body.get("kv_transfer_params", {}).get("baton_resume", {}).get("standby"):
+        first = await wait_for_tokens(visit, first)
+    for index in range(first, most):
         reason = "length" if index == most - 1 else None
         choice = {"index": 0, "text": f"{index},", "finish_reason": reason}
         event = json.dumps({"id": "x", "created": 1, "choices": [choice]})
         await visit.write(b":%d\ndata: %b\n\n" % (index, event.encode()))
         await asyncio.sleep(step_s)
     await visit.done()
+
+
+async def wait_for_tokens(visit: Visit, num_known: int) -> int:
+    """As a standby request: how many tokens are known once it is to generate."""
+    fed: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    visit.worker.on_feed = fed.put_nowait
+    while True:
+        tokens = await fed.get()
+        assert tokens["start"] == num_known
+        num_known += len(tokens["token_ids"])
+        assert tokens["token_ids"] == list(range(tokens["start"], num_known))
+        if tokens.get("generates"):
+            return num_known
 
 
 def resumed_ids(visit: Visit) -> list[int]:
@@ -60,10 +77,12 @@ def resumed_ids(visit: Visit) -> list[int]:
 
 
 def two(first: Script, second: Script) -> dict[str, Any]:
-    return {
-        "prefills": 0,
-        "decodes": [ScriptedWorker("d0", "decode", first), ScriptedWorker("d1", "decode", second)],
-    }
+    return several(first, second)
+
+
+def several(*scripts: Script, **info: object) -> dict[str, Any]:
+    decodes = [ScriptedWorker(f"d{i}", "decode", each, **info) for i, each in enumerate(scripts)]
+    return {"prefills": 0, "decodes": decodes}
 
 
 async def ask(cluster: Cluster, body: object, **headers: str) -> StreamedAnswer:
@@ -262,3 +281,183 @@ def test_a_client_that_leaves_ends_the_move() -> None:
         assert await results(cluster) == {"drain ended": 1}
 
     run(scenario, **two(hold, hold))
+
+
+async def begin_with_loads(
+    cluster: Cluster, **headers: str
+) -> tuple[asyncio.Task[StreamedAnswer], Visit]:
+    """A stream at the first worker, of which the gateway knows how large blocks are."""
+    for worker in cluster.decodes:
+        worker.load = FREE
+    await asyncio.sleep(0.3)
+    return await begin(cluster, cluster.decodes[0], **headers)
+
+
+def is_standby(visit: Visit) -> bool:
+    return "standby" in visit.body.get("kv_transfer_params", {}).get("baton_resume", {})
+
+
+def test_a_stream_moves_to_the_request_that_waits_for_it() -> None:
+    async def scenario(cluster: Cluster) -> None:
+        first, second = cluster.decodes
+        asking, left = await begin_with_loads(cluster)
+        first.health_status = 503
+        answer = await asking
+        assert answer.text == WHOLE
+        assert await results(cluster) == {"drain moved": 1}
+        assert left.left_at is not None, "the old worker's stream was cut"
+
+        (sent,) = (visit for visit in first.visits if visit.ticket is not None)
+        (waited,) = second.visits
+        assert is_standby(waited)
+        assert not is_standby(sent)
+        assert waited.ticket == sent.ticket
+        ids = resumed_ids(waited)
+        assert resumed_ids(sent) == ids == list(range(len(ids)))
+        ticket: Any = sent.ticket
+        assert ticket.num_prefix_tokens == (100 + len(ids) - 1) // 16 * 16
+        assert waited.body["max_tokens"] == NUM_TOKENS
+        for name in ("x-request-id", "x-baton-seed", "x-baton-created"):
+            assert waited.headers[name] == left.headers[name]
+        assert sent.headers["x-request-id"] == ticket.request_id != left.headers["x-request-id"]
+
+        standby = waited.body["kv_transfer_params"]["baton_resume"]["standby"]
+        assert {name for name, _ in second.feeds} == {standby}
+        *_, (_, last) = second.feeds
+        assert last["generates"]
+        assert len(last["token_ids"]) <= 2, "what is left to compute after the cut"
+        _, trace = await cluster.get_json(f"/debug/requests/{left.headers['x-request-id']}")
+        (move,) = trace["gateway"]["moves"]
+        assert move.endswith("(drain)")
+
+    run(scenario, **several(counting(0.02), counting(0.001), has_standby=True))
+
+
+def test_tokens_that_are_refused_after_the_cut_cost_time_only() -> None:
+    """The new worker is asked anew: it has the KV as a prefix."""
+
+    async def scenario(cluster: Cluster) -> None:
+        first, second = cluster.decodes
+        asking, left = await begin_with_loads(cluster)
+
+        async def refuse_last(visit: Visit) -> None:
+            def take(tokens: dict[str, Any]) -> None:
+                second.feed_status = 409 if tokens["generates"] else 204
+
+            if is_standby(visit):
+                second.on_feed = take
+                headers = [(b"content-type", b"text/event-stream"), (b"x-baton-token-ids", b"1")]
+                start = {"type": "http.response.start", "status": 200, "headers": headers}
+                await visit.send(start)
+                await visit.send({"type": "http.response.body", "body": b"", "more_body": True})
+                await asyncio.Event().wait()
+            await stream(visit, 0.001)
+
+        second.script = refuse_last
+        first.health_status = 503
+        assert (await asking).text == WHOLE
+        assert await results(cluster) == {"drain moved": 1}
+        waited, anew = second.visits
+        assert second.feeds[-1][1]["generates"]
+        assert resumed_ids(anew) == list(range(len(resumed_ids(anew))))
+        await until(lambda: waited.left_at is not None)
+        _, trace = await cluster.get_json(f"/debug/requests/{left.headers['x-request-id']}")
+        assert trace["gateway"]["moves"][1:] == ["its standby could not be used"]
+
+    run(scenario, **several(counting(0.02), counting(0.001), has_standby=True))
+
+
+@pytest.mark.parametrize("refused", ["request", "tokens"])
+def test_a_stream_stays_where_no_request_waits_for_it(refused: str) -> None:
+    async def refuse(visit: Visit) -> None:
+        if refused == "request":
+            await visit.fail(503, "overloaded")
+            return
+        await asyncio.sleep(0.1)  # of which the client gets ten tokens
+        visit.worker.feed_status = 409
+        await stream(visit, 0.0)
+
+    async def scenario(cluster: Cluster) -> None:
+        first, second = cluster.decodes
+        asking, left = await begin_with_loads(cluster)
+        first.health_status = 503
+        assert (await asking).text == WHOLE
+        assert left.left_at is None
+        counts = await results(cluster)
+        num_ended = counts.pop("drain ended", 0)  # the last move, by the end of the stream
+        assert counts.keys() == {"drain not_copied"}
+        assert all(is_standby(visit) for visit in second.visits)
+        assert len(second.visits) == counts["drain not_copied"] + num_ended <= 5, "once a second"
+        if refused == "tokens":
+            assert len(second.feeds) >= counts["drain not_copied"]
+            for waited in second.visits:
+                await until(lambda waited=waited: waited.left_at is not None)
+
+    run(scenario, **several(counting(0.01), refuse, has_standby=True))
+
+
+def test_the_worker_where_a_request_waits_may_die_after_the_cut() -> None:
+    async def scenario(cluster: Cluster) -> None:
+        first, second, _ = cluster.decodes
+        asking, _ = await begin_with_loads(cluster)
+
+        def take(tokens: dict[str, Any]) -> None:
+            if tokens.get("generates"):
+                second.kill()
+
+        async def wait(visit: Visit) -> None:
+            headers = [(b"content-type", b"text/event-stream"), (b"x-baton-token-ids", b"1")]
+            await visit.send({"type": "http.response.start", "status": 200, "headers": headers})
+            await visit.send({"type": "http.response.body", "body": b"", "more_body": True})
+            second.on_feed = take
+            await asyncio.Event().wait()
+
+        second.script = wait
+        first.health_status = 503
+        assert (await asking).text == WHOLE
+        assert await results(cluster) == {"drain lost": 1}
+        assert second.feeds[-1][1]["generates"]
+        resumed = await cluster.metric('baton_gateway_resumed_streams_total{result="resumed"}')
+        assert resumed == 1
+
+    scripts = [counting(0.02), counting(0.001), counting(0.001)]
+    run(scenario, **several(*scripts, has_standby=True))
+
+
+def test_the_old_worker_may_die_once_its_stream_is_to_be_cut() -> None:
+    """The client has the same stream, from the worker where a request waits."""
+
+    async def scenario(cluster: Cluster) -> None:
+        first, second = cluster.decodes
+        asking, left = await begin_with_loads(cluster)
+        first.health_status = 503
+        await until(lambda: bool(second.visits))
+        await asyncio.sleep(0.1)  # it is ready at once, and nothing came meanwhile
+        assert left.left_at is None
+        first.kill()
+        assert (await asking).text == WHOLE
+        assert await results(cluster) == {"drain moved": 1}
+        resumed = await cluster.metric('baton_gateway_resumed_streams_total{result="resumed"}')
+        assert resumed == 0
+
+    run(scenario, **several(counting(3.0), counting(0.001), has_standby=True))
+
+
+def test_a_client_that_leaves_ends_the_request_that_waits() -> None:
+    async def hold(visit: Visit) -> None:
+        if is_standby(visit):
+            await asyncio.Event().wait()
+        await stream(visit, 0.02)
+
+    async def scenario(cluster: Cluster) -> None:
+        first, second = cluster.decodes
+        asking, left = await begin_with_loads(cluster)
+        first.health_status = 503
+        await until(lambda: bool(second.visits))
+        asking.cancel()
+        await until(lambda: left.left_at is not None)
+        (waited,) = second.visits
+        await until(lambda: waited.left_at is not None)
+        assert await results(cluster) == {"drain ended": 1}
+
+    run(scenario, **several(counting(0.02), hold, has_standby=True))

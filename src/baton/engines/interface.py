@@ -95,7 +95,10 @@ RequestKind: TypeAlias = Colocated | PrefillRequest | DecodeRequest
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One prompt. `prompt_ids` has shape `[num_tokens]`, at least one token."""
+    """One prompt. `prompt_ids` has shape `[num_tokens]`, at least one token.
+
+    `is_standby`: it computes its tokens and samples none, until `Engine.extend` has it generate.
+    """
 
     id: RequestId
     prompt_ids: NDArray[np.int32]
@@ -104,6 +107,7 @@ class GenerationRequest:
     tenant_salt: str
     deadline: Instant
     trace: RequestSpan
+    is_standby: bool = False
 
 
 class FinishReason(StrEnum):
@@ -136,7 +140,15 @@ class RequestFailed:
     error: BatonError
 
 
-EngineUpdate: TypeAlias = NewToken | RequestFailed
+@dataclass(frozen=True, slots=True)
+class TokensComputed:
+    """A standby request has the KV of its first `num_tokens` tokens, which are all it knows."""
+
+    request: RequestId
+    num_tokens: int
+
+
+EngineUpdate: TypeAlias = NewToken | RequestFailed | TokensComputed
 UpdateSink: TypeAlias = Callable[[Sequence[EngineUpdate]], None]
 """Called on the engine's thread, once a step: must not block."""
 
@@ -212,6 +224,17 @@ class Engine(Protocol):
         Raises:
             OverloadedError: the queue is full.
             ContextLengthError: prompt and max_tokens can never fit.
+        """
+        ...
+
+    def extend(self, request: RequestId, token_ids: Sequence[int], *, generates: bool) -> None:
+        """Append tokens, at least one, to a standby request, as if it had sampled them.
+
+        It computes them in its next step; no `NewToken` reports them. With `generates` it is no
+        standby any more: what follows the last of them is sampled. Unknown ids are ignored.
+
+        Raises:
+            InvalidRequestError: the model has no such tokens.
         """
         ...
 

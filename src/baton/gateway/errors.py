@@ -48,6 +48,7 @@ from baton.router.explanation import NotExplainableError
 if TYPE_CHECKING:
     from baton.auth.ticket import WorkerRef
     from baton.gateway.metrics import FallbackCause
+    from baton.gateway.standby import Standby
     from baton.router.placement import Placement
     from baton.router.rebalance import MoveCause
 
@@ -193,11 +194,16 @@ class StaleTicketError(UpstreamError):
 
 
 class StreamMovedError(UpstreamError):
-    """No failure: the stream was cut behind a whole event, to go on as `placement` names."""
+    """No failure: the stream was cut behind a whole event, to go on as `placement` names.
 
-    def __init__(self, placement: Placement, cause: MoveCause) -> None:
+    `standby` is the request that waits there for it, if there is one.
+    """
+
+    def __init__(
+        self, placement: Placement, cause: MoveCause, standby: Standby | None = None
+    ) -> None:
         super().__init__(f"the stream moves to {placement.decode.id} ({cause})")
-        self.placement, self.cause = placement, cause
+        self.placement, self.cause, self.standby = placement, cause, standby
 
 
 class TicketRefusedError(UpstreamError):

@@ -50,8 +50,10 @@ if TYPE_CHECKING:
     from starlette.types import Send
 
     from baton.clock import Instant
+    from baton.gateway.http_client import Answer
     from baton.gateway.request import CompletionBody
     from baton.gateway.request_context import RequestContext, Services
+    from baton.gateway.standby import Standby
     from baton.ids import WorkerId
     from baton.router.fleet import Fleet, WorkerView
     from baton.router.load import RunningRequest
@@ -83,6 +85,7 @@ class RequestProxy:
         self._resumption = Resumption(services, context)
         self._wait_ends_at: Instant | None = None
         self._full: frozenset[WorkerId] = frozenset()
+        self._standby: Standby | None = None
 
     async def run(self) -> None:
         """Place, ask, forward.
@@ -102,6 +105,8 @@ class RequestProxy:
                 await self._try_workers()
         finally:
             admission.leave(self._context.model)
+            if self._standby is not None:
+                self._standby.release()
 
     async def _try_workers(self) -> None:
         services, resumption = self._services, self._resumption
@@ -118,7 +123,7 @@ class RequestProxy:
             try:
                 await self._attempt(placement)
             except StreamMovedError as exc:
-                failed, moved = None, exc.placement
+                failed, moved, self._standby = None, exc.placement, exc.standby
                 resumption.note_move(exc)
                 failover.restart()
             except UpstreamError as exc:
@@ -381,7 +386,7 @@ class RequestProxy:
             self._headers,
         )
         with worker.cancel_scope(), services.streams.hold(stream):
-            response = await services.upstream.post(
+            response = await self._find_waiting() or await services.upstream.post(
                 worker.completion_urls[context.path], body, self._headers(context)
             )
             try:
@@ -396,6 +401,16 @@ class RequestProxy:
                 await answer.forward(response)
             finally:
                 response.release()
+
+    async def _find_waiting(self) -> Answer | None:
+        """The answer of the request that waits at this worker for the stream."""
+        standby, self._standby = self._standby, None
+        if standby is None:
+            return None
+        answer = await standby.generate()
+        if answer is None:
+            self._context.trace.moves.append("its standby could not be used")
+        return answer
 
     def _issue_ticket(self, prefill: WorkerView, placement: Placement) -> Handoff:
         services, context, decode = self._services, self._context, placement.decode

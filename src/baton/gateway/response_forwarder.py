@@ -19,6 +19,7 @@ from baton.gateway.errors import (
     SERVER_ERROR,
     ErrorAnswer,
     StaleTicketError,
+    StreamMovedError,
     TicketRefusedError,
     UpstreamError,
     WorkerFailedError,
@@ -29,6 +30,7 @@ from baton.gateway.stream_record import ERROR_EVENT
 from baton.gateway.upstream import read_error
 from baton.protocol.worker_http import (
     FIRST_TOKEN_AGE_HEADER,
+    PROMPT_TOKENS_HEADER,
     REQUEST_ID_HEADER,
     TOKEN_IDS_HEADER,
     first_token_path,
@@ -125,6 +127,7 @@ REFUSALS: Final = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
 """Of who asks: that is the gateway, never its client."""
 _CACHED_TOKENS: Final = re.compile(rb'"cached_tokens": ?([0-9]{1,9})[,}]')
 _COMPLETION_TOKENS: Final = re.compile(rb'"completion_tokens": ?([0-9]{1,9})[,}]')
+_COUNT: Final = re.compile(rb"[0-9]{1,9}")
 _SECONDS: Final = re.compile(rb"[0-9]{1,5}(\.[0-9]{1,9})?")
 ANSWER_HEADERS: Final = (b"content-type", b"retry-after")
 
@@ -162,16 +165,23 @@ class ResponseForwarder:
         if response.status == OK and _is_event_stream(response):
             await self._context.start_stream(self._send)
             self._resumption.begin_stream(has_ids=TOKEN_IDS_HEADER.encode() in response.headers)
+            self._resumption.num_prompt_tokens = _read_prompt_tokens(response)
             try:
                 await self._pump(response, has_begun=has_begun)
             except UpstreamError:
                 if not self._is_done():  # what comes after the end is of no interest
+                    self._check_moved()
                     raise
             if not self._is_done():
                 raise WorkerLostError(f"{self._decode.id} ended its stream without [DONE]")
             await self._send({"type": "http.response.body", "body": b""})
         else:
             await self._forward_whole(response)
+
+    def _check_moved(self) -> None:
+        """Raise `StreamMovedError` if that was decided: whatever else happened to the worker."""
+        if isinstance(self._record.failure, StreamMovedError):
+            raise self._record.failure
 
     def _is_done(self) -> bool:
         return self._context.tail.rstrip().endswith(DONE)
@@ -298,6 +308,11 @@ def _read_age(response: Answer) -> float | None:
     if text is None or _SECONDS.fullmatch(text) is None:
         return None
     return float(text)
+
+
+def _read_prompt_tokens(response: Answer) -> int | None:
+    text = response.headers.get(PROMPT_TOKENS_HEADER.encode(), b"")
+    return int(text) if _COUNT.fullmatch(text) else None
 
 
 def _is_event_stream(response: Answer) -> bool:

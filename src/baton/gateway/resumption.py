@@ -58,6 +58,8 @@ class Resumption:
         self._result: ResumeResult | None = None
         self._moved: tuple[MoveCause, Instant] | None = None
         self.num_moves, self.moved_at = 0, -inf
+        self.num_prompt_tokens: int | None = None
+        """As its worker counts them; None where it does not report that."""
 
     def __enter__(self) -> Self:
         return self
@@ -117,7 +119,8 @@ class Resumption:
         self.moved_at = now
         self.num_moves += moved.cause is not MoveCause.DRAIN
         num = len(self.record.read_token_ids() or ())
-        self._context.trace.moves.append(f"to {target.id} after {num} tokens ({moved.cause})")
+        how = "" if moved.standby is not None else ", without a standby"
+        self._context.trace.moves.append(f"to {target.id} after {num} tokens ({moved.cause}){how}")
 
     def note_not_moved(self, why: str) -> None:
         """It was to move, and stays."""

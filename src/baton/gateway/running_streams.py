@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from baton.errors import UNDECODABLE
+from baton.gateway.errors import StreamMovedError
 from baton.router.rebalance import TYPICAL_ANSWER_TOKENS, StreamLoad
 
 if TYPE_CHECKING:
@@ -16,10 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from baton.clock import Instant
-    from baton.gateway.errors import StreamMovedError
     from baton.gateway.request import CompletionBody
     from baton.gateway.request_context import RequestContext
     from baton.gateway.resumption import Resumption
+    from baton.gateway.standby import Standby
     from baton.router.fleet import WorkerView
     from baton.router.prefixes import PromptMatch
 
@@ -35,8 +36,9 @@ class RunningStream:
     """One attempt's stream, from its request to `decode` to its end there.
 
     `write_headers` gives the header lines of a request on its behalf. `move_task` is the move that
-    is under way; it ends with the stream. Until `not_before` it is not moved again. `looked_at`:
-    when it was looked at last, and how many tokens it had. Owner: the event loop's thread.
+    is under way; it ends with the stream, and so does `standby`, the request that waits for it at
+    another worker. Until `not_before` it is not moved again. `looked_at`: when it was looked at
+    last, and how many tokens it had. Owner: the event loop's thread.
     """
 
     context: RequestContext
@@ -47,6 +49,7 @@ class RunningStream:
     match: PromptMatch | None
     write_headers: Callable[[RequestContext], bytes]
     move_task: asyncio.Task[None] | None = None
+    standby: Standby | None = None
     not_before: Instant | None = None
     num_copies: int = 0
     looked_at: tuple[float, int] | None = None
@@ -104,6 +107,12 @@ class RunningStream:
             return TYPICAL_ANSWER_TOKENS
         return max(0, most - self.resumption.record.num_ids)
 
+    def release_standby(self) -> None:
+        """It does not move."""
+        standby, self.standby = self.standby, None
+        if standby is not None:
+            standby.release()
+
     def cut(self, moved: StreamMovedError) -> None:
         """End it here with its next event: it goes on elsewhere."""
         self.resumption.record.failure = moved
@@ -137,7 +146,11 @@ class RunningStreams:
         self._streams[stream] = None
         try:
             yield
+        except StreamMovedError:
+            stream.standby = None  # the error's now
+            raise
         finally:
             del self._streams[stream]
             if stream.move_task is not None:
                 stream.move_task.cancel()
+            stream.release_standby()

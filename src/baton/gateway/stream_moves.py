@@ -1,11 +1,11 @@
 """Moves streams from one decode worker to another while they go on; their clients do not notice.
 
     A │ generates ─────────────────────────────┐ cut behind a whole event
-      │ prompt and tokens so far: a handoff    │
-    B └──► cached, as a prefix ──► catches up ─┴─► prefills the last few tokens, and generates
+      │ whole blocks so far: a handoff         │
+    B └──► a standby request follows ──────────┴─► one step, and its stream begins
 
-A's cache has all but the last block of what it hands over, so that it computes next to nothing, and
-B's request ends after a token of which nothing is used: what counts is B's cache. Where many tokens
+`standby` has B's part. Where B takes no standby request, prompt and tokens so far are handed over
+whole, into B's cache: B's request ends after a token of which nothing is used. Where many tokens
 came meanwhile, they are handed over as well; few are computed by B at the end of a block. Until the
 cut whatever fails costs the stream nothing. From then on it is a stream that goes on elsewhere
 (`resumption`).
@@ -35,6 +35,7 @@ from baton.gateway.metrics import FallbackCause, MoveResult
 from baton.gateway.protocol_adapters import PrefillDone, read_prefill_result, write_ticket
 from baton.gateway.request_context import LOG_AGAIN_AFTER_S
 from baton.gateway.running_streams import REST_TOKENS
+from baton.gateway.standby import Standby, find_standby_worker
 from baton.gateway.stream_record import ERROR_EVENT
 from baton.gateway.upstream import MAX_SMALL_ANSWER_BYTES
 from baton.gateway.workers import Draining
@@ -201,9 +202,15 @@ class StreamMoves:
 
     async def _move(self, stream: RunningStream, target: WorkerView, cause: MoveCause) -> None:
         results = self._services.metrics.moved_streams
+        stream.standby = self._plan_standby(stream, target)
         try:
             async with asyncio.timeout(COPY_TIMEOUT_S):
-                await self._copy_all(stream, target, cause)
+                if stream.standby is None:
+                    await self._copy_all(stream, target, cause)
+                else:
+                    ids = stream.standby.ids
+                    await self._copy(stream, target, ids, cause, standby=stream.standby)
+                    await stream.standby.follow()
             self._check_there(target)
         except asyncio.CancelledError:  # the stream has ended, in whatever way
             results[cause, MoveResult.ENDED].inc()
@@ -216,9 +223,20 @@ class StreamMoves:
             stream.resumption.note_not_moved(why)
             stream.not_before = Instant(self._services.clock.now() + AGAIN_AFTER_S)
             stream.move_task = None
+            stream.release_standby()
             return
         why_there = f"moved from {stream.decode.id} ({cause})"
-        stream.cut(StreamMovedError(Placement(None, target, why=(why_there,)), cause))
+        placement = Placement(None, target, why=(why_there,))
+        stream.cut(StreamMovedError(placement, cause, stream.standby))
+
+    def _plan_standby(self, stream: RunningStream, target: WorkerView) -> Standby | None:
+        """What is to wait for the stream at its new worker; None where that is not possible."""
+        worker = find_standby_worker(self._services, target)
+        num_prompt_tokens = stream.resumption.num_prompt_tokens
+        if worker is None or num_prompt_tokens is None:
+            return None
+        standby = Standby(self._services, stream, worker, num_prompt_tokens)
+        return standby if standby.num_prefix_tokens else None
 
     def _check_there(self, target: WorkerView) -> None:
         """Pass if requests may still be placed on the life of it that has the KV."""
@@ -257,9 +275,15 @@ class StreamMoves:
         await self._take(target, part, stream.body.for_copy(ids).encode(), stream)
 
     async def _copy(
-        self, stream: RunningStream, target: WorkerView, ids: list[int], cause: MoveCause
+        self,
+        stream: RunningStream,
+        target: WorkerView,
+        ids: list[int],
+        cause: MoveCause,
+        *,
+        standby: Standby | None = None,
     ) -> int | None:
-        """Hand over the KV of the prompt and of these tokens.
+        """Hand over the KV of the prompt and of these tokens: of their whole blocks to `standby`.
 
         Returns:
             The prompt's number of tokens; None where the target had all of them.
@@ -281,16 +305,19 @@ class StreamMoves:
             mode="push",
             issue=services.ticket_issuer.issue(part.left_s(began)),
             tenant_salt=hash_tenant(stream.body.cache_salt),
+            num_prefix_tokens=0 if standby is None else standby.num_prefix_tokens,
         )
         part.trace.ticket = ticket.id.hex()
-        body = stream.body.for_copy(ids).encode_with_ticket(
-            write_ticket(ticket, stream.decode, target, services.options.credentials)
-        )
+        sealed = write_ticket(ticket, stream.decode, target, services.options.credentials)
+        body = stream.body.for_copy(ids).encode_with_ticket(sealed)
         part.trace.outcome = "failed"
         try:
             async with asyncio.TaskGroup() as group:
                 sending = group.create_task(self._send(stream.decode, part, body, stream))
-                group.create_task(self._take(target, part, body, stream))
+                if standby is None:
+                    group.create_task(self._take(target, part, body, stream))
+                else:
+                    group.create_task(standby.open(sealed))
             part.trace.outcome, part.status = "ok", HTTPStatus.OK
             handoffs = services.load.costs(target.model).handoffs
             cost = handoffs.cost_of(stream.decode, target)

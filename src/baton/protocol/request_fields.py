@@ -57,11 +57,13 @@ class StreamOptions(msgspec.Struct, frozen=True):
 class Resume(msgspec.Struct, frozen=True, omit_defaults=True):
     """A part of the answer is with the client: the tokens `[0, len(token_ids))`.
 
-    `is_complete`: that is all, and only what ends a stream is missing.
+    `is_complete`: that is all, and only what ends a stream is missing. `standby`, a random id, in
+    hex: the client gets more tokens from another worker; they follow by `standby_path`.
     """
 
     token_ids: list[TokenId]
     is_complete: bool = False
+    standby: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")] | None = None
 
 
 class KVTransferParams(msgspec.Struct, frozen=True, omit_defaults=True):

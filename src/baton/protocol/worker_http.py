@@ -14,6 +14,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from baton.ids import Epoch, StoreId, TicketId, WorkerId
+from baton.protocol.request_fields import TokenId
 
 CHAT_COMPLETIONS_PATH: Final = "/v1/chat/completions"
 COMPLETIONS_PATH: Final = "/v1/completions"
@@ -32,6 +33,9 @@ MAX_LINKS: Final = 1024
 HANDOFFS_PREFIX: Final = "/baton/v1/handoffs/"
 ABORT_SUFFIX: Final = "/abort"
 FIRST_TOKEN_SUFFIX: Final = "/first_token"  # noqa: S105 - a path
+STANDBYS_PREFIX: Final = "/baton/v1/standbys/"
+TOKENS_SUFFIX: Final = "/tokens"
+MAX_NEXT_TOKENS_BYTES: Final = 1 << 20
 
 REQUEST_ID_HEADER: Final = "x-request-id"
 TIMEOUT_HEADER: Final = "x-baton-timeout-s"
@@ -40,6 +44,8 @@ CREATED_HEADER: Final = "x-baton-created"
 """Unix seconds, written into the answers of both workers as their time of creation."""
 TOKEN_IDS_HEADER: Final = "x-baton-token-ids"  # noqa: S105 - a header
 """`1` asks for the ids of a stream's tokens in comments; answers that have them carry it, too."""
+PROMPT_TOKENS_HEADER: Final = "x-baton-prompt-tokens"
+"""Of a stream whose tokens' ids were asked for: how many tokens its prompt has."""
 FIRST_TOKEN_AGE_HEADER: Final = "x-baton-first-token-s-ago"  # noqa: S105 - a header
 """Of an answer in one piece: seconds since its first token, of which it shows nothing else."""
 SEED_HEADER: Final = "x-baton-seed"
@@ -79,6 +85,11 @@ def first_token_path(ticket: TicketId) -> str:
     return HANDOFFS_PREFIX + ticket.hex() + FIRST_TOKEN_SUFFIX
 
 
+def standby_path(standby: str) -> str:
+    """Where a standby request gets the tokens that another worker has sampled."""
+    return STANDBYS_PREFIX + standby + TOKENS_SUFFIX
+
+
 class Role(StrEnum):
     """What a worker was started to do. `BOTH` prefills and decodes its own requests."""
 
@@ -102,6 +113,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     `control_urls` has one address for each tensor-parallel rank of a vLLM server, where that rank
     is asked what a Baton worker is asked at its own address; a Baton worker has none. Of `modes`,
     unknown ones are ignored. `has_kv_journal`: it answers at `KV_EVENTS_PREFIX`.
+    `has_standby`: it takes `Resume.standby`.
     `tokenizer` is the digest of tokenizer and chat template (`digest_tokenizer`).
     `max_prompt_chars`: no longer text can fit the context, as far as the
     worker knows its tokenizer's longest token. `takes_unsigned_tickets`: it knows by the connection
@@ -128,6 +140,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     control_urls: Annotated[tuple[Name, ...], RANKS] = ()
     kv_events: KVEventsSource | None = None
     has_kv_journal: bool = False
+    has_standby: bool = False
     takes_unsigned_tickets: bool = False
     tokenizer: Name | None = None
     modes: Annotated[tuple[str, ...], Meta(max_length=16)] = ("push",)
@@ -252,6 +265,18 @@ class FirstToken(msgspec.Struct, frozen=True):
 
     token: msgspec.Raw
     events: Annotated[str, Meta(min_length=1, max_length=1 << 20)]
+
+
+class NextTokens(msgspec.Struct, frozen=True):
+    """`POST /baton/v1/standbys/{standby}/tokens`: tokens that the client got meanwhile.
+
+    They are the answer's from number `start` on. Without `generates` the reply comes when their KV
+    is computed. With it the reply comes at once, and the standby's stream begins behind them.
+    """
+
+    start: Annotated[int, Meta(ge=0)]
+    token_ids: Annotated[list[TokenId], Meta(min_length=1)]
+    generates: bool = False
 
 
 class PrefillReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from baton.engines.interface import NewToken, PrefillRequest, RequestFailed
+from baton.engines.interface import NewToken, PrefillRequest, RequestFailed, TokensComputed
 from baton.worker.http_exchange import DeadlineError, DrainingError
 
 if TYPE_CHECKING:
@@ -28,21 +28,28 @@ DEADLINE_MARGIN_S: Final = 0.05
 
 
 class AnswerStream:
-    """The updates of one request, in order. At most `max_tokens` of them are ever queued."""
+    """The updates of one request, in order. At most `max_tokens` of them are ever queued.
+
+    `num_computed`: of a standby request, how many tokens it has the KV of.
+    """
 
     def __init__(self, cancel: Callable[[], None]) -> None:
         self._cancel = cancel
-        self._updates: deque[EngineUpdate] = deque()
+        self._updates: deque[NewToken | RequestFailed] = deque()
         self._arrived = asyncio.Event()
         self.finished = False
+        self.num_computed = 0
 
     def push(self, update: EngineUpdate) -> None:
         """Queue an update; the one that ends the answer sets `finished`, later ones are lost."""
         if self.finished:
             return
+        self._arrived.set()
+        if isinstance(update, TokensComputed):
+            self.num_computed = update.num_tokens
+            return
         self._updates.append(update)
         self.finished = isinstance(update, RequestFailed) or update.finish is not None
-        self._arrived.set()
 
     def fail(self, request: RequestId, error: BatonError) -> None:
         """End an unfinished answer with an error, in the engine too."""
@@ -55,6 +62,18 @@ class AnswerStream:
         if not self.finished:
             self.finished = True
             self._cancel()
+
+    async def wait_computed(self, num_tokens: int) -> None:
+        """Wait until a standby request has the KV of so many tokens.
+
+        Raises:
+            BatonError: the request failed.
+        """
+        while self.num_computed < num_tokens:
+            if self._updates:
+                await self.tokens()
+            self._arrived.clear()
+            await self._arrived.wait()
 
     async def tokens(self) -> list[NewToken]:
         """Wait for at least one token, then take all that are there.
@@ -134,6 +153,10 @@ class EngineClient:
             expiry.cancel()
             stream.close()
             self._remove(request.id)
+
+    def extend(self, request: RequestId, token_ids: Sequence[int], *, generates: bool) -> None:
+        """See `Engine.extend`."""
+        self._engine.extend(request, token_ids, generates=generates)
 
     async def drain(self, timeout_s: float) -> None:
         """Take no more requests; wait until the open ones end, then fail the rest."""

@@ -30,9 +30,13 @@ from baton.ids import RequestId
 from baton.protocol.worker_http import (
     CREATED_HEADER,
     FIRST_TOKEN_AGE_HEADER,
+    MAX_NEXT_TOKENS_BYTES,
+    PROMPT_TOKENS_HEADER,
     SEED_HEADER,
+    STANDBYS_PREFIX,
     TIMEOUT_HEADER,
     TOKEN_IDS_HEADER,
+    TOKENS_SUFFIX,
     FirstToken,
     PrefillReply,
 )
@@ -49,6 +53,7 @@ from baton.worker.replies import (
     token_ids_line,
 )
 from baton.worker.resumed_answer import find_known_tokens
+from baton.worker.standby import Standby, Standbys, check_standby, read_next_tokens
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -108,6 +113,15 @@ class GenerationService:
     def __init__(self, context: GenerationContext) -> None:
         self._context = context
         self._counter = itertools.count()
+        self._standbys = Standbys()
+
+    async def feed_standby(self, exchange: HttpExchange) -> None:
+        """`POST /baton/v1/standbys/{standby}/tokens`: what the client got from another worker."""
+        self._check_from_gateway(is_from_gateway=exchange.is_from_gateway)
+        tokens = read_next_tokens(await exchange.read_body(MAX_NEXT_TOKENS_BYTES))
+        name = exchange.path.removeprefix(STANDBYS_PREFIX).removesuffix(TOKENS_SUFFIX)
+        await self._standbys.feed(name, tokens)
+        await exchange.send_nothing()
 
     async def serve(self, exchange: HttpExchange, adapter: ApiAdapter) -> None:
         """Answer one request; the client's disconnect cancels it.
@@ -149,6 +163,8 @@ class GenerationService:
             self._context.options.served_model_name,
             _read_created(exchange) or int(self._context.clock.unix_now()),
         )
+        if request.is_standby:
+            check_standby(request)
         job = _Job(exchange, adapter, generation, known, request, head)
         if generation.resume is not None and generation.resume.is_complete:
             await self._end_complete(job)
@@ -161,10 +177,13 @@ class GenerationService:
             await self._respond(job, stream)
 
     def _check_resume(self, generation: Generation, *, is_from_gateway: bool) -> None:
-        if self._context.options.is_tls and not is_from_gateway:
-            raise TicketError("only a gateway can ask to go on with an answer")
+        self._check_from_gateway(is_from_gateway=is_from_gateway)
         if not generation.stream:
             raise InvalidRequestError("only a stream can go on", param="stream")
+
+    def _check_from_gateway(self, *, is_from_gateway: bool) -> None:
+        if self._context.options.is_tls and not is_from_gateway:
+            raise TicketError("only a gateway can ask to go on with an answer")
 
     async def _respond(self, job: _Job, stream: AnswerStream) -> None:
         match job.request.kind:
@@ -232,10 +251,12 @@ class GenerationService:
         answer = await job.known.restore(job.generation, self._context.tokenizer)
         writer, pending = self._writer(job), list[int]()
         try:
+            if job.request.is_standby:
+                job = await self._stand_by(job, answer, stream)
             async for batch in self._chunks(job, answer, stream):
                 events = self._events(job, writer, batch, pending)
                 if not job.exchange.started:
-                    await job.exchange.start_stream(has_token_ids=_wants_token_ids(job))
+                    await _start_stream(job)
                     events = (b"" if job.generation.resume else writer.opening()) + events
                 if events:
                     await job.exchange.send_events(events)
@@ -249,10 +270,29 @@ class GenerationService:
             return
         await self._end_stream(job, writer, answer)
 
+    async def _stand_by(self, job: _Job, answer: OutputProcessor, stream: AnswerStream) -> _Job:
+        """Wait for the tokens that another worker samples; the answer's head means ready."""
+        resume, context = job.generation.resume, self._context
+        if resume is None or resume.standby is None:
+            return job
+        standby = Standby(
+            job.generation,
+            job.request,
+            job.known,
+            answer=answer,
+            stream=stream,
+            client=context.engine_client,
+            tokenizer=context.tokenizer,
+        )
+        with self._standbys.open(resume.standby) as orders:
+            await standby.wait_ready()
+            await _start_stream(job)
+            return replace(job, known=await standby.follow(orders))
+
     async def _end_complete(self, job: _Job) -> None:
         """The client lacks only what ends a stream."""
         answer = await job.known.restore(job.generation, self._context.tokenizer)
-        await job.exchange.start_stream(has_token_ids=_wants_token_ids(job))
+        await _start_stream(job)
         await self._end_stream(job, self._writer(job), answer)
 
     async def _end_stream(self, job: _Job, writer: EventWriter, answer: OutputProcessor) -> None:
@@ -321,6 +361,7 @@ class GenerationService:
             tenant_salt=_tenant_salt(generation, kind),
             deadline=Instant(received + timeout_s),
             trace=self._trace(exchange, generation, kind, received),
+            is_standby=generation.resume is not None and generation.resume.standby is not None,
         )
 
     def _trace(
@@ -350,6 +391,18 @@ def _push_all(answer: OutputProcessor, tokens: list[NewToken]) -> list[TextChunk
         if chunks[-1].finish is not None:
             break
     return chunks
+
+
+async def _start_stream(job: _Job) -> None:
+    """Send the head of a stream: with what a gateway needs to have it go on elsewhere."""
+    if not _wants_token_ids(job):
+        await job.exchange.start_stream()
+        return
+    num_prompt_tokens = str(len(job.generation.prompt_ids)).encode()
+    await job.exchange.start_stream((
+        (TOKEN_IDS_HEADER.encode(), b"1"),
+        (PROMPT_TOKENS_HEADER.encode(), num_prompt_tokens),
+    ))
 
 
 def _wants_token_ids(job: _Job) -> bool:

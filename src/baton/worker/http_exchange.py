@@ -24,7 +24,7 @@ from baton.errors import (
 from baton.handoff.interface import DECLINED_STAGE
 from baton.ids import RequestId, new_request_id
 from baton.net.http_exchange import EXTENSION
-from baton.protocol.worker_http import REQUEST_ID_HEADER, TOKEN_IDS_HEADER, ErrorBody, ErrorDetail
+from baton.protocol.worker_http import REQUEST_ID_HEADER, ErrorBody, ErrorDetail
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -144,10 +144,9 @@ class HttpExchange:
         await self._start(204, ())
         await self._send({"type": "http.response.body", "body": b""})
 
-    async def start_stream(self, *, has_token_ids: bool = False) -> None:
-        """Send status 200 and the headers of an event stream."""
-        own: Headers = ((TOKEN_IDS_HEADER.encode(), b"1"),) if has_token_ids else ()
-        await self._start(200, (*STREAM_HEADERS, *own))
+    async def start_stream(self, headers: Headers = ()) -> None:
+        """Send status 200 and the headers of an event stream, besides `headers`."""
+        await self._start(200, (*STREAM_HEADERS, *headers))
 
     async def send_events(self, events: bytes) -> None:
         """Send events of a started stream; waits while the client reads too slowly."""
@@ -179,6 +178,10 @@ def _too_large(num_bytes: int, max_bytes: int) -> BodyTooLargeError:
 
 class StaleTicketError(BatonError):
     """A ticket for another life of this worker, or one that was used already."""
+
+
+class StandbyError(BatonError):
+    """The standby request is not there any more, or has other tokens than the gateway thinks."""
 
 
 class DrainingError(BatonError):
@@ -225,6 +228,7 @@ _ERROR_STATUSES: Final[tuple[tuple[type[BatonError], _ErrorStatus], ...]] = (
     (TicketError, _ErrorStatus(403, "permission_error", "invalid_ticket")),
     (UnknownPathError, _ErrorStatus(404, "invalid_request_error", "unknown_path")),
     (WrongMethodError, _ErrorStatus(405, "invalid_request_error", "method_not_allowed")),
+    (StandbyError, _ErrorStatus(409, "conflict_error", "no_standby")),
     (StaleTicketError, _ErrorStatus(409, "conflict_error", "stale_ticket")),
     (HandoffError, _ErrorStatus(502, "upstream_error", "handoff_failed")),
     (OverloadedError, _ErrorStatus(503, "overloaded_error", "overloaded")),

@@ -60,6 +60,12 @@ class KnownTokens:
         """The answer as it stood when the given tokens had been sent."""
         return await _push_all(self.given, generation, tokenizer)
 
+    async def extended(
+        self, ids: Sequence[int], generation: Generation, tokenizer: Tokenizer
+    ) -> KnownTokens:
+        """With more tokens, which another worker has sent meanwhile."""
+        return await _split((*self.given, *self.again, *ids), generation, tokenizer)
+
     def skip(self, num_seen: int, tokens: Sequence[NewToken]) -> int:
         """How many of the tokens are computed again, after `num_seen` others.
 
@@ -77,7 +83,13 @@ async def find_known_tokens(generation: Generation, tokenizer: Tokenizer) -> Kno
     if generation.resume is None:
         return KnownTokens()
     ids = tuple(generation.resume.token_ids)
-    if generation.sampling.num_logprobs is None or generation.resume.is_complete:
+    if generation.resume.is_complete:
+        return KnownTokens(ids)
+    return await _split(ids, generation, tokenizer)
+
+
+async def _split(ids: tuple[int, ...], generation: Generation, tokenizer: Tokenizer) -> KnownTokens:
+    if generation.sampling.num_logprobs is None:
         return KnownTokens(ids)
     num_waiting = (await _push_all(ids, generation, tokenizer)).num_waiting
     return KnownTokens(ids[: len(ids) - num_waiting], ids[len(ids) - num_waiting :])

@@ -107,6 +107,7 @@ class StatusPages:
                 version=baton.__version__,
                 modes=self.options.modes,
                 has_kv_journal=True,
+                has_standby=True,
                 takes_unsigned_tickets=self.options.is_tls and self.options.credentials is not None,
                 tokenizer=self.tokenizer_digest,
                 topology=self.options.topology,

@@ -30,6 +30,8 @@ from baton.protocol.worker_http import (
     LINKS_PATH,
     METRICS_PATH,
     MODELS_PATH,
+    STANDBYS_PREFIX,
+    TOKENS_SUFFIX,
     TRACES_PREFIX,
     VERSION_PATH,
 )
@@ -254,6 +256,7 @@ def _routes(pages: StatusPages, generation: GenerationService, reader: PromptRea
             PatternRoute(KV_EVENTS_PREFIX, "", {"GET": pages.kv_events}),
             PatternRoute(HANDOFFS_PREFIX, ABORT_SUFFIX, {"POST": pages.abort}),
             PatternRoute(HANDOFFS_PREFIX, FIRST_TOKEN_SUFFIX, {"POST": pages.first_token}),
+            PatternRoute(STANDBYS_PREFIX, TOKENS_SUFFIX, {"POST": generation.feed_standby}),
         ),
     )
 

@@ -248,6 +248,7 @@ class Driver:
         leg: RequestKind | None = None,
         *,
         timeout_s: float = 100.0,
+        is_standby: bool = False,
         **sampling: object,
     ) -> None:
         """Queue a request; greedy, 8 tokens and no end token unless `sampling` says otherwise."""
@@ -257,7 +258,14 @@ class Driver:
         deadline = Instant(self.clock.now() + timeout_s)
         self.loop.submit(
             GenerationRequest(
-                RequestId(name), prompt, params, leg or Colocated(), self.tenant, deadline, trace
+                RequestId(name),
+                prompt,
+                params,
+                leg or Colocated(),
+                self.tenant,
+                deadline,
+                trace,
+                is_standby=is_standby,
             )
         )
 

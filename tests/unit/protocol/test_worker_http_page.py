@@ -16,11 +16,13 @@ from baton.protocol.worker_http import (
     FirstToken,
     Health,
     KVEventsSource,
+    NextTokens,
     PrefillReply,
     WorkerInfo,
     WorkerLoad,
     abort_path,
     first_token_path,
+    standby_path,
     trace_path,
 )
 
@@ -31,6 +33,7 @@ TEMPLATES = {
     worker_http.KV_EVENTS_PREFIX + "{number}",
     abort_path(TicketId(b"\0" * 16)).replace("00" * 16, TICKET),
     first_token_path(TicketId(b"\0" * 16)).replace("00" * 16, TICKET),
+    standby_path("{id, 32 hex digits}"),
 }
 PATHS = TEMPLATES | {value for name, value in vars(worker_http).items() if name.endswith("_PATH")}
 
@@ -67,6 +70,7 @@ def test_each_header_is_on_the_page_and_the_other_way_round():
         (WorkerLoad, r'"load": \{(.*?)\}'),
         (ErrorDetail, r'\{"error":\{("message".*?)\}'),
         (AbortOrder, r"abort` \| body `\{(.*?)\}`"),
+        (NextTokens, r"\{(\"start\".*?)\}  →  204"),
         (FirstToken, r"further field `first`: `\{(.*?)\}`,"),
     ],
 )

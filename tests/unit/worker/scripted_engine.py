@@ -102,6 +102,8 @@ class ScriptedEngine:
         self.first_tokens = FirstTokens()
         self.requests: list[GenerationRequest] = []
         self.cancelled: list[RequestId] = []
+        self.on_extend: Callable[[tuple[int, ...], bool], None] = lambda *_: None
+        self.extended: list[tuple[RequestId, tuple[int, ...], bool]] = []
         self.refusal: BatonError | None = None
         self.alive = True
         self.sink: UpdateSink = lambda updates: None
@@ -120,6 +122,10 @@ class ScriptedEngine:
             raise self.refusal
         self.requests.append(request)
         self.script(self, request)
+
+    def extend(self, request: RequestId, token_ids: Sequence[int], *, generates: bool) -> None:
+        self.extended.append((request, tuple(token_ids), generates))
+        self.on_extend(tuple(token_ids), generates)
 
     def cancel(self, request: RequestId) -> None:
         self.cancelled.append(request)

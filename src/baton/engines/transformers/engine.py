@@ -33,6 +33,8 @@ from baton.kv.pool import BlockPool
 from baton.transfer.region import allocate_shared_region, release_region
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from baton.clock import Clock
     from baton.engines.interface import EngineContext, GenerationRequest, UpdateSink
     from baton.engines.transformers.loading import LoadedModel
@@ -50,6 +52,15 @@ class Submit:
 
 
 @dataclass(frozen=True, slots=True)
+class Extend:
+    """Append tokens to a standby request."""
+
+    request: RequestId
+    token_ids: tuple[int, ...]
+    generates: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Cancel:
     """Forget this request."""
 
@@ -61,7 +72,7 @@ class Stop:
     """Fail what is unfinished and end."""
 
 
-Command: TypeAlias = Submit | Cancel | Stop
+Command: TypeAlias = Submit | Extend | Cancel | Stop
 
 
 class CommandQueue:
@@ -224,6 +235,13 @@ class TransformersEngine:
             self._live.add(request.id)
             self._command_queue.put(Submit(request))
 
+    def extend(self, request: RequestId, token_ids: Sequence[int], *, generates: bool) -> None:
+        if any(not 0 <= token < self.info.vocab_size for token in token_ids):
+            raise InvalidRequestError(
+                f"token ids go from 0 to {self.info.vocab_size - 1}", param="token_ids"
+            )
+        self._command_queue.put(Extend(request, tuple(token_ids), generates))
+
     def cancel(self, request: RequestId) -> None:
         self._command_queue.put(Cancel(request))
 
@@ -314,6 +332,8 @@ class TransformersEngine:
             match command:
                 case Submit(request):
                     loop.submit(request)
+                case Extend(request_id, token_ids, generates):
+                    loop.extend(request_id, token_ids, generates=generates)
                 case Cancel(request_id):
                     loop.cancel(request_id)
                 case Stop():

@@ -162,6 +162,12 @@ class EngineLoop:
             self._handoff.renew_lease(request.kind.ticket)
         self._scheduler.add(self._sequences.add(request))
 
+    def extend(self, request: RequestId, token_ids: Many[int], *, generates: bool) -> None:
+        """Append tokens to a standby request; see `Engine.extend`."""
+        sequence = self._sequences.find(request)
+        if sequence is not None and sequence.is_standby:
+            sequence.extend(token_ids, generates=generates)
+
     def cancel(self, request: RequestId) -> None:
         """Forget a request; no update follows."""
         sequence = self._sequences.find(request)
@@ -273,6 +279,8 @@ class EngineLoop:
             if work.is_prefill and work.stop >= work.sequence.num_prompt_tokens:
                 self._stamp(work.sequence, Stamp.PREFILL_DONE)
             self._scheduler.advance(work)
+            if work.sequence.is_standby and not work.sequence.num_uncomputed:
+                self._updates.add_computed(work.sequence)
             if token is not None:
                 self._accept(work.sequence, token)
 

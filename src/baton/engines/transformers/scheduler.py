@@ -67,7 +67,8 @@ class Work:
     @property
     def samples(self) -> bool:
         """Whether the last of these tokens is the last one known, so that a new one follows."""
-        return self.num_tokens == self.sequence.num_uncomputed
+        is_last = self.num_tokens == self.sequence.num_uncomputed
+        return is_last and not self.sequence.is_standby
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +178,11 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         self._loaded.clear()
         by_age = sorted(self._running, key=lambda s: (s.num_uncomputed > 1, s.arrival))
         for sequence in by_age:
-            budget = self.limits.max_batch_tokens - plan.num_tokens
-            if budget > 0 and sequence.status is Status.RUNNING:
-                self._continue(sequence, min(budget, sequence.num_uncomputed), plan)
+            num_tokens = min(
+                self.limits.max_batch_tokens - plan.num_tokens, sequence.num_uncomputed
+            )
+            if num_tokens > 0 and sequence.status is Status.RUNNING:
+                self._continue(sequence, num_tokens, plan)
         for sequence in self._new_prefixes:
             if not self._try_offer_cached(sequence, plan):
                 self._waiting.append(sequence)

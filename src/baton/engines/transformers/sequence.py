@@ -20,6 +20,8 @@ from baton.kv.copies import count_blocks
 from baton.kv.identity import HashDomain, compute_block_hashes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence as Many
+
     from numpy.typing import NDArray
 
     from baton.auth.ticket import Ticket
@@ -66,7 +68,7 @@ class Sequence:  # noqa: PLR0904 - one for each thing that happens to it
     tokens before `complete_from` may never have been received. Computing tokens from
     `num_prefill_tokens` on is decoding: they are the prompt's last one, whose KV was received, or
     tokens sampled here. `load_id` names the order by which its beginning was asked of the store,
-    which is done once.
+    which is done once. While `is_standby` no token is sampled: they are appended (`extend`).
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Sequence:  # noqa: PLR0904 - one for each thing that happens to it
         self.imported = range(0)
         self.first_token: SampledToken | None = None
         self.load_id: TicketId | None = None
+        self.is_standby = request.is_standby
         self._domain = domain
         self._num_published = 0
         self._hashes: list[BlockHash] = []
@@ -212,6 +215,13 @@ class Sequence:  # noqa: PLR0904 - one for each thing that happens to it
         if self.num_output_tokens >= self.request.sampling.max_tokens:
             return FinishReason.LENGTH
         return None
+
+    def extend(self, token_ids: Many[int], *, generates: bool) -> None:
+        """Add tokens that another worker has sampled; with `generates` the next one is sampled."""
+        stop = self.num_tokens + len(token_ids)
+        self._token_ids[self.num_tokens : stop] = token_ids
+        self.num_tokens = stop
+        self.is_standby = not generates
 
     def banned_tokens(self, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
         """Tokens that must not be sampled next: those that would end the answer too early."""

@@ -6,7 +6,13 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from baton.engines.interface import EngineStats, FinishReason, NewToken, RequestFailed
+from baton.engines.interface import (
+    EngineStats,
+    FinishReason,
+    NewToken,
+    RequestFailed,
+    TokensComputed,
+)
 
 if TYPE_CHECKING:
     from baton.engines.interface import EngineUpdate, UpdateSink
@@ -53,6 +59,10 @@ class UpdateQueue:
                 hidden=finish is FinishReason.STOP,
             )
         )
+
+    def add_computed(self, sequence: Sequence) -> None:
+        """Report that a standby request has the KV of all its tokens."""
+        self._updates.append(TokensComputed(sequence.request.id, sequence.num_computed))
 
     def add_failure(self, request: RequestId, error: BatonError) -> None:
         """Report that a request has failed."""

@@ -20,6 +20,7 @@ from baton.engines.interface import (
     PrefillRequest,
     RequestFailed,
     SamplingParams,
+    TokensComputed,
 )
 from baton.engines.transformers.loop import EngineLoop
 from baton.engines.transformers.scheduler import Limits, Scheduler
@@ -395,3 +396,5 @@ def _make_reply(update: EngineUpdate) -> Reply:
             return ErrorReply("handoff_declined" if is_declined else "handoff_failed")
         case RequestFailed(error=error):
             return ErrorReply(str(error))
+        case TokensComputed():
+            raise AssertionError("no simulated gateway opens a standby request")
