@@ -291,7 +291,7 @@ class RequestProxy:
         return None
 
     async def _attempt(self, placement: Placement) -> None:
-        body = self._with_ids(self._resumption.continued(self._body), placement)
+        body = self._with_ids(self._resumption.continued(self._body, placement), placement)
         if placement.prefill is None:
             await self._send_decode_request(placement.decode, body.encode())
             return

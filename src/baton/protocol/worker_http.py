@@ -42,6 +42,8 @@ TOKEN_IDS_HEADER: Final = "x-baton-token-ids"  # noqa: S105 - a header
 """`1` asks for the ids of a stream's tokens in comments; answers that have them carry it, too."""
 FIRST_TOKEN_AGE_HEADER: Final = "x-baton-first-token-s-ago"  # noqa: S105 - a header
 """Of an answer in one piece: seconds since its first token, of which it shows nothing else."""
+MOVE_HEADER: Final = "x-baton-moves-stream"
+"""`1`: the request hands a stream's KV over, which a draining vLLM server serves, too."""
 SEED_HEADER: Final = "x-baton-seed"
 """For requests that have none: a number below 2^63."""
 
@@ -105,8 +107,9 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     `tokenizer` is the digest of tokenizer and chat template (`digest_tokenizer`).
     `max_prompt_chars`: no longer text can fit the context, as far as the
     worker knows its tokenizer's longest token. `takes_unsigned_tickets`: it knows by the connection
-    that a gateway sends one, and needs no signature. `topology` is `zone/rack/host/device`, levels
-    that are not known empty, or left out at the end.
+    that a gateway sends one, and needs no signature. `resumes_streams`: of a vLLM server, that it
+    goes on with streams from token ids, as Baton's workers do. `topology` is
+    `zone/rack/host/device`, levels that are not known empty, or left out at the end.
     """
 
     worker: Annotated[WorkerId, NAME]
@@ -128,6 +131,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_events: KVEventsSource | None = None
     has_kv_journal: bool = False
     takes_unsigned_tickets: bool = False
+    resumes_streams: bool = False
     tokenizer: Name | None = None
     modes: Annotated[tuple[str, ...], Meta(max_length=16)] = ("push",)
     topology: Topology = ""

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 Platform: TypeAlias = Literal["cpu", "accelerator"]
 
 CPU_KV_CACHE_BYTES: Final = 512 * 1024 * 1024
-ACCESS_MIDDLEWARE: Final = "baton.engines.vllm.access_middleware.AccessMiddleware"
+MIDDLEWARE: Final = (
+    "baton.engines.vllm.stream_tokens.TokenIdsMiddleware",
+    "baton.engines.vllm.access_middleware.AccessMiddleware",
+)
 
 ENGINE_END_TIMEOUT_S: Final = 3
 """Requests were drained before: this is for the engine's own tidying up."""
@@ -56,13 +59,8 @@ def server_arguments(options: VllmOptions, config: Config, launch: LaunchParamet
         *("--model", str(launch.model), "--served-model-name", launch.served_model_name),
         *("--host", worker.host, "--port", str(launch.port)),
         *("--shutdown-timeout", str(ENGINE_END_TIMEOUT_S)),
-        *(
-            "--middleware",
-            ACCESS_MIDDLEWARE,
-            "--disable-uvicorn-access-log",
-            "--uvicorn-log-level",
-            "warning",
-        ),
+        *(word for path in MIDDLEWARE for word in ("--middleware", path)),
+        *("--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
         *("--kv-transfer-config", _json(_transfer(config))),
         *engine_flags(options, launch.platform),
         *_event_flags(options, launch, worker.name),
@@ -127,6 +125,7 @@ def _transfer(config: Config) -> dict[str, object]:
         "identity": config.security.identity,
         # With TLS this server answers gateways alone: `ClusterTls.check_request`.
         "clients_are_gateways": config.security.tls != "off",
+        "resumes_streams": True,
     }
     if config.worker.topology is not None:
         extra["topology"] = config.worker.topology

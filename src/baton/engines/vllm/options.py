@@ -40,6 +40,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     `max_held_share` of the KV blocks may be held for decode workers to pull. `fingerprint`
     replaces the one that is computed from the checkpoint's files. `clients_are_gateways`: the
     server answers no client that has not proved to be a gateway, so that tickets are believed.
+    `resumes_streams`: Baton extended the server, so that streams go on here from token ids.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
@@ -70,6 +71,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     tls: Tls = "control"
     identity: str | None = None
     clients_are_gateways: bool = False
+    resumes_streams: bool = False
     store: StoreSection = msgspec.field(default_factory=StoreSection)
 
 
