@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from baton.engines.vllm.stream_tokens import TokenIdsMiddleware
 from baton.protocol.worker_http import MOVE_HEADER
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ class AccessMiddleware:
     """
 
     def __init__(self, app: ASGIApp, drain_state: DrainState = DRAIN_STATE) -> None:
-        self._app, self._drain_state = app, drain_state
+        # vLLM warns of a second --middleware.
+        self._app, self._drain_state = TokenIdsMiddleware(app), drain_state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request, as ASGI has it."""

@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 Platform: TypeAlias = Literal["cpu", "accelerator"]
 
 CPU_KV_CACHE_BYTES: Final = 512 * 1024 * 1024
-MIDDLEWARE: Final = (
-    "baton.engines.vllm.stream_tokens.TokenIdsMiddleware",
-    "baton.engines.vllm.access_middleware.AccessMiddleware",
-)
+ACCESS_MIDDLEWARE: Final = "baton.engines.vllm.access_middleware.AccessMiddleware"
 
 ENGINE_END_TIMEOUT_S: Final = 3
 """Requests were drained before: this is for the engine's own tidying up."""
@@ -59,7 +56,7 @@ def server_arguments(options: VllmOptions, config: Config, launch: LaunchParamet
         *("--model", str(launch.model), "--served-model-name", launch.served_model_name),
         *("--host", worker.host, "--port", str(launch.port)),
         *("--shutdown-timeout", str(ENGINE_END_TIMEOUT_S)),
-        *(word for path in MIDDLEWARE for word in ("--middleware", path)),
+        *("--middleware", ACCESS_MIDDLEWARE),
         *("--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
         *("--kv-transfer-config", _json(_transfer(config))),
         *engine_flags(options, launch.platform),
