@@ -5,9 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed: make install ENGINE=vllm")
-
 from vllm.sampling_params import (
     RepetitionDetectionParams,
     RequestOutputKind,

@@ -216,6 +216,6 @@ def _extended(prompt: Any, given: tuple[int, ...]) -> Any:  # noqa: ANN401 - vLL
 
 @lru_cache(maxsize=1)
 def _find_defaults(params: Any) -> Mapping[str, object]:  # noqa: ANN401 - vLLM's
-    """The parameters that are not carried on → their values where nobody sets them."""
+    """The parameters that are not carried on → their values where none sets them."""
     blank = params()
     return {n: getattr(blank, n) for n in params.__struct_fields__ if n not in CARRIED_ON}
