@@ -1,14 +1,14 @@
 """A running stream changes its decode worker: how long is it silent?
 
-    python benchmarks/bench_moves.py [--rounds 5] [--case drains]
+    python benchmarks/bench_moves.py [--engine vllm] [--rounds 5] [--case drains] [--length 1024]
         [--json benchmarks/results/moves.json]
 
-Two decode workers (embedded engine, float32, a random model, one thread each) behind a gateway, and
-one client with one greedy stream. In mid-answer its worker
+Two decode workers (float32, a random model, one thread each) behind a gateway, and one client with
+one greedy stream. In mid-answer its worker
 
     drains    SIGTERM: the stream moves, with its KV; how long until the worker has exited, too
     stays     the same with `gateway.move_streams = "never"`
-    is killed SIGKILL: the other worker computes prompt and answer again
+    is killed SIGKILL: the other worker computes prompt and tokens so far again
 
 The pause is the longest gap between two events from that signal on, a step the median gap before.
 Of a move, `cut` is the gateway's own figure: from the last event of the one worker to the first of
@@ -77,11 +77,12 @@ class Round:
 class Workers:
     """Two decode workers; who has ended is replaced at its address."""
 
-    def __init__(self, fleet: Fleet, model: Path) -> None:
+    def __init__(self, fleet: Fleet, model: Path, engine: str) -> None:
         self._fleet = fleet
         self._settings = {
             **ENGINE,
             **TLS,
+            "worker.engine": engine,
             "worker.model": str(model),
             "worker.served_model_name": "demo",
         }
@@ -203,15 +204,17 @@ async def is_up(session: aiohttp.ClientSession, gateway: FleetProcess) -> bool:
         return all(w["state"] == "up" for w in (await response.json())["workers"])
 
 
-async def measure_all(workers: Workers, cases: list[str], num_rounds: int) -> list[Round]:
+async def measure_all(
+    workers: Workers, cases: list[str], lengths: list[int], num_rounds: int
+) -> list[Round]:
     """All cases, one after the other."""
     rounds: list[Round] = []
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session:
         for case in cases:
             setting = CASES[case][1]
             gateway = await asyncio.to_thread(workers.start_gateway, setting)
-            for number in range(num_rounds * len(LENGTHS)):
-                length = LENGTHS[number % len(LENGTHS)]
+            for number in range(num_rounds * len(lengths)):
+                length = lengths[number % len(lengths)]
                 rounds.append(await measure(session, gateway, workers, case=case, length=length))
                 console.print(rounds[-1])
             await asyncio.to_thread(gateway.stop)
@@ -222,7 +225,7 @@ def report(rounds: list[Round]) -> None:
     """Print a line for each case and length."""
     console.print("milliseconds: median (range); exit in seconds")
     for case in CASES:
-        for length in LENGTHS:
+        for length in sorted({r.num_prompt_tokens for r in rounds}):
             own = [r for r in rounds if (r.case, r.num_prompt_tokens) == (case, length)]
             if not own:
                 continue
@@ -240,6 +243,8 @@ def report(rounds: list[Round]) -> None:
 def main() -> int:
     """Measure; 1 where an answer differs."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
+    parser.add_argument("--length", action="append", type=int, help="of prompts, in tokens")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--case", action="append", choices=CASES, help="all, unless given")
     parser.add_argument("--json", type=Path)
@@ -249,8 +254,9 @@ def main() -> int:
         model = Path(folder) / "demo"
         make_random_model(model, SPEC)
         with Fleet(Path(folder), environment) as fleet:
-            workers, cases = Workers(fleet, model), arguments.case or list(CASES)
-            rounds = asyncio.run(measure_all(workers, cases, arguments.rounds))
+            workers = Workers(fleet, model, arguments.engine)
+            cases, lengths = arguments.case or list(CASES), arguments.length or list(LENGTHS)
+            rounds = asyncio.run(measure_all(workers, cases, lengths, arguments.rounds))
     report(rounds)
     if arguments.json is not None:
         machine = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}

@@ -118,7 +118,7 @@ def install() -> None:
         elif stream is not None:
             lora = options.get("lora_request")
             can_go_on = find_obstacle(sampling_params, lora, prompt) is None and _is_plain(engine)
-            known = given if len(given) < sampling_params.max_tokens else ()
+            known = given if len(given) < (sampling_params.max_tokens or 0) else ()
             stream.begin(known if can_go_on else None)
         outputs = generate(engine, prompt, sampling_params, request_id, **options)
         return outputs if stream is None else _report(stream, outputs)
