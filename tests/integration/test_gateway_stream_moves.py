@@ -218,15 +218,20 @@ def vllm_servers(*, resumes_streams: bool) -> dict[str, Any]:
     return {"prefills": 0, "decodes": servers}
 
 
-def test_a_stream_of_vllm_moves_with_its_tokens() -> None:
+@pytest.mark.parametrize("cause", ["drain", "pressure"])
+def test_a_stream_of_vllm_moves_with_its_tokens(cause: str) -> None:
     async def scenario(cluster: Cluster) -> None:
         first, second = cluster.decodes
         first.load = second.load = FREE
         asking, left = await begin(cluster, first)
-        first.is_draining = True
+        await asyncio.sleep(0.3)
+        if cause == "drain":
+            first.is_draining = True
+        else:
+            first.load = SHORT
         answer = await asking
         assert (answer.text, answer.is_broken) == (WHOLE, False)
-        assert await results(cluster) == {"drain moved": 1}
+        assert await results(cluster) == {f"{cause} moved": 1}
         assert left.left_at is not None
         copies = {"do_remote_decode": first.visits[1:], "do_remote_prefill": second.visits[:-2]}
         for part, visits in copies.items():
@@ -246,7 +251,7 @@ def test_a_stream_of_vllm_moves_with_its_tokens() -> None:
         assert rest.headers["x-request-id"] == left.headers["x-request-id"]
         assert len(resumed_ids(rest)) >= len(resumed_ids(caught_up)) > 0
 
-    run(scenario, **vllm_servers(resumes_streams=True))
+    run(scenario, **vllm_servers(resumes_streams=True), policy="cost")
 
 
 def test_streams_of_vllm_that_baton_did_not_start_stay() -> None:
