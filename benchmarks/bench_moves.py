@@ -1,14 +1,14 @@
 """A running stream changes its decode worker: how long is it silent?
 
-    python benchmarks/bench_moves.py [--rounds 5] [--case drains] [--streams 1]
-        [--before SRC] [--json benchmarks/results/moves.json]
+    python benchmarks/bench_moves.py [--engine vllm] [--rounds 5] [--case drains]
+        [--streams 1] [--before SRC] [--json benchmarks/results/moves.json]
 
-Two decode workers (embedded engine, float32, a random model, one thread each) behind a gateway, and
+Two decode workers (float32, a random model, one thread each) behind a gateway, and
 clients with greedy streams. In mid-answer the worker that has most of them
 
     drains    SIGTERM: its streams move, with their KV; how long until the worker has exited, too
     stays     the same with `gateway.move_streams = "never"`: what gaps this machine makes by itself
-    is killed SIGKILL: the other worker computes prompt and answer again
+    is killed SIGKILL: the other worker computes prompt and tokens so far again
     before    as `drains`, gateway and workers run from SRC, the `src` folder of another version
 
 One round of each case follows the other. The pause is the longest gap between two events of one
@@ -89,11 +89,12 @@ class Round:
 class Workers:
     """Two decode workers; who has ended is replaced at its address."""
 
-    def __init__(self, fleet: Fleet, model: Path) -> None:
+    def __init__(self, fleet: Fleet, model: Path, engine: str) -> None:
         self._fleet = fleet
         self._settings: dict[str, object] = {
             **ENGINE,
             **TLS,
+            "worker.engine": engine,
             "worker.model": str(model),
             "worker.served_model_name": "demo",
         }
@@ -286,6 +287,7 @@ def report(rounds: list[Round]) -> None:
 def main() -> int:
     """Measure; 1 where an answer differs."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--case", action="append", choices=CASES, help="all, unless given")
     parser.add_argument("--length", action="append", type=int, help="of the prompts, in tokens")

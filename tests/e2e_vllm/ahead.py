@@ -109,8 +109,9 @@ def start_small_decode(cluster_factory: ClusterFactory) -> tuple[FleetProcess, .
     return (server,)
 
 
-def start_victim(cluster_factory: ClusterFactory) -> tuple[FleetProcess, ...]:
-    return (cluster_factory.start("victim", "decode"),)
+def start_victims(cluster_factory: ClusterFactory) -> tuple[FleetProcess, ...]:
+    """Two more decode servers, which do not live long."""
+    return tuple(cluster_factory.start(name, "decode") for name in ("drained", "killed"))
 
 
 STARTERS: Final[Mapping[str, Starter]] = {
@@ -121,6 +122,6 @@ STARTERS: Final[Mapping[str, Starter]] = {
     "stored": start_stored,
     "standing_pair": start_slow_prefill,
     "small_decode": start_small_decode,
-    "victim": start_victim,
+    "victims": start_victims,
 }
 """By the name of the fixture."""

@@ -1,15 +1,17 @@
-"""SIGKILL of one of two vLLM decode servers under streams: the other one gives the rest."""
+"""One of two vLLM decode servers drains or is killed under streams: the other gives the rest."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
+import signal
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.e2e_vllm.ahead import start_victim
+from baton.gateway.stream_moves import MAX_COPIES
+from tests.e2e_vllm.ahead import start_victims
 from tests.e2e_vllm.client import LOGPROB_TOLERANCE, open_session, read_metric, wait_until
 from tests.e2e_vllm.cluster import MODEL
 from tests.stream_answers import StreamClient, StreamedAnswer
@@ -45,41 +47,98 @@ CHOICE = {"type": "function", "function": {"name": "get"}}
 MESSAGES = {"messages": [{"role": "user", "content": "What are you?"}]}
 
 
-@pytest.fixture
-def victim(cluster_factory: ClusterFactory) -> Iterator[FleetProcess]:
-    (server,) = cluster_factory.take("victim", start_victim)
-    yield server
-    server.kill()
-    port = server.url.rpartition(":")[2]
+HANDOFFS, GENERATED = "vllm:baton_handoffs_total", "vllm:generation_tokens_total"
+NUM_LONG = 800
+NUM_SEEN = 50
+"""Events that each client has when the server is killed."""
+GO_ON: list[tuple[str, dict[str, Any]]] = [
+    (COMPLETIONS, {**GREEDY, "prompt": list(range(500, 570)), "stop": ["never said"]}),
+    (CHAT, {**GREEDY, **MESSAGES, "tools": [TOOL]}),
+]
+"""What goes on from its tokens. The rest of these requests runs again from its start."""
+
+
+@pytest.fixture(scope="module")
+def victims(cluster_factory: ClusterFactory) -> Iterator[tuple[FleetProcess, ...]]:
+    drained, killed = cluster_factory.take("victims", start_victims)
+    yield drained, killed
+    killed.kill()
+    port = killed.url.rpartition(":")[2]
     (left,) = cluster_factory.run_directory.rglob(f"worker-{port}")
     shutil.rmtree(left)  # it awaits another server at its port
 
 
-def test_decode_dies_under_streams(
-    cluster: VllmCluster, cluster_factory: ClusterFactory, victim: FleetProcess
-) -> None:
-    gateway = cluster_factory.start_gateway(
-        [cluster.prefill], [victim, cluster.decode], **{"gateway.probe_interval_s": 0.2}
+def start_gateway(cluster_factory: ClusterFactory, *servers: FleetProcess) -> FleetProcess:
+    """With a prefill server and two decode servers, which are up."""
+    prefill, *decodes = servers
+    gateway = cluster_factory.start_gateway([prefill], decodes, **{"gateway.probe_interval_s": 0.2})
+    wait_until(
+        lambda: read_metric(gateway.url, "baton_gateway_worker_up", role="decode") == 2, 30.0
     )
+    return gateway
+
+
+def test_streams_of_a_server_that_drains_move(
+    cluster: VllmCluster, cluster_factory: ClusterFactory, victims: tuple[FleetProcess, ...]
+) -> None:
+    drained, _ = victims
+    gateway = start_gateway(cluster_factory, cluster.prefill, drained, cluster.decode)
+
+    def have_moved() -> bool:
+        moved = "baton_gateway_moved_streams_total"
+        return read_metric(gateway.url, moved, cause="drain", result="moved") == len(GO_ON)
+
+    async def main() -> None:
+        async with open_session() as session:
+            before = read_metric(cluster.decode.url, GENERATED)
+            bodies = [(path, body | {"max_tokens": NUM_LONG}) for path, body in GO_ON]
+            clients = [StreamClient(*each) for each in bodies for _ in range(2)]
+            asking = [asyncio.create_task(c.ask(session, gateway.url)) for c in clients]
+            while not all(c.answer.num_events > NUM_SEEN for c in clients):
+                await asyncio.sleep(0.02)
+            num_moving = read_metric(drained.url, "vllm:num_requests_running")
+            assert num_moving == len(GO_ON), "each server has one of every kind"
+            received = read_metric(cluster.decode.url, HANDOFFS, side="received")
+            drained.send(signal.SIGTERM)
+            await asyncio.to_thread(wait_until, have_moved, 20.0, gateway.tail)
+            assert not any(task.done() for task in asking), "it waited for its answers"
+            answers = await asyncio.gather(*asking)
+            assert await asyncio.to_thread(drained.popen.wait, 30.0) == 0
+            computed = read_metric(cluster.decode.url, GENERATED) - before
+            # A handoff of a stream's KV ends with one token.
+            assert computed <= len(clients) * NUM_LONG - num_moving * (NUM_SEEN - MAX_COPIES - 1)
+            received = read_metric(cluster.decode.url, HANDOFFS, side="received") - received
+            assert received >= num_moving, "their KV was computed again"
+            undisturbed = (StreamClient(*b).ask(session, cluster.decode.url) for b in bodies)
+            for number, expected in enumerate(await asyncio.gather(*undisturbed)):
+                for answer in answers[2 * number : 2 * number + 2]:
+                    check(answer, expected, has_roles=bodies[number][0] == CHAT)
+
+    asyncio.run(main())
+    cluster_factory.end(gateway)
+
+
+def test_decode_dies_under_streams(
+    cluster: VllmCluster, cluster_factory: ClusterFactory, victims: tuple[FleetProcess, ...]
+) -> None:
+    _, victim = victims
+    gateway = start_gateway(cluster_factory, cluster.prefill, victim, cluster.decode)
     bodies: list[tuple[str, dict[str, Any]]] = [
+        *GO_ON,
         (COMPLETIONS, {**GREEDY, "prompt": list(range(300, 340)), "logprobs": 1}),
         (COMPLETIONS, {**GREEDY, "prompt": list(range(400, 460)), "temperature": 1, "seed": 5}),
         (CHAT, {**GREEDY, **MESSAGES, "logprobs": True, "top_logprobs": 1}),
         (CHAT, {**GREEDY, **MESSAGES, "tools": [TOOL], "tool_choice": CHOICE}),
     ]
 
-    def are_up() -> bool:
-        return read_metric(gateway.url, "baton_gateway_worker_up", role="decode") == 2
-
-    wait_until(are_up, 30.0)
-
     async def main() -> None:
         async with open_session() as session:
+            before = read_metric(cluster.decode.url, GENERATED)
             # Twice each: of two decode servers, each has one of every kind.
             clients = [StreamClient(*each) for each in bodies for _ in range(2)]
             asking = [asyncio.create_task(c.ask(session, gateway.url)) for c in clients]
             # Of those with tools the first token takes long: their grammar is compiled.
-            while not all(c.answer.num_events > 2 for c in clients[:-2]):
+            while not all(c.answer.num_events > NUM_SEEN for c in clients[:-2]):
                 await asyncio.sleep(0.02)
             num_lost = read_metric(victim.url, "vllm:num_requests_running")
             assert num_lost > 0
@@ -89,10 +148,13 @@ def test_decode_dies_under_streams(
             resumed = "baton_gateway_resumed_streams_total"
             # One that was at its end may have come to it between the count and the kill.
             assert 0 < read_metric(gateway.url, resumed, result="resumed") <= num_lost
-            for number, (path, body) in enumerate(bodies):
-                expected = await StreamClient(path, body).ask(session, cluster.decode.url)
+            computed = read_metric(cluster.decode.url, GENERATED) - before
+            num_tokens = sum(int(answer.usages[0]["completion_tokens"]) for answer in answers)
+            assert computed <= num_tokens - len(GO_ON) * NUM_SEEN
+            undisturbed = (StreamClient(*b).ask(session, cluster.decode.url) for b in bodies)
+            for number, expected in enumerate(await asyncio.gather(*undisturbed)):
                 for answer in answers[2 * number : 2 * number + 2]:
-                    check(answer, expected, has_roles=path == CHAT)
+                    check(answer, expected, has_roles=bodies[number][0] == CHAT)
 
     asyncio.run(main())
     wait_until(lambda: read_metric(gateway.url, "baton_gateway_inflight_requests") == 0, 5.0)

@@ -299,15 +299,15 @@ def go_on_with_stream(data: bytes) -> object:
     """A stream that is cut after each of its chunks, and answered by itself from its start."""
     chunks = [data[at : at + 100] for at in range(0, len(data), 100)]
     budget = RecordBudget(1 << 20)
-    for has_ids in (False, True):
+    for has_ids, has_events in ((False, True), (True, False), (True, True)):
         record = StreamRecord(budget, MAX_EVENT_BYTES)
-        record.begin(has_ids=has_ids)
+        record.begin(has_ids=has_ids, has_events=has_events)
         sent = b"".join(map(record.take, chunks))
         assert len(sent) <= len(data)
         record.read_token_ids()
         assert record.is_finished in {False, True}
-        if not has_ids:
-            record.begin(has_ids=False, replay=Replay(record.events))
+        if has_events:
+            record.begin(has_ids=has_ids, has_events=True, replay=Replay(record.events))
             list(map(record.take, chunks))
         record.close()
     assert budget.num_bytes == 0

@@ -59,10 +59,12 @@ def stream(*parts: bytes, then: str = "done", header: bool = False) -> Script:
     return script
 
 
-def vllms(*scripts: Script) -> dict[str, Any]:
+def vllms(*scripts: Script, **info: object) -> dict[str, Any]:
     return {
-        "prefills": [ScriptedVllm("vllm-p", "prefill", offer)],
-        "decodes": [ScriptedVllm(f"vllm-{i}", "decode", each) for i, each in enumerate(scripts)],
+        "prefills": [ScriptedVllm("vllm-p", "prefill", offer, **info)],
+        "decodes": [
+            ScriptedVllm(f"vllm-{i}", "decode", each, **info) for i, each in enumerate(scripts)
+        ],
         "mode": "push",
     }
 
@@ -138,6 +140,49 @@ def test_an_error_that_is_the_clients_is_no_other_workers_chance() -> None:
         assert await results(cluster) == {}
 
     run(scenario, **vllms(stream(error + b"\n\n"), stream(END)))
+
+
+@pytest.mark.parametrize("body", [SAMPLED, GREEDY])
+def test_a_vllm_server_goes_on_from_the_tokens_that_another_named(body: dict[str, Any]) -> None:
+    first = stream(
+        b":5\n" + texts("a", "ab")[0], b":6,7\n" + texts("a", "c")[0], then="die", header=True
+    )
+    again = [b":5,6\n" + texts("b", "abc")[0], b":7\n" + texts("b", "d")[0]]
+    second = stream(*again, then="die", header=True)
+    third = stream(*again, b":8\n" + texts("c", "e")[0], END, header=True)
+
+    async def scenario(cluster: Cluster) -> None:
+        answer = await ask(cluster, body)
+        assert (answer.text, answer.finishes, answer.errors) == ("abcde", ["length"], [])
+        assert answer.ids == {("a", 1)}
+        given = [w.visits[0].body["kv_transfer_params"] for w in cluster.decodes]
+        assert "baton_resume" not in given[0]
+        for params in given[1:]:
+            # The second one sent these again, and no more.
+            assert params["baton_resume"] == {"token_ids": [5, 6, 7]}
+            assert params["do_remote_prefill"]
+        for visit in cluster.prefills[0].visits[1:]:
+            params = visit.body["kv_transfer_params"]
+            assert params["baton_resume"] == {"token_ids": [5, 6, 7]}
+            assert params["do_remote_decode"]
+            assert (visit.body["max_tokens"], visit.body["stream"]) == (1, False)
+        assert await results(cluster) == {"resumed": 2}
+        assert await cluster.metric("baton_gateway_resumed_tokens_total") == 6
+
+    run(scenario, **vllms(first, second, third, resumes_streams=True))
+
+
+def test_a_vllm_server_that_baton_did_not_start_answers_again() -> None:
+    first = stream(b":5\n" + texts("a", "ab")[0], then="die", header=True)
+    second = stream(*texts("b", "a", "bc"), END)
+
+    async def scenario(cluster: Cluster) -> None:
+        answer = await ask(cluster, GREEDY)
+        assert (answer.text, answer.is_broken) == ("abc", False)
+        (visit,) = cluster.decodes[1].visits
+        assert "baton_resume" not in visit.body["kv_transfer_params"]
+
+    run(scenario, **vllms(first, second))
 
 
 def test_a_tools_call_goes_on_in_the_middle_of_its_arguments() -> None:

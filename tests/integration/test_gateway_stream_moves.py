@@ -10,6 +10,7 @@ import pytest
 
 from baton.router.rebalance import MoveCause
 from tests.integration.gateway_cluster import MODEL, Cluster, run, until, until_true
+from tests.integration.scripted_vllm import ScriptedVllm, completion
 from tests.integration.scripted_worker import ScriptedWorker, Visit, prefill_at_once
 from tests.stream_answers import StreamedAnswer
 
@@ -49,10 +50,7 @@ async def stream(visit: Visit, step_s: float) -> None:
     if visit.body.get("kv_transfer_params", {}).get("baton_resume", {}).get("standby"):
         first = await wait_for_tokens(visit, first)
     for index in range(first, most):
-        reason = "length" if index == most - 1 else None
-        choice = {"index": 0, "text": f"{index},", "finish_reason": reason}
-        event = json.dumps({"id": "x", "created": 1, "choices": [choice]})
-        await visit.write(b":%d\ndata: %b\n\n" % (index, event.encode()))
+        await write_token(visit, index, most)
         await asyncio.sleep(step_s)
     await visit.done()
 
@@ -68,6 +66,13 @@ async def wait_for_tokens(visit: Visit, num_known: int) -> int:
         assert tokens["token_ids"] == list(range(tokens["start"], num_known))
         if tokens.get("generates"):
             return num_known
+
+
+async def write_token(visit: Visit, index: int, most: int = NUM_TOKENS) -> None:
+    reason = "length" if index == most - 1 else None
+    choice = {"index": 0, "text": f"{index},", "finish_reason": reason}
+    event = json.dumps({"id": "x", "created": 1, "choices": [choice]})
+    await visit.write(b":%d\ndata: %b\n\n" % (index, event.encode()))
 
 
 def resumed_ids(visit: Visit) -> list[int]:
@@ -202,6 +207,83 @@ def test_a_worker_that_ends_is_left(policy: str) -> None:
         check_moved(first, second, left)
 
     run(scenario, **two(counting(0.02), counting(0.001)), policy=policy)
+
+
+def as_vllm(step_s: float) -> Script:
+    """A vLLM server that goes on: it names each token, and sends those that it is given again."""
+
+    async def script(visit: Visit) -> None:
+        num_given = len(resumed_ids(visit))
+        if not visit.body["stream"]:
+            offered = completion(params={"baton": {"status": "offered"}})
+            await visit.answer(200, {**offered, "usage": {"prompt_tokens": 100 + num_given}})
+            return
+        headers = [(b"content-type", b"text/event-stream"), (b"x-baton-token-ids", b"1")]
+        await visit.send({"type": "http.response.start", "status": 200, "headers": headers})
+        for index in range(NUM_TOKENS):
+            await write_token(visit, index)
+            await asyncio.sleep(step_s if index >= num_given else 0)
+        await visit.done()
+
+    return script
+
+
+def vllm_servers(*, resumes_streams: bool) -> dict[str, Any]:
+    scripts = {"vllm-0": as_vllm(0.02), "vllm-1": as_vllm(0.001)}
+    servers = [
+        ScriptedVllm(name, "decode", script, resumes_streams=resumes_streams)
+        for name, script in scripts.items()
+    ]
+    return {"prefills": 0, "decodes": servers}
+
+
+@pytest.mark.parametrize("cause", ["drain", "pressure"])
+def test_a_stream_of_vllm_moves_with_its_tokens(cause: str) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        first, second = cluster.decodes
+        first.load = second.load = FREE
+        asking, left = await begin(cluster, first)
+        await asyncio.sleep(0.3)
+        if cause == "drain":
+            first.is_draining = True
+        else:
+            first.load = SHORT
+        answer = await asking
+        assert (answer.text, answer.is_broken) == (WHOLE, False)
+        assert await results(cluster) == {f"{cause} moved": 1}
+        assert left.left_at is not None
+        copies = {"do_remote_decode": first.visits[1:], "do_remote_prefill": second.visits[:-2]}
+        for part, visits in copies.items():
+            assert visits
+            for visit in visits:
+                assert (visit.body["max_tokens"], visit.body["stream"]) == (1, False)
+                assert visit.body["kv_transfer_params"][part] is True
+                assert visit.headers["x-baton-moves-stream"] == "1"
+                ids = resumed_ids(visit)
+                assert ids == list(range(len(ids)))
+                assert visit.headers["x-request-id"] == visit.ticket.request_id
+        caught_up, rest = second.visits[-2:]
+        assert caught_up.ticket is None
+        assert (100 + len(resumed_ids(caught_up))) % FREE["block_size"] <= 1, "whole blocks"
+        assert rest.ticket is None
+        assert rest.body["max_tokens"] == NUM_TOKENS
+        assert rest.headers["x-request-id"] == left.headers["x-request-id"]
+        assert len(resumed_ids(rest)) >= len(resumed_ids(caught_up)) > 0
+
+    run(scenario, **vllm_servers(resumes_streams=True), policy="cost")
+
+
+def test_streams_of_vllm_that_baton_did_not_start_stay() -> None:
+    async def scenario(cluster: Cluster) -> None:
+        first, second = cluster.decodes
+        asking, left = await begin(cluster, first)
+        first.is_draining = True
+        assert (await asking).text == WHOLE
+        assert left.left_at is None
+        assert not second.visits
+        assert await results(cluster) == {}
+
+    run(scenario, **vllm_servers(resumes_streams=False))
 
 
 def test_a_stream_stays_where_its_kv_is_not_taken() -> None:

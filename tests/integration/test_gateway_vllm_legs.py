@@ -197,7 +197,6 @@ def test_a_request_for_which_a_handoff_makes_no_sense_goes_to_decode_alone(extra
     [
         (refuse("invalid_ticket"), "prefill_rejected"),
         (refuse("replayed_ticket"), "prefill_rejected"),
-        (refuse("not_a_producer"), "prefill_rejected"),
         (refuse("handoff_failed"), "handoff_failed"),
         (refuse("of another version"), "prefill_failed"),
         (lambda visit: visit.answer(200, completion()), "prefill_failed"),

@@ -313,7 +313,7 @@ class GatewayMetrics:
         self.resumed_streams = {result: resumed.labels(result) for result in ResumeResult}
         self.resumed_tokens = Counter(
             "baton_gateway_resumed_tokens",
-            "Tokens (of vLLM, events) that clients had of streams when their workers were lost.",
+            "Tokens (or events, without ids) that clients had of streams whose workers were lost.",
             registry=self.registry,
         )
         moved = Counter(

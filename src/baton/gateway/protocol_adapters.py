@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 
@@ -12,8 +12,9 @@ from baton.auth.ticket import seal, write_unsigned
 from baton.errors import UNDECODABLE, BatonError
 from baton.gateway.errors import OK, ErrorAnswer, KVLostError
 from baton.gateway.metrics import FallbackCause
-from baton.gateway.request import TRANSFER_FIELDS
+from baton.gateway.request import TICKET_FIELD, TRANSFER_FIELDS
 from baton.gateway.upstream import read_error
+from baton.protocol.request_fields import Resume
 from baton.protocol.worker_http import (
     ErrorBody,
     ErrorDetail,
@@ -53,14 +54,23 @@ def write_ticket(
 
 def prefill_body(body: CompletionBody, ticket: str) -> bytes:
     """The body for vLLM as the ticket's prefill worker. `ticket` is base64url text."""
-    transfer = _transfer(ticket, "do_remote_decode")
-    return _encoder.encode({**body.for_one_token().fields, "kv_transfer_params": transfer})
+    transfer = _VllmTransfer(ticket, do_remote_decode=True, baton_resume=body.resume)
+    return _encoder.encode({**body.for_one_token().fields, TICKET_FIELD: transfer})
 
 
 def decode_body(body: CompletionBody, ticket: str) -> bytes:
     """The body for vLLM as the ticket's decode worker. `ticket` is base64url text."""
-    transfer = _transfer(ticket, "do_remote_prefill")
-    return _encoder.encode({**body.fields, "kv_transfer_params": transfer})
+    transfer = _VllmTransfer(ticket, do_remote_prefill=True, baton_resume=body.resume)
+    return _encoder.encode({**body.fields, TICKET_FIELD: transfer})
+
+
+class _VllmTransfer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`kv_transfer_params` for vLLM."""
+
+    baton_ticket: str
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+    baton_resume: Resume | None = None
 
 
 def client_answer(answer: bytes) -> bytes:
@@ -118,10 +128,6 @@ class _ErrorBody(msgspec.Struct, frozen=True):
 _error_decoder = msgspec.json.Decoder(_ErrorBody)
 
 
-def _transfer(ticket: str, part: str) -> msgspec.Raw:
-    return msgspec.Raw(f'{{"baton_ticket":"{ticket}","{part}":true}}'.encode())
-
-
 class RequestBodies(Record, frozen=True):
     """JSON, ready to be sent."""
 
@@ -140,6 +146,23 @@ def request_bodies(
         prefill_body(body, ticket) if prefill == "vllm" else body.encode_with_ticket(ticket),
         decode_body(body, ticket) if decode == "vllm" else body.encode_with_ticket(ticket),
     )
+
+
+def copy_bodies(
+    body: CompletionBody, ids: list[int], ticket: str | None, protocol: WorkerProtocol
+) -> RequestBodies:
+    """Write what hands over the KV of a prompt and of its answer's first tokens.
+
+    Without a ticket, only the second one is sent: its worker computes what it lacks.
+    """
+    if protocol == "baton":
+        copied = body.for_copy(ids)
+    else:  # without a stream, its server counts these tokens to the prompt
+        copied = replace(body.for_one_token(), resume=Resume(ids))
+    if ticket is None:
+        encoded = copied.encode()
+        return RequestBodies(encoded, encoded)
+    return request_bodies(copied, ticket, prefill=protocol, decode=protocol)
 
 
 class PrefillDone(Record, frozen=True):
@@ -223,8 +246,13 @@ class _Params(msgspec.Struct, frozen=True):
     baton: _ConnectorStatus | None = None
 
 
+class _Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int | None = None
+
+
 class _Completion(msgspec.Struct, frozen=True):
     kv_transfer_params: _Params | None = None
+    usage: _Usage | None = None
 
 
 _completion_decoder = msgspec.json.Decoder(_Completion)
@@ -232,7 +260,6 @@ _completion_decoder = msgspec.json.Decoder(_Completion)
 _REFUSALS: Final = {
     "invalid_ticket": FallbackCause.PREFILL_REJECTED,
     "replayed_ticket": FallbackCause.PREFILL_REJECTED,
-    "not_a_producer": FallbackCause.PREFILL_REJECTED,
     "unsupported_request": FallbackCause.PREFILL_REJECTED,
     "handoff_failed": FallbackCause.HANDOFF_FAILED,
     "overloaded": FallbackCause.PREFILL_OVERLOADED,
@@ -241,9 +268,10 @@ _REFUSALS: Final = {
 
 def _of_vllm(answer: bytes) -> PrefillResult:
     try:
-        params = _completion_decoder.decode(answer).kv_transfer_params
+        completion = _completion_decoder.decode(answer)
     except UNDECODABLE as exc:
         return PrefillFailed(FallbackCause.PREFILL_FAILED, f"answered what does not decode: {exc}")
+    params, usage = completion.kv_transfer_params, completion.usage
     offer = None if params is None else params.baton
     if offer is None:
         return PrefillFailed(
@@ -251,7 +279,7 @@ def _of_vllm(answer: bytes) -> PrefillResult:
         )
     match offer:
         case _ConnectorStatus(status="offered"):
-            return PrefillDone()
+            return PrefillDone(num_prompt=None if usage is None else usage.prompt_tokens)
         case _ConnectorStatus(code="stale_ticket"):
             return TicketStale()
         case _:

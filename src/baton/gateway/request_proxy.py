@@ -298,7 +298,7 @@ class RequestProxy:
         return None
 
     async def _attempt(self, placement: Placement) -> None:
-        body = self._with_ids(self._resumption.continued(self._body), placement)
+        body = self._with_ids(self._resumption.continued(self._body, placement), placement)
         if placement.prefill is None:
             await self._send_decode_request(placement.decode, body.encode())
             return
@@ -431,7 +431,7 @@ class RequestProxy:
         return Handoff(ticket, prefill.protocol, workers.of(prefill), workers.of(decode))
 
     def _wants_early(self, prefill: WorkerView, decode: WorkerView) -> bool:
-        """Only between Baton workers: vLLM cannot be asked to continue from a token."""
+        """Only between Baton workers: vLLM agrees on no first token."""
         both_ours = prefill.protocol == decode.protocol == "baton"
         is_wanted = self._body.stream and not self._context.has_sent_bytes
         return self._services.options.first_token_early and is_wanted and both_ours

@@ -164,7 +164,9 @@ class ResponseForwarder:
         has_begun = self._early is not None and await self._early.close()
         if response.status == OK and _is_event_stream(response):
             await self._context.start_stream(self._send)
-            self._resumption.begin_stream(has_ids=TOKEN_IDS_HEADER.encode() in response.headers)
+            self._resumption.begin_stream(
+                self._decode.protocol, has_ids=TOKEN_IDS_HEADER.encode() in response.headers
+            )
             self._resumption.num_prompt_tokens = _read_prompt_tokens(response)
             try:
                 await self._pump(response, has_begun=has_begun)

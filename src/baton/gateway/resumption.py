@@ -1,11 +1,12 @@
 """A stream whose decode worker is lost goes on at another one; its client does not notice.
 
     embedded engine   prompt and tokens so far are prefilled, and the answer goes on behind them
-    vLLM              the request runs again; what the client has is left out (`stream_replay`)
+    vLLM              the same, where its server reports token ids; else the request runs again.
+                      Its events begin anew: what the client has is left out (`stream_replay`)
 
-A replay gives the same answer only if tokens are chosen greedily or with a seed. Embedded engines
-get a seed from the gateway, for clients that give none: number i of an answer's tokens depends on
-the seed, on i and on what precedes it, wherever it is computed.
+A request that runs again gives the same answer only if tokens are chosen greedily or with a seed.
+Embedded engines get a seed from the gateway, for clients that give none: number i of an answer's
+tokens depends on the seed, on i and on what precedes it, wherever it is computed.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from baton.gateway.request_context import RequestContext, Services
     from baton.protocol.worker_http import WorkerProtocol
     from baton.router.fleet import Fleet, WorkerView
+    from baton.router.placement import Placement
 
 SEED_BITS: Final = 63
 MOST_NOTES: Final = 32
@@ -79,9 +81,11 @@ class Resumption:
         """What workers get so that the stream can go on elsewhere."""
         return f"{TOKEN_IDS_HEADER}: 1\r\n{SEED_HEADER}: {self._seed}\r\n"
 
-    def continued(self, body: CompletionBody) -> CompletionBody:
+    def continued(self, body: CompletionBody, placement: Placement) -> CompletionBody:
         """The body for the next attempt: the client may have a part of the answer."""
-        if not self._goes_on:
+        workers = (placement.prefill, placement.decode)
+        can_all = all(worker is None or worker.resumes_streams for worker in workers)
+        if not (self._goes_on and can_all):
             return body
         ids = self.record.read_token_ids() or []
         return replace(body, resume=Resume(ids, is_complete=self.record.is_finished))
@@ -93,12 +97,14 @@ class Resumption:
     @property
     def needs_no_prompt(self) -> bool:
         """Whether nothing is left to be computed, so that no KV need be handed over."""
-        return self._goes_on and self.record.is_finished
+        return self._goes_on and self._protocol == "baton" and self.record.is_finished
 
-    def begin_stream(self, *, has_ids: bool) -> None:
+    def begin_stream(self, protocol: WorkerProtocol, *, has_ids: bool) -> None:
         """A worker's stream begins."""
-        is_replay = self._protocol is not None and not self.record.has_ids
-        self.record.begin(has_ids=has_ids, replay=Replay(self.record.events) if is_replay else None)
+        has_events = protocol == "vllm"
+        is_replay = self._protocol is not None and (has_events or not self.record.has_ids)
+        replay = Replay(self.record.events) if is_replay else None
+        self.record.begin(has_ids=has_ids, has_events=has_events, replay=replay)
 
     def note_news(self) -> None:
         """Something that the client had not yet goes to it."""

@@ -72,6 +72,10 @@ class RunningStream:
             and not record.is_finished
         )
 
+    def can_go_to(self, worker: WorkerView) -> bool:
+        """Whether a worker goes on with what this one began: both speak alike."""
+        return worker.resumes_streams and worker.protocol == self.decode.protocol
+
     def is_due(self, now: float) -> bool:
         """Whether it can be moved now: not so soon after a move that failed."""
         return self.can_move and (self.not_before is None or self.not_before <= now)

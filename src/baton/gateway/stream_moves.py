@@ -32,7 +32,12 @@ from baton.gateway.errors import (
     WorkerFailedError,
 )
 from baton.gateway.metrics import FallbackCause, MoveResult
-from baton.gateway.protocol_adapters import PrefillDone, read_prefill_result, write_ticket
+from baton.gateway.protocol_adapters import (
+    PrefillDone,
+    copy_bodies,
+    read_prefill_result,
+    write_ticket,
+)
 from baton.gateway.request_context import LOG_AGAIN_AFTER_S
 from baton.gateway.running_streams import REST_TOKENS
 from baton.gateway.standby import Standby, find_standby_worker
@@ -40,6 +45,7 @@ from baton.gateway.stream_record import ERROR_EVENT
 from baton.gateway.upstream import MAX_SMALL_ANSWER_BYTES
 from baton.gateway.workers import Draining
 from baton.ids import new_ticket_id
+from baton.protocol.worker_http import MOVE_HEADER
 from baton.router.cost import CostPolicy
 from baton.router.failover import EVERY_MODE
 from baton.router.fleet import Fleet, ModelWorkers
@@ -69,6 +75,7 @@ MOST_AT_ONCE: Final = 8
 """Moves from one worker to another, while the one drains."""
 COPY_TIMEOUT_S: Final = 60.0
 CATCH_UP_S: Final = 1.0
+MOVES: Final = f"{MOVE_HEADER}: 1\r\n".encode()
 POLL_S: Final = 0.005
 AGAIN_AFTER_S: Final = 1.0
 """A move failed: when the stream may be moved the next time."""
@@ -130,7 +137,7 @@ class StreamMoves:
         self, model: str, served: ModelWorkers, policy: CostPolicy, now: Instant
     ) -> None:
         services = self._services
-        views = {w.id: w for w in served.decodes if w.protocol == "baton"}
+        views = {w.id: w for w in served.decodes if w.resumes_streams}
         due = [
             stream
             for stream in services.streams.all()
@@ -147,7 +154,8 @@ class StreamMoves:
         ]
 
         def cost_s(source: WorkerId, target: WorkerId, num_tokens: int) -> float:
-            if views[target].why_not_from(views[source]) is not None:
+            one, other = views[source], views[target]
+            if one.protocol != other.protocol or other.why_not_from(one) is not None:
                 return inf
             handoffs = services.load.costs(model).handoffs
             return handoffs.cost_of(views[source], views[target]).predict(num_tokens)
@@ -169,7 +177,7 @@ class StreamMoves:
             for worker in served.decodes
             if worker.id != decode.id
             and worker.available
-            and worker.protocol == "baton"
+            and stream.can_go_to(worker)
             and worker.why_not_from(decode) is None
             and self._num_moving[decode.id, worker.id] < MOST_AT_ONCE
         ]
@@ -270,9 +278,9 @@ class StreamMoves:
             (num_prompt + record.num_ids) % block_size > 1 and clock.now() < until
         ):
             await asyncio.sleep(POLL_S)
-        ids = record.read_token_ids() or []
+        bodies = copy_bodies(stream.body, record.read_token_ids() or [], None, target.protocol)
         part = stream.context.part(f"move{stream.num_copies}-rest", clock.now())
-        await self._take(target, part, stream.body.for_copy(ids).encode(), stream)
+        await self._take(target, part, bodies.decode, stream)
 
     async def _copy(
         self,
@@ -297,44 +305,58 @@ class StreamMoves:
         part = stream.context.part(f"move{stream.num_copies}", began)
         placement = Placement(stream.decode, target, why=(f"a stream is moved ({cause})",))
         part.begin_attempt(placement, stream.context.metrics)
-        ticket = Ticket(
-            id=new_ticket_id(),
-            request_id=part.id,
-            prefill=stream.decode.ref,
-            decode=target.ref,
-            mode="push",
-            issue=services.ticket_issuer.issue(part.left_s(began)),
-            tenant_salt=hash_tenant(stream.body.cache_salt),
-            num_prefix_tokens=0 if standby is None else standby.num_prefix_tokens,
-        )
-        part.trace.ticket = ticket.id.hex()
-        sealed = write_ticket(ticket, stream.decode, target, services.options.credentials)
-        body = stream.body.for_copy(ids).encode_with_ticket(sealed)
+        sealed = self._seal_ticket(stream, target, part, standby)
+        bodies = copy_bodies(stream.body, ids, sealed, target.protocol)
         part.trace.outcome = "failed"
         try:
             async with asyncio.TaskGroup() as group:
-                sending = group.create_task(self._send(stream.decode, part, body, stream))
+                sending = group.create_task(self._send(stream.decode, part, bodies.prefill, stream))
                 if standby is None:
-                    group.create_task(self._take(target, part, body, stream))
+                    group.create_task(self._take(target, part, bodies.decode, stream))
                 else:
                     group.create_task(standby.open(sealed))
             part.trace.outcome, part.status = "ok", HTTPStatus.OK
             handoffs = services.load.costs(target.model).handoffs
             cost = handoffs.cost_of(stream.decode, target)
             cost.observe(stream.num_prompt_tokens + len(ids), clock.now() - began)
-            return sending.result()
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
+        else:
+            num_prompt = sending.result()
+            if num_prompt is not None and target.protocol == "vllm":
+                num_prompt -= len(ids)  # it counts them to the prompt
+            return num_prompt
         finally:
             part.trace.stamp(Stamp.FINISHED, clock.now())
             self._records.add(RequestRecord(part.trace, placement, part.status or 0))
+
+    def _seal_ticket(
+        self,
+        stream: RunningStream,
+        target: WorkerView,
+        part: RequestContext,
+        standby: Standby | None,
+    ) -> str:
+        services = self._services
+        ticket = Ticket(
+            id=new_ticket_id(),
+            request_id=part.id,
+            prefill=stream.decode.ref,
+            decode=target.ref,
+            mode="push",
+            issue=services.ticket_issuer.issue(part.left_s(services.clock.now())),
+            tenant_salt=hash_tenant(stream.body.cache_salt),
+            num_prefix_tokens=0 if standby is None else standby.num_prefix_tokens,
+        )
+        part.trace.ticket = ticket.id.hex()
+        return write_ticket(ticket, stream.decode, target, services.options.credentials)
 
     async def _send(
         self, view: WorkerView, part: RequestContext, body: bytes, stream: RunningStream
     ) -> int | None:
         """The part of the worker that has the KV: it answers once the other has it, too."""
         status, answer = await self._ask(view, part, body, stream)
-        result = read_prefill_result("baton", status, answer)
+        result = read_prefill_result(view.protocol, status, answer)
         if not isinstance(result, PrefillDone):
             raise PrefillFailedError(
                 f"{view.id} did not hand the KV over: {result}",
@@ -359,7 +381,7 @@ class StreamMoves:
         upstream, worker = self._services.upstream, self._services.workers.with_id(view.id)
         if worker is None:
             raise UpstreamError(f"{view.id} is gone")
-        headers = stream.write_headers(part)
+        headers = stream.write_headers(part) + MOVES
         with worker.cancel_scope():
             answer = await upstream.post(worker.completion_urls[part.path], body, headers)
             try:

@@ -1,7 +1,8 @@
 """What a client has of one stream, as far as another worker needs it to go on. Pure.
 
     chunk ─► whole events only ─► to the client
-                  └─► kept: the tokens' ids, where the worker adds them, else the events themselves
+                  └─► kept: the tokens' ids, where the worker adds them; the events themselves,
+                      where another worker's are compared with them (vLLM's)
 
 A worker that is asked to (`TOKEN_IDS_HEADER`) puts a comment before each event that has text, with
 the ids of the tokens that it ends: `:17,18`. The client does not get it.
@@ -58,22 +59,31 @@ class StreamRecord:
 
     def __init__(self, budget: RecordBudget, max_event_bytes: int) -> None:
         self._budget, self._max_event_bytes = budget, max_event_bytes
-        self._num_reserved = self._num_kept = 0
+        self._num_reserved = self._num_event_bytes = 0
         self._ids = bytearray()
         self._chunks: list[bytes] = []
         self._rest = self._last = b""
         self._replay: Replay | None = None
-        self.has_ids = False
+        self.has_ids = self._has_events = False
         self.is_kept = True
         self.num_taken = 0
         self.failure: UpstreamError | None = None
 
-    def begin(self, *, has_ids: bool, replay: Replay | None = None) -> None:
-        """A worker's stream begins. It goes on from what was taken, or is a `replay` of it."""
+    def begin(
+        self, *, has_ids: bool, has_events: bool = False, replay: Replay | None = None
+    ) -> None:
+        """A worker's stream begins. It goes on from what was taken, or is a `replay` of it.
+
+        Of one that `has_events`, or without ids, they are kept, since only a replay follows it: the
+        ids in a replay are those of the whole answer, again.
+        """
         self._rest, self.failure, self._replay = b"", None, replay
-        if self.num_taken and has_ids != self.has_ids:
+        has_events = has_events or not has_ids
+        if self.num_taken and has_events != self._has_events:
             self._drop()
-        self.has_ids = has_ids
+        if replay is not None:
+            self._ids.clear()
+        self.has_ids, self._has_events = has_ids, has_events
 
     def take(self, chunk: bytes) -> bytes:
         """What of it goes to the client now; the hot path.
@@ -85,17 +95,16 @@ class StreamRecord:
             chunk = self._complete(chunk)
         if ERROR_EVENT in chunk:
             chunk = self._cut(chunk)
+        if self.has_ids:
+            chunk = self._strip(chunk)
         if self._replay is not None:
             chunk = self._skip_sent(chunk, self._replay)
         if not chunk:
             return b""
-        if self.has_ids:
-            chunk = self._strip(chunk)
-            self._num_kept = len(self._ids)
-        else:
+        if self._has_events:
             self._chunks.append(chunk)
-            self._num_kept += len(chunk) + CHUNK_OVERHEAD_BYTES
-        if self._num_kept > self._num_reserved:
+            self._num_event_bytes += len(chunk) + CHUNK_OVERHEAD_BYTES
+        if len(self._ids) + self._num_event_bytes > self._num_reserved:
             self._reserve()
         self._last = chunk
         self.num_taken += 1
@@ -165,8 +174,9 @@ class StreamRecord:
         return END_OF_EVENT.join(events)
 
     def _reserve(self) -> None:
-        wanted = self._num_kept - self._num_reserved + RESERVED_BYTES
-        if self.is_kept and self._num_kept <= MAX_RECORD_BYTES and self._budget.take(wanted):
+        num_kept = len(self._ids) + self._num_event_bytes
+        wanted = num_kept - self._num_reserved + RESERVED_BYTES
+        if self.is_kept and num_kept <= MAX_RECORD_BYTES and self._budget.take(wanted):
             self._num_reserved += wanted
         else:
             self._drop()
@@ -176,7 +186,7 @@ class StreamRecord:
         self._chunks.clear()
         self._ids.clear()
         self._budget.give_back(self._num_reserved)
-        self._num_reserved = self._num_kept = 0
+        self._num_reserved = self._num_event_bytes = 0
 
 
 class _Choice(msgspec.Struct, frozen=True):

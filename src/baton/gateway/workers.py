@@ -73,6 +73,7 @@ def worker_view(worker: Worker, info: WorkerInfo) -> WorkerView:
         half_open=is_up and health.takes_trial,
         ejected=is_up and not worker.is_available,
         slow_start=health.slow_start,
+        resumes_streams=info.protocol == "baton" or info.resumes_streams,
         takes_unsigned_tickets=info.takes_unsigned_tickets and worker.url.scheme == "https",
         topology=info.topology,
         store=info.store,

@@ -48,6 +48,8 @@ PROMPT_TOKENS_HEADER: Final = "x-baton-prompt-tokens"
 """Of a stream whose tokens' ids were asked for: how many tokens its prompt has."""
 FIRST_TOKEN_AGE_HEADER: Final = "x-baton-first-token-s-ago"  # noqa: S105 - a header
 """Of an answer in one piece: seconds since its first token, of which it shows nothing else."""
+MOVE_HEADER: Final = "x-baton-moves-stream"
+"""`1`: the request hands a stream's KV over, which a draining vLLM server serves, too."""
 SEED_HEADER: Final = "x-baton-seed"
 """For requests that have none: a number below 2^63."""
 
@@ -117,9 +119,11 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     `tokenizer` is the digest of tokenizer and chat template (`digest_tokenizer`).
     `max_prompt_chars`: no longer text can fit the context, as far as the
     worker knows its tokenizer's longest token. `takes_unsigned_tickets`: it knows by the connection
-    that a gateway sends one, and needs no signature. `topology` is `zone/rack/host/device`, levels
-    that are not known empty, or left out at the end. `store` names the store in which it keeps
-    prompts' beginnings, and from which it loads them: equal where workers share one.
+    that a gateway sends one, and needs no signature. `resumes_streams`: of a vLLM server, that it
+    goes on with streams from token ids, as Baton's workers do. `topology` is
+    `zone/rack/host/device`, levels that are not known empty, or left out at the end. `store` names
+    the store in which it keeps prompts' beginnings, and from which it loads them: equal where
+    workers share one.
     """
 
     worker: Annotated[WorkerId, NAME]
@@ -142,6 +146,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     has_kv_journal: bool = False
     has_standby: bool = False
     takes_unsigned_tickets: bool = False
+    resumes_streams: bool = False
     tokenizer: Name | None = None
     modes: Annotated[tuple[str, ...], Meta(max_length=16)] = ("push",)
     topology: Topology = ""

@@ -27,6 +27,7 @@ class WorkerView:
     `available`: it may be given requests. `half_open`: it may get a trial request.
     `ejected`: it is up, but only used where there is no other. `slow_start` None: it is over.
     `takes_unsigned_tickets`: its connections to a gateway prove what that is.
+    `resumes_streams`: it goes on from the token ids of an answer's beginning.
     `topology` is where it is (`router/topology.py`). `store`: from which it loads what it lacks.
     """
 
@@ -44,6 +45,7 @@ class WorkerView:
     ejected: bool = False
     slow_start: SlowStart | None = None
     takes_unsigned_tickets: bool = False
+    resumes_streams: bool = True
     topology: str = ""
     store: StoreId | None = None
     id: WorkerId = field(init=False)

@@ -163,6 +163,33 @@ def test_the_tokens_that_are_kept_are_those_of_the_events_that_were_sent(
     assert record.read_token_ids() == [i for ids in tokens[:num_sent] for i in ids]
 
 
+@given(st.integers(0, 8), CUTS, CUTS, st.data())
+def test_a_replay_names_its_tokens_again(
+    num_tokens: int, cuts: list[int], other_cuts: list[int], data: st.DataObject
+) -> None:
+    def write(name: str) -> bytes:
+        event = b':%d\ndata: {"id":"%b","choices":[{"index":0,"text":"%d"}]}\n\n'
+        return b"".join(event % (number, name.encode(), number) for number in range(num_tokens))
+
+    whole = write("first")
+    lost_at = data.draw(st.integers(0, len(whole)))
+    record = StreamRecord(RecordBudget(1 << 20), 1 << 20)
+    record.begin(has_ids=True, has_events=True)
+    sent = b"".join(map(record.take, in_pieces(whole[:lost_at], cuts)))
+    known = record.read_token_ids()
+    assert known == list(range(sent.count(b"\n\n")))
+    assert record.events == sent
+    record.begin(has_ids=True, has_events=True, replay=Replay(record.events))
+    more = b"".join(map(record.take, in_pieces(write("second"), other_cuts)))
+    assert record.read_token_ids() == list(range(num_tokens))
+    texts = [json.loads(each[6:])["choices"][0]["text"] for each in split(sent + more)]
+    assert texts == list(map(str, range(num_tokens)))
+
+
+def split(events: bytes) -> list[bytes]:
+    return events.split(b"\n\n")[:-1]
+
+
 @given(CUTS)
 def test_an_error_is_kept_back_in_whatever_pieces_it_comes(cuts: list[int]) -> None:
     token = b'data: {"choices":[{"index":0,"text":"a"}]}\n\n'

@@ -24,7 +24,7 @@ class Server:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"{}"})
 
-    async def ask(self, method, path, authorization=None):
+    async def ask(self, method, path, authorization=None, *more_headers):
         """Status and body of an answer."""
         sent = []
 
@@ -32,6 +32,7 @@ class Server:
             sent.append(message)
 
         headers = [] if authorization is None else [(b"authorization", authorization)]
+        headers += more_headers
         scope = {"type": "http", "method": method, "path": path, "headers": headers}
         await self.middleware(scope, None, send)
         return sent[0]["status"], json.loads(sent[1]["body"])
@@ -78,6 +79,27 @@ def test_draining_refuses_what_is_new_and_ends_with_what_is_old():
         assert (await server.ask("GET", "/metrics"))[0] == 200
         assert (await old)[0] == 200
         await empty
+
+    asyncio.run(scenario())
+
+
+def test_while_draining_streams_move_away_until_none_is_left():
+    moves = (b"x-baton-moves-stream", b"1")
+
+    async def scenario():
+        server = Server(bearer=b"yes")
+        server.may_answer.clear()
+        old = asyncio.create_task(server.ask("POST", "/v1/completions", b"Bearer yes"))
+        await asyncio.sleep(0)
+        server.drain_state.start_drain()
+        assert (await server.ask("POST", "/v1/completions", None, moves))[0] == 401
+        moving = asyncio.create_task(server.ask("POST", "/v1/completions", b"Bearer yes", moves))
+        await asyncio.sleep(0)
+        assert server.drain_state.num_open == 2
+        server.may_answer.set()
+        assert (await moving)[0] == (await old)[0] == 200
+        await server.drain_state.wait_drained()
+        assert (await server.ask("POST", "/v1/completions", b"Bearer yes", moves))[0] == 503
 
     asyncio.run(scenario())
 

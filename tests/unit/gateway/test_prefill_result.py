@@ -72,7 +72,6 @@ def test_a_long_error_is_cut():
     [
         ("invalid_ticket", FallbackCause.PREFILL_REJECTED),
         ("replayed_ticket", FallbackCause.PREFILL_REJECTED),
-        ("not_a_producer", FallbackCause.PREFILL_REJECTED),
         ("unsupported_request", FallbackCause.PREFILL_REJECTED),
         ("handoff_failed", FallbackCause.HANDOFF_FAILED),
         ("new in another version", FallbackCause.PREFILL_FAILED),

@@ -28,6 +28,7 @@ File map, in the order in which a request meets them:
     kv_views.py             allocates it, and shows it to peers
     serving.py              vLLM's server in `baton worker`; arguments.py its command line
     access_middleware.py    its bearer, and its drain
+    resumed_streams.py      goes on from token ids; stream_tokens.py names them in its events
     engine_process.py       set-up inside vLLM's engine process
 
 Importing this package loads neither vLLM nor torch.

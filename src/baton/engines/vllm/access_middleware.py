@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from baton.engines.vllm.stream_tokens import TokenIdsMiddleware
+from baton.protocol.worker_http import MOVE_HEADER
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 OPEN_PATHS: Final = frozenset({"/health"})
+MOVES: Final = (MOVE_HEADER.encode(), b"1")
 POLICY_VIOLATION: Final = 1008
 """RFC 6455, section 7.4.1. Before a websocket is accepted, the server answers 403."""
 
@@ -60,10 +64,14 @@ DRAIN_STATE: Final = DrainState()
 
 
 class AccessMiddleware:
-    """Refuses unauthenticated peers, and all requests while draining (docs/wire/worker-http.md)."""
+    """Refuses unauthenticated peers, and while draining all requests but those that move streams.
+
+    See docs/wire/worker-http.md.
+    """
 
     def __init__(self, app: ASGIApp, drain_state: DrainState = DRAIN_STATE) -> None:
-        self._app, self._drain_state = app, drain_state
+        # vLLM warns of a second --middleware.
+        self._app, self._drain_state = TokenIdsMiddleware(app), drain_state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request, as ASGI has it."""
@@ -80,7 +88,7 @@ class AccessMiddleware:
             await _refuse(send, 503, {"status": "draining"})
         elif scope["method"] != "POST":
             await self._app(scope, receive, send)
-        elif drain_state.is_draining:
+        elif drain_state.is_draining and not (drain_state.num_open and MOVES in scope["headers"]):
             await _refuse(send, 503, _error("this worker is draining", "draining"))
         else:
             drain_state.request_started()

@@ -56,13 +56,8 @@ def server_arguments(options: VllmOptions, config: Config, launch: LaunchParamet
         *("--model", str(launch.model), "--served-model-name", launch.served_model_name),
         *("--host", worker.host, "--port", str(launch.port)),
         *("--shutdown-timeout", str(ENGINE_END_TIMEOUT_S)),
-        *(
-            "--middleware",
-            ACCESS_MIDDLEWARE,
-            "--disable-uvicorn-access-log",
-            "--uvicorn-log-level",
-            "warning",
-        ),
+        *("--middleware", ACCESS_MIDDLEWARE),
+        *("--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
         *("--kv-transfer-config", _json(_transfer(config, options))),
         *engine_flags(options, launch.platform),
         *_event_flags(options, launch, worker.name),
@@ -137,6 +132,7 @@ def _transfer(config: Config, options: VllmOptions) -> dict[str, object]:
         "identity": config.security.identity,
         # With TLS this server answers gateways alone: `ClusterTls.check_request`.
         "clients_are_gateways": config.security.tls != "off",
+        "resumes_streams": True,
     }
     if config.worker.topology is not None:
         extra["topology"] = config.worker.topology

@@ -44,11 +44,6 @@ class Identity:
     num_ranks: int
 
     @property
-    def sends(self) -> bool:
-        """Whether it prefills for others."""
-        return self.role != "decode"
-
-    @property
     def receives(self) -> bool:
         """Whether it decodes what others prefilled."""
         return self.role != "prefill"
@@ -136,7 +131,8 @@ class RankFacts:
 class ModelFacts:
     """The served model, as vLLM's configuration describes it.
 
-    `takes_unsigned_tickets`: every client of the server is a gateway.
+    `takes_unsigned_tickets`: every client of the server is a gateway. `resumes_streams`: Baton
+    started it, and it goes on with other servers' streams from their token ids.
     """
 
     model: str
@@ -147,6 +143,7 @@ class ModelFacts:
     max_running: int | None = None
     topology: str = ""
     takes_unsigned_tickets: bool = False
+    resumes_streams: bool = False
 
 
 def describe_worker(
@@ -174,6 +171,7 @@ def describe_worker(
         kv_events=model.kv_events,
         topology=model.topology,
         takes_unsigned_tickets=model.takes_unsigned_tickets,
+        resumes_streams=model.resumes_streams,
         modes=tuple(m for m in known[0].modes if all(m in rank.modes for rank in known)),
     )
 
@@ -195,6 +193,7 @@ def read_model_facts(vllm_config: VllmConfig, options: ConnectorOptions) -> Mode
         kv_events=_read_kv_events(vllm_config),
         max_running=int(vllm_config.scheduler_config.max_num_seqs),
         takes_unsigned_tickets=options.clients_are_gateways,
+        resumes_streams=options.resumes_streams,
     )
 
 

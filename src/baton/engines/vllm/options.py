@@ -41,6 +41,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     while they are copied into the store; more is not kept. `fingerprint`
     replaces the one that is computed from the checkpoint's files. `clients_are_gateways`: the
     server answers no client that has not proved to be a gateway, so that tickets are believed.
+    `resumes_streams`: Baton extended the server, so that streams go on here from token ids.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
@@ -72,6 +73,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     tls: Tls = "control"
     identity: str | None = None
     clients_are_gateways: bool = False
+    resumes_streams: bool = False
     store: StoreSection = msgspec.field(default_factory=StoreSection)
 
 

@@ -22,6 +22,7 @@ import uvloop
 from baton.clock import MachineClock
 from baton.config.cluster_key import is_loopback
 from baton.config.environment import change_environment
+from baton.engines.vllm import resumed_streams
 from baton.engines.vllm.access_middleware import DRAIN_STATE
 from baton.engines.vllm.arguments import (
     REMOVED_VARIABLES,
@@ -191,6 +192,8 @@ class ServerLifecycle:
 
     async def _serve(self, args: Namespace) -> None:
         from vllm.entrypoints.launchers.api_server.entry import run_server_worker  # noqa: PLC0415
+
+        resumed_streams.install()
 
         server = asyncio.create_task(
             run_server_worker(

@@ -29,7 +29,6 @@ RefusalCode: TypeAlias = Literal[
     "stale_ticket",
     "invalid_ticket",
     "replayed_ticket",
-    "not_a_producer",
     "not_a_consumer",
     "unsupported_request",
     "handoff_failed",
@@ -161,9 +160,8 @@ class TicketReader:
                 "stale_ticket",
                 f"the ticket is for {_name(named)}, this is {me.worker}@{me.epoch[:8]}",
             )
-        if not (me.sends if sends else me.receives):
-            code: RefusalCode = "not_a_producer" if sends else "not_a_consumer"
-            return Refusal(code, f"this server's role is {me.role}")
+        if not (sends or me.receives):  # decode servers send, too: streams move from them
+            return Refusal("not_a_consumer", f"this server's role is {me.role}")
         return self._use(ticket) or (Send(ticket) if sends else Receive(ticket))
 
     def _use(self, ticket: Ticket) -> Refusal | None:

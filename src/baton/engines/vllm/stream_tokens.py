@@ -1,0 +1,97 @@
+"""Which tokens the events of a vLLM server's streams end: ASGI middleware of servers Baton starts.
+
+A gateway that asks for it (`TOKEN_IDS_HEADER`) gets a comment with token ids before each event, as
+from Baton's own workers (docs/wire/vllm.md). `resumed_streams` sees the tokens, this the events;
+one `StreamTokens` for each HTTP request, found by a context variable, connects the two.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from baton.protocol.worker_http import TOKEN_IDS_HEADER
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+ASKED: Final = (TOKEN_IDS_HEADER.encode(), b"1")
+DATA: Final = b"data: "
+
+
+@dataclass(slots=True, eq=False)
+class StreamTokens:
+    """One request's. Owner: the event loop's thread.
+
+    `given` are the answer's first tokens, which another server generated; `restored` are their
+    outputs, which vLLM's serving layer has not seen yet. `is_reported`: the stream can go on from
+    token ids, and its events name them. `pending` are those that no event has named.
+    """
+
+    given: tuple[int, ...] = ()
+    restored: list[Any] = field(default_factory=list)
+    is_reported: bool = False
+    num_answers: int = 0
+    pending: list[int] = field(default_factory=list)
+
+    def begin(self, given: tuple[int, ...] | None) -> None:
+        """The engine is asked for an answer, which begins with `given`; None: it cannot go on.
+
+        Of several answers in one stream, none does.
+        """
+        self.num_answers += 1
+        self.is_reported = given is not None and self.num_answers == 1
+        self.given = given or () if self.is_reported else ()
+
+    def add(self, token_ids: Iterable[int]) -> None:
+        """The next event ends these tokens."""
+        if self.is_reported:
+            self.pending.extend(token_ids)
+
+    def take_restored(self) -> list[Any]:
+        """The outputs of `given`, once."""
+        restored, self.restored = self.restored, []
+        return restored
+
+    def take_comment(self) -> bytes:
+        """The line before an event; empty where there is nothing to name."""
+        if not self.pending:
+            return b""
+        comment = b":%b\n" % ",".join(map(str, self.pending)).encode()
+        self.pending.clear()
+        return comment
+
+
+CURRENT: Final[ContextVar[StreamTokens | None]] = ContextVar("stream_tokens", default=None)
+"""Of the HTTP request that is being served, where its client asked for token ids."""
+
+
+class TokenIdsMiddleware:
+    """Adds the ids of their tokens to the events of streams whose client asked for them."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request, as ASGI has it."""
+        if scope["type"] != "http" or ASKED not in scope["headers"]:
+            await self._app(scope, receive, send)
+            return
+        stream = StreamTokens()
+        before = CURRENT.set(stream)
+        try:
+            await self._app(scope, receive, partial(_send, stream, send))
+        finally:
+            CURRENT.reset(before)
+
+
+async def _send(stream: StreamTokens, send: Send, message: Message) -> None:
+    if stream.is_reported and message["type"] == "http.response.start":
+        message = {**message, "headers": [*message["headers"], ASKED]}
+    elif stream.pending and message.get("body", b"").startswith(DATA):
+        message = {**message, "body": stream.take_comment() + message["body"]}
+    await send(message)

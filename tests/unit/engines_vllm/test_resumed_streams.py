@@ -1,0 +1,60 @@
+"""Which requests can go on from token ids, by vLLM's own parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm.sampling_params import (
+    RepetitionDetectionParams,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+
+from baton.engines.vllm.resumed_streams import CARRIED_ON, find_obstacle
+
+TOKENS = {"type": "token", "prompt_token_ids": [1, 2]}
+GOES_ON: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0},
+    {"temperature": 0, "seed": 7},
+    {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1},
+    {"repetition_penalty": 1.2, "logit_bias": {3: 1.0}, "allowed_token_ids": [3, 4]},
+    {"stop": ["x"], "stop_token_ids": [3], "ignore_eos": True, "max_tokens": 9, "min_tokens": 2},
+    {"extra_args": {"kv_transfer_params": {}}, "output_kind": RequestOutputKind.DELTA},
+]
+STAYS: dict[str, dict[str, Any]] = {
+    "seed": {"seed": 7},
+    "n": {"n": 2},
+    "presence_penalty": {"presence_penalty": 0.1},
+    "frequency_penalty": {"frequency_penalty": -0.1},
+    "logprobs": {"logprobs": 0},
+    "prompt_logprobs": {"prompt_logprobs": 0},
+    "bad_words": {"bad_words": ["no"]},
+    "structured_outputs": {"structured_outputs": StructuredOutputsParams(regex="a")},
+    "thinking_token_budget": {"thinking_token_budget": 9},
+    "repetition_detection": {
+        "repetition_detection": RepetitionDetectionParams(max_pattern_size=2, min_count=3)
+    },
+}
+
+
+def test_the_parameters_that_are_carried_on_are_vllms() -> None:
+    assert set(SamplingParams.__struct_fields__) >= CARRIED_ON
+
+
+@pytest.mark.parametrize("fields", GOES_ON)
+def test_what_depends_on_all_tokens_before_it_goes_on(fields: dict[str, Any]) -> None:
+    assert find_obstacle(SamplingParams(**fields), None, TOKENS) is None
+
+
+@pytest.mark.parametrize("name", STAYS)
+def test_what_depends_on_the_answer_alone_does_not(name: str) -> None:
+    assert find_obstacle(SamplingParams(**STAYS[name]), None, TOKENS) == name
+
+
+def test_neither_adapters_nor_images_go_on() -> None:
+    assert find_obstacle(SamplingParams(), object(), TOKENS) == "LoRA"
+    assert find_obstacle(SamplingParams(), None, {"type": "multimodal"}) is not None
+    assert find_obstacle(SamplingParams(), None, "text") is not None
