@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Final, NewType, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Final, NewType, Protocol, Self, TypeAlias, runtime_checkable
 
 from baton.registry import Registry
 
@@ -41,7 +41,9 @@ class Usage:
     """How full a tier is, as its users count it, and what this process made go since it opened it.
 
     `used_bytes` is of all processes; too high for a while after one was killed. Entries that had to
-    make room went to the tier below, or were dropped; damaged ones were removed.
+    make room went to the tier below, or were dropped; damaged ones were removed. `capacity_bytes`
+    is 0 where nothing is known to limit it. Of a tier on a server: requests that failed or were
+    late, and whether it is asked now.
     """
 
     used_bytes: int
@@ -49,6 +51,8 @@ class Usage:
     num_demoted: int
     num_dropped: int
     num_damaged: int
+    num_failures: int = 0
+    is_available: bool = True
 
 
 class EntryLease(Protocol):
@@ -127,6 +131,39 @@ class Tier(Protocol):
         ...
 
 
+@runtime_checkable
+class RemoteLookup(Protocol):
+    """A tier where each look is a round trip: it is asked once for many names."""
+
+    def find_each(self, names: Sequence[EntryName]) -> Sequence[bool]:
+        """Which names are there; those beyond the first miss may be reported as missing, too."""
+        ...
+
+
+class PutsEntries(Protocol):
+    """Where a tier puts what it has no room for."""
+
+    def put(self, name: EntryName, body: Body) -> PutResult:
+        """See `Tier.put`."""
+        ...
+
+
+@runtime_checkable
+class WritesBehind(Protocol):
+    """A tier that takes entries from the one above without making it wait."""
+
+    def put_behind(self, name: EntryName, body: Body) -> PutResult:
+        """Take an entry; it is written later, or dropped where that fails.
+
+        This process finds it at once, others once it is written.
+
+        Raises:
+            StoreFullError: too much waits to be written already.
+            StoreError: it cannot be written now.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class TierContext:
     """What every tier is built from, besides its own options.
@@ -140,7 +177,7 @@ class TierContext:
     cluster: str
     key: bytes = field(repr=False)
     clock: Clock
-    below: Tier | None = None
+    below: PutsEntries | None = None
     other_names: tuple[str, ...] = ()
 
 
