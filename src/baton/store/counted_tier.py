@@ -200,6 +200,8 @@ def _reached(reports: Sequence[TierReport]) -> Iterator[Metric]:
         "baton_store_available", "1: it is asked; 0: it has failed.", labels=["tier"]
     )
     for report in reports:
-        failures.add_metric([report.kind], report.usage.num_failures)
-        available.add_metric([report.kind], report.usage.is_available)
+        server = report.usage.server
+        if server is not None:
+            failures.add_metric([report.kind], server.num_failures)
+            available.add_metric([report.kind], server.is_available)
     yield from (failures, available)

@@ -37,13 +37,20 @@ class PutResult(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class ServerHealth:
+    """Requests to a server that failed or were late, and whether it is asked now."""
+
+    num_failures: int
+    is_available: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """How full a tier is, as its users count it, and what this process made go since it opened it.
 
     `used_bytes` is of all processes; too high for a while after one was killed. Entries that had to
     make room went to the tier below, or were dropped; damaged ones were removed. `capacity_bytes`
-    is 0 where nothing is known to limit it. Of a tier on a server: requests that failed or were
-    late, and whether it is asked now.
+    is 0 where nothing is known to limit it. `server`: of a tier on a server.
     """
 
     used_bytes: int
@@ -51,8 +58,7 @@ class Usage:
     num_demoted: int
     num_dropped: int
     num_damaged: int
-    num_failures: int = 0
-    is_available: bool = True
+    server: ServerHealth | None = None
 
 
 class EntryLease(Protocol):

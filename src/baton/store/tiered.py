@@ -87,8 +87,6 @@ class TieredStore:
             num_demoted=sum(usage.num_demoted for usage in usages),
             num_dropped=sum(usage.num_dropped for usage in usages),
             num_damaged=sum(usage.num_damaged for usage in usages),
-            num_failures=sum(usage.num_failures for usage in usages),
-            is_available=all(usage.is_available for usage in usages),
         )
 
     def reports(self) -> list[TierReport]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from baton.errors import BatonError, ConfigError, StoreError, StoreFullError
 from baton.store.capacity import StoredEntry
 from baton.store.entry_format import HEADER_BYTES, BodyCheck, make_header, read_digest
-from baton.store.interface import NAME_BYTES, EntryName, PutResult, Usage
+from baton.store.interface import NAME_BYTES, EntryName, PutResult, ServerHealth, Usage
 from baton.store.remote.circuit_breaker import CircuitBreaker
 from baton.store.remote.client import RequestRefusedError, ServerReport
 from baton.store.remote.lease import ValueLease
@@ -198,8 +198,7 @@ class RemoteTier:
             num_demoted=0,
             num_dropped=self._behind.num_dropped,
             num_damaged=self._num_damaged,
-            num_failures=self._num_failures,
-            is_available=self._server.is_closed,
+            server=ServerHealth(self._num_failures, self._server.is_closed),
         )
 
     def close(self) -> None:
