@@ -11,13 +11,13 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
     from collections.abc import Generator
-    from pathlib import Path
 
 START_TIMEOUT_S = 30.0
 S3_CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
@@ -72,8 +72,7 @@ class StoreServer:
         self.process.wait(30)
 
     def _state(self) -> str:
-        with open(f"/proc/{self.process.pid}/stat", encoding="ascii") as file:
-            return file.read().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
     def _listens(self) -> bool:
         try:
