@@ -583,6 +583,19 @@ class TestObjectTier(ServerFaultContract):
                 assert len(requests) == num_requests
             server.shutdown()
 
+    def test_credentials_that_are_refused_end_the_start(self, tmp_path: Path) -> None:
+        class Refusing(socketserver.StreamRequestHandler):
+            def handle(self) -> None:
+                self.rfile.readline()
+                self.wfile.write(b"HTTP/1.1 403 Forbidden\r\ncontent-length: 0\r\n\r\n")
+
+        with QuickServer(("127.0.0.1", 0), Refusing) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+            with pytest.raises(ConfigError, match=r"store\.options\.object"):
+                self.open_remote(tmp_path, endpoint=endpoint)
+            server.shutdown()
+
     def test_a_bucket_that_is_not_there_is_a_server_that_fails(self, tmp_path: Path) -> None:
         with closing(self.open_remote(tmp_path, url="s3://nowhere/kv")) as tier:
             assert not tier.usage().server.is_available

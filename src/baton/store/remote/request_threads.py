@@ -27,14 +27,15 @@ class RequestThreads:
         )
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
-        self._num_idle = 0
+        self._num_unfinished = 0
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Carry out `work` on one of the threads, in the order of the calls."""
         future: Future[object] = Future()
-        self._requests.put((future, work))
         with self._lock:
-            if self._num_idle < self._requests.qsize() and len(self._threads) < self._num_threads:
+            self._requests.put((future, work))
+            self._num_unfinished += 1
+            if len(self._threads) < min(self._num_unfinished, self._num_threads):
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._threads.append(thread)
                 thread.start()
@@ -50,17 +51,12 @@ class RequestThreads:
             thread.join(timeout_s / len(threads))
 
     def _run(self) -> None:
-        while True:
-            with self._lock:
-                self._num_idle += 1
-            request = self._requests.get()
-            with self._lock:
-                self._num_idle -= 1
-            if request is None:
-                return
+        while (request := self._requests.get()) is not None:
             future, work = request
             if future.set_running_or_notify_cancel():
                 _carry_out(future, work)
+            with self._lock:
+                self._num_unfinished -= 1
 
 
 def _carry_out(future: Future[object], work: Callable[[], object]) -> None:

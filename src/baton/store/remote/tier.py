@@ -111,8 +111,10 @@ class RemoteTier:
             self._note(name, is_known=is_there)
         if len(names) > 1:
             self._ahead.expect([n for n, is_there in zip(names, found, strict=True) if is_there])
-        waiting = (self._behind.get(name) is not None for name in names)
-        return [a or b for a, b in zip(found, waiting, strict=True)]
+        waiting = self._behind.names()
+        if not waiting:
+            return found
+        return [there or name in waiting for name, there in zip(names, found, strict=True)]
 
     def put(self, name: EntryName, body: Body) -> PutResult:
         if self._is_known(name):

@@ -62,6 +62,11 @@ class WriteBehind:
         with self._changed:
             return self._waiting.get(name) or self._writing.get(name)
 
+    def names(self) -> frozenset[EntryName]:
+        """Of all values that are not on the server yet."""
+        with self._changed:
+            return frozenset((*self._waiting, *self._writing))
+
     def discard(self, name: EntryName) -> None:
         """Do not write it, unless that has begun."""
         with self._changed:

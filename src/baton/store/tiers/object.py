@@ -2,13 +2,13 @@
 
 The bucket bounds itself by its lifecycle rules, which count from an entry's write: object stores
 keep no time of use. Objects: `<prefix>/<cluster>/<name>`, bodies as in a folder's files.
-Credentials come from where the provider's own tools look: environment, files, the instance.
+obstore finds the credentials: in the environment, a web identity token, or the instance's role.
 """
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -142,13 +142,17 @@ class ObjectClient:
         return found[:max_values]
 
     def report(self) -> ServerReport:
-        """See `RemoteClient`: lists what comes after the last name; sizes are not known.
+        """See `RemoteClient`: asks for what comes after the last name; sizes are not known.
+
+        Two questions: of one object, which shows refused credentials, and of the bucket.
 
         Raises:
             ConfigError: the credentials are refused.
         """
         try:
             with _mapped():
+                with suppress(FileNotFoundError):
+                    obstore.head(self._store, _LAST_KEY)
                 for _ in obstore.list(self._store, offset=_LAST_KEY, chunk_size=1):
                     break
         except RequestRefusedError as exc:

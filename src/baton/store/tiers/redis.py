@@ -211,7 +211,8 @@ def _mapped() -> Generator[None]:
         raise StoreFullError(f"redis: {exc}") from exc
     except (redis.ResponseError, redis.AuthenticationError) as exc:
         raise RequestRefusedError(f"redis: {exc}") from exc
-    except (redis.RedisError, OSError, ValueError) as exc:  # ValueError: a closed socket
+    except (redis.RedisError, OSError, ValueError, AttributeError) as exc:
+        # The last two: another thread has closed the connection (`disconnect`).
         raise StoreError(f"redis: {exc}") from exc
 
 
