@@ -94,7 +94,7 @@ class RawRedis:
 
     def __init__(self, server: RedisServer) -> None:
         self.client = redis.Redis(port=server.port, protocol=2)
-        self.get, self.delete = self.client.get, self.client.delete
+        self.get, self.delete = self.client.get, self.client.unlink  # as the tier removes
 
     def put(self, key: str, body: bytes) -> None:
         """Unless it exists, as the tier does."""
