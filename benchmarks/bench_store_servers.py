@@ -43,17 +43,19 @@ if TYPE_CHECKING:
 
 KEY = bytes(32)
 BODY_BYTES = (128 << 10, 1 << 20)
-TOTAL_BYTES = 64 << 20
+TOTAL_BYTES = {"redis": 64 << 20, "object": 16 << 20}
 NUM_NAMES = 1000
 
 
 class Bench:
     """One size of entries, in a tier and by its library."""
 
-    def __init__(self, tier: Tier, raw: RawRedis | RawObject, body_bytes: int) -> None:
+    def __init__(
+        self, tier: Tier, raw: RawRedis | RawObject, num_bodies: int, body_bytes: int
+    ) -> None:
         self.tier, self.raw = tier, raw
         rng = np.random.default_rng(1)
-        self.source = rng.integers(0, 256, (TOTAL_BYTES // body_bytes, body_bytes), dtype=np.uint8)
+        self.source = rng.integers(0, 256, (num_bodies, body_bytes), dtype=np.uint8)
         self.target = np.ones_like(self.source)
         self.bodies = [row.tobytes() for row in self.source]
         self.names = make_names(f"{body_bytes}", len(self.source))
@@ -151,7 +153,9 @@ def measure(bench: Bench, num_rounds: int) -> dict[str, dict[str, float]]:
                 seconds[kind].append(timed(getattr(bench, kind)))
         assert (bench.source == bench.target).all()
     bench.remove()
-    found = {k: summarize([TOTAL_BYTES / s / 1e9 for s in v[1:]]) for k, v in seconds.items()}
+    found = {
+        k: summarize([bench.source.nbytes / s / 1e9 for s in v[1:]]) for k, v in seconds.items()
+    }
     for kind in ("put", "read"):
         pairs = zip(seconds[f"raw_{kind}"][1:], seconds[kind][1:], strict=True)
         found[f"{kind} of raw"] = summarize([raw / own for raw, own in pairs])
@@ -192,7 +196,10 @@ def main() -> None:
         for kind, options, raw in setups:
             with closing(TIERS.build(kind, options)(context)) as tier:
                 rows: dict[str, object] = {
-                    str(size): measure(Bench(tier, raw, size), given.rounds) for size in BODY_BYTES
+                    str(size): measure(
+                        Bench(tier, raw, TOTAL_BYTES[kind] // size, size), given.rounds
+                    )
+                    for size in BODY_BYTES
                 }
                 if kind == "redis":
                     rows["find"] = measure_find(tier, given.rounds)
