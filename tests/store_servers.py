@@ -34,7 +34,9 @@ class StoreServer:
     """One process that listens on 127.0.0.1, ready when this returns."""
 
     def __init__(self, command: list[str], port: int) -> None:
-        self.port, self._command = port, command
+        with_parent = shutil.which("setpriv")  # a test run that is killed leaves no server
+        prefix = [with_parent, "--pdeathsig", "KILL"] if with_parent else []
+        self.port, self._command = port, [*prefix, *command]
         self.start()
 
     def start(self) -> None:
@@ -43,8 +45,8 @@ class StoreServer:
         )
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self._listens():
-            assert self.process.poll() is None, f"{self._command[0]} has ended"
-            assert time.monotonic() < deadline, f"{self._command[0]} does not listen"
+            assert self.process.poll() is None, "the server has ended"
+            assert time.monotonic() < deadline, "the server does not listen"
             time.sleep(0.02)
 
     def kill(self) -> None:

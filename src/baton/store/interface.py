@@ -121,7 +121,11 @@ class Tier(Protocol):
         ...
 
     def is_whole(self, name: EntryName) -> bool:
-        """Whether an entry is there, and is what was put. It stays in any case, and is not used."""
+        """Whether an entry is there, and is what was put. It stays in any case, and is not used.
+
+        Raises:
+            StoreError: it cannot be looked at.
+        """
         ...
 
     def usage(self) -> Usage:

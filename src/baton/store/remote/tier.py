@@ -183,12 +183,8 @@ class RemoteTier:
 
     def is_whole(self, name: EntryName) -> bool:
         if not self._is_available():
-            return False
-        read = partial(self._client.read, name.hex(), self._max_value_bytes)
-        try:
-            value = self._request(read)
-        except StoreError:
-            return False
+            raise StoreError(self._why_unavailable())
+        value = self._request(partial(self._client.read, name.hex(), self._max_value_bytes))
         lease = None if value is None else self._check(name, value, _do_nothing)
         return lease is not None and lease.try_read(memoryview(bytearray(lease.num_bytes)))
 

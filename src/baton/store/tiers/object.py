@@ -106,7 +106,7 @@ class ObjectClient:
                 if answer.meta["size"] > max_bytes:
                     return b""  # no entry is as long, so it is a damaged one
                 return memoryview(answer.bytes())
-        except FileNotFoundError:
+        except _MissingError:
             return None
 
     def use(self, key: str, max_bytes: int) -> Body | None:
@@ -125,7 +125,7 @@ class ObjectClient:
         try:
             with _mapped():
                 obstore.delete(self._store, key)
-        except FileNotFoundError:  # a folder reports it, S3 does not
+        except _MissingError:  # a folder reports it, S3 does not
             return
 
     def list_values(self, max_values: int) -> list[RemoteValue]:
@@ -195,16 +195,22 @@ class ObjectTierFactory:
         return ObjectClient(self.options, "doctor").report()
 
 
+class _MissingError(StoreError):
+    """An object, or its bucket, is not there."""
+
+
 @contextmanager
 def _mapped() -> Generator[None]:
-    """Translate obstore's errors; what is missing, or there already, stays as it is."""
+    """Translate obstore's errors, but that of a conditional put whose object exists."""
     try:
         yield
     except AlreadyExistsError:
         raise
+    except FileNotFoundError as exc:
+        raise _MissingError(f"object: {_first_line(exc)}") from exc
     except (PermissionDeniedError, UnauthenticatedError) as exc:
         raise RequestRefusedError(f"object: {_first_line(exc)}") from exc
-    except BaseError as exc:
+    except (BaseError, OSError) as exc:
         raise StoreError(f"object: {_first_line(exc)}") from exc
 
 
