@@ -91,12 +91,8 @@ class ObjectClient:
 
     def exists(self, keys: Sequence[str]) -> Sequence[bool]:
         """See `RemoteClient`: some at once, until one of them is missing."""
-        found: list[bool] = []
         with _mapped():
-            for at in range(0, len(keys), NUM_AT_ONCE):
-                found += asyncio.run(self._exist(keys[at : at + NUM_AT_ONCE]))
-                if not all(found):
-                    break
+            found = asyncio.run(self._find_leading(keys))
         return found + [False] * (len(keys) - len(found))
 
     def read(self, key: str, max_bytes: int) -> Body | None:
@@ -162,8 +158,14 @@ class ObjectClient:
     def disconnect(self) -> None:
         """See `RemoteClient`: each request ends by itself, at its time-out."""
 
-    async def _exist(self, keys: Sequence[str]) -> list[bool]:
-        return await asyncio.gather(*(self._exists(key) for key in keys))
+    async def _find_leading(self, keys: Sequence[str]) -> list[bool]:
+        found: list[bool] = []
+        for at in range(0, len(keys), NUM_AT_ONCE):
+            some = keys[at : at + NUM_AT_ONCE]
+            found += await asyncio.gather(*(self._exists(key) for key in some))
+            if not all(found):
+                break
+        return found
 
     async def _exists(self, key: str) -> bool:
         try:
