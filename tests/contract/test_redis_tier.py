@@ -145,6 +145,16 @@ class TestRedisTier(ServerFaultContract):
             assert read(tier, "a") is None
             assert tier.usage().num_damaged == 0
 
+    def test_a_key_of_another_type_is_a_damaged_entry(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as tier, self.raw() as client:
+            key = f"baton:{self.path(tmp_path, 'a').replace('/', ':')}"
+            client.rpush(key, b"an element of a list")
+            assert not tier.is_whole(name_of("a"))
+            assert read(tier, "a") is None
+            assert tier.usage().num_damaged == 1
+            assert client.exists(key) == 0
+            assert put(tier, "a") is PutResult.STORED
+
     def test_a_server_that_refuses_one_command_is_left_alone(self, tmp_path: Path) -> None:
         clock = ManualClock()
         with closing(self.open_remote(tmp_path, clock)) as tier, self.raw() as client:

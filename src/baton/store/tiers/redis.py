@@ -107,15 +107,13 @@ class RedisClient:
         with _mapped(), self._redis.pipeline(transaction=False) as pipeline:
             pipeline.getrange(self._prefix + key, 0, max_bytes - 1)
             pipeline.exists(self._prefix + key)
-            value, is_there = pipeline.execute()
-        return value if value or is_there else None
+            return _take_value(pipeline.execute(raise_on_error=False))
 
     def use(self, key: str, max_bytes: int) -> bytes | None:
         with _mapped(), self._redis.pipeline(transaction=False) as pipeline:
             pipeline.getrange(self._prefix + key, 0, max_bytes - 1)
             pipeline.pexpire(self._prefix + key, self._ttl_ms)
-            value, is_there = pipeline.execute()
-        return value if value or is_there else None
+            return _take_value(pipeline.execute(raise_on_error=False))
 
     def put(self, key: str, value: bytes) -> bool:
         with _mapped():
@@ -200,6 +198,17 @@ class RedisTierFactory:
             return client.report()
         finally:
             client.disconnect()
+
+
+def _take_value(answers: Sequence[Any]) -> bytes | None:
+    """A value and whether its key is there; nothing is none, and what is no string is no entry."""
+    value, is_there = answers
+    if isinstance(value, redis.ResponseError) and str(value).startswith("WRONGTYPE"):
+        return b""
+    for answer in answers:
+        if isinstance(answer, Exception):
+            raise answer
+    return value if value or is_there else None
 
 
 @contextmanager
