@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING
 
 import pytest
@@ -138,3 +139,27 @@ class S3Server(StoreServer):
                 if exc.code != 404:
                     raise
             return b""
+
+
+@contextmanager
+def delayed(port: int, delay_s: float) -> Generator[int]:
+    """A port of this machine behind which a server answers later: each piece sent to it waits."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        Thread(target=_serve_delayed, args=(listener, port, delay_s), daemon=True).start()
+        yield listener.getsockname()[1]
+
+
+def _serve_delayed(listener: socket.socket, port: int, delay_s: float) -> None:
+    with suppress(OSError):  # until it is closed
+        while True:
+            client, _ = listener.accept()
+            server = socket.create_connection(("127.0.0.1", port))
+            for source, sink, wait_s in ((client, server, delay_s), (server, client, 0.0)):
+                Thread(target=_copy, args=(source, sink, wait_s), daemon=True).start()
+
+
+def _copy(source: socket.socket, sink: socket.socket, wait_s: float) -> None:
+    with suppress(OSError), source, sink:
+        while data := source.recv(1 << 16):
+            time.sleep(wait_s)
+            sink.sendall(data)

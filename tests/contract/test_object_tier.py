@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socketserver
 import threading
+import time
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,7 @@ from tests.contract.server_faults import (
     taking_at_most,
     use_while_down,
 )
-from tests.store_servers import S3Server
+from tests.store_servers import S3Server, delayed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -92,6 +93,25 @@ class TestObjectTier(ServerFaultContract):
             assert not tier.usage().server.is_available
             with pytest.raises(StoreError):
                 tier._client.put(name_of("a").hex(), b"a bucket that was removed meanwhile")
+
+    def test_entries_of_a_distant_bucket_come_at_once(self, tmp_path: Path) -> None:
+        contents, names = [f"entry {i}" for i in range(8)], []
+        with delayed(self.server.port, 0.06) as port:
+            endpoint = f"http://127.0.0.1:{port}"
+            with closing(self.open_remote(tmp_path, endpoint=endpoint)) as tier:
+                for content in contents:
+                    put(tier, content)
+                    names.append(name_of(content))
+                began = time.monotonic()
+                for content in contents:
+                    assert read(tier, content) == body_of(content)
+                one_by_one_s = time.monotonic() - began
+                assert one_by_one_s > 8 * 0.06, "the bucket is not distant"
+                assert tier.find(names) == len(names)
+                began = time.monotonic()
+                for content in contents:
+                    assert read(tier, content) == body_of(content)
+                assert time.monotonic() - began < 0.75 * one_by_one_s
 
     @pytest.mark.parametrize(
         ("changed", "message"), [({"url": "kv"}, "object"), ({"url": "nfs://kv"}, "object")]
