@@ -1,4 +1,4 @@
-"""The shared-memory tier against a copy of the same bytes: `python benchmarks/bench_store.py`.
+"""The tiers in memory against a copy of the same bytes: `python benchmarks/bench_store.py`.
 
 Each round does each thing once, in an order that changes from round to round, on bytes that the
 processor's cache cannot hold; what is reported is the median over the rounds, with the quartiles.
@@ -8,6 +8,7 @@ machine does not count, and on an idle one it is the clock's, for nothing here w
 - `memcpy`: the entries' bytes from one array to another
 - `put`: the same bytes into the tier, with digest, count and name
 - `read`: out of it, verified, into an array
+- `host_put`, `host_read`: into and out of the tier `host`, which is full, so that it has its memory
 
 The first round, in which the pool gets its memory, is not counted.
 """
@@ -30,6 +31,7 @@ import numpy as np
 
 from baton.clock import MachineClock
 from baton.store.interface import EntryName, TierContext
+from baton.store.tiers.host import HostTier, HostTierOptions
 from baton.store.tiers.shared import SharedTier, SharedTierOptions
 
 if TYPE_CHECKING:
@@ -46,6 +48,9 @@ class Bench:
 
     def __init__(self, tier: SharedTier, body_bytes: int) -> None:
         self.tier = tier
+        context = TierContext("bench", KEY, MachineClock())
+        self.host = HostTier(HostTierOptions(capacity_bytes=TOTAL_BYTES), context)
+        self.epoch = 0
         num_bodies = TOTAL_BYTES // body_bytes
         rng = np.random.default_rng(1)
         self.source = rng.integers(0, 256, (num_bodies, body_bytes), dtype=np.uint8)
@@ -73,6 +78,24 @@ class Bench:
             with lease:
                 assert lease.try_read(memoryview(row))
 
+    def host_put(self) -> None:
+        """Array to this process's own memory, under new names: the old entries make room."""
+        self.epoch += 1
+        for name, row in zip(self.host_names(), self.source, strict=True):
+            self.host.put(name, memoryview(row))
+
+    def host_read(self) -> None:
+        """That memory to an array."""
+        for name, row in zip(self.host_names(), self.target, strict=True):
+            lease = self.host.try_lease(name)
+            assert lease is not None
+            with lease:
+                assert lease.try_read(memoryview(row))
+
+    def host_names(self) -> list[EntryName]:
+        """Those of this round."""
+        return [EntryName(name[:-4] + self.epoch.to_bytes(4)) for name in self.names]
+
     def remove(self) -> None:
         """Back to an empty tier."""
         for name in self.names:
@@ -81,13 +104,16 @@ class Bench:
 
 def measure(bench: Bench, num_rounds: int) -> dict[str, dict[str, float]]:
     """GB for each CPU second, of each thing: median and quartiles."""
-    rates: dict[str, list[float]] = {"memcpy": [], "put": [], "read": []}
+    kinds = ("memcpy", "put", "read", "host_put", "host_read")
+    rates: dict[str, list[float]] = {kind: [] for kind in kinds}
     chance = random.Random(2)
     for _ in range(num_rounds + 1):
         bench.remove()
-        order: list[Callable[[], None]] = [bench.memcpy, bench.read]
+        bench.host_put()
+        order: list[Callable[[], None]] = [bench.memcpy, bench.read, bench.host_read]
         chance.shuffle(order)
         order.insert(chance.choice([0, 0, 1]) if order[0] == bench.memcpy else 0, bench.put)
+        order.append(bench.host_put)
         for work in order:
             began = time.thread_time()
             work()
@@ -116,7 +142,7 @@ def main() -> None:
             found[str(body_bytes)] = rates = measure(bench, given.rounds)
             for name, rate in rates.items():
                 print(
-                    f"{body_bytes >> 10:6} KiB  {name:7} {rate['median']:6.2f} GB/s "
+                    f"{body_bytes >> 10:6} KiB  {name:9} {rate['median']:6.2f} GB/s "
                     f"({rate['low']:.2f} to {rate['high']:.2f}), "
                     f"{rate['median'] / rates['memcpy']['median']:.2f} of memcpy"
                 )

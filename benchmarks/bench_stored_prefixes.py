@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -37,7 +37,11 @@ from rich.table import Table
 
 from baton.testing.fleet import Fleet, FleetProcess
 
-TIERS = {"transformers": ("shared", "file"), "vllm": ("file",)}
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.store_servers import S3_CREDENTIALS, RedisServer, S3Server
+
+TIERS = ("shared", "file", "redis", "object")
+DEFAULT_TIERS = {"transformers": ["shared", "file"], "vllm": ["file"]}
 """By engine: a vLLM server takes a GiB, and half a minute to start."""
 SHARE = 0.9
 IDLE_S = 1.0
@@ -113,18 +117,31 @@ def check(is_right: bool, what: str) -> None:  # noqa: FBT001 - an assertion tha
         raise AssertionError(what)
 
 
-def start_fleet(fleet: Fleet, folder: Path, engine: str) -> dict[str, FleetProcess]:
+def make_store(tier: str, folder: Path, stack: ExitStack) -> dict[str, object]:
+    """Settings of a store of one tier; starts its server, which `stack` ends."""
+    place = folder / tier
+    place.mkdir()
+    options: dict[str, object] = {"directory": "/dev/shm"}
+    if tier == "file":
+        options = {"directory": str(place / "kv")}
+    elif tier == "redis":
+        options = {"url": stack.enter_context(closing(RedisServer(place))).url}
+    elif tier == "object":
+        options = stack.enter_context(closing(S3Server())).options
+    settings = {f"store.options.{tier}.{name}": value for name, value in options.items()}
+    return {"store.tiers": [tier], **settings}
+
+
+def start_fleet(
+    fleet: Fleet, folder: Path, stores: dict[str, dict[str, object]], engine: str
+) -> dict[str, FleetProcess]:
     """A gateway for each worker, by the arm's name. `engine` is that of workers which are timed."""
     settings: dict[str, object] = {
         "worker.model": str(make_model(folder)),
         "worker.served_model_name": SERVED,
     }
     arms: dict[str, dict[str, object]] = {"none": {}, "checks": {}}
-    for tier in TIERS[engine]:
-        place = folder / tier
-        place.mkdir()
-        option = str(place / "kv") if tier == "file" else "/dev/shm"
-        store = {"store.tiers": [tier], f"store.options.{tier}.directory": option}
+    for tier, store in stores.items():
         arms |= {tier: store, f"{tier} writer": store}
     workers = {}
     for arm, store in arms.items():
@@ -146,15 +163,20 @@ def main() -> None:
     parser.add_argument("--engine", choices=tuple(ENGINES), default="transformers")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tokens", type=int, nargs="*", default=[128, 512, 4000])
+    parser.add_argument("--tiers", nargs="*", choices=TIERS)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    environment = dict(os.environ, BATON_CLUSTER_KEY=os.urandom(32).hex())
+    environment = dict(os.environ, BATON_CLUSTER_KEY=os.urandom(32).hex(), **S3_CREDENTIALS)
     rng = np.random.default_rng()
     runs: list[Run] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        stores = {
+            tier: make_store(tier, folder, stack)
+            for tier in options.tiers or DEFAULT_TIERS[options.engine]
+        }
         fleet = stack.enter_context(Fleet(folder, environment))
-        gateways = start_fleet(fleet, folder, options.engine)
+        gateways = start_fleet(fleet, folder, stores, options.engine)
         for gateway in gateways.values():
             ask(gateway, rng.integers(300, 4000, 600).tolist())  # engines learn what tokens take
         for number in range(options.rounds):

@@ -26,6 +26,7 @@ from baton.store.tiers.shared import SharedTier, SharedTierOptions
 from baton.testing.store_contract import (
     BODY_BYTES,
     CONTRACT_KEY,
+    BoundedTierContract,
     StoreContract,
     body_of,
     name_of,
@@ -222,6 +223,40 @@ class TestFileTier(FolderFaultContract):
             put(tier, "a")
         with self.opened(tmp_path) as tier:
             assert read(tier, "a") == body_of("a")
+
+
+class TestHostTier(BoundedTierContract):
+    def open_tier(self, place: Path, capacity_bytes: int) -> Tier:
+        del place  # this process's own memory
+        options = {"capacity_bytes": capacity_bytes}
+        return TIERS.build("host", options)(TierContext("contract", CONTRACT_KEY, CLOCK))
+
+    def test_its_level_is_what_its_entries_take_up(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path, 10 * BODY_BYTES) as tier:
+            for i in range(40):
+                put(tier, f"entry {i}")
+            found, usage = scan(tier), tier.usage()
+            assert usage.used_bytes == found.used_bytes == 10 * BODY_BYTES
+            assert (usage.num_dropped, usage.num_demoted, usage.num_damaged) == (30, 0, 0)
+            tier.discard(name_of("entry 39"))
+            assert tier.usage().used_bytes == 9 * BODY_BYTES
+
+    def test_what_is_put_is_below_at_once(self, tmp_path: Path) -> None:
+        """A worker's own memory is above what others share: they find what it has computed."""
+        options = {
+            "host": {"capacity_bytes": 3 * BODY_BYTES},
+            "file": {"directory": str(tmp_path / "files")},
+        }
+        with (
+            closing(open_store(("host", "file"), options, **CONTRACT)) as store,
+            closing(open_store(("file",), options, **CONTRACT)) as other,
+        ):
+            for i in range(6):
+                put(store, f"entry {i}")
+                assert read(other, f"entry {i}") == body_of(f"entry {i}")
+            assert store.find([name_of(f"entry {i}") for i in range(6)]) == 6
+            assert read(store, "entry 0") == body_of("entry 0")
+            assert store.tiers[0].find([name_of("entry 0")]) == 1, "it was copied up"
 
 
 class TestTiers(StoreContract):

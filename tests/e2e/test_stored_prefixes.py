@@ -6,6 +6,7 @@ import json
 import os
 import time
 import urllib.request
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +15,7 @@ from baton.models import DEMO_MODEL_PATH
 from baton.testing.fleet import Fleet
 from tests.e2e.client import KEY
 from tests.preloaded import start_preloaded
+from tests.store_servers import S3_CREDENTIALS, RedisServer, S3Server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,30 +31,36 @@ BLOCK_SIZE = 64
 
 @pytest.fixture(name="fleet")
 def fleet_fixture(tmp_path: Path) -> Iterator[Fleet]:
-    environment = dict(os.environ, BATON_CLUSTER_KEY=KEY.key.secret.hex())
+    environment = dict(os.environ, BATON_CLUSTER_KEY=KEY.key.secret.hex(), **S3_CREDENTIALS)
     with Fleet(tmp_path, environment, start=start_preloaded) as fleet:
         yield fleet
         assert set(fleet.stop().values()) <= {0, -9}
 
 
-def start(fleet: Fleet, name: str, folder: Path) -> tuple[FleetProcess, FleetProcess]:
-    """A worker with a store in `folder`, and a gateway in front of it."""
-    settings = {
+def in_folder(folder: Path) -> dict[str, object]:
+    return {"store.tiers": ["file"], "store.options.file.directory": str(folder)}
+
+
+def start(fleet: Fleet, name: str, store: dict[str, object]) -> tuple[FleetProcess, FleetProcess]:
+    """A worker with a store, and a gateway in front of it."""
+    settings = store | {
         "engine.dtype": "float32",
         "engine.num_threads": 1,
         "worker.model": str(DEMO_MODEL_PATH),
         "worker.served_model_name": "demo",
-        "store.tiers": ["file"],
-        "store.options.file.directory": str(folder),
     }
     worker = fleet.start_worker(name, "both", settings)
     worker.wait_ready()
     return worker, fleet.start_gateway([], [], both=[worker], settings={})
 
 
-def chat(gateway: FleetProcess, messages: list[dict]) -> tuple[dict, int, int]:
+def chat(
+    gateway: FleetProcess, messages: list[dict], cache_salt: str = ""
+) -> tuple[dict, int, int]:
     """The message, how many tokens of the prompt were cached, and of how many KV was computed."""
     body = {"model": "demo", "messages": messages, "temperature": 0, "max_tokens": 96}
+    if cache_salt:
+        body["cache_salt"] = cache_salt
     request = urllib.request.Request(
         f"{gateway.url}/v1/chat/completions",
         json.dumps(body | {"ignore_eos": True}).encode(),
@@ -69,9 +77,17 @@ def count_entries(folder: Path) -> int:
     return sum(len(path.name) == 64 for path in folder.rglob("*"))
 
 
+def count_stored(worker: FleetProcess) -> int:
+    """Entries that a worker has put into its store's last tier, and that are there."""
+    with urllib.request.urlopen(f"{worker.url}/metrics", timeout=30) as reply:
+        lines = reply.read().decode().splitlines()
+    stored = [line for line in lines if line.startswith('baton_store_puts_total{result="stored')]
+    return sum(int(float(line.split()[-1])) for line in stored if 'tier="host"' not in line)
+
+
 def test_a_conversation_goes_on_at_a_worker_that_never_saw_it(fleet: Fleet, tmp_path: Path) -> None:
     store = tmp_path / "kv"
-    first, gateway = start(fleet, "first", store)
+    first, gateway = start(fleet, "first", in_folder(store))
     talk = [{"role": "user", "content": TEXT}]
     answer, cached, num_computed = chat(gateway, talk)
     assert cached == 0
@@ -80,10 +96,65 @@ def test_a_conversation_goes_on_at_a_worker_that_never_saw_it(fleet: Fleet, tmp_
         assert time.monotonic() < deadline, f"{count_entries(store)} entries were kept"
         time.sleep(0.05)
     first.stop()
-    _, gateway = start(fleet, "second", store)
+    _, gateway = start(fleet, "second", in_folder(store))
     again, cached, _ = chat(gateway, talk)
     assert again == answer
     assert cached > 100
     talk += [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": "on"}]
     _, cached_of_second_turn, _ = chat(gateway, talk)
     assert cached_of_second_turn > cached
+
+
+def check_shared_through_server(
+    fleet: Fleet, store: dict[str, object]
+) -> tuple[FleetProcess, FleetProcess]:
+    """What one worker computed and left on a server, another loads: for the same tenant alone.
+
+    Returns the second worker, and its gateway.
+    """
+    first, gateway = start(fleet, "first", store)
+    talk = [{"role": "user", "content": TEXT}]
+    answer, cached, num_computed = chat(gateway, talk, "tenant a")
+    assert cached == 0
+    deadline = time.monotonic() + WAIT_S
+    while count_stored(first) < num_computed // BLOCK_SIZE:
+        assert time.monotonic() < deadline, f"{count_stored(first)} entries were kept"
+        time.sleep(0.05)
+    first.stop()
+    second, gateway = start(fleet, "second", store)
+    again, cached, _ = chat(gateway, talk, "tenant a")
+    assert again == answer
+    assert cached > 100
+    of_another, cached, _ = chat(gateway, talk, "tenant b")
+    assert of_another == answer
+    assert cached == 0
+    return second, gateway
+
+
+def test_workers_share_what_they_keep_in_redis(fleet: Fleet, tmp_path: Path) -> None:
+    with closing(RedisServer(tmp_path)) as server:
+        store: dict[str, object] = {
+            "store.tiers": ["host", "redis"],
+            "store.options.redis.url": server.url,
+            "store.options.redis.timeout_s": 2.0,
+        }
+        worker, gateway = check_shared_through_server(fleet, store)
+        talk = [{"role": "user", "content": TEXT}]
+        before, _, _ = chat(gateway, talk)
+        with server.stopped():  # requests go on without it
+            began = time.monotonic()
+            for number in range(3):
+                answer, _, _ = chat(gateway, [{"role": "user", "content": f"{number} {TEXT}"}])
+                assert answer["content"]
+            again, _, _ = chat(gateway, talk)
+            assert again == before
+            assert time.monotonic() - began < WAIT_S
+            with urllib.request.urlopen(f"{worker.url}/metrics", timeout=30) as reply:
+                assert b'baton_store_available{tier="redis"} 0.0' in reply.read()
+
+
+def test_workers_share_what_they_keep_in_a_bucket(fleet: Fleet) -> None:
+    with closing(S3Server()) as server:
+        options = server.options | {"timeout_s": 5.0}
+        store = {f"store.options.object.{name}": value for name, value in options.items()}
+        check_shared_through_server(fleet, store | {"store.tiers": ["object"]})

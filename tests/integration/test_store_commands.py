@@ -14,8 +14,10 @@ from baton.auth.key import ClusterKey
 from baton.clock import MachineClock
 from baton.handoff.pool_mode.store_access import open_keyed_store
 from baton.testing.store_contract import BODY_BYTES, body_of, name_of
+from tests.store_servers import S3_CREDENTIALS, RedisServer, S3Server
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 KEY = "5" * 64
@@ -150,3 +152,66 @@ def test_without_a_store_it_says_what_to_give() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 2
     assert "--store" in done.stderr
+
+
+@pytest.fixture(name="server", params=["redis", "object"])
+def server_fixture(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[str, dict[str, object], RedisServer | S3Server]]:
+    """A tier on a server with some entries: its kind, its options, and the server."""
+    for name, value in S3_CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    kind = request.param
+    server = RedisServer(tmp_path) if kind == "redis" else S3Server()
+    options = {"url": server.url} if isinstance(server, RedisServer) else server.options
+    options = options | {"timeout_s": 5.0}
+    key = ClusterKey.from_hex(KEY)
+    store = open_keyed_store((kind,), {kind: options}, key=key, clock=MachineClock())
+    for content in CONTENTS:
+        store.put(name_of(content), body_of(content))
+    store.close()
+    yield kind, options, server
+    server.close()
+
+
+def run_on_server(
+    kind: str, options: dict[str, object], *command: str, key: str = KEY
+) -> tuple[int, object, str]:
+    settings = [f"store.options.{kind}.{name}={value}" for name, value in options.items()]
+    settings.append(f'store.tiers=["{kind}"]')
+    flags = [text for setting in settings for text in ("--set", setting)]
+    done = subprocess.run(
+        [sys.executable, "-m", "baton.cli", *command, *flags, "--json"],
+        env=dict(os.environ, BATON_CLUSTER_KEY=key),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    return done.returncode, json.loads(done.stdout) if done.stdout else None, done.stderr
+
+
+def test_commands_on_a_server(
+    server: tuple[str, dict[str, object], RedisServer | S3Server],
+) -> None:
+    kind, options, process = server
+    _, [tier], _ = run_on_server(kind, options, "store", "stats")
+    assert (tier["tier"], tier["num_entries"]) == (kind, len(CONTENTS))
+    assert tier["used_bytes"] > 0
+    assert 0 <= tier["newest_s"] <= tier["oldest_s"] < 600
+    if kind == "redis":
+        code, [tier], _ = run_on_server(kind, options, "store", "verify")
+        assert (code, tier["num_entries"], tier["num_damaged"]) == (0, len(CONTENTS), 0)
+        _, [tier], _ = run_on_server(kind, options, "store", "evict", "--mib", "0.001")
+        assert tier["num_removed"] == 1
+    _, report, _ = run_on_server(kind, options, "doctor")
+    [finding] = [each for each in report["findings"] if each["area"] == "store"]
+    assert "answers in" in finding["found"]
+    if kind == "redis":
+        assert finding["level"] == "warning"
+        assert "no maxmemory" in finding["found"]
+    process.kill()
+    code, _, errors = run_on_server(kind, options, "store", "stats")
+    assert code != 0
+    assert kind in errors
+    assert "Traceback" not in errors

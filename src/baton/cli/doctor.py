@@ -23,15 +23,13 @@ def doctor(
     from baton.clock import MachineClock  # noqa: PLC0415
     from baton.ops.doctor.host import this_host  # noqa: PLC0415
     from baton.ops.doctor.reporting import check_gateway, check_host  # noqa: PLC0415
-    from baton.ops.doctor.transports import ChosenTransports  # noqa: PLC0415
 
     config = (flags or ConfigFlags()).resolve().to_config()
     host, clock = this_host(), MachineClock()
     if gateway is not None:
         report = check_gateway(gateway, host, clock)
     else:
-        chosen = ChosenTransports(config.transfer.transports, config.transfer.options)
-        report = check_host(host, config.worker.engine, chosen, clock)
+        report = check_host(host, config, clock)
     if json:
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:

@@ -323,9 +323,8 @@ class StreamMoves:
             raise failed.exceptions[0] from None
         else:
             num_prompt = sending.result()
-            if num_prompt is not None and target.protocol == "vllm":
-                num_prompt -= len(ids)  # it counts them to the prompt
-            return num_prompt
+            counts_ids = target.protocol == "vllm"  # to the prompt
+            return num_prompt if num_prompt is None else num_prompt - counts_ids * len(ids)
         finally:
             part.trace.stamp(Stamp.FINISHED, clock.now())
             self._records.add(RequestRecord(part.trace, placement, part.status or 0))

@@ -1,14 +1,16 @@
-"""Stores KV: entries by content hash, in tiers of bounded size, shared by the workers of a host.
+"""Stores KV: entries by content hash, in tiers of bounded size that workers share.
 
 Enters: block hashes, and KV in canonical order. Leaves: leases of entries, whose bytes are what was
-put there or are reported missing (never wrong). No daemon: the tiers are folders of files.
+put there or are reported missing (never wrong). No daemon of its own: tiers
+are folders of files, servers that are there already, or a process's own memory.
 
 File map:
     interface.py  `Tier`, `EntryLease`: the contract, and the registry of kinds
     entry_format.py       an entry's bytes and its name
     capacity.py       how full a tier is, which entries go first (pure)
     folder/       a folder of entries, crash-safe, shared by processes
-    tiers/        the kinds: `shared` (this host's memory), `file`
+    remote/       a tier on a server: bounded waits, back-off, read-ahead, write-behind
+    tiers/        the kinds: `host`, `shared` (this host's memory), `file`, `redis`, `object`
     tiered.py     several tiers as one: demotion, copying up
     counted_tier.py   counters around a tier, for Prometheus
 """

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 
 from baton.errors import StoreError, StoreFullError
-from baton.store.interface import PutResult, Usage
+from baton.store.interface import PutResult, RemoteLookup, Usage, WritesBehind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from prometheus_client import Metric
 
     from baton.store.capacity import StoredEntry
-    from baton.store.interface import Body, EntryLease, EntryName, Tier
+    from baton.store.interface import Body, EntryLease, EntryName, PutsEntries, Tier
 
 
 @dataclass(slots=True)
@@ -52,6 +52,7 @@ class CountedTier:
 
     def __init__(self, kind: str, tier: Tier) -> None:
         self.inner, self.kind = tier, kind
+        self.remote = tier if isinstance(tier, RemoteLookup) else None
         self._counts = TierCounts()
         self._open = threading.Lock()
         self._last: Usage | None = None
@@ -60,9 +61,18 @@ class CountedTier:
         return self.inner.find(names)
 
     def put(self, name: EntryName, body: Body) -> PutResult:
+        return self._put(self.inner.put, name, body)
+
+    def as_lower(self) -> PutsEntries:
+        """Where the tier above puts its entries: without a wait, if this tier can take them so."""
+        return _WritesBehind(self) if isinstance(self.inner, WritesBehind) else self
+
+    def _put(
+        self, put: Callable[[EntryName, Body], PutResult], name: EntryName, body: Body
+    ) -> PutResult:
         counts = self._counts
         try:
-            done = self.inner.put(name, body)
+            done = put(name, body)
         except StoreFullError:
             counts.num_full += 1
             raise
@@ -120,10 +130,20 @@ class CountedTier:
             return Usage(0, 0, 0, 0, 0)
 
 
+class _WritesBehind:
+    def __init__(self, tier: CountedTier) -> None:
+        self._tier = tier
+
+    def put(self, name: EntryName, body: Body) -> PutResult:
+        inner = cast("WritesBehind", self._tier.inner)
+        return self._tier._put(inner.put_behind, name, body)  # noqa: SLF001 - one class in two
+
+
 def make_families(reports: Sequence[TierReport]) -> Iterator[Metric]:
     """All families, each with all tiers."""
     yield from _counted(reports)
     yield from _lost(reports)
+    yield from _reached(reports)
     used = GaugeMetricFamily("baton_store_used_bytes", "Taken up by entries.", labels=["tier"])
     capacity = GaugeMetricFamily(
         "baton_store_capacity_bytes", "That entries may take up.", labels=["tier"]
@@ -173,3 +193,18 @@ def _lost(reports: Sequence[TierReport]) -> Iterator[Metric]:
         evictions.add_metric([kind, "expired"], usage.num_expired)
         damaged.add_metric([kind], usage.num_damaged)
     yield from (evictions, damaged)
+
+
+def _reached(reports: Sequence[TierReport]) -> Iterator[Metric]:
+    failures = CounterMetricFamily(
+        "baton_store_failures", "Requests to a server that failed or were late.", labels=["tier"]
+    )
+    available = GaugeMetricFamily(
+        "baton_store_available", "1: it is asked; 0: it has failed.", labels=["tier"]
+    )
+    for report in reports:
+        server = report.usage.server
+        if server is not None:
+            failures.add_metric([report.kind], server.num_failures)
+            available.add_metric([report.kind], server.is_available)
+    yield from (failures, available)

@@ -37,11 +37,20 @@ class PutResult(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class ServerHealth:
+    """Requests to a server that failed or were late, and whether it is asked now."""
+
+    num_failures: int
+    is_available: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """How full a tier is, as its users count it, and what this process made go since it opened it.
 
     `used_bytes` is of all processes; too high for a while after one was killed. Entries that had to
-    make room went to the tier below, or were dropped; damaged ones were removed.
+    make room went to the tier below, or were dropped; damaged ones were removed. `capacity_bytes`
+    is 0 where nothing is known to limit it. `server`: of a tier on a server.
     """
 
     used_bytes: int
@@ -50,6 +59,7 @@ class Usage:
     num_dropped: int
     num_damaged: int
     num_expired: int = 0
+    server: ServerHealth | None = None
 
 
 class EntryLease(Protocol):
@@ -112,7 +122,11 @@ class Tier(Protocol):
         ...
 
     def is_whole(self, name: EntryName) -> bool:
-        """Whether an entry is there, and is what was put. It stays in any case, and is not used."""
+        """Whether an entry is there, and is what was put. It stays in any case, and is not used.
+
+        Raises:
+            StoreError: it cannot be looked at.
+        """
         ...
 
     def usage(self) -> Usage:
@@ -163,6 +177,39 @@ class PinsEntries(Protocol):
         ...
 
 
+@runtime_checkable
+class RemoteLookup(Protocol):
+    """A tier where each look is a round trip: it is asked once for many names."""
+
+    def find_each(self, names: Sequence[EntryName]) -> Sequence[bool]:
+        """Which names are there; those beyond the first miss may be reported as missing, too."""
+        ...
+
+
+class PutsEntries(Protocol):
+    """Where a tier puts what it has no room for."""
+
+    def put(self, name: EntryName, body: Body) -> PutResult:
+        """See `Tier.put`."""
+        ...
+
+
+@runtime_checkable
+class WritesBehind(Protocol):
+    """A tier that takes entries from the one above without making it wait."""
+
+    def put_behind(self, name: EntryName, body: Body) -> PutResult:
+        """Take an entry; it is written later, or dropped where that fails.
+
+        This process finds it at once, others once it is written.
+
+        Raises:
+            StoreFullError: too much waits to be written already.
+            StoreError: it cannot be written now.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class TierContext:
     """What every tier is built from, besides its own options.
@@ -176,7 +223,7 @@ class TierContext:
     cluster: str
     key: bytes = field(repr=False)
     clock: Clock
-    below: Tier | None = None
+    below: PutsEntries | None = None
     other_names: tuple[str, ...] = ()
     may_create: bool = True
 

@@ -33,16 +33,18 @@ class TieredStore:
         self.tiers = tuple(tiers)
 
     def find(self, names: Sequence[EntryName]) -> int:
+        lookups = [_Lookup(tier, names) for tier in self.tiers]
         at = 0
         while at < len(names):
-            found = max(tier.find(names[at:]) for tier in self.tiers)
+            found = next((n for each in lookups if (n := each.count_from(at))), 0)
             if found == 0:
                 break
             at += found
         return at
 
     def put(self, name: EntryName, body: Body) -> PutResult:
-        if any(tier.find((name,)) for tier in self.tiers[1:]):
+        # A tier that is a round trip away is not asked first: an entry may be in two tiers.
+        if any(tier.find((name,)) for tier in self.tiers[1:] if tier.remote is None):
             return PutResult.EXISTS
         *others, last = self.tiers
         for tier in others:
@@ -118,6 +120,25 @@ class TieredStore:
         return promoted
 
 
+class _Lookup:
+    """One tier's answers during one `find`: a remote tier is asked once for all names."""
+
+    def __init__(self, tier: CountedTier, names: Sequence[EntryName]) -> None:
+        self._tier, self._names = tier, names
+        self._start = 0
+        self._there: Sequence[bool] | None = None
+
+    def count_from(self, at: int) -> int:
+        """How many names from `at` on are in this tier, without a gap."""
+        if self._tier.remote is None:
+            return self._tier.find(self._names[at:])
+        if self._there is None:
+            self._start = at
+            self._there = self._tier.remote.find_each(self._names[at:])
+        there = self._there[at - self._start :]
+        return next((i for i, is_there in enumerate(there) if not is_there), len(there))
+
+
 def open_store(  # noqa: PLR0913 - what each tier is built from
     kinds: Sequence[str],
     options: Mapping[str, Mapping[str, object]],
@@ -136,7 +157,7 @@ def open_store(  # noqa: PLR0913 - what each tier is built from
     tiers: list[CountedTier] = []
     with ExitStack() as opened:
         for kind in reversed(kinds):
-            below = tiers[0] if tiers else None
+            below = tiers[0].as_lower() if tiers else None
             factory = TIERS.build(kind, options.get(kind, {}))
             context = TierContext(cluster, key, clock, below, other_names, may_create)
             tiers.insert(0, CountedTier(kind, factory(context)))

@@ -11,7 +11,7 @@ File map:
     network_namespaces.py  other hosts: on a cable that is cut, on a switch that loses packets
     faulty_transport.py    `FaultyTransport`: any transport, with counted, seeded faults
     corrupted_copies.py    how bytes go wrong under it
-    store_contract.py      `StoreContract`: what every tier of the store must do
+    store_contract.py      `TierContract`, `StoreContract`: what tiers of the store must do
     store_faults.py        `FolderFaultContract`: tiers of files; killed writers, flipped bits
     store_writer.py        a writer of a tier in a second process, to be killed
     fleet.py               `Fleet`: real workers and gateways, for end-to-end tests and benchmarks

@@ -77,8 +77,8 @@ def read_lease(lease: EntryLease) -> bytes | None:
     return bytes(into) if lease.try_read(memoryview(into)) else None
 
 
-class StoreContract:
-    """A subclass defines how a tier is opened, and whether it is bounded otherwise."""
+class TierContract:
+    """What every tier does. A subclass defines how it is opened."""
 
     @abstractmethod
     def open_tier(self, place: Path, capacity_bytes: int) -> Tier:
@@ -133,14 +133,6 @@ class StoreContract:
             assert tier.find(names[2:]) == 0
             assert tier.find([]) == 0
 
-    def test_another_user_of_the_place_finds_it(self, tmp_path: Path) -> None:
-        with self.opened(tmp_path) as one, self.opened(tmp_path) as other:
-            put(one, "a")
-            assert read(other, "a") == body_of("a")
-            assert put(other, "a") is PutResult.EXISTS
-            other.discard(name_of("a"))
-            assert read(one, "a") is None
-
     def test_a_lease_outlives_the_entry(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
             put(tier, "a")
@@ -153,6 +145,27 @@ class StoreContract:
             lease.release()
             tier.discard(name_of("a"))
 
+    def test_closing_twice_is_nothing(self, tmp_path: Path) -> None:
+        tier = self.open_tier(tmp_path, MUCH_ROOM)
+        tier.close()
+        tier.close()
+
+
+class SharedTierContract(TierContract):
+    """Several processes may have the tier open."""
+
+    def test_another_user_of_the_place_finds_it(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as one, self.opened(tmp_path) as other:
+            put(one, "a")
+            assert read(other, "a") == body_of("a")
+            assert put(other, "a") is PutResult.EXISTS
+            other.discard(name_of("a"))
+            assert read(one, "a") is None
+
+
+class BoundedTierContract(TierContract):
+    """The tier itself makes room, for exactly the capacity that it was given."""
+
     def test_it_is_never_fuller_than_it_may_be(self, tmp_path: Path) -> None:
         capacity = 10 * BODY_BYTES
         with self.opened(tmp_path, capacity) as tier:
@@ -161,26 +174,6 @@ class StoreContract:
                 found = scan(tier)
                 assert found.used_bytes <= found.capacity_bytes
             assert read(tier, "entry 39") == body_of("entry 39")
-
-    def test_its_level_is_what_its_entries_take_up(self, tmp_path: Path) -> None:
-        capacity = 10 * BODY_BYTES
-        with self.opened(tmp_path, capacity) as tier, self.opened(tmp_path, capacity) as other:
-            put(tier, "a")
-            put(tier, "b")
-            tier.discard(name_of("a"))
-            found = scan(tier)
-            for each in (tier, other):
-                usage = each.usage()
-                assert usage.used_bytes == found.used_bytes > 0
-                assert usage.capacity_bytes == found.capacity_bytes
-                assert usage.num_dropped == usage.num_demoted == usage.num_damaged == 0
-            for i in range(40):
-                put(tier, f"entry {i}")
-            kept = scan(tier)
-            usage = tier.usage()
-            assert usage.used_bytes == kept.used_bytes
-            assert usage.num_dropped == 41 - kept.num_entries
-            assert other.usage().num_dropped == 0
 
     def test_the_least_recently_used_goes_first(self, tmp_path: Path) -> None:
         with self.opened(tmp_path, 8 * BODY_BYTES) as tier:
@@ -207,7 +200,26 @@ class StoreContract:
             assert read(tier, "a") is None
             assert scan(tier).num_entries == 0
 
-    def test_closing_twice_is_nothing(self, tmp_path: Path) -> None:
-        tier = self.open_tier(tmp_path, MUCH_ROOM)
-        tier.close()
-        tier.close()
+
+class StoreContract(SharedTierContract, BoundedTierContract):
+    """A tier that is both: a folder, or tiers of them."""
+
+    def test_its_level_is_what_its_entries_take_up(self, tmp_path: Path) -> None:
+        capacity = 10 * BODY_BYTES
+        with self.opened(tmp_path, capacity) as tier, self.opened(tmp_path, capacity) as other:
+            put(tier, "a")
+            put(tier, "b")
+            tier.discard(name_of("a"))
+            found = scan(tier)
+            for each in (tier, other):
+                usage = each.usage()
+                assert usage.used_bytes == found.used_bytes > 0
+                assert usage.capacity_bytes == found.capacity_bytes
+                assert usage.num_dropped == usage.num_demoted == usage.num_damaged == 0
+            for i in range(40):
+                put(tier, f"entry {i}")
+            kept = scan(tier)
+            usage = tier.usage()
+            assert usage.used_bytes == kept.used_bytes
+            assert usage.num_dropped == 41 - kept.num_entries
+            assert other.usage().num_dropped == 0

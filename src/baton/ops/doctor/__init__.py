@@ -22,6 +22,7 @@ File map:
     network.py          network interfaces, socket buffers
     versions.py         Python and the packages that engines and transports are made of
     transports.py       each installed transport: does it work here, and if not, why
+    store.py            the store's tiers that are on servers: reachable, and bounded?
     transport_check.py  one transport, tried between two processes of `baton.rig`
     fleet.py            a running gateway's pages
 """

@@ -35,6 +35,7 @@ class Area(StrEnum):
     """Where in the report a finding stands; in the order of the report."""
 
     TRANSPORTS = "transports"
+    STORE = "store"
     FLEET = "fleet"
     MACHINE = "machine"
     DEVICES = "devices"

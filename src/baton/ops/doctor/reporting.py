@@ -37,6 +37,7 @@ from baton.ops.doctor.memory import (
     check_shm,
 )
 from baton.ops.doctor.network import check_interfaces, check_socket_buffers
+from baton.ops.doctor.store import check_tier
 from baton.ops.doctor.transports import ChosenTransports, check_path, check_transport, failure_level
 from baton.ops.doctor.versions import check_engine, check_libraries, check_packages, check_python
 from baton.ops.gateway_pages import Gateway
@@ -47,10 +48,12 @@ if TYPE_CHECKING:
     from typing import TextIO
 
     from baton.clock import Clock
+    from baton.config.sections import Config, StoreSection
     from baton.ops.doctor.host import Host
 
 TRANSPORT_TIMEOUT_S: Final = 15.0
 GPU_TIMEOUT_S: Final = 9.0
+STORE_TIMEOUT_S: Final = 10.0
 FLEET_TIMEOUT_S: Final = 8.0
 TRANSPORT_KINDS: Final[Registry[object]] = Registry("baton.transports")
 """Only for the names: the real registry imports numpy."""
@@ -92,11 +95,14 @@ FLEET: Final = (
 """What is asked of a gateway that answers."""
 
 
-def check_host(host: Host, engine: str, chosen: ChosenTransports, clock: Clock) -> Report:
+def check_host(host: Host, config: Config, clock: Clock) -> Report:
     """Look at everything here. Takes as long as the slowest probe; starts processes, no thread."""
     started = clock.now()
+    engine = config.worker.engine
+    chosen = ChosenTransports(config.transfer.transports, config.transfer.options)
     engine_probe = Probe(Area.VERSIONS, "engine", partial(check_engine, engine), Level.NOTE)
-    probes = (*_transport_probes(chosen), *RECORDED, engine_probe, *RUN_HERE)
+    tiers = _tier_probes(config.store)
+    probes = (*_transport_probes(chosen), *tiers, *RECORDED, engine_probe, *RUN_HERE)
     findings = run_probes(probes, host, clock)
     return make_report(
         platform.node(), [check_path(findings, chosen), *findings], clock.now() - started
@@ -139,6 +145,19 @@ def make_report(subject: str, findings: Sequence[Finding], duration_s: float) ->
         duration_s=round(duration_s, 3),
         findings=tuple(ordered),
     )
+
+
+def _tier_probes(store: StoreSection) -> list[Probe]:
+    return [
+        Probe(
+            Area.STORE,
+            kind,
+            partial(check_tier, kind, store.options.get(kind, {})),
+            Level.WARNING,
+            STORE_TIMEOUT_S,
+        )
+        for kind in store.tiers
+    ]
 
 
 def _transport_probes(chosen: ChosenTransports) -> list[Probe]:

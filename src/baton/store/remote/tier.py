@@ -1,0 +1,369 @@
+"""A tier on a server: bounded waits, values that are believed only with the cluster's tag."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from baton.errors import BatonError, ConfigError, StoreError, StoreFullError
+from baton.store.capacity import StoredEntry
+from baton.store.entry_format import HEADER_BYTES, BodyCheck, make_header, read_digest
+from baton.store.interface import NAME_BYTES, EntryName, PutResult, ServerHealth, Usage
+from baton.store.remote.circuit_breaker import CircuitBreaker
+from baton.store.remote.client import RequestRefusedError, ServerReport
+from baton.store.remote.lease import ValueLease
+from baton.store.remote.read_ahead import ReadAhead
+from baton.store.remote.request_threads import RequestThreads
+from baton.store.remote.write_behind import WriteBehind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
+
+    from baton.clock import Instant
+    from baton.store.interface import Body, TierContext
+    from baton.store.remote.client import RemoteClient
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LISTING_TIMEOUT_S: Final = 60.0
+MAX_LISTED: Final = 1_000_000
+REPORT_INTERVAL_S: Final = 10.0
+"""Between two questions for how full the server is; asked beside other requests."""
+KNOWN_S: Final = 5.0
+"""So long an entry that was found or read is not written again: another may have removed it."""
+MAX_KNOWN: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteLimits:
+    """What one tier may cost its caller. Fetched ahead: at most `num_read_ahead` entries.
+
+    `timeout_s` bounds each call; after one that is late the server is not asked until a trial,
+    beside the caller, has succeeded. `buffer_bytes`: of entries fetched ahead, and as many again of
+    entries that wait to be written.
+    """
+
+    timeout_s: float
+    max_entry_bytes: int
+    buffer_bytes: int
+    num_read_ahead: int
+    num_writers: int
+
+
+class RemoteTier:
+    """See `Tier`, `RemoteLookup` and `WritesBehind`. Other processes use the same server.
+
+    The server decides what it evicts. A server that fails or is late is reported as missing
+    everything; `put` then raises StoreError at once.
+    """
+
+    def __init__(
+        self, kind: str, client: RemoteClient, limits: RemoteLimits, context: TierContext
+    ) -> None:
+        """Ask the server once whether it is there. One that is not is tried again later.
+
+        Raises:
+            ConfigError: it refuses these credentials, or has no such place.
+        """
+        self._kind, self._client, self._limits = kind, client, limits
+        self._clock, self._key = context.clock, context.key
+        self._server, self._writes = CircuitBreaker(), CircuitBreaker()
+        num_threads = 1 + limits.num_read_ahead + limits.num_writers
+        self._threads = RequestThreads(f"store-{kind}", num_threads)
+        self._ahead = ReadAhead(
+            self._start_read, max_entries=limits.num_read_ahead, max_bytes=limits.buffer_bytes
+        )
+        self._behind = WriteBehind(
+            lambda name, value: client.put(name.hex(), value),
+            self._threads.submit,
+            max_bytes=limits.buffer_bytes,
+            num_writers=limits.num_writers,
+        )
+        self._known: OrderedDict[EntryName, Instant] = OrderedDict()
+        self._num_damaged = self._num_failures = 0
+        self._report = ServerReport(kind)
+        self._reporting: Future[ServerReport] | None = None
+        self._reported_at = self._clock.now()
+        self._is_closed = False
+        self._ask_first()
+
+    def find(self, names: Sequence[EntryName]) -> int:
+        found = self.find_each(names)
+        return next((at for at, is_there in enumerate(found) if not is_there), len(names))
+
+    def find_each(self, names: Sequence[EntryName]) -> Sequence[bool]:
+        """See `RemoteLookup`."""
+        missing = (False,) * len(names)
+        if not names or not self._is_available():
+            return missing
+        try:
+            keys = [name.hex() for name in names]
+            found = self._request(partial(self._client.exists, keys))
+        except StoreError:
+            return missing
+        for name, is_there in zip(names, found, strict=True):
+            self._note(name, is_known=is_there)
+        if len(names) > 1:
+            self._ahead.expect([n for n, is_there in zip(names, found, strict=True) if is_there])
+        waiting = self._behind.names()
+        if not waiting:
+            return found
+        return [there or name in waiting for name, there in zip(names, found, strict=True)]
+
+    def put(self, name: EntryName, body: Body) -> PutResult:
+        if self._is_known(name):
+            return PutResult.EXISTS
+        value = self._make_value(name, body)
+        if not self._is_available():
+            raise StoreError(self._why_unavailable())
+        if not self._writes.is_closed and not self._writes.try_begin_trial(self._clock.now()):
+            raise StoreFullError(f"{self._kind} has refused entries; it is asked again later")
+        is_trial = not self._writes.is_closed
+        try:
+            is_new = self._wait(self._threads.submit(partial(self._client.put, name.hex(), value)))
+        except StoreError as exc:
+            if is_trial or isinstance(exc, StoreFullError | RequestRefusedError):
+                self._writes.fail(self._clock.now())
+            raise
+        self._writes.pass_trial()
+        self._writes.succeed()
+        return PutResult.STORED if is_new else PutResult.EXISTS
+
+    def put_behind(self, name: EntryName, body: Body) -> PutResult:
+        """See `WritesBehind`."""
+        if self._is_known(name) or self._behind.get(name) is not None:
+            return PutResult.EXISTS
+        value = self._make_value(name, body)
+        if not (self._is_available() and self._writes_are_open()):
+            raise StoreError(self._why_unavailable())
+        if not self._behind.try_add(name, value):
+            raise StoreFullError(f"{self._limits.buffer_bytes} bytes wait for {self._kind} already")
+        return PutResult.STORED
+
+    def try_lease(self, name: EntryName) -> ValueLease | None:
+        value: Body | None = self._behind.get(name)
+        if value is None:
+            if not self._is_available():
+                return None
+            try:
+                value = self._answer(self._ahead.take(name))
+            except StoreError:
+                return None
+        self._note(name, is_known=value is not None)
+        if value is None:
+            return None
+        self._ahead.observe(len(value))
+        lease = self._check(name, value, partial(self._remove_damaged, name))
+        if lease is None:
+            self._remove_damaged(name)
+        return lease
+
+    def discard(self, name: EntryName) -> None:
+        self._forget(name)
+        self._behind.discard(name)
+        if self._is_available():
+            self._try_delete(name)
+
+    def entries(self) -> list[StoredEntry]:
+        listing = self._threads.submit(partial(self._client.list_values, MAX_LISTED))
+        try:
+            values = listing.result(LISTING_TIMEOUT_S)
+        except TimeoutError:
+            raise StoreError(
+                f"{self._kind}: the list of entries took longer than {LISTING_TIMEOUT_S} s"
+            ) from None
+        named = ((_try_parse(value.key), value) for value in values)
+        return [StoredEntry(name, v.num_bytes, v.used_at) for name, v in named if name is not None]
+
+    def is_whole(self, name: EntryName) -> bool:
+        if not self._is_available():
+            raise StoreError(self._why_unavailable())
+        value = self._request(partial(self._client.read, name.hex(), self._max_value_bytes))
+        lease = None if value is None else self._check(name, value, _do_nothing)
+        return lease is not None and lease.try_read(memoryview(bytearray(lease.num_bytes)))
+
+    def usage(self) -> Usage:
+        """See `Tier`. Of the whole server, as it was at most some seconds ago."""
+        return Usage(
+            used_bytes=self._report.used_bytes,
+            capacity_bytes=self._report.capacity_bytes,
+            num_demoted=0,
+            num_dropped=self._behind.num_dropped,
+            num_damaged=self._num_damaged,
+            server=ServerHealth(self._num_failures, self._server.is_closed),
+        )
+
+    def close(self) -> None:
+        """See `Tier`. Entries stay; those that wait to be written have `timeout_s` for it."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._server.is_closed:
+            self._behind.wait_empty(self._limits.timeout_s)
+        self._ahead.clear()
+        self._client.disconnect()
+        self._threads.stop(self._limits.timeout_s)
+
+    @property
+    def _max_value_bytes(self) -> int:
+        return HEADER_BYTES + self._limits.max_entry_bytes
+
+    def _ask_first(self) -> None:
+        try:
+            self._report = self._request(self._client.report)
+        except ConfigError:
+            self.close()
+            raise
+        except StoreError:  # it is logged, and tried again
+            return
+
+    def _start_read(self, name: EntryName) -> Future[Body | None]:
+        return self._threads.submit(partial(self._client.use, name.hex(), self._max_value_bytes))
+
+    def _request(self, work: Callable[[], T]) -> T:
+        return self._answer(self._threads.submit(work))
+
+    def _answer(self, future: Future[T]) -> T:
+        """The same where a refusal is a failure."""
+        try:
+            return self._wait(future)
+        except RequestRefusedError as exc:
+            self._fail(exc)
+            raise
+
+    def _wait(self, future: Future[T]) -> T:
+        """What the server answers.
+
+        Raises:
+            StoreError: nothing within the time limit, or a failure; it is not asked for a while.
+            StoreFullError, RequestRefusedError: it answered.
+        """
+        try:
+            result = future.result(self._limits.timeout_s)
+        except TimeoutError:
+            self._client.disconnect()
+            late = StoreError(f"{self._kind}: no answer within {self._limits.timeout_s} s")
+            self._fail(late)
+            raise late from None
+        except (StoreFullError, RequestRefusedError):
+            raise
+        except StoreError as exc:
+            self._fail(exc)
+            raise
+        self._server.succeed()
+        return result
+
+    def _fail(self, error: StoreError) -> None:
+        self._num_failures += 1
+        self._ahead.clear()
+        if self._server.is_closed:
+            logger.warning(
+                "store: %s is not used for at least %.0f s: %s",
+                self._kind,
+                self._server.backoff_s,
+                error,
+            )
+        self._server.fail(self._clock.now())
+
+    def _is_available(self) -> bool:
+        """Whether requests may be sent; begins and ends trials, which no caller waits for."""
+        now = self._clock.now()
+        failure = self._behind.take_failure()
+        if isinstance(failure, StoreFullError | RequestRefusedError):
+            self._writes.fail(now)
+        elif failure is not None:
+            self._fail(failure)
+        self._end_report(now)
+        if self._server.try_begin_trial(now) or (
+            self._server.is_closed and now >= self._reported_at + REPORT_INTERVAL_S
+        ):
+            self._reported_at = now
+            self._reporting = self._threads.submit(self._client.report)
+        return self._server.is_closed
+
+    def _end_report(self, now: Instant) -> None:
+        """Take the server's answer about itself, if it is there or late."""
+        asked = self._reporting
+        if asked is None or not (asked.done() or now >= self._reported_at + self._limits.timeout_s):
+            return
+        self._reporting = None
+        try:
+            self._report = asked.result(0)
+        except (BatonError, TimeoutError) as exc:
+            self._fail(StoreError(str(exc) or f"{self._kind} does not answer"))
+            return
+        if not self._server.is_closed:
+            logger.info("store: %s answers again", self._kind)
+        self._server.pass_trial()
+
+    def _writes_are_open(self) -> bool:
+        """Whether the server takes entries; the trial of one that did not is the caller's next."""
+        if self._writes.try_begin_trial(self._clock.now()):
+            self._writes.pass_trial()
+        return self._writes.is_closed
+
+    def _why_unavailable(self) -> str:
+        return f"{self._kind} has failed or has no room; it is asked again later"
+
+    def _make_value(self, name: EntryName, body: Body) -> bytes:
+        if len(body) > self._limits.max_entry_bytes:
+            raise StoreFullError(
+                f"an entry of {len(body)} bytes; {self._kind} takes "
+                f"{self._limits.max_entry_bytes}: set store.options.{self._kind}.max_entry_bytes"
+            )
+        return b"".join((make_header(self._key, name, body), body))
+
+    def _check(
+        self, name: EntryName, value: Body, on_damage: Callable[[], None]
+    ) -> ValueLease | None:
+        view = memoryview(value).cast("B")
+        digest = read_digest(name, bytes(view[:HEADER_BYTES]), len(view))
+        if digest is None:
+            return None
+        body = view[HEADER_BYTES:]
+        return ValueLease(body, BodyCheck(self._key, name, len(body), digest), on_damage)
+
+    def _remove_damaged(self, name: EntryName) -> None:
+        self._num_damaged += 1
+        logger.warning("store: entry %s in %s is damaged: removed", name.hex(), self._kind)
+        self.discard(name)
+
+    def _try_delete(self, name: EntryName) -> None:
+        try:
+            self._request(partial(self._client.delete, name.hex()))
+        except StoreError as exc:
+            logger.debug("store: %s keeps an entry: %s", self._kind, exc)
+
+    def _is_known(self, name: EntryName) -> bool:
+        known_at = self._known.get(name)
+        return known_at is not None and self._clock.now() < known_at + KNOWN_S
+
+    def _note(self, name: EntryName, *, is_known: bool) -> None:
+        self._known.pop(name, None)
+        if is_known:
+            self._known[name] = self._clock.now()
+            if len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+
+    def _forget(self, name: EntryName) -> None:
+        self._note(name, is_known=False)
+        self._ahead.forget(name)
+
+
+def _try_parse(key: str) -> EntryName | None:
+    """The name that a key stands for; None for what others keep there."""
+    try:
+        name = bytes.fromhex(key)
+    except ValueError:
+        return None
+    return EntryName(name) if len(name) == NAME_BYTES else None
+
+
+def _do_nothing() -> None:
+    """What is damaged stays."""
