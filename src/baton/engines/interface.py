@@ -144,7 +144,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     """A snapshot for metrics and admission.
 
     `num_held_blocks` are those of prompts whose decode workers have yet to pull them;
-    `held_block_s` is of all modes, up to now but for what is held still.
+    `held_block_s` is of all modes, up to now but for what is held still. `unkept_tokens` were not
+    kept in the store because too many blocks were being copied into it.
     """
 
     num_waiting: int
@@ -163,6 +164,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_held_blocks: int = 0
     num_exported_blocks: int = 0
     num_imported_blocks: int = 0
+    unkept_tokens: int = 0
     held_block_s: HeldBlockSeconds = {}
 
 

@@ -140,6 +140,11 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "baton_worker_preemptions", "Requests that gave their blocks up.", stats.num_preemptions
     )
+    yield CounterMetricFamily(
+        "baton_worker_unkept_tokens",
+        "Tokens not kept in the store for want of engine.max_kept_share.",
+        stats.unkept_tokens,
+    )
 
 
 def _gauge(name: str, help_text: str, label: str, **values: int) -> GaugeMetricFamily:

@@ -103,12 +103,14 @@ class KeptBlocks:
     """Blocks that are being copied into the store. Owned by the engine's thread.
 
     They are full, so that nothing is written into them; a reference on each holds them.
+    `num_refused_tokens` were not kept because too many blocks were being copied.
     """
 
     def __init__(self, pool: BlockPool, max_blocks: int) -> None:
         self._pool, self._max_blocks = pool, max_blocks
         self._kept: dict[TicketId, list[int]] = {}
         self._num_blocks = self._num_orders = 0
+        self.num_refused_tokens = 0
 
     def hold(self, sequence: Sequence, unit: int) -> KeepOrder | None:
         """What a sequence that ends has computed: an order to keep it, in entries of `unit` tokens.
@@ -121,6 +123,8 @@ class KeptBlocks:
         blocks = self._pool.acquire_cached(sequence.hashes(sequence.num_computed))
         num_tokens = min(num_tokens, len(blocks) * sequence.block_size // unit * unit)
         is_too_much = self._num_blocks + len(blocks) > self._max_blocks
+        if is_too_much:
+            self.num_refused_tokens += max(0, num_tokens - sequence.num_cached_tokens)
         if is_too_much or num_tokens <= sequence.num_cached_tokens:
             self._pool.release(blocks)
             return None

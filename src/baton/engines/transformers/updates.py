@@ -91,5 +91,6 @@ def make_stats(scheduler: Scheduler, counts: TokenCounts, held_s: HeldBlockSecon
         received_prompt_tokens=counts.received,
         output_tokens=counts.output,
         num_held_blocks=pinned_blocks.num_held_blocks,
+        unkept_tokens=scheduler.kept_blocks.num_refused_tokens,
         held_block_s=held_s,
     )
