@@ -19,13 +19,13 @@ import hashlib
 import json
 import os
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
 
-from baton.store.capacity import Capacity, StoredEntry
+from baton.store.capacity import Capacity, StoredEntry, count_use
 from baton.store.eviction import EVICTIONS
 from baton.store.folder.evicted_names import EvictedNames
 from baton.store.interface import EntryName
@@ -79,7 +79,8 @@ class Tier:
 
     def use(self, name: EntryName, now: float) -> None:
         """It was read."""
-        self.entries[name] = self.entries[name].used(now)
+        entry = self.entries[name]
+        self.entries[name] = replace(entry, used_at=now, num_uses=count_use(entry.num_uses))
 
     def put(self, name: EntryName, now: float) -> Sequence[StoredEntry]:
         """Put it; what had to make room."""

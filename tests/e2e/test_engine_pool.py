@@ -42,7 +42,7 @@ def pooled(
     *,
     store_block_size: int = 16,
     prefixes: bool = False,
-    **options: int,
+    **options: float,
 ) -> Iterator[Node]:
     """A worker that reaches no other: no transports, nothing but the store."""
     engine = TransformersEngine(

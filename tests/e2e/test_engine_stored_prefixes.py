@@ -112,6 +112,16 @@ def test_an_answer_is_kept_for_the_next_turn(nodes: ExitStack, tmp_path: Path) -
         assert trace.num_loaded_tokens > len(PROMPTS[name])  # more than the first turn's prompt
 
 
+def test_what_is_not_kept_for_want_of_blocks_is_counted(nodes: ExitStack, tmp_path: Path) -> None:
+    node = nodes.enter_context(pooled("one", tmp_path, prefixes=True, max_kept_share=0.0))
+    ask(node)
+    size = store_of(node).block_size
+    num_answered = SAMPLING["r0"].max_tokens - 1
+    unkept = sum((len(prompt) + num_answered) // size * size for prompt in PROMPTS.values())
+    assert node.engine.stats().unkept_tokens == unkept > 0
+    assert store_of(node).counts.num_stored == 0
+
+
 def test_a_prefill_worker_loads_and_hands_over(nodes: ExitStack, tmp_path: Path) -> None:
     """Mode pool: all of the prompt is in the store in any case, so prefill computes a token."""
     one, prefill = (

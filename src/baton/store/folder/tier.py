@@ -18,7 +18,13 @@ from baton.store.capacity import MAX_PINNED_SHARE, StoredEntry
 from baton.store.entry_format import HEADER_BYTES, BodyCheck, make_header, read_digest
 from baton.store.eviction import EVICTIONS
 from baton.store.folder.directory import FILE_MODE, remove_unfinished, write_unnamed
-from baton.store.folder.entry_times import PINNED_MODE, compute_cost, read_entry, to_times_ns
+from baton.store.folder.entry_times import (
+    PINNED_MODE,
+    compute_cost,
+    read_entry,
+    to_times_after_use_ns,
+    to_times_ns,
+)
 from baton.store.folder.evicted_names import EvictedNames
 from baton.store.folder.lease import FileEntryLease
 from baton.store.folder.shared_capacity import SharedCapacity
@@ -83,9 +89,9 @@ class FolderTier:
         return len(names)
 
     def put(self, name: EntryName, body: Body) -> PutResult:
-        found = self._find(name)
-        if found is not None:
-            self._mark(found.used(self._clock.unix_now()))
+        status = self._find(name)
+        if status is not None:
+            self._mark_use(name, status)
             return PutResult.EXISTS
         cost = compute_cost(len(body))
         self._reserve(cost)
@@ -105,19 +111,20 @@ class FolderTier:
         return StoredEntry(name, cost, used_at=now, queued_at=now, is_protected=is_back)
 
     def try_lease(self, name: EntryName) -> FileEntryLease | None:
-        found = self._find(name)
-        if found is None:
+        status = self._find(name)
+        if status is None:
             return None
         lease = self._try_open(name, partial(self._remove_damaged, name))
         if lease is not None:
-            self._mark(found.used(self._clock.unix_now()))
+            self._mark_use(name, status)
         return lease
 
     def pin(self, name: EntryName) -> bool:
         """See `PinsEntries`."""
-        found = self._find(name)
-        if found is None:
+        status = self._find(name)
+        if status is None:
             return False
+        found = read_entry(name, status)
         if not found.is_pinned:
             pinned_bytes = sum(entry.num_bytes for entry in self.entries() if entry.is_pinned)
             if pinned_bytes + found.num_bytes > MAX_PINNED_SHARE * self._capacity_bytes:
@@ -130,10 +137,10 @@ class FolderTier:
 
     def unpin(self, name: EntryName) -> bool:
         """See `PinsEntries`."""
-        found = self._find(name)
-        if found is not None and found.is_pinned:
+        status = self._find(name)
+        if status is not None:
             self._set_mode(name, FILE_MODE)
-        return found is not None
+        return status is not None
 
     def maintain(self) -> None:
         """See `MaintainsEntries`."""
@@ -293,16 +300,18 @@ class FolderTier:
             self._is_reported = True
             logger.warning("store: %s lost an entry (logged once): %s", self._folder.path, error)
 
-    def _find(self, name: EntryName) -> StoredEntry | None:
-        """What is there under this name, and is not too old."""
+    def _find(self, name: EntryName) -> os.stat_result | None:
+        """The status of an entry that is there, and is not too old."""
         try:
-            entry = read_entry(name, self._stat(name))
+            status = self._stat(name)
         except OSError:
             return None
-        if self._is_expired(entry):
-            self._expire(entry)
-            return None
-        return entry
+        if self._ttl_s is not None:
+            entry = read_entry(name, status)
+            if self._is_expired(entry):
+                self._expire(entry)
+                return None
+        return status
 
     def _stat(self, name: EntryName) -> os.stat_result:
         return os.stat(name.hex(), dir_fd=self._fd, follow_symlinks=False)
@@ -317,6 +326,11 @@ class FolderTier:
         with suppress(OSError):
             times = to_times_ns(entry)
             os.utime(entry.name.hex(), ns=times, dir_fd=self._fd, follow_symlinks=False)
+
+    def _mark_use(self, name: EntryName, status: os.stat_result) -> None:
+        with suppress(OSError):
+            times = to_times_after_use_ns(status, self._clock.unix_now())
+            os.utime(name.hex(), ns=times, dir_fd=self._fd, follow_symlinks=False)
 
     def _set_mode(self, name: EntryName, mode: int) -> None:
         with mapped({OSError: StoreError}):
