@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import msgspec
 
 from baton.store.capacity import Capacity, StoredEntry, count_use
-from baton.store.eviction import EVICTIONS
+from baton.store.eviction import EVICTIONS, EvictionPolicy
+from baton.store.evictions.s3fifo import S3Fifo
 from baton.store.folder.evicted_names import EvictedNames
 from baton.store.interface import EntryName
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from baton.store.eviction import EvictionPolicy
 
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3)
 TIER_SHARES = ((0.02, 0.1), (0.02, 0.2), (0.05, 0.2))
@@ -42,6 +42,14 @@ ENTRY_BYTES = 32 << 10
 """A small model's: larger ones have more places in the table of evicted names, for each entry."""
 STEP_S = 1e-9
 """Between two entries of a request: no two are used at once."""
+
+LRU = EVICTIONS.build("lru", {})
+POLICIES: dict[str, EvictionPolicy] = {
+    "lru": LRU,
+    "s3fifo": EVICTIONS.build("s3fifo", {}),
+    "s3fifo, small queue of a tenth": S3Fifo(small_share=0.1),
+    "s3fifo, victims forgotten": S3Fifo(remembers=False),
+}
 
 Admission: TypeAlias = Literal["all", "used again", "write-through"]
 
@@ -57,17 +65,15 @@ class Request(msgspec.Struct, frozen=True):
 class Tier:
     """One tier, in entries of one size."""
 
-    policy_name: str
+    policy: EvictionPolicy
     max_entries: int
     ttl_s: float | None = None
     entries: dict[EntryName, StoredEntry] = field(default_factory=dict)
     num_puts: int = 0
-    policy: EvictionPolicy = field(init=False)
     capacity_bytes: int = field(init=False)
     evicted: EvictedNames | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.policy = EVICTIONS.build(self.policy_name, {})
         self.capacity_bytes = self.max_entries * ENTRY_BYTES
         folder = os.open(tempfile.mkdtemp(), os.O_RDONLY | os.O_DIRECTORY)
         self.evicted = EvictedNames(folder, self.capacity_bytes) if self.policy.remembers else None
@@ -196,10 +202,9 @@ def main() -> None:
 
 def compare_policies(trace: Trace, share: float) -> Iterator[dict[str, object]]:
     """A tier of that size under each policy."""
-    for kind in ("lru", "s3fifo"):
-        tier = Tier(kind, int(share * trace.num_different))
-        found = replay(trace, tier)
-        print(f"size {share:4.0%}  {kind:7} found {found:.3f}")
+    for kind, policy in POLICIES.items():
+        found = replay(trace, Tier(policy, int(share * trace.num_different)))
+        print(f"size {share:4.0%}  {kind:30} found {found:.3f}")
         yield {"size": share, "policy": kind, "found": round(found, 4)}
 
 
@@ -207,7 +212,7 @@ def compare_admission(trace: Trace, upper: float, lower: float) -> Iterator[dict
     """Two tiers of those sizes, and what the lower one takes."""
     modes: tuple[Admission, ...] = ("all", "used again", "write-through")
     for mode in modes:
-        tiers = [Tier("lru", int(share * trace.num_different)) for share in (upper, lower)]
+        tiers = [Tier(LRU, int(share * trace.num_different)) for share in (upper, lower)]
         found = replay_two(trace, tiers[0], tiers[1], mode)
         written = tiers[1].num_puts / trace.num_different
         print(
@@ -225,7 +230,7 @@ def compare_admission(trace: Trace, upper: float, lower: float) -> Iterator[dict
 
 def measure_ttl(trace: Trace, ttl_s: float) -> dict[str, object]:
     """A tier that holds everything, and drops what was not used for that long."""
-    found = replay(trace, Tier("lru", trace.num_different + 1, ttl_s))
+    found = replay(trace, Tier(LRU, trace.num_different + 1, ttl_s))
     print(f"ttl {ttl_s:6.0f} s  found {found:.3f}")
     return {"ttl_s": ttl_s, "found": round(found, 4)}
 

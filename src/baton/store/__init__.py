@@ -6,7 +6,9 @@ put there or are reported missing (never wrong). No daemon: the tiers are folder
 File map:
     interface.py  `Tier`, `EntryLease`: the contract, and the registry of kinds
     entry_format.py       an entry's bytes and its name
-    capacity.py       how full a tier is, which entries go first (pure)
+    capacity.py       how full a tier is (pure)
+    eviction.py       which entries go first: the contract, and the registry of policies (pure)
+    evictions/        the policies: `lru`, `s3fifo` (pure)
     folder/       a folder of entries, crash-safe, shared by processes
     tiers/        the kinds: `shared` (this host's memory), `file`
     tiered.py     several tiers as one: demotion, copying up

@@ -3,5 +3,9 @@
 File map:
     directory.py        a private folder: locks, and files that appear whole or not at all
     shared_capacity.py  its usage, counted by all processes
-    tier.py             `FolderTier` and leases of its entries
+    reservations.py     what each of them is about to write
+    entry_times.py      what eviction must know of an entry, in its file's times
+    evicted_names.py    names that were evicted lately
+    tier.py             `FolderTier`
+    lease.py            leases of its entries
 """
