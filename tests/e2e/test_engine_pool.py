@@ -46,7 +46,7 @@ def pooled(
 ) -> Iterator[Node]:
     """A worker that reaches no other: no transports, nothing but the store."""
     engine = TransformersEngine(
-        TransformersOptions(num_blocks=200, num_threads=1, **options),
+        TransformersOptions(**{"num_blocks": 200, "num_threads": 1} | options),
         tiny_llama(),
         path="nowhere",
         clock=CLOCK,

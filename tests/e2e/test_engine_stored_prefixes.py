@@ -122,6 +122,22 @@ def test_what_is_not_kept_for_want_of_blocks_is_counted(nodes: ExitStack, tmp_pa
     assert store_of(node).counts.num_stored == 0
 
 
+def test_loads_that_exhaust_the_blocks_wait_for_each_other(
+    nodes: ExitStack, tmp_path: Path
+) -> None:
+    one = nodes.enter_context(pooled("one", tmp_path, prefixes=True))
+    two = nodes.enter_context(pooled("two", tmp_path, prefixes=True, num_blocks=16))
+    expected = ask(one)
+    wait_until_kept(one)
+    size = two.engine.info.layout.block_size
+    demand = [(len(prompt) + SAMPLING["r0"].max_tokens) // size for prompt in PROMPTS.values()]
+    assert max(demand) < two.engine.info.num_blocks < sum(sorted(demand)[:2])
+    assert ask(two) == expected
+    assert store_of(two).counts.loaded_tokens > 0
+    until(lambda: not count_withheld(two))
+    until(lambda: two.engine.stats().num_free_blocks == two.engine.info.num_blocks)
+
+
 def test_a_prefill_worker_loads_and_hands_over(nodes: ExitStack, tmp_path: Path) -> None:
     """Mode pool: all of the prompt is in the store in any case, so prefill computes a token."""
     one, prefill = (
