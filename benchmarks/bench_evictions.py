@@ -10,6 +10,8 @@ different blocks of the trace.
 - *admission*: what the lower of two tiers takes of the entries that make room in the upper one:
   all (as it is), those that were used again, or each entry at once when it is put (write-through)
 - *ttl*: what is found where entries that were not used for so long are dropped, in a large tier
+- *making room*: how long a put takes that must make room in a real tier of this host's memory, in
+  wall-clock time (the one part that depends on the machine): what `baton store serve` saves workers
 """
 
 from __future__ import annotations
@@ -18,18 +20,23 @@ import argparse
 import hashlib
 import json
 import os
+import statistics
 import tempfile
+import time
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
 
+from baton.clock import MachineClock
 from baton.store.capacity import Capacity, StoredEntry, count_use
 from baton.store.eviction import EVICTIONS, EvictionPolicy
 from baton.store.evictions.s3fifo import S3Fifo
+from baton.store.folder.entry_times import compute_cost
 from baton.store.folder.evicted_names import EvictedNames
-from baton.store.interface import EntryName
+from baton.store.interface import TIERS, EntryName, TierContext
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -38,6 +45,7 @@ if TYPE_CHECKING:
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3)
 TIER_SHARES = ((0.02, 0.1), (0.02, 0.2), (0.05, 0.2))
 TTLS_S = (60.0, 300.0, 600.0, 1200.0, 2400.0)
+NUM_ENTRIES = (1_000, 10_000)
 ENTRY_BYTES = 32 << 10
 """A small model's: larger ones have more places in the table of evicted names, for each entry."""
 STEP_S = 1e-9
@@ -196,6 +204,11 @@ def main() -> None:
         row for upper, lower in TIER_SHARES for row in compare_admission(trace, upper, lower)
     ]
     results["ttl"] = [measure_ttl(trace, ttl_s) for ttl_s in TTLS_S]
+    results["making_room"] = [
+        measure_making_room(kind, num_entries)
+        for kind in ("lru", "s3fifo")
+        for num_entries in NUM_ENTRIES
+    ]
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
 
@@ -233,6 +246,25 @@ def measure_ttl(trace: Trace, ttl_s: float) -> dict[str, object]:
     found = replay(trace, Tier(LRU, trace.num_different + 1, ttl_s))
     print(f"ttl {ttl_s:6.0f} s  found {found:.3f}")
     return {"ttl_s": ttl_s, "found": round(found, 4)}
+
+
+def measure_making_room(kind: str, num_entries: int) -> dict[str, object]:
+    """Puts into a full tier of so many small entries."""
+    body = bytes(3000)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
+        capacity_bytes = num_entries * compute_cost(len(body))
+        options = {"directory": place, "capacity_bytes": capacity_bytes, "eviction": kind}
+        tier = TIERS.build("shared", options)(TierContext("bench", bytes(32), MachineClock()))
+        with closing(tier):
+            making_room_ms: list[float] = []
+            for number in range(num_entries + num_entries // 2):
+                num_dropped, began_at = tier.usage().num_dropped, time.perf_counter()
+                tier.put(EntryName(number.to_bytes(32, "little")), body)
+                if tier.usage().num_dropped > num_dropped:
+                    making_room_ms.append(1000 * (time.perf_counter() - began_at))
+    median_ms = statistics.median(making_room_ms)
+    print(f"{kind:7} {num_entries:6,} entries  a put that makes room {median_ms:.0f} ms")
+    return {"policy": kind, "num_entries": num_entries, "median_ms": round(median_ms, 1)}
 
 
 if __name__ == "__main__":

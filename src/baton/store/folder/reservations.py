@@ -1,8 +1,8 @@
 """What users of a folder are about to write: a record of each of them, in one file.
 
 A user holds a lock on its record for as long as it lives (an open file description's lock, which
-the kernel drops with the process). So what a killed one was about to write can be told from what a
-living one is, and is taken back while the folder is in use.
+the kernel drops with the process). So what a killed one was about to write is known, and is taken
+back while the folder is in use.
 """
 
 from __future__ import annotations
