@@ -42,6 +42,7 @@ CLOCK_TOLERANCE_S: Final = 1.0
 """An entry that was used later than now by more than this: the clock was set back meanwhile."""
 COUNT_TOLERANCE_PARTS: Final = 64
 """One part in so many of the capacity may be counted wrongly before all entries are counted."""
+EXPIRY_PARTS: Final = 20
 _MAX_ROUNDS: Final = 3
 _ENTRY: Final = re.compile(r"[0-9a-f]{64}")
 _OPEN: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -73,6 +74,7 @@ class FolderTier:
         self._clock, self._below, self._key = context.clock, context.below, context.key
         self._num_damaged = self._num_demoted = self._num_dropped = self._num_expired = 0
         self._is_reported = False
+        self._looks_again_at = 0.0
         self._policy = EVICTIONS.build(options.eviction, {})
         with mapped({OSError: ConfigError, StoreError: ConfigError}):
             self._capacity = SharedCapacity(folder.fd, options.capacity_bytes)
@@ -144,12 +146,23 @@ class FolderTier:
 
     def maintain(self) -> None:
         """See `MaintainsEntries`."""
-        for entry in self._list_settled():
-            if self._is_expired(entry):
-                self._expire(entry)
+        self._expire_old()
         excess_bytes = self._capacity.peek().excess_bytes
         if excess_bytes:
             self._evict(excess_bytes)
+
+    def _expire_old(self) -> None:
+        """Remove what is too old, a twentieth of `ttl_s` after it is at the latest.
+
+        To list a large tier each second would take a good part of a core.
+        """
+        now = self._clock.unix_now()
+        if self._ttl_s is None or now < self._looks_again_at <= now + self._ttl_s:
+            return
+        self._looks_again_at = now + self._ttl_s / EXPIRY_PARTS
+        for entry in self._list_settled():
+            if self._is_expired(entry):
+                self._expire(entry)
 
     def _try_open(self, name: EntryName, on_damage: Callable[[], None]) -> FileEntryLease | None:
         try:
