@@ -10,6 +10,8 @@ different blocks of the trace.
 - *admission*: what the lower of two tiers takes of the entries that make room in the upper one:
   all (as it is), those that were used again, or each entry at once when it is put (write-through)
 - *ttl*: what is found where entries that were not used for so long are dropped, in a large tier
+- *making room*: how long a put takes that must make room in a real tier of this host's memory, in
+  wall-clock time (the one part that depends on the machine): what `baton store serve` saves workers
 """
 
 from __future__ import annotations
@@ -18,30 +20,44 @@ import argparse
 import hashlib
 import json
 import os
+import statistics
 import tempfile
-from dataclasses import dataclass, field
+import time
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
 
-from baton.store.capacity import Capacity, StoredEntry
-from baton.store.eviction import EVICTIONS
+from baton.clock import MachineClock
+from baton.store.capacity import Capacity, StoredEntry, count_use
+from baton.store.eviction import EVICTIONS, EvictionPolicy
+from baton.store.evictions.s3fifo import S3Fifo
+from baton.store.folder.bodies import compute_cost
 from baton.store.folder.evicted_names import EvictedNames
-from baton.store.interface import EntryName
+from baton.store.interface import TIERS, EntryName, TierContext
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from baton.store.eviction import EvictionPolicy
 
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3)
 TIER_SHARES = ((0.02, 0.1), (0.02, 0.2), (0.05, 0.2))
 TTLS_S = (60.0, 300.0, 600.0, 1200.0, 2400.0)
+NUM_ENTRIES = (1_000, 10_000)
 ENTRY_BYTES = 32 << 10
 """A small model's: larger ones have more places in the table of evicted names, for each entry."""
 STEP_S = 1e-9
 """Between two entries of a request: no two are used at once."""
+
+LRU = EVICTIONS.build("lru", {})
+POLICIES: dict[str, EvictionPolicy] = {
+    "lru": LRU,
+    "s3fifo": EVICTIONS.build("s3fifo", {}),
+    "s3fifo, small queue of a tenth": S3Fifo(small_share=0.1),
+    "s3fifo, victims forgotten": S3Fifo(remembers=False),
+}
 
 Admission: TypeAlias = Literal["all", "used again", "write-through"]
 
@@ -57,17 +73,15 @@ class Request(msgspec.Struct, frozen=True):
 class Tier:
     """One tier, in entries of one size."""
 
-    policy_name: str
+    policy: EvictionPolicy
     max_entries: int
     ttl_s: float | None = None
     entries: dict[EntryName, StoredEntry] = field(default_factory=dict)
     num_puts: int = 0
-    policy: EvictionPolicy = field(init=False)
     capacity_bytes: int = field(init=False)
     evicted: EvictedNames | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.policy = EVICTIONS.build(self.policy_name, {})
         self.capacity_bytes = self.max_entries * ENTRY_BYTES
         folder = os.open(tempfile.mkdtemp(), os.O_RDONLY | os.O_DIRECTORY)
         self.evicted = EvictedNames(folder, self.capacity_bytes) if self.policy.remembers else None
@@ -79,7 +93,8 @@ class Tier:
 
     def use(self, name: EntryName, now: float) -> None:
         """It was read."""
-        self.entries[name] = self.entries[name].used(now)
+        entry = self.entries[name]
+        self.entries[name] = replace(entry, used_at=now, num_uses=count_use(entry.num_uses))
 
     def put(self, name: EntryName, now: float) -> Sequence[StoredEntry]:
         """Put it; what had to make room."""
@@ -189,16 +204,20 @@ def main() -> None:
         row for upper, lower in TIER_SHARES for row in compare_admission(trace, upper, lower)
     ]
     results["ttl"] = [measure_ttl(trace, ttl_s) for ttl_s in TTLS_S]
+    results["making_room"] = [
+        measure_making_room(kind, num_entries)
+        for kind in ("lru", "s3fifo")
+        for num_entries in NUM_ENTRIES
+    ]
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
 
 
 def compare_policies(trace: Trace, share: float) -> Iterator[dict[str, object]]:
     """A tier of that size under each policy."""
-    for kind in ("lru", "s3fifo"):
-        tier = Tier(kind, int(share * trace.num_different))
-        found = replay(trace, tier)
-        print(f"size {share:4.0%}  {kind:7} found {found:.3f}")
+    for kind, policy in POLICIES.items():
+        found = replay(trace, Tier(policy, int(share * trace.num_different)))
+        print(f"size {share:4.0%}  {kind:30} found {found:.3f}")
         yield {"size": share, "policy": kind, "found": round(found, 4)}
 
 
@@ -206,7 +225,7 @@ def compare_admission(trace: Trace, upper: float, lower: float) -> Iterator[dict
     """Two tiers of those sizes, and what the lower one takes."""
     modes: tuple[Admission, ...] = ("all", "used again", "write-through")
     for mode in modes:
-        tiers = [Tier("lru", int(share * trace.num_different)) for share in (upper, lower)]
+        tiers = [Tier(LRU, int(share * trace.num_different)) for share in (upper, lower)]
         found = replay_two(trace, tiers[0], tiers[1], mode)
         written = tiers[1].num_puts / trace.num_different
         print(
@@ -224,9 +243,28 @@ def compare_admission(trace: Trace, upper: float, lower: float) -> Iterator[dict
 
 def measure_ttl(trace: Trace, ttl_s: float) -> dict[str, object]:
     """A tier that holds everything, and drops what was not used for that long."""
-    found = replay(trace, Tier("lru", trace.num_different + 1, ttl_s))
+    found = replay(trace, Tier(LRU, trace.num_different + 1, ttl_s))
     print(f"ttl {ttl_s:6.0f} s  found {found:.3f}")
     return {"ttl_s": ttl_s, "found": round(found, 4)}
+
+
+def measure_making_room(kind: str, num_entries: int) -> dict[str, object]:
+    """Puts into a full tier of so many small entries."""
+    body = bytes(3000)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
+        capacity_bytes = num_entries * compute_cost(len(body))
+        options = {"directory": place, "capacity_bytes": capacity_bytes, "eviction": kind}
+        tier = TIERS.build("shared", options)(TierContext("bench", bytes(32), MachineClock()))
+        with closing(tier):
+            making_room_ms: list[float] = []
+            for number in range(num_entries + num_entries // 2):
+                num_dropped, began_at = tier.usage().num_dropped, time.perf_counter()
+                tier.put(EntryName(number.to_bytes(32, "little")), body)
+                if tier.usage().num_dropped > num_dropped:
+                    making_room_ms.append(1000 * (time.perf_counter() - began_at))
+    median_ms = statistics.median(making_room_ms)
+    print(f"{kind:7} {num_entries:6,} entries  a put that makes room {median_ms:.0f} ms")
+    return {"policy": kind, "num_entries": num_entries, "median_ms": round(median_ms, 1)}
 
 
 if __name__ == "__main__":

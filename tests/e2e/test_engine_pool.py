@@ -44,11 +44,11 @@ def pooled(
     store_block_size: int = 16,
     prefixes: bool = False,
     encoding: str = "raw",
-    **options: int,
+    **options: float,
 ) -> Iterator[Node]:
     """A worker that reaches no other: no transports, nothing but the store."""
     engine = TransformersEngine(
-        TransformersOptions(num_blocks=200, num_threads=1, **options),
+        TransformersOptions(**{"num_blocks": 200, "num_threads": 1} | options),
         tiny_llama(),
         path="nowhere",
         clock=CLOCK,

@@ -153,6 +153,33 @@ def test_an_answer_is_kept_for_the_next_turn(nodes: ExitStack, tmp_path: Path) -
         assert trace.num_loaded_tokens > len(PROMPTS[name])  # more than the first turn's prompt
 
 
+def test_what_is_not_kept_for_want_of_blocks_is_counted(nodes: ExitStack, tmp_path: Path) -> None:
+    node = nodes.enter_context(pooled("one", tmp_path, prefixes=True, max_kept_share=0.0))
+    ask(node)
+    size = store_of(node).block_size
+    num_answered = SAMPLING["r0"].max_tokens - 1
+    unkept = sum((len(prompt) + num_answered) // size for prompt in PROMPTS.values())
+    until(lambda: store_of(node).counts.num_dropped >= unkept)
+    assert store_of(node).counts.num_dropped == unkept > 0
+    assert store_of(node).counts.num_stored == 0
+
+
+def test_loads_that_exhaust_the_blocks_wait_for_each_other(
+    nodes: ExitStack, tmp_path: Path
+) -> None:
+    one = nodes.enter_context(pooled("one", tmp_path, prefixes=True))
+    two = nodes.enter_context(pooled("two", tmp_path, prefixes=True, num_blocks=16))
+    expected = ask(one)
+    wait_until_kept(one)
+    size = two.engine.info.layout.block_size
+    demand = [(len(prompt) + SAMPLING["r0"].max_tokens) // size for prompt in PROMPTS.values()]
+    assert max(demand) < two.engine.info.num_blocks < sum(sorted(demand)[:2])
+    assert ask(two) == expected
+    assert store_of(two).counts.loaded_tokens > 0
+    until(lambda: not count_withheld(two))
+    until(lambda: two.engine.stats().num_free_blocks == two.engine.info.num_blocks)
+
+
 def test_a_prefill_worker_loads_and_hands_over(nodes: ExitStack, tmp_path: Path) -> None:
     """Mode pool: all of the prompt is in the store in any case, so prefill computes a token."""
     one, prefill = (

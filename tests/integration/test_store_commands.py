@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from json import loads as parse
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -39,9 +39,10 @@ def folder_fixture(tmp_path: Path) -> Path:
     return folder
 
 
-def run(folder: Path, *arguments: str, key: str = KEY) -> tuple[int, list[dict], str]:
+def run(folder: Path, *arguments: str, key: str = KEY, json: bool = True) -> tuple[int, Any, str]:
     """Exit code, what was printed, and what was said on standard error."""
-    command = [sys.executable, "-m", "baton.cli", "store", *arguments, "--store", "file", "--json"]
+    command = [sys.executable, "-m", "baton.cli", "store", *arguments, "--store", "file"]
+    command += ["--json"] if json else []
     done = subprocess.run(
         [*command, "--set", f"store.options.file.directory={folder}"],
         env=dict(os.environ, BATON_CLUSTER_KEY=key),
@@ -50,7 +51,7 @@ def run(folder: Path, *arguments: str, key: str = KEY) -> tuple[int, list[dict],
         check=False,
         timeout=60,
     )
-    return done.returncode, json.loads(done.stdout) if done.stdout else [], done.stderr
+    return done.returncode, parse(done.stdout) if done.stdout else [], done.stderr
 
 
 def names(folder: Path) -> set[str]:
@@ -130,6 +131,40 @@ def test_evict(folder: Path) -> None:
     assert names(folder) == set()
 
 
+def test_pins_survive_and_are_spared(folder: Path) -> None:
+    pinned = name_of("a").hex()
+    assert run(folder, "pin", pinned, json=False)[0] == 0
+    assert run(folder, "ls", "--oldest")[1][0]["is_pinned"]
+    assert run(folder, "stats")[1][0]["pinned_bytes"] > BODY_BYTES
+    run(folder, "evict", "--older-than-hours", "0")
+    assert names(folder) == {pinned}
+    code, _, errors = run(folder, "pin", name_of("missing").hex(), json=False)
+    assert (code, name_of("missing").hex() in errors) == (1, True)
+    assert run(folder, "pin", "zz", json=False)[0] == 2
+    assert run(folder, "pin", json=False)[0] == 2
+    assert run(folder, "unpin", pinned, json=False)[0] == 0
+    run(folder, "evict", "--older-than-hours", "0")
+    assert names(folder) == set()
+
+
+def test_what_is_exported_is_imported_elsewhere(folder: Path, tmp_path: Path) -> None:
+    archive, elsewhere = tmp_path / "kv.archive", tmp_path / "elsewhere"
+    code, done, _ = run(folder, "export", str(archive))
+    assert (code, done["num_entries"], done["num_bytes"]) == (0, 6, 6 * BODY_BYTES)
+    assert archive.stat().st_mode & 0o777 == 0o600
+    code, done, _ = run(elsewhere, "import", str(archive))
+    assert (code, done["num_entries"], done["num_refused"]) == (0, 6, 0)
+    assert names(elsewhere) == names(folder)
+    assert run(elsewhere, "verify")[0] == 0
+    code, done, _ = run(elsewhere, "import", str(archive))
+    assert (code, done["num_entries"], done["num_present"]) == (0, 0, 6)
+    code, done, _ = run(folder, "export", str(archive), name_of("b").hex())
+    assert (code, done["num_entries"]) == (0, 1)
+    code, _, errors = run(tmp_path / "new", "import", str(archive), key="6" * 64)
+    assert (code, "cluster key" in errors) == (1, True)
+    assert names(tmp_path / "new") == set()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -188,7 +223,7 @@ def run_on_server(
         check=False,
         timeout=60,
     )
-    return done.returncode, json.loads(done.stdout) if done.stdout else None, done.stderr
+    return done.returncode, parse(done.stdout) if done.stdout else None, done.stderr
 
 
 def test_commands_on_a_server(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.store.capacity import MAX_USES, StoredEntry
+from baton.store.capacity import MAX_USES, StoredEntry, count_use
 from baton.store.eviction import EVICTIONS, EvictionPolicy
 from baton.store.evictions.s3fifo import SMALL_SHARE
 from baton.store.interface import EntryName
@@ -106,7 +106,8 @@ def test_s3fifo_keeps_what_its_queues_would(numbers: list[int]) -> None:
         queues.use(number)
         name = name_of(number)
         if name in kept:
-            kept[name] = kept[name].used(now)
+            used = kept[name]
+            kept[name] = replace(used, used_at=now, num_uses=count_use(used.num_uses))
         else:
             if len(kept) == CAPACITY:
                 eviction = policy.choose(kept.values(), 1, now)

@@ -1,7 +1,9 @@
 """`baton store`: what the store holds, whether it is whole, and what it is to keep."""
 
 import sys
-from typing import TYPE_CHECKING, Annotated, Final
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import msgspec
 from cyclopts import App, Parameter
@@ -11,10 +13,11 @@ from baton.config.logs import configure_logging
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Generator, Sequence
 
+    from baton.auth.key import ClusterKey
     from baton.store.counted_tier import CountedTier
+    from baton.store.interface import EntryName
 
 FAILED: Final = 1
 MIB: Final = 1 << 20
@@ -33,7 +36,7 @@ def stats(flags: ConfigFlags | None = None, *, store: Store = None, json: Json =
     """Print for each tier how many entries it holds, how full it is, and how old they are."""
     from baton.ops.store import look_at, print_stats  # noqa: PLC0415 - for --help
 
-    with _open(flags, store) as tiers:
+    with _open(flags, store) as (tiers, _):
         found = look_at(tiers)
     if json:
         _print_json(found)
@@ -58,7 +61,7 @@ def list_entries(
 
     if limit < 0:
         raise ConfigError("--limit takes no negative number")
-    with _open(flags, store) as tiers:
+    with _open(flags, store) as (tiers, _):
         found = ops.list_entries(tiers, oldest_first=oldest, limit=limit)
     if json:
         _print_json(found)
@@ -83,7 +86,7 @@ def verify(
     """
     from baton.ops import store as ops  # noqa: PLC0415 - for --help
 
-    with _open(flags, store) as tiers:
+    with _open(flags, store) as (tiers, _):
         found = ops.verify(tiers, remove=remove)
     if json:
         _print_json(found)
@@ -119,13 +122,85 @@ def evict(
     if (mebibytes or 0) < 0 or (older_than_hours or 0) < 0:
         raise ConfigError("--mib and --older-than-hours take no negative number")
     num_bytes = None if mebibytes is None else int(mebibytes * MIB)
-    with _open(flags, store) as tiers:
+    with _open(flags, store) as (tiers, _):
         done = ops.evict(tiers, num_bytes=num_bytes, older_than_hours=older_than_hours)
     if json:
         _print_json(done)
     else:
         ops.print_evictions(done)
     return 0
+
+
+@app.command
+def pin(
+    *names: str,
+    flags: ConfigFlags | None = None,
+    store: Store = None,
+) -> int:
+    """Keep entries: they are not evicted and do not expire, until `unpin`. Exit code 1: not there.
+
+    Names are those of `ls`. At most half of a tier can be pinned.
+    """
+    return _change_pins(flags, store, names, "pin")
+
+
+@app.command
+def unpin(
+    *names: str,
+    flags: ConfigFlags | None = None,
+    store: Store = None,
+) -> int:
+    """Let entries be evicted again. Exit code 1: one is not there."""
+    return _change_pins(flags, store, names, "unpin")
+
+
+@app.command(name="export")
+def export_entries(
+    file: Path,
+    /,
+    *names: str,
+    flags: ConfigFlags | None = None,
+    store: Store = None,
+    json: Json = False,
+) -> int:
+    """Write entries into a file: those of these names (see `ls`), or all."""
+    from baton.ops.store_archive import export_entries as export  # noqa: PLC0415 - for --help
+
+    wanted = [_parse_name(name) for name in names]
+    with _open(flags, store) as (tiers, key):
+        done = export(tiers, file, key, wanted)
+    if json:
+        _print_json(done)
+    else:
+        print(f"{done.num_entries:,} entries, {done.num_bytes:,} bytes: {file}")
+    return 0
+
+
+@app.command(name="import")
+def import_entries(
+    file: Path,
+    /,
+    *,
+    flags: ConfigFlags | None = None,
+    store: Store = None,
+    json: Json = False,
+) -> int:
+    """Put the entries of an exported file into the store. Exit code 1: some found no room.
+
+    All of the file is checked before the first is put. Both sides need the same cluster key.
+    """
+    from baton.ops.store_archive import import_entries as import_  # noqa: PLC0415 - for --help
+
+    with _open(flags, store, may_create=True) as (tiers, key):
+        done = import_(tiers, file, key)
+    if json:
+        _print_json(done)
+    else:
+        print(
+            f"{done.num_entries:,} entries, {done.num_bytes:,} bytes; {done.num_present:,} were"
+            f" there already, {done.num_refused:,} found no room"
+        )
+    return FAILED if done.num_refused else 0
 
 
 @app.command
@@ -151,17 +226,47 @@ def serve(
         raise ConfigError("--verify-mib-per-s takes no negative number")
     config = (flags or ConfigFlags()).resolve().to_config()
     configure_logging(config.log)
-    with _open(flags, store, may_create=True) as tiers:
+    with _open(flags, store, may_create=True) as (tiers, _):
         run_store_daemon(
             tiers, port=port, verify_bytes_per_s=int(verify_mib_per_s * MIB), status_fd=status_fd
         )
     return 0
 
 
+def _change_pins(
+    flags: ConfigFlags | None,
+    store: tuple[str, ...] | None,
+    names: tuple[str, ...],
+    change: Literal["pin", "unpin"],
+) -> int:
+    from baton.ops.store import change_pins  # noqa: PLC0415 - for --help
+
+    if not names:
+        raise ConfigError(f"{change} takes the names of entries, as `baton store ls` prints them")
+    with _open(flags, store) as (tiers, _):
+        missing = change_pins(tiers, [_parse_name(name) for name in names], change)
+    for name in missing:
+        print(f"baton: no tier that pins entries has {name.hex()}", file=sys.stderr)
+    return FAILED if missing else 0
+
+
+def _parse_name(text: str) -> "EntryName":
+    from baton.store.interface import NAME_BYTES, EntryName  # noqa: PLC0415 - for --help
+
+    try:
+        name = bytes.fromhex(text)
+    except ValueError:
+        name = b""
+    if len(name) != NAME_BYTES:
+        raise ConfigError(f"{text!r} is no entry's name: 64 hex digits, as `baton store ls` prints")
+    return EntryName(name)
+
+
+@contextmanager
 def _open(
     flags: ConfigFlags | None, tiers: tuple[str, ...] | None, *, may_create: bool = False
-) -> "AbstractContextManager[Sequence[CountedTier]]":
-    """The tiers that the configuration names, or `--store`.
+) -> "Generator[tuple[Sequence[CountedTier], ClusterKey]]":
+    """The tiers that the configuration names, or `--store`, and the cluster's key.
 
     Raises:
         ConfigError: there are none, they cannot be opened, or the cluster's key is not known.
@@ -177,7 +282,9 @@ def _open(
             "no store is configured: give --store shared,file, or the workers' --config FILE"
         )
     found = find_credentials(config.cluster, config.security, read_environment(), ())
-    return open_tiers(kinds, config.store.options, found.credentials.key, may_create=may_create)
+    key = found.credentials.key
+    with open_tiers(kinds, config.store.options, key, may_create=may_create) as opened:
+        yield opened, key
 
 
 def _print_json(found: object) -> None:

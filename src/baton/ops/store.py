@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 from rich.console import Console
@@ -13,6 +13,7 @@ from rich.table import Table
 from baton.clock import MachineClock
 from baton.handoff.pool_mode.store_access import open_keyed_store
 from baton.store.capacity import choose_victims
+from baton.store.interface import PinsEntries
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from baton.auth.key import ClusterKey
     from baton.store.capacity import StoredEntry
     from baton.store.counted_tier import CountedTier
+    from baton.store.interface import EntryName
 
 HOUR_S: Final = 3600.0
 MIB: Final = 1 << 20
@@ -190,6 +192,24 @@ def evict(
             tier.discard(entry.name)
         done.append(TierEviction(tier.kind, len(victims), _sum_bytes(victims)))
     return done
+
+
+def change_pins(
+    tiers: Sequence[CountedTier], names: Sequence[EntryName], change: Literal["pin", "unpin"]
+) -> list[EntryName]:
+    """Pin or unpin entries in each tier that has them; those that none has.
+
+    Raises:
+        StoreFullError: too large a share of a tier is pinned already.
+        StoreError: an entry's file cannot be changed.
+    """
+    inner = [tier.inner for tier in tiers if isinstance(tier.inner, PinsEntries)]
+    missing = []
+    for name in names:
+        found = [tier.pin(name) if change == "pin" else tier.unpin(name) for tier in inner]
+        if not any(found):
+            missing.append(name)
+    return missing
 
 
 def print_evictions(done: Sequence[TierEviction]) -> None:

@@ -7,7 +7,9 @@ are folders of files, servers that are there already, or a process's own memory.
 File map:
     interface.py  `Tier`, `EntryLease`: the contract, and the registry of kinds
     entry_format.py       an entry's bytes and its name
-    capacity.py       how full a tier is, which entries go first (pure)
+    capacity.py       how full a tier is (pure)
+    eviction.py       which entries go first: the contract, and the registry of policies (pure)
+    evictions/        the policies: `lru`, `s3fifo` (pure)
     folder/       a folder of entries, crash-safe, shared by processes
     remote/       a tier on a server: bounded waits, back-off, read-ahead, write-behind
     tiers/        the kinds: `host`, `shared` (this host's memory), `file`, `redis`, `object`

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
 
 if TYPE_CHECKING:
@@ -38,9 +38,10 @@ class StoredEntry:
     is_protected: bool = False
     is_pinned: bool = False
 
-    def used(self, at: float) -> Self:
-        """The same after one more use."""
-        return replace(self, used_at=at, num_uses=min(self.num_uses + 1, MAX_USES))
+
+def count_use(num_uses: int) -> int:
+    """Uses of an entry after one more."""
+    return min(num_uses + 1, MAX_USES)
 
 
 @dataclass(frozen=True, slots=True)

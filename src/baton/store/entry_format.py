@@ -136,6 +136,16 @@ def read_digest(
     return digest if is_whole and (begins, named) == (magic, name) else None
 
 
+def read_length(header: bytes) -> tuple[EntryName, int, bytes] | None:
+    """Name, bytes of the body and digest, where entries follow one another; None if it is none."""
+    if len(header) != HEADER_BYTES:
+        return None
+    magic, name, digest, num_bytes = _HEADER.unpack(header)
+    if magic != MAGIC or num_bytes > MAX_BODY_BYTES:
+        return None
+    return EntryName(name), num_bytes, digest
+
+
 def has_digest(key: bytes, name: EntryName, body: Body, digest: bytes) -> bool:
     """Whether these bytes were put under this name, by a holder of the key."""
     check = BodyCheck(key, name, len(body), digest)

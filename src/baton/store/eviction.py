@@ -30,9 +30,13 @@ class Eviction:
 class EvictionPolicy(Protocol):
     """Stateless. From any thread."""
 
-    remembers: bool
-    """Whether an entry that returns soon after its eviction is to be protected at once: the names
-    of victims that were not protected are remembered then."""
+    @property
+    def remembers(self) -> bool:
+        """Whether an entry that returns soon after its eviction is to be protected at once.
+
+        The names of victims that were not protected are remembered then.
+        """
+        ...
 
     def choose(self, entries: Iterable[StoredEntry], num_bytes: int, now: float) -> Eviction:
         """Entries that take up `num_bytes` together, and no more than are needed for that.

@@ -97,7 +97,7 @@ class Tier(Protocol):
         ...
 
     def put(self, name: EntryName, body: Body) -> PutResult:
-        """Keep a body; the least recently used entries make room for it.
+        """Keep a body; others make room for it, as the tier's eviction policy chooses.
 
         Raises:
             StoreFullError: there is no room, and none can be made.

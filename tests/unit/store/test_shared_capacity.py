@@ -48,7 +48,7 @@ def test_looking_at_all_entries_forgets_nobody_who_is_writing(tmp_path: Path) ->
 def test_there_are_no_more_users_than_records(tmp_path: Path) -> None:
     folder = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
     users = [Reservations(folder) for _ in range(MAX_USERS)]
-    with pytest.raises(ConfigError, match="256 users"):
+    with pytest.raises(ConfigError, match="128 users"):
         Reservations(folder)
     users[100].add(7)
     users.pop(100).close()

@@ -9,7 +9,7 @@ protected at once. The small queue has half of the tier, not the paper's tenth: 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from baton.registry import Plugin
@@ -28,10 +28,12 @@ REQUEUE_STEP_S: Final = 1e-6
 """Between two entries that are requeued at once: it keeps their order."""
 
 
+@dataclass(frozen=True, slots=True)
 class S3Fifo:
-    """See `EvictionPolicy`."""
+    """See `EvictionPolicy`. The benchmark has others than the defaults."""
 
-    remembers = True
+    small_share: float = SMALL_SHARE
+    remembers: bool = True
 
     def choose(self, entries: Iterable[StoredEntry], num_bytes: int, now: float) -> Eviction:
         """See `EvictionPolicy`."""
@@ -42,7 +44,7 @@ class S3Fifo:
         small = deque(entry for entry in evictable if not entry.is_protected)
         protected = deque(entry for entry in evictable if entry.is_protected)
         small_bytes = sum(entry.num_bytes for entry in small)
-        small_limit = SMALL_SHARE * sum(entry.num_bytes for entry in evictable)
+        small_limit = self.small_share * sum(entry.num_bytes for entry in evictable)
         victims: list[StoredEntry] = []
         requeued: dict[EntryName, StoredEntry] = {}
         freed = num_requeued = 0

@@ -6,5 +6,8 @@ File map:
     body_pool.py        memory for bodies that every process maps once
     bodies.py           where a body lies: in its entry's file, or in the pool
     leases.py           leases of entries
+    reservations.py     what each of them is about to write
+    entry_times.py      what eviction must know of an entry, in its file's times
+    evicted_names.py    names that were evicted lately
     tier.py             `FolderTier`
 """

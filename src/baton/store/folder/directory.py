@@ -25,7 +25,7 @@ FOLDER_MODE: Final = 0o700
 FILE_MODE: Final = 0o600
 OPEN_TIMEOUT_S: Final = 5
 """For a folder whose last user is taking it away."""
-_PAUSE_S: Final = 0.005
+_PAUSE_S: Final = 0.02
 _ATTEMPTS: Final = 100
 
 

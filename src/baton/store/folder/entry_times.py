@@ -12,7 +12,7 @@ from __future__ import annotations
 import stat
 from typing import TYPE_CHECKING, Final
 
-from baton.store.capacity import MAX_USES, StoredEntry
+from baton.store.capacity import MAX_USES, StoredEntry, count_use
 
 if TYPE_CHECKING:
     import os
@@ -44,3 +44,10 @@ def to_times_ns(entry: StoredEntry) -> tuple[int, int]:
     state = entry.num_uses | (_PROTECTED if entry.is_protected else 0)
     used_ns = int(entry.used_at * _NS) & ~_STATE_BITS
     return int(entry.queued_at * _NS), used_ns | state
+
+
+def to_times_after_use_ns(status: os.stat_result, now: float) -> tuple[int, int]:
+    """The times of an entry's file after one more use: of a worker's every read."""
+    state = status.st_mtime_ns & _STATE_BITS
+    num_uses = count_use(state & MAX_USES)
+    return status.st_atime_ns, int(now * _NS) & ~_STATE_BITS | state & _PROTECTED | num_uses

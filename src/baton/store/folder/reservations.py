@@ -1,8 +1,8 @@
 """What users of a folder are about to write: a record of each of them, in one file.
 
 A user holds a lock on its record for as long as it lives (an open file description's lock, which
-the kernel drops with the process). So what a killed one was about to write can be told from what a
-living one is, and is taken back while the folder is in use.
+the kernel drops with the process). So what a killed one was about to write is known, and is taken
+back while the folder is in use.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 RESERVED_FILE: Final = "reserved"
-MAX_USERS: Final = 256
+MAX_USERS: Final = 128
 _RECORDS: Final = struct.Struct(f"<{MAX_USERS}Q")
+_ALL_ZERO: Final = bytes(_RECORDS.size)
 _RECORD: Final = struct.Struct("<Q")
 _FLOCK: Final = struct.Struct("hhqqi")
 """`struct flock` of Linux: type, whence, start, length, process."""
@@ -47,7 +48,10 @@ class Reservations:
 
     def total_bytes(self) -> int:
         """Of all users; of killed ones too, until `take_back`."""
-        return sum(self._read())
+        raw = os.pread(self._fd, _RECORDS.size, 0)
+        if raw == _ALL_ZERO[: len(raw)]:  # mostly
+            return 0
+        return sum(_unpack(raw))
 
     def add(self, num_bytes: int) -> None:
         """So much more, or less, is about to be written by this user."""
@@ -57,7 +61,7 @@ class Reservations:
 
     def take_back(self) -> None:
         """Forget what killed users were about to write."""
-        for index, num_bytes in enumerate(self._read()):
+        for index, num_bytes in enumerate(_unpack(os.pread(self._fd, _RECORDS.size, 0))):
             if num_bytes and index != self._index and self._try_lock(index):
                 self._write(index, 0)
                 self._lock(index, fcntl.F_UNLCK)
@@ -73,10 +77,6 @@ class Reservations:
                 return index
         raise ConfigError(f"a store's folder has no more than {MAX_USERS} users at once")
 
-    def _read(self) -> Sequence[int]:
-        raw = os.pread(self._fd, _RECORDS.size, 0)
-        return _RECORDS.unpack(raw.ljust(_RECORDS.size, b"\0"))
-
     def _write(self, index: int, num_bytes: int) -> None:
         os.pwrite(self._fd, _RECORD.pack(num_bytes), index * _RECORD.size)
 
@@ -91,3 +91,7 @@ class Reservations:
         offset = index * _RECORD.size
         lock = _FLOCK.pack(kind, os.SEEK_SET, offset, _RECORD.size, 0)
         fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, lock)
+
+
+def _unpack(raw: bytes) -> Sequence[int]:
+    return _RECORDS.unpack(raw.ljust(_RECORDS.size, b"\0"))

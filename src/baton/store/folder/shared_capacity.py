@@ -21,13 +21,13 @@ from baton.store.folder.directory import FILE_MODE
 from baton.store.folder.reservations import Reservations
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Sequence
 
 CAPACITY_FILE: Final = "capacity"
 LOCK_TIMEOUT_S: Final = 1.0
 """A user that was stopped in the middle of a change costs the others caching, no more."""
-_PAUSE_S: Final = 0.001
-_NUM_ATTEMPTS: Final = int(LOCK_TIMEOUT_S / _PAUSE_S)
+_PAUSES_S: Final = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, *[0.05] * 18)
+"""Between attempts: together the timeout. Few, since on a busy machine each takes longer."""
 _COMMITTED: Final = struct.Struct("<Q")
 
 
@@ -42,7 +42,7 @@ class SharedCapacity:
     def __init__(self, folder: int, capacity_bytes: int) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         self._capacity_bytes = capacity_bytes
-        self._num_attempts = _NUM_ATTEMPTS
+        self._pauses_s: Sequence[float] = _PAUSES_S
         self._fd = os.open(CAPACITY_FILE, flags, FILE_MODE, dir_fd=folder)
         self._reservations = Reservations(folder)
 
@@ -142,15 +142,16 @@ class SharedCapacity:
 
     def _lock(self) -> None:
         """Wait for the lock, but not again and again for one that was not to be had."""
-        for attempt in range(self._num_attempts):
+        for pause_s in (*self._pauses_s, None):
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                time.sleep(_PAUSE_S if attempt < self._num_attempts - 1 else 0)
+                if pause_s is not None:
+                    time.sleep(pause_s)
             else:
-                self._num_attempts = _NUM_ATTEMPTS
+                self._pauses_s = _PAUSES_S
                 return
-        self._num_attempts = 1
+        self._pauses_s = ()
         raise StoreError(
             f"the store's count has been locked by another process for {LOCK_TIMEOUT_S:.0f} s or "
             "longer: it was stopped, or its disk does not answer"

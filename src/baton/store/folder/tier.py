@@ -17,7 +17,12 @@ from baton.store.capacity import MAX_PINNED_SHARE, StoredEntry
 from baton.store.eviction import EVICTIONS
 from baton.store.folder.bodies import FileBodies, PooledBodies, count_body_bytes, open_unnoticed
 from baton.store.folder.directory import FILE_MODE, remove_unfinished
-from baton.store.folder.entry_times import PINNED_MODE, read_entry, to_times_ns
+from baton.store.folder.entry_times import (
+    PINNED_MODE,
+    read_entry,
+    to_times_after_use_ns,
+    to_times_ns,
+)
 from baton.store.folder.evicted_names import EvictedNames
 from baton.store.folder.leases import has_name
 from baton.store.folder.shared_capacity import SharedCapacity
@@ -37,6 +42,7 @@ CLOCK_TOLERANCE_S: Final = 1.0
 """An entry that was used later than now by more than this: the clock was set back meanwhile."""
 COUNT_TOLERANCE_PARTS: Final = 64
 """One part in so many of the capacity may be counted wrongly before all entries are counted."""
+EXPIRY_PARTS: Final = 20
 _MAX_ROUNDS: Final = 4
 _ENTRY: Final = re.compile(r"[0-9a-f]{64}")
 
@@ -74,6 +80,7 @@ class FolderTier:
         self._clock, self._below = context.clock, context.below
         self._num_damaged = self._num_demoted = self._num_dropped = self._num_expired = 0
         self._is_reported = False
+        self._looks_again_at = 0.0
         self._policy = EVICTIONS.build(options.eviction, {})
         with mapped({OSError: ConfigError, StoreError: ConfigError}):
             self._capacity = SharedCapacity(folder.fd, options.capacity_bytes)
@@ -93,9 +100,9 @@ class FolderTier:
         return len(names)
 
     def put(self, name: EntryName, body: Body) -> PutResult:
-        found = self._find(name)
-        if found is not None:
-            self._mark(found.used(self._clock.unix_now()))
+        status = self._find(name)
+        if status is not None:
+            self._mark_use(name, status)
             return PutResult.EXISTS
         cost = self._bodies.compute_cost(len(body))
         self._reserve(cost, len(body))
@@ -116,19 +123,20 @@ class FolderTier:
         return StoredEntry(name, cost, used_at=now, queued_at=now, is_protected=is_back)
 
     def try_lease(self, name: EntryName) -> FileEntryLease | None:
-        found = self._find(name)
-        if found is None:
+        status = self._find(name)
+        if status is None:
             return None
         lease = self._try_open(name, partial(self._remove_damaged, name))
         if lease is not None:
-            self._mark(found.used(self._clock.unix_now()))
+            self._mark_use(name, status)
         return lease
 
     def pin(self, name: EntryName) -> bool:
         """See `PinsEntries`."""
-        found = self._find(name)
-        if found is None:
+        status = self._find(name)
+        if status is None:
             return False
+        found = self._read_entry(name, status)
         if not found.is_pinned:
             pinned_bytes = sum(entry.num_bytes for entry in self.entries() if entry.is_pinned)
             if pinned_bytes + found.num_bytes > MAX_PINNED_SHARE * self._capacity_bytes:
@@ -141,19 +149,30 @@ class FolderTier:
 
     def unpin(self, name: EntryName) -> bool:
         """See `PinsEntries`."""
-        found = self._find(name)
-        if found is not None and found.is_pinned:
+        status = self._find(name)
+        if status is not None:
             self._set_mode(name, FILE_MODE)
-        return found is not None
+        return status is not None
 
     def maintain(self) -> None:
         """See `MaintainsEntries`."""
-        for entry in self._list_settled():
-            if self._is_expired(entry):
-                self._expire(entry)
+        self._expire_old()
         excess_bytes = self._capacity.peek().excess_bytes
         if excess_bytes:
             self._evict(excess_bytes)
+
+    def _expire_old(self) -> None:
+        """Remove what is too old, a twentieth of `ttl_s` after it is at the latest.
+
+        To list a large tier each second would take a good part of a core.
+        """
+        now = self._clock.unix_now()
+        if self._ttl_s is None or now < self._looks_again_at <= now + self._ttl_s:
+            return
+        self._looks_again_at = now + self._ttl_s / EXPIRY_PARTS
+        for entry in self._list_settled():
+            if self._is_expired(entry):
+                self._expire(entry)
 
     def _try_open(self, name: EntryName, on_damage: Callable[[], None]) -> FileEntryLease | None:
         try:
@@ -308,16 +327,18 @@ class FolderTier:
             self._is_reported = True
             logger.warning("store: %s lost an entry (logged once): %s", self._folder.path, error)
 
-    def _find(self, name: EntryName) -> StoredEntry | None:
-        """What is there under this name, and is not too old."""
+    def _find(self, name: EntryName) -> os.stat_result | None:
+        """The status of an entry that is there, and is not too old."""
         try:
-            entry = self._read_entry(name, self._stat(name))
+            status = self._stat(name)
         except OSError:
             return None
-        if self._is_expired(entry):
-            self._expire(entry)
-            return None
-        return entry
+        if self._ttl_s is not None:
+            entry = self._read_entry(name, status)
+            if self._is_expired(entry):
+                self._expire(entry)
+                return None
+        return status
 
     def _stat(self, name: EntryName) -> os.stat_result:
         return os.stat(name.hex(), dir_fd=self._fd, follow_symlinks=False)
@@ -332,6 +353,11 @@ class FolderTier:
         with suppress(OSError):
             times = to_times_ns(entry)
             os.utime(entry.name.hex(), ns=times, dir_fd=self._fd, follow_symlinks=False)
+
+    def _mark_use(self, name: EntryName, status: os.stat_result) -> None:
+        with suppress(OSError):
+            times = to_times_after_use_ns(status, self._clock.unix_now())
+            os.utime(name.hex(), ns=times, dir_fd=self._fd, follow_symlinks=False)
 
     def _set_mode(self, name: EntryName, mode: int) -> None:
         with mapped({OSError: StoreError}):
