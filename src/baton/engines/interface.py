@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
@@ -97,7 +97,8 @@ RequestKind: TypeAlias = Colocated | PrefillRequest | DecodeRequest
 class GenerationRequest:
     """One prompt. `prompt_ids` has shape `[num_tokens]`, at least one token.
 
-    `is_standby`: it computes its tokens and samples none, until `Engine.extend` has it generate.
+    `is_standby`: it computes its tokens and samples none, until `StandbyEngine.extend` has it
+    generate.
     """
 
     id: RequestId
@@ -227,17 +228,6 @@ class Engine(Protocol):
         """
         ...
 
-    def extend(self, request: RequestId, token_ids: Sequence[int], *, generates: bool) -> None:
-        """Append tokens, at least one, to a standby request, as if it had sampled them.
-
-        It computes them in its next step; no `NewToken` reports them. With `generates` it is no
-        standby any more: what follows the last of them is sampled. Unknown ids are ignored.
-
-        Raises:
-            InvalidRequestError: the model has no such tokens.
-        """
-        ...
-
     def cancel(self, request: RequestId) -> None:
         """Forget a request and free what it holds; no update follows. Unknown ids are ignored."""
         ...
@@ -259,6 +249,22 @@ class Engine(Protocol):
 
     def stop(self, timeout_s: float) -> None:
         """End the thread, failing what is unfinished; releases memory. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class StandbyEngine(Protocol):
+    """What an `Engine` has besides, if it takes requests with `is_standby`."""
+
+    def extend(self, request: RequestId, token_ids: Sequence[int], *, generates: bool) -> None:
+        """Append tokens, at least one, to a standby request, as if it had sampled them.
+
+        It computes them in its next step; no `NewToken` reports them. With `generates` it is no
+        standby any more: what follows the last of them is sampled. Unknown ids are ignored.
+
+        Raises:
+            InvalidRequestError: the model has no such tokens.
+        """
         ...
 
 

@@ -12,7 +12,14 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from baton.engines.interface import NewToken, PrefillRequest, RequestFailed, TokensComputed
+from baton.engines.interface import (
+    NewToken,
+    PrefillRequest,
+    RequestFailed,
+    StandbyEngine,
+    TokensComputed,
+)
+from baton.errors import InvalidRequestError
 from baton.worker.http_exchange import DeadlineError, DrainingError
 
 if TYPE_CHECKING:
@@ -134,7 +141,10 @@ class EngineClient:
             DrainingError: no new requests are taken, but those that move a stream elsewhere.
             OverloadedError: the engine's queue is full.
             ContextLengthError: the request can never fit.
+            InvalidRequestError: it is a standby request, which the engine does not take.
         """
+        if request.is_standby and not isinstance(self._engine, StandbyEngine):
+            raise InvalidRequestError("this worker's engine takes no standby requests")
         if self._draining and not (self._streams and _is_leaving(request)):
             raise DrainingError("this worker is ending; send the request to another one")
         stream = AnswerStream(partial(self._engine.cancel, request.id))
@@ -155,8 +165,9 @@ class EngineClient:
             self._remove(request.id)
 
     def extend(self, request: RequestId, token_ids: Sequence[int], *, generates: bool) -> None:
-        """See `Engine.extend`."""
-        self._engine.extend(request, token_ids, generates=generates)
+        """See `StandbyEngine.extend`."""
+        if isinstance(self._engine, StandbyEngine):
+            self._engine.extend(request, token_ids, generates=generates)
 
     async def drain(self, timeout_s: float) -> None:
         """Take no more requests; wait until the open ones end, then fail the rest."""

@@ -53,7 +53,7 @@ from baton.worker.replies import (
     token_ids_line,
 )
 from baton.worker.resumed_answer import find_known_tokens
-from baton.worker.standby import Standby, Standbys, check_standby, read_next_tokens
+from baton.worker.standby import StandbyRequest, Standbys, check_standby, read_next_tokens
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -275,7 +275,7 @@ class GenerationService:
         resume, context = job.generation.resume, self._context
         if resume is None or resume.standby is None:
             return job
-        standby = Standby(
+        standby = StandbyRequest(
             job.generation,
             job.request,
             job.known,

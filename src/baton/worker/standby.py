@@ -107,7 +107,7 @@ class Standbys:
                 orders.get_nowait().finish(StandbyError("the request does not wait any more"))
 
 
-class Standby:
+class StandbyRequest:
     """One request that waits. Owner: the task that serves it.
 
     `answer` is what the client has: each token that comes is added to it.

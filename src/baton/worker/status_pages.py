@@ -11,6 +11,7 @@ from msgspec import UNSET
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 import baton
+from baton.engines.interface import StandbyEngine
 from baton.errors import UNDECODABLE, InvalidRequestError
 from baton.events.wire import encode_page
 from baton.handoff.interface import SampledToken
@@ -107,7 +108,7 @@ class StatusPages:
                 version=baton.__version__,
                 modes=self.options.modes,
                 has_kv_journal=True,
-                has_standby=True,
+                has_standby=isinstance(self.engine, StandbyEngine),
                 takes_unsigned_tickets=self.options.is_tls and self.options.credentials is not None,
                 tokenizer=self.tokenizer_digest,
                 topology=self.options.topology,

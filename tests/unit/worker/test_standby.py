@@ -12,6 +12,7 @@ from baton.engines.interface import FinishReason, RequestFailed, TokensComputed
 from baton.errors import EngineError
 from baton.handoff.interface import SampledToken
 from baton.worker import standby as standby_module
+from tests.unit.worker import scripted_engine
 from tests.unit.worker.scripted_engine import (
     Reply,
     ScriptedEngine,
@@ -238,5 +239,23 @@ def test_only_a_gateway_feeds_it_where_connections_prove_what_they_are() -> None
             reply = await feed(worker, 2, IDS[2:3])
             assert (reply.status, reply.error["code"]) == (403, "invalid_ticket")
             assert not engine.extended
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_without_standby_requests_is_asked_for_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class PlainEngine(ScriptedEngine):
+        extend = None  # type: ignore[assignment]
+
+    monkeypatch.setattr(scripted_engine, "ScriptedEngine", PlainEngine)
+
+    async def scenario() -> None:
+        async with running(following) as (worker, engine, _):
+            info = await call(worker, "GET", "/baton/v1/info")
+            assert info.json()["has_standby"] is False
+            assert (await ask(worker, {"token_ids": IDS[:2], "standby": ID})).status == 400
+            assert not engine.requests
 
     asyncio.run(scenario())

@@ -163,7 +163,7 @@ class EngineLoop:
         self._scheduler.add(self._sequences.add(request))
 
     def extend(self, request: RequestId, token_ids: Many[int], *, generates: bool) -> None:
-        """Append tokens to a standby request; see `Engine.extend`."""
+        """Append tokens to a standby request; see `StandbyEngine.extend`."""
         sequence = self._sequences.find(request)
         if sequence is not None and sequence.is_standby:
             sequence.extend(token_ids, generates=generates)
