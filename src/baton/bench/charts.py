@@ -31,7 +31,7 @@ INK: Final = "#1d2530"
 FAINT: Final = "#667080"
 GRID: Final = "#e4e8ee"
 FONTS: Final = ("DejaVu Sans", "Verdana", "Helvetica", "Arial", "sans-serif")
-ROUTE_PARTS: Final[tuple[str, ...]] = ("queue_s", "prefill_s", "handoff_s")
+ROUTE_PARTS: Final[tuple[str, ...]] = ("queue_s", "load_s", "prefill_s", "handoff_s")
 MOST_CANDIDATES: Final = 16
 CHART_INCHES: Final = (6.2, 3.72)
 PNG_DPI: Final = 200
@@ -147,9 +147,9 @@ def plot_route(found: RouteExplanation, path: Path) -> None:
 
 
 def _draw_candidates(axis: Any, candidates: Sequence[RouteCandidate]) -> None:  # noqa: ANN401
-    first = candidates[0].figures
-    is_time = any(name in first for name in ROUTE_PARTS)
-    names = [name for name in ROUTE_PARTS if name in first] if is_time else [*first][:1]
+    listed = dict.fromkeys(name for each in candidates for name in each.figures)
+    is_time = any(name in listed for name in ROUTE_PARTS)
+    names = [name for name in ROUTE_PARTS if name in listed] if is_time else [*listed][:1]
     places, ends = range(len(candidates)), [0.0] * len(candidates)
     for number, name in enumerate(names):
         values = [each.figures.get(name, 0.0) for each in candidates]

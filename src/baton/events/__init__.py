@@ -8,7 +8,8 @@ File map:
     blocks.py      the events, the batch they came in, and the feed that delivers them;
                    `WorkerBlockIndex`: what one worker holds now (pure)
     wire.py        vLLM's messages, and pages of a journal: decoded, bounds-checked
-    journal.py     `CacheJournal`: the latest events of the embedded engine, for who asks
+    journal.py     `CacheJournal`: the latest events of a Baton worker's cache and store, for
+                   who asks
     sequence.py    `Sequencer`: gaps, replays, duplicates, restarts (pure)
     endpoint.py    where a publisher is
     subscriber.py  `KVEventSubscriber`: its thread and its bounded queue; the live socket, replay

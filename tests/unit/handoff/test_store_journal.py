@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from baton.errors import StoreError
 from baton.events.blocks import STORE_MEDIUM, BlockRemoved, BlockStored
 from baton.events.journal import CacheJournal
 from baton.handoff.pool_mode import store_journal
@@ -183,6 +184,28 @@ def test_looking_takes_a_bounded_share_of_the_threads_time(pair):
     assert one.journal.step(slow) > 0, "it is not time yet"
 
 
-def test_nothing_is_looked_for_before_something_is_kept(pair):
+def test_a_store_that_cannot_be_looked_at_is_left_alone_for_a_while(pair):
     one, _ = pair
-    assert one.journal.step(one.count_present) is None
+    segments = one.keep(np.arange(4 * SIZE, dtype=np.int32))
+
+    def fail(_):
+        raise StoreError("no")
+
+    one.clock.advance(ROUND_S)
+    with pytest.raises(StoreError):
+        one.journal.step(fail)
+    assert one.journal.step(fail) == ROUND_S
+    one.look()
+    assert one.reported() == hashes_of(segments)
+
+
+def test_the_identity_is_kept_also_where_nothing_is_reported(pair, tmp_path):
+    one, _ = pair
+    for entry in one.store.entries():
+        one.store.discard(entry.name)
+    assert not one.store.entries(), "the identity was evicted"
+    one.clock.advance(ROUND_S)
+    assert one.journal.step(one.count_present) == ROUND_S
+    late = Worker(tmp_path, ManualClock())
+    assert late.journal.store_id == one.journal.store_id
+    late.store.close()

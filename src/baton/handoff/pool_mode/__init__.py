@@ -8,7 +8,9 @@ File map:
     store_writer.py   prefill's half of one handoff (pure), and what carries it out
     store_reader.py   decode's half (pure), and what carries it out
     prefix_store.py   prompts' beginnings: loaded instead of computed, and kept
+    store_journal.py  what the store holds, reported to gateways
     block_copier.py   between a worker's pages and bodies of entries
-    side_entries.py   small entries: that prefill's engine computes, and its last word
+    side_entries.py   small entries: that prefill's engine computes, and its last word;
+                      the store's identity
     metrics.py        what became of the entries, and the store's tiers
 """

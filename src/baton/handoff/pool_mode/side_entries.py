@@ -193,7 +193,7 @@ _IDENTITY_NAME: Final = EntryName(hashlib.sha256(b"baton/store-identity/1").dige
 
 
 class StoreIdentity(msgspec.Struct, frozen=True):
-    """The content of the entry that tells one store from another."""
+    """The content of the entry by which a store is known."""
 
     random: Annotated[bytes, msgspec.Meta(min_length=IDENTITY_BYTES, max_length=IDENTITY_BYTES)]
 

@@ -60,7 +60,7 @@ class StoreJournal:
     _checks_at: Instant = field(init=False)
 
     def __post_init__(self) -> None:
-        self._checks_at = self.clock.now()
+        self._checks_at = Instant(self.clock.now() + ROUND_S)
 
     def add_present(
         self,
@@ -75,8 +75,6 @@ class StoreJournal:
         """
         if not segments:
             return
-        if not self._reported:
-            self._checks_at = Instant(self.clock.now() + ROUND_S)
         ids = token_ids[segments[0].start : segments[-1].stop]
         after = None if parent is None else parent.block_hash
         hashes = [each.block_hash for each in segments]
@@ -91,17 +89,16 @@ class StoreJournal:
         """The store was asked for it, and does not have it any more."""
         self._remove(segment.block_hash)
 
-    def step(self, count_present: Callable[[Sequence[TokenSegment]], int]) -> float | None:
-        """Look for some of what was reported, if it is time.
+    def step(self, count_present: Callable[[Sequence[TokenSegment]], int]) -> float:
+        """Look for the identity, and for some of what was reported, if it is time.
 
         `count_present` gives how many leading segments the store has. Returns in how many seconds
-        there is more to look for; None: nothing was reported.
+        there is more to look for.
         """
-        if not self._reported:
-            return None
         began_at = self.clock.now()
         if began_at < self._checks_at:
             return self._checks_at - began_at
+        self._checks_at = Instant(began_at + ROUND_S)  # also where the store cannot be looked at
         if not self._to_check:
             self._to_check = [*self._reported.values()]
             keep_identity(self.tier, self.identity)
@@ -114,7 +111,7 @@ class StoreJournal:
                 self._remove(missing.block_hash)
             num_checked += 1
         took_s = self.clock.now() - began_at
-        share = len(batch) / max(len(batch), len(self._reported))
+        share = len(batch) / max(len(batch), len(self._reported)) if batch else 1.0
         wait_s = max(share * ROUND_S, took_s / BUSY_SHARE)
         self._checks_at = Instant(began_at + wait_s)
         return wait_s
