@@ -189,3 +189,15 @@ def test_a_step_that_asks_nothing_of_the_store_costs_no_more(
     for each in (stored, harness):
         run(each)
     assert count_calls(lambda: run(stored)) == count_calls(lambda: run(harness))
+
+
+def test_a_long_queue_of_what_is_kept_does_not_keep_prompts_from_asking(
+    stored: RankHarness, store: RecordingStore
+) -> None:
+    run(stored, keep())
+    stored.clock.advance(KEEP_TIMEOUT_S)
+    run(stored)
+    run(stored, look_up("next"))
+    assert len(store.orders) == 2
+    answer(stored, KVSent(store.orders[0].id))  # what was late, now that nobody waits for it
+    assert run(stored) == (set(), set(), None)

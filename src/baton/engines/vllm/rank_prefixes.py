@@ -108,11 +108,12 @@ class RankPrefixes:
         now = self._clock.now()
         late = [order for order, each in self._open.items() if each.deadline <= now]
         for order in late:
-            self._log.warning("late", LATE)
             closed = self._close(order)
-            self._late.add(order)
             if isinstance(closed.order, LoadOrder | KeepOrder):
                 closed.order.guard.revoke()
+            if not isinstance(closed.task, Keep):  # those wait for each other, and for all loads
+                self._late.add(order)
+                self._log.warning("late", LATE)
             self._end(closed, 0)
 
     def take_found(self) -> tuple[tuple[VllmRequestId, int], ...]:
@@ -141,6 +142,8 @@ class RankPrefixes:
         started = _Open(task, order, Instant(self._clock.now() + timeout_s))
         if self._late:
             self._end(started, 0)
+            if isinstance(task, Keep):
+                store.drop(len(task.token_ids))
             return
         self._open[order.id] = started
         self._num_awaited += not isinstance(task, Keep)
