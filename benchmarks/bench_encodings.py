@@ -318,7 +318,7 @@ def measure_link(options: argparse.Namespace) -> list[Answer]:
                 for arm in LINK_ARMS if number % 2 else reversed(LINK_ARMS):
                     answers = [
                         measure_answer(arms[arm], rng, options.tokens, case)
-                        for case in ("cached", "cold")
+                        for case in ("cached", "cached", "cold")
                     ]
                     print(dtype, arm, *answers, file=sys.stderr)
                     if number:  # the first of each meets, and measures, its peer
