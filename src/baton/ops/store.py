@@ -100,9 +100,7 @@ def look_at(tiers: Sequence[CountedTier]) -> list[TierStats]:
 
 def print_stats(found: Sequence[TierStats]) -> None:
     """For people."""
-    table = Table(
-        "tier", "entries", "used, MiB", "of MiB", "pinned, MiB", "last used, s ago", "oldest, s ago"
-    )
+    table = Table("tier", "entries", "used, MiB", "of MiB", "pinned, MiB", "newest, s", "oldest, s")
     for each in found:
         sizes = (
             f"{num_bytes / MIB:,.1f}"

@@ -118,8 +118,13 @@ def import_entries(tiers: Sequence[CountedTier], path: Path, key: ClusterKey) ->
 def _iter_bodies(
     tiers: Sequence[CountedTier], names: Sequence[EntryName]
 ) -> Iterator[tuple[EntryName, memoryview]]:
-    """Each entry once, from the first tier that has it whole."""
-    wanted = names or [entry.name for tier in tiers for entry in tier.entries()]
+    """Each entry once, from the first tier that has it whole.
+
+    The least recently used first: reading is a use, and so is putting, and the order is to stay.
+    """
+    entries = [] if names else [entry for tier in tiers for entry in tier.entries()]
+    entries.sort(key=lambda entry: entry.used_at)
+    wanted = names or [entry.name for entry in entries]
     for name in dict.fromkeys(wanted):
         for tier in tiers:
             lease = tier.inner.try_lease(name)
