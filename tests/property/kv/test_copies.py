@@ -15,20 +15,13 @@ from hypothesis import strategies as st
 
 from baton.kv import copies as copies_module
 from baton.kv.canonical import read_canonical, write_canonical
-from baton.kv.copies import (
-    BlockTable,
-    PageCopies,
-    PagedSequence,
-    apply_copies,
-    apply_copies_in_parts,
-    blocks_holding,
-    compute_page_copies,
-    compute_pieces,
-    count_blocks,
-)
+from baton.kv.copies import PageCopies
+from baton.kv.copying import apply_copies, apply_copies_in_parts
 from baton.kv.digest import DIGEST_BYTES, PieceDigests, compute_digests, locate_pieces
 from baton.kv.geometry import page_geometry, shared_heads
 from baton.kv.layout import KVLayout, LayerLayout, TensorParallelShard, check_compatible
+from baton.kv.paged import BlockTable, PagedSequence, blocks_holding, count_blocks
+from baton.kv.planning import compute_page_copies, compute_pieces
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
