@@ -407,7 +407,7 @@ def test_a_stream_moves_to_the_request_that_waits_for_it() -> None:
         assert {name for name, _ in second.feeds} == {standby}
         *_, (_, last) = second.feeds
         assert last["generates"]
-        assert len(last["token_ids"]) <= 2, "what is left to compute after the cut"
+        assert len(last["token_ids"]) <= 3, "what is left to compute after the cut"
         _, trace = await cluster.get_json(f"/debug/requests/{left.headers['x-request-id']}")
         (move,) = trace["gateway"]["moves"]
         assert move.endswith("(drain)")

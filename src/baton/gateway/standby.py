@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from baton.gateway.workers import Worker
     from baton.router.fleet import WorkerView
 
-CLOSE_TOKENS: Final = 1
-"""May be left for the step after the cut: one comes while the worker computes the ones before."""
+CLOSE_TOKENS: Final = 2
+"""May be left for the step after the cut: so many come while the worker computes the ones before,
+where a step of two tokens takes as long as two of one (a CPU with one stream), else one."""
 MAX_ROUNDS: Final = 8
 """Of tokens that are sent after: a worker that gets no closer by then goes on from where it is."""
 FEED_TIMEOUT_S: Final = 10.0
