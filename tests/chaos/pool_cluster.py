@@ -11,6 +11,7 @@ import itertools
 import os
 import shutil
 import tempfile
+import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +48,8 @@ BODY_BYTES = ENTRY_TOKENS * 6 * 2 * 2 * 32 * 4
 CAPACITY_BYTES = 40 * compute_cost(BODY_BYTES)
 TRANSPORT_BESIDE = {"shared": "shared", "file": "tcp"}
 """By which the pair with such a tier hands over where the store cannot."""
+MAX_ATTEMPTS = 100
+PAUSE_S = 0.05
 SLACK_BYTES = 2 * compute_cost(1)
 """Room for a note and no entry, where the neighbour takes all the rest."""
 
@@ -72,7 +75,7 @@ class OtherStoreUser:
 
     def take_back(self) -> None:
         """What killed workers were about to keep is forgotten, as whenever there is no room."""
-        assert self._capacity.try_reserve(2 * CAPACITY_BYTES) > 0
+        assert self._capacity.try_reserve(2 * CAPACITY_BYTES, needs_no_memory) > 0
 
     def names(self) -> frozenset[str]:
         """Of entries and notes."""
@@ -93,14 +96,18 @@ class OtherStoreUser:
 
     def fill_capacity(self) -> None:
         """Nothing is kept any more, and nothing but a note can be: all is about to be written."""
-        for name in self.names():
-            self._tier.discard(EntryName(bytes.fromhex(name)))
-        num_bytes = CAPACITY_BYTES - self.num_reserved_bytes - SLACK_BYTES
-        assert self._capacity.try_reserve(num_bytes) == 0, "there was room"
-        self._num_taken_bytes = num_bytes
+        for _ in range(MAX_ATTEMPTS):  # workers may still keep what the request before has left
+            for name in self.names():
+                self._tier.discard(EntryName(bytes.fromhex(name)))
+            num_bytes = CAPACITY_BYTES - self.num_reserved_bytes - SLACK_BYTES
+            if self._capacity.try_reserve(num_bytes, needs_no_memory) == 0:
+                self._num_taken_bytes = num_bytes
+                return
+            time.sleep(PAUSE_S)
+        raise AssertionError("there was no room")
 
     def free_capacity(self) -> None:
-        self._capacity.release(self._num_taken_bytes)
+        self._capacity.release(self._num_taken_bytes, lambda: None)
         self._num_taken_bytes = 0
 
     @contextmanager
@@ -117,6 +124,11 @@ class OtherStoreUser:
         self._capacity.close()
         os.close(self._descriptor)
         self._tier.close()
+
+
+def needs_no_memory() -> bool:
+    """Bodies lie in their entries' files."""
+    return True
 
 
 def is_entry(name: str) -> bool:
