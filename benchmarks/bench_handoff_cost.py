@@ -46,8 +46,8 @@ from baton.handoff.kv_views import KVView
 from baton.handoff.options import AgentOptions
 from baton.handoff.peer_transports import LinkOptions
 from baton.ids import WorkerId, new_epoch, new_ticket_id
+from baton.kv.copies import BlockTable
 from baton.kv.layout import KVLayout
-from baton.kv.paged import BlockTable
 from baton.telemetry.trace import RequestSpan
 from baton.transfer.interface import TRANSPORTS, TransportContext
 from baton.transfer.peer_mappings import PeerMappings

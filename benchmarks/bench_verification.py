@@ -46,11 +46,10 @@ from baton.auth.credentials import Credentials
 from baton.auth.ticket import Ticket, TicketIssuer, WorkerRef, seal, unseal
 from baton.clock import MachineClock
 from baton.ids import WorkerId, new_epoch, new_ticket_id
+from baton.kv.copies import BlockTable, PagedSequence, compute_pieces
 from baton.kv.digest import compute_digests, locate_pieces
 from baton.kv.geometry import page_geometry
 from baton.kv.layout import KVLayout
-from baton.kv.paged import BlockTable, PagedSequence
-from baton.kv.planning import compute_pieces
 from baton.testing.fleet import Fleet
 
 if TYPE_CHECKING:

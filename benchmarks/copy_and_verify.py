@@ -18,8 +18,7 @@ from baton.auth.credentials import Credentials
 from baton.handoff.incoming import DigestVerifier
 from baton.handoff.write_batches import WriteBatchBuilder
 from baton.ids import new_epoch
-from baton.kv.paged import PagedSequence
-from baton.kv.planning import CopyPlanner
+from baton.kv.copies import CopyPlanner, PagedSequence
 from baton.transfer.interface import (
     TRANSPORTS,
     PageRead,

@@ -19,8 +19,8 @@ from baton.auth.credentials import Credentials
 from baton.handoff.messages import encode
 from baton.handoff.write_batches import WriteBatchBuilder
 from baton.ids import new_epoch, new_ticket_id
+from baton.kv.copies import BlockTable, PagedSequence
 from baton.kv.layout import KVLayout
-from baton.kv.paged import BlockTable, PagedSequence
 from baton.transfer.interface import (
     TRANSPORTS,
     Arrived,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from baton.errors import PeerLostError, PeerUnreachableError, TransferError
-from baton.kv.copying import apply_copies
+from baton.kv.copies import apply_copies
 from baton.registry import Plugin
 from baton.transfer.grants import PageSet, check_grant_pages
 from baton.transfer.interface import (

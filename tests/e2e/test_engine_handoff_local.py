@@ -1,6 +1,6 @@
 """Two engines, one hands its KV to the other: the tokens are those of one engine alone.
 
-The handoff is a double that copies pages synchronously with the kernels of `kv.copying`; the real
+The handoff is a double that copies pages synchronously with the kernels of `kv.copies`; the real
 agent and its transports are tested in tests/integration.
 """
 
@@ -16,9 +16,7 @@ pytest.importorskip("transformers")
 from baton.engines.interface import DecodeRequest, PrefillRequest
 from baton.errors import HandoffError
 from baton.handoff.interface import BlocksQuiescent, KVFailed, KVLanded, KVSent
-from baton.kv.copying import apply_copies
-from baton.kv.paged import PagedSequence
-from baton.kv.planning import compute_page_copies
+from baton.kv.copies import PagedSequence, apply_copies, compute_page_copies
 from baton.transfer.region import view_pages
 from tests.unit.engines.harness import (
     Driver,

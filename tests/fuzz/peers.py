@@ -32,7 +32,7 @@ from baton.handoff.interface import (
 from baton.handoff.peer_transports import LinkOptions
 from baton.handoff.verify import VerificationPolicy
 from baton.ids import TicketId
-from baton.kv.paged import BlockTable
+from baton.kv.copies import BlockTable
 from baton.telemetry.trace import Stamp
 from baton.testing.clocks import ManualClock
 from tests.fuzz.mutation import BLOBS, BOUNDARIES, FLOATS, TEXTS

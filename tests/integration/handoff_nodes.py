@@ -28,8 +28,8 @@ from baton.handoff.peer_transports import LinkOptions
 from baton.handoff.verify import VerificationPolicy
 from baton.ids import Epoch, WorkerId, new_epoch
 from baton.kv.canonical import read_canonical, write_canonical
+from baton.kv.copies import BlockTable, PagedSequence
 from baton.kv.layout import KVLayout
-from baton.kv.paged import BlockTable, PagedSequence
 from baton.telemetry.trace import Stamp
 from baton.transfer.interface import TRANSPORTS, PagedRegion, Transport, TransportContext
 from baton.transfer.region import allocate_shared_region, release_region, view_pages

@@ -27,7 +27,7 @@ from baton.handoff.interface import (
     SendFailed,
 )
 from baton.ids import Epoch, WorkerId
-from baton.kv.paged import BlockTable
+from baton.kv.copies import BlockTable
 from baton.telemetry.trace import Stamp
 from baton.transfer.transports.shared.transport import SharedTransport
 from tests.integration.handoff_nodes import (

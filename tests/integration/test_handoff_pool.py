@@ -34,9 +34,9 @@ from baton.handoff.pool_mode.block_copier import BlockCopier
 from baton.handoff.pool_mode.store_access import open_store_access
 from baton.ids import TicketId, WorkerId, new_epoch, new_ticket_id
 from baton.kv.canonical import read_canonical
+from baton.kv.copies import BlockTable, PagedSequence
 from baton.kv.identity import compute_prompt_hash
 from baton.kv.layout import KVLayout
-from baton.kv.paged import BlockTable, PagedSequence
 from baton.store.entry_format import EntryFormat
 from baton.telemetry.trace import RequestSpan
 from baton.transfer.region import allocate_shared_region, release_region, view_pages

@@ -21,7 +21,7 @@ from baton.handoff.interface import (
     KVSent,
     SendFailed,
 )
-from baton.kv.paged import BlockTable
+from baton.kv.copies import BlockTable
 from baton.telemetry.trace import Stamp
 from baton.transfer.transports.shared.transport import SharedTransport
 from baton.transfer.transports.tcp.transport import TcpTransport

@@ -14,7 +14,7 @@ from baton.auth.credentials import Credentials
 from baton.clock import Instant
 from baton.handoff.interface import BlocksQuiescent, KVFailed, KVLanded, KVSent, SendFailed
 from baton.handoff.kv_views import KVView
-from baton.kv.paged import BlockTable
+from baton.kv.copies import BlockTable
 from tests.integration.handoff_nodes import (
     CLOCK,
     FIRST,

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from baton.engines.vllm import kv_views
 from baton.engines.vllm.kv_views import TransposedPages
 from baton.kv.canonical import read_canonical
+from baton.kv.copies import BlockTable, PagedSequence
 from baton.kv.layout import DTYPE_BYTES, DType, KVLayout, LayerLayout, TensorParallelShard
-from baton.kv.paged import BlockTable, PagedSequence
 from baton.transfer.region import allocate_host_region, view_pages
 from tests.cpu import needs_fp8
 

@@ -21,9 +21,9 @@ import numpy as np
 from baton.encodings.interface import RAW, open_encoding
 from baton.errors import ConfigError
 from baton.handoff.kv_views import KVView
+from baton.kv.copies import count_blocks
 from baton.kv.geometry import page_geometry, view_planes
 from baton.kv.layout import KVLayout, LayerLayout
-from baton.kv.paged import count_blocks
 from baton.transfer.region import allocate_shared_region, view_pages
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from baton.handoff.messages import (
     RenewLease,
     unpack_blocks,
 )
-from baton.kv.paged import BlockTable
+from baton.kv.copies import BlockTable
 from baton.record import Record
 
 if TYPE_CHECKING:

@@ -11,9 +11,8 @@ import numpy as np
 
 from baton.handoff.messages import DIGEST_BYTES, Notification, unpack_blocks
 from baton.handoff.peer_transports import TransportUsage
+from baton.kv.copies import BlockTable, compute_pieces, pair_layers
 from baton.kv.digest import DigestKey, PieceDigests, PieceLocator, locate_pieces
-from baton.kv.paged import BlockTable
-from baton.kv.planning import compute_pieces, pair_layers
 from baton.record import MutableRecord, Record
 from baton.telemetry.trace import Stamp
 from baton.transfer.interface import WriteGrant
@@ -29,11 +28,9 @@ if TYPE_CHECKING:
     from baton.handoff.peers import Peer
     from baton.handoff.session.receive import ReceiveSession
     from baton.handoff.verify import Level, VerificationPolicy
-    from baton.kv.copies import PageCopies
+    from baton.kv.copies import CopyPlanner, PageCopies, PagedSequence
     from baton.kv.digest import Pieces
     from baton.kv.layout import KVLayout
-    from baton.kv.paged import PagedSequence
-    from baton.kv.planning import CopyPlanner
     from baton.transfer.interface import Transport
     from baton.transfer.links.choice import Choice
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from baton.clock import Instant
     from baton.errors import HandoffError
     from baton.ids import TicketId
-    from baton.kv.paged import BlockTable
+    from baton.kv.copies import BlockTable
     from baton.telemetry.trace import RequestSpan
 
 

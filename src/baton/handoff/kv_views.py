@@ -19,8 +19,8 @@ import numpy as np
 
 from baton.config.cluster_key import is_loopback
 from baton.errors import HandoffError
+from baton.kv.copies import BlockTable, PagedSequence
 from baton.kv.geometry import check_page_size, page_geometry
-from baton.kv.paged import BlockTable, PagedSequence
 from baton.record import Record
 from baton.transfer.region import view_pages
 

@@ -422,7 +422,7 @@ class ProbeNotification(msgspec.Struct, frozen=True, array_like=True):
 class Notification(msgspec.Struct, frozen=True, array_like=True):
     """Rides on a write: KV of tokens `[start, stop)` of `num_layers` from `layer` on is in place.
 
-    `digests` has 16 bytes for each piece, in the order of `kv.planning.compute_pieces`, layer after
+    `digests` has 16 bytes for each piece, in the order of `kv.copies.compute_pieces`, layer after
     layer; or none at all, where the grant excludes digests. `finished`: it was the last write of
     its ticket; then no `Finished` follows over the link, unless the transport fails.
     """

@@ -17,9 +17,7 @@ from baton.handoff.incoming import BlockTableCache, explain_mismatch, verify_rea
 from baton.handoff.messages import Notification
 from baton.handoff.session.actions import TransferHandle
 from baton.handoff.session.receive import ReceivePhase
-from baton.kv.copies import PageCopies
-from baton.kv.paged import PagedSequence
-from baton.kv.planning import CopyPlanner
+from baton.kv.copies import CopyPlanner, PageCopies, PagedSequence
 from baton.record import Record
 from baton.transfer.interface import PageRead, as_reader
 from baton.transfer.links.cost_model import measure_shape

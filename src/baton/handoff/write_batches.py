@@ -20,14 +20,20 @@ from baton.handoff.messages import (
 from baton.handoff.peer_transports import TransportUsage
 from baton.handoff.session.actions import AnnounceReadable, TransferHandle, WriteLayers
 from baton.handoff.session.send import LayersWritten
+from baton.kv.copies import (
+    BlockTable,
+    CopyPlanner,
+    PageCopies,
+    PagedSequence,
+    compute_pieces,
+    count_blocks,
+)
 from baton.kv.digest import (
     DigestKey,
     PieceDigests,
     PieceLocator,
     compute_digests,
 )
-from baton.kv.paged import BlockTable, PagedSequence, count_blocks
-from baton.kv.planning import CopyPlanner, compute_pieces
 from baton.record import MutableRecord, Record
 from baton.transfer.interface import PageWrite, ReadGrant
 from baton.transfer.links.cost_model import measure_shape
@@ -45,7 +51,6 @@ if TYPE_CHECKING:
     from baton.handoff.peers import Peer
     from baton.handoff.session.actions import SendFinished
     from baton.handoff.session.send import SendSession
-    from baton.kv.copies import PageCopies
     from baton.kv.layout import KVLayout
     from baton.transfer.interface import PageArray, ScopesReads
 

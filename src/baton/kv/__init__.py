@@ -9,10 +9,8 @@ File map:
                   layouts may differ in
     identity.py   `BlockHash`, `HashDomain`, the prompt hash
     geometry.py   where a page's bytes are; the spans and heads that two pages share
-    paged.py      `BlockTable`: which blocks hold which tokens of a sequence
-    copies.py     `PageCopies`: what one write moves, as index arrays
-    planning.py   pieces, and the copies between two layouts; computed once for layers alike
-    copying.py    copies carried out in this process's memory
+    copies.py     `BlockTable`, pieces, `PageCopies`: what one write moves; a plain executor;
+                  what a handoff's layers have in common, computed once
     canonical.py  KV of a token range in canonical order, gathered and scattered
     digest.py     a digest for each piece, equal on both sides
     blocks.py     `BlockState`, the ledger; reserved → in flight → quiescent, quarantined

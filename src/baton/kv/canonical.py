@@ -16,9 +16,9 @@ from baton.kv.geometry import page_geometry, view_planes
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from baton.kv.copies import PagedSequence
     from baton.kv.geometry import PageGeometry
     from baton.kv.layout import KVLayout
-    from baton.kv.paged import PagedSequence
 
 
 def canonical_bytes(

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from baton.kv.copies import BlockTable, PagedSequence
     from baton.kv.geometry import PageGeometry
-    from baton.kv.paged import BlockTable, PagedSequence
 
 DIGEST_BYTES: Final = 16
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from baton.errors import ProtocolError
-from baton.kv.copies import CopyGroup, PageCopies
-from baton.kv.copying import apply_copies
+from baton.kv.copies import CopyGroup, PageCopies, apply_copies
 from baton.kv.runs import MAX_FEW, merge_few, merge_runs, merge_spans
 from baton.transfer.region import are_pages_inside, are_spans_inside, view_pages
 

@@ -17,10 +17,10 @@ from baton.handoff.pool_mode.block_copier import (
     hash_segments,
 )
 from baton.kv.canonical import read_canonical, write_canonical
+from baton.kv.copies import BlockTable, PagedSequence
 from baton.kv.geometry import shared_heads
 from baton.kv.identity import HashDomain
 from baton.kv.layout import KVLayout, LayerLayout, TensorParallelShard
-from baton.kv.paged import BlockTable, PagedSequence
 from baton.store.entry_format import EntryFormat
 from baton.transfer.region import allocate_host_region, release_region, view_pages
 from tests.integration.handoff_nodes import ConvertedPages

@@ -19,12 +19,16 @@ from baton.handoff.write_batches import (
     MAX_SEGMENTS,
     WriteBatchBuilder,
 )
-from baton.kv.copies import PageCopies
-from baton.kv.copying import apply_copies, apply_copies_in_parts
+from baton.kv.copies import (
+    MAX_JOINED_BYTES,
+    BlockTable,
+    PageCopies,
+    PagedSequence,
+    apply_copies,
+    apply_copies_in_parts,
+)
 from baton.kv.digest import DigestKey
 from baton.kv.layout import KVLayout, LayerLayout
-from baton.kv.paged import BlockTable, PagedSequence
-from baton.kv.planning import MAX_JOINED_BYTES
 from baton.transfer.region import allocate_host_region, view_pages
 from tests.unit.handoff.orders import make_ticket, send_order
 

@@ -13,15 +13,22 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.kv import copying
+from baton.kv import copies as copies_module
 from baton.kv.canonical import read_canonical, write_canonical
-from baton.kv.copies import PageCopies
-from baton.kv.copying import apply_copies, apply_copies_in_parts
+from baton.kv.copies import (
+    BlockTable,
+    PageCopies,
+    PagedSequence,
+    apply_copies,
+    apply_copies_in_parts,
+    blocks_holding,
+    compute_page_copies,
+    compute_pieces,
+    count_blocks,
+)
 from baton.kv.digest import DIGEST_BYTES, PieceDigests, compute_digests, locate_pieces
 from baton.kv.geometry import page_geometry, shared_heads
 from baton.kv.layout import KVLayout, LayerLayout, TensorParallelShard, check_compatible
-from baton.kv.paged import BlockTable, PagedSequence, blocks_holding, count_blocks
-from baton.kv.planning import compute_page_copies, compute_pieces
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -187,7 +194,7 @@ def test_digests_made_part_by_part_are_those_of_the_pages_afterwards(
         if pieces[side].has_one_in_each_block:
             digests[side].add_pages(layers, pages)
 
-    with mock.patch.object(copying, "PART_BYTES", part_bytes):
+    with mock.patch.object(copies_module, "PART_BYTES", part_bytes):
         apply_copies_in_parts(copies, *arrays, read=partial(look, 0), written=partial(look, 1))
     assert all((pages == expected).all() for pages in arrays[1])
     for side, name in enumerate(("src_pages", "dst_pages")):

@@ -9,17 +9,20 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.kv.copying import apply_copies
+from baton.kv.copies import (
+    BlockTable,
+    PageCopies,
+    PagedSequence,
+    apply_copies,
+    compute_page_copies,
+    compute_pieces,
+)
 from baton.kv.digest import DIGEST_BYTES, compute_digests, locate_pieces
 from baton.kv.geometry import page_geometry, shared_heads
 from baton.kv.layout import KVLayout, LayerLayout, TensorParallelShard
-from baton.kv.paged import BlockTable, PagedSequence
-from baton.kv.planning import compute_page_copies, compute_pieces
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from baton.kv.copies import PageCopies
 
 MAX_TOKENS = 60
 QUICK = settings(max_examples=150, deadline=None)

@@ -8,11 +8,16 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.kv.copies import CopyGroup, PageCopies
-from baton.kv.copying import apply_copies
+from baton.kv.copies import (
+    BlockTable,
+    CopyGroup,
+    CopyPlanner,
+    PageCopies,
+    PagedSequence,
+    apply_copies,
+    compute_page_copies,
+)
 from baton.kv.layout import KVLayout, LayerLayout
-from baton.kv.paged import BlockTable, PagedSequence
-from baton.kv.planning import CopyPlanner, compute_page_copies
 
 QUICK = settings(max_examples=150, deadline=None)
 NUM_PAGES = 300

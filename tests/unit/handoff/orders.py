@@ -8,7 +8,7 @@ from baton.auth.ticket import HandoffMode, Ticket, WorkerRef
 from baton.clock import Instant
 from baton.handoff.interface import ReceiveOrder, SendOrder
 from baton.ids import Epoch, WorkerId, new_ticket_id
-from baton.kv.paged import BlockTable
+from baton.kv.copies import BlockTable
 from baton.telemetry.trace import RequestSpan
 from tests.tickets import issue
 

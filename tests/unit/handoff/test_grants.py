@@ -20,7 +20,7 @@ from baton.handoff.grants import (
 )
 from baton.handoff.messages import Grant
 from baton.ids import Epoch, TicketId, WorkerId
-from baton.kv.paged import BlockTable
+from baton.kv.copies import BlockTable
 from tests.unit.handoff.orders import PROMPT_HASH, make_ticket
 
 DECODE = WorkerRef(WorkerId("d"), Epoch("ed"), "127.0.0.1:2")

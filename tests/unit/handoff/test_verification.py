@@ -8,9 +8,9 @@ from baton.config.sections import HandoffSection
 from baton.handoff.incoming import DigestVerifier, Sampler
 from baton.handoff.verify import VerificationPolicy, path_of
 from baton.handoff.write_batches import WriteBatchBuilder
+from baton.kv.copies import BlockTable, PagedSequence
 from baton.kv.digest import DigestKey
 from baton.kv.layout import KVLayout
-from baton.kv.paged import BlockTable, PagedSequence
 from baton.transfer.interface import Capabilities
 from baton.transfer.region import allocate_host_region, view_pages
 

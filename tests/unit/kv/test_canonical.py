@@ -8,8 +8,8 @@ import pytest
 
 from baton.errors import InvalidLayoutError, ProtocolError
 from baton.kv.canonical import canonical_bytes, read_canonical, write_canonical
+from baton.kv.copies import BlockTable, PagedSequence
 from baton.kv.layout import KVLayout, LayerLayout
-from baton.kv.paged import BlockTable, PagedSequence
 
 LAYOUT = KVLayout((LayerLayout.gqa(2, 2, v_head_dim=1),), block_size=2, dtype="int8")
 SEQUENCE = PagedSequence(LAYOUT, BlockTable(0, np.array([1, 0], dtype=np.int64)))

@@ -7,11 +7,16 @@ import numpy as np
 import pytest
 
 from baton.errors import LayoutMismatchError, ProtocolError
-from baton.kv.copies import CopyGroup, PageCopies
-from baton.kv.copying import apply_copies
+from baton.kv.copies import (
+    BlockTable,
+    CopyGroup,
+    PageCopies,
+    PagedSequence,
+    apply_copies,
+    compute_page_copies,
+    compute_pieces,
+)
 from baton.kv.layout import KVLayout, TensorParallelShard
-from baton.kv.paged import BlockTable, PagedSequence
-from baton.kv.planning import compute_page_copies, compute_pieces
 
 LAYOUT = KVLayout.gqa(2, 4, 8, block_size=4, dtype="int8")
 PAGE_BYTES = 2 * 4 * 4 * 8

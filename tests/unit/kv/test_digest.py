@@ -13,11 +13,10 @@ from xxhash import xxh3_128_digest
 
 from baton.errors import ProtocolError
 from baton.kv.canonical import read_canonical
+from baton.kv.copies import BlockTable, PagedSequence, compute_pieces
 from baton.kv.digest import DigestKey, compute_digests, locate_pieces
 from baton.kv.geometry import page_geometry
 from baton.kv.layout import KVLayout
-from baton.kv.paged import BlockTable, PagedSequence
-from baton.kv.planning import compute_pieces
 
 LAYOUT = KVLayout.gqa(1, 4, 8, block_size=4, dtype="int8")
 PAGES = np.random.default_rng(7).integers(0, 256, (6, LAYOUT.page_bytes(0)), dtype=np.uint8)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import ConfigError
-from baton.kv.copying import apply_copies
+from baton.kv.copies import apply_copies
 from baton.rig.pages import (
     PAGE_BYTES,
     Workload,

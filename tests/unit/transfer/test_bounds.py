@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from baton.errors import ProtocolError, TransferError
-from baton.kv.copies import CopyGroup, PageCopies
-from baton.kv.copying import apply_copies
+from baton.kv.copies import CopyGroup, PageCopies, apply_copies
 from baton.transfer.interface import PageArray
 from baton.transfer.region import check_array, check_copies
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name that torch's own documentation uses
 from transformers import AttentionInterface
 
-from baton.kv.paged import count_blocks
+from baton.kv.copies import count_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -28,7 +28,7 @@ from baton.errors import (
     mapped,
 )
 from baton.events.journal import CacheJournal
-from baton.kv.paged import count_blocks
+from baton.kv.copies import count_blocks
 from baton.kv.pool import BlockPool
 from baton.transfer.region import allocate_shared_region, release_region
 

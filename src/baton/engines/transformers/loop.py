@@ -41,7 +41,7 @@ from baton.handoff.interface import (
     SampledToken,
     SendFailed,
 )
-from baton.kv.paged import blocks_holding
+from baton.kv.copies import blocks_holding
 from baton.telemetry.metrics import HeldBlockTime
 from baton.telemetry.trace import Stamp
 

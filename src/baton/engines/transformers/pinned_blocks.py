@@ -10,7 +10,7 @@ import numpy as np
 from baton.engines.transformers.sequence import is_pulled
 from baton.handoff.interface import KeepOrder
 from baton.ids import TicketId
-from baton.kv.paged import BlockTable
+from baton.kv.copies import BlockTable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Many

@@ -13,9 +13,9 @@ from baton.engines.transformers.pinned_blocks import KeptBlocks, PinnedBlocks, S
 from baton.engines.transformers.sequence import Status, is_pulled, is_pushed_prefix
 from baton.handoff.interface import LoadOrder, ReceiveOrder, SendOrder
 from baton.ids import TicketId
+from baton.kv.copies import BlockTable
 from baton.kv.identity import compute_prompt_hash
 from baton.kv.layout import needed_tokens
-from baton.kv.paged import BlockTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable

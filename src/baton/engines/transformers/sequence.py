@@ -16,8 +16,8 @@ from baton.engines.interface import (
     PrefillRequest,
     RequestKind,
 )
+from baton.kv.copies import count_blocks
 from baton.kv.identity import HashDomain, compute_block_hashes
-from baton.kv.paged import count_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Many

@@ -28,8 +28,8 @@ from baton.engines.vllm.identity import describe_worker
 from baton.engines.vllm.scheduler_pressure import SchedulerPressure
 from baton.engines.vllm.step_orders import Prompt
 from baton.engines.vllm.tickets import NoHandoff, Probe, Receive, Refusal, RefusalCounter, Send
+from baton.kv.copies import count_blocks
 from baton.kv.identity import compute_prompt_hash
-from baton.kv.paged import count_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

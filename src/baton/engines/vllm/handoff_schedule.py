@@ -30,7 +30,7 @@ from baton.engines.vllm.step_orders import (
     Withdraw,
 )
 from baton.engines.vllm.tickets import Refusal
-from baton.kv.paged import blocks_holding, count_blocks
+from baton.kv.copies import blocks_holding, count_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence

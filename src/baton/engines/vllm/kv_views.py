@@ -21,7 +21,7 @@ from baton.engines.vllm.layouts import keep_layers, make_opaque, pages_of, read_
 from baton.errors import ConfigError, TransferError
 from baton.handoff.kv_views import KVView
 from baton.ids import new_region_handle
-from baton.kv.paged import count_blocks
+from baton.kv.copies import count_blocks
 from baton.transfer.interface import PageArray, PagedRegion
 from baton.transfer.region import (
     ARRAY_ALIGNMENT_BYTES,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from baton.auth.ticket import hash_tenant
 from baton.engines.vllm.step_orders import Keep, LookUp
-from baton.kv.paged import count_blocks
+from baton.kv.copies import count_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

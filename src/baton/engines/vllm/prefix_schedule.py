@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from baton.engines.vllm.step_orders import Keep, LookUp, PrefixOrders, StartLoad
-from baton.kv.paged import blocks_holding
+from baton.kv.copies import blocks_holding
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -18,7 +18,7 @@ from baton.engines.lookup_cost import LOAD_TIMEOUT_S
 from baton.engines.vllm.step_orders import Keep, LookUp, StartLoad
 from baton.handoff.interface import KeepOrder, LoadOrder, LookupOrder
 from baton.ids import TicketId
-from baton.kv.paged import BlockTable
+from baton.kv.copies import BlockTable
 from baton.telemetry.log_limit import LimitedLog
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from baton.engines.vllm.in_flight import (
 from baton.engines.vllm.rank_observer import open_partial_trace, open_trace
 from baton.engines.vllm.tickets import compute_receiving_subtickets, compute_subtickets
 from baton.handoff.interface import DECLINED_STAGE, HandoffPort, ReceiveOrder, SendOrder
-from baton.kv.paged import BlockTable, count_blocks
+from baton.kv.copies import BlockTable, count_blocks
 from baton.telemetry.trace import RequestSpan, Stamp
 
 if TYPE_CHECKING:

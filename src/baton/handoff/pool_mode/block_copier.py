@@ -9,11 +9,9 @@ import numpy as np
 
 from baton.errors import ConfigError
 from baton.kv.canonical import read_canonical, write_canonical
-from baton.kv.copying import apply_copies
+from baton.kv.copies import BlockTable, PagedSequence, apply_copies, compute_page_copies
 from baton.kv.geometry import shared_heads
 from baton.kv.identity import HashDomain, compute_block_hashes, compute_tail_hash
-from baton.kv.paged import BlockTable, PagedSequence
-from baton.kv.planning import compute_page_copies
 from baton.transfer.region import view_pages
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from baton.handoff.pool_mode.side_entries import CompletionMarker
     from baton.handoff.pool_mode.store_access import StoreAccess
     from baton.ids import TicketId
-    from baton.kv.paged import BlockTable
+    from baton.kv.copies import BlockTable
     from baton.store.interface import EntryName
 
 UNGUARDED: Final = nullcontext()

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from baton.handoff.interface import HandoffEvent, SampledToken, SendOrder
     from baton.handoff.pool_mode.block_copier import BlockCopier, EntryBodies, TokenSegment
     from baton.handoff.pool_mode.store_access import StoreAccess
-    from baton.kv.paged import BlockTable
+    from baton.kv.copies import BlockTable
 
 logger = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from baton.clock import Instant
 from baton.handoff.grants import epoch_of
 from baton.handoff.interface import ExportReleased
 from baton.handoff.messages import MAX_BATCH, ReleaseAck, Revoke
-from baton.kv.paged import blocks_holding
+from baton.kv.copies import blocks_holding
 from baton.transfer.interface import TracksReaders
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         RetransmitRequest,
         TransportFailed,
     )
-    from baton.kv.paged import BlockTable
+    from baton.kv.copies import BlockTable
     from baton.transfer.interface import TransferId
 
 

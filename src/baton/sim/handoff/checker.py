@@ -22,7 +22,7 @@ from baton.handoff.kv_views import Holder
 from baton.handoff.messages import Grant, RenewLease
 from baton.handoff.session.lease import LEASE_STAGE
 from baton.kv.blocks import BlockState
-from baton.kv.paged import blocks_holding
+from baton.kv.copies import blocks_holding
 from baton.sim.handoff import internals
 from baton.sim.handoff.agent import tickets_of
 from baton.sim.handoff.allowed_failures import ViolationError

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias, assert_never
 
-from baton.kv.copying import apply_copies
+from baton.kv.copies import apply_copies
 from baton.sim.handoff.transport import COPY_S, LATE_S, split_copies
 from baton.transfer.interface import Arrived
 

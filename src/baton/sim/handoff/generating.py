@@ -6,7 +6,7 @@ from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, Final
 
-from baton.kv.paged import count_blocks
+from baton.kv.copies import count_blocks
 from baton.sim.handoff.memory import VOCABULARY
 from baton.sim.handoff.plan import (
     GATEWAY,

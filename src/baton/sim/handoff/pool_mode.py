@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from baton.handoff.kv_views import KVView
     from baton.handoff.pool_mode.block_copier import EntryBodies, TokenSegment
     from baton.handoff.pool_mode.store_handoff import StoreHandoff
-    from baton.kv.paged import BlockTable
+    from baton.kv.copies import BlockTable
     from baton.sim.handoff.process import SimProcess
 
 STEP_S: Final = 0.001

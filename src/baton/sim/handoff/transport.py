@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from baton.errors import PeerLostError, PeerUnreachableError, TransferError
-from baton.kv.copies import CopyGroup, PageCopies
-from baton.kv.copying import apply_copies
+from baton.kv.copies import CopyGroup, PageCopies, apply_copies
 from baton.transfer.interface import (
     Capabilities,
     GrantQuiescent,

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from baton.errors import PeerLostError, PeerUnreachableError, TransferError
-from baton.kv.copying import apply_copies
+from baton.kv.copies import apply_copies
 from baton.transfer.base_transport import BaseRemote, BaseTransport, Reactor
 from baton.transfer.grants import AdmittedGrants, GrantHolder
 from baton.transfer.interface import (

@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.errors import PeerLostError, ProtocolError, TransferError
-from baton.kv.copying import apply_copies_in_parts, apply_layer_copies
+from baton.kv.copies import apply_copies_in_parts, apply_layer_copies
 from baton.net.connection import InboundPoller
 from baton.net.framing import encode
 from baton.transfer.base_transport import refused_to_attach
