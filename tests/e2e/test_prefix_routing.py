@@ -97,8 +97,11 @@ def test_turns_of_conversations_go_where_their_kv_is(fleet, workers, policy):
     at = {}
     for turn in range(3):
         for talk, messages in enumerate(talks):
-            answer, worker = chat(gateway, messages)
-            assert at.setdefault(talk, worker) == worker, "a follow-up turn went elsewhere"
+            answer, workers_of_turn = chat(gateway, messages)
+            # On a busy machine two may be better than one: then both have it.
+            first, *others = workers_of_turn.split(" → ")
+            assert first in at.setdefault(talk, {first}), "a follow-up turn went elsewhere"
+            at[talk].update(others)
             if turn:
                 assert cached(answer) > 150 * turn
             messages += [
@@ -106,7 +109,7 @@ def test_turns_of_conversations_go_where_their_kv_is(fleet, workers, policy):
                 {"role": "user", "content": f"and turn {turn}? {TEXT}"},
             ]
     if policy == "prefix":  # in turns while nothing is cached
-        assert set(at.values()) == {"one", "two"}
+        assert sorted(map(sorted, at.values())) == [["one"], ["one"], ["two"], ["two"]]
     predicted = metric(gateway, 'baton_router_cached_tokens_total{kind="predicted"}')
     actual = metric(gateway, 'baton_router_cached_tokens_total{kind="actual"}')
     assert predicted == pytest.approx(actual, rel=0.02)
