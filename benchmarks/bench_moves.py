@@ -306,7 +306,7 @@ def main() -> int:
             logs = Path(folder) / ("old" if is_old else "new")
             logs.mkdir()
             fleet = fleets.enter_context(Fleet(logs, old if is_old else environment))
-            workers[is_old] = Workers(fleet, model)
+            workers[is_old] = Workers(fleet, model, arguments.engine)
         for each in workers.values():
             each.wait_ready()
         arms = [Arm.start(case, workers[case == BEFORE]) for case in cases]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.mark.parametrize("eviction", ["lru", "s3fifo"])
+@pytest.mark.parametrize("eviction", ["lru", pytest.param("s3fifo", marks=pytest.mark.every)])
 def test_a_store_in_use_is_right_whoever_is_killed(tmp_path: Path, eviction: str) -> None:
     folder = tmp_path / "kv"
     kills = run(folder, 12, eviction)
