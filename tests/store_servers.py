@@ -17,18 +17,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.free_ports import find_free_port
+
 if TYPE_CHECKING:
     from collections.abc import Generator
 
 START_TIMEOUT_S = 30.0
 S3_CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
 BUCKET = "baton-kv"
-
-
-def find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class StoreServer:

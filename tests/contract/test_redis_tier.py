@@ -34,7 +34,8 @@ from tests.contract.server_faults import (
     wait_available,
     wait_until,
 )
-from tests.store_servers import RedisServer, find_free_port
+from tests.free_ports import find_free_port
+from tests.store_servers import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

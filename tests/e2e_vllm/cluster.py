@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from baton.testing.fleet import Fleet, FleetProcess, get_status
 from tests.chaos import store_failpoints
 from tests.chaos.process_state import find_processes_of_sessions
 from tests.e2e_vllm.client import KEY, get_text, wait_until
+from tests.free_ports import find_free_port
 from tests.preloaded import start_plain_vllm, start_preloaded_vllm
 
 if TYPE_CHECKING:
@@ -262,8 +262,3 @@ def read_states(gateway: FleetProcess) -> set[str]:
     """In which states a gateway sees its workers."""
     workers = json.loads(get_text(f"{gateway.url}/debug/workers"))["workers"]
     return {worker["state"] for worker in workers}
-
-
-def find_free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
