@@ -12,7 +12,7 @@ from baton.clock import MachineClock
 from baton.errors import ConfigError, StoreFullError
 from baton.store.counted_tier import make_families
 from baton.store.entry_format import HEADER_BYTES
-from baton.store.folder.bodies import compute_pooled_cost
+from baton.store.folder.bodies import PooledBodies, compute_pooled_cost
 from baton.store.folder.body_pool import (
     EXTENT_BYTES,
     MAX_PACKED_BYTES,
@@ -20,12 +20,14 @@ from baton.store.folder.body_pool import (
     count_extents,
 )
 from baton.store.folder.directory import Folder, remove_if_abandoned
+from baton.store.folder.shared_capacity import SharedCapacity
 from baton.store.interface import TIERS, PutResult, Tier, TierContext
 from baton.store.tiered import TieredStore, open_store
 from baton.store.tiers.shared import SharedTier, SharedTierOptions
 from baton.testing.store_contract import (
     BODY_BYTES,
     CONTRACT_KEY,
+    MUCH_ROOM,
     BoundedTierContract,
     StoreContract,
     body_of,
@@ -179,6 +181,20 @@ class TestPooledBodies(SystemCallFaultContract):
                 assert lease is not None
                 with lease:
                     assert read_lease(lease) == body_of(f"entry {i}", EXTENT_BYTES)
+
+    def test_what_was_taken_for_a_body_that_was_not_counted_is_no_other_bodys(
+        self, tmp_path: Path
+    ) -> None:
+        folder = Folder(tmp_path / "kv")
+        capacity = SharedCapacity(folder.fd, MUCH_ROOM)
+        pool = BodyPool(folder.fd, MUCH_ROOM, MAX_PACKED_BYTES)
+        bodies = PooledBodies(folder.fd, CONTRACT_KEY, pool, capacity)
+        with closing(folder), closing(capacity), closing(pool):
+            assert bodies.try_take(BODY_BYTES)  # and then the count could not be written
+            assert bodies.try_take(100)
+            with bodies.write(name_of("a"), body_of("a", 100)) as file:
+                assert file.try_link(name_of("a").hex())
+        assert (folder.path / name_of("a").hex()).read_bytes().endswith(body_of("a", 100))
 
     def test_users_with_another_capacity_find_all(self, tmp_path: Path) -> None:
         with (

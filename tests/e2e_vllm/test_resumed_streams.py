@@ -102,6 +102,7 @@ def test_streams_of_a_server_that_drains_move(
             received = read_metric(cluster.decode.url, HANDOFFS, side="received")
             drained.send(signal.SIGTERM)
             await asyncio.to_thread(wait_until, have_moved, 20.0, gateway.tail)
+            assert not any(task.done() for task in asking), "it waited for its answers"
             answers = await asyncio.gather(*asking)
             assert await asyncio.to_thread(drained.popen.wait, 30.0) == 0
             computed = read_metric(cluster.decode.url, GENERATED) - before

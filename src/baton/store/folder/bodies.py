@@ -147,6 +147,7 @@ class PooledBodies(FileBodies):
         return compute_pooled_cost(num_bytes) if self._holds(num_bytes) else compute_cost(num_bytes)
 
     def try_take(self, num_bytes: int) -> bool:
+        self._taken = ()  # of a body whose place could not be counted: `rebuild` frees it
         if not self._holds(num_bytes):
             return True
         runs = self._pool.take(count_extents(num_bytes))

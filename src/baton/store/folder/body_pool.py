@@ -284,10 +284,14 @@ class BodyPool:
         for name in os.listdir(self._folder):  # noqa: PTH208 - a Path is no open folder
             if not name.startswith(CLAIM_PREFIX):
                 continue
-            fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._folder)
+            try:
+                fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._folder)
+            except FileNotFoundError:  # its process has just left
+                continue
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(name, dir_fd=self._folder)
+                with suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=self._folder)
             except BlockingIOError:
                 claimed += unpack_runs(os.pread(fd, MAX_PACKED_BYTES, 0)) or ()
             finally:
