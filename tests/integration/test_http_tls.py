@@ -295,5 +295,9 @@ def test_connections_that_are_given_up_in_their_handshake_leave_nothing() -> Non
             finally:
                 upstream.close()
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main())
+    gc.freeze()  # what earlier tests left is not looked at each time
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(main())
+    finally:
+        gc.unfreeze()

@@ -114,7 +114,10 @@ class ServerFlags(ConfigFlags):
         }
         if self.debug:
             given["log.level"] = ("--debug", "debug")
-        command_line = CommandLine(self.config, dict(self._given()) | given, self.assignments)
+        assignments = list(self.assignments)
+        if configuration.objective is not None:
+            assignments.append(f"router.options.cost.objective={configuration.objective}")
+        command_line = CommandLine(self.config, dict(self._given()) | given, assignments)
         return resolve(command_line, read_environment())
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from baton.bench.load.records import Slo
     from baton.bench.load.server_check import RequestOptions
     from baton.bench.workloads.requests import Workload
+    from baton.router.cost_parts import Objective
 
 Peer: TypeAlias = Literal["nixl", "vllm-router"]
 """nixl: vLLM's NixlConnector behind a simple proxy; vllm-router: replicated vLLM behind it."""
@@ -24,6 +25,7 @@ PEERS: Final[tuple[Peer, ...]] = ("nixl", "vllm-router")
 SINGLE: Final = "single"
 REPLICATED: Final = "replicated"
 ADAPTIVE: Final = "adaptive"
+OBJECTIVES: Final[tuple[Objective, ...]] = ("throughput", "goodput")
 MOST_WORKERS: Final = 64
 
 
@@ -32,6 +34,7 @@ class Configuration:
     """One use of the workers: all do `both`, or some prefill and others decode.
 
     `peer`: the project of the servers; None: Baton's. `policy`: how its gateway chooses workers.
+    `objective`: of the policy `cost`; None: as configured.
     """
 
     name: str
@@ -40,6 +43,7 @@ class Configuration:
     num_decode: int = 0
     peer: Peer | None = None
     policy: str = "round_robin"
+    objective: Objective | None = None
 
     @property
     def num_workers(self) -> int:
@@ -54,7 +58,7 @@ class Configuration:
     @property
     def is_compared(self) -> bool:
         """Whether it is compared with Baton's replication."""
-        return self.is_disaggregated or self.peer is not None or self.name == ADAPTIVE
+        return self.is_disaggregated or self.peer is not None or self.policy == "cost"
 
     @property
     def folder(self) -> str:
@@ -67,7 +71,8 @@ def choose_configurations(
 ) -> tuple[Configuration, ...]:
     """One worker, all as replicas, and every split, and those of the peers; or the `wanted` ones.
 
-    The replicas of `adaptive` prefill for each other where the router's costs are less that way.
+    The replicas of `adaptive` prefill for each other where the router's costs are less that way;
+    `adaptive-throughput` and `adaptive-goodput` do so for that objective.
 
     Raises:
         ConfigError: an unknown name, or too few workers to compare anything.
@@ -81,6 +86,12 @@ def choose_configurations(
     )
     others = (
         Configuration(ADAPTIVE, num_workers, policy="cost"),
+        *(
+            Configuration(
+                f"{ADAPTIVE}-{objective}", num_workers, policy="cost", objective=objective
+            )
+            for objective in OBJECTIVES
+        ),
         *(each for peer in PEERS for each in _peer_configurations(num_workers, peer)),
     )
     known = {

@@ -50,3 +50,19 @@ def test_roles_and_a_port_that_nobody_holds(four_cores):
         "2P1D": ["prefill", "prefill", "decode"],
     }
     assert flags.plan_launch(choose_configurations(3)[0]).config.gateway.port == 0
+
+
+def test_the_arms_of_an_objective_have_it_whatever_is_configured():
+    flags = ServerFlags(
+        workers=2,
+        assignments=["router.options.cost.objective=goodput", "router.options.cost.ttft_s=3.0"],
+    )
+    arms = choose_configurations(2, ["adaptive", "adaptive-throughput", "adaptive-goodput"])
+    options = {arm.name: flags.plan_launch(arm).config.router.options["cost"] for arm in arms}
+    assert {name: each["objective"] for name, each in options.items()} == {
+        "adaptive": "goodput",
+        "adaptive-throughput": "throughput",
+        "adaptive-goodput": "goodput",
+    }
+    assert all(float(each["ttft_s"]) == 3.0 for each in options.values())
+    assert all(arm.is_compared and arm.policy == "cost" for arm in arms)
