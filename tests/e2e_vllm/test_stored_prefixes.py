@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
-from typing import TYPE_CHECKING
+import urllib.request
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from baton.engines.lookup_cost import LOAD_TIMEOUT_S
@@ -12,12 +15,18 @@ from tests.chaos.store_failpoints import StorePoint
 from tests.e2e_vllm.ahead import file_store, start_stored
 from tests.e2e_vllm.client import (
     LOGPROB_TOLERANCE,
+    TIMEOUT_S,
+    TLS,
     ask_all,
     ask_one,
     check_same,
+    get_text,
+    make_body,
     make_prompts,
+    post,
     read_info,
     read_metric,
+    read_request,
     wait_until,
 )
 
@@ -35,6 +44,7 @@ ENTRY_TOKENS = 64
 NUM_PARTS = 2
 EMBEDDED_BLOCK = 24
 SOON_S = 20.0
+NUM_STREAMED = 800
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +111,73 @@ def read_counts(server: FleetProcess, name: str, **labels: str) -> float:
     return read_metric(url, name, **labels)
 
 
+def read_loaded(server: FleetProcess) -> tuple[float, float]:
+    """How many prompts' beginnings were loaded, and of how many tokens."""
+    return (
+        read_counts(server, "baton_prefix_loads_total", result="loaded"),
+        read_counts(server, "baton_prefix_loaded_tokens_total"),
+    )
+
+
+def open_stream(gateway: FleetProcess, prompt: list[int], num_tokens: int) -> Any:
+    body = {**make_body(prompt, max_tokens=num_tokens), "stream": True}
+    request = urllib.request.Request(
+        f"{gateway.url}/v1/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+    return urllib.request.urlopen(request, timeout=TIMEOUT_S, context=TLS)
+
+
+def test_a_prompt_goes_to_a_server_that_can_load_it(
+    cluster: VllmCluster,
+    cluster_factory: ClusterFactory,
+    stored: tuple[FleetProcess, FleetProcess],
+    folder: Path,
+) -> None:
+    """One of two servers has computed it, and is busy with an answer: the other one loads it."""
+    (prompt,) = make_prompts(1, seed=60, shortest=2000, longest=2000)
+    expected = ask_one(cluster.oracle, prompt)
+    before = find_entries(folder)
+    changes = {"router.policy": "prefix", "router.options.prefix.tokens_per_answer": 4000}
+    gateway = cluster_factory.start_gateway([], stored, **changes)
+    first = ask_one(gateway, prompt)
+    busy = read_request(gateway, first.request_id)["gateway"]["peer"]
+    (idle,) = {server.name for server in stored} - {busy}
+    num_entries = count_computed(prompt, expected) // ENTRY_TOKENS
+    reported = "baton_router_stored_blocks"
+    wait_until(lambda: read_metric(gateway.url, reported) == num_entries, SOON_S, gateway.tail)
+
+    with open_stream(gateway, prompt, NUM_STREAMED) as stream:  # to where it is cached
+        assert b"data: " in stream.readline()
+        _, explained = post(f"{gateway.url}/debug/route", make_body(prompt))
+        answer = ask_one(gateway, prompt)
+        running = {
+            worker["worker"]: worker["given"]["num_decodes"] for worker in read_workers(gateway)
+        }
+        assert running[busy] == 1, "the server was not busy for long enough"
+        stream.read()
+    num_stored = count_full(len(prompt))
+    assert list(explained["stored_tokens"].values()) == [num_stored]
+    trace = read_request(gateway, answer.request_id)
+    assert trace["gateway"]["peer"] == idle
+    assert any(f"can load {num_stored}" in line for line in trace["placement"])
+    check_same([first, answer], [expected, expected])
+    assert answer.num_cached == num_stored
+
+    def has_learned() -> bool:
+        seen = {worker["worker"]: worker["given"]["load"] for worker in read_workers(gateway)}
+        return seen[idle]["num_seen"] == 1 and seen[busy]["num_seen"] == 0
+
+    wait_until(has_learned, SOON_S, gateway.tail)
+    wait_until_kept(folder, before, [len(prompt) + NUM_STREAMED - 1])
+    cluster_factory.end(gateway)
+
+
+def read_workers(gateway: FleetProcess) -> Any:
+    return json.loads(get_text(f"{gateway.url}/debug/workers"))["workers"]
+
+
 def test_what_a_server_computed_is_loaded_after_its_end(
     cluster: VllmCluster,
     cluster_factory: ClusterFactory,
@@ -109,6 +186,7 @@ def test_what_a_server_computed_is_loaded_after_its_end(
     folder: Path,
 ) -> None:
     first, second = stored
+    num_before = read_loaded(second)
     prompts = make_prompts(4, seed=61, shortest=150, longest=900)
     expected = ask_all(cluster.oracle, prompts)
     before = find_entries(folder)
@@ -121,8 +199,8 @@ def test_what_a_server_computed_is_loaded_after_its_end(
         check_answers(answers, expected)
         cached = [answer.num_cached for answer in answers]
         assert cached == [count_full(len(prompt)) for prompt in prompts]
-    assert read_counts(second, "baton_prefix_loads_total", result="loaded") == len(prompts)
-    assert read_counts(second, "baton_prefix_loaded_tokens_total") == sum(cached)
+    loaded = np.subtract(read_loaded(second), num_before)
+    assert loaded.tolist() == [len(prompts), sum(cached)]
 
 
 def test_what_another_engine_computed_is_loaded(

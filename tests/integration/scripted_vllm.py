@@ -11,6 +11,9 @@ import json
 import socket
 from typing import TYPE_CHECKING, Any
 
+from baton.events.journal import CacheJournal
+from baton.events.journal_page import make_page
+from baton.protocol.worker_http import KV_EVENTS_PREFIX
 from tests.integration.scripted_worker import (
     MODEL,
     Script,
@@ -75,6 +78,7 @@ class ScriptedVllm(ScriptedWorker):
         self.has_connector, self.is_draining = True, False
         self.api_key: str | None = None
         self.num_discoveries = 0
+        self.journal = CacheJournal()
         self.controls = [Control(self) for _ in range(num_ranks)]
 
     def info(self) -> dict[str, Any]:
@@ -171,6 +175,11 @@ class Control:
             await visit.answer(200, self.owner.info())
         elif path.startswith("/baton/v1/traces/") and self.owner.trace is not None:
             await visit.answer(200, self.owner.trace)
+        elif path.startswith(KV_EVENTS_PREFIX) and self is self.owner.controls[0]:
+            after = int(path.removeprefix(KV_EVENTS_PREFIX))
+            page = await make_page(self.owner.journal, after)
+            await send({"type": "http.response.start", "status": 200})
+            await send({"type": "http.response.body", "body": page})
         elif path.endswith("/abort"):
             ticket = path.split("/")[-2]
             self.aborts.append((ticket, json.loads(body)["reason"]))

@@ -16,8 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
+import numpy as np
 import pytest
 
+from baton.events.blocks import STORE_MEDIUM
+from baton.events.journal import CacheJournal
+from baton.ids import StoreId
+from baton.kv.identity import BlockHash
 from tests.integration.gateway_cluster import Cluster, run, until, until_true, until_up
 from tests.integration.scripted_publisher import ScriptedPublisher, stored
 from tests.integration.scripted_vllm import ScriptedVllm, say_abc_as_vllm
@@ -129,6 +134,45 @@ def test_what_vllm_publishes_is_shown(ends, give_birth):
         assert await cluster.metric(NOT_FOLLOWED) == 0
 
     run_with(publisher.source, scenario)
+
+
+def test_what_a_vllm_servers_store_holds_is_asked_for_beside_what_it_publishes(ends, give_birth):
+    publisher, store = give_birth(*ends), StoreId("5" * 32)
+    server = server_of(publisher.source)
+    server.extra_info |= {"has_kv_journal": True, "store": store}
+    hashes = [BlockHash(bytes([i]) * 32) for i in range(3)]
+    ids = np.arange(3 * 64, dtype=np.int32)
+    server.journal.add_stored(hashes, None, ids, "", medium=STORE_MEDIUM)
+    in_store = 'baton_kv_blocks_held{group="0",medium="STORE",worker="vllm-d"}'
+
+    async def until_known(cluster: Cluster, num_cached: int, num_stored: int) -> None:
+        async def known() -> bool:
+            blocks = await cluster.metric("baton_router_prefix_blocks")
+            stored_blocks = await cluster.metric("baton_router_stored_blocks")
+            return (blocks, stored_blocks) == (num_cached, num_stored)
+
+        await until_true(known)
+
+    async def scenario(cluster: Cluster) -> None:
+        await until_connected(cluster)
+        publisher.publish(stored(5))
+        await until_known(cluster, 1, 3)
+        assert await cluster.metric(in_store) == 3
+        server.journal.add_removed(hashes[2], STORE_MEDIUM)
+        await until_known(cluster, 1, 2)
+        publisher.publish({"type": "AllBlocksCleared"})
+        await until_known(cluster, 0, 2)
+        worker = await shown(cluster)
+        (blocks,) = worker["store_events"]["blocks"]
+        assert (blocks["medium"], blocks["num_blocks"]) == ("STORE", 2)
+        assert worker["store_events"]["feed"]["last_seq"] == 4
+        assert worker["kv_events"]["endpoint"] == ends[0]
+        server.journal = CacheJournal()
+        server.epoch = "9" * 32  # another life, which has reported nothing
+        await until_known(cluster, 0, 0)
+
+    run(scenario, prefills=0, decodes=[server], probe_interval_s=0.02, policy="prefix")
+    assert following_threads() == []
 
 
 def test_what_was_published_before_and_what_was_lost_is_asked_for(ends, give_birth):

@@ -9,7 +9,7 @@ File map:
                    `WorkerBlockIndex`: what one worker holds now (pure)
     wire.py        vLLM's messages, and pages of a journal: decoded, bounds-checked
     journal.py     `CacheJournal`: the latest events of a Baton worker's cache and store, for
-                   who asks
+                   who asks; journal_page.py answers them
     sequence.py    `Sequencer`: gaps, replays, duplicates, restarts (pure)
     endpoint.py    where a publisher is
     subscriber.py  `KVEventSubscriber`: its thread and its bounded queue; the live socket, replay

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
+
+from baton.events.blocks import WorkerBlockIndex
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from prometheus_client import CollectorRegistry, Metric
 
-    from baton.events.blocks import FeedEvent, FeedHealth, KVEventFeed, WorkerBlockIndex
+    from baton.events.blocks import FeedEvent, FeedHealth, KVEventFeed
     from baton.ids import WorkerId
 
 _TYPES: Final = ("BlockStored", "BlockRemoved", "AllBlocksCleared", "Restarted", "Lost")
@@ -45,26 +47,29 @@ class MeasuredFeed:
         return self._inner.health
 
 
+_Watched: TypeAlias = tuple[MeasuredFeed, WorkerBlockIndex]
+
+
 class KVEventCollector(Collector):
     """All feeds of one process, as Prometheus reads them: nothing is counted twice.
 
-    A worker that restarts keeps its series: its feed goes on over the restart.
+    The counts of a worker that has several are added up.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._watched: dict[WorkerId, tuple[MeasuredFeed, WorkerBlockIndex]] = {}
+        self._watched: dict[WorkerId, list[_Watched]] = {}
         registry.register(self)
 
     def watch(
         self, worker: WorkerId, feed: KVEventFeed, block_index: WorkerBlockIndex
     ) -> MeasuredFeed:
-        """Count this worker's feed from now on. Poll what is returned in its place."""
+        """Count this feed of a worker from now on. Poll what is returned in its place."""
         measured = MeasuredFeed(feed)
-        self._watched[worker] = (measured, block_index)
+        self._watched[worker] = [*self._watched.get(worker, ()), (measured, block_index)]
         return measured
 
     def forget(self, worker: WorkerId) -> None:
-        """This worker is gone for good. Unknown ones are ignored."""
+        """None of this worker's feeds is followed any more. Unknown ones are ignored."""
         self._watched.pop(worker, None)
 
     def collect(self) -> Iterator[Metric]:
@@ -73,35 +78,40 @@ class KVEventCollector(Collector):
         events = CounterMetricFamily(
             "baton_kv_events", "KV events taken up.", labels=("worker", "type")
         )
-        for worker, (feed, _) in watched:
+        for worker, feeds in watched:
             for kind in _TYPES:
-                events.add_metric((worker, kind), feed.num_events[kind])
+                num = sum(feed.num_events[kind] for feed, _ in feeds)
+                events.add_metric((worker, kind), num)
         yield events
         for name, text, field in _COUNTS:
             family = CounterMetricFamily(f"baton_kv_event_{name}", text, labels=("worker",))
-            for worker, (feed, _) in watched:
-                family.add_metric((worker,), getattr(feed.health, field))
+            for worker, feeds in watched:
+                num = sum(getattr(feed.health, field) for feed, _ in feeds)
+                family.add_metric((worker,), num)
             yield family
         yield _connected(watched)
         yield _held(watched)
 
 
-def _connected(watched: list[tuple[WorkerId, tuple[MeasuredFeed, WorkerBlockIndex]]]) -> Metric:
+def _connected(watched: list[tuple[WorkerId, list[_Watched]]]) -> Metric:
     family = GaugeMetricFamily(
         "baton_kv_event_connected", "1 while a worker's events are followed.", labels=("worker",)
     )
-    for worker, (feed, _) in watched:
-        family.add_metric((worker,), float(feed.health.connected))
+    for worker, feeds in watched:
+        family.add_metric((worker,), float(all(feed.health.connected for feed, _ in feeds)))
     return family
 
 
-def _held(watched: list[tuple[WorkerId, tuple[MeasuredFeed, WorkerBlockIndex]]]) -> Metric:
+def _held(watched: list[tuple[WorkerId, list[_Watched]]]) -> Metric:
     family = GaugeMetricFamily(
         "baton_kv_blocks_held",
-        "Blocks in a worker's prefix cache, as its events report.",
+        "Blocks in a worker's prefix cache, and in its store, as its events report.",
         labels=("worker", "medium", "group"),
     )
-    for worker, (_, block_index) in watched:
-        for (medium, group), num_blocks in block_index.num_blocks.items():
+    for worker, feeds in watched:
+        held: Counter[tuple[str, int]] = Counter()
+        for _, block_index in feeds:
+            held.update(block_index.num_blocks)
+        for (medium, group), num_blocks in held.items():
             family.add_metric((worker, medium, str(group)), num_blocks)
     return family

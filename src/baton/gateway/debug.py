@@ -10,9 +10,10 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final, assert_never
 
 import msgspec
+from yarl import URL
 
 from baton.errors import UNDECODABLE, BatonError
-from baton.events.blocks import FeedHealth
+from baton.events.blocks import DEFAULT_MEDIUM, FeedHealth
 from baton.gateway.errors import PathNotFoundError
 from baton.gateway.kv_events import Followed, NotFollowed
 from baton.gateway.workers import Down, Draining, Pending, Rejected, Up
@@ -26,13 +27,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from baton.clock import Clock
-    from baton.gateway.kv_events import Following, KVEvents
+    from baton.gateway.kv_events import Following, KVEvents, Source
     from baton.gateway.upstream import Upstream
     from baton.gateway.workers import Worker, Workers
     from baton.router.fleet import WorkerView
     from baton.router.learning import WorkerCost
     from baton.router.load import FleetLoad
     from baton.router.placement import Placement
+    from baton.router.prefixes import WorkerPrefixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +228,8 @@ class ListedWorker(msgspec.Struct, frozen=True):
     `kv_events` is null where it publishes none, `load` where it does not report its load. `given`
     is what this gateway has given it to do, null before its first request. `health` is what is
     thought of a worker that is up, `share` its part of the requests that it would get otherwise.
-    is what this gateway has given it to do, null before its first request. `topology` is where it
-    is, `zone/rack/host/device`.
+    `topology` is where it is, `zone/rack/host/device`. `store_events`: of a vLLM server's store,
+    which Baton reports; its own engine's `kv_events` are of both.
     """
 
     worker: str | None
@@ -242,6 +244,7 @@ class ListedWorker(msgspec.Struct, frozen=True):
     health: HealthState = HealthState.HEALTHY
     share: float = 1.0
     topology: str | None = None
+    store_events: FollowedEvents | None = None
 
 
 class WorkerListReply(msgspec.Struct, frozen=True):
@@ -267,7 +270,7 @@ class WorkerList:
         return WorkerListReply(workers, self._events.not_tokenized)
 
     def _show(self, worker: Worker) -> ListedWorker:
-        following = self._events.of(worker)
+        of_cache, of_store = self._show_feeds(worker)
         return ListedWorker(
             worker=worker.info.worker if worker.info else None,
             epoch=worker.info.epoch if worker.info else None,
@@ -275,13 +278,26 @@ class WorkerList:
             role=worker.address.role,
             state=type(worker.state).__name__.lower(),
             reason=_reason(worker),
-            kv_events=None if following is None else _show_events(following),
+            kv_events=of_cache,
+            store_events=of_store,
             load=worker.load,
             given=self._show_given(worker),
             health=worker.health.state,
             share=self._share_of(worker),
             topology=(worker.info.topology or None) if worker.info else None,
         )
+
+    def _show_feeds(self, worker: Worker) -> tuple[FollowedEvents | None, FollowedEvents | None]:
+        """Of its own cache, and of its store where those come by another way."""
+        followed = self._events.of(worker)
+        of_cache = of_store = None
+        for source, feed in () if followed is None else followed.feeds.items():
+            shown = _show_events(source, feed, followed.prefixes)
+            if DEFAULT_MEDIUM in source.media:
+                of_cache = shown
+            else:
+                of_store = shown
+        return of_cache, of_store
 
     def _share_of(self, worker: Worker) -> float:
         slow_start = worker.health.slow_start
@@ -385,18 +401,19 @@ def _reason(worker: Worker) -> str | None:
             assert_never(never)
 
 
-def _show_events(following: Following) -> FollowedEvents:
-    source = following.publisher.source
-    endpoint = KV_EVENTS_PREFIX if source is None else source.endpoint
-    match following:
+def _show_events(
+    source: Source, feed: Following, prefixes: WorkerPrefixes | None
+) -> FollowedEvents:
+    endpoint = KV_EVENTS_PREFIX if isinstance(source.at, URL) else source.at.endpoint
+    match feed:
         case NotFollowed(reason=reason):
             return FollowedEvents(endpoint, problem=reason)
-        case Followed(feed=feed, block_index=block_index, prefixes=prefixes):
+        case Followed(feed=counted, block_index=block_index):
             held = sorted(block_index.num_blocks.items())
             blocks = tuple(CachedBlocks(*key, num_blocks) for key, num_blocks in held)
             num_ignored = 0 if prefixes is None else prefixes.num_ignored
             return FollowedEvents(
-                endpoint, blocks=blocks, num_ignored=num_ignored, feed=feed.health
+                endpoint, blocks=blocks, num_ignored=num_ignored, feed=counted.health
             )
         case _ as never:
             assert_never(never)

@@ -1,6 +1,7 @@
 """KV events of workers: where they are published, and which blocks each worker holds.
 
-vLLM's are subscribed to; a Baton worker is asked for its own, where somebody uses them.
+vLLM's are subscribed to. A Baton worker is asked for its own, and a vLLM server for those of its
+store, where somebody uses them.
 """
 
 from __future__ import annotations
@@ -8,24 +9,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeAlias
+
+from yarl import URL
 
 from baton.clock import Instant
 from baton.config.cluster_key import is_loopback
 from baton.errors import ConfigError
-from baton.events.blocks import EventDomain, WorkerBlockIndex
+from baton.events.blocks import DEFAULT_MEDIUM, STORE_MEDIUM, EventDomain, WorkerBlockIndex
 from baton.events.endpoint import LiveEndpoint, ReplayEndpoint
 from baton.events.journal import BATON_HASHES
 from baton.events.metrics import KVEventCollector
 from baton.gateway.journal_feed import JournalFeed
 from baton.gateway.workers import is_same_host
+from baton.router.prefixes import MEDIA
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
-
-    from yarl import URL
 
     from baton.clock import Clock
     from baton.events.blocks import KVEventFeed
@@ -151,45 +153,61 @@ EVENTS_PER_TURN: Final = 128
 """Taken up before requests get their turn again: a replay may bring tens of thousands."""
 
 VLLM_HASHES: Final = EventDomain("vllm/sha256")
+OF_CACHE: Final = frozenset({DEFAULT_MEDIUM})
+OF_STORE: Final = frozenset({STORE_MEDIUM})
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Publisher:
-    """One incarnation of a worker, and the endpoints that it advertises for its events.
+class Source:
+    """Where events of these media come from: a publisher, or an address that is asked for them."""
 
-    `source` None: it answers for them at its own address. `store`: of which it reports, too.
+    at: KVEventsSource | URL
+    media: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Publisher:
+    """One incarnation of a worker, and where its events come from.
+
+    `store`: of which it reports, too.
     """
 
     worker: WorkerId
     epoch: Epoch
     model: str
-    source: KVEventsSource | None
+    sources: tuple[Source, ...]
     store: StoreId | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """`feed` is counted; `stop` ends what it comes from. `prefixes` None: not looked at."""
+    """`feed` is counted; `stop` ends what it comes from."""
 
-    publisher: Publisher
     stop: Callable[[], Awaitable[None]]
     feed: KVEventFeed
     block_index: WorkerBlockIndex
-    prefixes: WorkerPrefixes | None
 
 
 @dataclass(frozen=True, slots=True)
 class NotFollowed:
     """It publishes, and its events are not followed, for this reason."""
 
-    publisher: Publisher
     reason: str
     retry_at: Instant
 
 
 Following: TypeAlias = Followed | NotFollowed
+
+
+@dataclass(frozen=True, slots=True)
+class FollowedWorker:
+    """A worker that publishes. `prefixes` None: not looked at."""
+
+    publisher: Publisher
+    prefixes: WorkerPrefixes | None
+    feeds: dict[Source, Following] = field(default_factory=dict)
 
 
 class KVEvents:
@@ -211,11 +229,11 @@ class KVEvents:
         self._workers, self._metrics, self._clock = workers, metrics, clock
         self._upstream, self._prefixes = upstream, prefixes
         self._collector = KVEventCollector(metrics.registry)
-        self._following: dict[Worker, Following] = {}
+        self._following: dict[Worker, FollowedWorker] = {}
         self._task: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Future[None]] = set()
 
-    def of(self, worker: Worker) -> Following | None:
+    def of(self, worker: Worker) -> FollowedWorker | None:
         """How this worker is followed; None if it does not publish, or is not used."""
         return self._following.get(worker)
 
@@ -255,30 +273,40 @@ class KVEvents:
     def _follow_new(self) -> None:
         for worker in self._workers.all:
             publisher = self._publisher_of(worker)
-            if publisher is not None and self._is_due(worker):
-                self._following[worker] = self._try_follow(worker, publisher)
-
-    def _is_due(self, worker: Worker) -> bool:
-        match self._following.get(worker):
-            case None:
-                return True
-            case NotFollowed(retry_at=at):
-                return self._clock.now() >= at
-            case Followed():
-                return False
-
-    def _try_follow(self, worker: Worker, publisher: Publisher) -> Following:
-        if publisher.source is None:
-            feed = JournalFeed(worker.url, self._upstream)
-            return self._count(publisher, feed, feed.stop, WorkerBlockIndex(BATON_HASHES))
-        try:
-            return self._subscribe(publisher, locate_events(publisher.source, worker.url))
-        except ConfigError as exc:
+            if publisher is None:
+                continue
             if worker not in self._following:
+                self._following[worker] = self._begin(publisher)
+            followed = self._following[worker]
+            for source in publisher.sources:
+                before = followed.feeds.get(source)
+                if before is None or (
+                    isinstance(before, NotFollowed) and self._clock.now() >= before.retry_at
+                ):
+                    followed.feeds[source] = self._try_follow(worker, publisher, source)
+            if followed.prefixes is not None:
+                followed.prefixes.reports_cache = any(
+                    isinstance(feed, Followed) and DEFAULT_MEDIUM in source.media
+                    for source, feed in followed.feeds.items()
+                )
+
+    def _begin(self, publisher: Publisher) -> FollowedWorker:
+        prefixes = None
+        if self._prefixes is not None:
+            prefixes = self._prefixes.follow(publisher.model, publisher.worker, publisher.store)
+        return FollowedWorker(publisher, prefixes)
+
+    def _try_follow(self, worker: Worker, publisher: Publisher, source: Source) -> Following:
+        if isinstance(source.at, URL):
+            journal = JournalFeed(source.at, self._upstream)
+            return self._count(publisher, journal, journal.stop, WorkerBlockIndex(BATON_HASHES))
+        try:
+            return self._subscribe(publisher, locate_events(source.at, worker.url))
+        except ConfigError as exc:
+            if source not in self._following[worker].feeds:
                 self._metrics.kv_events_not_followed.inc()
                 log.warning("KV events of %s are not followed: %s", worker, exc)
-            retry_at = Instant(self._clock.now() + RETRY_AFTER_S)
-            return NotFollowed(publisher, str(exc), retry_at)
+            return NotFollowed(str(exc), Instant(self._clock.now() + RETRY_AFTER_S))
 
     def _subscribe(self, publisher: Publisher, endpoints: EventEndpoints) -> Followed:
         from baton.events.subscriber import (  # noqa: PLC0415 - zmq, which few gateways need
@@ -300,45 +328,54 @@ class KVEvents:
         block_index: WorkerBlockIndex,
     ) -> Followed:
         counted = self._collector.watch(publisher.worker, feed, block_index)
-        prefixes = None
-        if self._prefixes is not None:
-            prefixes = self._prefixes.follow(publisher.model, publisher.worker, publisher.store)
-        return Followed(publisher, stop, counted, block_index, prefixes)
+        return Followed(stop, counted, block_index)
 
     async def _drop(self, worker: Worker) -> None:
-        following = self._following.pop(worker)
-        if isinstance(following, Followed):
-            publisher = following.publisher
-            self._collector.forget(publisher.worker)
-            if self._prefixes is not None:
-                self._prefixes.forget(publisher.model, publisher.worker)
-            ending = asyncio.ensure_future(following.stop())
-            self._ending.add(ending)
-            ending.add_done_callback(self._ending.discard)
-            await asyncio.shield(ending)  # who drops it may be cancelled: `stop` waits for it
+        followed = self._following.pop(worker)
+        publisher = followed.publisher
+        self._collector.forget(publisher.worker)
+        if self._prefixes is not None:
+            self._prefixes.forget(publisher.model, publisher.worker)
+        stops = [feed.stop() for feed in followed.feeds.values() if isinstance(feed, Followed)]
+        ending = asyncio.ensure_future(_all(stops))
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+        await asyncio.shield(ending)  # who drops it may be cancelled: `stop` waits for it
 
     def _publisher_of(self, worker: Worker) -> Publisher | None:
         """The worker's present life, if it publishes and is used."""
         info = worker.info
         if info is None:
             return None
-        is_published = info.protocol == "vllm" and info.kv_events is not None
-        is_answered = info.protocol == "baton" and info.has_kv_journal
-        if not is_published and (not is_answered or self._prefixes is None):
+        sources = []
+        if info.protocol == "vllm" and info.kv_events is not None:
+            sources.append(Source(info.kv_events, OF_CACHE))
+        if info.has_kv_journal and self._prefixes is not None:
+            # Whose address it is was checked before the worker came up.
+            media = MEDIA if info.protocol == "baton" else OF_STORE
+            sources.append(Source(worker.control_urls[0], media))
+        if not sources:
             return None
-        source = info.kv_events if is_published else None
-        return Publisher(info.worker, info.epoch, info.served_model_name, source, info.store)
+        served = info.served_model_name
+        return Publisher(info.worker, info.epoch, served, tuple(sources), info.store)
 
     async def _apply_events(self) -> None:
-        for following in list(self._following.values()):
-            if isinstance(following, Followed):
-                await _apply(following)
+        for followed in list(self._following.values()):
+            for source, feed in list(followed.feeds.items()):
+                if isinstance(feed, Followed):
+                    await _apply(feed, followed.prefixes, source.media)
 
 
-async def _apply(followed: Followed) -> None:
+async def _all(stops: list[Awaitable[None]]) -> None:
+    await asyncio.gather(*stops)
+
+
+async def _apply(
+    followed: Followed, prefixes: WorkerPrefixes | None, media: frozenset[str]
+) -> None:
     for num_taken, event in enumerate(followed.feed.poll(), start=1):
         followed.block_index.apply(event)
-        if followed.prefixes is not None:
-            followed.prefixes.apply(event)
+        if prefixes is not None:
+            prefixes.apply(event, media)
         if num_taken % EVENTS_PER_TURN == 0:
             await asyncio.sleep(0)

@@ -114,7 +114,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     `layout` is a `baton.kv.layout.KVLayout`, for people; the gateway does not read it.
     `control_urls` has one address for each tensor-parallel rank of a vLLM server, where that rank
     is asked what a Baton worker is asked at its own address; a Baton worker has none. Of `modes`,
-    unknown ones are ignored. `has_kv_journal`: it answers at `KV_EVENTS_PREFIX`.
+    unknown ones are ignored. `has_kv_journal`: it answers at `KV_EVENTS_PREFIX`; a vLLM server does
+    at the first of its control servers, and reports there of its store alone.
     `has_standby`: it takes `Resume.standby`.
     `tokenizer` is the digest of tokenizer and chat template (`digest_tokenizer`).
     `max_prompt_chars`: no longer text can fit the context, as far as the

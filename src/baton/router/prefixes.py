@@ -43,6 +43,7 @@ MAX_EXPECTED_BLOCKS: Final = 1 << 18
 DEFAULT_BLOCK_SIZE: Final = 16
 """Of workers that have not reported theirs: what vLLM and Baton's own engine use by default."""
 MAX_BLOCKS_OF_WORKER: Final = 1 << 21
+MEDIA: Final = frozenset({DEFAULT_MEDIUM, STORE_MEDIUM})
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,8 @@ class ModelPrefixes:
             size = DEFAULT_BLOCK_SIZE
             if followed is not None:
                 size = followed.block_size or size
-            lasts_s = EXPECTED_WITHOUT_S if followed is None else EXPECTED_WITH_EVENTS_S
+            has_events = followed is not None and followed.reports_cache
+            lasts_s = EXPECTED_WITH_EVENTS_S if has_events else EXPECTED_WITHOUT_S
             names, known = match.names.get(size, []), match.cached.get(worker, 0) // size
             if known < len(names) <= self._max_expected:
                 after = names[known - 1] if known else None
@@ -269,6 +271,8 @@ class WorkerPrefixes:
         self._cached = ReportedBlocks(worker, model.index_of, names)
         self._stored = ReportedBlocks(worker, model.store_index_of, names)
         self.num_ignored = 0
+        self.reports_cache = True
+        """Whether events of its own cache are followed: some workers report of a store alone."""
 
     @property
     def reported(self) -> set[int]:
@@ -285,27 +289,29 @@ class WorkerPrefixes:
         """Of its own cache's blocks; 0 before the first."""
         return self._cached.block_size
 
-    def apply(self, event: FeedEvent) -> None:
-        """Take up one event of its feed."""
+    def apply(self, event: FeedEvent, media: frozenset[str] = MEDIA) -> None:
+        """Take up one event of a feed that reports of these media alone."""
         match event:
             case BlockStored():
-                held = self._of(event.medium)
+                held = self._of(event.medium) if event.medium in media else None
                 if held is None or not held.store(event):
                     self.num_ignored += len(event.hashes)
             case BlockRemoved():
-                held = self._of(event.medium)
+                held = self._of(event.medium) if event.medium in media else None
                 if held is not None and not event.group:
                     held.remove(event.hashes)
             case AllBlocksCleared() | Restarted() | Lost():
-                self.clear()
+                self.clear(media)
             case _ as never:
                 assert_never(never)
 
-    def clear(self) -> None:
-        """Forget every block: it holds nothing, and reports nothing of its store."""
-        self._model.drop_expected(self._worker)
-        self._cached.clear()
-        self._stored.clear()
+    def clear(self, media: frozenset[str] = MEDIA) -> None:
+        """Forget every block of these media."""
+        if DEFAULT_MEDIUM in media:
+            self._model.drop_expected(self._worker)
+            self._cached.clear()
+        if STORE_MEDIUM in media:
+            self._stored.clear()
 
     def _of(self, medium: str) -> ReportedBlocks | None:
         if medium == DEFAULT_MEDIUM:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -13,7 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 import baton
 from baton.engines.interface import StandbyEngine
 from baton.errors import UNDECODABLE, InvalidRequestError
-from baton.events.wire import encode_page
+from baton.events.journal_page import make_page, read_event_number
 from baton.handoff.interface import SampledToken
 from baton.handoff.link_page import describe_links
 from baton.ids import TicketId
@@ -47,9 +46,6 @@ if TYPE_CHECKING:
     from baton.worker.options import WorkerOptions
 
 MAX_TOKEN_BYTES: Final = 65_536
-EVENT_POLL_S: Final = 0.05
-NUM_EVENT_POLLS: Final = 20
-MAX_EVENT_DIGITS: Final = 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,15 +128,12 @@ class StatusPages:
 
         Where that is nothing yet, the answer waits a moment for it.
         """
-        after = _read_event_number(exchange.path.removeprefix(KV_EVENTS_PREFIX))
-        journal = self.engine.journal
-        for _ in range(NUM_EVENT_POLLS):
-            if journal.last != after:
-                break
-            await asyncio.sleep(EVENT_POLL_S)
-        # All that a large pool holds takes a tenth of a second: not of the answers' thread.
-        body = await asyncio.to_thread(lambda: encode_page(journal.read(after)))
-        await exchange.send_bytes(200, body, b"application/msgpack")
+        text = exchange.path.removeprefix(KV_EVENTS_PREFIX)
+        after = read_event_number(text)
+        if after is None:
+            raise UnknownPathError(f"{text[:64]!r} is not the number of an event; begin with 0")
+        page = await make_page(self.engine.journal, after)
+        await exchange.send_bytes(200, page, b"application/msgpack")
 
     async def links(self, exchange: HttpExchange) -> None:
         """`GET /baton/v1/links`: what ways to peers cost, as measured."""
@@ -209,12 +202,6 @@ def _read_token(body: bytes, vocab_size: int) -> SampledToken:
     if not 0 <= token.token_id < vocab_size:
         raise InvalidRequestError(f"token ids go from 0 to {vocab_size - 1}", code="invalid_value")
     return token
-
-
-def _read_event_number(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or len(text) > MAX_EVENT_DIGITS:
-        raise UnknownPathError(f"{text[:64]!r} is not the number of an event; begin with 0")
-    return int(text)
 
 
 def _read_ticket_id(text: str) -> TicketId:

@@ -26,7 +26,12 @@ from baton.protocol.worker_http import Role
 from baton.router.fleet import WorkerView
 from baton.router.placement import Placement
 from baton.router.prefix_names import PrefixNames
-from baton.router.prefixes import EXPECTED_WITH_EVENTS_S, EXPECTED_WITHOUT_S, ModelPrefixes
+from baton.router.prefixes import (
+    EXPECTED_WITH_EVENTS_S,
+    EXPECTED_WITHOUT_S,
+    MEDIA,
+    ModelPrefixes,
+)
 
 DOMAIN = EventDomain("test/sha256")
 NAMES = PrefixNames(b"a secret of sixteen bytes")
@@ -119,10 +124,15 @@ class PrefixesMachine(RuleBasedStateMachine):
             self.feeds[worker].apply(BlockRemoved(DOMAIN, hashes, STORE_MEDIUM, 0))
             self.stored[worker].difference_update(gone)
 
-    @rule(worker=followed, event=st.sampled_from([AllBlocksCleared(), Restarted(), Lost(3)]))
-    def lose_all(self, worker, event):
-        self.feeds[worker].apply(event)
-        self.forget_model_of(worker)
+    @rule(
+        worker=followed,
+        event=st.sampled_from([AllBlocksCleared(), Restarted(), Lost(3)]),
+        media=st.sampled_from([MEDIA, frozenset({DEFAULT_MEDIUM}), frozenset({STORE_MEDIUM})]),
+    )
+    def lose_all(self, worker, event, media):
+        """A feed begins anew: it reports of its own media alone."""
+        self.feeds[worker].apply(event, media)
+        self.forget_model_of(worker, media)
 
     @rule(worker=st.sampled_from(EVERY_WORKER))
     def forget(self, worker):
@@ -188,11 +198,12 @@ class PrefixesMachine(RuleBasedStateMachine):
             for end in range(STORE_SIZE, len(ids) + 1, STORE_SIZE)
         }
 
-    def forget_model_of(self, worker):
-        self.reported[worker] = set()
-        if worker in SIZES:
+    def forget_model_of(self, worker, media=MEDIA):
+        if worker in SIZES and STORE_MEDIUM in media:
             self.stored[worker] = set()
-        self.expected = [each for each in self.expected if each.worker != worker]
+        if DEFAULT_MEDIUM in media:
+            self.reported[worker] = set()
+            self.expected = [each for each in self.expected if each.worker != worker]
 
     def hopes_for(self, worker):
         live = [e.blocks for e in self.expected if e.worker == worker and e.until > self.now]
@@ -227,3 +238,31 @@ def test_a_gap_in_what_is_held_ends_the_prefix():
     feed.apply(BlockRemoved(DOMAIN, (hashes[1],), DEFAULT_MEDIUM, 0))
     assert prefixes.find(prompt, "", 0.0).cached == {"a": 2}
     assert prefixes.find(prompt, "tenant", 0.0).cached == {}
+
+
+def test_a_feed_of_the_store_says_nothing_of_the_cache_and_the_other_way_round():
+    prefixes = ModelPrefixes(NAMES)
+    feed = prefixes.follow(WorkerId("a"), "host")
+    prompt = np.arange(5, dtype=np.int32)
+    of_cache, of_store = frozenset({DEFAULT_MEDIUM}), frozenset({STORE_MEDIUM})
+    for medium, foreign in ((DEFAULT_MEDIUM, of_store), (STORE_MEDIUM, of_cache)):
+        event = BlockStored(DOMAIN, (b"x", b"y"), None, pack_ids(range(4)), 2, medium, 0)
+        feed.apply(event, foreign)
+        assert prefixes.find(prompt, "", 0.0).cached == prefixes.find(prompt, "", 0.0).stored == {}
+    assert feed.num_ignored == 4
+    for medium, media in ((DEFAULT_MEDIUM, of_cache), (STORE_MEDIUM, of_store)):
+        event = BlockStored(DOMAIN, (b"x", b"y"), None, pack_ids(range(4)), 2, medium, 0)
+        feed.apply(event, media)
+    feed.apply(BlockRemoved(DOMAIN, (b"y",), STORE_MEDIUM, 0), of_cache)
+    match = prefixes.find(prompt, "", 0.0)
+    assert (match.cached, match.stored) == ({"a": 4}, {"host": 4})
+
+
+def test_what_a_worker_that_reports_of_a_store_alone_is_expected_to_hold_is_believed_longer():
+    prefixes = ModelPrefixes(NAMES)
+    prefixes.follow(WorkerId("a"), "host").reports_cache = False
+    prompt = np.arange(33, dtype=np.int32)
+    match = prefixes.find(prompt, "", 0.0)
+    prefixes.expect(match, Placement(None, view("a")), 0.0)
+    assert prefixes.find(prompt, "", EXPECTED_WITHOUT_S - 1).cached == {"a": 32}
+    assert prefixes.find(prompt, "", EXPECTED_WITHOUT_S).cached == {}

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
@@ -12,9 +14,13 @@ from baton.auth.key import ClusterKey
 from baton.engines.vllm.control import ControlApp, RankView
 from baton.engines.vllm.identity import Identity, ModelFacts, RankFacts, describe_worker
 from baton.engines.vllm.step_orders import Occupancy
+from baton.events.blocks import STORE_MEDIUM, BlockRemoved, BlockStored
+from baton.events.journal import BATON_HASHES, CacheJournal
+from baton.events.wire import decode_page
 from baton.ids import Epoch, TicketId, WorkerId
+from baton.kv.identity import BlockHash
 from baton.kv.layout import KVLayout
-from baton.protocol.worker_http import MAX_ABORT_BYTES, MeasuredLink, MeasuredLinks
+from baton.protocol.worker_http import MAX_ABORT_BYTES, MeasuredLink, MeasuredLinks, StoreLoads
 from baton.telemetry.trace import RequestSpan, TraceRing
 
 KEY = ClusterKey(b"k" * 32)
@@ -45,6 +51,8 @@ class Client:
         self.is_alive = True
         self.occupancy: Occupancy | None = None
         self.given_up: list[tuple[TicketId, str]] = []
+        self.store_loads: StoreLoads | None = None
+        self.journal = CacheJournal()
         self.traces = TraceRing(4)
         registry = CollectorRegistry()
         Counter("baton_things", "Things.", registry=registry).inc()
@@ -56,6 +64,8 @@ class Client:
             traces=self.traces,
             registry=registry,
             links=self.describe_links,
+            store_loads=lambda: self.store_loads,
+            journal=self.journal,
         )
         self.app = ControlApp(view, key)
 
@@ -94,6 +104,36 @@ def test_the_health_says_how_full_vllm_is_once_that_is_known() -> None:
     client.occupancy = Occupancy(num_waiting=3, num_blocks=8, num_free_blocks=2, block_size=32)
     load = client.ask("GET", "/health").json["load"]
     assert load == {"num_waiting": 3, "num_blocks": 8, "num_free_blocks": 2, "block_size": 32}
+    client.store_loads = StoreLoads(2, 640, 0.5)
+    loads = client.ask("GET", "/health").json["load"]["store_loads"]
+    assert loads == {"num_loads": 2, "num_tokens": 640, "seconds": 0.5}
+
+
+def test_what_the_store_has_is_reported() -> None:
+    client, ids = Client(), np.arange(128, dtype=np.int32)
+    hashes = [BlockHash(b"a" * 32), BlockHash(b"b" * 32)]
+    client.journal.add_stored(hashes, None, ids, "tenant", medium=STORE_MEDIUM)
+    page = decode_page(client.ask("GET", "/baton/v1/kv_events/0").body, BATON_HASHES)
+    (event,) = page.events
+    assert isinstance(event, BlockStored)
+    assert (event.hashes, event.medium, event.salt) == (tuple(hashes), STORE_MEDIUM, "tenant")
+    client.journal.add_removed(hashes[1], STORE_MEDIUM)
+    page = decode_page(client.ask("GET", f"/baton/v1/kv_events/{page.last}").body, BATON_HASHES)
+    assert page.events == (BlockRemoved(BATON_HASHES, (hashes[1],), STORE_MEDIUM, 0),)
+    for path in ("x", "-1", "9" * 19):
+        assert client.ask("GET", f"/baton/v1/kv_events/{path}").status == 404
+    assert client.ask("POST", "/baton/v1/kv_events/0").status == 405
+
+
+def test_who_waits_for_events_does_not_delay_the_end() -> None:
+    client = Client()
+    began = time.monotonic()
+    client.ask("GET", "/baton/v1/kv_events/0")
+    assert time.monotonic() - began > 0.5, "it waits where nothing has happened"
+    client.app.begin_end()
+    began = time.monotonic()
+    assert client.ask("GET", "/baton/v1/kv_events/0").status == 200
+    assert time.monotonic() - began < 0.5
 
 
 def test_the_info_says_who_it_is() -> None:

@@ -99,7 +99,9 @@ def report(admission: Admission, **fields: Any) -> None:
     admission.update_from_workers(None, None, StepReport(**fields))
 
 
-def test_what_all_ranks_have_is_loaded_behind_what_is_cached(stored: Admission) -> None:
+def test_what_all_ranks_have_is_loaded_behind_what_is_cached(
+    stored: Admission, clock: ManualClock
+) -> None:
     asked = asking()
     assert stored.count_missing(asked, 4) is None
     orders = plan(stored)
@@ -109,8 +111,10 @@ def test_what_all_ranks_have_is_loaded_behind_what_is_cached(stored: Admission) 
     assert lookup.token_ids.tolist() == PROMPT
     report(stored, found=(("r", 16),))
     assert stored.count_missing(asked, 4) is None, "the other rank has not answered"
+    clock.advance(0.5)
     report(stored, found=(("r", 8),))
     assert stored.count_missing(asked, 4) == 4
+    clock.advance(1.0)
     assert stored.count_missing(asked, 8) == 0, "vLLM's cache has grown"
     stored.allocated(asked, ([30, 31, 32],), 4)
     assert stored.is_loading_stored(asked)
@@ -119,6 +123,7 @@ def test_what_all_ranks_have_is_loaded_behind_what_is_cached(stored: Admission) 
     (load,) = orders.loads
     assert (load.start, load.first_block, load.blocks) == (4, 1, (31,))
     assert load.token_ids.tolist() == PROMPT[:8]
+    assert load.lookup_s == 0.5, "what it waited for blocks is not the store's"
     stored.update_from_workers({"r"}, None, None)
     stored.allocated(asked, ([30, 31, 32, 33, 34, 35],), 0)
     assert stored.count_missing(asked, 0) == 0, "it is asked for once"

@@ -29,6 +29,7 @@ from baton.handoff.interface import (
     LookupOrder,
     PrefixFound,
 )
+from baton.protocol.worker_http import StoreLoads
 from tests.unit.engines_vllm.test_rank_handoffs import RankHarness, harness, make_harness
 from tests.unit.engines_vllm.test_step_counts import count_calls
 
@@ -80,9 +81,9 @@ def look_up(name: str = "r") -> PrefixOrders:
     return PrefixOrders(lookups=(LookUp(name, "", IDS, 4, 0.0),))
 
 
-def load(name: str = "r") -> PrefixOrders:
+def load(name: str = "r", lookup_s: float = 0.0) -> PrefixOrders:
     """Tokens [4, 16), in blocks of 4."""
-    return PrefixOrders(loads=(StartLoad(name, "", IDS, 4, 0.0, 1, (21, 22, 23)),))
+    return PrefixOrders(loads=(StartLoad(name, "", IDS, 4, 0.0, 1, (21, 22, 23), lookup_s),))
 
 
 def keep(name: str = "r") -> PrefixOrders:
@@ -201,3 +202,36 @@ def test_a_long_queue_of_what_is_kept_does_not_keep_prompts_from_asking(
     assert len(store.orders) == 2
     answer(stored, KVSent(store.orders[0].id))  # what was late, now that nobody waits for it
     assert run(stored) == (set(), set(), None)
+
+
+def test_loads_are_reported_with_what_requests_waited_for_them(
+    stored: RankHarness, store: RecordingStore, harness: RankHarness
+) -> None:
+    assert harness.rank.store_loads is None
+    assert stored.rank.store_loads == StoreLoads(0, 0, 0.0)
+    run(stored, load(lookup_s=0.25))
+    stored.clock.advance(0.5)
+    answer(stored, KVLanded(store.orders[-1].id, None, 12))
+    run(stored)
+    assert stored.rank.store_loads == StoreLoads(1, 8, 0.75)
+    run(stored, look_up("is not stored"))
+    answer(stored, PrefixFound(store.orders[-1].id, 4))
+    run(stored, load("was evicted"))
+    answer(stored, KVLanded(store.orders[-1].id, None, 4))
+    run(stored, load("left"))
+    run(stored, PrefixOrders(aborted=("left",)))
+    answer(stored, BlocksQuiescent(store.orders[-1].id))
+    run(stored)
+    assert stored.rank.store_loads == StoreLoads(1, 8, 0.75)
+
+
+@pytest.mark.parametrize("orders", [look_up(), load()])
+def test_what_requests_waited_for_nothing_is_reported(
+    stored: RankHarness, store: RecordingStore, orders: PrefixOrders
+) -> None:
+    run(stored, orders)
+    stored.clock.advance(LOAD_TIMEOUT_S)
+    run(stored)
+    run(stored, load("not asked for"))
+    assert len(store.orders) == 1
+    assert stored.rank.store_loads == StoreLoads(1, 0, LOAD_TIMEOUT_S)

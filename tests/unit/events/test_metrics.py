@@ -41,3 +41,20 @@ def test_a_feed_is_counted_as_it_is_polled():
     assert value("baton_kv_blocks_held", held) == 2
     collector.forget(WORKER)
     assert value("baton_kv_blocks_held", held) is None
+
+
+def test_the_feeds_of_one_worker_are_added_up():
+    registry, own, of_store = CollectorRegistry(), Feed(), Feed()
+    collector = KVEventCollector(registry)
+    of_store.health = FeedHealth(connected=False, num_gaps=5)
+    for feed, domain in ((own, DOMAIN), (of_store, EventDomain("baton/sha256"))):
+        block_index = WorkerBlockIndex(domain)
+        block_index.apply(BlockStored(domain, (1, 2), None, b"", 0, "GPU", 0))
+        collector.watch(WORKER, feed, block_index).poll()
+    value, by_worker = registry.get_sample_value, {"worker": WORKER}
+    assert value("baton_kv_events_total", by_worker | {"type": "Lost"}) == 2
+    assert value("baton_kv_event_gaps_total", by_worker) == 7
+    assert value("baton_kv_event_connected", by_worker) == 0
+    assert value("baton_kv_blocks_held", by_worker | {"medium": "GPU", "group": "0"}) == 4
+    collector.forget(WORKER)
+    assert value("baton_kv_event_connected", by_worker) is None

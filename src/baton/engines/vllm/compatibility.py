@@ -74,16 +74,17 @@ def warn_of_policy(kv_transfer_config: object) -> None:
         )
 
 
+def warn_of_unused_store() -> None:
+    """Log that prompts are neither loaded from the configured store nor kept in it."""
+    logger.warning(
+        "the store serves mode pool alone: to load and keep prompts, vLLM needs "
+        '"kv_load_failure_policy": "recompute"'
+    )
+
+
 def may_load_prefixes(kv_transfer_config: object) -> bool:
-    """Whether vLLM computes what a load does not find any more; logged where it does not."""
-    policy = getattr(kv_transfer_config, "kv_load_failure_policy", None)
-    if policy != "recompute":
-        logger.warning(
-            "the store serves mode pool alone: to load and keep prompts, vLLM needs "
-            '"kv_load_failure_policy": "recompute" (it is %r)',
-            policy,
-        )
-    return policy == "recompute"
+    """Whether vLLM computes what a load does not find any more."""
+    return getattr(kv_transfer_config, "kv_load_failure_policy", None) == "recompute"
 
 
 def read_extra(kv_transfer_config: object) -> Mapping[str, object]:

@@ -30,6 +30,7 @@ from baton.engines.vllm.compatibility import (
     may_load_prefixes,
     read_extra,
     warn_of_policy,
+    warn_of_unused_store,
 )
 from baton.engines.vllm.identity import (
     Identity,
@@ -301,7 +302,9 @@ def _admit(
         clock=clock,
     )
     store = options.store
-    if store.tiers and store.prefixes and may_load_prefixes(vllm_config.kv_transfer_config):
+    if not (store.tiers and store.prefixes):
+        return admission
+    if may_load_prefixes(vllm_config.kv_transfer_config):
         schedule = PrefixSchedule(
             LookupCost(clock.now()),
             num_ranks=identity.num_ranks,
@@ -310,6 +313,8 @@ def _admit(
         )
         kept = KeptBlocks(int(options.max_kept_share * num_blocks), identity.num_ranks)
         admission.use_store(PrefixAdmission(schedule, kept, block_size=block_size, clock=clock))
+    else:
+        warn_of_unused_store()
     return admission
 
 

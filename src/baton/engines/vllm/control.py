@@ -22,6 +22,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from baton.clock import MachineClock
 from baton.config.cluster_key import is_loopback
 from baton.errors import UNDECODABLE
+from baton.events.journal_page import make_page, read_event_number
 from baton.ids import TicketId
 from baton.net.http_limits import Connections, HttpLimits
 from baton.net.http_server import bind, count_refusals, make_server_config, start_listening, url_of
@@ -30,6 +31,7 @@ from baton.protocol.worker_http import (
     ABORT_SUFFIX,
     HANDOFFS_PREFIX,
     HEALTH_PATH,
+    KV_EVENTS_PREFIX,
     LINKS_PATH,
     MAX_ABORT_BYTES,
     MAX_REASON_CHARS,
@@ -50,8 +52,9 @@ if TYPE_CHECKING:
     from baton.auth.credentials import Credentials
     from baton.auth.key import ClusterKey
     from baton.engines.vllm.step_orders import Occupancy
+    from baton.events.journal import CacheJournal
     from baton.net.tls import Tls
-    from baton.protocol.worker_http import MeasuredLinks, WorkerInfo
+    from baton.protocol.worker_http import MeasuredLinks, StoreLoads, WorkerInfo
     from baton.telemetry.trace import TraceRing
 
 logger = logging.getLogger(__name__)
@@ -60,6 +63,7 @@ TICKET_ID_BYTES: Final = 16
 STOP_TIMEOUT_S: Final = 5.0
 CONTROL_LIMITS: Final = HttpLimits(max_connections=64, max_connections_per_address=64)
 JSON: Final = b"application/json"
+MSGPACK: Final = b"application/msgpack"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +77,20 @@ class ControlResponse:
 
 @dataclass(frozen=True, slots=True)
 class RankView:
-    """What the server shows of a rank; all of it thread-safe."""
+    """What the server shows of a rank; all of it thread-safe.
+
+    `store_loads` gives None without a store. `journal` is of the store, and empty but for rank 0's.
+    """
 
     info: Callable[[], WorkerInfo]
     is_alive: Callable[[], bool]
     occupancy: Callable[[], Occupancy | None]
+    store_loads: Callable[[], StoreLoads | None]
     abort_from_peer: Callable[[TicketId, str], None]
     links: Callable[[], Awaitable[MeasuredLinks]]
     traces: TraceRing
     registry: CollectorRegistry
+    journal: CacheJournal
 
 
 class ControlApp:
@@ -94,6 +103,11 @@ class ControlApp:
             if bearer_key is None
             else b"Bearer " + bearer_key.sign("http", b"worker").hex().encode()
         )
+        self._is_ending = False
+
+    def begin_end(self) -> None:
+        """Answer at once whoever waits for KV events. Any thread."""
+        self._is_ending = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; other scopes are not ours."""
@@ -118,6 +132,8 @@ class ControlApp:
             return self._abort(path, await _read_body(receive))
         if method == "GET" and path == LINKS_PATH:
             return _json(200, await self._view.links())
+        if method == "GET" and path.startswith(KV_EVENTS_PREFIX):
+            return await self._kv_events(path.removeprefix(KV_EVENTS_PREFIX))
         return self._get(path) if method == "GET" else _method_not_allowed("GET")
 
     def _is_authorized(self, scope: Scope, path: str) -> bool:
@@ -141,9 +157,17 @@ class ControlApp:
             case _:
                 return _not_found(f"there is nothing at {path[:200]!r}")
 
+    async def _kv_events(self, text: str) -> ControlResponse:
+        after = read_event_number(text)
+        if after is None:
+            return _not_found(f"{text[:64]!r} is not the number of an event; begin with 0")
+        page = await make_page(self._view.journal, after, lambda: self._is_ending)
+        return ControlResponse(200, page, MSGPACK)
+
     def _health(self) -> ControlResponse:
-        if self._view.is_alive():
-            return _json(200, Health("ok", load=_load(self._view.occupancy())))
+        view = self._view
+        if view.is_alive():
+            return _json(200, Health("ok", load=_load(view.occupancy(), view.store_loads())))
         return _json(503, Health("failed", "the handoff agent's thread has ended"))
 
     def _trace(self, request_id: str) -> ControlResponse:
@@ -180,6 +204,7 @@ class ControlServer:
         self._host, self._credentials, self._tls = host, credentials, tls
         self._listener = bind(host, port)
         start_listening(self._listener)
+        self._app: ControlApp | None = None
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
 
@@ -191,7 +216,7 @@ class ControlServer:
     def start(self, view: RankView) -> None:
         """Answer from now on."""
         needs_bearer = self._tls is None and not is_loopback(self._host)
-        app = ControlApp(view, self._credentials.key if needs_bearer else None)
+        app = self._app = ControlApp(view, self._credentials.key if needs_bearer else None)
         refused = count_refusals(view.registry, "baton_worker")
         connections = Connections(CONTROL_LIMITS, MachineClock(), refused, self._tls)
         self._server = _Server(
@@ -204,6 +229,8 @@ class ControlServer:
 
     def stop(self) -> None:
         """Close the port. Idempotent."""
+        if self._app is not None:
+            self._app.begin_end()
         if self._server is not None:
             self._server.should_exit = True
         if self._thread is not None:
@@ -239,7 +266,7 @@ async def _read_body(receive: Receive) -> bytes | None:
             return bytes(body)
 
 
-def _load(occupancy: Occupancy | None) -> WorkerLoad | None:
+def _load(occupancy: Occupancy | None, store_loads: StoreLoads | None) -> WorkerLoad | None:
     if occupancy is None:
         return None
     return WorkerLoad(
@@ -248,6 +275,7 @@ def _load(occupancy: Occupancy | None) -> WorkerLoad | None:
         num_free_blocks=occupancy.num_free_blocks,
         block_size=occupancy.block_size,
         max_running=occupancy.max_running or UNSET,
+        store_loads=store_loads or UNSET,
     )
 
 

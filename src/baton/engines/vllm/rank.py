@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 
 import baton
 from baton.clock import MachineClock
+from baton.engines.vllm.compatibility import may_load_prefixes
 from baton.engines.vllm.control import ControlServer, RankView
 from baton.engines.vllm.identity import (
     RankFacts,
@@ -29,13 +30,14 @@ from baton.engines.vllm.layouts import read_layers
 from baton.engines.vllm.rank_handoffs import RankHandoffs
 from baton.engines.vllm.rank_observer import FALLBACK_CAUSE, RankObserver
 from baton.engines.vllm.rank_prompts import RankSetting
+from baton.events.journal import CacheJournal
 from baton.handoff.dispatcher import HandoffDispatcher, open_handoffs
 from baton.handoff.encoded_view import list_lossy
 from baton.handoff.link_page import describe_links
 from baton.handoff.options import AgentOptions
 from baton.handoff.peer_transports import LinkOptions
 from baton.handoff.pool_mode.metrics import PoolModeCollector
-from baton.handoff.pool_mode.store_access import open_store_access
+from baton.handoff.pool_mode.store_access import open_store_access, report_to
 from baton.handoff.verify import VerificationPolicy
 from baton.kv.layout import TensorParallelShard
 from baton.net.tls import ClusterTls
@@ -141,7 +143,8 @@ class Rank:
                 plan.vllm_config, self._layers, kv_caches, store_block_size=options.store.block_size
             )
         fingerprint = options.fingerprint or find_fingerprint(plan.vllm_config.model_config)
-        access = self._open_pool()
+        journal = CacheJournal()
+        access = self._open_pool(fingerprint, journal)
         dispatcher = open_handoffs(self._agent_options(fingerprint, access), access)
         agent = dispatcher.agent
         registry = CollectorRegistry()
@@ -167,6 +170,7 @@ class Rank:
             fingerprint,
             self._layers.main_layout,
             dispatcher.modes,
+            None if access is None or access.journal is None else access.journal.store_id,
         )
         model = read_model_facts(plan.vllm_config, options)
         info = describe_worker(plan.identity, model, {plan.rank: facts})
@@ -185,6 +189,8 @@ class Rank:
                 info=lambda: info,
                 is_alive=lambda: dispatcher.is_alive,
                 occupancy=lambda: handoffs.occupancy,
+                store_loads=lambda: handoffs.store_loads,
+                journal=journal,
                 abort_from_peer=handoffs.abort_from_peer,
                 links=partial(describe_links, agent),
                 traces=traces,
@@ -265,17 +271,21 @@ class Rank:
             spin_s=options.spin_s,
         )
 
-    def _open_pool(self) -> StoreAccess | None:
+    def _open_pool(self, fingerprint: str, journal: CacheJournal) -> StoreAccess | None:
         if self._store_view is None:
             return None
         section = self._plan.options.store
-        return open_store_access(
+        may_load = may_load_prefixes(self._plan.vllm_config.kv_transfer_config)
+        access = open_store_access(
             section,
             self._store_view,
             key=self._credentials.key,
             clock=self._clock,
-            keeps_prefixes=section.prefixes,
+            keeps_prefixes=section.prefixes and may_load,
         )
+        if self._plan.rank != 0:  # gateways ask rank 0 alone
+            return access
+        return report_to(journal, access, fingerprint=fingerprint, clock=self._clock)
 
     def _transports(self, epoch: Epoch) -> tuple[Transport, ...]:
         options = self._plan.options

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     )
     from baton.handoff.interface import HandoffEvent
     from baton.ids import TicketId
+    from baton.protocol.worker_http import StoreLoads
 
 logger = logging.getLogger(__name__)
 
@@ -226,6 +227,11 @@ class RankHandoffs:
     def occupancy(self) -> Occupancy | None:
         """How full vLLM was at the last step; None before the first. Thread-safe."""
         return self._occupancy
+
+    @property
+    def store_loads(self) -> StoreLoads | None:
+        """What was loaded from the store since the start; None without one. Thread-safe."""
+        return self._prefixes.loads
 
     def abort_from_peer(self, ticket: TicketId, reason: str) -> None:
         """The gateway reports that a ticket's other request failed. Thread-safe."""

@@ -19,6 +19,7 @@ from baton.engines.vllm.step_orders import Keep, LookUp, StartLoad
 from baton.handoff.interface import KeepOrder, LoadOrder, LookupOrder
 from baton.ids import TicketId
 from baton.kv.copies import BlockTable
+from baton.protocol.worker_http import StoreLoads
 from baton.telemetry.log_limit import LimitedLog
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ Task: TypeAlias = LookUp | StartLoad | Keep
 class _Open:
     task: Task
     order: LookupOrder | LoadOrder | KeepOrder
+    began_at: Instant
     deadline: Instant
     is_aborted: bool = False
 
@@ -63,6 +65,8 @@ class RankPrefixes:
         self._finished: set[VllmRequestId] = set()
         self._invalid_blocks: set[int] = set()
         self._log = LimitedLog(logger, clock)
+        self.loads = None if store is None else StoreLoads(0, 0, 0.0)
+        """What the store has given; what came too late counts as no tokens. Any thread reads it."""
 
     def __contains__(self, order: TicketId) -> bool:
         """Whether the store has yet to answer an order of this name."""
@@ -98,8 +102,12 @@ class RankPrefixes:
     def answered(self, order: TicketId, num_tokens: int) -> None:
         """The store has looked, loaded tokens before `num_tokens`, or kept what it could."""
         self._late.discard(order)
-        if order in self._open:
-            self._end(self._close(order), num_tokens)
+        if order not in self._open:
+            return
+        closed = self._close(order)
+        if isinstance(closed.task, StartLoad) and num_tokens > closed.task.start:
+            self._count_load(closed, num_tokens - closed.task.start)
+        self._end(closed, num_tokens)
 
     def check_deadlines(self) -> None:
         """End what is late: its requests wait no more, and its blocks are accessed no more."""
@@ -114,6 +122,7 @@ class RankPrefixes:
             if not isinstance(closed.task, Keep):  # those wait for each other, and for all loads
                 self._late.add(order)
                 self._log.warning("late", LATE)
+                self._count_load(closed, 0)
             self._end(closed, 0)
 
     def take_found(self) -> tuple[tuple[VllmRequestId, int], ...]:
@@ -138,8 +147,8 @@ class RankPrefixes:
 
     def _begin(self, store: PrefixLookup, task: Task) -> None:
         timeout_s = KEEP_TIMEOUT_S if isinstance(task, Keep) else LOAD_TIMEOUT_S
-        order = self._make_order(task)
-        started = _Open(task, order, Instant(self._clock.now() + timeout_s))
+        order, now = self._make_order(task), self._clock.now()
+        started = _Open(task, order, now, Instant(now + timeout_s))
         if self._late:
             self._end(started, 0)
             if isinstance(task, Keep):
@@ -172,6 +181,18 @@ class RankPrefixes:
         closed = self._open.pop(order)
         self._num_awaited -= not isinstance(closed.task, Keep)
         return closed
+
+    def _count_load(self, ended: _Open, num_tokens: int) -> None:
+        """A request has waited for the store, and got so many tokens; none if it was late."""
+        if self.loads is None or ended.is_aborted:
+            return
+        seconds = self._clock.now() - ended.began_at
+        if isinstance(ended.task, StartLoad):
+            seconds += ended.task.lookup_s
+        before = self.loads
+        self.loads = StoreLoads(
+            before.num_loads + 1, before.num_tokens + num_tokens, before.seconds + seconds
+        )
 
     def _abort(self, store: PrefixLookup, request: VllmRequestId) -> None:
         order = self._id_of_load.get(request)

@@ -134,10 +134,14 @@ class LookUp(msgspec.Struct, frozen=True):
 
 
 class StartLoad(LookUp, frozen=True):
-    """Load tokens from `start` to the end of `packed_ids` into `blocks`, all of them."""
+    """Load tokens from `start` to the end of `packed_ids` into `blocks`, all of them.
+
+    The request has waited `lookup_s` for the answer to its lookup.
+    """
 
     first_block: int
     blocks: tuple[int, ...]
+    lookup_s: float = 0.0
 
 
 class Keep(msgspec.Struct, frozen=True):

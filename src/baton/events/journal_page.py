@@ -1,0 +1,39 @@
+"""The answer to a gateway that asks for a journal's events (docs/wire/kv-events.md)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+from baton.events.wire import encode_page
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from baton.events.journal import CacheJournal
+
+POLL_S: Final = 0.05
+NUM_POLLS: Final = 20
+MAX_DIGITS: Final = 18
+
+
+def read_event_number(text: str) -> int | None:
+    """The number in a path's last part; None where it is none."""
+    if not text.isascii() or not text.isdigit() or len(text) > MAX_DIGITS:
+        return None
+    return int(text)
+
+
+async def make_page(
+    journal: CacheJournal, after: int, is_ending: Callable[[], bool] = lambda: False
+) -> bytes:
+    """What happened since event number `after`, encoded.
+
+    Where that is nothing yet, it waits up to a second for it, or until `is_ending`.
+    """
+    for _ in range(NUM_POLLS):
+        if journal.last != after or is_ending():
+            break
+        await asyncio.sleep(POLL_S)
+    # All that a large pool holds takes a tenth of a second: not of the answers' thread.
+    return await asyncio.to_thread(lambda: encode_page(journal.read(after)))
