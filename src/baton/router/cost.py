@@ -259,6 +259,7 @@ class CostPolicy:
             and not (request.avoid or request.full)
             and known.served is served
             and known.prefills == prefills
+            and known.load is load
             and known.num_forgotten == load.num_forgotten
         ):
             return known
@@ -285,6 +286,7 @@ class CostPolicy:
         usable = Usable(
             served,
             prefills,
+            load,
             load.num_forgotten,
             workers,
             [worker.id for worker in workers],

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias, TypeVar
 import msgspec
 import numpy as np
 
-from baton.router.load import MOST_SHARE, WINDOW_S
+from baton.router.load import MOST_SHARE, TYPICAL_ANSWER_TOKENS, WINDOW_S
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 BEYOND: Final = 10.0
 """What a unit beyond a limit counts: the request is as good as lost, but sooner is better."""
-TYPICAL_ANSWER_TOKENS: Final = 128
 
 Objective: TypeAlias = Literal["goodput", "throughput"]
 Number = TypeVar("Number", "float", "NDArray[np.float64]")
@@ -85,12 +84,13 @@ class Prediction:
 class Usable:
     """Who may serve: the first `num_decodes` of `workers` may answer, those at `helpers` prefill.
 
-    Good for `served` and `prefills`; `rows` until the load forgets workers. `is_spread`: they are
+    Good for `served` and `prefills`; `rows` until `load` forgets workers. `is_spread`: they are
     at more than one of the `places`. A worker's store is `stores[store_at[w]]`.
     """
 
     served: ModelWorkers
     prefills: frozenset[WorkerId]
+    load: FleetLoad
     num_forgotten: int
     workers: Sequence[WorkerView]
     ids: Sequence[WorkerId]
@@ -242,7 +242,9 @@ def _weigh_answers(
     limit = options.tpot_s
     usual = bend(usual_s / limit)
     left = 1.0 - np.minimum(MOST_SHARE, share + prefill_s / WINDOW_S)
-    stall = num * (bend(before_s / left / limit) - usual)
+    # The share is of some seconds; over a whole answer no token waits for more than its part.
+    stalled_s = np.minimum(before_s / left, usual_s + prefill_s / costs.answer_tokens)
+    stall = num * (bend(stalled_s / limit) - usual)
     slowed = own if request.tpot_s is None else bend(tpot_s / limit)
     return stall, tpot_s, own + num * (slowed - usual)
 

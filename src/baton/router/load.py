@@ -47,6 +47,10 @@ _STEP_GUESS: Final = (0.01, 2e-4)
 _LOAD_GUESS: Final = (0.005, 2e-5)
 FOUND_FORGETTING: Final = 0.99
 """About the last 100 prompts count in `ModelCosts.found_share`."""
+TYPICAL_ANSWER_TOKENS: Final = 128
+"""Of an answer, before any was seen."""
+ANSWER_SHARE: Final = 0.02
+"""What the newest answer counts in `ModelCosts.answer_tokens`."""
 NO_PLACE: Final = -1
 Rows: TypeAlias = "slice | NDArray[np.intp]"
 NO_LOADS: Final = StoreLoads(0, 0, 0.0)
@@ -346,17 +350,19 @@ class RunningRequest:
         self.decode.observe_step(stream_seconds / (now - first_at), pace_s * alone)
         ttft_s = self.waited_s + first_at - self.began_at
         tokens = self.num_tokens, self.num_cached
-        self.costs.ended.append(EndedRequest(now, *tokens, num_streamed, ttft_s, pace_s))
+        self.costs.note_ended(EndedRequest(now, *tokens, num_streamed, ttft_s, pace_s))
 
 
 class ModelCosts:
     """What the workers of one model share.
 
-    `found_share` is what of the latest prompts was cached where they were computed, 0 to 1.
+    `found_share` is what of the latest prompts was cached where they were computed, 0 to 1;
+    `answer_tokens` the mean length of the latest answers that were streamed.
     """
 
     def __init__(self) -> None:
         self.found_share = 0.0
+        self.answer_tokens = float(TYPICAL_ANSWER_TOKENS)
         self.prefill = LearnedLine(_PREFILL_GUESS)
         self.step = LearnedLine(_STEP_GUESS)
         self.load = LearnedLine(_LOAD_GUESS)
@@ -364,6 +370,11 @@ class ModelCosts:
         self.ended: deque[EndedRequest] = deque(maxlen=MOST_ENDED)
         self.columns = LoadColumns()
         self._found = self._asked = 0.0
+
+    def note_ended(self, ended: EndedRequest) -> None:
+        """A streamed answer is complete."""
+        self.ended.append(ended)
+        self.answer_tokens += ANSWER_SHARE * (ended.num_streamed - self.answer_tokens)
 
     def note_found(self, num_cached: int, num_tokens: int) -> None:
         """Of a prompt so many tokens were cached, and so many were not."""

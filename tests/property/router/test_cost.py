@@ -90,6 +90,7 @@ def loaded(given, from_stores=()):
             running.first_token(NOW - 0.5)
     for worker, num_tokens, seconds in from_stores:
         load.of(f"w{worker}", "demo").observe_loads(num_tokens, seconds)
+    load.costs("demo").handoffs.forget_pairs()  # workers of these names are elsewhere in the fleet
     return load
 
 
@@ -146,6 +147,7 @@ def naive_cost(prefill, decode, request_, load, wanted, num_loaded=0):
         return ttft_s + 128 * after + others + keep_s
     slower = (bend(after / limit) - bend(before / limit)) * answering.num_decodes
     usual, shared = pace(computing, 0), pace(computing, 0, (whole_s or prefill_s) / 3.0)
+    shared = min(shared, usual + (whole_s or prefill_s) / costs.answer_tokens)
     stalled = (bend(shared / limit) - bend(usual / limit)) * computing.num_decodes * load_share
     own_ttft, own_tpot = request_.ttft_s or wanted.ttft_s, request_.tpot_s or limit
     return (
