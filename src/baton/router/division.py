@@ -9,7 +9,8 @@ from the requests under way and the learned costs (two stations in a closed netw
       │
       └─► another division, until it is known what that achieves
             │ it achieves more: it stays
-            └ it does not: back, and it is not tried again at such a load for a while
+            │ it does not: back, and it is not tried again at such a load for a while
+            └ requests pile up meanwhile: back at once, and not again at such a load or a higher one
 
 Pure: times are given.
 """
@@ -165,6 +166,11 @@ class _Trial:
     at_once: float
     most_under_way: float
 
+    @classmethod
+    def begin(cls, before: frozenset[WorkerId], at_once: float, num_under_way: int) -> _Trial:
+        """Of independent arrivals so many more come by chance: two standard deviations."""
+        return cls(before, at_once, num_under_way + 2.0 * sqrt(max(1, num_under_way)))
+
 
 def _is_alike(one: float, other: float) -> bool:
     return one < ALIKE * other and other < ALIKE * one
@@ -218,10 +224,11 @@ class Division:
         chosen = self._judge(achieved, demand, len(workers), now)
         self._trial = None
         if chosen != len(self.prefills):
+            trial = None
             if self._find_known(chosen, demand.num_at_once, now) is None:
-                most = num_under_way + 2.0 * max(1.0, num_under_way) ** 0.5
-                self._trial = _Trial(self.prefills, demand.num_at_once, most)
+                trial = _Trial.begin(self.prefills, demand.num_at_once, num_under_way)
             self._set(chosen, workers, load, now)
+            self._trial = trial
 
     def _find_ended(self, latest: Iterable[EndedRequest], now: float) -> list[EndedRequest] | None:
         """The requests that show what this division achieves; None: they are too few.
@@ -268,7 +275,6 @@ class Division:
     def _give_up(self, trial: _Trial, now: float) -> None:
         """Requests pile up: they come faster than this division serves them."""
         self._refute(trial.at_once, now, is_too_slow=True)
-        self._trial = None
         self._change(trial.before, now)
 
     def _refute(self, at_once: float, now: float, *, is_too_slow: bool = False) -> None:
@@ -295,7 +301,7 @@ class Division:
         self._change(frozenset(worker.id for worker in by_answers[:num_prefill]), now)
 
     def _change(self, prefills: frozenset[WorkerId], now: float) -> None:
-        self.prefills, self.changed_at = prefills, now
+        self.prefills, self.changed_at, self._trial = prefills, now, None
 
 
 def _demand(
@@ -315,11 +321,11 @@ def _demand(
         cold_handoff_s=costs.handoffs.predict_usual(all_tokens),
         num_answer_tokens=num_answer_tokens,
         step_s=(costs.step.fixed, costs.step.each),
-        most_at_once=min(_find_room(each.load, ended) for each in workers),
+        most_at_once=min(find_room(each.load, ended) for each in workers),
     )
 
 
-def _find_room(load: WorkerLoad | None, ended: Sequence[EndedRequest]) -> float:
+def find_room(load: WorkerLoad | None, ended: Sequence[EndedRequest]) -> float:
     """Requests like these whose KV a worker has room for at once; inf if it does not report that.
 
     So many that chance (two standard deviations) does not make them larger than the room.
