@@ -54,7 +54,7 @@ def test_transport_is_one_or_all(given, transports):
     assert config.log.level == "debug"
 
 
-TWO = ("--worker", "http://a:1", "--worker", "http://b:1")
+TWO = ("--worker", "https://a:1", "--worker", "https://b:1")
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,8 @@ TWO = ("--worker", "http://a:1", "--worker", "http://b:1")
     [
         (TWO[:2], "round_robin"),
         (TWO, "cost"),
-        ((*TWO, "--prefill", "http://c:1"), "round_robin"),
-        (("--decode", "http://a:1", "--decode", "http://b:1"), "round_robin"),
+        ((*TWO, "--prefill", "https://c:1"), "round_robin"),
+        (("--decode", "https://a:1", "--decode", "https://b:1"), "round_robin"),
         ((*TWO, "--policy", "prefix"), "prefix"),
     ],
 )
