@@ -68,6 +68,8 @@ MOST_SOURCES: Final = 3
 """Workers that have most of a prompt, from which it may be loaded."""
 PREFERRED_ALONE: Final = 0.95
 """Two workers must be so much better than one: predictions are not exact, and a handoff is work."""
+PREFERRED_REPLICA: Final = 0.75
+"""The same where both do both parts, and no labour is divided: the next requests need both, too."""
 
 EQUAL: Final = 1.0 + 1e-9
 NO_STORE: Final = StoreId("")
@@ -104,6 +106,13 @@ class Candidate:
             parts += f", handoff {seen.handoff_s:.3f} ({how})"
         ttft, tpot = f"TTFT {seen.ttft_s:.3f} s", f"TPOT {seen.tpot_s:.4f} s"
         return f"{who}: cost {self.cost:.3f}, {ttft} ({parts}), {tpot}"
+
+    def most_share(self, *, is_divided: bool) -> float:
+        """Of one worker's cost, what it must be less than to be chosen."""
+        is_of_replicas = self.prefill is not None and self.prefill.role is Role.BOTH
+        if is_divided or self.num_prefix_tokens or not is_of_replicas:
+            return PREFERRED_ALONE
+        return PREFERRED_REPLICA
 
     def explain(self, why_not: str | None = None) -> ExplainedCandidate:
         """Its figures."""
@@ -186,6 +195,8 @@ class CostPolicy:
         for pair in chain(pairs, ranked):
             if pair.prefill is None or pair.cost >= PREFERRED_ALONE * best.cost:
                 break
+            if pair.cost >= best.cost * pair.most_share(is_divided=bool(prefills)):
+                continue
             placement = self._hand_over(pair, pair.prefill, request)
             if placement.prefill is not None:
                 why = (*placement.why, f"chosen: {pair}", f"rather than {best}", *divided)

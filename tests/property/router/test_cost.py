@@ -17,6 +17,7 @@ from baton.router.cost import (
     LEAST_LOADED,
     MOST_SOURCES,
     PREFERRED_ALONE,
+    PREFERRED_REPLICA,
     CostOptions,
     CostPolicy,
 )
@@ -166,6 +167,11 @@ def loadings(usable, decodes, request_, load, wanted):
             yield source, decode, num_loaded
 
 
+def preferred(prefill, replicas):
+    """Of one worker's cost, what a handoff must cost less than to be worth it."""
+    return PREFERRED_REPLICA if prefill in replicas else PREFERRED_ALONE
+
+
 @given(fleets, requests, work, options, loads)
 def test_no_way_to_serve_a_request_is_better(workers, request_, given, wanted, from_stores):
     policy, load = CostPolicy(wanted), loaded(given, from_stores)
@@ -191,10 +197,16 @@ def test_no_way_to_serve_a_request_is_better(workers, request_, given, wanted, f
         cost = naive_cost(source, decode, request_, load, wanted, num_loaded)
         costs[source.id, decode.id, num_loaded] = cost
     alone = min(cost for (prefill, *_), cost in costs.items() if prefill is None)
-    together = min((cost for (prefill, *_), cost in costs.items() if prefill), default=float("inf"))
+    replicas = {worker.id for worker in workers if worker.role is Role.BOTH}
+    together = min(
+        cost
+        for (prefill, _, num_loaded), cost in [*costs.items(), ((None, "", 0), alone)]
+        if prefill is None
+        or cost < alone * (PREFERRED_ALONE if num_loaded else preferred(prefill, replicas))
+    )
     way = answer.prefill and answer.prefill.id, answer.decode.id, answer.num_prefix_tokens
     chosen = costs[way]
-    assert chosen == pytest.approx(together if together < PREFERRED_ALONE * alone else alone)
+    assert chosen == pytest.approx(together)
     assert sum(line.startswith("chosen: ") for line in answer.why) == 1
     expected = 0
     if not answer.num_prefix_tokens:
