@@ -69,7 +69,8 @@ MOST_SOURCES: Final = 3
 PREFERRED_ALONE: Final = 0.95
 """Two workers must be so much better than one: predictions are not exact, and a handoff is work."""
 PREFERRED_REPLICA: Final = 0.75
-"""The same where both do both parts, and no labour is divided: the next requests need both, too."""
+"""The same where both do both parts, no labour is divided, and the first has no more of the prompt
+cached: the next requests need both, too."""
 
 EQUAL: Final = 1.0 + 1e-9
 NO_STORE: Final = StoreId("")
@@ -81,7 +82,8 @@ class Candidate:
     """One way to serve a request: `prefill` None is the decode worker alone.
 
     `handoffs` is where the handoff's cost comes from. `num_prefix_tokens` above 0: it hands over so
-    many that it has cached, and computes nothing.
+    many that it has cached, and computes nothing. It must cost less than `preferred` times the best
+    worker alone.
     """
 
     prefill: WorkerView | None
@@ -90,6 +92,7 @@ class Candidate:
     cost: float
     handoffs: HandoffCosts | None = None
     num_prefix_tokens: int = 0
+    preferred: float = PREFERRED_ALONE
 
     def __str__(self) -> str:
         seen = self.prediction
@@ -106,13 +109,6 @@ class Candidate:
             parts += f", handoff {seen.handoff_s:.3f} ({how})"
         ttft, tpot = f"TTFT {seen.ttft_s:.3f} s", f"TPOT {seen.tpot_s:.4f} s"
         return f"{who}: cost {self.cost:.3f}, {ttft} ({parts}), {tpot}"
-
-    def most_share(self, *, is_divided: bool) -> float:
-        """Of one worker's cost, what it must be less than to be chosen."""
-        is_of_replicas = self.prefill is not None and self.prefill.role is Role.BOTH
-        if is_divided or self.num_prefix_tokens or not is_of_replicas:
-            return PREFERRED_ALONE
-        return PREFERRED_REPLICA
 
     def explain(self, why_not: str | None = None) -> ExplainedCandidate:
         """Its figures."""
@@ -195,7 +191,7 @@ class CostPolicy:
         for pair in chain(pairs, ranked):
             if pair.prefill is None or pair.cost >= PREFERRED_ALONE * best.cost:
                 break
-            if pair.cost >= best.cost * pair.most_share(is_divided=bool(prefills)):
+            if pair.cost >= pair.preferred * best.cost:
                 continue
             placement = self._hand_over(pair, pair.prefill, request)
             if placement.prefill is not None:
@@ -375,9 +371,13 @@ class CostPolicy:
             first, second = int(firsts[at]), int(seconds[at])
             prefill, decode = workers[first], workers[second]
             if decode.why_not_from(prefill) is None:
-                taking_s = float(handoff_s[at])
+                taking_s, preferred = float(handoff_s[at]), PREFERRED_ALONE
                 seen = parts.predict(first, second, taking_s, request.num_prompt_tokens)
-                yield Candidate(prefill, decode, seen, float(costs[at]), handoffs)
+                ahead = parts.num_uncached[second] - parts.num_uncached[first]
+                if prefill.role is Role.BOTH and not usable.prefills and ahead < LEAST_LOADED:
+                    preferred = PREFERRED_REPLICA
+                cost = float(costs[at])
+                yield Candidate(prefill, decode, seen, cost, handoffs, preferred=preferred)
 
     def _rank_prefixes(
         self, parts: Parts, alone_cost: float, request: PlacementRequest, load: FleetLoad

@@ -167,9 +167,11 @@ def loadings(usable, decodes, request_, load, wanted):
             yield source, decode, num_loaded
 
 
-def preferred(prefill, replicas):
+def preferred(prefill, decode, request_, workers):
     """Of one worker's cost, what a handoff must cost less than to be worth it."""
-    return PREFERRED_REPLICA if prefill in replicas else PREFERRED_ALONE
+    is_replica = any(w.id == prefill and w.role is Role.BOTH for w in workers)
+    ahead = request_.count_uncached(decode) - request_.count_uncached(prefill)
+    return PREFERRED_REPLICA if is_replica and ahead < LEAST_LOADED else PREFERRED_ALONE
 
 
 @given(fleets, requests, work, options, loads)
@@ -197,16 +199,16 @@ def test_no_way_to_serve_a_request_is_better(workers, request_, given, wanted, f
         cost = naive_cost(source, decode, request_, load, wanted, num_loaded)
         costs[source.id, decode.id, num_loaded] = cost
     alone = min(cost for (prefill, *_), cost in costs.items() if prefill is None)
-    replicas = {worker.id for worker in workers if worker.role is Role.BOTH}
-    together = min(
+    best = min(
         cost
-        for (prefill, _, num_loaded), cost in [*costs.items(), ((None, "", 0), alone)]
+        for (prefill, decode, num_loaded), cost in costs.items()
         if prefill is None
-        or cost < alone * (PREFERRED_ALONE if num_loaded else preferred(prefill, replicas))
+        or (num_loaded and cost < PREFERRED_ALONE * alone)
+        or cost < preferred(prefill, decode, request_, workers) * alone
     )
     way = answer.prefill and answer.prefill.id, answer.decode.id, answer.num_prefix_tokens
     chosen = costs[way]
-    assert chosen == pytest.approx(together)
+    assert chosen == pytest.approx(best)
     assert sum(line.startswith("chosen: ") for line in answer.why) == 1
     expected = 0
     if not answer.num_prefix_tokens:
