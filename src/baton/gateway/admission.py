@@ -18,8 +18,8 @@ from baton.errors import UNDECODABLE, OverloadedError
 from baton.gateway.errors import QuotaError
 from baton.gateway.targets import PRIORITY_HEADER, TTFT_HEADER
 from baton.router.admission import AdmissionQueue, QueueLimits, Refusal
-from baton.router.cost_parts import TYPICAL_ANSWER_TOKENS
 from baton.router.fair_queue import QueuedRequest, RefusalCause, lower
+from baton.router.load import TYPICAL_ANSWER_TOKENS
 from baton.router.room import UNLIMITED, FleetRoom
 
 if TYPE_CHECKING:

@@ -19,23 +19,22 @@ would have found. The least sum wins.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import product
+from heapq import merge
+from itertools import chain, product
 from math import inf
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from baton.ids import StoreId
 from baton.protocol.worker_http import Role
 from baton.registry import Plugin
 from baton.router.cost_parts import (
-    TYPICAL_ANSWER_TOKENS,
     CostOptions,
-    Number,
     Parts,
     Prediction,
     Usable,
-    bend,
     weigh,
 )
 from baton.router.division import Division, Limits
@@ -52,6 +51,8 @@ from baton.router.pairing import (
 from baton.router.placement import Placement, Unplaceable
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
     from baton.ids import WorkerId
@@ -67,8 +68,12 @@ MOST_SOURCES: Final = 3
 """Workers that have most of a prompt, from which it may be loaded."""
 PREFERRED_ALONE: Final = 0.95
 """Two workers must be so much better than one: predictions are not exact, and a handoff is work."""
+PREFERRED_REPLICA: Final = 0.75
+"""The same where both do both parts, no labour is divided, and the first has no more of the prompt
+cached: the next requests need both, too."""
 
 EQUAL: Final = 1.0 + 1e-9
+NO_STORE: Final = StoreId("")
 LOADING_MODES: Final = frozenset({"auto", "push"})
 
 
@@ -77,7 +82,8 @@ class Candidate:
     """One way to serve a request: `prefill` None is the decode worker alone.
 
     `handoffs` is where the handoff's cost comes from. `num_prefix_tokens` above 0: it hands over so
-    many that it has cached, and computes nothing.
+    many that it has cached, and computes nothing. It must cost less than `preferred` times the best
+    worker alone.
     """
 
     prefill: WorkerView | None
@@ -86,6 +92,7 @@ class Candidate:
     cost: float
     handoffs: HandoffCosts | None = None
     num_prefix_tokens: int = 0
+    preferred: float = PREFERRED_ALONE
 
     def __str__(self) -> str:
         seen = self.prediction
@@ -172,14 +179,20 @@ class CostPolicy:
         best = self._best_alone(parts, request)
         if (fixed := serve_alone(best.decode, request, self._mode)) is not None:
             return fixed
-        pairs = self._rank_pairs(parts, best.cost, request, load)
-        pairs += self._rank_prefixes(parts, best.cost, request, load)
-        pairs.sort(key=attrgetter("cost"))
+        ranked = merge(
+            self._rank_pairs(parts, request, load),
+            self._rank_prefixes(parts, best.cost, request, load),
+            key=attrgetter("cost"),
+        )
+        first = next(ranked, None)
+        pairs = [] if first is None else [first]
         prefills = usable.prefills
         divided = [f"only prefilling at present: {', '.join(sorted(prefills))}"] if prefills else []
-        for pair in pairs:
+        for pair in chain(pairs, ranked):
             if pair.prefill is None or pair.cost >= PREFERRED_ALONE * best.cost:
                 break
+            if pair.cost >= pair.preferred * best.cost:
+                continue
             placement = self._hand_over(pair, pair.prefill, request)
             if placement.prefill is not None:
                 why = (*placement.why, f"chosen: {pair}", f"rather than {best}", *divided)
@@ -188,7 +201,7 @@ class CostPolicy:
         listed = usable.served.prefills
         if (listed or fleet.absent_prefills) and not any(is_usable(w, request) for w in listed):
             reasons = explain_alone(fleet, best.decode, request)
-        why = (f"chosen: {best}", *(f"rather than {pair}" for pair in pairs[:1]), *divided)
+        why = (f"chosen: {best}", *(f"rather than {pair}" for pair in pairs), *divided)
         num_stored = best.prediction.num_stored
         return Placement(None, best.decode, reasons, why=why, num_stored_tokens=num_stored)
 
@@ -200,12 +213,12 @@ class CostPolicy:
         candidates: list[ExplainedCandidate] = []
         if not isinstance(usable, Unplaceable):
             parts = weigh(usable, request, load, self._options)
-            costs, num = self._costs_alone(parts, request), request.num_prompt_tokens
+            costs, num = self._costs_alone(parts), request.num_prompt_tokens
             ways = [
                 Candidate(None, usable.workers[at], parts.predict(at, at, 0.0, num), float(cost))
                 for at, cost in enumerate(costs)
             ]
-            ways += self._rank_pairs(parts, inf, request, load)
+            ways += self._rank_pairs(parts, request, load)
             ways += self._rank_prefixes(parts, inf, request, load)
             ways.sort(key=attrgetter("cost"))
             candidates += [way.explain(self._why_not(way, request)) for way in ways]
@@ -253,6 +266,7 @@ class CostPolicy:
             and not (request.avoid or request.full)
             and known.served is served
             and known.prefills == prefills
+            and known.load is load
             and known.num_forgotten == load.num_forgotten
         ):
             return known
@@ -261,32 +275,35 @@ class CostPolicy:
             return decodes
         served = fleet.models[request.model]
         decodes = [w for w in decodes if w.id not in prefills] or decodes
-        places = {worker.id: at for at, worker in enumerate(decodes)}
+        numbers = {worker.id: at for at, worker in enumerate(decodes)}
         workers = [*decodes]
         for worker in not_full([w for w in served.helpers if is_usable(w, request)], request):
-            if worker.id not in places:
-                places[worker.id] = len(workers)
+            if worker.id not in numbers:
+                numbers[worker.id] = len(workers)
                 workers.append(worker)
         helpers = [
-            places[worker.id]
+            numbers[worker.id]
             for worker in served.helpers
-            if worker.id in places and (not prefills or _is_for_prefill(worker, prefills))
+            if worker.id in numbers and (not prefills or _is_for_prefill(worker, prefills))
         ]
         rows = load.rows(workers)
-        at = load.costs(request.model).columns.place[rows]
-        stores = list(dict.fromkeys(worker.store for worker in workers))
+        places = load.costs(request.model).columns.place[rows].copy()
+        own_stores = [worker.store or NO_STORE for worker in workers]
+        stores = list(dict.fromkeys(own_stores))
         usable = Usable(
             served,
             prefills,
+            load,
             load.num_forgotten,
             workers,
             [worker.id for worker in workers],
             len(decodes),
             np.array(helpers, dtype=np.intp),
             rows,
-            at if (at != at[0]).any() else None,
+            places,
+            bool((places != places[0]).any()),
             stores,
-            np.array([stores.index(worker.store) for worker in workers], dtype=np.intp),
+            np.array([stores.index(store) for store in own_stores], dtype=np.intp),
             any(worker.slow_start is not None for worker in workers),
         )
         if not (request.avoid or request.full):
@@ -310,7 +327,7 @@ class CostPolicy:
 
     def _best_alone(self, parts: Parts, request: PlacementRequest) -> Candidate:
         """The best worker to do both parts; among equals the one that has had no prompt longest."""
-        costs, usable = self._costs_alone(parts, request), parts.usable
+        costs, usable = self._costs_alone(parts), parts.usable
         best = int(costs.argmin())
         equals = np.flatnonzero(costs <= EQUAL * costs[best])
         if len(equals) > 1:
@@ -318,74 +335,49 @@ class CostPolicy:
         prediction = parts.predict(best, best, 0.0, request.num_prompt_tokens)
         return Candidate(None, usable.workers[best], prediction, float(costs[best]))
 
-    def _costs_alone(self, parts: Parts, request: PlacementRequest) -> NDArray[np.float64]:
+    def _costs_alone(self, parts: Parts) -> NDArray[np.float64]:
         """Of each worker that may answer, if it does both parts `[num_decodes]`."""
-        ttft = self._own_ttft(parts.before_s, request)
-        tpot = self._own_tpot(parts.tpot_s, request)
-        costs = ttft + parts.stall + tpot + parts.crowd + parts.keep
+        costs = parts.own_ttft + parts.stall + parts.answering
         if parts.shares is not None:
             costs /= parts.shares
         return costs[: parts.usable.num_decodes]
 
     def _rank_pairs(
-        self,
-        parts: Parts,
-        alone_cost: float,
-        request: PlacementRequest,
-        load: FleetLoad,
-    ) -> list[Candidate]:
-        """Pairs of the most promising workers of each part, from the best on.
-
-        Those that could be better than one worker, and the best in any case.
-        """
+        self, parts: Parts, request: PlacementRequest, load: FleetLoad
+    ) -> Iterator[Candidate]:
+        """Pairs of the most promising workers of each part, from the best on."""
         usable, handoffs = parts.usable, load.costs(request.model).handoffs
-        workers, num = usable.workers, usable.num_decodes
-        others_at_first = parts.stall + parts.keep
-        computing = self._own_ttft(parts.before_s, request) + others_at_first
-        answering = self._own_tpot(parts.tpot_s[:num], request) + parts.crowd[:num]
-        answering += parts.keep[:num]
-        limit_s = request.ttft_s or self._options.ttft_s
-        weight = 1.0 if self._options.objective == "throughput" else 1.0 / limit_s
+        workers, others_at_first = usable.workers, parts.stall + parts.keep
+        answering, weight = parts.answering[: usable.num_decodes], 1.0
+        if self._options.objective == "goodput":
+            weight /= request.ttft_s or self._options.ttft_s
         search = PairSearch(
-            computing,
+            parts.own_ttft + others_at_first,
             answering,
             usable.helpers,
             parts.num_uncached,
             weight,
             handoffs,
             usable.places,
+            usable.is_spread,
         )
-        before_s: list[float] = parts.before_s.tolist()
-        handed: list[float] = parts.num_uncached.tolist()
-        others: list[float] = others_at_first.tolist()
-        own: list[float] = answering.tolist()
-        found: list[tuple[float, int, int, float]] = []
-        least, better = inf, PREFERRED_ALONE * alone_cost
-        for cost_alike, first, second in search.find():
-            if cost_alike >= max(least, better):
-                continue  # without any handoff
+        firsts, seconds = search.find()
+        handoff_s = search.predict_handoffs(usable.ids, firsts, seconds)
+        costs = self._options.count_ttft(parts.before_s[firsts] + handoff_s, request)
+        costs += others_at_first[firsts] + answering[seconds]
+        if parts.shares is not None:
+            costs /= np.minimum(parts.shares[firsts], parts.shares[seconds])
+        for at in costs.argsort(kind="stable").tolist():
+            first, second = int(firsts[at]), int(seconds[at])
             prefill, decode = workers[first], workers[second]
-            if first == second or decode.why_not_from(prefill) is not None:
-                continue
-            handoff_s = handoffs.cost_of(prefill, decode).predict(handed[second])
-            ttft = self._own_ttft(before_s[first] + handoff_s, request)
-            cost = ttft + others[first] + own[second]
-            if parts.shares is not None:
-                cost /= float(min(parts.shares[first], parts.shares[second]))
-            if cost < max(least, better):
-                found.append((cost, first, second, handoff_s))
-                least = min(least, cost)
-        found.sort(key=itemgetter(0))
-        return [
-            Candidate(
-                workers[first],
-                workers[second],
-                parts.predict(first, second, handoff_s, request.num_prompt_tokens),
-                cost,
-                handoffs,
-            )
-            for cost, first, second, handoff_s in found
-        ]
+            if decode.why_not_from(prefill) is None:
+                taking_s, preferred = float(handoff_s[at]), PREFERRED_ALONE
+                seen = parts.predict(first, second, taking_s, request.num_prompt_tokens)
+                ahead = parts.num_uncached[second] - parts.num_uncached[first]
+                if prefill.role is Role.BOTH and not usable.prefills and ahead < LEAST_LOADED:
+                    preferred = PREFERRED_REPLICA
+                cost = float(costs[at])
+                yield Candidate(prefill, decode, seen, cost, handoffs, preferred=preferred)
 
     def _rank_prefixes(
         self, parts: Parts, alone_cost: float, request: PlacementRequest, load: FleetLoad
@@ -398,24 +390,28 @@ class CostPolicy:
             return []
         usable, line = parts.usable, load.costs(request.model).prefill
         answering = slice(usable.num_decodes)
-        usual = parts.crowd[answering] + parts.keep[answering]
-        usual += self._own_tpot(parts.tpot_s[answering], request)
         num_computed = parts.num_computed[answering]
         whole_s = line.predict(num_computed)
         found: list[Candidate] = []
         for at in parts.num_uncached.argsort(kind="stable")[:MOST_SOURCES].tolist():
             source, uncached = usable.workers[at], float(parts.num_uncached[at])
-            if source.protocol != "baton" or uncached > request.num_prompt_tokens - LEAST_LOADED:
+            if uncached > request.num_prompt_tokens - LEAST_LOADED:
+                break
+            if source.protocol != "baton":
                 continue
             # Of what a prompt takes at each worker: it has no more to compute than the source.
             share = np.minimum(1.0, line.predict(uncached) / whole_s)
             prefill_s = share * parts.prefill_s[answering]
-            others = share * parts.stall[answering] + usual
+            others = share * parts.stall[answering] + parts.answering[answering]
             least = min([PREFERRED_ALONE * alone_cost, *(each.cost for each in found)])
             # What the store has nearly as much of is not asked of a worker.
             is_little = num_computed < uncached + LEAST_LOADED
             loading = _Loading(source, int(uncached), prefill_s, others, is_little)
-            found += self._find_loading(parts, loading, request, load, least=least)
+            better = self._find_loading(parts, loading, request, load, least=least)
+            if better is None:  # nor is it where the source has less
+                break
+            found += better
+        found.reverse()
         return found
 
     def _find_loading(
@@ -426,18 +422,21 @@ class CostPolicy:
         load: FleetLoad,
         *,
         least: float,
-    ) -> list[Candidate]:
-        """Who best loads what the source has; empty where that costs `least` or more."""
+    ) -> list[Candidate] | None:
+        """Who best loads what the source has; empty where that costs `least` or more.
+
+        None where it would also if the load took no time.
+        """
         usable, handoffs = parts.usable, load.costs(request.model).handoffs
         source, prefill_s, others = loading.source, loading.prefill_s, loading.others
         queue_s = parts.queue_s[: usable.num_decodes]
         missing = parts.num_uncached[: usable.num_decodes] - loading.num_uncached
-        without = self._own_ttft(queue_s + prefill_s, request) + others
+        without = self._options.count_ttft(queue_s + prefill_s, request) + others
         if parts.shares is not None:
             without /= parts.shares[: usable.num_decodes]
         without[loading.is_little] = inf
         if without.min() >= least:
-            return []
+            return None
         found: list[Candidate] = []
         for at in without.argsort(kind="stable")[:MOST_OF_EACH].tolist():
             if without[at] >= least:
@@ -455,25 +454,13 @@ class CostPolicy:
                 float(parts.tpot_s[at]),
                 num_loaded,
             )
-            cost = self._own_ttft(prediction.ttft_s, request) + float(others[at])
+            cost = self._options.count_ttft(prediction.ttft_s, request) + float(others[at])
             if parts.shares is not None:
                 cost /= float(parts.shares[at])
             if cost < least:
                 least = cost
                 found = [Candidate(source, decode, prediction, cost, handoffs, num_loaded)]
         return found
-
-    def _own_ttft(self, ttft_s: Number, request: PlacementRequest) -> Number:
-        """What the time to the first token counts, by the request's own limit if it has one."""
-        if self._options.objective == "throughput":
-            return ttft_s
-        return bend(ttft_s / (request.ttft_s or self._options.ttft_s))
-
-    def _own_tpot(self, tpot_s: Number, request: PlacementRequest) -> Number:
-        """What the time of a token counts, by the request's own limit if it has one."""
-        if self._options.objective == "throughput":
-            return TYPICAL_ANSWER_TOKENS * tpot_s
-        return bend(tpot_s / (request.tpot_s or self._options.tpot_s))
 
 
 def _explain_unpaired(usable: Usable) -> list[ExplainedCandidate]:

@@ -7,12 +7,13 @@ workers (`router/load.py`). `goodput` counts in units of the limits, `throughput
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import repeat
 from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 
-from baton.router.load import MOST_SHARE, WINDOW_S
+from baton.router.load import MOST_SHARE, TYPICAL_ANSWER_TOKENS, WINDOW_S
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,12 +22,11 @@ if TYPE_CHECKING:
 
     from baton.ids import StoreId, WorkerId
     from baton.router.fleet import ModelWorkers, WorkerView
-    from baton.router.load import FleetLoad, ModelCosts
+    from baton.router.load import FleetLoad, ModelCosts, Rows
     from baton.router.placement import PlacementRequest
 
 BEYOND: Final = 10.0
 """What a unit beyond a limit counts: the request is as good as lost, but sooner is better."""
-TYPICAL_ANSWER_TOKENS: Final = 128
 
 Objective: TypeAlias = Literal["goodput", "throughput"]
 Number = TypeVar("Number", "float", "NDArray[np.float64]")
@@ -45,6 +45,18 @@ class CostOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tpot_s: _Seconds = 0.1
     load_prefixes: bool = True
     count_stored: bool = True
+
+    def count_ttft(self, ttft_s: Number, request: PlacementRequest) -> Number:
+        """What the time to the first token counts, by the request's own limit if it has one."""
+        if self.objective == "throughput":
+            return ttft_s
+        return bend(ttft_s / (request.ttft_s or self.ttft_s))
+
+    def count_tpot(self, tpot_s: Number, request: PlacementRequest) -> Number:
+        """What the time of a token counts, by the request's own limit if it has one."""
+        if self.objective == "throughput":
+            return TYPICAL_ANSWER_TOKENS * tpot_s
+        return bend(tpot_s / (request.tpot_s or self.tpot_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +84,22 @@ class Prediction:
 class Usable:
     """Who may serve: the first `num_decodes` of `workers` may answer, those at `helpers` prefill.
 
-    Good for `served` and `prefills`; `rows` until the load forgets workers. `places` is None where
-    all are at one place. A worker's store is `stores[store_at[w]]`.
+    Good for `served` and `prefills`; `rows` until `load` forgets workers. `is_spread`: they are
+    at more than one of the `places`. A worker's store is `stores[store_at[w]]`.
     """
 
     served: ModelWorkers
     prefills: frozenset[WorkerId]
+    load: FleetLoad
     num_forgotten: int
     workers: Sequence[WorkerView]
     ids: Sequence[WorkerId]
     num_decodes: int
     helpers: NDArray[np.intp]
-    rows: NDArray[np.intp]
-    places: NDArray[np.intp] | None
-    stores: Sequence[StoreId | None]
+    rows: Rows
+    places: NDArray[np.intp]
+    is_spread: bool
+    stores: Sequence[StoreId]
     store_at: NDArray[np.intp]
     has_slow_starts: bool
 
@@ -95,9 +109,10 @@ class Parts:
     """What each worker would add to a request's cost, as arrays `[num_workers]`.
 
     Of what it has not cached it loads all but `num_computed` tokens from its store; then to compute
-    the prompt takes `queue_s + load_s + prefill_s`, its `before_s`, and costs the answers there
-    `stall`. Answering takes `tpot_s` for a token and costs them `crowd`. Keeping what it has not
-    cached costs `keep`. It was given its last prompt at `given_at`.
+    the prompt takes `queue_s + load_s + prefill_s`, its `before_s`, which counts `own_ttft`, and
+    costs the answers there `stall`. A token of the answer takes `tpot_s`; that, and what it costs
+    the answers there and prompts to come, counts `answering`, of which `keep` is for keeping what
+    it has not cached. It was given its last prompt at `given_at`.
     `shares` are what workers in a slow start get of what they would get otherwise; None where there
     are none.
     """
@@ -109,9 +124,10 @@ class Parts:
     load_s: NDArray[np.float64]
     prefill_s: NDArray[np.float64]
     before_s: NDArray[np.float64]
+    own_ttft: NDArray[np.float64]
     stall: NDArray[np.float64]
     tpot_s: NDArray[np.float64]
-    crowd: NDArray[np.float64]
+    answering: NDArray[np.float64]
     keep: NDArray[np.float64]
     given_at: NDArray[np.float64]
     shares: NDArray[np.float64] | None
@@ -134,25 +150,23 @@ def weigh(
 ) -> Parts:
     """All workers that may serve a request, each by itself."""
     now, rows, costs = request.at, usable.rows, load.costs(request.model)
-    columns, tokens = costs.columns, float(request.num_prompt_tokens)
-    num_uncached = np.full(len(rows), tokens)
-    if request.cached:
-        find = request.cached.get
-        num_uncached -= [find(worker, 0) for worker in usable.ids]
-        num_uncached = np.maximum(min(tokens, 1.0), num_uncached)
-    prefill_s = costs.prefill.factors(columns.prefill_evidence[rows])
-    num_computed, load_s = num_uncached, np.zeros(len(rows))
+    columns, num_uncached = costs.columns, _count_uncached(usable, request)
+    prefill_s = costs.prefill.factors(columns.prefill_evidence[:, rows])
+    num_computed, load_s = num_uncached, np.zeros(len(num_uncached))
     queue_s = np.maximum(0.0, columns.free_at[rows] - now)
     if request.stored and options.count_stored:
         token_s = prefill_s * costs.prefill.each
         num_stored, load_s = _weigh_loads(usable, request, costs, num_uncached, token_s=token_s)
         num_computed = num_uncached - num_stored
     prefill_s *= costs.prefill.predict(num_computed)
-    answers = _weigh_answers(usable, costs, prefill_s, options, now=now)
+    before_s = queue_s + load_s + prefill_s
+    stall, tpot_s, answering = _weigh_answers(usable, costs, prefill_s, options, request=request)
     # What is stored pushes out as much, of which others would have found so large a share.
-    keep = costs.found_share * costs.prefill.each * num_uncached
+    keep_token = costs.found_share * costs.prefill.each
     if options.objective == "goodput":
-        keep /= options.ttft_s
+        keep_token /= options.ttft_s
+    keep = keep_token * num_uncached
+    answering += keep
     shares = None
     if usable.has_slow_starts:
         shares = np.array([worker.share(now) for worker in usable.workers])
@@ -163,12 +177,24 @@ def weigh(
         queue_s,
         load_s,
         prefill_s,
-        queue_s + load_s + prefill_s,
-        *answers,
+        before_s,
+        options.count_ttft(before_s, request),
+        stall,
+        tpot_s,
+        answering,
         keep,
         columns.share_at[rows],
         shares,
     )
+
+
+def _count_uncached(usable: Usable, request: PlacementRequest) -> NDArray[np.float64]:
+    """Tokens of the prompt that each worker would compute or load: at least one."""
+    tokens, ids = float(request.num_prompt_tokens), usable.ids
+    if not request.cached:
+        return np.full(len(ids), tokens)
+    num_cached = np.fromiter(map(request.cached.get, ids, repeat(0)), np.float64, len(ids))
+    return np.maximum(min(tokens, 1.0), tokens - num_cached)
 
 
 def _weigh_loads(
@@ -184,11 +210,12 @@ def _weigh_loads(
     All that the store has and it has not cached, where a load takes less than `token_s` for each;
     else none, as the worker itself decides.
     """
-    by_store = [0 if each is None else request.stored.get(each, 0) for each in usable.stores]
-    num_stored = np.array(by_store, dtype=np.float64)[usable.store_at]
+    find, stores = request.stored.get, usable.stores
+    by_store = np.fromiter(map(find, stores, repeat(0)), np.float64, len(stores))
+    num_stored = by_store[usable.store_at]
     num_stored -= request.num_prompt_tokens - num_uncached
     num_stored = np.maximum(0.0, np.minimum(num_stored, num_uncached - 1.0))
-    load_s = costs.load.factors(costs.columns.load_evidence[usable.rows])
+    load_s = costs.load.factors(costs.columns.load_evidence[:, usable.rows])
     load_s *= costs.load.predict(num_stored)
     is_worth_it = load_s < token_s * num_stored
     return num_stored * is_worth_it, load_s * is_worth_it
@@ -200,27 +227,30 @@ def _weigh_answers(
     prefill_s: NDArray[np.float64],
     options: CostOptions,
     *,
-    now: float,
+    request: PlacementRequest,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """`stall`, `tpot_s` and `crowd` of `Parts`."""
-    rows, columns = usable.rows, costs.columns
-    step_s, num = costs.step.factors(columns.step_evidence[rows]), columns.num_decodes[rows]
-    before_s, after_s = step_s * costs.step.predict(num), step_s * costs.step.predict(num + 1)
-    share = columns.prefill_share[rows] * np.exp((columns.share_at[rows] - now) / WINDOW_S)
-    share = np.minimum(1.0, share)
+    """`stall`, `tpot_s` and `answering` of `Parts`, without `keep`."""
+    rows, columns, step = usable.rows, costs.columns, costs.step
+    step_s, num = step.factors(columns.step_evidence[:, rows]), columns.num_decodes[rows]
+    before_s, after_s = step_s * step.predict(num), step_s * step.predict(num + 1)
+    share = columns.prefill_share[rows] * np.exp((columns.share_at[rows] - request.at) / WINDOW_S)
     left = 1.0 - np.minimum(MOST_SHARE, share)
     usual_s, tpot_s = before_s / left, after_s / left
+    own = options.count_tpot(tpot_s, request)
     if options.objective == "throughput":
-        return num * prefill_s, tpot_s, num * (tpot_s - usual_s) * TYPICAL_ANSWER_TOKENS
+        return num * prefill_s, tpot_s, own + num * (tpot_s - usual_s) * TYPICAL_ANSWER_TOKENS
     limit = options.tpot_s
     usual = bend(usual_s / limit)
     left = 1.0 - np.minimum(MOST_SHARE, share + prefill_s / WINDOW_S)
-    stall = num * (bend(before_s / left / limit) - usual)
-    return stall, tpot_s, num * (bend(tpot_s / limit) - usual)
+    # The share is of some seconds; over a whole answer no token waits for more than its part.
+    stalled_s = np.minimum(before_s / left, usual_s + prefill_s / costs.answer_tokens)
+    stall = num * (bend(stalled_s / limit) - usual)
+    slowed = own if request.tpot_s is None else bend(tpot_s / limit)
+    return stall, tpot_s, own + num * (slowed - usual)
 
 
 def bend(share: Number) -> Number:
     """A figure in units of its limit, with what is beyond it counted `BEYOND` times."""
     if isinstance(share, float):
         return share + BEYOND * max(0.0, share - 1.0)
-    return share + BEYOND * np.maximum(0.0, share - 1.0)
+    return np.maximum(share, (1.0 + BEYOND) * share - BEYOND)

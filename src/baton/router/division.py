@@ -9,7 +9,8 @@ from the requests under way and the learned costs (two stations in a closed netw
       │
       └─► another division, until it is known what that achieves
             │ it achieves more: it stays
-            └ it does not: back, and it is not tried again at such a load for a while
+            │ it does not: back, and it is not tried again at such a load for a while
+            └ requests pile up meanwhile: back at once, and not again at such a load or a higher one
 
 Pure: times are given.
 """
@@ -17,7 +18,11 @@ Pure: times are given.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import inf, sqrt
+from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Final
+
+from msgspec import UNSET
 
 from baton.router.load import MOST_SHARE
 
@@ -25,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from baton.ids import WorkerId
+    from baton.protocol.worker_http import WorkerLoad
     from baton.router.fleet import WorkerView
     from baton.router.load import EndedRequest, FleetLoad
 
@@ -77,6 +83,7 @@ class Demand:
     prompt is then not where it is needed. `step_s` of a step's answers: `(fixed, each)`. `trust` is
     the share of the predicted rate that the present division achieves: workers may share what each
     is predicted to have, processors for example, and of other divisions no better is believed.
+    A worker has room for the KV of `most_at_once` requests.
     """
 
     num_at_once: float
@@ -87,6 +94,7 @@ class Demand:
     num_answer_tokens: float
     step_s: tuple[float, float]
     trust: float = 1.0
+    most_at_once: float = inf
 
     def without_caches(self) -> Demand:
         """Where prompts find nothing."""
@@ -113,7 +121,8 @@ def predict_rate(demand: Demand, num_workers: int, num_prefill: int) -> tuple[fl
         answer_s = demand.num_answer_tokens * tpot_s
         most = (num_prefill or num_workers) / demand.prefill_s
         alone_s = demand.prefill_s + answer_s + (demand.handoff_s if num_prefill else 0.0)
-        rate += 0.5 * (min(most, demand.num_at_once / alone_s) - rate)
+        at_once = min(demand.num_at_once, num_decode * demand.most_at_once)
+        rate += 0.5 * (min(most, at_once / alone_s) - rate)
     ttft_s = max(demand.num_at_once / rate - answer_s, demand.prefill_s)
     return rate, ttft_s, tpot_s
 
@@ -129,15 +138,38 @@ class _Known:
 
 @dataclass(frozen=True, slots=True)
 class _Refuted:
-    """It is not tried for so long from `at` on, with about so many requests at once."""
+    """It is not tried for so long from `at` on, with about so many requests at once.
+
+    `is_too_slow`: nor with more of them.
+    """
 
     for_s: float
     at_once: float
     at: float
+    is_too_slow: bool = False
 
     def holds(self, at_once: float, now: float) -> bool:
         """Whether it is not to be tried now."""
-        return now < self.at + self.for_s and _is_alike(self.at_once, at_once)
+        if now >= self.at + self.for_s:
+            return False
+        return _is_alike(self.at_once, min(at_once, self.at_once) if self.is_too_slow else at_once)
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """A division of which nothing is known yet: `before` was there, with so many at once.
+
+    It is given up if more than `most_under_way` requests are.
+    """
+
+    before: frozenset[WorkerId]
+    at_once: float
+    most_under_way: float
+
+    @classmethod
+    def begin(cls, before: frozenset[WorkerId], at_once: float, num_under_way: int) -> _Trial:
+        """Of independent arrivals so many more come by chance: two standard deviations."""
+        return cls(before, at_once, num_under_way + 2.0 * sqrt(max(1, num_under_way)))
 
 
 def _is_alike(one: float, other: float) -> bool:
@@ -155,6 +187,7 @@ class Division:
     limits: Limits
     prefills: frozenset[WorkerId] = frozenset()
     changed_at: float = float("-inf")
+    _trial: _Trial | None = None
     _looked_at: float = float("-inf")
     _known: dict[int, _Known] = field(default_factory=dict)
     _refuted: dict[int, _Refuted] = field(default_factory=dict)
@@ -175,17 +208,27 @@ class Division:
             self._change(frozenset(), now)
         if len(workers) < 2:  # noqa: PLR2004 - a pair
             return
+        num_under_way = sum(load.of(each.id, each.model).num_decodes for each in workers)
+        if self._trial is not None and num_under_way > self._trial.most_under_way:
+            self._give_up(self._trial, now)
+            return
         ended = self._find_ended(load.ended(workers[0].model), now)
         if ended is None:
             return
         window_s = now - ended[0].at
         achieved = sum(map(self.limits.are_met, ended)) / window_s
         demand = _demand(ended, window_s, workers, load)
+        demand = replace(demand, num_at_once=max(demand.num_at_once, num_under_way))
         rate, _, _ = predict_rate(demand, len(workers), len(self.prefills))
         demand = replace(demand, trust=min(1.0, len(ended) / window_s / rate))
         chosen = self._judge(achieved, demand, len(workers), now)
+        self._trial = None
         if chosen != len(self.prefills):
+            trial = None
+            if self._find_known(chosen, demand.num_at_once, now) is None:
+                trial = _Trial.begin(self.prefills, demand.num_at_once, num_under_way)
             self._set(chosen, workers, load, now)
+            self._trial = trial
 
     def _find_ended(self, latest: Iterable[EndedRequest], now: float) -> list[EndedRequest] | None:
         """The requests that show what this division achieves; None: they are too few.
@@ -226,10 +269,19 @@ class Division:
             if worth > most:
                 best, most, is_known = other, worth, known is not None
         if is_known:  # back: what was tried is not as good
-            before = self._refuted.get(num)
-            for_s = RETRY_AFTER_S if before is None else min(MOST_RETRY_AFTER_S, 2 * before.for_s)
-            self._refuted[num] = _Refuted(for_s, at_once, now)
+            self._refute(at_once, now)
         return best
+
+    def _give_up(self, trial: _Trial, now: float) -> None:
+        """Requests pile up: they come faster than this division serves them."""
+        self._refute(trial.at_once, now, is_too_slow=True)
+        self._change(trial.before, now)
+
+    def _refute(self, at_once: float, now: float, *, is_too_slow: bool = False) -> None:
+        num = len(self.prefills)
+        before = self._refuted.get(num)
+        for_s = RETRY_AFTER_S if before is None else min(MOST_RETRY_AFTER_S, 2 * before.for_s)
+        self._refuted[num] = _Refuted(for_s, at_once, now, is_too_slow)
 
     def _find_known(self, num_prefill: int, at_once: float, now: float) -> float | None:
         """What a division achieved lately, at about as many requests at once."""
@@ -249,7 +301,7 @@ class Division:
         self._change(frozenset(worker.id for worker in by_answers[:num_prefill]), now)
 
     def _change(self, prefills: frozenset[WorkerId], now: float) -> None:
-        self.prefills, self.changed_at = prefills, now
+        self.prefills, self.changed_at, self._trial = prefills, now, None
 
 
 def _demand(
@@ -260,12 +312,28 @@ def _demand(
     all_tokens = tokens + sum(each.num_cached for each in ended) / num
     model = workers[0].model
     costs = load.costs(model)
+    num_answer_tokens = max(1.0, sum(each.num_streamed for each in ended) / num)
     return Demand(
         num_at_once=max(1.0, sum(each.lasted_s for each in ended) / window_s),
         prefill_s=max(1e-4, costs.prefill.predict(tokens)),
         cold_prefill_s=max(1e-4, costs.prefill.predict(all_tokens)),
         handoff_s=costs.handoffs.predict_usual(tokens),
         cold_handoff_s=costs.handoffs.predict_usual(all_tokens),
-        num_answer_tokens=max(1.0, sum(each.num_streamed for each in ended) / num),
+        num_answer_tokens=num_answer_tokens,
         step_s=(costs.step.fixed, costs.step.each),
+        most_at_once=min(find_room(each.load, ended) for each in workers),
     )
+
+
+def find_room(load: WorkerLoad | None, ended: Sequence[EndedRequest]) -> float:
+    """Requests like these whose KV a worker has room for at once; inf if it does not report that.
+
+    So many that chance (two standard deviations) does not make them larger than the room.
+    """
+    if load is None:
+        return inf
+    sizes = [each.num_tokens + each.num_cached + each.num_streamed for each in ended]
+    size, spread, room = fmean(sizes), pstdev(sizes), load.num_blocks * load.block_size
+    # size * num + 2 * spread * sqrt(num) = room
+    most = ((sqrt(spread * spread + size * room) - spread) / size) ** 2
+    return max(1.0, most if load.max_running is UNSET else min(most, load.max_running))

@@ -23,7 +23,7 @@ from baton.router.learning import LearnedLine, WorkerCost
 from baton.router.topology import Distance, Places
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from numpy.typing import NDArray
 
@@ -128,17 +128,21 @@ class HandoffCosts:
         return self.lines[usual].predict(num_tokens)
 
     def expect(
-        self, firsts: NDArray[np.intp], seconds: NDArray[np.intp], num_tokens: NDArray[np.float64]
+        self, distances: NDArray[np.int8], num_tokens: NDArray[np.float64]
     ) -> NDArray[np.float64]:
-        """`[num_firsts, num_seconds]` exposed seconds between places, pairs' factors left out.
+        """Exposed seconds over each of `distances` `[…, num]`, pairs' factors left out.
 
-        `num_tokens` are handed over to each second.
+        `num_tokens` `[num]` are handed over.
         """
-        distances = self.places.distances.take(firsts, 0).take(seconds, 1)
         expected = np.array([line.each for line in self.lines]).take(distances)
         expected *= num_tokens
         expected += np.array([line.fixed for line in self.lines]).take(distances)
         return expected
+
+    def factors(self, pairs: Iterable[tuple[WorkerId, WorkerId]]) -> list[float]:
+        """How much slower than their distance's mean these pairs are."""
+        found = map(self._pairs.get, pairs)
+        return [1.0 if cost is None else cost.factor for cost in found]
 
     def cost_of(self, prefill: WorkerView, decode: WorkerView) -> WorkerCost:
         """The pair's own cost: exposed seconds of one handoff. It learns by `observe`."""

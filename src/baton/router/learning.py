@@ -83,14 +83,19 @@ class LearnedLine:
         return self.fixed + self.each * size
 
     def factors(self, evidence: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Of workers `[num_workers]`, by the `WorkerCost.evidence` of each `[num_workers, 3]`."""
-        logs, doubts, seen_at = evidence.T
-        own = logs - self.mean_log
-        squares = own * own
-        own *= np.maximum(0.0, squares - doubts) / np.maximum(squares, _TINY)
-        own *= np.exp((seen_at - self.num_seen) / (UNSEEN_TURNS * max(1, self.num_workers)))
-        bounded: NDArray[np.float64] = np.exp(np.minimum(np.maximum(own, -_MOST), _MOST))
-        return bounded
+        """Of workers `[num_workers]`, by the `WorkerCost.evidence` of each `[3, num_workers]`.
+
+        The result may be changed in place. Of most workers the factor is 1: no more is computed.
+        """
+        own = evidence[0] - self.mean_log
+        factors = np.ones(len(own))
+        is_shown = own * own > evidence[1]
+        if is_shown.any():
+            own, (_, doubts, seen_at) = own[is_shown], evidence[:, is_shown]
+            own -= doubts / own
+            own *= np.exp((seen_at - self.num_seen) / (UNSEEN_TURNS * max(1, self.num_workers)))
+            factors[is_shown] = np.exp(np.minimum(np.maximum(own, -_MOST), _MOST))
+        return factors
 
     def observe(self, size: float, seconds: float) -> None:
         """So much took so long, by the measure of a worker of factor 1."""

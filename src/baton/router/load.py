@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from math import exp
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 from msgspec import UNSET
@@ -47,7 +47,12 @@ _STEP_GUESS: Final = (0.01, 2e-4)
 _LOAD_GUESS: Final = (0.005, 2e-5)
 FOUND_FORGETTING: Final = 0.99
 """About the last 100 prompts count in `ModelCosts.found_share`."""
+TYPICAL_ANSWER_TOKENS: Final = 128
+"""Of an answer, before any was seen."""
+ANSWER_SHARE: Final = 0.02
+"""What the newest answer counts in `ModelCosts.answer_tokens`."""
 NO_PLACE: Final = -1
+Rows: TypeAlias = "slice | NDArray[np.intp]"
 NO_LOADS: Final = StoreLoads(0, 0, 0.0)
 
 
@@ -55,7 +60,7 @@ class LoadColumns:
     """What placement looks at of one model's workers, one row for each: see `WorkerActivity`.
 
     A policy reads many workers at once as arrays, requests change one at a time. Of costs they have
-    the `WorkerCost.evidence`. `place` is a number of the model's `Places`.
+    the `WorkerCost.evidence` `[3, num_rows]`. `place` is a number of the model's `Places`.
     """
 
     FIRST_ROWS: Final = 64
@@ -67,9 +72,9 @@ class LoadColumns:
         self.num_decodes = np.zeros(self.FIRST_ROWS)
         self.prefill_share = np.zeros(self.FIRST_ROWS)
         self.share_at = np.zeros(self.FIRST_ROWS)
-        self.prefill_evidence = np.zeros((self.FIRST_ROWS, 3))
-        self.step_evidence = np.zeros((self.FIRST_ROWS, 3))
-        self.load_evidence = np.zeros((self.FIRST_ROWS, 3))
+        self.prefill_evidence = np.zeros((3, self.FIRST_ROWS))
+        self.step_evidence = np.zeros((3, self.FIRST_ROWS))
+        self.load_evidence = np.zeros((3, self.FIRST_ROWS))
         self.place = np.full(self.FIRST_ROWS, NO_PLACE, dtype=np.intp)
 
     def add_row(self) -> int:
@@ -84,7 +89,7 @@ class LoadColumns:
         for column in (self.free_at, self.num_decodes, self.prefill_share, self.share_at):
             column[row] = 0.0
         for evidence in (self.prefill_evidence, self.step_evidence, self.load_evidence):
-            evidence[row] = NOTHING_SEEN
+            evidence[:, row] = NOTHING_SEEN
         self.place[row] = NO_PLACE
         return row
 
@@ -95,7 +100,7 @@ class LoadColumns:
     def _grow(self) -> None:
         for name, column in vars(self).items():
             if isinstance(column, np.ndarray):
-                setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
+                setattr(self, name, np.concatenate([column, np.zeros_like(column)], -1))
 
 
 class WorkerActivity:
@@ -182,7 +187,7 @@ class WorkerActivity:
         if done_at < began_at:  # a later one was reported first
             return
         self.prefill_cost.observe(num_tokens, done_at - began_at)
-        self._columns.prefill_evidence[self.row] = self.prefill_cost.evidence
+        self._columns.prefill_evidence[:, self.row] = self.prefill_cost.evidence
         self._last_done_at = done_at
 
     def skip_prefill(self, done_at: float) -> None:
@@ -205,7 +210,7 @@ class WorkerActivity:
     def observe_loads(self, num_tokens: float, seconds: float) -> None:
         """A load, or a mean one of several, was of so many tokens and took so long."""
         self.load_cost.observe(num_tokens, seconds)
-        self._columns.load_evidence[self.row] = self.load_cost.evidence
+        self._columns.load_evidence[:, self.row] = self.load_cost.evidence
 
     def drop_prefill(self, num_tokens: int, expected: tuple[float, float], now: float) -> None:
         """It was computed at an unknown time, or never will be: those behind it need not wait."""
@@ -229,7 +234,7 @@ class WorkerActivity:
     def observe_step(self, num_streams: float, seconds: float) -> None:
         """A step with so many answers took so long."""
         self.step_cost.observe(num_streams, seconds)
-        self._columns.step_evidence[self.row] = self.step_cost.evidence
+        self._columns.step_evidence[:, self.row] = self.step_cost.evidence
 
     def _set_free_at(self, at: float) -> None:
         self.free_at = self._columns.free_at[self.row] = at
@@ -345,17 +350,19 @@ class RunningRequest:
         self.decode.observe_step(stream_seconds / (now - first_at), pace_s * alone)
         ttft_s = self.waited_s + first_at - self.began_at
         tokens = self.num_tokens, self.num_cached
-        self.costs.ended.append(EndedRequest(now, *tokens, num_streamed, ttft_s, pace_s))
+        self.costs.note_ended(EndedRequest(now, *tokens, num_streamed, ttft_s, pace_s))
 
 
 class ModelCosts:
     """What the workers of one model share.
 
-    `found_share` is what of the latest prompts was cached where they were computed, 0 to 1.
+    `found_share` is what of the latest prompts was cached where they were computed, 0 to 1;
+    `answer_tokens` the mean length of the latest answers that were streamed.
     """
 
     def __init__(self) -> None:
         self.found_share = 0.0
+        self.answer_tokens = float(TYPICAL_ANSWER_TOKENS)
         self.prefill = LearnedLine(_PREFILL_GUESS)
         self.step = LearnedLine(_STEP_GUESS)
         self.load = LearnedLine(_LOAD_GUESS)
@@ -363,6 +370,11 @@ class ModelCosts:
         self.ended: deque[EndedRequest] = deque(maxlen=MOST_ENDED)
         self.columns = LoadColumns()
         self._found = self._asked = 0.0
+
+    def note_ended(self, ended: EndedRequest) -> None:
+        """A streamed answer is complete."""
+        self.ended.append(ended)
+        self.answer_tokens += ANSWER_SHARE * (ended.num_streamed - self.answer_tokens)
 
     def note_found(self, num_cached: int, num_tokens: int) -> None:
         """Of a prompt so many tokens were cached, and so many were not."""
@@ -388,9 +400,15 @@ class FleetLoad:
             activity = self._workers[model, worker] = WorkerActivity(self.costs(model))
         return activity
 
-    def rows(self, workers: Iterable[WorkerView]) -> NDArray[np.intp]:
-        """Their rows in the model's columns `[num_workers]`; good until `num_forgotten` changes."""
-        return np.array([self._row(each) for each in workers], dtype=np.intp)
+    def rows(self, workers: Iterable[WorkerView]) -> Rows:
+        """Their rows in the model's columns `[num_workers]`; good until `num_forgotten` changes.
+
+        A slice where they follow one another, as a whole fleet's do: no column is copied then.
+        """
+        rows = [self._row(each) for each in workers]
+        if rows == [*range(rows[0], rows[0] + len(rows))]:
+            return slice(rows[0], rows[0] + len(rows))
+        return np.array(rows, dtype=np.intp)
 
     def _row(self, worker: WorkerView) -> int:
         row, costs = self.of(worker.id, worker.model).row, self.costs(worker.model)

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
-from operator import itemgetter
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
+    from baton.ids import WorkerId
     from baton.router.handoff_costs import HandoffCosts
 
 MOST_OF_EACH: Final = 8
@@ -32,7 +34,7 @@ class PairSearch:
 
     `computing` is what a prompt costs at each, `answering` an answer; `handoff_weight` what a
     second of a handoff costs at least. Of `num_uncached[w]` tokens KV is handed over to a worker.
-    `places` is None where all are at one.
+    `is_spread`: not all are at one of the `places`.
     """
 
     computing: NDArray[np.float64]
@@ -41,55 +43,51 @@ class PairSearch:
     num_uncached: NDArray[np.float64]
     handoff_weight: float
     handoffs: HandoffCosts
-    places: NDArray[np.intp] | None
+    places: NDArray[np.intp]
+    is_spread: bool
 
-    def find(self) -> list[tuple[float, int, int]]:
-        """`(cost without the handoff, prefill, decode)`, the most promising first."""
-        firsts = _find_least(self.computing[self.helpers])
-        seconds = _find_least(self.answering)
-        places = self.places
-        if places is None or max(len(self.helpers), len(self.answering)) <= MOST_OF_EACH:
-            helpers = self.helpers[firsts].tolist()
-            pairs = [(first, second) for first in helpers for second in seconds]
-        else:
-            pairs = self._find_near(places, firsts, seconds)
-        before, after = self.computing.tolist(), self.answering.tolist()
-        return [(before[first] + after[second], first, second) for first, second in pairs]
+    def find(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """Prefill and decode workers `[num_pairs]`, the most promising first; no worker twice."""
+        helpers = self.helpers[_find_least(self.computing[self.helpers])]
+        decodes = _find_least(self.answering)
+        if self.is_spread and max(len(self.helpers), len(self.answering)) > MOST_OF_EACH:
+            return self._find_near(helpers, decodes)
+        firsts, seconds = helpers.repeat(len(decodes)), np.tile(decodes, len(helpers))
+        are_two = firsts != seconds
+        return firsts[are_two], seconds[are_two]
+
+    def predict_handoffs(
+        self, ids: Sequence[WorkerId], firsts: NDArray[np.intp], seconds: NDArray[np.intp]
+    ) -> NDArray[np.float64]:
+        """Exposed seconds of each pair's handoff `[num_pairs]`; `ids` are all workers'."""
+        distances = self.handoffs.places.distances[self.places[firsts], self.places[seconds]]
+        handoff_s = self.handoffs.expect(distances, self.num_uncached[seconds])
+        one, other = ([ids[at] for at in each.tolist()] for each in (firsts, seconds))
+        handoff_s *= self.handoffs.factors(zip(one, other, strict=True))
+        return handoff_s
 
     def _find_near(
-        self, places: NDArray[np.intp], firsts: list[int], seconds: list[int]
-    ) -> list[tuple[int, int]]:
-        helpers, decodes = self.helpers[firsts], np.arange(len(self.answering))
-        costs = self._estimate(places, helpers, decodes)
+        self, helpers: NDArray[np.intp], decodes: NDArray[np.intp]
+    ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """Each of the best with those that are best for it."""
+        costs = self._estimate(helpers, np.arange(len(self.answering)))
         near = costs.argsort(axis=1, kind="stable")[:, :MOST_OF_EACH]
-        rows = np.arange(len(firsts))[:, None]
-        ranked = [
-            (cost, first, second)
-            for first, own, found in zip(
-                helpers.tolist(), costs[rows, near].tolist(), near.tolist(), strict=True
-            )
-            for cost, second in zip(own, found, strict=True)
-        ]
-        costs = self._estimate(places, self.helpers, np.array(seconds))
+        near_costs = np.take_along_axis(costs, near, axis=1)
+        costs = self._estimate(self.helpers, decodes)
         best = costs.argmin(axis=0)
-        ranked += zip(
-            costs[best, np.arange(len(seconds))].tolist(),
-            self.helpers[best].tolist(),
-            seconds,
-            strict=True,
-        )
-        ranked.sort(key=itemgetter(0))
-        pairs = dict.fromkeys((first, second) for _, first, second in ranked)
-        return list(pairs)[:MOST_NEAR_PAIRS]
+        cost = np.concatenate([near_costs.ravel(), costs[best, np.arange(len(decodes))]])
+        firsts = np.concatenate([helpers.repeat(near.shape[1]), self.helpers[best]])
+        seconds = np.concatenate([near.ravel(), decodes])
+        _, at = np.unique(firsts * len(self.num_uncached) + seconds, return_index=True)
+        at = np.sort(at[cost[at] < inf])  # inf: a worker with itself
+        at = at[cost[at].argsort(kind="stable")][:MOST_NEAR_PAIRS]
+        return firsts[at], seconds[at]
 
-    def _estimate(
-        self, places: NDArray[np.intp], firsts: NDArray[np.intp], seconds: NDArray[np.intp]
-    ) -> NDArray[np.float64]:
-        """`[num_firsts, num_seconds]`, by distances alone; no worker is paired with itself."""
-        handoff_s = self.handoffs.expect(
-            places[firsts], places[seconds], self.num_uncached[seconds]
-        )
-        costs: NDArray[np.float64] = handoff_s
+    def _estimate(self, firsts: NDArray[np.intp], seconds: NDArray[np.intp]) -> NDArray[np.float64]:
+        """`[num_firsts, num_seconds]`, by distances alone; inf where a worker is both."""
+        places = self.places
+        distances = self.handoffs.places.distances.take(places[firsts], 0).take(places[seconds], 1)
+        costs: NDArray[np.float64] = self.handoffs.expect(distances, self.num_uncached[seconds])
         costs *= self.handoff_weight
         costs += self.computing[firsts][:, None]
         costs += self.answering[seconds]
@@ -97,7 +95,7 @@ class PairSearch:
         return costs
 
 
-def _find_least(values: NDArray[np.float64]) -> list[int]:
+def _find_least(values: NDArray[np.float64]) -> NDArray[np.intp]:
     """The places of the `MOST_OF_EACH` least, from the least on."""
-    found: list[int] = values.argsort(kind="stable")[:MOST_OF_EACH].tolist()
+    found: NDArray[np.intp] = values.argsort(kind="stable")[:MOST_OF_EACH]
     return found

@@ -14,6 +14,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -26,22 +28,17 @@ NUM_WALKED: Final = 8
 _ALL: Final = -1
 
 
-class _Node:
-    """One block. `parent` None: the block before it is not known, or it is the root."""
+class _Node(msgspec.Struct, eq=False):
+    """One block. `parent` None: the block before it is not known, or it is the root.
 
-    __slots__ = ("children", "held", "name", "parent", "whole")
+    A struct rather than a class with slots: millions are made, and its constructor is in C.
+    """
 
-    def __init__(self, name: int, parent: _Node | None, held: int, whole: int) -> None:
-        self.name = name
-        self.parent = parent
-        self.held = held
-        self.whole = whole
-        self.children: dict[int, _Node] | _Node | None = None
-        if parent is not None:
-            if parent.children is None:
-                parent.children = self
-            else:
-                parent.add(self)
+    name: int
+    parent: _Node | None
+    held: int
+    whole: int
+    children: dict[int, _Node] | _Node | None = None
 
     def add(self, child: _Node) -> None:
         """Most blocks have one successor: a dict only where there are more."""
@@ -97,19 +94,24 @@ class PrefixIndex:
         nodes, most = self._nodes, self._max_blocks
         for at, name in enumerate(names):
             if name not in nodes and len(nodes) < most:  # the usual case, and the hot one
-                node = nodes[name] = _Node(name, node, bit, node.whole & bit)
+                child = nodes[name] = _Node(name, node, bit, node.whole & bit)
+                if node.children is None:
+                    node.children = child
+                else:
+                    node.add(child)
+                node = child
                 continue
-            child = self._find_or_add(name, node)
-            if child is None:
+            found = self._find_or_add(name, node)
+            if found is None:
                 self.num_refused += len(names) - at
                 self._prune(node)
                 return
-            child.held |= bit
-            if node.whole & bit and not child.whole & bit:
-                child.whole |= bit
-                if child.children is not None:
-                    self._complete(child, bit)
-            node = child
+            found.held |= bit
+            if node.whole & bit and not found.whole & bit:
+                found.whole |= bit
+                if found.children is not None:
+                    self._complete(found, bit)
+            node = found
 
     def remove(self, worker: WorkerId, names: Iterable[int]) -> None:
         """It does not hold these any more."""
@@ -218,6 +220,8 @@ class PrefixIndex:
             if len(self._nodes) >= self._max_blocks:
                 return None
             node = self._nodes[name] = _Node(name, parent, 0, 0)
+            if parent is not None:
+                parent.add(node)
         elif node.parent is None and parent is not None and parent is not node:
             node.parent = parent
             parent.add(node)

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 
 from baton.auth.ticket import WorkerRef
 from baton.ids import Epoch, WorkerId
-from baton.protocol.worker_http import Role
+from baton.protocol.worker_http import Role, WorkerLoad
 from baton.router.cost import CostOptions, CostPolicy
-from baton.router.division import Demand, Limits, predict_goodput
+from baton.router.division import Demand, Division, Limits, find_room, predict_goodput
 from baton.router.fleet import Fleet, WorkerView
+from baton.router.load import EndedRequest, FleetLoad
+from baton.router.placement import Placement
 from baton.router.simple import RoundRobin
 from baton.sim.router.costs import SimulatedCosts
 from baton.sim.router.sessions import Session, TokenRun, Turn
@@ -130,6 +132,53 @@ def test_a_division_that_achieves_less_is_taken_back_and_not_tried_again_for_a_w
     assert sum(seen) < 0.45 * len(seen)
 
 
+def test_a_division_is_given_up_when_requests_pile_up(monkeypatch):
+    """Before what it achieves could be counted, and it is not tried with even more requests."""
+    monkeypatch.setattr(
+        "baton.router.division.predict_goodput", lambda *args: 100.0 if args[3] else 1.0
+    )
+    division, load, workers = Division(Limits(1.0, 0.1)), FleetLoad(), replicas(2)
+    waiting, since = [], None
+
+    def serve(now):
+        """Four requests that last half a second each, then a look."""
+        for at in range(4):
+            running = load.begin(Placement(None, workers[at % 2]), 100, now - 0.5)
+            running.first_token(now - 0.4)
+            running.end(now, 10)
+        division.look(workers, load, now)
+        return len(division.prefills)
+
+    for now in range(120):
+        num_prefill = serve(float(now))
+        if since is None and num_prefill == 1:
+            since = now
+            waiting = [load.begin(Placement(None, workers[0]), 100, now + 0.5) for _ in range(2)]
+        elif since is not None and now == since + 1:
+            assert num_prefill == 1, "two more under way may be chance"
+            waiting.append(load.begin(Placement(None, workers[0]), 100, now + 0.5))
+        elif since is not None and now < since + 61:
+            assert num_prefill == 0, now - since
+    assert since is not None
+    assert len(waiting) == 3
+    assert num_prefill == 1, "a minute later it is tried again"
+
+
+def test_a_worker_has_room_for_fewer_requests_where_their_lengths_differ():
+    """It holds 100,000 tokens; requests have 1,000 on the average, or 200 and 1,800 in turns."""
+    room = 0, 6250, 6250, 16
+    for spread in (0, 800):
+        ended = [
+            EndedRequest(1.0, 900 + (spread if at % 2 else -spread), 0, 100, 0.1, 0.01)
+            for at in range(100)
+        ]
+        most = find_room(WorkerLoad(*room), ended)
+        assert 1000 * most + 2 * spread * most**0.5 == pytest.approx(100_000)
+    assert most < 86
+    assert find_room(WorkerLoad(*room, max_running=32), ended) == 32
+    assert find_room(None, ended) == float("inf")
+
+
 def test_workers_that_are_gone_leave_the_division():
     policy = CostPolicy(CostOptions(ttft_s=2.0, tpot_s=0.022))
     world = World(policy, replicas(2), 2048, 32)
@@ -159,6 +208,7 @@ def test_for_throughput_there_is_no_division():
         cold_handoff_s=st.floats(0, 1),
         num_answer_tokens=st.floats(1, 4096),
         step_s=st.tuples(st.floats(0, 1), st.floats(0, 0.01)),
+        most_at_once=st.floats(1, 1000),
     ),
     limits=st.builds(Limits, st.floats(1e-3, 100), st.floats(1e-3, 10)),
     num_workers=st.integers(1, 64),
@@ -170,3 +220,5 @@ def test_no_more_is_predicted_than_can_be(demand, limits, num_workers, share):
     computing = num_prefill or num_workers
     assert 0 <= rate <= 1.01 * computing / demand.prefill_s
     assert rate <= 1.01 * demand.num_at_once / demand.prefill_s
+    room = (num_workers - num_prefill) * demand.most_at_once
+    assert rate <= 1.01 * room / demand.prefill_s, "blocks are held while a prompt is computed"

@@ -122,5 +122,5 @@ def test_policies_read_the_same_factors_as_workers_have(seen):
     workers = [WorkerCost(shared) for _ in range(4)]
     for at, size, took_s in seen:
         workers[at].observe(size, took_s)
-    found = shared.factors(np.array([each.evidence for each in workers]))
+    found = shared.factors(np.array([each.evidence for each in workers]).T)
     assert found == pytest.approx([each.factor for each in workers])

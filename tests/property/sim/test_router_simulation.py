@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import islice
+from random import Random
 from statistics import median
 
 import msgspec
@@ -197,6 +198,32 @@ def test_costs_are_no_worse_than_prefixes_where_caches_decide(
     assert cost[1] <= most_ttft * prefix[1]
     assert cost[2] <= most_ttft * prefix[2]
     assert cost[3] >= 0.98 * prefix[3]
+
+
+def long_prompts(num, seed):
+    """Nearly all that eight workers can do, lengths as in Mooncake's trace of conversations."""
+    rng, at = Random(seed), 0.0
+    for number in range(num):
+        at += rng.expovariate(5.5)
+        tokens = min(90_000, 1 + int(rng.lognormvariate(8.9, 1.0)))
+        turn = Turn((TokenRun(str(number), tokens),), 1 + int(rng.expovariate(1 / 340)))
+        yield Session((turn,), arrival_s=at)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_near_saturation_costs_leave_no_prompt_waiting(seed):
+    """Of the decode workers of a division, few would have room for the KV of such prompts."""
+    costs = SimulatedCosts(prefill_token_s=5e-5, block_size=512, kv_tokens=300_000)
+    found = {}
+    for name in ("prefix", "cost"):
+        simulation = Simulation(POLICIES[name](), make_workers("both", 8), costs)
+        simulation.replay(long_prompts(400, seed))
+        simulation.run()
+        found[name] = summarize(simulation.outcomes, 2.0, 0.1)
+    assert found["prefix"].ttft_s.p99 > 4.5, "workers are busy"
+    assert found["cost"].ttft_s.p99 <= 1.3 * found["prefix"].ttft_s.p99
+    assert found["cost"].ttft_s.p50 <= 1.15 * found["prefix"].ttft_s.p50
+    assert found["cost"].num_good >= 0.95 * found["prefix"].num_good
 
 
 def test_the_same_seed_gives_the_same_noise_and_shared_processors_are_slower():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from itertools import count
+from random import Random
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -121,9 +122,11 @@ def new_request(key: str, lengths: Lengths) -> Request:
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """`num_prefixes` system prompts of `num_prefix_tokens`, round robin, and a part of its own.
+    """`num_prefixes` system prompts of `num_prefix_tokens`, and a part of its own.
 
-    `lengths`: of that part, and of the answer.
+    All of them are used before one is used again, in another order each time: in one fixed order,
+    a router that takes turns would send a prefix to one worker wherever the number of prefixes is a
+    multiple of that of workers. `lengths`: of the own part, and of the answer.
     """
 
     num_prefixes: int
@@ -148,15 +151,20 @@ class MultiTurn:
 def shared_prefix(shape: SharedPrefix) -> Workload:
     """Requests without end."""
 
-    def ask(i: int, suffix: str) -> Request:
+    def ask(prefix: int, suffix: str) -> Request:
         parts = (
-            Segment(f"prefix/{i % shape.num_prefixes}", shape.num_prefix_tokens),
+            Segment(f"prefix/{prefix}", shape.num_prefix_tokens),
             Segment(suffix, shape.lengths.num_input_tokens),
         )
         return Request(Segments(parts), shape.lengths.num_output_tokens)
 
     def generate() -> Iterator[Conversation]:
-        return (Conversation((ask(i, f"suffix/{i}"),)) for i in count())
+        rng, order = Random("shared-prefix"), [*range(shape.num_prefixes)]  # noqa: S311
+        for i in count():
+            at = i % shape.num_prefixes
+            if at == 0:
+                rng.shuffle(order)
+            yield Conversation((ask(order[at], f"suffix/{i}"),))
 
     wanted = (
         f"{shape.num_prefixes} prefixes of {shape.num_prefix_tokens} tokens, "

@@ -12,6 +12,7 @@ import numpy as np
 
 from baton.errors import BatonError
 from baton.ids import StoreId
+from baton.protocol.worker_http import WorkerLoad
 from baton.router.fleet import Fleet
 from baton.router.load import FleetLoad
 from baton.router.placement import PlacementRequest, Unplaceable
@@ -63,6 +64,8 @@ class Simulation:
         self._policy, self._costs = policy, costs
         self._model = views[0].model
         self._stores: dict[StoreId, SimulatedStore] = {}
+        room = WorkerLoad(0, costs.num_blocks, costs.num_blocks, costs.block_size)
+        views = [replace(view, load=room) for view in views]
         if costs.store_tokens:
             views = self._add_stores(views)
         self.fleet, self.load = Fleet.of(views), FleetLoad()

@@ -72,15 +72,20 @@ def test_every_workload_is_the_same_again_and_its_largest_is_the_largest(name):
     assert count_context(workload.largest) == most
 
 
-def test_shared_prefixes_are_shared_in_turns():
-    options = WorkloadOptions(num_prefixes=2, num_prefix_tokens=8, num_input_tokens=4)
-    conversations = list(islice(choose_workload("shared-prefix", options).generate(), 4))
+def test_shared_prefixes_are_used_equally_often_and_in_no_fixed_order():
+    """In a fixed one, workers that take turns would get the same prefixes again and again."""
+    options = WorkloadOptions(num_prefixes=4, num_prefix_tokens=8, num_input_tokens=4)
+    conversations = list(islice(choose_workload("shared-prefix", options).generate(), 40))
     ids = [
         PromptWriter("s").write_ids(conversation.turns[0].prompt, IDS)
         for conversation in conversations
     ]
-    assert ids[0][:8] == ids[2][:8] != ids[1][:8]
-    assert ids[0][8:] != ids[2][8:]
+    prefixes = [tuple(each[:8]) for each in ids]
+    rounds = [tuple(prefixes[at : at + 4]) for at in range(0, 40, 4)]
+    assert all(set(each) == set(prefixes) for each in rounds)
+    assert len(set(prefixes)) == 4
+    assert len(set(rounds)) > 5
+    assert len({tuple(each[8:]) for each in ids}) == 40
 
 
 def test_a_turn_repeats_everything_before_it():
