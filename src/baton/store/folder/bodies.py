@@ -1,5 +1,7 @@
 """Where the bodies of a folder's entries lie: in the entry's file, or, large ones, in its pool.
 
+Files are written by way of the page cache, or, large ones on a disk, past it.
+
 An entry's file is as long as header and body together, wherever the body lies.
 """
 
@@ -7,7 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -21,8 +23,10 @@ from baton.store.entry_format import (
     read_digest,
 )
 from baton.store.folder.body_pool import EXTENT_BYTES, copy_in, count_extents, pack_runs
-from baton.store.folder.directory import write_unnamed
+from baton.store.folder.direct_files import set_direct
+from baton.store.folder.directory import fill_unnamed, write_unnamed
 from baton.store.folder.leases import (
+    DirectEntryLease,
     FileEntryLease,
     PooledBody,
     PooledEntryLease,
@@ -32,10 +36,11 @@ from baton.store.folder.leases import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Generator, Iterable, Iterator
     from contextlib import AbstractContextManager
 
     from baton.store.folder.body_pool import BodyPool, Run
+    from baton.store.folder.direct_files import DirectFiles
     from baton.store.folder.directory import UnnamedFile
     from baton.store.folder.shared_capacity import SharedCapacity
     from baton.store.interface import Body, EntryName
@@ -79,8 +84,12 @@ class FileBodies:
     To put one: `try_take`, `write`, then `settle`; `give_back` before that where it is not kept.
     """
 
-    def __init__(self, folder: int, key: bytes) -> None:
-        self._folder, self._key = folder, key
+    is_direct = False
+    """Whether large bodies go past the page cache."""
+
+    def __init__(self, folder: int, key: bytes, *, durable: bool = False) -> None:
+        """`durable`: an entry is on the disk before it can have a name."""
+        self._folder, self._key, self._durable = folder, key, durable
 
     def compute_cost(self, num_bytes: int) -> int:
         """Bytes that an entry with such a body takes up."""
@@ -90,8 +99,15 @@ class FileBodies:
         """Take memory for a body, under the capacity's lock; False: there is too little."""
         return True
 
-    def write(self, name: EntryName, body: Body) -> AbstractContextManager[UnnamedFile]:
-        """The entry's file, complete but for its name; see `write_unnamed`."""
+    @contextmanager
+    def write(self, name: EntryName, body: Body) -> Generator[UnnamedFile]:
+        """The entry's file, complete but for its name; see `fill_unnamed`."""
+        with self._write(name, body) as file:
+            if self._durable:
+                file.make_durable()
+            yield file
+
+    def _write(self, name: EntryName, body: Body) -> AbstractContextManager[UnnamedFile]:
         return write_unnamed(self._folder, (make_header(self._key, name, body), body))
 
     def give_back(self) -> None:
@@ -113,6 +129,11 @@ class FileBodies:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             return None
+        return self._lease(fd, name, status, on_damage)
+
+    def _lease(
+        self, fd: int, name: EntryName, status: os.stat_result, on_damage: Callable[[], None]
+    ) -> FileEntryLease | None:
         digest = read_digest(name, os.pread(fd, HEADER_BYTES, 0), status.st_size)
         if digest is None:
             return None
@@ -135,6 +156,40 @@ class FileBodies:
         """Close what was opened for bodies. Idempotent."""
 
 
+class DirectBodies(FileBodies):
+    """The same, but large bodies are written to their files, and read, past the page cache."""
+
+    is_direct = True
+
+    def __init__(
+        self, folder: int, key: bytes, files: DirectFiles, min_body_bytes: int, *, durable: bool
+    ) -> None:
+        super().__init__(folder, key, durable=durable)
+        self._files, self._min_body_bytes = files, min_body_bytes
+
+    def _write(self, name: EntryName, body: Body) -> AbstractContextManager[UnnamedFile]:
+        if len(body) < self._min_body_bytes:
+            return super()._write(name, body)
+        seal = BodySeal(self._key, name, len(body))
+        return fill_unnamed(self._folder, partial(self._files.write, body=body, seal=seal))
+
+    def _lease(
+        self, fd: int, name: EntryName, status: os.stat_result, on_damage: Callable[[], None]
+    ) -> FileEntryLease | None:
+        num_bytes = count_body_bytes(status)
+        if num_bytes < self._min_body_bytes:
+            return super()._lease(fd, name, status, on_damage)
+        set_direct(fd)
+        digest = read_digest(name, self._files.read_header(fd), status.st_size)
+        if digest is None:
+            return None
+        begin_check = partial(BodyCheck, self._key, name, num_bytes, digest)
+        return DirectEntryLease(fd, num_bytes, begin_check, on_damage, self._files)
+
+    def close(self) -> None:
+        self._files.close()
+
+
 class PooledBodies(FileBodies):
     """The same, but large bodies lie in a pool."""
 
@@ -154,9 +209,9 @@ class PooledBodies(FileBodies):
         self._taken = runs or ()
         return runs is not None
 
-    def write(self, name: EntryName, body: Body) -> AbstractContextManager[UnnamedFile]:
+    def _write(self, name: EntryName, body: Body) -> AbstractContextManager[UnnamedFile]:
         if not self._taken:
-            return super().write(name, body)
+            return super()._write(name, body)
         seal = BodySeal(self._key, name, len(body))
         for piece in copy_in(self._pool.views(self._taken, len(body)), body):
             seal.add(piece.data)

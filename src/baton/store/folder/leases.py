@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from baton.store.entry_format import BodyCheck
     from baton.store.folder.body_pool import BodyPool
+    from baton.store.folder.direct_files import DirectFiles
 
 
 PIECE_BYTES: Final = 128 << 10
@@ -79,6 +80,28 @@ class FileEntryLease:
 
     def _close(self, fd: int) -> None:
         os.close(fd)
+
+
+@dataclass(slots=True, eq=False)
+class DirectEntryLease(FileEntryLease):
+    """See `EntryLease`: of a file that is read past the page cache."""
+
+    files: DirectFiles
+
+    def _read(self, into: memoryview, check: BodyCheck) -> bool:
+        target = np.frombuffer(into, np.uint8)
+        at = -HEADER_BYTES
+        try:
+            for read in self.files.read(self.fd, HEADER_BYTES + self.num_bytes):
+                stop = at + len(read)
+                if stop > 0:
+                    piece = target[max(0, at) : stop]
+                    piece[:] = read[max(0, -at) :]
+                    check.add(piece.data)
+                at = stop
+        except OSError:
+            return False
+        return at == self.num_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import msgspec
 from baton.errors import ConfigError, StoreError, StoreFullError, mapped
 from baton.store.capacity import MAX_PINNED_SHARE, StoredEntry
 from baton.store.eviction import EVICTIONS
-from baton.store.folder.bodies import FileBodies, PooledBodies, count_body_bytes, open_unnoticed
+from baton.store.folder.bodies import FileBodies, count_body_bytes, open_unnoticed
 from baton.store.folder.directory import FILE_MODE, remove_unfinished
 from baton.store.folder.entry_times import (
     PINNED_MODE,
@@ -31,7 +31,6 @@ from baton.store.interface import EntryName, PutResult, Usage
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from baton.store.folder.body_pool import BodyPool
     from baton.store.folder.directory import Folder, UnnamedFile
     from baton.store.folder.leases import FileEntryLease
     from baton.store.interface import Body, TierContext
@@ -66,11 +65,11 @@ class FolderTier:
         folder: Folder,
         options: FolderTierOptions,
         context: TierContext,
-        pool: BodyPool | None = None,
+        make_bodies: Callable[[SharedCapacity], FileBodies] | None = None,
     ) -> None:
         """Take up work in a folder, which the caller closes; clean up after dead writers.
 
-        Large bodies go into the pool, if there is one, which is the tier's then.
+        `make_bodies`: where bodies lie, if not simply in files; from then on the tier's.
 
         Raises:
             ConfigError: the folder cannot be used, or there is no such eviction policy.
@@ -84,9 +83,8 @@ class FolderTier:
         self._policy = EVICTIONS.build(options.eviction, {})
         with mapped({OSError: ConfigError, StoreError: ConfigError}):
             self._capacity = SharedCapacity(folder.fd, options.capacity_bytes)
-            self._bodies = FileBodies(folder.fd, context.key)
-            if pool is not None:
-                self._bodies = PooledBodies(folder.fd, context.key, pool, self._capacity)
+            make_bodies = make_bodies or (lambda _: FileBodies(folder.fd, context.key))
+            self._bodies = make_bodies(self._capacity)
             remove_unfinished(folder.fd)
             if folder.was_unused:
                 self._capacity.recount(self._count)
@@ -213,6 +211,7 @@ class FolderTier:
             num_dropped=self._num_dropped,
             num_damaged=self._num_damaged,
             num_expired=self._num_expired,
+            direct_io=self._bodies.is_direct,
         )
 
     def close(self) -> None:

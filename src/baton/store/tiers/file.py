@@ -2,30 +2,48 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
 
 from baton.errors import ConfigError
 from baton.registry import Plugin
+from baton.store.folder.bodies import DirectBodies, FileBodies
+from baton.store.folder.direct_files import PIECE_BYTES, DirectFiles, try_direct
 from baton.store.folder.directory import USERS, Folder
 from baton.store.folder.tier import FolderTier, FolderTierOptions
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from baton.store.folder.shared_capacity import SharedCapacity
     from baton.store.interface import TierContext, TierFactory
+
+logger = logging.getLogger(__name__)
 
 
 class FileTierOptions(FolderTierOptions, frozen=True, kw_only=True):
-    """`directory` is made for this user alone; for the rest see `FolderTierOptions`."""
+    """`directory` is made for this user alone; for the rest see `FolderTierOptions`.
+
+    `direct_io`: large bodies are written and read past the page cache, where the filesystem can.
+    `durable`: an entry is on the disk before it can be found. Without it, what a power cut tears is
+    found by its tag, and is a miss.
+    """
 
     directory: str
     capacity_bytes: Annotated[int, msgspec.Meta(ge=1)] = 16 << 30
+    direct_io: bool = True
+    durable: bool = True
 
 
 class FileTier(FolderTier):
-    """See `Tier`. Nothing is flushed: what a power cut tears is found by its digest."""
+    """See `Tier`."""
+
+    min_direct_bytes: ClassVar = 1 << 20
+    piece_bytes: ClassVar = PIECE_BYTES
 
     def __init__(self, options: FileTierOptions, context: TierContext) -> None:
         """Open the folder.
@@ -40,8 +58,26 @@ class FileTier(FolderTier):
                 "the folder when they start"
             )
         self._own_folder = Folder(path)
-        super().__init__(self._own_folder, options, context)
+        super().__init__(
+            self._own_folder, options, context, self._make_bodies(options, context.key)
+        )
         self._is_closed = False
+
+    def _choose_bodies(
+        self, options: FileTierOptions, key: bytes
+    ) -> Callable[[SharedCapacity], FileBodies]:
+        fd, durable = self._own_folder.fd, options.durable
+        if options.direct_io and try_direct(fd):
+            files = DirectFiles(self.piece_bytes)
+            return lambda _: DirectBodies(fd, key, files, self.min_direct_bytes, durable=durable)
+        if options.direct_io:
+            logger.warning(
+                "store: the filesystem of %s refuses O_DIRECT: large entries go through the page "
+                "cache, which is slower and takes memory (store.options.file.direct_io = false "
+                "chooses that without this message)",
+                self._own_folder.path,
+            )
+        return lambda _: FileBodies(fd, key, durable=durable)
 
     def close(self) -> None:
         """Close; the entries stay."""

@@ -1,0 +1,209 @@
+"""Large files written and read past the page cache (O_DIRECT), several pieces at once.
+
+    write: body ──copy and tag──► slot of the arena ──pwrite by a thread──► disk
+    read:  disk ──pread by a thread──► slot of the arena ──► the caller copies and checks it
+
+O_DIRECT needs aligned memory, which bodies mostly are not: they go through an arena of page-aligned
+slots. The copy overlaps with the disk's work on the other slots.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+from collections import deque
+from concurrent.futures import wait
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from baton.store.entry_format import HEADER_BYTES, MAGIC
+from baton.store.remote.request_threads import RequestThreads
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from concurrent.futures import Future
+
+    from numpy.typing import NDArray
+
+    from baton.store.entry_format import BodySeal
+    from baton.store.interface import Body
+
+ALIGNMENT_BYTES: Final = 4096
+"""Of memory, offsets and lengths: no common disk needs more."""
+PIECE_BYTES: Final = 1 << 20
+NUM_SLOTS: Final = 4
+STOP_TIMEOUT_S: Final = 5.0
+_REFUSED: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+
+
+def try_direct(folder: int) -> bool:
+    """Whether files of this folder can be written past the page cache with our alignment.
+
+    Where that cannot be found out (a full disk), it is taken for possible.
+    """
+    try:
+        fd = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    except OSError as exc:
+        return exc.errno not in _REFUSED
+    try:
+        set_direct(fd)
+        with mmap.mmap(-1, ALIGNMENT_BYTES) as block:
+            os.pwrite(fd, block, 0)
+    except OSError as exc:
+        return exc.errno not in _REFUSED
+    finally:
+        os.close(fd)
+    return True
+
+
+def set_direct(fd: int) -> None:
+    """From here on reads and writes of this open file bypass the page cache.
+
+    Raises:
+        OSError: the filesystem refuses.
+    """
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+
+
+class DirectFiles:
+    """One owner thread. The arena and the threads are made for the first file that needs them.
+
+    A disk that does not answer is waited for, as with any system call.
+    """
+
+    def __init__(self, piece_bytes: int = PIECE_BYTES) -> None:
+        """`piece_bytes`, a multiple of `ALIGNMENT_BYTES`: written or read by one system call."""
+        self._piece_bytes = piece_bytes
+        self._arena: mmap.mmap | None = None
+        self._slots: list[NDArray[np.uint8]] = []
+        self._threads = RequestThreads("baton-store-disk", NUM_SLOTS)
+
+    def write(self, fd: int, body: Body, seal: BodySeal) -> None:
+        """Fill an empty file with header and body.
+
+        The header has the body's tag: the first piece is written last.
+
+        Raises:
+            OSError: the disk is full, or fails.
+        """
+        num_bytes = HEADER_BYTES + len(body)
+        os.posix_fallocate(fd, 0, _align(num_bytes))
+        set_direct(fd)
+        first, *slots = self._open()
+        pending: deque[Future[None]] = deque()
+        source = np.frombuffer(body, np.uint8)
+        in_first = min(len(source), self._piece_bytes - HEADER_BYTES)
+        _fill(first, HEADER_BYTES, source[:in_first], seal)
+        try:
+            for index, at in enumerate(range(in_first, len(source), self._piece_bytes)):
+                slot = slots[index % len(slots)]
+                if len(pending) == len(slots):
+                    pending.popleft().result()
+                filled = _fill(slot, 0, source[at : at + self._piece_bytes], seal)
+                pending.append(
+                    self._threads.submit(partial(_write_at, fd, filled, HEADER_BYTES + at))
+                )
+            first[:HEADER_BYTES] = np.frombuffer(seal.make_header(MAGIC), np.uint8)
+            _write_at(fd, first[: _align(HEADER_BYTES + in_first)], 0)
+            for each in pending:
+                each.result()
+        finally:
+            wait(pending)  # the slots, and the open file, are in use until then
+        os.ftruncate(fd, num_bytes)
+
+    def read(self, fd: int, num_bytes: int) -> Iterator[NDArray[np.uint8]]:
+        """The bytes of a file of that length, uint8, in order; each piece until the next is asked.
+
+        `set_direct` was called for it. Less comes where it was cut short.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        slots = self._open()
+        if num_bytes <= self._piece_bytes:
+            yield _read_at(fd, slots[0][: _align(num_bytes)], 0)[:num_bytes]
+            return
+        pieces = [
+            (at, min(self._piece_bytes, num_bytes - at))
+            for at in range(0, num_bytes, self._piece_bytes)
+        ]
+        pending: deque[Future[NDArray[np.uint8]]] = deque()
+
+        def submit(index: int) -> None:
+            at, length = pieces[index]
+            slot = slots[index % len(slots)][: _align(length)]
+            pending.append(self._threads.submit(partial(_read_at, fd, slot, at)))
+
+        try:
+            for index in range(min(len(slots), len(pieces))):
+                submit(index)
+            for index, (_, length) in enumerate(pieces):
+                yield pending.popleft().result()[:length]
+                if index + len(slots) < len(pieces):
+                    submit(index + len(slots))
+        finally:
+            wait(pending)
+
+    def read_header(self, fd: int) -> bytes:
+        """The first bytes of a file, as many as a header has.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        return _read_at(fd, self._open()[0][:ALIGNMENT_BYTES], 0)[:HEADER_BYTES].tobytes()
+
+    def close(self) -> None:
+        """End the threads and free the arena. Idempotent."""
+        self._threads.stop(STOP_TIMEOUT_S)
+        self._slots.clear()
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            with suppress(BufferError):  # a thread that does not end still has a slot of it
+                arena.close()
+
+    def _open(self) -> list[NDArray[np.uint8]]:
+        if self._arena is None:
+            self._arena = mmap.mmap(-1, NUM_SLOTS * self._piece_bytes)
+            whole = np.frombuffer(self._arena, np.uint8)
+            self._slots = list(whole.reshape(NUM_SLOTS, self._piece_bytes))
+        return self._slots
+
+
+def _align(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _fill(
+    slot: NDArray[np.uint8], at: int, piece: NDArray[np.uint8], seal: BodySeal
+) -> NDArray[np.uint8]:
+    """Copy a piece of a body into a slot, from `at` on; the aligned part that has it."""
+    seal.add(piece.data)  # which brings it into the cache, from which it is copied
+    stop = at + len(piece)
+    slot[at:stop] = piece
+    filled = slot[: _align(stop)]
+    filled[stop:] = 0
+    return filled
+
+
+def _write_at(fd: int, piece: NDArray[np.uint8], at: int) -> None:
+    while len(piece):
+        num_written = os.pwrite(fd, piece.data, at)
+        if num_written % ALIGNMENT_BYTES or num_written == 0:
+            raise OSError(errno.EIO, f"the disk took {num_written} of {len(piece)} bytes")
+        piece, at = piece[num_written:], at + num_written
+
+
+def _read_at(fd: int, into: NDArray[np.uint8], at: int) -> NDArray[np.uint8]:
+    """What was read, in one call but at the end of the file."""
+    num_read = 0
+    while num_read < len(into):
+        got = os.preadv(fd, [into[num_read:].data], at + num_read)
+        num_read += got
+        if got == 0 or got % ALIGNMENT_BYTES:
+            break
+    return into[:num_read]
