@@ -7,9 +7,9 @@ the median over the rounds with the quartiles, and its ratio to the best of fio 
 - `fio, depth N`: O_DIRECT by libaio with N requests in flight, one file, flushed at its end
 - `direct`: the tier as it is by default: past the page cache, each entry on the disk before it has
   its name
-- `direct, not durable`: the same with `durable = false`
+- `direct, not durable`: the same with `durable = "none"`
 - `page cache`: `direct_io = false`; its pages are dropped before it is read
-- `page cache, not durable`: both settings off, as before version 0.2: what is written is in memory
+- `page cache, not durable`: both, as it was before: what was written may be in memory alone
 
 Needs fio (Debian package `fio`), and a disk: on a memory filesystem all is memory.
 """
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 Op: TypeAlias = Literal["write", "read"]
 
 KEY: Final = bytes(32)
-SETTINGS: Final = {
-    "direct": (True, True),
-    "direct, not durable": (True, False),
-    "page cache": (False, True),
-    "page cache, not durable": (False, False),
+SETTINGS: Final[Mapping[str, tuple[bool, Literal["large", "none"]]]] = {
+    "direct": (True, "large"),
+    "direct, not durable": (True, "none"),
+    "page cache": (False, "large"),
+    "page cache, not durable": (False, "none"),
 }
 """`direct_io` and `durable`."""
 
@@ -78,7 +78,14 @@ class Fio:
 class TierRun:
     """One tier with its settings, and entries of one size."""
 
-    def __init__(self, folder: Path, source: np.ndarray, *, direct_io: bool, durable: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        source: np.ndarray,
+        *,
+        direct_io: bool,
+        durable: Literal["large", "none"],
+    ) -> None:
         self.folder, self.source, self.target = folder, source, np.empty_like(source)
         options = FileTierOptions(
             directory=str(folder),
@@ -136,10 +143,10 @@ def measure(place: Path, body_bytes: int, given: argparse.Namespace) -> dict[str
             stack.enter_context(closing(run.tier))
             runs[name] = run.run
         for _ in range(given.rounds):
-            for op in rates:
+            for op, by_name in rates.items():
                 for name in chance.sample(sorted(runs), len(runs)):
                     os.sync()  # what one leaves is not written in the next one's time
-                    rates[op].setdefault(name, []).append(total_bytes / runs[name](op) / 1e6)
+                    by_name.setdefault(name, []).append(total_bytes / runs[name](op) / 1e6)
     best = [fio_name(depth) for depth in given.depths]
     return {op: {name: summarize(rates[op], name, best) for name in runs} for op in rates}
 

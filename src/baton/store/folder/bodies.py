@@ -7,6 +7,7 @@ An entry's file is as long as header and body together, wherever the body lies.
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 from contextlib import contextmanager, suppress
@@ -87,9 +88,12 @@ class FileBodies:
     is_direct = False
     """Whether large bodies go past the page cache."""
 
-    def __init__(self, folder: int, key: bytes, *, durable: bool = False) -> None:
-        """`durable`: an entry is on the disk before it can have a name."""
-        self._folder, self._key, self._durable = folder, key, durable
+    def __init__(self, folder: int, key: bytes, min_durable_bytes: float = math.inf) -> None:
+        """Entries with bodies of `min_durable_bytes` or more are on the disk before they are named.
+
+        Of others, what a power cut tears is found by its tag.
+        """
+        self._folder, self._key, self._min_durable_bytes = folder, key, min_durable_bytes
 
     def compute_cost(self, num_bytes: int) -> int:
         """Bytes that an entry with such a body takes up."""
@@ -103,7 +107,7 @@ class FileBodies:
     def write(self, name: EntryName, body: Body) -> Generator[UnnamedFile]:
         """The entry's file, complete but for its name; see `fill_unnamed`."""
         with self._write(name, body) as file:
-            if self._durable:
+            if len(body) >= self._min_durable_bytes:
                 file.make_durable()
             yield file
 
@@ -162,9 +166,16 @@ class DirectBodies(FileBodies):
     is_direct = True
 
     def __init__(
-        self, folder: int, key: bytes, files: DirectFiles, min_body_bytes: int, *, durable: bool
+        self,
+        folder: int,
+        key: bytes,
+        files: DirectFiles,
+        *,
+        min_body_bytes: int,
+        min_durable_bytes: float,
     ) -> None:
-        super().__init__(folder, key, durable=durable)
+        """Bodies of `min_body_bytes` or more are large."""
+        super().__init__(folder, key, min_durable_bytes)
         self._files, self._min_body_bytes = files, min_body_bytes
 
     def _write(self, name: EntryName, body: Body) -> AbstractContextManager[UnnamedFile]:

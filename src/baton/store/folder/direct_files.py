@@ -106,10 +106,10 @@ class DirectFiles:
                     pending.popleft().result()
                 filled = _fill(slot, 0, source[at : at + self._piece_bytes], seal)
                 pending.append(
-                    self._threads.submit(partial(_write_at, fd, filled, HEADER_BYTES + at))
+                    self._threads.submit(partial(write_piece, fd, filled, HEADER_BYTES + at))
                 )
             first[:HEADER_BYTES] = np.frombuffer(seal.make_header(MAGIC), np.uint8)
-            _write_at(fd, first[: _align(HEADER_BYTES + in_first)], 0)
+            write_piece(fd, first[: _align(HEADER_BYTES + in_first)], 0)
             for each in pending:
                 each.result()
         finally:
@@ -126,7 +126,7 @@ class DirectFiles:
         """
         slots = self._open()
         if num_bytes <= self._piece_bytes:
-            yield _read_at(fd, slots[0][: _align(num_bytes)], 0)[:num_bytes]
+            yield _read_piece(fd, slots[0][: _align(num_bytes)], 0)[:num_bytes]
             return
         pieces = [
             (at, min(self._piece_bytes, num_bytes - at))
@@ -137,7 +137,7 @@ class DirectFiles:
         def submit(index: int) -> None:
             at, length = pieces[index]
             slot = slots[index % len(slots)][: _align(length)]
-            pending.append(self._threads.submit(partial(_read_at, fd, slot, at)))
+            pending.append(self._threads.submit(partial(_read_piece, fd, slot, at)))
 
         try:
             for index in range(min(len(slots), len(pieces))):
@@ -155,7 +155,7 @@ class DirectFiles:
         Raises:
             OSError: it cannot be read.
         """
-        return _read_at(fd, self._open()[0][:ALIGNMENT_BYTES], 0)[:HEADER_BYTES].tobytes()
+        return _read_piece(fd, self._open()[0][:ALIGNMENT_BYTES], 0)[:HEADER_BYTES].tobytes()
 
     def close(self) -> None:
         """End the threads and free the arena. Idempotent."""
@@ -190,7 +190,12 @@ def _fill(
     return filled
 
 
-def _write_at(fd: int, piece: NDArray[np.uint8], at: int) -> None:
+def write_piece(fd: int, piece: NDArray[np.uint8], at: int) -> None:
+    """Write an aligned piece of a file.
+
+    Raises:
+        OSError: the disk is full, or fails.
+    """
     while len(piece):
         num_written = os.pwrite(fd, piece.data, at)
         if num_written % ALIGNMENT_BYTES or num_written == 0:
@@ -198,8 +203,8 @@ def _write_at(fd: int, piece: NDArray[np.uint8], at: int) -> None:
         piece, at = piece[num_written:], at + num_written
 
 
-def _read_at(fd: int, into: NDArray[np.uint8], at: int) -> NDArray[np.uint8]:
-    """What was read, in one call but at the end of the file."""
+def _read_piece(fd: int, into: NDArray[np.uint8], at: int) -> NDArray[np.uint8]:
+    """The part of `into` that was filled: less at the end of the file."""
     num_read = 0
     while num_read < len(into):
         got = os.preadv(fd, [into[num_read:].data], at + num_read)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import msgspec
 
@@ -28,15 +29,15 @@ logger = logging.getLogger(__name__)
 class FileTierOptions(FolderTierOptions, frozen=True, kw_only=True):
     """`directory` is made for this user alone; for the rest see `FolderTierOptions`.
 
-    `direct_io`: large bodies are written and read past the page cache, where the filesystem can.
-    `durable`: an entry is on the disk before it can be found. Without it, what a power cut tears is
-    found by its tag, and is a miss.
+    `direct_io`: large bodies (1 MiB and more) are written and read past the page cache, where the
+    filesystem can. `durable`: which entries are on the disk before they can be found. Of others,
+    what a power cut tears is found by its tag, and is a miss.
     """
 
     directory: str
     capacity_bytes: Annotated[int, msgspec.Meta(ge=1)] = 16 << 30
     direct_io: bool = True
-    durable: bool = True
+    durable: Literal["all", "large", "none"] = "large"
 
 
 class FileTier(FolderTier):
@@ -58,18 +59,24 @@ class FileTier(FolderTier):
                 "the folder when they start"
             )
         self._own_folder = Folder(path)
-        super().__init__(
-            self._own_folder, options, context, self._make_bodies(options, context.key)
-        )
+        make_bodies = self._choose_bodies(options, context.key)
+        super().__init__(self._own_folder, options, context, make_bodies)
         self._is_closed = False
 
     def _choose_bodies(
         self, options: FileTierOptions, key: bytes
     ) -> Callable[[SharedCapacity], FileBodies]:
-        fd, durable = self._own_folder.fd, options.durable
+        fd = self._own_folder.fd
+        min_bytes = {"all": 0, "large": self.min_direct_bytes, "none": math.inf}[options.durable]
         if options.direct_io and try_direct(fd):
             files = DirectFiles(self.piece_bytes)
-            return lambda _: DirectBodies(fd, key, files, self.min_direct_bytes, durable=durable)
+            return lambda _: DirectBodies(
+                fd,
+                key,
+                files,
+                min_body_bytes=self.min_direct_bytes,
+                min_durable_bytes=min_bytes,
+            )
         if options.direct_io:
             logger.warning(
                 "store: the filesystem of %s refuses O_DIRECT: large entries go through the page "
@@ -77,7 +84,7 @@ class FileTier(FolderTier):
                 "chooses that without this message)",
                 self._own_folder.path,
             )
-        return lambda _: FileBodies(fd, key, durable=durable)
+        return lambda _: FileBodies(fd, key, min_bytes)
 
     def close(self) -> None:
         """Close; the entries stay."""
