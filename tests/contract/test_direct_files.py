@@ -9,11 +9,13 @@ import errno
 import os
 import subprocess
 from contextlib import closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from baton.errors import StoreError
+from baton.ops.doctor.finding import Level
+from baton.ops.doctor.store import check_tier
 from baton.store.entry_format import HEADER_BYTES
 from baton.store.folder.direct_files import ALIGNMENT_BYTES, NUM_SLOTS
 from baton.testing.store_contract import body_of, name_of, put, read, read_lease
@@ -23,6 +25,9 @@ from tests.contract.direct_tier import Durable, open_direct_tier
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+NO_HOST: Any = None
+"""A tier is looked at on this machine, not on the recorded ones of the doctor's tests."""
 
 
 @pytest.fixture(name="place")
@@ -93,6 +98,15 @@ def test_which_entries_are_waited_for(tmp_path: Path, durable: Durable, num_wait
         assert seen.num_calls == num_waits
 
 
+def test_the_doctor_tries_the_disk_and_leaves_nothing(place: Path) -> None:
+    (finding,) = check_tier("file", {"directory": str(place / "new")}, NO_HOST)
+    assert (finding.level, finding.found) == (Level.OK, f"{place} has O_DIRECT")
+    options = {"directory": str(place / "files"), "direct_io": False}
+    (finding,) = check_tier("file", options, NO_HOST)
+    assert (finding.level, finding.found) == (Level.OK, f"{place / 'files'}, direct_io = false")
+    assert [path.name for path in place.iterdir()] == ["files"]
+
+
 def fail() -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -122,6 +136,9 @@ def test_a_filesystem_that_refuses_is_used_by_way_of_the_page_cache(
         put(tier, "a")
         assert read(tier, "a") == body_of("a")
     assert [record.message for record in caplog.records if "O_DIRECT" in record.message]
+    (finding,) = check_tier("file", {"directory": str(refusing_disk / "new" / "folder")}, NO_HOST)
+    assert finding.level is Level.WARNING
+    assert finding.found == f"{refusing_disk} refuses O_DIRECT"
     caplog.clear()
     with closing(open_direct_tier(refusing_disk, direct_io=False)) as tier:
         assert read(tier, "a") == body_of("a")

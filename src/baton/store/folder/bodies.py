@@ -85,9 +85,6 @@ class FileBodies:
     To put one: `try_take`, `write`, then `settle`; `give_back` before that where it is not kept.
     """
 
-    is_direct = False
-    """Whether large bodies go past the page cache."""
-
     def __init__(self, folder: int, key: bytes, min_durable_bytes: float = math.inf) -> None:
         """Entries with bodies of `min_durable_bytes` or more are on the disk before they are named.
 
@@ -162,8 +159,6 @@ class FileBodies:
 
 class DirectBodies(FileBodies):
     """The same, but large bodies are written to their files, and read, past the page cache."""
-
-    is_direct = True
 
     def __init__(
         self,

@@ -16,8 +16,9 @@ import os
 from collections import deque
 from concurrent.futures import wait
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from baton.store.remote.request_threads import RequestThreads
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from concurrent.futures import Future
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -39,6 +41,28 @@ PIECE_BYTES: Final = 1 << 20
 NUM_SLOTS: Final = 4
 STOP_TIMEOUT_S: Final = 5.0
 _REFUSED: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+
+
+@dataclass(frozen=True, slots=True)
+class DiskReport:
+    """Where a tier is, or will be; whether files go past the page cache if they can, and can."""
+
+    place: Path
+    is_wanted: bool
+    is_possible: bool
+
+
+@runtime_checkable
+class ReportsDisk(Protocol):
+    """What the factory of a tier on a disk can do besides (`baton doctor`)."""
+
+    def report_disk(self) -> DiskReport:
+        """Try its folder, or where it will be made. Nothing stays there.
+
+        Raises:
+            StoreError: it cannot be opened.
+        """
+        ...
 
 
 def try_direct(folder: int) -> bool:

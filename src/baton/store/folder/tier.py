@@ -212,7 +212,6 @@ class FolderTier:
             num_dropped=self._num_dropped,
             num_damaged=self._num_damaged,
             num_expired=self._num_expired,
-            direct_io=self._bodies.is_direct,
         )
 
     def close(self) -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-from functools import partial
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import msgspec
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, StoreError, mapped
 from baton.registry import Plugin
 from baton.store.folder.bodies import DirectBodies, FileBodies
-from baton.store.folder.direct_files import PIECE_BYTES, DirectFiles, try_direct
+from baton.store.folder.direct_files import PIECE_BYTES, DirectFiles, DiskReport, try_direct
 from baton.store.folder.directory import USERS, Folder
 from baton.store.folder.tier import FolderTier, FolderTierOptions
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from baton.store.folder.shared_capacity import SharedCapacity
-    from baton.store.interface import TierContext, TierFactory
+    from baton.store.interface import TierContext, TierFactory, Usage
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,8 @@ class FileTier(FolderTier):
     ) -> Callable[[SharedCapacity], FileBodies]:
         fd = self._own_folder.fd
         min_bytes = {"all": 0, "large": self.min_direct_bytes, "none": math.inf}[options.durable]
-        if options.direct_io and try_direct(fd):
+        self._is_direct = options.direct_io and try_direct(fd)
+        if self._is_direct:
             files = DirectFiles(self.piece_bytes)
             return lambda _: DirectBodies(
                 fd,
@@ -86,6 +88,9 @@ class FileTier(FolderTier):
             )
         return lambda _: FileBodies(fd, key, min_bytes)
 
+    def usage(self) -> Usage:
+        return replace(super().usage(), direct_io=self._is_direct)
+
     def close(self) -> None:
         """Close; the entries stay."""
         if not self._is_closed:
@@ -94,8 +99,28 @@ class FileTier(FolderTier):
             self._own_folder.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _Factory:
+    """See `TierFactory` and `ReportsDisk`."""
+
+    options: FileTierOptions
+
+    def __call__(self, context: TierContext) -> FileTier:
+        return FileTier(self.options, context)
+
+    def report_disk(self) -> DiskReport:
+        path = Path(self.options.directory).expanduser().absolute()
+        place = next(each for each in (path, *path.parents) if each.is_dir())
+        with mapped({OSError: StoreError}):
+            fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                return DiskReport(place, self.options.direct_io, try_direct(fd))
+            finally:
+                os.close(fd)
+
+
 def _build(options: FileTierOptions) -> TierFactory:
-    return partial(FileTier, options)
+    return _Factory(options)
 
 
 PLUGIN = Plugin(FileTierOptions, _build)
