@@ -183,14 +183,13 @@ def measure_all_small(disk: Path, num_rounds: int) -> dict[str, dict[str, float]
         options: dict[str, tuple[str, dict[str, object]]] = {
             "host": ("host", {}),
             "shared": ("shared", {"directory": memory}),
-            "file": ("file", {"directory": f"{place}/kv"}),
-            "file, durable = all": ("file", {"directory": f"{other}/kv", "durable": "all"}),
+            "file": ("file", {"directory": f"{place}/large"}),
+            "file, durable = all": ("file", {"directory": f"{place}/all", "durable": "all"}),
         }
         for name, (kind, settings) in options.items():
             with closing(TIERS.build(kind, settings)(context)) as tier:
                 found[name] = measure_small(tier, num_rounds)
             print(f"4 KiB  {name:20} " + "  ".join(f"{k} {v:,}/s" for k, v in found[name].items()))
-        Path(memory).rmdir()
     return found
 
 
