@@ -177,9 +177,8 @@ def measure_all_small(disk: Path, num_rounds: int) -> dict[str, dict[str, float]
     context = TierContext("bench", KEY, MachineClock())
     with (
         tempfile.TemporaryDirectory(dir=disk) as place,
-        tempfile.TemporaryDirectory(dir=disk) as other,
+        tempfile.TemporaryDirectory(dir="/dev/shm") as memory,
     ):
-        memory = tempfile.mkdtemp(dir="/dev/shm")
         options: dict[str, tuple[str, dict[str, object]]] = {
             "host": ("host", {}),
             "shared": ("shared", {"directory": memory}),
