@@ -69,12 +69,16 @@ class WaitingVictims:
     ) -> list[StoredEntry] | None:
         """List so many more entries; all of them, once that is done.
 
-        The list is not of one moment.
+        The list is not of one moment. What `list_all` raises ends it.
         """
         if self._listing is None:
             self._listing = list_all()
         before = len(self._listed)
-        self._listed += islice(self._listing, num_entries)
+        try:
+            self._listed += islice(self._listing, num_entries)
+        except BaseException:
+            self.stop_looking()
+            raise
         return self._listed if len(self._listed) < before + num_entries else None
 
     def stop_looking(self) -> None:
