@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 import numpy as np
 
 from baton.store.entry_format import HEADER_BYTES, MAGIC
-from baton.store.remote.request_threads import RequestThreads
+from baton.store.request_threads import RequestThreads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
