@@ -251,7 +251,7 @@ class TestFileTier(FolderFaultContract):
         assert num_written == LARGE_BYTES // 2
         at = num_written - 1
         assert written[at] == body[at - HEADER_BYTES]
-        assert not any(written[num_written:])
+        assert not any(written[-LARGE_BYTES // 4 :])
 
     def test_what_is_kept_outlives_its_users(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:

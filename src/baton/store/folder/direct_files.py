@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 ALIGNMENT_BYTES: Final = 4096
 """Of memory, offsets and lengths: no common disk needs more."""
-PIECE_BYTES: Final = 1 << 20
+PIECE_BYTES: Final = (1 << 20) + ALIGNMENT_BYTES
+"""A body of n MiB, with its header, is n pieces."""
 NUM_SLOTS: Final = 4
 STOP_TIMEOUT_S: Final = 5.0
 _REFUSED: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
