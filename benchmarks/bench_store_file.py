@@ -2,9 +2,11 @@
 
 Each round does each thing once, in an order that changes from round to round: the same number of
 bytes, in requests of one entry's size, on one filesystem. What is reported is the wall-clock rate,
-the median over the rounds with the quartiles, and its ratio to the best of fio in the same round.
+the median over the rounds with the quartiles, and its ratio to fio in the same round: to the best
+of `fio, depth N`, or for writes that are durable to `fio, each flushed`.
 
 - `fio, depth N`: O_DIRECT by libaio with N requests in flight, one file, flushed at its end
+- `fio, each flushed`: the same with one request in flight, and fdatasync after each
 - `direct`: the tier as it is by default: past the page cache, each entry on the disk before it has
   its name
 - `direct, not durable`: the same with `durable = "none"`
@@ -50,6 +52,8 @@ SETTINGS: Final[Mapping[str, tuple[bool, Literal["large", "none"]]]] = {
     "page cache, not durable": (False, "none"),
 }
 """`direct_io` and `durable`."""
+FLUSHED: Final = "fio, each flushed"
+DURABLE: Final = (FLUSHED, "direct", "page cache")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,7 @@ class Fio:
     body_bytes: int
     total_bytes: int
     depth: int
+    is_each_flushed: bool = False
 
     def run(self, op: Op) -> float:
         """Seconds that fio took for all bytes, its flush included."""
@@ -68,6 +73,7 @@ class Fio:
             *(f"--bs={self.body_bytes}", f"--size={self.total_bytes}", "--direct=1"),
             *("--ioengine=libaio", f"--iodepth={self.depth}", "--end_fsync=1"),
             *("--fallocate=posix", "--output-format=json"),
+            *(("--fdatasync=1",) if self.is_each_flushed and op == "write" else ()),
         ]
         done = subprocess.run(command, check=True, capture_output=True, timeout=300)
         (job,) = json.loads(done.stdout)["jobs"]
@@ -135,6 +141,7 @@ def measure(place: Path, body_bytes: int, given: argparse.Namespace) -> dict[str
     runs: dict[str, Callable[[Op], float]] = {
         fio_name(depth): Fio(place, body_bytes, total_bytes, depth).run for depth in given.depths
     }
+    runs[FLUSHED] = Fio(place, body_bytes, total_bytes, 1, is_each_flushed=True).run
     rates: dict[Op, dict[str, list[float]]] = {"write": {}, "read": {}}
     chance = random.Random(2)
     with ExitStack() as stack:
@@ -148,7 +155,13 @@ def measure(place: Path, body_bytes: int, given: argparse.Namespace) -> dict[str
                     os.sync()  # what one leaves is not written in the next one's time
                     by_name.setdefault(name, []).append(total_bytes / runs[name](op) / 1e6)
     best = [fio_name(depth) for depth in given.depths]
-    return {op: {name: summarize(rates[op], name, best) for name in runs} for op in rates}
+    return {
+        op: {
+            name: summarize(by_name, name, [FLUSHED] if op == "write" and name in DURABLE else best)
+            for name in runs
+        }
+        for op, by_name in rates.items()
+    }
 
 
 def fio_name(depth: int) -> str:
@@ -157,7 +170,7 @@ def fio_name(depth: int) -> str:
 
 
 def summarize(rates: dict[str, list[float]], name: str, best: list[str]) -> dict[str, float]:
-    """MB/s, and the ratio to the best of fio in the same round."""
+    """MB/s, and the ratio to the best of those runs of fio in the same round."""
     low, median, high = statistics.quantiles(rates[name], n=4, method="inclusive")
     limits = [max(rates) for rates in zip(*(rates[each] for each in best), strict=True)]
     ratios = [rate / limit for rate, limit in zip(rates[name], limits, strict=True)]

@@ -29,6 +29,7 @@ from baton.store.folder.directory import fill_unnamed, write_unnamed
 from baton.store.folder.leases import (
     DirectEntryLease,
     FileEntryLease,
+    FolderEntryLease,
     PooledBody,
     PooledEntryLease,
     free_unless_read,
@@ -119,7 +120,7 @@ class FileBodies:
 
     def try_lease(
         self, fd: int, name: EntryName, on_damage: Callable[[], None]
-    ) -> FileEntryLease | None:
+    ) -> FolderEntryLease | None:
         """A lease, which owns the open file `fd` then.
 
         None: it is damaged, or no entry; or it was removed, and has no name any more.
@@ -134,13 +135,13 @@ class FileBodies:
 
     def _lease(
         self, fd: int, name: EntryName, status: os.stat_result, on_damage: Callable[[], None]
-    ) -> FileEntryLease | None:
+    ) -> FolderEntryLease | None:
         digest = read_digest(name, os.pread(fd, HEADER_BYTES, 0), status.st_size)
         if digest is None:
             return None
         num_bytes = count_body_bytes(status)
         begin_check = partial(BodyCheck, self._key, name, num_bytes, digest)
-        return FileEntryLease(fd, num_bytes, begin_check, on_damage)
+        return FileEntryLease(fd, num_bytes, on_damage, begin_check)
 
     def unlink(self, name: EntryName, num_bytes: int) -> None:  # noqa: ARG002 - goes with the file
         """Remove an entry with a body of so many bytes, under the capacity's lock.
@@ -181,16 +182,19 @@ class DirectBodies(FileBodies):
 
     def _lease(
         self, fd: int, name: EntryName, status: os.stat_result, on_damage: Callable[[], None]
-    ) -> FileEntryLease | None:
+    ) -> FolderEntryLease | None:
         num_bytes = count_body_bytes(status)
         if num_bytes < self._min_body_bytes:
             return super()._lease(fd, name, status, on_damage)
         set_direct(fd)
-        digest = read_digest(name, self._files.read_header(fd), status.st_size)
+        begin_check = partial(self._begin_check, name, status.st_size)
+        return DirectEntryLease(fd, num_bytes, on_damage, begin_check, self._files)
+
+    def _begin_check(self, name: EntryName, file_bytes: int, header: bytes) -> BodyCheck | None:
+        digest = read_digest(name, header, file_bytes)
         if digest is None:
             return None
-        begin_check = partial(BodyCheck, self._key, name, num_bytes, digest)
-        return DirectEntryLease(fd, num_bytes, begin_check, on_damage, self._files)
+        return BodyCheck(self._key, name, file_bytes - HEADER_BYTES, digest)
 
     def close(self) -> None:
         self._files.close()
@@ -235,7 +239,7 @@ class PooledBodies(FileBodies):
 
     def try_lease(
         self, fd: int, name: EntryName, on_damage: Callable[[], None]
-    ) -> FileEntryLease | None:
+    ) -> FolderEntryLease | None:
         status = os.fstat(fd)
         num_bytes = count_body_bytes(status)
         if not stat.S_ISREG(status.st_mode) or not self._holds(num_bytes):
@@ -248,7 +252,7 @@ class PooledBodies(FileBodies):
             return None
         begin_check = partial(BodyCheck, self._key, name, num_bytes, digest)
         body = PooledBody(self._pool, runs, partial(self._free_late, self._pool.generation))
-        return PooledEntryLease(fd, num_bytes, begin_check, on_damage, body)
+        return PooledEntryLease(fd, num_bytes, on_damage, begin_check, body)
 
     def unlink(self, name: EntryName, num_bytes: int) -> None:
         if not self._holds(num_bytes):

@@ -24,9 +24,10 @@ import numpy as np
 
 from baton.store.entry_format import HEADER_BYTES, MAGIC
 from baton.store.request_threads import RequestThreads
+from baton.transfer.huge_pages import advise_huge_pages
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator
     from concurrent.futures import Future
     from pathlib import Path
 
@@ -141,7 +142,7 @@ class DirectFiles:
             wait(pending)  # the slots, and the open file, are in use until then
         os.ftruncate(fd, num_bytes)
 
-    def read(self, fd: int, num_bytes: int) -> Iterator[NDArray[np.uint8]]:
+    def read(self, fd: int, num_bytes: int) -> Generator[NDArray[np.uint8]]:
         """The bytes of a file of that length, uint8, in order; each piece until the next is asked.
 
         `set_direct` was called for it. Less comes where it was cut short.
@@ -174,14 +175,6 @@ class DirectFiles:
         finally:
             wait(pending)
 
-    def read_header(self, fd: int) -> bytes:
-        """The first bytes of a file, as many as a header has.
-
-        Raises:
-            OSError: it cannot be read.
-        """
-        return _read_piece(fd, self._open()[0][:ALIGNMENT_BYTES], 0)[:HEADER_BYTES].tobytes()
-
     def close(self) -> None:
         """End the threads and free the arena. Idempotent."""
         self._threads.stop(STOP_TIMEOUT_S)
@@ -194,6 +187,7 @@ class DirectFiles:
     def _open(self) -> list[NDArray[np.uint8]]:
         if self._arena is None:
             self._arena = mmap.mmap(-1, NUM_SLOTS * self._piece_bytes)
+            advise_huge_pages(self._arena)  # a disk's request has a bounded number of pages
             whole = np.frombuffer(self._arena, np.uint8)
             self._slots = list(whole.reshape(NUM_SLOTS, self._piece_bytes))
         return self._slots
