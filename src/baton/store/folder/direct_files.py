@@ -110,7 +110,7 @@ class DirectFiles:
         self._threads = RequestThreads("baton-store-disk", NUM_SLOTS)
 
     def write(self, fd: int, body: Body, seal: BodySeal) -> None:
-        """Fill an empty file with header and body.
+        """Fill an empty file with header and body, of `ALIGNMENT_BYTES` at least.
 
         The header has the body's tag: the first piece is written last.
 
@@ -118,29 +118,32 @@ class DirectFiles:
             OSError: the disk is full, or fails.
         """
         num_bytes = HEADER_BYTES + len(body)
-        os.posix_fallocate(fd, 0, _align(num_bytes))
+        source = np.frombuffer(body, np.uint8)
+        source, tail = np.split(source, [num_bytes - num_bytes % ALIGNMENT_BYTES - HEADER_BYTES])
+        os.posix_fallocate(fd, 0, num_bytes)
+        if os.pwrite(fd, tail.data, num_bytes - len(tail)) < len(tail):  # less than O_DIRECT writes
+            raise OSError(errno.EIO, "the disk did not take all of a block")
         set_direct(fd)
         first, *slots = self._open()
         pending: deque[Future[None]] = deque()
-        source = np.frombuffer(body, np.uint8)
         in_first = min(len(source), self._piece_bytes - HEADER_BYTES)
-        _fill(first, HEADER_BYTES, source[:in_first], seal)
+        _fill(first[HEADER_BYTES:], source[:in_first], seal)
         try:
             for index, at in enumerate(range(in_first, len(source), self._piece_bytes)):
                 slot = slots[index % len(slots)]
                 if len(pending) == len(slots):
                     pending.popleft().result()
-                filled = _fill(slot, 0, source[at : at + self._piece_bytes], seal)
+                filled = _fill(slot, source[at : at + self._piece_bytes], seal)
                 pending.append(
                     self._threads.submit(partial(write_piece, fd, filled, HEADER_BYTES + at))
                 )
+            seal.add(tail.data)
             first[:HEADER_BYTES] = np.frombuffer(seal.make_header(MAGIC), np.uint8)
-            write_piece(fd, first[: _align(HEADER_BYTES + in_first)], 0)
+            write_piece(fd, first[: HEADER_BYTES + in_first], 0)
             for each in pending:
                 each.result()
         finally:
             wait(pending)  # the slots, and the open file, are in use until then
-        os.ftruncate(fd, num_bytes)
 
     def read(self, fd: int, num_bytes: int) -> Generator[NDArray[np.uint8]]:
         """The bytes of a file of that length, uint8, in order; each piece until the next is asked.
@@ -197,15 +200,11 @@ def _align(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def _fill(
-    slot: NDArray[np.uint8], at: int, piece: NDArray[np.uint8], seal: BodySeal
-) -> NDArray[np.uint8]:
-    """Copy a piece of a body into a slot, from `at` on; the aligned part that has it."""
+def _fill(slot: NDArray[np.uint8], piece: NDArray[np.uint8], seal: BodySeal) -> NDArray[np.uint8]:
+    """Copy a piece of a body into a slot; the part of the slot that has it."""
     seal.add(piece.data)  # which brings it into the cache, from which it is copied
-    stop = at + len(piece)
-    slot[at:stop] = piece
-    filled = slot[: _align(stop)]
-    filled[stop:] = 0
+    filled = slot[: len(piece)]
+    filled[:] = piece
     return filled
 
 
