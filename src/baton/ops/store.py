@@ -112,7 +112,7 @@ def print_stats(found: Sequence[TierStats]) -> None:
             for num_bytes in (each.used_bytes, each.capacity_bytes, each.pinned_bytes)
         )
         ages = ("" if age is None else f"{age:,.0f}" for age in (each.newest_s, each.oldest_s))
-        direct_io = {None: "", True: "O_DIRECT", False: "page cache"}[each.direct_io]
+        direct_io = {None: "", True: "direct", False: "cached"}[each.direct_io]
         table.add_row(each.tier, f"{each.num_entries:,}", *sizes, *ages, direct_io)
     Console().print(table)
 
