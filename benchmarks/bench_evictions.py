@@ -10,8 +10,8 @@ different blocks of the trace.
 - *admission*: what the lower of two tiers takes of the entries that make room in the upper one:
   all (as it is), those that were used again, or each entry at once when it is put (write-through)
 - *ttl*: what is found where entries that were not used for so long are dropped, in a large tier
-- *making room*: how long a put takes that must make room in a real tier of this host's memory, in
-  wall-clock time (the one part that depends on the machine): what `baton store serve` saves workers
+- *making room*: how long puts take in a full tier of this host's memory, by wall-clock time (the
+  one part that depends on the machine): what `baton store serve` saves workers. Alone without TRACE
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from baton.store.evictions.s3fifo import S3Fifo
 from baton.store.folder.bodies import compute_cost
 from baton.store.folder.evicted_names import EvictedNames
 from baton.store.interface import TIERS, EntryName, TierContext
+from baton.store.victims import WaitingVictims, is_unused
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3)
 TIER_SHARES = ((0.02, 0.1), (0.02, 0.2), (0.05, 0.2))
 TTLS_S = (60.0, 300.0, 600.0, 1200.0, 2400.0)
-NUM_ENTRIES = (1_000, 10_000)
+NUM_ENTRIES = (1_000, 10_000, 100_000)
 ENTRY_BYTES = 32 << 10
 """A small model's: larger ones have more places in the table of evicted names, for each entry."""
 STEP_S = 1e-9
@@ -80,9 +81,11 @@ class Tier:
     num_puts: int = 0
     capacity_bytes: int = field(init=False)
     evicted: EvictedNames | None = field(init=False)
+    waiting: WaitingVictims = field(init=False)
 
     def __post_init__(self) -> None:
         self.capacity_bytes = self.max_entries * ENTRY_BYTES
+        self.waiting = WaitingVictims(self.policy, self.capacity_bytes)
         folder = os.open(tempfile.mkdtemp(), os.O_RDONLY | os.O_DIRECTORY)
         self.evicted = EvictedNames(folder, self.capacity_bytes) if self.policy.remembers else None
 
@@ -110,13 +113,21 @@ class Tier:
         return victims
 
     def _evict(self, num_bytes: int, now: float) -> Sequence[StoredEntry]:
-        eviction = self.policy.choose(self.entries.values(), num_bytes, now)
-        self.entries |= {entry.name: entry for entry in eviction.requeued}
-        for victim in eviction.victims:
-            del self.entries[victim.name]
+        victims: list[StoredEntry] = []
+        while len(victims) * ENTRY_BYTES < num_bytes:
+            victim = self.waiting.pop()
+            if victim is None:
+                requeued = self.waiting.choose(list(self.entries.values()), num_bytes, now)
+                self.entries |= {entry.name: entry for entry in requeued}
+                continue
+            if victim.name not in self.entries:
+                continue
+            if not is_unused(victim, self.entries[victim.name]):
+                continue
+            victims.append(self.entries.pop(victim.name))
             if self.evicted is not None and not victim.is_protected:
                 self.evicted.add(victim.name)
-        return eviction.victims
+        return victims
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,18 +203,10 @@ def replay_two(trace: Trace, upper: Tier, lower: Tier, admission: Admission) -> 
 def main() -> None:
     """Replay everything; print tables; with --json, keep them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("trace", type=Path)
+    parser.add_argument("trace", type=Path, nargs="?")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    trace = read_trace(arguments.trace)
-    best = 1 - trace.num_different / trace.num_blocks
-    print(f"{trace.num_blocks:,} blocks, {trace.num_different:,} different: at most {best:.3f}")
-    results = {"num_blocks": trace.num_blocks, "num_different": trace.num_different}
-    results["evictions"] = [row for share in SHARES for row in compare_policies(trace, share)]
-    results["admission"] = [
-        row for upper, lower in TIER_SHARES for row in compare_admission(trace, upper, lower)
-    ]
-    results["ttl"] = [measure_ttl(trace, ttl_s) for ttl_s in TTLS_S]
+    results = {} if arguments.trace is None else replay_all(read_trace(arguments.trace))
     results["making_room"] = [
         measure_making_room(kind, num_entries)
         for kind in ("lru", "s3fifo")
@@ -211,6 +214,21 @@ def main() -> None:
     ]
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
+
+
+def replay_all(trace: Trace) -> dict[str, object]:
+    """All parts that need a trace."""
+    best = 1 - trace.num_different / trace.num_blocks
+    print(f"{trace.num_blocks:,} blocks, {trace.num_different:,} different: at most {best:.3f}")
+    return {
+        "num_blocks": trace.num_blocks,
+        "num_different": trace.num_different,
+        "evictions": [row for share in SHARES for row in compare_policies(trace, share)],
+        "admission": [
+            row for upper, lower in TIER_SHARES for row in compare_admission(trace, upper, lower)
+        ],
+        "ttl": [measure_ttl(trace, ttl_s) for ttl_s in TTLS_S],
+    }
 
 
 def compare_policies(trace: Trace, share: float) -> Iterator[dict[str, object]]:
@@ -249,22 +267,37 @@ def measure_ttl(trace: Trace, ttl_s: float) -> dict[str, object]:
 
 
 def measure_making_room(kind: str, num_entries: int) -> dict[str, object]:
-    """Puts into a full tier of so many small entries."""
+    """Puts into a full tier of so many small entries, twice as many as it has."""
     body = bytes(3000)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
         capacity_bytes = num_entries * compute_cost(len(body))
         options = {"directory": place, "capacity_bytes": capacity_bytes, "eviction": kind}
         tier = TIERS.build("shared", options)(TierContext("bench", bytes(32), MachineClock()))
         with closing(tier):
+            all_ms: list[float] = []
             making_room_ms: list[float] = []
-            for number in range(num_entries + num_entries // 2):
+            for number in range(3 * num_entries):
                 num_dropped, began_at = tier.usage().num_dropped, time.perf_counter()
                 tier.put(EntryName(number.to_bytes(32, "little")), body)
+                took_ms = 1000 * (time.perf_counter() - began_at)
+                if number >= num_entries:
+                    all_ms.append(took_ms)
                 if tier.usage().num_dropped > num_dropped:
-                    making_room_ms.append(1000 * (time.perf_counter() - began_at))
-    median_ms = statistics.median(making_room_ms)
-    print(f"{kind:7} {num_entries:6,} entries  a put that makes room {median_ms:.0f} ms")
-    return {"policy": kind, "num_entries": num_entries, "median_ms": round(median_ms, 1)}
+                    making_room_ms.append(took_ms)
+    row = {
+        "policy": kind,
+        "num_entries": num_entries,
+        "mean_put_ms": round(statistics.mean(all_ms), 3),
+        "num_that_make_room": len(making_room_ms),
+        "median_ms": round(statistics.median(making_room_ms), 2),
+        "p99_ms": round(statistics.quantiles(making_room_ms, n=100)[98], 1),
+        "max_ms": round(max(making_room_ms), 1),
+    }
+    print(
+        f"{kind:7} {num_entries:7,} entries  a put {row['mean_put_ms']} ms on average; one that "
+        f"makes room {row['median_ms']} (99th percentile {row['p99_ms']}, most {row['max_ms']})"
+    )
+    return row
 
 
 if __name__ == "__main__":

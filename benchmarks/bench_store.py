@@ -11,6 +11,9 @@ machine does not count, and on an idle one it is the clock's, for nothing here w
 - `host_put`, `host_read`: into and out of the tier `host`, which is full, so that it has its memory
 
 The first round, in which the pool gets its memory, is not counted.
+
+Small entries, of 4 KiB, in each of `host`, `shared` and `file` (by wall-clock time, for a disk is
+waited for): entries a second that are put, found (64 names at once) and read.
 """
 
 from __future__ import annotations
@@ -24,13 +27,14 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from baton.clock import MachineClock
-from baton.store.interface import EntryName, TierContext
+from baton.store.interface import TIERS, EntryName, Tier, TierContext
 from baton.store.tiers.host import HostTier, HostTierOptions
 from baton.store.tiers.shared import SharedTier, SharedTierOptions
 
@@ -127,13 +131,76 @@ def measure(bench: Bench, num_rounds: int) -> dict[str, dict[str, float]]:
     }
 
 
+SMALL_BYTES = 4 << 10
+NUM_SMALL = 2048
+NAMES_AT_ONCE = 64
+
+
+def measure_small(tier: Tier, num_rounds: int) -> dict[str, float]:
+    """Entries a second, medians of the rounds; each has new names."""
+    body, into = bytes(range(256)) * (SMALL_BYTES // 256), memoryview(bytearray(SMALL_BYTES))
+    rates: dict[str, list[float]] = {"put": [], "find": [], "read": []}
+    for epoch in range(num_rounds):
+        names = [
+            EntryName(hashlib.sha256(f"small {epoch} {i}".encode()).digest())
+            for i in range(NUM_SMALL)
+        ]
+
+        def put(names: list[EntryName] = names) -> None:
+            for name in names:
+                tier.put(name, body)
+
+        def find(names: list[EntryName] = names) -> None:
+            for at in range(0, NUM_SMALL, NAMES_AT_ONCE):
+                assert tier.find(names[at : at + NAMES_AT_ONCE]) == NAMES_AT_ONCE
+
+        def read(names: list[EntryName] = names) -> None:
+            for name in names:
+                lease = tier.try_lease(name)
+                assert lease is not None
+                with lease:
+                    assert lease.try_read(into)
+
+        for work in (put, find, read):
+            began_at = time.perf_counter()
+            work()
+            rates[work.__name__].append(NUM_SMALL / (time.perf_counter() - began_at))
+        assert into == body
+        for name in names:
+            tier.discard(name)
+    return {kind: round(statistics.median(each)) for kind, each in rates.items()}
+
+
+def measure_all_small(disk: Path, num_rounds: int) -> dict[str, dict[str, float]]:
+    """Each tier of this host; `file` once more with each entry on the disk before it is found."""
+    found = {}
+    context = TierContext("bench", KEY, MachineClock())
+    with (
+        tempfile.TemporaryDirectory(dir=disk) as place,
+        tempfile.TemporaryDirectory(dir="/dev/shm") as memory,
+    ):
+        options: dict[str, tuple[str, dict[str, object]]] = {
+            "host": ("host", {}),
+            "shared": ("shared", {"directory": memory}),
+            "file": ("file", {"directory": f"{place}/large"}),
+            "file, durable = all": ("file", {"directory": f"{place}/all", "durable": "all"}),
+        }
+        for name, (kind, settings) in options.items():
+            with closing(TIERS.build(kind, settings)(context)) as tier:
+                found[name] = measure_small(tier, num_rounds)
+            print(f"4 KiB  {name:20} " + "  ".join(f"{k} {v:,}/s" for k, v in found[name].items()))
+    return found
+
+
 def main() -> None:
     """Measure, print, keep."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--disk", type=Path, default=Path("/var/tmp"), help="for tier file")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     found: dict[str, object] = {}
+    small = measure_all_small(given.disk, given.rounds)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
         options = SharedTierOptions(directory=place, capacity_bytes=2 * TOTAL_BYTES)
         tier = SharedTier(options, TierContext("bench", KEY, MachineClock()))
@@ -151,6 +218,7 @@ def main() -> None:
     if given.output is not None:
         machine = {"cores": os.cpu_count(), "load": os.getloadavg(), "python": sys.version}
         result = {"total_bytes": TOTAL_BYTES, "machine": machine, "rates_gb_per_s": found}
+        result["small_entries_per_s"] = small
         given.output.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -22,7 +22,8 @@ from baton.store.folder import directory
 from baton.store.folder.bodies import compute_cost
 from baton.store.folder.shared_capacity import LOCK_TIMEOUT_S
 from baton.store.folder.tier import FolderTier
-from baton.store.interface import TIERS, PutResult, TierContext
+from baton.store.interface import TIERS, EntryName, PutResult, TierContext
+from baton.store.victims import MIN_CHOSEN
 from baton.testing.store_contract import (
     BODY_BYTES,
     CONTRACT_KEY,
@@ -32,7 +33,7 @@ from baton.testing.store_contract import (
     read,
     scan,
 )
-from baton.testing.store_syscalls import failing
+from baton.testing.store_syscalls import count_descriptors, failing
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -325,3 +326,28 @@ def test_a_disk_that_becomes_read_only_is_read(place: Place) -> None:
             assert calls.num_calls > 0
         assert put(tier, "e") is PutResult.STORED
         assert scan(tier).used_bytes <= scan(tier).capacity_bytes
+
+
+def test_many_small_entries_make_room_in_their_order(place: Place) -> None:
+    """So many that most lists of them are made in pieces, between other work."""
+    num_entries = 5 * MIN_CHOSEN
+
+    def name(number: int) -> EntryName:
+        return EntryName(number.to_bytes(32, "little"))
+
+    num_open = count_descriptors()
+    with place.opened(num_entries) as tier:
+        body = bytes(BODY_BYTES)
+        for number in range(3 * num_entries):
+            tier.put(name(number), body)
+            if number >= num_entries // 2:
+                lease = tier.try_lease(name(0))
+                assert lease is not None, number
+                lease.release()
+        assert tier._victims._num_lists > 4
+        kept = {entry.name for entry in tier.entries()}
+        assert tier.usage().used_bytes == scan(tier).used_bytes
+        newest = [name(number) for number in range(3 * num_entries)][1 - len(kept) :]
+        assert kept == {name(0), *newest}
+        assert len(kept) > num_entries - 20
+    assert count_descriptors() == num_open

@@ -39,6 +39,7 @@ from baton.testing.store_contract import (
 )
 from baton.testing.store_faults import LARGE_BYTES, FolderFaultContract, flip_bit
 from baton.testing.store_syscalls import SystemCallFaultContract
+from tests.contract.direct_tier import open_direct_tier
 
 CLOCK = MachineClock()
 CONTRACT: Any = {"cluster": "contract", "key": CONTRACT_KEY, "clock": CLOCK}
@@ -222,7 +223,10 @@ class TestPooledBodies(SystemCallFaultContract):
 
 
 class TestFileTier(FolderFaultContract):
+    """Past the page cache; `TestSharedTier` has files of the page cache."""
+
     kind = "file"
+    writes_by = "posix_fallocate"
 
     def options(self, place: Path, capacity_bytes: int) -> Mapping[str, object]:
         return {"directory": str(place / "files"), "capacity_bytes": capacity_bytes}
@@ -231,8 +235,23 @@ class TestFileTier(FolderFaultContract):
         return place / "files"
 
     def open_tier(self, place: Path, capacity_bytes: int) -> Tier:
-        options = self.options(place, capacity_bytes)
-        return TIERS.build(self.kind, options)(TierContext("contract", CONTRACT_KEY, CLOCK))
+        tier = open_direct_tier(place, capacity_bytes)
+        assert tier.usage().direct_io, "set TMPDIR to a filesystem that has O_DIRECT"
+        return tier
+
+    def check_half_written(self, num_written: int, pid: int, place: Path) -> None:
+        """Its body goes past the page cache, and has all of its room from the start."""
+        (path,) = (
+            path
+            for path in Path(f"/proc/{pid}/fd").iterdir()
+            if path.stat().st_size > LARGE_BYTES and str(self.folder(place)) in str(path.readlink())
+        )
+        written = path.read_bytes()
+        body = body_of("a", LARGE_BYTES)
+        assert num_written == LARGE_BYTES // 2
+        at = num_written - 1
+        assert written[at] == body[at - HEADER_BYTES]
+        assert not any(written[-LARGE_BYTES // 4 :])
 
     def test_what_is_kept_outlives_its_users(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:

@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.store.capacity import EVICTION_SLACK_PARTS, Capacity, StoredEntry, choose_victims
+from baton.store.capacity import (
+    MAX_SLACK_PARTS,
+    SLACK_ENTRIES,
+    Capacity,
+    StoredEntry,
+    choose_victims,
+)
 from baton.store.interface import EntryName
 
 SIZES = st.integers(1, 40)
@@ -97,5 +103,6 @@ def test_victims_are_the_least_recently_used_and_no_more_than_needed(
 
 def test_slack_is_bounded() -> None:
     capacity = Capacity(1600, committed_bytes=1600)
-    assert capacity.shortage(1) == 1 + 1600 // EVICTION_SLACK_PARTS
+    assert capacity.shortage(1) == 1 + SLACK_ENTRIES
+    assert capacity.shortage(100) == 100 + 1600 // MAX_SLACK_PARTS
     assert Capacity(1600).shortage(1600) == 0

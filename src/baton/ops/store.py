@@ -28,7 +28,10 @@ MIB: Final = 1 << 20
 
 
 class TierStats(msgspec.Struct, frozen=True):
-    """One tier at this moment. Ages: since an entry was used last; None where there is none."""
+    """One tier at this moment. Ages: since an entry was used last; None where there is none.
+
+    `direct_io`: see `Usage`.
+    """
 
     tier: str
     num_entries: int
@@ -37,6 +40,7 @@ class TierStats(msgspec.Struct, frozen=True):
     newest_s: float | None
     oldest_s: float | None
     pinned_bytes: int = 0
+    direct_io: bool | None = None
 
 
 class ListedEntry(msgspec.Struct, frozen=True):
@@ -100,14 +104,16 @@ def look_at(tiers: Sequence[CountedTier]) -> list[TierStats]:
 
 def print_stats(found: Sequence[TierStats]) -> None:
     """For people."""
-    table = Table("tier", "entries", "used, MiB", "of MiB", "pinned, MiB", "newest, s", "oldest, s")
+    sizes_and_ages = "used, MiB", "of MiB", "pinned, MiB", "newest, s", "oldest, s"
+    table = Table("tier", "entries", *sizes_and_ages, "large entries")
     for each in found:
         sizes = (
             f"{num_bytes / MIB:,.1f}"
             for num_bytes in (each.used_bytes, each.capacity_bytes, each.pinned_bytes)
         )
         ages = ("" if age is None else f"{age:,.0f}" for age in (each.newest_s, each.oldest_s))
-        table.add_row(each.tier, f"{each.num_entries:,}", *sizes, *ages)
+        direct_io = {None: "", True: "direct", False: "cached"}[each.direct_io]
+        table.add_row(each.tier, f"{each.num_entries:,}", *sizes, *ages, direct_io)
     Console().print(table)
 
 
@@ -229,6 +235,7 @@ def _look_at(tier: CountedTier, now: float) -> TierStats:
         newest_s=ages[0] if ages else None,
         oldest_s=ages[-1] if ages else None,
         pinned_bytes=_sum_bytes([entry for entry in entries if entry.is_pinned]),
+        direct_io=usage.direct_io,
     )
 
 

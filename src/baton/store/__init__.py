@@ -9,7 +9,9 @@ File map:
     entry_format.py       an entry's bytes and its name
     capacity.py       how full a tier is (pure)
     eviction.py       which entries go first: the contract, and the registry of policies (pure)
+    victims.py        entries that were chosen to go, and wait (pure)
     evictions/        the policies: `lru`, `s3fifo` (pure)
+    request_threads.py   threads that carry out requests and system calls
     folder/       a folder of entries, crash-safe, shared by processes
     remote/       a tier on a server: bounded waits, back-off, read-ahead, write-behind
     tiers/        the kinds: `host`, `shared` (this host's memory), `file`, `redis`, `object`

@@ -10,9 +10,10 @@ if TYPE_CHECKING:
 
     from baton.store.interface import EntryName
 
-EVICTION_SLACK_PARTS: Final = 16
-"""One part in so many of the capacity is freed beyond need: a look at all entries serves many."""
-
+SLACK_ENTRIES: Final = 8
+"""Room for so many entries like the one that needs it is made besides: for other writers, too."""
+MAX_SLACK_PARTS: Final = 16
+"""At most one part in so many of the capacity."""
 MAX_USES: Final = 3
 """Uses of an entry are counted up to this: S3-FIFO needs no more, and it fits two bits."""
 HIGH_MARK: Final = 0.95
@@ -88,7 +89,8 @@ class Capacity:
     def shortage(self, num_bytes: int) -> int:
         """Bytes that must go before so much may be taken, with some slack; 0 for none."""
         missing = num_bytes - self.free_bytes
-        return missing + self.capacity_bytes // EVICTION_SLACK_PARTS if missing > 0 else 0
+        slack = min(SLACK_ENTRIES * num_bytes, self.capacity_bytes // MAX_SLACK_PARTS)
+        return missing + slack if missing > 0 else 0
 
     @property
     def excess_bytes(self) -> int:

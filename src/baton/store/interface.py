@@ -50,7 +50,8 @@ class Usage:
 
     `used_bytes` is of all processes; too high for a while after one was killed. Entries that had to
     make room went to the tier below, or were dropped; damaged ones were removed. `capacity_bytes`
-    is 0 where nothing is known to limit it. `server`: of a tier on a server.
+    is 0 where nothing is known to limit it. `server`: of a tier on a server. `direct_io`: of a
+    tier on a disk, whether large bodies are written and read past the page cache.
     """
 
     used_bytes: int
@@ -60,6 +61,7 @@ class Usage:
     num_damaged: int
     num_expired: int = 0
     server: ServerHealth | None = None
+    direct_io: bool | None = None
 
 
 class EntryLease(Protocol):

@@ -22,9 +22,11 @@ from baton.errors import StoreError
 from baton.store.folder import (
     bodies,
     body_pool,
+    direct_files,
     directory,
     evicted_names,
     leases,
+    listing,
     reservations,
     shared_capacity,
     tier,
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 CALLS: Final = (
     *("open", "stat", "fstat", "scandir", "pread", "preadv"),
     *("write", "pwrite", "utime", "link", "unlink", "ftruncate", "posix_fallocate", "fchmod"),
+    "fdatasync",
 )
 MAX_CALLS: Final = 2000
 NUM_ENTRIES: Final = 3
@@ -95,9 +98,11 @@ def failing(
     modules = (
         bodies,
         body_pool,
+        direct_files,
         directory,
         evicted_names,
         leases,
+        listing,
         reservations,
         shared_capacity,
         tier,
@@ -116,6 +121,7 @@ class SystemCallFaultContract(StoreContract):
 
     entry_bytes: ClassVar = bodies.compute_cost(BODY_BYTES)
     reads_by: ClassVar = "preadv"
+    writes_by: ClassVar = "write"
 
     @abstractmethod
     def folder(self, place: Path) -> Path:
@@ -141,8 +147,8 @@ class SystemCallFaultContract(StoreContract):
                 break
             failed.add(calls.name)
             assert at < MAX_CALLS
-        assert failed >= {"open", "stat", "pread", "write", "pwrite", "link", "unlink"}
-        assert self.reads_by in failed
+        assert failed >= {"open", "stat", "pread", "pwrite", "link", "unlink"}
+        assert failed >= {self.reads_by, self.writes_by}
 
     def test_a_process_killed_at_any_system_call_leaves_a_right_store(self, tmp_path: Path) -> None:
         for at in count():

@@ -2,18 +2,20 @@
 
 Arguments: the tier's kind, its options as JSON, the content's word, the body's bytes, and `unnamed`
 or `named`: whether the filesystem is taken to have files without a name. It reports on its standard
-output how many bytes it has written when it is half-way, to a file or to the folder's pool, then
-waits to be killed.
+output how many bytes it has written when it is half-way, to a file, to the folder's pool, or past
+the page cache, then waits to be killed.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import threading
 from typing import TYPE_CHECKING
 
 from baton.clock import MachineClock
-from baton.store.folder import bodies, body_pool, directory
+from baton.store.folder import bodies, body_pool, direct_files, directory
+from baton.store.folder.direct_files import write_piece
 from baton.store.interface import TIERS, TierContext
 from baton.testing.store_contract import CONTRACT_KEY, body_of, name_of
 
@@ -55,6 +57,25 @@ def _stall_in_pool(views: Iterator[NDArray[np.uint8]], body: Body) -> Iterator[N
         num_copied += len(piece)
 
 
+class _StallingWrites:
+    """`write_piece` of `direct_files`, for the first half of a body but its first piece alone."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._half = num_bytes // 2
+        self._first_half = threading.Event()
+        self._is_reported = threading.Lock()
+
+    def __call__(self, fd: int, piece: NDArray[np.uint8], at: int) -> None:
+        if 0 < at < self._half:
+            write_piece(fd, piece, at)
+            self._first_half.set()
+            return
+        self._first_half.wait(60)
+        if self._is_reported.acquire(blocking=False):
+            _report_and_wait(self._half)
+        threading.Event().wait(60)
+
+
 def main() -> None:
     """Open the tier and put the entry."""
     kind, options, content, num_bytes, naming = sys.argv[1:]
@@ -68,6 +89,7 @@ def main() -> None:
 
     vars(bodies)["write_unnamed"] = write_unnamed
     vars(bodies)["copy_in"] = _stall_in_pool
+    vars(direct_files)["write_piece"] = _StallingWrites(int(num_bytes))
     if naming == "named":
         directory._try_open_unnamed = lambda _: None  # type: ignore[assignment] # noqa: SLF001
     place.put(name_of(content), body_of(content, int(num_bytes)))

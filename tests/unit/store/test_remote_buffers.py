@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from baton.errors import StoreError
 from baton.store.remote.read_ahead import ReadAhead
-from baton.store.remote.request_threads import RequestThreads
 from baton.store.remote.write_behind import WriteBehind
+from baton.store.request_threads import RequestThreads
 from baton.testing.store_contract import name_of
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The store's configured tiers on servers: is each one there, and does it bound itself?"""
+"""The store's configured tiers: is each server there, does it bound itself; how disks are used."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from baton.ops.doctor.host import Host
+    from baton.store.folder.direct_files import DiskReport
     from baton.store.remote.client import ServerReport
 
 
 def check_tier(kind: str, options: Mapping[str, object], _host: Host) -> list[Finding]:
-    """Ask a tier's server about itself; nothing to report of tiers without one."""
-    from baton.store.interface import TIERS  # noqa: PLC0415 - only where a store is configured
+    """Ask a tier's server about itself, try its disk; nothing to report of other tiers."""
+    from baton.store.folder.direct_files import ReportsDisk  # noqa: PLC0415 - only where
+    from baton.store.interface import TIERS  # noqa: PLC0415 - a store is configured
     from baton.store.remote.client import ReportsServer  # noqa: PLC0415
 
     clock = MachineClock()
     try:
         factory = TIERS.build(kind, options)
+        if isinstance(factory, ReportsDisk):
+            return [_judge_disk(kind, factory.report_disk())]
         if not isinstance(factory, ReportsServer):
             return []
         began_at = clock.now()
@@ -59,6 +63,22 @@ def _judge(kind: str, report: ServerReport, answer_s: float) -> Finding:
             fix="redis-cli CONFIG SET maxmemory-policy allkeys-lru",
         )
     return _finding(kind, Level.OK, found, "The server evicts what was used least.")
+
+
+def _judge_disk(kind: str, report: DiskReport) -> Finding:
+    if not report.is_wanted:
+        why = "Large entries go through the page cache, as is configured."
+        return _finding(kind, Level.OK, f"{report.place}, direct_io = false", why)
+    if report.is_possible:
+        why = "Large entries are written and read past the page cache."
+        return _finding(kind, Level.OK, f"{report.place} has O_DIRECT", why)
+    return _finding(
+        kind,
+        Level.WARNING,
+        f"{report.place} refuses O_DIRECT",
+        "Large entries go through the page cache: that is slower, and takes memory.",
+        fix="set store.options.file.directory to a local disk's filesystem (ext4, XFS)",
+    )
 
 
 def _finding(kind: str, level: Level, found: str, why: str, *, fix: str | None = None) -> Finding:

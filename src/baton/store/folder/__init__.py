@@ -4,10 +4,12 @@ File map:
     directory.py        a private folder: locks, and files that appear whole or not at all
     shared_capacity.py  its usage, counted by all processes
     body_pool.py        memory for bodies that every process maps once
+    direct_files.py     large files past the page cache
     bodies.py           where a body lies: in its entry's file, or in the pool
     leases.py           leases of entries
     reservations.py     what each of them is about to write
     entry_times.py      what eviction must know of an entry, in its file's times
+    listing.py          lists the entries
     evicted_names.py    names that were evicted lately
     tier.py             `FolderTier`
 """

@@ -1,13 +1,16 @@
 """Where the bodies of a folder's entries lie: in the entry's file, or, large ones, in its pool.
 
+Files are written by way of the page cache, or, large ones on a disk, past it.
+
 An entry's file is as long as header and body together, wherever the body lies.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import stat
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -21,9 +24,12 @@ from baton.store.entry_format import (
     read_digest,
 )
 from baton.store.folder.body_pool import EXTENT_BYTES, copy_in, count_extents, pack_runs
-from baton.store.folder.directory import write_unnamed
+from baton.store.folder.direct_files import set_direct
+from baton.store.folder.directory import fill_unnamed, write_unnamed
 from baton.store.folder.leases import (
+    DirectEntryLease,
     FileEntryLease,
+    FolderEntryLease,
     PooledBody,
     PooledEntryLease,
     free_unless_read,
@@ -32,10 +38,11 @@ from baton.store.folder.leases import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Generator, Iterable, Iterator
     from contextlib import AbstractContextManager
 
     from baton.store.folder.body_pool import BodyPool, Run
+    from baton.store.folder.direct_files import DirectFiles
     from baton.store.folder.directory import UnnamedFile
     from baton.store.folder.shared_capacity import SharedCapacity
     from baton.store.interface import Body, EntryName
@@ -79,8 +86,12 @@ class FileBodies:
     To put one: `try_take`, `write`, then `settle`; `give_back` before that where it is not kept.
     """
 
-    def __init__(self, folder: int, key: bytes) -> None:
-        self._folder, self._key = folder, key
+    def __init__(self, folder: int, key: bytes, min_durable_bytes: float = math.inf) -> None:
+        """Entries with bodies of `min_durable_bytes` or more are on the disk before they are named.
+
+        Of others, what a power cut tears is found by its tag.
+        """
+        self._folder, self._key, self._min_durable_bytes = folder, key, min_durable_bytes
 
     def compute_cost(self, num_bytes: int) -> int:
         """Bytes that an entry with such a body takes up."""
@@ -90,8 +101,15 @@ class FileBodies:
         """Take memory for a body, under the capacity's lock; False: there is too little."""
         return True
 
-    def write(self, name: EntryName, body: Body) -> AbstractContextManager[UnnamedFile]:
-        """The entry's file, complete but for its name; see `write_unnamed`."""
+    @contextmanager
+    def write(self, name: EntryName, body: Body) -> Generator[UnnamedFile]:
+        """The entry's file, complete but for its name; see `fill_unnamed`."""
+        with self._write(name, body) as file:
+            if len(body) >= self._min_durable_bytes:
+                file.make_durable()
+            yield file
+
+    def _write(self, name: EntryName, body: Body) -> AbstractContextManager[UnnamedFile]:
         return write_unnamed(self._folder, (make_header(self._key, name, body), body))
 
     def give_back(self) -> None:
@@ -102,7 +120,7 @@ class FileBodies:
 
     def try_lease(
         self, fd: int, name: EntryName, on_damage: Callable[[], None]
-    ) -> FileEntryLease | None:
+    ) -> FolderEntryLease | None:
         """A lease, which owns the open file `fd` then.
 
         None: it is damaged, or no entry; or it was removed, and has no name any more.
@@ -113,12 +131,17 @@ class FileBodies:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             return None
+        return self._lease(fd, name, status, on_damage)
+
+    def _lease(
+        self, fd: int, name: EntryName, status: os.stat_result, on_damage: Callable[[], None]
+    ) -> FolderEntryLease | None:
         digest = read_digest(name, os.pread(fd, HEADER_BYTES, 0), status.st_size)
         if digest is None:
             return None
         num_bytes = count_body_bytes(status)
         begin_check = partial(BodyCheck, self._key, name, num_bytes, digest)
-        return FileEntryLease(fd, num_bytes, begin_check, on_damage)
+        return FileEntryLease(fd, num_bytes, on_damage, begin_check)
 
     def unlink(self, name: EntryName, num_bytes: int) -> None:  # noqa: ARG002 - goes with the file
         """Remove an entry with a body of so many bytes, under the capacity's lock.
@@ -133,6 +156,48 @@ class FileBodies:
 
     def close(self) -> None:
         """Close what was opened for bodies. Idempotent."""
+
+
+class DirectBodies(FileBodies):
+    """The same, but large bodies are written to their files, and read, past the page cache."""
+
+    def __init__(
+        self,
+        folder: int,
+        key: bytes,
+        files: DirectFiles,
+        *,
+        min_body_bytes: int,
+        min_durable_bytes: float,
+    ) -> None:
+        """Bodies of `min_body_bytes` or more are large."""
+        super().__init__(folder, key, min_durable_bytes)
+        self._files, self._min_body_bytes = files, min_body_bytes
+
+    def _write(self, name: EntryName, body: Body) -> AbstractContextManager[UnnamedFile]:
+        if len(body) < self._min_body_bytes:
+            return super()._write(name, body)
+        seal = BodySeal(self._key, name, len(body))
+        return fill_unnamed(self._folder, partial(self._files.write, body=body, seal=seal))
+
+    def _lease(
+        self, fd: int, name: EntryName, status: os.stat_result, on_damage: Callable[[], None]
+    ) -> FolderEntryLease | None:
+        num_bytes = count_body_bytes(status)
+        if num_bytes < self._min_body_bytes:
+            return super()._lease(fd, name, status, on_damage)
+        set_direct(fd)
+        begin_check = partial(self._begin_check, name, status.st_size)
+        return DirectEntryLease(fd, num_bytes, on_damage, begin_check, self._files)
+
+    def _begin_check(self, name: EntryName, file_bytes: int, header: bytes) -> BodyCheck | None:
+        digest = read_digest(name, header, file_bytes)
+        if digest is None:
+            return None
+        return BodyCheck(self._key, name, file_bytes - HEADER_BYTES, digest)
+
+    def close(self) -> None:
+        self._files.close()
 
 
 class PooledBodies(FileBodies):
@@ -154,9 +219,9 @@ class PooledBodies(FileBodies):
         self._taken = runs or ()
         return runs is not None
 
-    def write(self, name: EntryName, body: Body) -> AbstractContextManager[UnnamedFile]:
+    def _write(self, name: EntryName, body: Body) -> AbstractContextManager[UnnamedFile]:
         if not self._taken:
-            return super().write(name, body)
+            return super()._write(name, body)
         seal = BodySeal(self._key, name, len(body))
         for piece in copy_in(self._pool.views(self._taken, len(body)), body):
             seal.add(piece.data)
@@ -174,7 +239,7 @@ class PooledBodies(FileBodies):
 
     def try_lease(
         self, fd: int, name: EntryName, on_damage: Callable[[], None]
-    ) -> FileEntryLease | None:
+    ) -> FolderEntryLease | None:
         status = os.fstat(fd)
         num_bytes = count_body_bytes(status)
         if not stat.S_ISREG(status.st_mode) or not self._holds(num_bytes):
@@ -187,7 +252,7 @@ class PooledBodies(FileBodies):
             return None
         begin_check = partial(BodyCheck, self._key, name, num_bytes, digest)
         body = PooledBody(self._pool, runs, partial(self._free_late, self._pool.generation))
-        return PooledEntryLease(fd, num_bytes, begin_check, on_damage, body)
+        return PooledEntryLease(fd, num_bytes, on_damage, begin_check, body)
 
     def unlink(self, name: EntryName, num_bytes: int) -> None:
         if not self._holds(num_bytes):

@@ -10,12 +10,13 @@ import shutil
 import stat
 import time
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from baton.errors import ConfigError, StoreError, StoreFullError
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable
+    from collections.abc import Callable, Generator, Iterable
     from pathlib import Path
 
     from baton.store.interface import Body
@@ -177,8 +178,16 @@ _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOM
 class UnnamedFile:
     """A file that is complete and has no name yet."""
 
-    def __init__(self, folder: int, source: str) -> None:
-        self._folder, self._source = folder, source
+    def __init__(self, folder: int, fd: int, source: str) -> None:
+        self._folder, self._fd, self._source = folder, fd, source
+
+    def make_durable(self) -> None:
+        """Wait until its bytes are on the disk.
+
+        Raises:
+            OSError: the disk is full, or fails.
+        """
+        os.fdatasync(self._fd)
 
     def set_times(self, times_ns: tuple[int, int]) -> None:
         """Its access time and its modification time.
@@ -205,9 +214,19 @@ class UnnamedFile:
 def write_unnamed(
     folder: int, buffers: Iterable[Body], min_bytes: int = 0
 ) -> Generator[UnnamedFile]:
-    """A file of these bytes, for the length of a block; it stays if it was given a name.
+    """A file of these bytes; see `fill_unnamed`.
 
     It has `min_bytes` at least: a hole follows what was written.
+    """
+    with fill_unnamed(folder, partial(_write, buffers, min_bytes)) as file:
+        yield file
+
+
+@contextmanager
+def fill_unnamed(folder: int, fill: Callable[[int], None]) -> Generator[UnnamedFile]:
+    """A file for the length of a block; it stays if it was given a name.
+
+    `fill` writes it: it gets the open file, which is empty, and may raise OSError.
 
     Raises:
         StoreFullError: the filesystem is full, or allows no file so large.
@@ -216,10 +235,8 @@ def write_unnamed(
     try:
         with ExitStack() as stack:
             fd, source = _open_unfinished(folder, stack)
-            _write(fd, buffers)
-            if os.fstat(fd).st_size < min_bytes:
-                os.ftruncate(fd, min_bytes)
-            yield UnnamedFile(folder, source)
+            fill(fd)
+            yield UnnamedFile(folder, fd, source)
     except OSError as exc:
         kind = StoreFullError if exc.errno in _NO_ROOM else StoreError
         raise kind(f"cannot keep an entry: {exc.strerror}") from exc
@@ -267,11 +284,13 @@ def _try_open_unnamed(folder: int) -> int | None:
     return None
 
 
-def _write(fd: int, buffers: Iterable[Body]) -> None:
+def _write(buffers: Iterable[Body], min_bytes: int, fd: int) -> None:
     for buffer in buffers:
         rest = memoryview(buffer).cast("B")
         while rest:
             rest = rest[os.write(fd, rest) :]
+    if os.fstat(fd).st_size < min_bytes:
+        os.ftruncate(fd, min_bytes)
 
 
 def _remove_if_abandoned(folder: int, name: str) -> bool:

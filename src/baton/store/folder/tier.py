@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -15,7 +14,7 @@ import msgspec
 from baton.errors import ConfigError, StoreError, StoreFullError, mapped
 from baton.store.capacity import MAX_PINNED_SHARE, StoredEntry
 from baton.store.eviction import EVICTIONS
-from baton.store.folder.bodies import FileBodies, PooledBodies, count_body_bytes, open_unnoticed
+from baton.store.folder.bodies import FileBodies, count_body_bytes, open_unnoticed
 from baton.store.folder.directory import FILE_MODE, remove_unfinished
 from baton.store.folder.entry_times import (
     PINNED_MODE,
@@ -25,15 +24,16 @@ from baton.store.folder.entry_times import (
 )
 from baton.store.folder.evicted_names import EvictedNames
 from baton.store.folder.leases import has_name
+from baton.store.folder.listing import iter_files
 from baton.store.folder.shared_capacity import SharedCapacity
 from baton.store.interface import EntryName, PutResult, Usage
+from baton.store.victims import LISTED_PER_VICTIM, WaitingVictims, is_unused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
-    from baton.store.folder.body_pool import BodyPool
     from baton.store.folder.directory import Folder, UnnamedFile
-    from baton.store.folder.leases import FileEntryLease
+    from baton.store.folder.leases import FolderEntryLease
     from baton.store.interface import Body, TierContext
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,6 @@ COUNT_TOLERANCE_PARTS: Final = 64
 """One part in so many of the capacity may be counted wrongly before all entries are counted."""
 EXPIRY_PARTS: Final = 20
 _MAX_ROUNDS: Final = 4
-_ENTRY: Final = re.compile(r"[0-9a-f]{64}")
 
 
 class FolderTierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -66,11 +65,11 @@ class FolderTier:
         folder: Folder,
         options: FolderTierOptions,
         context: TierContext,
-        pool: BodyPool | None = None,
+        make_bodies: Callable[[SharedCapacity], FileBodies] | None = None,
     ) -> None:
         """Take up work in a folder, which the caller closes; clean up after dead writers.
 
-        Large bodies go into the pool, if there is one, which is the tier's then.
+        `make_bodies`: where bodies lie, if not simply in files; from then on the tier's.
 
         Raises:
             ConfigError: the folder cannot be used, or there is no such eviction policy.
@@ -84,13 +83,13 @@ class FolderTier:
         self._policy = EVICTIONS.build(options.eviction, {})
         with mapped({OSError: ConfigError, StoreError: ConfigError}):
             self._capacity = SharedCapacity(folder.fd, options.capacity_bytes)
-            self._bodies = FileBodies(folder.fd, context.key)
-            if pool is not None:
-                self._bodies = PooledBodies(folder.fd, context.key, pool, self._capacity)
+            make_bodies = make_bodies or (lambda _: FileBodies(folder.fd, context.key))
+            self._bodies = make_bodies(self._capacity)
             remove_unfinished(folder.fd)
             if folder.was_unused:
                 self._capacity.recount(self._count)
             remembers = self._policy.remembers
+            self._victims = WaitingVictims(self._policy, options.capacity_bytes)
             self._evicted = EvictedNames(folder.fd, options.capacity_bytes) if remembers else None
 
     def find(self, names: Sequence[EntryName]) -> int:
@@ -122,7 +121,7 @@ class FolderTier:
         is_back = self._evicted is not None and self._evicted.take(name)
         return StoredEntry(name, cost, used_at=now, queued_at=now, is_protected=is_back)
 
-    def try_lease(self, name: EntryName) -> FileEntryLease | None:
+    def try_lease(self, name: EntryName) -> FolderEntryLease | None:
         status = self._find(name)
         if status is None:
             return None
@@ -170,11 +169,11 @@ class FolderTier:
         if self._ttl_s is None or now < self._looks_again_at <= now + self._ttl_s:
             return
         self._looks_again_at = now + self._ttl_s / EXPIRY_PARTS
-        for entry in self._list_settled():
+        for entry in self._iter_settled():
             if self._is_expired(entry):
                 self._expire(entry)
 
-    def _try_open(self, name: EntryName, on_damage: Callable[[], None]) -> FileEntryLease | None:
+    def _try_open(self, name: EntryName, on_damage: Callable[[], None]) -> FolderEntryLease | None:
         try:
             fd = open_unnoticed(name.hex(), self._fd)
         except OSError:
@@ -217,6 +216,7 @@ class FolderTier:
 
     def close(self) -> None:
         """See `Tier`. The folder stays open: it is the caller's."""
+        self._victims.stop_looking()
         self._bodies.close()
         self._capacity.close()
         if self._evicted is not None:
@@ -253,36 +253,54 @@ class FolderTier:
         Raises:
             StoreError: they cannot be listed, or another process holds the lock.
         """
-        committed_bytes = self._capacity.peek().committed_bytes
-        entries = self._list_settled()
-        eviction = self._policy.choose(entries, num_bytes, self._clock.unix_now())
-        for entry in eviction.requeued:
-            self._mark(entry)
-        freed = 0
-        for victim in eviction.victims:
-            if self._try_demote(victim.name):
-                self._num_demoted += 1
-            else:
-                self._num_dropped += 1
-            freed += self._capacity.remove(partial(self._unlink_victim, victim.name))
+        freed = self._evict_waiting(num_bytes)
+        if freed < num_bytes:
+            committed_bytes = self._capacity.peek().committed_bytes
+            entries = list(self._iter_settled())
+            self._choose_victims(entries, num_bytes - freed)
+            freed += self._evict_waiting(num_bytes - freed)
+            # Killed users' removals are not counted.
+            too_much = committed_bytes - sum(entry.num_bytes for entry in entries)
+            if freed < num_bytes or too_much > self._capacity_bytes // COUNT_TOLERANCE_PARTS:
+                self._capacity.recount(self._count)
+
+    def _evict_waiting(self, num_bytes: int) -> int:
+        """Make chosen victims go until `num_bytes` are free, or none is left; bytes freed."""
+        freed = num_gone = 0
+        while freed < num_bytes and (victim := self._victims.pop()) is not None:
+            num_gone += 1
+            is_demoted = self._below is not None and self._try_demote(victim)
+            victim_bytes = self._capacity.remove(partial(self._unlink_victim, victim))
+            if not victim_bytes:
+                continue
+            freed += victim_bytes
+            self._num_demoted += is_demoted
+            self._num_dropped += not is_demoted
             if self._evicted is not None and not victim.is_protected:
                 self._evicted.add(victim.name)
-        # Killed users' removals are not counted.
-        too_much = committed_bytes - sum(entry.num_bytes for entry in entries)
-        if freed < num_bytes or too_much > self._capacity_bytes // COUNT_TOLERANCE_PARTS:
-            self._capacity.recount(self._count)
+        if self._victims.is_short:
+            entries = self._victims.look_on(self._iter_settled, LISTED_PER_VICTIM * num_gone)
+            if entries is not None:
+                self._choose_victims(entries, 0)
+        return freed
 
-    def _try_demote(self, name: EntryName) -> bool:
-        """Hand an entry down, if there is a tier below; what it does not take is lost."""
-        below = self._below
-        lease = None if below is None else self.try_lease(name)
-        if lease is None or below is None:
+    def _choose_victims(self, entries: Sequence[StoredEntry], num_bytes: int) -> None:
+        for entry in self._victims.choose(entries, num_bytes, self._clock.unix_now()):
+            self._mark(entry)
+
+    def _try_demote(self, victim: StoredEntry) -> bool:
+        """Put a victim into the tier below, unless it was used since; what it refuses is lost."""
+        status = self._find(victim.name)
+        if status is None or not is_unused(victim, self._read_entry(victim.name, status)):
+            return False
+        lease = self._try_open(victim.name, partial(self._remove_damaged, victim.name))
+        if lease is None or self._below is None:
             return False
         with lease:
             body = memoryview(bytearray(lease.num_bytes))
             try:
                 if lease.try_read(body):
-                    below.put(name, body)
+                    self._below.put(victim.name, body)
                     return True
             except StoreError as exc:
                 self._report(exc)
@@ -295,26 +313,31 @@ class FolderTier:
     def _unlink(self, name: EntryName) -> int:
         """Remove an entry; the bytes that it took up, 0 if it is not there."""
         try:
-            status = self._stat(name)
-            self._bodies.unlink(name, count_body_bytes(status))
+            return self._unlink_found(name, self._stat(name))
         except OSError:
             return 0
-        return self._bodies.compute_cost(count_body_bytes(status))
 
-    def _unlink_victim(self, name: EntryName) -> int:
-        """The same, unless it was pinned since it was chosen."""
+    def _unlink_victim(self, victim: StoredEntry) -> int:
+        """The same, unless it was used or pinned since it was chosen."""
         try:
-            is_pinned = self._read_entry(name, self._stat(name)).is_pinned
+            status = self._stat(victim.name)
+            if is_unused(victim, self._read_entry(victim.name, status)):
+                return self._unlink_found(victim.name, status)
         except OSError:
-            return 0
-        return 0 if is_pinned else self._unlink(name)
+            pass
+        return 0
+
+    def _unlink_found(self, name: EntryName, status: os.stat_result) -> int:
+        num_bytes = count_body_bytes(status)
+        self._bodies.unlink(name, num_bytes)
+        return self._bodies.compute_cost(num_bytes)
 
     def _expire(self, entry: StoredEntry) -> None:
         self._num_expired += 1
         self._remove(entry.name)
 
     def _count(self) -> int:
-        self._bodies.recount((n, count_body_bytes(status)) for n, status in self._iter_files())
+        self._bodies.recount((n, count_body_bytes(status)) for n, status in iter_files(self._fd))
         return sum(entry.num_bytes for entry in self._iter_entries())
 
     def _remove_damaged(self, name: EntryName) -> None:
@@ -367,37 +390,32 @@ class FolderTier:
             finally:
                 os.close(fd)
 
-    def _list_settled(self) -> list[StoredEntry]:
+    def _iter_settled(self) -> Generator[StoredEntry]:
         """All entries, none of which was used later than now: else it would never go.
 
         Where the clock was set back, entries count as used now, and are marked so.
+
+        Raises:
+            StoreError: they cannot be listed.
         """
         now = self._clock.unix_now()
         latest = now + CLOCK_TOLERANCE_S
-        settled = []
-        for entry in self.entries():
-            if entry.used_at <= latest and entry.queued_at <= latest:
-                settled.append(entry)
-                continue
-            used_at, queued_at = min(entry.used_at, now), min(entry.queued_at, now)
-            settled.append(replace(entry, used_at=used_at, queued_at=queued_at))
-            self._mark(settled[-1])
-        return settled
+        with mapped({OSError: StoreError}):
+            for entry in self._iter_entries():
+                if entry.used_at <= latest and entry.queued_at <= latest:
+                    yield entry
+                    continue
+                used_at, queued_at = min(entry.used_at, now), min(entry.queued_at, now)
+                settled = replace(entry, used_at=used_at, queued_at=queued_at)
+                self._mark(settled)
+                yield settled
 
     def _iter_entries(self) -> Iterator[StoredEntry]:
-        for name, status in self._iter_files():
+        for name, status in iter_files(self._fd):
             yield self._read_entry(name, status)
 
     def _read_entry(self, name: EntryName, status: os.stat_result) -> StoredEntry:
         return read_entry(name, status, self._bodies.compute_cost(count_body_bytes(status)))
-
-    def _iter_files(self) -> Iterator[tuple[EntryName, os.stat_result]]:
-        with os.scandir(self._fd) as found:
-            for entry in found:
-                if _ENTRY.fullmatch(entry.name):
-                    with suppress(FileNotFoundError):
-                        status = entry.stat(follow_symlinks=False)
-                        yield EntryName(bytes.fromhex(entry.name)), status
 
 
 def _do_nothing() -> None:

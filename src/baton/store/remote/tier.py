@@ -16,8 +16,8 @@ from baton.store.remote.circuit_breaker import CircuitBreaker
 from baton.store.remote.client import RequestRefusedError, ServerReport
 from baton.store.remote.lease import ValueLease
 from baton.store.remote.read_ahead import ReadAhead
-from baton.store.remote.request_threads import RequestThreads
 from baton.store.remote.write_behind import WriteBehind
+from baton.store.request_threads import RequestThreads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

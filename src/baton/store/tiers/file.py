@@ -2,30 +2,50 @@
 
 from __future__ import annotations
 
-from functools import partial
+import logging
+import math
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import msgspec
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, StoreError, mapped
 from baton.registry import Plugin
+from baton.store.folder.bodies import DirectBodies, FileBodies
+from baton.store.folder.direct_files import PIECE_BYTES, DirectFiles, DiskReport, try_direct
 from baton.store.folder.directory import USERS, Folder
 from baton.store.folder.tier import FolderTier, FolderTierOptions
 
 if TYPE_CHECKING:
-    from baton.store.interface import TierContext, TierFactory
+    from collections.abc import Callable
+
+    from baton.store.folder.shared_capacity import SharedCapacity
+    from baton.store.interface import TierContext, TierFactory, Usage
+
+logger = logging.getLogger(__name__)
 
 
 class FileTierOptions(FolderTierOptions, frozen=True, kw_only=True):
-    """`directory` is made for this user alone; for the rest see `FolderTierOptions`."""
+    """`directory` is made for this user alone; for the rest see `FolderTierOptions`.
+
+    `direct_io`: large bodies (1 MiB and more) are written and read past the page cache, where the
+    filesystem can. `durable`: which entries are on the disk before they can be found. Of others,
+    what a power cut tears is found by its tag, and is a miss.
+    """
 
     directory: str
     capacity_bytes: Annotated[int, msgspec.Meta(ge=1)] = 16 << 30
+    direct_io: bool = True
+    durable: Literal["all", "large", "none"] = "large"
 
 
 class FileTier(FolderTier):
-    """See `Tier`. Nothing is flushed: what a power cut tears is found by its digest."""
+    """See `Tier`."""
+
+    min_direct_bytes: ClassVar = 1 << 20
+    piece_bytes: ClassVar = PIECE_BYTES
 
     def __init__(self, options: FileTierOptions, context: TierContext) -> None:
         """Open the folder.
@@ -40,8 +60,36 @@ class FileTier(FolderTier):
                 "the folder when they start"
             )
         self._own_folder = Folder(path)
-        super().__init__(self._own_folder, options, context)
+        make_bodies = self._choose_bodies(options, context.key)
+        super().__init__(self._own_folder, options, context, make_bodies)
         self._is_closed = False
+
+    def _choose_bodies(
+        self, options: FileTierOptions, key: bytes
+    ) -> Callable[[SharedCapacity], FileBodies]:
+        fd = self._own_folder.fd
+        min_bytes = {"all": 0, "large": self.min_direct_bytes, "none": math.inf}[options.durable]
+        self._is_direct = options.direct_io and try_direct(fd)
+        if self._is_direct:
+            files = DirectFiles(self.piece_bytes)
+            return lambda _: DirectBodies(
+                fd,
+                key,
+                files,
+                min_body_bytes=self.min_direct_bytes,
+                min_durable_bytes=min_bytes,
+            )
+        if options.direct_io:
+            logger.warning(
+                "store: the filesystem of %s refuses O_DIRECT: large entries go through the page "
+                "cache, which is slower and takes memory (store.options.file.direct_io = false "
+                "chooses that without this message)",
+                self._own_folder.path,
+            )
+        return lambda _: FileBodies(fd, key, min_bytes)
+
+    def usage(self) -> Usage:
+        return replace(super().usage(), direct_io=self._is_direct)
 
     def close(self) -> None:
         """Close; the entries stay."""
@@ -51,8 +99,28 @@ class FileTier(FolderTier):
             self._own_folder.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _Factory:
+    """See `TierFactory` and `ReportsDisk`."""
+
+    options: FileTierOptions
+
+    def __call__(self, context: TierContext) -> FileTier:
+        return FileTier(self.options, context)
+
+    def report_disk(self) -> DiskReport:
+        path = Path(self.options.directory).expanduser().absolute()
+        place = next(each for each in (path, *path.parents) if each.is_dir())
+        with mapped({OSError: StoreError}):
+            fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                return DiskReport(place, self.options.direct_io, try_direct(fd))
+            finally:
+                os.close(fd)
+
+
 def _build(options: FileTierOptions) -> TierFactory:
-    return partial(FileTier, options)
+    return _Factory(options)
 
 
 PLUGIN = Plugin(FileTierOptions, _build)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final
 import msgspec
 
 from baton.registry import Plugin
+from baton.store.folder.bodies import PooledBodies
 from baton.store.folder.body_pool import BodyPool
 from baton.store.folder.directory import Folder, remove_if_abandoned
 from baton.store.folder.tier import FolderTier, FolderTierOptions
@@ -51,8 +52,11 @@ class SharedTier(FolderTier):
         parent = Path(options.directory)
         self._own_folder = Folder(_choose_path(parent, (context.cluster, *context.other_names)))
         _remove_abandoned(parent)
-        pool = BodyPool(self._own_folder.fd, options.capacity_bytes, self.min_pooled_bytes)
-        super().__init__(self._own_folder, options, context, pool)
+        fd = self._own_folder.fd
+        pool = BodyPool(fd, options.capacity_bytes, self.min_pooled_bytes)
+        super().__init__(
+            self._own_folder, options, context, partial(PooledBodies, fd, context.key, pool)
+        )
         self._is_closed = False
 
     def close(self) -> None:

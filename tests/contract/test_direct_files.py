@@ -1,0 +1,145 @@
+"""Tier `file` past the page cache: sizes, durability, and filesystems that refuse it.
+
+What every folder must do, and how it fails, is tested of the same tier in `test_store_tiers`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from baton.errors import StoreError
+from baton.ops.doctor.finding import Level
+from baton.ops.doctor.store import check_tier
+from baton.store.entry_format import HEADER_BYTES
+from baton.store.folder.direct_files import ALIGNMENT_BYTES, NUM_SLOTS
+from baton.testing.store_contract import body_of, name_of, put, read, read_lease
+from baton.testing.store_syscalls import failing
+from tests.contract.direct_tier import Durable, open_direct_tier
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+NO_HOST: Any = None
+"""A tier is looked at on this machine, not on the recorded ones of the doctor's tests."""
+
+
+@pytest.fixture(name="place")
+def place_fixture(tmp_path: Path) -> Path:
+    """Where files can be written past the page cache."""
+    with closing(open_direct_tier(tmp_path)) as tier:
+        if not tier.usage().direct_io:
+            pytest.skip(f"the filesystem of {tmp_path} refuses O_DIRECT")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "num_bytes",
+    [
+        *(k * ALIGNMENT_BYTES - HEADER_BYTES + d for k in (2, 3) for d in (-1, 0, 1)),
+        *(k * ALIGNMENT_BYTES for k in (2, NUM_SLOTS, NUM_SLOTS + 1)),
+        (3 * NUM_SLOTS + 1) * ALIGNMENT_BYTES + 77,
+    ],
+)
+def test_bodies_that_end_anywhere(place: Path, num_bytes: int) -> None:
+    with closing(open_direct_tier(place)) as tier:
+        for content in "ab":  # the second one in slots that were used before
+            tier.put(name_of(content), body_of(content, num_bytes))
+        for content in "ab":
+            lease = tier.try_lease(name_of(content))
+            assert lease is not None
+            with lease:
+                assert read_lease(lease) == body_of(content, num_bytes)
+            path = place / "files" / name_of(content).hex()
+            assert path.stat().st_size == HEADER_BYTES + num_bytes
+
+
+def test_tiers_with_and_without_read_each_others_entries(place: Path) -> None:
+    with (
+        closing(open_direct_tier(place)) as direct,
+        closing(open_direct_tier(place, direct_io=False)) as cached,
+    ):
+        put(direct, "a")
+        put(cached, "b")
+        assert (direct.usage().direct_io, cached.usage().direct_io) == (True, False)
+        for tier in (direct, cached):
+            assert read(tier, "a") == body_of("a")
+            assert read(tier, "b") == body_of("b")
+
+
+@pytest.mark.parametrize("direct_io", [True, False])
+def test_an_entry_is_on_the_disk_before_it_has_its_name(tmp_path: Path, direct_io: bool) -> None:
+    calls: list[str] = []
+    with closing(open_direct_tier(tmp_path, direct_io=direct_io, durable="large")) as tier:
+        with failing(None, lambda: calls.append(seen.name), ("fdatasync", "link")) as seen:
+            put(tier, "a")
+            tier.put(name_of("small"), b"small")
+        assert calls == ["fdatasync", "link", "link"]
+        with failing(0, fail, ("fdatasync",)) as seen, pytest.raises(StoreError):
+            put(tier, "b")
+        assert seen.has_failed
+        assert tier.find([name_of("b")]) == 0
+
+
+@pytest.mark.parametrize(("durable", "num_waits"), [("all", 2), ("large", 1), ("none", 0)])
+def test_which_entries_are_waited_for(tmp_path: Path, durable: Durable, num_waits: int) -> None:
+    with (
+        closing(open_direct_tier(tmp_path, durable=durable)) as tier,
+        failing(None, lambda: None, ("fdatasync",)) as seen,
+    ):
+        put(tier, "a")
+        tier.put(name_of("small"), b"small")
+        assert seen.num_calls == num_waits
+
+
+def test_the_doctor_tries_the_disk_and_leaves_nothing(place: Path) -> None:
+    (finding,) = check_tier("file", {"directory": str(place / "new")}, NO_HOST)
+    assert (finding.level, finding.found) == (Level.OK, f"{place} has O_DIRECT")
+    options = {"directory": str(place / "files"), "direct_io": False}
+    (finding,) = check_tier("file", options, NO_HOST)
+    assert (finding.level, finding.found) == (Level.OK, f"{place / 'files'}, direct_io = false")
+    assert [path.name for path in place.iterdir()] == ["files"]
+
+
+def fail() -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.fixture(name="refusing_disk")
+def refusing_disk_fixture(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem without O_DIRECT."""
+    where = tmp_path / "disk"
+    where.mkdir()
+    try:
+        subprocess.run(
+            ["mount", "-t", "ramfs", "baton-test", str(where)], check=True, capture_output=True
+        )
+    except (OSError, subprocess.CalledProcessError) as exc:
+        pytest.skip(f"cannot mount a ramfs: {exc}")
+    yield where
+    subprocess.run(["umount", "--lazy", str(where)], check=True, capture_output=True)
+
+
+def test_a_filesystem_that_refuses_is_used_by_way_of_the_page_cache(
+    refusing_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(OSError, match="Invalid argument"):
+        os.close(os.open(refusing_disk, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT))
+    with closing(open_direct_tier(refusing_disk)) as tier:
+        assert not tier.usage().direct_io
+        put(tier, "a")
+        assert read(tier, "a") == body_of("a")
+    assert [record.message for record in caplog.records if "O_DIRECT" in record.message]
+    (finding,) = check_tier("file", {"directory": str(refusing_disk / "new" / "folder")}, NO_HOST)
+    assert finding.level is Level.WARNING
+    assert finding.found == f"{refusing_disk} refuses O_DIRECT"
+    caplog.clear()
+    with closing(open_direct_tier(refusing_disk, direct_io=False)) as tier:
+        assert read(tier, "a") == body_of("a")
+    assert not caplog.records
