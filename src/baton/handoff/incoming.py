@@ -78,12 +78,20 @@ class IncomingHandoff(MutableRecord):  # noqa: PLR0904 - all that concerns one h
     levels: dict[str, Level] = msgspec.field(default_factory=dict)
     sampler: Sampler | None = None
     reference_failed: bool = False
+    chosen_encoding: str | None = None
     _opened: dict[str, Transport] = msgspec.field(default_factory=dict)
     _fencing: set[str] = msgspec.field(default_factory=set)
     _closing: set[str] = msgspec.field(default_factory=set)
     _fenced: list[str] = msgspec.field(default_factory=list)
     _token_layer_bytes: int | None = None
     _verifier: DigestVerifier | None = None
+
+    @property
+    def encoding(self) -> str:
+        """In which its KV comes; it is chosen once, even if staging pages are waited for."""
+        if self.chosen_encoding is None:
+            raise AssertionError("its encoding is not known before its terms are settled")
+        return self.chosen_encoding
 
     def open_write_grants(self, transports: tuple[Transport, ...]) -> None:
         """Admit the peer's writes into the pages, over each transport.
@@ -189,6 +197,9 @@ class IncomingHandoff(MutableRecord):  # noqa: PLR0904 - all that concerns one h
             trace.stamp(Stamp.FIRST_LAYER_LANDED, now)
         if coverage.complete:
             trace.stamp(Stamp.LAST_LAYER_LANDED, now)
+            estimate, granted_at = trace.encoding_estimate, trace.stamps.get(Stamp.GRANTED)
+            if estimate is not None and estimate.took_s is None and granted_at is not None:
+                trace.encoding_estimate = msgspec.structs.replace(estimate, took_s=now - granted_at)
 
     def record_read(self, choice: Choice, copies: PageCopies) -> None:
         """Note in the trace what is read, and over what."""
@@ -234,7 +245,7 @@ class IncomingHandoff(MutableRecord):  # noqa: PLR0904 - all that concerns one h
         if self._verifier is None:
             if self.peer is None:
                 raise AssertionError("nothing is noticed before a peer was dialed")
-            pages, theirs = self._mapped_pages, self.peer.negotiated.theirs
+            pages, theirs = self._mapped_pages, self.peer.views_for(self.encoding).theirs
             key, plan = None, self.session.plan
             if plan is None or not plan.plain_digests:
                 key = DigestKey(self.peer.link.digest_secret, self.session.ticket)

@@ -200,7 +200,7 @@ class PageReads:
         peer, mapped_pages = incoming.peer, incoming.mapped_pages
         if peer is None or mapped_pages is None:
             raise PeerLostError("its pages cannot be read any more")
-        theirs, ours = peer.negotiated.theirs, mapped_pages.sequence
+        theirs, ours = peer.views_for(incoming.encoding).theirs, mapped_pages.sequence
         planner, tables = incoming.planner, incoming.block_tables
         if planner is None or tables is None:  # neither layout changes while there is the link
             planner = incoming.planner = CopyPlanner(theirs.layout, ours.layout)
@@ -243,7 +243,7 @@ class PageReads:
             available.layers, available.start, available.stop, is_keyed=True
         )
         read = PageRead(
-            chosen.peer_transport.attached,
+            chosen.peer_transport.remote_for(incoming.encoding),
             region,
             copies,
             incoming.session.ticket,
