@@ -61,6 +61,11 @@ def read_numbers(node_: Node, blocks: BlockTable, num_tokens: int) -> np.ndarray
     return np.frombuffer(b"".join(parts), ml_dtypes.bfloat16).astype(np.float32)
 
 
+def read_encodings(node_: Node) -> list[str]:
+    """As the worker's page shows them, of its links."""
+    return [each.encoding for each in node_.agent.describe_links().result(timeout=5.0)]
+
+
 @pytest.mark.parametrize("op", ["WRITE", "READ"])
 def test_kv_is_encoded_while_the_link_is_slow(op: TransferOp, far_cable: FarHost) -> None:
     settings = {"kinds": TCP, "key": Credentials.generate(), "links": LinkOptions("measured")}
@@ -80,12 +85,15 @@ def test_kv_is_encoded_while_the_link_is_slow(op: TransferOp, far_cable: FarHost
         raw_bytes = order.num_tokens * LAYOUT.bytes_per_token
         assert estimate.raw_s == pytest.approx(raw_bytes / SLOW_BYTE_S, rel=0.5)
         assert estimate.encoded_s < 0.8 * estimate.raw_s
+        reporting = p if op == "WRITE" else d
+        assert read_encodings(reporting) == ["int8/1"]
         received = read_numbers(d, order.blocks, order.num_tokens)
         sent = read_numbers(p, slow.sending.blocks, order.num_tokens)
         assert 0 < np.abs(received - sent).max() < 0.05
 
         fast = run_until_chosen(p, d, "raw")
         fast.check_bytes()
+        assert read_encodings(reporting) == ["raw"]
         estimate = fast.receiving.trace.encoding_estimate
         assert estimate is not None
         assert estimate.raw_s < 0.3 * raw_bytes / SLOW_BYTE_S, "the link was not found to be fast"

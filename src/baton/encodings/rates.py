@@ -34,22 +34,15 @@ MIN_BYTE_S: Final = 1e-13
 
 @dataclass(slots=True)
 class EncodingRate:
-    """One direction of one encoding. Owner: the thread that encodes, or decodes.
-
-    `num_bytes` of raw KV took `seconds` since the start.
-    """
+    """One direction of one encoding. Owner: the thread that encodes, or decodes."""
 
     calibrated_byte_s: float
-    num_bytes: int = 0
-    seconds: float = 0.0
     _recent: deque[tuple[Instant, float]] = field(
         default_factory=lambda: deque(maxlen=NUM_REMEMBERED)
     )
 
     def add(self, num_bytes: int, seconds: float, now: Instant) -> None:
         """So many bytes of raw KV took so long, until now."""
-        self.num_bytes += num_bytes
-        self.seconds += seconds
         if num_bytes >= MIN_BYTES:
             self._recent.append((now, seconds / num_bytes))
 

@@ -331,6 +331,7 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         if incoming.mapped_pages is not None:
             context = self._context
             note_encoding(order.trace, view.view.layout)
+            context.peer_transports.record_encoding(peer, incoming.encoding)
             plan = TransferPlan(
                 op,
                 incoming.mapped_pages.pages,

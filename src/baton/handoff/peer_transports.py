@@ -209,12 +209,16 @@ LARGE: Final = TransferShape(TYPICAL.num_bytes << 4, TYPICAL.num_descriptors << 
 
 @dataclass(frozen=True, slots=True)
 class LinkReport:
-    """The measured way to a peer (`push`) or from it (`pull`) that large transfers take."""
+    """The measured way to a peer (`push`) or from it (`pull`) that large transfers take.
+
+    `encoding` is what the latest handoff's KV was written in.
+    """
 
     peer: str
     direction: Direction
     transport: str
     model: LinkModel
+    encoding: str = RAW
 
     @property
     def byte_s(self) -> float:
@@ -267,6 +271,7 @@ class _PeerTransports:
     peer: Peer
     peer_transports: dict[str, PeerTransport]
     chooser: Chooser
+    encoding: str = RAW
     warned: set[tuple[str, str]] = field(default_factory=set)
 
     @property
@@ -503,8 +508,15 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         for known in self._by_peer.values():
             best = known.find_best_measured()
             if best is not None:
-                reports.append(LinkReport(known.peer.name, best.direction, best.kind, best.model))
+                name, encoding = known.peer.name, known.encoding
+                reports.append(LinkReport(name, best.direction, best.kind, best.model, encoding))
         return reports
+
+    def record_encoding(self, peer: Peer, encoding: str) -> None:
+        """A handoff to, or from, a peer begins, in this encoding."""
+        known = self._by_peer.get(id(peer))
+        if known is not None:
+            known.encoding = encoding
 
     def find_bulk_byte_s(self, peer: Peer) -> float | None:
         """Seconds for each byte of large transfers to, or from, a peer; None if not measured."""
