@@ -240,6 +240,22 @@ def test_kv_that_lost_something_is_kept_from_those_who_want_it_exact(
         assert "int8/1" in str(failed.error)
 
 
+@pytest.mark.parametrize("op", ["WRITE", "READ"])
+def test_memory_of_one_host_is_a_link_as_any_other(op: TransferOp, key: Credentials) -> None:
+    kinds = ("shared", "tcp")
+    with (
+        encoded_pages("int8", make_layout(16)) as theirs,
+        encoded_pages("int8", make_layout(16)) as ours,
+        node("p", kinds=kinds, key=key, pages=theirs) as prefill,
+        node("d", kinds=kinds, key=key, pages=ours, op=op) as decode,
+    ):
+        fill(prefill)
+        handoff = run_until_chosen(prefill, decode, "int8/1")
+        assert handoff.receiving.trace.transport == "shared"
+        difference = numbers_of(decode, handoff, "receive") - numbers_of(prefill, handoff, "send")
+        assert 0 < np.abs(difference).max() < 0.02
+
+
 @pytest.mark.parametrize("small_side", ["prefill", "decode"])
 def test_a_prompt_that_exceeds_the_encoded_pages_goes_raw(
     small_side: str, key: Credentials, caplog: pytest.LogCaptureFixture

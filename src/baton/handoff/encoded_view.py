@@ -1,12 +1,13 @@
-"""A KV view whose pages are encoded: what a worker sends to other hosts in fewer bytes.
+"""A KV view whose pages are encoded: what a worker sends over slow links in fewer bytes.
 
     engine's pages ── gather: encode ──► staged pages ── any transport ──► the peer's staged pages
                                                      the peer's engine ◄── scatter: decode ──┘
 
 An encoded page is one page of the engine's, all heads, encoded as a block of one layer, and padded
 to a whole number of bytes a token. Peers see it as opaque pages whose arrangement names the
-encoding and the layout that was encoded: two workers use such views where both have the same one,
-else their raw views. Digests are made of, and compared with, the encoded bytes.
+encoding and the layout that was encoded: two workers can use such views where both have the same
+one, and choose for each handoff between them and their raw views (`link_encodings`). Digests are
+made of, and compared with, the encoded bytes.
 """
 
 from __future__ import annotations
@@ -102,8 +103,8 @@ def make_encoded_view(
     needed = count_blocks(min(size.max_tokens, _count_tokens(view)), layout.block_size)
     if num_pages < needed:
         logger.warning(
-            "handoff.staging_bytes: %d holds %d tokens encoded as %s; longer prompts are computed "
-            "anew instead of handed over to other hosts (%d tokens need %d bytes)",
+            "handoff.staging_bytes: %d holds %d tokens encoded as %s; longer prompts are handed "
+            "over raw, over slow links, too (%d tokens need %d bytes)",
             size.num_bytes,
             num_pages * layout.block_size,
             encoding.name,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from baton.encodings.interface import RAW
 from baton.handoff.encoded_view import EncodedPages
 from baton.handoff.encoding_choice import EncodingChooser, LinkEncodingCosts
-from baton.handoff.messages import EncodingCosts
+from baton.handoff.messages import MAX_BYTE_S, EncodingCosts
 from baton.telemetry.trace import EncodingEstimate
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class LinkEncodings:
         self._choosers: dict[tuple[Peer, GrantOp], EncodingChooser] = {}
 
     def tick(self) -> None:
-        """Tell the workers that receive from this one what encoding costs here, if it changed."""
+        """Send the workers that receive from this one what encoding costs here, if it changed."""
         if not self._rates:
             return
         now = self._context.clock.now()
@@ -51,10 +51,12 @@ class LinkEncodings:
             if peer.dialed is not None:
                 continue
             for encoding in peer.encoded_views:
+                encode_byte_s = self._rates[encoding].encode.byte_s(now)
+                write_byte_s = self._context.peer_transports.find_bulk_byte_s(peer)
                 costs = EncodingCosts(
                     encoding,
-                    self._rates[encoding].encode.byte_s(now),
-                    self._context.peer_transports.find_bulk_byte_s(peer),
+                    min(encode_byte_s, MAX_BYTE_S),
+                    None if write_byte_s is None else min(write_byte_s, MAX_BYTE_S),
                 )
                 if _is_news(costs, self._sent.get((peer, encoding))):
                     self._sent[peer, encoding] = costs
@@ -112,8 +114,12 @@ class LinkEncodings:
     def _has_room(self, peer: Peer, encoding: str, order: ReceiveOrder) -> bool:
         """Whether both have as many encoded pages, and KV begins with one."""
         ours = self._context.view_to(peer, encoding)
-        pages = *ours.view.region.arrays, *peer.views_for(encoding).theirs.regions[0].arrays
-        most = min(array.num_pages for array in pages)
+        theirs = (
+            array.num_pages
+            for region in peer.views_for(encoding).theirs.regions
+            for array in region.arrays
+        )
+        most = min(min(each.num_pages for each in ours.view.region.arrays), min(theirs, default=0))
         return len(order.blocks.blocks) <= most and order.start % ours.page_tokens == 0
 
 

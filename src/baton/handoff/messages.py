@@ -39,7 +39,8 @@ LayerNumber = Annotated[int, msgspec.Meta(ge=0, le=4096)]
 LayerCount = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 TransportName = Annotated[str, msgspec.Meta(max_length=64)]
 EncodingName = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
-SecondsPerByte = Annotated[float, msgspec.Meta(gt=0, le=1)]
+MAX_BYTE_S: Final = 1.0
+SecondsPerByte = Annotated[float, msgspec.Meta(gt=0, le=MAX_BYTE_S)]
 TraitName = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 TraitValue = Annotated[str, msgspec.Meta(max_length=256)]
 
