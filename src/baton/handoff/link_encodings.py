@@ -119,7 +119,7 @@ class LinkEncodings:
             for region in peer.views_for(encoding).theirs.regions
             for array in region.arrays
         )
-        most = min(min(each.num_pages for each in ours.view.region.arrays), min(theirs, default=0))
+        most = min(*(each.num_pages for each in ours.view.region.arrays), min(theirs, default=0))
         return len(order.blocks.blocks) <= most and order.start % ours.page_tokens == 0
 
 
