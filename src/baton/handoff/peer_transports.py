@@ -26,6 +26,7 @@ from baton.transfer.interface import as_admitter
 from baton.transfer.links.choice import Backoff, Choice, Chooser, Outcome
 from baton.transfer.links.cost_model import (
     MIN_BYTE_S,
+    MIN_LATENCY_S,
     NO_CORRECTION,
     Correction,
     TransferShape,
@@ -176,8 +177,8 @@ class PeerTransport:
         if teaches:
             shape = TransferShape(period.num_bytes, period.num_descriptors)
             if self.model.num_probes and shape.num_bytes >= MIN_BULK_BYTES:
-                predicted_s = self.model.predict_uncorrected(shape)
-                self._bulk = self._bulk.updated(math.log(observed_s / predicted_s))
+                ratio = max(observed_s, MIN_LATENCY_S) / self.model.predict_uncorrected(shape)
+                self._bulk = self._bulk.updated(math.log(ratio))
             self.model = self.model.refine(shape, observed_s, alike=period.largest)
         return Outcome(
             transport=self.transport.kind,
