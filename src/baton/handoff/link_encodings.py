@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from baton.encodings.rates import EncodingRates
     from baton.handoff.interface import ReceiveOrder
     from baton.handoff.kv_views import AgentContext
-    from baton.handoff.messages import GrantOp
+    from baton.handoff.messages import GrantOp, TransferOp
     from baton.handoff.peers import Peer
 
+TRANSFER_OPS: Final[tuple[TransferOp, ...]] = ("WRITE", "READ")
 NOTICEABLE: Final = 0.1
 """Costs that changed by less are not sent again."""
 
@@ -40,7 +41,7 @@ class LinkEncodings:
         }
         self._sent: dict[tuple[Peer, str], EncodingCosts] = {}
         self._received: dict[tuple[Peer, str], EncodingCosts] = {}
-        self._choosers: dict[tuple[Peer, GrantOp], EncodingChooser] = {}
+        self._choosers: dict[tuple[Peer, TransferOp], EncodingChooser] = {}
 
     def tick(self) -> None:
         """Send the workers that receive from this one what encoding costs here, if it changed."""
@@ -69,13 +70,17 @@ class LinkEncodings:
 
     def forget(self, peer: Peer) -> None:
         """The link to a peer ended."""
-        for known in (self._sent, self._received, self._choosers):
-            for key in [key for key in known if key[0] is peer]:
-                known.pop(key)
+        for encoding in peer.encoded_views:
+            self._sent.pop((peer, encoding), None)
+            self._received.pop((peer, encoding), None)
+        for op in TRANSFER_OPS:
+            self._choosers.pop((peer, op), None)
 
     def choose(self, peer: Peer, op: GrantOp, order: ReceiveOrder) -> str:
         """The encoding of a handoff's KV, in pages that both sides have; noted in its trace."""
-        for encoding in peer.encoded_views if op != "NONE" else ():
+        if op == "NONE":
+            return RAW
+        for encoding in peer.encoded_views:
             costs = self._find_costs(peer, encoding, op)
             if costs is None or not self._has_room(peer, encoding, order):
                 continue
@@ -92,7 +97,7 @@ class LinkEncodings:
             return chosen
         return RAW
 
-    def _find_costs(self, peer: Peer, encoding: str, op: GrantOp) -> LinkEncodingCosts | None:
+    def _find_costs(self, peer: Peer, encoding: str, op: TransferOp) -> LinkEncodingCosts | None:
         """None where the link was not measured, or the peer has not sent its own costs."""
         theirs = self._received.get((peer, encoding))
         if theirs is None:

@@ -398,8 +398,9 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         """A peer closes a write grant without asking."""
         for each in self.of(peer):
             admitter = as_admitter(each.transport)
-            for remote in () if admitter is None else each.remotes.values():
-                admitter.forget_grant(remote, grant)
+            if admitter is not None:
+                for remote in each.remotes.values():
+                    admitter.forget_grant(remote, grant)
 
     def shares_host(self, peer: Peer) -> bool:
         """Whether a transport is up to the peer that reaches nothing beyond this host."""

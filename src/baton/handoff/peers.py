@@ -90,9 +90,9 @@ def choose_views(
 
 def find_encoded_views(dialer: Hello, listener: Hello) -> dict[str, ViewPair]:
     """By encoding: the views through which two workers that were negotiated exchange encoded KV."""
-    layouts = [[view.layout for view in hello.views] for hello in (dialer, listener)]
-    names = dict.fromkeys(map(encoding_of, layouts[0]))
-    pairs = {name: choose_views(*layouts, name) for name in names if name != RAW}
+    ours, theirs = ([view.layout for view in hello.views] for hello in (dialer, listener))
+    names = dict.fromkeys(map(encoding_of, ours))
+    pairs = {name: choose_views(ours, theirs, name) for name in names if name != RAW}
     return {name: pair for name, pair in pairs.items() if pair is not None}
 
 
@@ -110,11 +110,11 @@ def negotiate(dialer: Hello, listener: Hello) -> ViewPair:
     if dialer.fingerprint != listener.fingerprint:
         prints = f"{dialer.fingerprint[:16]}… {names[0]}, {listener.fingerprint[:16]}… {names[1]}"
         raise _refusal([f"another model: fingerprint {prints}", *traits])
-    layouts = [[view.layout for view in hello.views] for hello in (dialer, listener)]
+    ours, theirs = ([view.layout for view in hello.views] for hello in (dialer, listener))
     _check_exactness(dialer, listener)
-    pair = choose_views(*layouts)
+    pair = choose_views(ours, theirs)
     if pair is None:
-        raise _refusal([*_explain_views(*layouts), *traits])
+        raise _refusal([*_explain_views(ours, theirs), *traits])
     return pair
 
 
