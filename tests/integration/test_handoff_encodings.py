@@ -23,7 +23,9 @@ from baton.handoff.encoded_view import (
     open_handoff_encoding,
 )
 from baton.handoff.interface import KVFailed, KVLanded, KVSent
+from baton.handoff.peer_transports import LinkOptions
 from baton.kv.layout import KVLayout
+from baton.transfer.links.probes import ProbeBounds
 from baton.transfer.region import release_region
 from tests.integration.handoff_nodes import (
     CLOCK,
@@ -53,6 +55,7 @@ HEADS_FIRST = msgspec.structs.replace(make_layout(16), order="heads_first")
 QUICK, SLOW = 1e-13, 1e-6
 """Seconds for a byte of an encoding: next to no link is slower than the one, or than the other."""
 MOST_HANDOFFS = 40
+MEASURED = LinkOptions("measured", ProbeBounds(0.05))
 
 
 @pytest.fixture(name="key")
@@ -133,8 +136,8 @@ def test_kv_is_encoded_once_the_link_is_measured(
     with (
         encoded_pages(kind, layout) as theirs,
         encoded_pages(kind, layout) as ours,
-        node("p", kinds=TCP, key=key, pages=theirs) as prefill,
-        node("d", kinds=TCP, key=key, pages=ours, op=op) as decode,
+        node("p", kinds=TCP, key=key, links=MEASURED, pages=theirs) as prefill,
+        node("d", kinds=TCP, key=key, links=MEASURED, pages=ours, op=op) as decode,
     ):
         fill(prefill)
         first = make_handoff(prefill, decode)
@@ -186,8 +189,8 @@ def test_a_peer_without_the_same_encoding_gets_raw_kv(
     with (
         encoded_pages(kinds[0], make_layout(block_sizes[0])) as theirs,
         encoded_pages(kinds[1], make_layout(block_sizes[1])) as ours,
-        node("p", kinds=TCP, key=key, pages=theirs) as prefill,
-        node("d", kinds=TCP, key=key, pages=ours) as decode,
+        node("p", kinds=TCP, key=key, links=MEASURED, pages=theirs) as prefill,
+        node("d", kinds=TCP, key=key, links=MEASURED, pages=ours) as decode,
     ):
         fill(prefill)
         check_all_go_raw(prefill, decode)
@@ -202,8 +205,8 @@ def test_kv_goes_raw_where_encoding_takes_longer_than_it_saves(
     with (
         encoded_pages("int8", make_layout(16), byte_s=rates[0]) as theirs,
         encoded_pages("int8", make_layout(16), byte_s=rates[1]) as ours,
-        node("p", kinds=TCP, key=key, pages=theirs) as prefill,
-        node("d", kinds=TCP, key=key, pages=ours, op=op) as decode,
+        node("p", kinds=TCP, key=key, links=MEASURED, pages=theirs) as prefill,
+        node("d", kinds=TCP, key=key, links=MEASURED, pages=ours, op=op) as decode,
     ):
         fill(prefill)
         handoff = run_until_chosen(prefill, decode)
@@ -247,8 +250,8 @@ def test_memory_of_one_host_is_a_link_as_any_other(op: TransferOp, key: Credenti
     with (
         encoded_pages("int8", make_layout(16)) as theirs,
         encoded_pages("int8", make_layout(16)) as ours,
-        node("p", kinds=kinds, key=key, pages=theirs) as prefill,
-        node("d", kinds=kinds, key=key, pages=ours, op=op) as decode,
+        node("p", kinds=kinds, key=key, links=MEASURED, pages=theirs) as prefill,
+        node("d", kinds=kinds, key=key, links=MEASURED, pages=ours, op=op) as decode,
     ):
         fill(prefill)
         handoff = run_until_chosen(prefill, decode, "int8/1")
@@ -266,8 +269,8 @@ def test_a_prompt_that_exceeds_the_encoded_pages_goes_raw(
     with (
         encoded_pages("int8", make_layout(16), sizes[0]) as theirs,
         encoded_pages("int8", make_layout(16), sizes[1]) as ours,
-        node("p", kinds=TCP, key=key, pages=theirs) as prefill,
-        node("d", kinds=TCP, key=key, pages=ours) as decode,
+        node("p", kinds=TCP, key=key, links=MEASURED, pages=theirs) as prefill,
+        node("d", kinds=TCP, key=key, links=MEASURED, pages=ours) as decode,
     ):
         assert "handoff.staging_bytes: 8192 holds" in caplog.text
         fill(prefill)

@@ -12,7 +12,7 @@ failed, and then the reason is kept: no slow path is silent.
 from __future__ import annotations
 
 import logging
-import math
+from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
@@ -26,9 +26,6 @@ from baton.transfer.interface import as_admitter
 from baton.transfer.links.choice import Backoff, Choice, Chooser, Outcome
 from baton.transfer.links.cost_model import (
     MIN_BYTE_S,
-    MIN_LATENCY_S,
-    NO_CORRECTION,
-    Correction,
     TransferShape,
     default_link_model,
 )
@@ -59,6 +56,11 @@ class PeerTransportState(StrEnum):
     DOWN = "down"  # until its backoff is over
 
 
+MIN_BULK_BYTES: Final = 1 << 20
+"""From that size on the time of a transfer shows a link's bandwidth."""
+NUM_BULK_TRANSFERS: Final = 3
+
+
 class _Period(MutableRecord):
     """From the first transfer over an idle route; `filled_at` is when the last was submitted."""
 
@@ -87,7 +89,7 @@ class PeerTransport:
     remotes: dict[str, RemoteId] = field(default_factory=dict)
     reason: str = ""
     backoff: Backoff = field(default_factory=Backoff)
-    _bulk: Correction = NO_CORRECTION
+    _bulk_byte_s: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_BULK_TRANSFERS))
     _attaching: set[RemoteId] = field(default_factory=set)
     _num_under_way: int = 0
     _period: _Period | None = None
@@ -113,9 +115,19 @@ class PeerTransport:
         return self.remotes[encoding]
 
     @property
-    def bulk_byte_s(self) -> float:
-        """Seconds for a byte of large transfers: by the model, and by the latest of them."""
-        return self.model.byte_s * math.exp(self._bulk.log_ratio)
+    def bulk_byte_s(self) -> float | None:
+        """Seconds for a byte of large transfers; None before a probe or some such transfers.
+
+        As the quickest of the latest took: a machine that does something else makes a transfer
+        slower, never quicker.
+        """
+        is_known = self.model.num_probes or len(self._bulk_byte_s) == NUM_BULK_TRANSFERS
+        return min(self._bulk_byte_s) if is_known else None
+
+    def probed(self, model: LinkModel) -> None:
+        """Probes were right, and cost so much."""
+        self.model = model
+        self._bulk_byte_s.append(model.byte_s)
 
     def attach(self) -> None:
         """Begin to attach every region.
@@ -176,9 +188,8 @@ class PeerTransport:
         teaches = period.num_transfers == 1 or waited_s > filling_s
         if teaches:
             shape = TransferShape(period.num_bytes, period.num_descriptors)
-            if self.model.num_probes and shape.num_bytes >= MIN_BULK_BYTES:
-                ratio = max(observed_s, MIN_LATENCY_S) / self.model.predict_uncorrected(shape)
-                self._bulk = self._bulk.updated(math.log(ratio))
+            if shape.num_bytes >= MIN_BULK_BYTES:
+                self._bulk_byte_s.append(max(observed_s / shape.num_bytes, MIN_BYTE_S))
             self.model = self.model.refine(shape, observed_s, alike=period.largest)
         return Outcome(
             transport=self.transport.kind,
@@ -201,9 +212,6 @@ logger = logging.getLogger(__name__)
 TYPICAL: Final = TransferShape(1 << 20, 32)
 """A layer of some hundred tokens: whose best route a handoff waits for before it begins."""
 
-
-MIN_BULK_BYTES: Final = 1 << 18
-"""From that size on the time of a transfer shows a link's bandwidth."""
 
 LARGE: Final = TransferShape(TYPICAL.num_bytes << 4, TYPICAL.num_descriptors << 4)
 
@@ -552,7 +560,7 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             peer_transport.state = PeerTransportState.UP
             logger.info("handoff: %s is reached by %s again", peer.name, kind)
         else:
-            peer_transport.model = model
+            peer_transport.probed(model)
             self.observer.measured(peer_transport.direction, kind, model)
         return PeerTransportUp(known.peer)
 
