@@ -314,8 +314,9 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         if op is None:
             return
         order = session.order
-        if incoming.chosen_encoding is None:
-            incoming.chosen_encoding = self._encodings.choose(peer, op, order)
+        if incoming.theirs is None:
+            incoming.encoding = self._encodings.choose(peer, op, order)
+            incoming.theirs = peer.views_for(incoming.encoding).theirs
         view = self._context.view_to(peer, incoming.encoding)
         if order.start % view.page_tokens:
             reason = f"token {order.start} is not the first of a page of {view.page_tokens}"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, assert_never
 import msgspec
 import numpy as np
 
+from baton.encodings.interface import RAW
 from baton.handoff.messages import DIGEST_BYTES, Notification, unpack_blocks
 from baton.handoff.peer_transports import TransportUsage
 from baton.kv.copies import BlockTable, compute_pieces, pair_layers
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from baton.clock import Instant
     from baton.handoff.kv_views import MappedPages
-    from baton.handoff.messages import Available, Finished
+    from baton.handoff.messages import Available, Finished, KVViewDescriptor
     from baton.handoff.peers import Peer
     from baton.handoff.session.receive import ReceiveSession
     from baton.handoff.verify import Level, VerificationPolicy
@@ -65,7 +66,8 @@ class IncomingHandoff(MutableRecord):  # noqa: PLR0904 - all that concerns one h
     `peer` is None until the prefill worker was dialed, `mapped_pages` until the terms are settled.
     `block_tables` and `planner`, of the first read on, keep what the layers of its reads have in
     common.
-    `reference_failed`: it was to be handed over by reference, and cannot.
+    `encoding`, and `theirs`, the peer's view for it, are chosen once, before staging pages are
+    waited for. `reference_failed`: it was to be handed over by reference, and cannot.
     """
 
     session: ReceiveSession
@@ -78,20 +80,14 @@ class IncomingHandoff(MutableRecord):  # noqa: PLR0904 - all that concerns one h
     levels: dict[str, Level] = msgspec.field(default_factory=dict)
     sampler: Sampler | None = None
     reference_failed: bool = False
-    chosen_encoding: str | None = None
+    encoding: str = RAW
+    theirs: KVViewDescriptor | None = None
     _opened: dict[str, Transport] = msgspec.field(default_factory=dict)
     _fencing: set[str] = msgspec.field(default_factory=set)
     _closing: set[str] = msgspec.field(default_factory=set)
     _fenced: list[str] = msgspec.field(default_factory=list)
     _token_layer_bytes: int | None = None
     _verifier: DigestVerifier | None = None
-
-    @property
-    def encoding(self) -> str:
-        """In which its KV comes; it is chosen once, even if staging pages are waited for."""
-        if self.chosen_encoding is None:
-            raise AssertionError("its encoding is not known before its terms are settled")
-        return self.chosen_encoding
 
     def open_write_grants(self, transports: tuple[Transport, ...]) -> None:
         """Admit the peer's writes into the pages, over each transport.
@@ -243,9 +239,9 @@ class IncomingHandoff(MutableRecord):  # noqa: PLR0904 - all that concerns one h
     def verifier(self) -> DigestVerifier:
         """One for all that arrives: from the grant on, neither the peer nor the pages change."""
         if self._verifier is None:
-            if self.peer is None:
-                raise AssertionError("nothing is noticed before a peer was dialed")
-            pages, theirs = self._mapped_pages, self.peer.views_for(self.encoding).theirs
+            if self.peer is None or self.theirs is None:
+                raise AssertionError("nothing is noticed before the terms are settled")
+            pages, theirs = self._mapped_pages, self.theirs
             key, plan = None, self.session.plan
             if plan is None or not plan.plain_digests:
                 key = DigestKey(self.peer.link.digest_secret, self.session.ticket)
