@@ -8,8 +8,11 @@
              blocks of 64, then the next 256 tokens are scored. Beside the KV as it was computed:
              log-probabilities (largest and mean difference), KL divergence, perplexity, how often
              the likeliest token is the same, and for how many of 64 greedy tokens.
-    link     time to the first token over two hosts (network namespaces) and a link of `--mbit`,
-             for each of `--dtypes`; every arm has workers and a gateway of its own, all at once.
+    link     time to the first token over two hosts (network namespaces) and a link of each of
+             `--mbit` (0: not limited), for each of `--dtypes`; every arm has workers and a gateway
+             of its own, all at once. The arm int8 has `handoff.encoding = "int8"`: whether KV is
+             encoded follows from the link as the workers have measured it. "predicted" is what
+             they expected of raw KV and of encoded KV.
              `cached`: the prefill worker has the prompt's KV, so that the handoff is what takes
              time; `cold`: it computes it, on one thread. Needs root and iproute2.
 
@@ -32,8 +35,9 @@ import urllib.request
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -273,11 +277,13 @@ class Answer:
     """One request: time to an answer of one token, and what its handoff carried."""
 
     dtype: str
+    mbit: int
     arm: str
     case: str
     ttft_ms: float
     kv_bytes: int
     encodings: list[str]
+    predicted_ms: tuple[float, float] | None
 
 
 def ask(url: str, prompt: list[int]) -> tuple[float, str]:
@@ -301,16 +307,16 @@ def find_span(url: str) -> dict[str, object]:
 
 
 def measure_link(options: argparse.Namespace) -> list[Answer]:
-    """All arms of one dtype in turns, on workers of their own."""
+    """All arms of one dtype and link in turns, on workers of their own."""
     found: list[Answer] = []
-    for dtype in options.dtypes:
+    for dtype, mbit in product(options.dtypes, options.mbit):
         environment = dict(os.environ, BATON_CLUSTER_KEY=os.urandom(32).hex())
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             hosts = stack.enter_context(bridged_hosts(2))
             fleet = stack.enter_context(Fleet(folder, environment))
-            for host in hosts:
-                shape(host, options.mbit)
+            for host in hosts if mbit else ():
+                shape(host, mbit)
             model = make_model(folder)
             arms = {arm: start_arm(fleet, hosts, model, (arm, dtype)) for arm in LINK_ARMS}
             rng = np.random.default_rng(1)
@@ -320,15 +326,15 @@ def measure_link(options: argparse.Namespace) -> list[Answer]:
                         measure_answer(arms[arm], rng, options.tokens, case)
                         for case in ("cached", "cached", "cold")
                     ]
-                    print(dtype, arm, *answers, file=sys.stderr)
+                    print(dtype, mbit, arm, *answers, file=sys.stderr)
                     if number:  # the first of each meets, and measures, its peer
-                        found += [Answer(dtype, arm, *answer) for answer in answers]
+                        found += [Answer(dtype, mbit, arm, *answer) for answer in answers]
     return found
 
 
 def measure_answer(
     urls: tuple[str, str], rng: np.random.Generator, num_tokens: int, case: str
-) -> tuple[str, float, int, list[str]]:
+) -> tuple[str, float, int, list[str], tuple[float, float] | None]:
     """One new prompt, over the link."""
     direct, pair = urls
     prompt = rng.integers(300, 4000, num_tokens).tolist()
@@ -339,7 +345,9 @@ def measure_answer(
     span = find_span(pair)
     if span["fallbacks"] or span["transport"] != "tcp" or not span["num_received_tokens"]:
         raise AssertionError(f"not handed over: {span}")
-    return case, ttft_ms, span["num_bytes"], span["encodings"]
+    estimate = span["encoding_estimate"]
+    predicted_ms = estimate and (estimate["raw_s"] * 1e3, estimate["encoded_s"] * 1e3)
+    return case, ttft_ms, span["num_bytes"], span["encodings"], predicted_ms
 
 
 def shape(host: BridgedHost, mbit: int) -> None:
@@ -419,25 +427,43 @@ def show_quality(rows: Sequence[dict[str, float | str]]) -> None:
 
 def show_link(answers: Sequence[Answer]) -> list[dict[str, object]]:
     """Medians and quartiles, and their ratio to raw."""
-    table = Table("dtype", "case", "encoding", "KV, MB", "TTFT, ms", "over raw", title="link")
+    columns = ("KV", "Mbit/s", "case", "setting", "encoded", "MB", "TTFT, ms", "over raw")
+    table = Table(*columns, "predicted, raw and encoded, ms", title="link")
     rows: list[dict[str, object]] = []
-    for dtype in dict.fromkeys(each.dtype for each in answers):
+    for dtype, mbit in dict.fromkeys((each.dtype, each.mbit) for each in answers):
         for case in ("cached", "cold"):
             raw = 0.0
             for arm in LINK_ARMS:
-                own = [a for a in answers if (a.dtype, a.case, a.arm) == (dtype, case, arm)]
+                key = dtype, mbit, case, arm
+                own = [a for a in answers if (a.dtype, a.mbit, a.case, a.arm) == key]
                 low, middle, high = quartiles([each.ttft_ms for each in own])
                 raw = raw or middle
                 megabytes = statistics.median(each.kv_bytes for each in own) / 1e6
-                text = f"{middle:.0f} ({low:.0f} to {high:.0f})"
-                table.add_row(dtype, case, arm, f"{megabytes:.1f}", text, f"{middle / raw:.2f}")
+                num_encoded = sum(bool(each.encodings) for each in own)
+                predicted = [each.predicted_ms for each in own if each.predicted_ms]
+                medians = [statistics.median(each) for each in zip(*predicted, strict=True)]
                 rows.append({
                     "dtype": dtype,
+                    "mbit": mbit,
                     "case": case,
-                    "encoding": arm,
+                    "setting": arm,
+                    "num_answers": len(own),
+                    "num_encoded": num_encoded,
                     "ttft_ms": [low, middle, high],
                     "over_raw": middle / raw,
+                    "predicted_ms": medians,
                 })
+                table.add_row(
+                    dtype,
+                    str(mbit or "not limited"),
+                    case,
+                    arm,
+                    f"{num_encoded} of {len(own)}",
+                    f"{megabytes:.1f}",
+                    f"{middle:.0f} ({low:.0f} to {high:.0f})",
+                    f"{middle / raw:.2f}",
+                    " and ".join(f"{each:.0f}" for each in medians),
+                )
     Console().print(table)
     return rows
 
@@ -449,13 +475,13 @@ def main() -> None:
     parser.add_argument("--text", nargs="*", type=Path, default=[])
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--mbit", type=int, default=1000)
+    parser.add_argument("--mbit", type=int, nargs="*", default=[1000, 0])
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16", "float32"])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    result: dict[str, object] = {}
+    result: dict[str, Any] = {}
     if options.json is not None and options.json.exists():
         result = json.loads(options.json.read_text())
     if "codecs" in options.parts:
@@ -471,12 +497,14 @@ def main() -> None:
             answers = measure_link(options)
         except NoNamespaceError as exc:
             sys.exit(f"link: skipped: {exc}; run it as root, with iproute2")
-        result["link"] = {
-            "mbit": options.mbit,
-            "tokens": options.tokens,
-            "rows": show_link(answers),
-            "answers": [asdict(each) for each in answers],
+        links = result.setdefault("link", {})
+        links |= {
+            each.dtype: {"tokens": options.tokens, "rows": [], "answers": []} for each in answers
         }
+        for row in show_link(answers):
+            links[row["dtype"]]["rows"].append(row)
+        for each in answers:
+            links[each.dtype]["answers"].append(asdict(each))
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 

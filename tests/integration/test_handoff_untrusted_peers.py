@@ -15,6 +15,7 @@ from baton.handoff.interface import BlocksQuiescent, KVFailed, KVLanded, KVSent
 from baton.handoff.link import Link, LinkPhase
 from baton.handoff.messages import (
     PROTOCOL_VERSION,
+    EncodingCosts,
     FallbackToWrite,
     Grant,
     HelloRefused,
@@ -70,6 +71,43 @@ def test_a_grant_over_a_link_that_this_side_dialed_is_refused(
         grant = Grant(ticket.id, seal(ticket, key), PROMPT_HASH, 0, 20, 0, b"", "READ")
         say(decode, peer, grant)
         wait_until(lambda: "KV goes the other way" in caplog.text)
+
+
+def test_a_grant_of_pages_for_an_encoding_that_this_worker_lacks_is_refused(
+    key: Credentials, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        node("p", kinds=SHARED, key=key) as prefill,
+        node("d", kinds=SHARED, key=key) as decode,
+    ):
+        meet(dialer=decode, listener=prefill)
+        (peer,) = peers_of(decode, "p")
+        ticket = make_ticket(prefill.ref, decode.ref)
+        sealed = seal(ticket, key)
+        grant = Grant(ticket.id, sealed, PROMPT_HASH, 0, 20, 0, b"", "READ", encoding="int8/1")
+        say(decode, peer, grant)
+        wait_until(lambda: "no views for KV encoded as int8/1" in caplog.text)
+        assert peers_of(prefill, "d"), "the link lives"
+        handoff = make_handoff(prefill, decode, num_ready=101)
+        handoff.start_receive()
+        handoff.start_send()
+        handoff.prefill_done()
+        handoff.check_landed(FIRST)
+
+
+def test_costs_of_an_encoding_that_the_two_do_not_share_are_ignored(key: Credentials) -> None:
+    with (
+        node("p", kinds=SHARED, key=key) as prefill,
+        node("d", kinds=SHARED, key=key) as decode,
+    ):
+        peer = meet(dialer=decode, listener=prefill)
+        say(prefill, peer, EncodingCosts("int8/1", 1e-9, 1e-9))
+        handoff = make_handoff(prefill, decode, num_ready=101)
+        handoff.start_receive()
+        handoff.start_send()
+        handoff.prefill_done()
+        handoff.check_landed(FIRST)
+        assert handoff.receiving.trace.encodings == []
 
 
 @pytest.mark.parametrize("word", ["taken", "missing", "reversed"])

@@ -118,7 +118,7 @@ class HandoffSection(Struct, frozen=True, kw_only=True):
 
     `verify_*`: which bytes are compared with their digests, by the kind of path that they took.
 
-    `encoding` is how KV is written for peers on other hosts (`baton.encodings`), in at most
+    `encoding` is how KV may be written (`baton.encodings`) where a link is slow, in at most
     `staging_bytes`.
     """
 

@@ -342,6 +342,7 @@ class ListedLink(msgspec.Struct, frozen=True, rename={"from_": "from"}):
     transport: str
     latency_s: float
     bytes_per_s: float
+    encoding: str
 
 
 class ModelLinks(msgspec.Struct, frozen=True):
@@ -378,7 +379,7 @@ class LinkList:
             for each, line in zip(Distance, costs.lines, strict=True)
         )
         links = (
-            ListedLink(one, other, link.transport, link.latency_s, 1 / link.byte_s)
+            ListedLink(one, other, link.transport, link.latency_s, 1 / link.byte_s, link.encoding)
             for (one, other), link in islice(costs.links.items(), MOST_LINKS)
         )
         return ModelLinks(model, tuple(lines), tuple(links))

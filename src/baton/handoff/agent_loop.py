@@ -16,6 +16,7 @@ from baton.errors import BatonError, PeerLostError, TransferError
 from baton.handoff.decode_receiver import DecodeReceiver
 from baton.handoff.heartbeat import EngineHeartbeat, HeartbeatPublisher
 from baton.handoff.kv_views import AgentContext, RegisteredView
+from baton.handoff.link_encodings import LinkEncodings
 from baton.handoff.messages import (
     PROTOCOL_VERSION,
     Failed,
@@ -140,7 +141,8 @@ class AgentLoop:
             SharedBlockImporter(context, ImportTable()),
             SharedBlockExporter(context),
         )
-        self.receiving = DecodeReceiver(context, self.importer)
+        self._encodings = LinkEncodings(context)
+        self.receiving = DecodeReceiver(context, self.importer, self._encodings)
         self.sending = PrefillSender(context, self.exporter)
         self._heartbeat_publisher = HeartbeatPublisher(context, heartbeat)
         self._selector.register(self._waker, selectors.EVENT_READ, self._waker)
@@ -231,6 +233,7 @@ class AgentLoop:
         self.sending.tick()
         self.importer.tick()
         self.exporter.tick()
+        self._encodings.tick()
 
     def _serve_staging(self) -> None:
         """Let those begin whose turn it is; one that ends at once may serve the next."""
@@ -266,6 +269,7 @@ class AgentLoop:
                 self._prober.forget(peer)
                 self._probe_target.forget(peer)
                 self._peer_transports.forget(peer)
+                self._encodings.forget(peer)
                 self.receiving.peer_gone(peer, error)
                 self.sending.peer_gone(peer, error)
                 self.importer.peer_gone(peer)
@@ -365,8 +369,9 @@ class AgentLoop:
         """See `HandoffAgent.cut_writes`."""
         error = PeerLostError("it did not take what was written, and the pages are needed")
         for used in self.sending.transports_of(ticket):
-            if used.remote is not None and not used.transport.capabilities.late_writes:
-                self._remote_lost(used.transport, used.remote, error)
+            remote = next(iter(used.remotes.values()), None)
+            if remote is not None and not used.transport.capabilities.late_writes:
+                self._remote_lost(used.transport, remote, error)
 
     def abort_from_peer(self, ticket: TicketId, reason: str) -> None:
         """See `HandoffAgent.abort_from_peer`."""

@@ -16,6 +16,7 @@ from baton.handoff.messages import (
     Available,
     BlocksExported,
     Declined,
+    EncodingCosts,
     ExportRefused,
     Failed,
     Finished,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from baton.auth.ticket import Ticket
     from baton.handoff.interface import ReceiveOrder
     from baton.handoff.kv_views import AgentContext
+    from baton.handoff.link_encodings import LinkEncodings
     from baton.handoff.messages import GrantOp, Notification, ToReceiver
     from baton.handoff.peer_transports import PeerTransportLost, PeerTransportUp
     from baton.handoff.peers import Peer
@@ -65,8 +67,10 @@ logger = logging.getLogger(__name__)
 class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     """All handoffs into this worker. Owner: the agent's thread."""
 
-    def __init__(self, context: AgentContext, importer: SharedBlockImporter) -> None:
-        self._context, self._importer = context, importer
+    def __init__(
+        self, context: AgentContext, importer: SharedBlockImporter, encodings: LinkEncodings
+    ) -> None:
+        self._context, self._importer, self._encodings = context, importer, encodings
         self._reads = PageReads(context, perform=self._perform, accept=self._accept)
         self.pending_reads = self._reads.pending
         self._incoming: dict[TicketId, IncomingHandoff] = {}
@@ -176,6 +180,8 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 until = Instant(self._context.clock.now() - idle_s + self._context.timeout_s)
                 for incoming in self._among(tickets, peer):
                     incoming.session.wait_until(until)
+            case EncodingCosts():
+                self._encodings.handle_message(peer, message)
             case Failed(ticket, reason) if self._lease_renewer.is_queued_from(ticket, peer):
                 # What a queued request waits for is gone: it fails as soon as it is expected.
                 self._lease_renewer.drop(ticket)
@@ -307,7 +313,11 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         op = self._choose_op(incoming, peer)
         if op is None:
             return
-        view, order = self._context.view_to(peer), session.order
+        order = session.order
+        if incoming.theirs is None:
+            incoming.encoding = self._encodings.choose(peer, op, order)
+            incoming.theirs = peer.views_for(incoming.encoding).theirs
+        view = self._context.view_to(peer, incoming.encoding)
         if order.start % view.page_tokens:
             reason = f"token {order.start} is not the first of a page of {view.page_tokens}"
             self._perform(incoming, session.fail(reason, stage=STAGING_STAGE))
@@ -322,12 +332,14 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         if incoming.mapped_pages is not None:
             context = self._context
             note_encoding(order.trace, view.view.layout)
+            context.peer_transports.record_encoding(peer, incoming.encoding)
             plan = TransferPlan(
                 op,
                 incoming.mapped_pages.pages,
                 view.is_staged,
                 context.no_digest_transports,
                 plain_digests=context.is_on_this_host(peer),
+                encoding=incoming.encoding,
             )
             self._perform(incoming, session.begin(plan))
 

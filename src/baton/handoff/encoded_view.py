@@ -1,12 +1,13 @@
-"""A KV view whose pages are encoded: what a worker sends to other hosts in fewer bytes.
+"""A KV view whose pages are encoded: what a worker sends over slow links in fewer bytes.
 
     engine's pages ── gather: encode ──► staged pages ── any transport ──► the peer's staged pages
                                                      the peer's engine ◄── scatter: decode ──┘
 
 An encoded page is one page of the engine's, all heads, encoded as a block of one layer, and padded
 to a whole number of bytes a token. Peers see it as opaque pages whose arrangement names the
-encoding and the layout that was encoded: two workers use such views where both have the same one,
-else their raw views. Digests are made of, and compared with, the encoded bytes.
+encoding and the layout that was encoded: two workers can use such views where both have the same
+one, and choose for each handoff between them and their raw views (`link_encodings`). Digests are
+made of, and compared with, the encoded bytes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import msgspec
 import numpy as np
 
 from baton.encodings.interface import RAW, open_encoding
+from baton.encodings.rates import calibrate
 from baton.errors import ConfigError
 from baton.handoff.kv_views import KVView
 from baton.kv.copies import count_blocks
@@ -31,7 +33,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from baton.clock import Clock, Instant
     from baton.encodings.interface import KVEncoding
+    from baton.encodings.rates import EncodingRate, EncodingRates
     from baton.telemetry.trace import RequestSpan
     from baton.transfer.devices.extents import AllocateRegion
     from baton.transfer.interface import PagedRegion
@@ -76,9 +80,13 @@ def make_encoded_view(
     encoding: KVEncoding,
     size: StagingSize,
     *,
+    clock: Clock,
     allocate: AllocateRegion = allocate_shared_region,
+    rates: EncodingRates | None = None,
 ) -> KVView:
     """A view of the same pages, encoded. Its region is the caller's to release.
+
+    Without `rates` it is measured now what the encoding takes.
 
     Raises:
         ConfigError: `view` is staged itself, or not one block has room.
@@ -95,8 +103,8 @@ def make_encoded_view(
     needed = count_blocks(min(size.max_tokens, _count_tokens(view)), layout.block_size)
     if num_pages < needed:
         logger.warning(
-            "handoff.staging_bytes: %d holds %d tokens encoded as %s; longer prompts are computed "
-            "anew instead of handed over to other hosts (%d tokens need %d bytes)",
+            "handoff.staging_bytes: %d holds %d tokens encoded as %s; longer prompts are handed "
+            "over raw, over slow links, too (%d tokens need %d bytes)",
             size.num_bytes,
             num_pages * layout.block_size,
             encoding.name,
@@ -104,20 +112,24 @@ def make_encoded_view(
             needed * layout.block_bytes,
         )
     region = allocate([(num_pages, layout.page_bytes(layer)) for layer in range(layout.num_layers)])
-    return KVView(layout, region, EncodedPages(view.layout, view.region, encoding, region))
+    if rates is None:
+        canonical = msgspec.structs.replace(view.layout, order="canonical", arrangement="")
+        rates = calibrate(encoding, canonical, clock)
+    pages = EncodedPages(view.layout, view.region, encoding, region, rates, clock)
+    return KVView(layout, region, pages)
 
 
-def encoding_of(layout: KVLayout) -> str | None:
-    """Name and version of the encoding of a view's pages; None where they are raw."""
+def encoding_of(layout: KVLayout) -> str:
+    """Name and version of the encoding of a view's pages; "raw" where they are not encoded."""
     if not layout.arrangement.startswith(_ARRANGEMENT):
-        return None
+        return RAW
     return layout.arrangement.removeprefix(_ARRANGEMENT).rpartition("/")[0]
 
 
 def note_encoding(trace: RequestSpan, layout: KVLayout) -> None:
     """Write into a request's trace that its KV was encoded for the handoff."""
     name = encoding_of(layout)
-    if name is not None:
+    if name != RAW:
         trace.note_encoding(f"handoff={name}")
 
 
@@ -129,12 +141,17 @@ def list_lossy(encodings: Iterable[KVEncoding | None]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class EncodedPages:
-    """Implements `Staging`. `own` and `staged` are the engine's pages and the encoded ones."""
+    """Implements `Staging`. `own` and `staged` are the engine's pages and the encoded ones.
+
+    `rates` are what encoding and decoding take, copies included, as it is used.
+    """
 
     layout: KVLayout
     own: PagedRegion
     encoding: KVEncoding
     staged: PagedRegion
+    rates: EncodingRates
+    clock: Clock
     _layers: tuple[KVLayout, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -144,18 +161,26 @@ class EncodedPages:
 
     def gather(self, layer: int, blocks: NDArray[np.int64], staged: NDArray[np.int64]) -> None:
         """See `Staging`."""
+        began_at = self.clock.now()
         raw = self._read(layer, blocks)
         encoded = self.encoding.encode(self._layers[layer], raw)
         num_bytes = self.encoding.max_bytes(self._layers[layer])
         self._staged_pages(layer)[staged, :num_bytes] = np.stack(encoded)
+        self._count(self.rates.encode, raw.nbytes, began_at)
 
     def scatter(self, layer: int, staged: NDArray[np.int64], blocks: NDArray[np.int64]) -> None:
         """See `Staging`."""
+        began_at = self.clock.now()
         num_bytes = self.encoding.max_bytes(self._layers[layer])
         raw = np.empty((len(blocks), self._layers[layer].block_bytes), np.uint8)
         encoded = self._staged_pages(layer)[staged, :num_bytes]
         self.encoding.decode(self._layers[layer], list(encoded), raw)
         self._write(layer, blocks, raw)
+        self._count(self.rates.decode, raw.nbytes, began_at)
+
+    def _count(self, rate: EncodingRate, num_bytes: int, began_at: Instant) -> None:
+        now = self.clock.now()
+        rate.add(num_bytes, now - began_at, now)
 
     def _read(self, layer: int, blocks: NDArray[np.int64]) -> NDArray[np.uint8]:
         """The engine's pages in canonical order, `[n, page_bytes]`."""

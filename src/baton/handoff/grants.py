@@ -9,6 +9,7 @@ import msgspec
 
 from baton.auth.ticket import Ticket, is_signed, text_of, unseal
 from baton.clock import Instant
+from baton.encodings.interface import RAW
 from baton.errors import ProtocolError, TicketError
 from baton.handoff.messages import (
     MAX_BATCH,
@@ -77,7 +78,8 @@ def check_grant(
 
     Raises:
         TicketError: its ticket is not for the two.
-        ProtocolError: it grants nothing, or pages that do not hold its tokens.
+        ProtocolError: it grants nothing, or pages that do not hold its tokens; or it asks for an
+            encoding that the two do not have in common.
     """
     ticket = check_ticket(context, peer, grant.ticket, known)
     if ticket.id != grant.id:
@@ -87,8 +89,11 @@ def check_grant(
     if grant.start >= grant.num_tokens:
         raise ProtocolError(f"a grant of tokens [{grant.start}, {grant.num_tokens})")
     target = BlockTable(grant.first_block, unpack_blocks(grant.blocks))
+    theirs = peer.views_for(grant.encoding).theirs
+    if grant.op == "NONE" and grant.encoding != RAW:
+        raise ProtocolError("blocks cannot be exported in an encoding")
     if grant.op == "WRITE":
-        _check_holds(target, peer.negotiated.theirs.layout.block_size, grant)
+        _check_holds(target, theirs.layout.block_size, grant)
     elif len(target.blocks):
         raise ProtocolError("a grant of pages by a worker that reads by itself")
     forget_at = Instant(context.clock.now() + ticket.issue.lifetime_s)
@@ -108,7 +113,8 @@ def check_fallback(granted: Granted, message: FallbackToWrite) -> Granted:
         ProtocolError: the pages do not hold its tokens.
     """
     target = BlockTable(message.first_block, unpack_blocks(message.blocks))
-    _check_holds(target, granted.peer.negotiated.theirs.layout.block_size, granted.grant)
+    theirs = granted.peer.views_for(granted.grant.encoding).theirs
+    _check_holds(target, theirs.layout.block_size, granted.grant)
     return msgspec.structs.replace(granted, target=target)
 
 

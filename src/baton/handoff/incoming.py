@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, assert_never
 import msgspec
 import numpy as np
 
+from baton.encodings.interface import RAW
 from baton.handoff.messages import DIGEST_BYTES, Notification, unpack_blocks
 from baton.handoff.peer_transports import TransportUsage
 from baton.kv.copies import BlockTable, compute_pieces, pair_layers
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from baton.clock import Instant
     from baton.handoff.kv_views import MappedPages
-    from baton.handoff.messages import Available, Finished
+    from baton.handoff.messages import Available, Finished, KVViewDescriptor
     from baton.handoff.peers import Peer
     from baton.handoff.session.receive import ReceiveSession
     from baton.handoff.verify import Level, VerificationPolicy
@@ -65,7 +66,8 @@ class IncomingHandoff(MutableRecord):  # noqa: PLR0904 - all that concerns one h
     `peer` is None until the prefill worker was dialed, `mapped_pages` until the terms are settled.
     `block_tables` and `planner`, of the first read on, keep what the layers of its reads have in
     common.
-    `reference_failed`: it was to be handed over by reference, and cannot.
+    `encoding`, and `theirs`, the peer's view for it, are chosen once, before staging pages are
+    waited for. `reference_failed`: it was to be handed over by reference, and cannot.
     """
 
     session: ReceiveSession
@@ -78,6 +80,8 @@ class IncomingHandoff(MutableRecord):  # noqa: PLR0904 - all that concerns one h
     levels: dict[str, Level] = msgspec.field(default_factory=dict)
     sampler: Sampler | None = None
     reference_failed: bool = False
+    encoding: str = RAW
+    theirs: KVViewDescriptor | None = None
     _opened: dict[str, Transport] = msgspec.field(default_factory=dict)
     _fencing: set[str] = msgspec.field(default_factory=set)
     _closing: set[str] = msgspec.field(default_factory=set)
@@ -189,6 +193,9 @@ class IncomingHandoff(MutableRecord):  # noqa: PLR0904 - all that concerns one h
             trace.stamp(Stamp.FIRST_LAYER_LANDED, now)
         if coverage.complete:
             trace.stamp(Stamp.LAST_LAYER_LANDED, now)
+            estimate, granted_at = trace.encoding_estimate, trace.stamps.get(Stamp.GRANTED)
+            if estimate is not None and estimate.took_s is None and granted_at is not None:
+                trace.encoding_estimate = msgspec.structs.replace(estimate, took_s=now - granted_at)
 
     def record_read(self, choice: Choice, copies: PageCopies) -> None:
         """Note in the trace what is read, and over what."""
@@ -232,9 +239,9 @@ class IncomingHandoff(MutableRecord):  # noqa: PLR0904 - all that concerns one h
     def verifier(self) -> DigestVerifier:
         """One for all that arrives: from the grant on, neither the peer nor the pages change."""
         if self._verifier is None:
-            if self.peer is None:
-                raise AssertionError("nothing is noticed before a peer was dialed")
-            pages, theirs = self._mapped_pages, self.peer.negotiated.theirs
+            if self.peer is None or self.theirs is None:
+                raise AssertionError("nothing is noticed before the terms are settled")
+            pages, theirs = self._mapped_pages, self.theirs
             key, plan = None, self.session.plan
             if plan is None or not plan.plain_digests:
                 key = DigestKey(self.peer.link.digest_secret, self.session.ticket)

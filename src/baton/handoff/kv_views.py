@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 import numpy as np
 
 from baton.config.cluster_key import is_loopback
+from baton.encodings.interface import RAW
 from baton.errors import HandoffError
 from baton.kv.copies import BlockTable, PagedSequence
 from baton.kv.geometry import check_page_size, page_geometry
@@ -342,6 +343,10 @@ class AgentContext:
         )
         return is_loopback(theirs) or own == theirs or self.peer_transports.shares_host(peer)
 
-    def view_to(self, peer: Peer) -> RegisteredView:
-        """The KV view of this worker that a peer sees; the peer has sent its Hello."""
-        return self.views[peer.negotiated.ours]
+    def view_to(self, peer: Peer, encoding: str = RAW) -> RegisteredView:
+        """The KV view of this worker that a peer sees; the peer has sent its Hello.
+
+        Raises:
+            ProtocolError: the two have no views in common for that encoding.
+        """
+        return self.views[peer.views_for(encoding).ours]

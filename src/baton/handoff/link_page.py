@@ -31,6 +31,7 @@ async def describe_links(agent: HandoffAgent) -> MeasuredLinks:
                 each.byte_s,
                 each.model.num_probes,
                 each.model.num_transfers,
+                each.encoding,
             )
             for each in reports[-MAX_LINKS:]
         )

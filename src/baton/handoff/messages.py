@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
 import msgspec
 import numpy as np
 
+from baton.encodings.interface import RAW
 from baton.errors import UNDECODABLE, ProtocolError
 from baton.handoff.interface import SampledToken
 from baton.ids import Epoch, TicketId, WorkerId
@@ -21,7 +22,7 @@ from baton.transfer.interface import RegionDescriptor
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-PROTOCOL_VERSION: Final = 10
+PROTOCOL_VERSION: Final = 11
 MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
 MAX_TOKENS: Final = 16 * 1024 * 1024
 DIGEST_BYTES: Final = 16
@@ -37,6 +38,9 @@ PackedBlocks = Annotated[bytes, msgspec.Meta(max_length=MAX_MESSAGE_BYTES // 2)]
 LayerNumber = Annotated[int, msgspec.Meta(ge=0, le=4096)]
 LayerCount = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 TransportName = Annotated[str, msgspec.Meta(max_length=64)]
+EncodingName = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+MAX_BYTE_S: Final = 1.0
+SecondsPerByte = Annotated[float, msgspec.Meta(gt=0, le=MAX_BYTE_S)]
 TraitName = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 TraitValue = Annotated[str, msgspec.Meta(max_length=256)]
 
@@ -125,6 +129,7 @@ class Grant(SenderMessage, frozen=True, tag="grant"):
     empty. `ticket` is the sealed text of the ticket `id`: the gateway's authority.
     What is written over a transport that `no_digest_transports` names needs no digests: its
     receiver compares none. With `plain_digests` both are on one host: no digest needs a key.
+    The KV is to come in `encoding`, through the views of both sides for that one.
     """
 
     id: WireTicketId
@@ -137,6 +142,7 @@ class Grant(SenderMessage, frozen=True, tag="grant"):
     op: GrantOp
     no_digest_transports: Annotated[tuple[TransportName, ...], msgspec.Meta(max_length=16)] = ()
     plain_digests: bool = False
+    encoding: EncodingName = RAW
 
 
 class Declined(SenderMessage, frozen=True, tag="declined"):
@@ -329,6 +335,18 @@ class Keepalive(ReceiverMessage, frozen=True, tag="keepalive"):
     tickets: Tickets
 
 
+class EncodingCosts(ReceiverMessage, frozen=True, tag="encoding_costs"):
+    """Prefill → decode: what KV in `encoding` costs on my side, so that you can choose.
+
+    `encode_byte_s` are seconds to encode a byte of raw KV; `write_byte_s` seconds for each byte
+    that I write to you, as measured; None where that link was not.
+    """
+
+    encoding: EncodingName
+    encode_byte_s: SecondsPerByte
+    write_byte_s: SecondsPerByte | None
+
+
 class ProbeRequest(ProbeTargetMessage, frozen=True, tag="probe_request"):
     """The side that writes: let me write probes over `transport` into your scratch landing pages.
 
@@ -380,6 +398,7 @@ ToReceiver: TypeAlias = (
     | Failed
     | LeaseRenewed
     | Keepalive
+    | EncodingCosts
 )
 """From a prefill worker, about what this worker receives."""
 

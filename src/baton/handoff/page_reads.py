@@ -197,10 +197,10 @@ class PageReads:
             TransferError: there is no way to the peer any more, or it named pages that it lacks.
             ProtocolError: the pages that it named do not hold what it announced.
         """
-        peer, mapped_pages = incoming.peer, incoming.mapped_pages
-        if peer is None or mapped_pages is None:
+        peer, theirs, mapped_pages = incoming.peer, incoming.theirs, incoming.mapped_pages
+        if peer is None or theirs is None or mapped_pages is None:
             raise PeerLostError("its pages cannot be read any more")
-        theirs, ours = peer.negotiated.theirs, mapped_pages.sequence
+        ours = mapped_pages.sequence
         planner, tables = incoming.planner, incoming.block_tables
         if planner is None or tables is None:  # neither layout changes while there is the link
             planner = incoming.planner = CopyPlanner(theirs.layout, ours.layout)
@@ -243,7 +243,7 @@ class PageReads:
             available.layers, available.start, available.stop, is_keyed=True
         )
         read = PageRead(
-            chosen.peer_transport.attached,
+            chosen.peer_transport.remote_for(incoming.encoding),
             region,
             copies,
             incoming.session.ticket,

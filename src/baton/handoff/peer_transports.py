@@ -12,21 +12,27 @@ failed, and then the reason is kept: no slow path is silent.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from baton.encodings.interface import RAW
 from baton.errors import BatonError, PeerUnreachableError
 from baton.record import MutableRecord, Record
 from baton.transfer.interface import as_admitter
 from baton.transfer.links.choice import Backoff, Choice, Chooser, Outcome
-from baton.transfer.links.cost_model import MIN_BYTE_S, TransferShape, default_link_model
+from baton.transfer.links.cost_model import (
+    MIN_BYTE_S,
+    TransferShape,
+    default_link_model,
+)
 from baton.transfer.links.probes import ProbeBounds
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
     import numpy as np
     from numpy.typing import NDArray
@@ -50,6 +56,11 @@ class PeerTransportState(StrEnum):
     DOWN = "down"  # until its backoff is over
 
 
+MIN_BULK_BYTES: Final = 1 << 20
+"""From that size on the time of a transfer shows a link's bandwidth."""
+NUM_BULK_TRANSFERS: Final = 3
+
+
 class _Period(MutableRecord):
     """From the first transfer over an idle route; `filled_at` is when the last was submitted."""
 
@@ -64,16 +75,22 @@ class _Period(MutableRecord):
 
 @dataclass(slots=True, eq=False)
 class PeerTransport:
-    """A way to write into a peer's pages, or to read them. Owner: the agent's thread."""
+    """A way to write into a peer's pages, or to read them. Owner: the agent's thread.
+
+    `descriptors` and `remotes` are the peer's region for raw KV and those for encoded KV, by
+    encoding. They are attached and dropped together.
+    """
 
     transport: Transport
-    descriptor: RegionDescriptor
+    descriptors: Mapping[str, RegionDescriptor]
     direction: Direction
     model: LinkModel
     state: PeerTransportState = PeerTransportState.DOWN
-    remote: RemoteId | None = None
+    remotes: dict[str, RemoteId] = field(default_factory=dict)
     reason: str = ""
     backoff: Backoff = field(default_factory=Backoff)
+    _bulk_byte_s: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_BULK_TRANSFERS))
+    _attaching: set[RemoteId] = field(default_factory=set)
     _num_under_way: int = 0
     _period: _Period | None = None
 
@@ -87,12 +104,45 @@ class PeerTransport:
         """Whether one transfer may be of several layers."""
         return self.transport.capabilities.multi_array
 
+    def remote_for(self, encoding: str) -> RemoteId:
+        """The peer's region for KV in an encoding, of a route that is up.
+
+        Raises:
+            PeerUnreachableError: the peer has not exposed that region over this transport.
+        """
+        if encoding not in self.remotes:
+            raise PeerUnreachableError(f"{self.kind} does not reach the peer's {encoding} pages")
+        return self.remotes[encoding]
+
     @property
-    def attached(self) -> RemoteId:
-        """The remote of a route that is up."""
-        if self.remote is None:
-            raise AssertionError(f"{self.kind} is not attached")
-        return self.remote
+    def bulk_byte_s(self) -> float | None:
+        """Seconds for a byte of large transfers; None before a probe or some such transfers.
+
+        As the quickest of the latest took: a machine that does something else makes a transfer
+        slower, never quicker.
+        """
+        is_known = self.model.num_probes or len(self._bulk_byte_s) == NUM_BULK_TRANSFERS
+        return min(self._bulk_byte_s) if is_known else None
+
+    def probed(self, model: LinkModel) -> None:
+        """Probes were right, and cost so much."""
+        self.model = model
+        self._bulk_byte_s.append(model.byte_s)
+
+    def attach(self) -> None:
+        """Begin to attach every region.
+
+        Raises:
+            TransferError: one cannot be attached; `drop` the rest.
+        """
+        for encoding, descriptor in self.descriptors.items():
+            remote = self.remotes[encoding] = self.transport.attach(descriptor)
+            self._attaching.add(remote)
+
+    def remote_attached(self, remote: RemoteId) -> bool:
+        """One of its regions is attached: whether all are."""
+        self._attaching.discard(remote)
+        return not self._attaching
 
     @property
     def is_new(self) -> bool:
@@ -100,10 +150,11 @@ class PeerTransport:
         return self.state is PeerTransportState.ATTACHING and not self.backoff.num_failures
 
     def drop(self) -> None:
-        """Forget the remote, whose transfers fail."""
-        remote, self.remote = self.remote, None
+        """Forget the remotes, whose transfers fail."""
+        remotes, self.remotes = self.remotes, {}
+        self._attaching.clear()
         self.state = PeerTransportState.DOWN
-        if remote is not None:
+        for remote in remotes.values():
             self.transport.detach(remote)
 
     def submitted(self, choice: Choice, before: Instant, after: Instant) -> None:
@@ -137,6 +188,8 @@ class PeerTransport:
         teaches = period.num_transfers == 1 or waited_s > filling_s
         if teaches:
             shape = TransferShape(period.num_bytes, period.num_descriptors)
+            if shape.num_bytes >= MIN_BULK_BYTES:
+                self._bulk_byte_s.append(max(observed_s / shape.num_bytes, MIN_BYTE_S))
             self.model = self.model.refine(shape, observed_s, alike=period.largest)
         return Outcome(
             transport=self.transport.kind,
@@ -165,12 +218,16 @@ LARGE: Final = TransferShape(TYPICAL.num_bytes << 4, TYPICAL.num_descriptors << 
 
 @dataclass(frozen=True, slots=True)
 class LinkReport:
-    """The measured way to a peer (`push`) or from it (`pull`) that large transfers take."""
+    """The measured way to a peer (`push`) or from it (`pull`) that large transfers take.
+
+    `encoding` is what the latest handoff's KV was written in.
+    """
 
     peer: str
     direction: Direction
     transport: str
     model: LinkModel
+    encoding: str = RAW
 
     @property
     def byte_s(self) -> float:
@@ -223,11 +280,24 @@ class _PeerTransports:
     peer: Peer
     peer_transports: dict[str, PeerTransport]
     chooser: Chooser
+    encoding: str = RAW
     warned: set[tuple[str, str]] = field(default_factory=set)
 
     @property
     def models(self) -> dict[str, LinkModel]:
         return {kind: peer_transport.model for kind, peer_transport in self.peer_transports.items()}
+
+    def find_best_measured(self) -> PeerTransport | None:
+        """What carries large transfers, of those that are up and were measured."""
+        return min(
+            (
+                each
+                for each in self.peer_transports.values()
+                if each.state is PeerTransportState.UP and each.model.is_measured
+            ),
+            key=lambda each: each.model.predict(LARGE),
+            default=None,
+        )
 
     def in_state(self, *states: PeerTransportState) -> list[str]:
         return [
@@ -323,19 +393,22 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 return True
         return False
 
-    def admit_writes(self, peer: Peer, grant: TicketId, pages: NDArray[np.int64]) -> None:
+    def admit_writes(
+        self, peer: Peer, grant: TicketId, pages: NDArray[np.int64], encoding: str
+    ) -> None:
         """A peer has opened a write grant: the transports that want to know it learn of it."""
         for each in self.of(peer):
             admitter = as_admitter(each.transport)
-            if admitter is not None and each.remote is not None:
-                admitter.admit_writes(each.remote, grant, pages)
+            if admitter is not None and encoding in each.remotes:
+                admitter.admit_writes(each.remotes[encoding], grant, pages)
 
     def forget_grant(self, peer: Peer, grant: TicketId) -> None:
         """A peer closes a write grant without asking."""
         for each in self.of(peer):
             admitter = as_admitter(each.transport)
-            if admitter is not None and each.remote is not None:
-                admitter.forget_grant(each.remote, grant)
+            if admitter is not None:
+                for remote in each.remotes.values():
+                    admitter.forget_grant(remote, grant)
 
     def shares_host(self, peer: Peer) -> bool:
         """Whether a transport is up to the peer that reaches nothing beyond this host."""
@@ -394,6 +467,8 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         if found is None:
             return None
         known, peer_transport = found
+        if not peer_transport.remote_attached(remote):
+            return None
         half_open = peer_transport.backoff.num_failures and self._can_be_tried(
             known.peer, peer_transport
         )
@@ -441,13 +516,23 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         """What large transfers to, or from, each peer are predicted to take, if measured."""
         reports = []
         for known in self._by_peer.values():
-            models = {kind: model for kind, model in known.models.items() if model.is_measured}
-            usable = [kind for kind in known.in_state(PeerTransportState.UP) if kind in models]
-            if usable:
-                kind = min(usable, key=lambda each: models[each].predict(LARGE))
-                direction = known.peer_transports[kind].direction
-                reports.append(LinkReport(known.peer.name, direction, kind, models[kind]))
+            best = known.find_best_measured()
+            if best is not None:
+                name, encoding = known.peer.name, known.encoding
+                reports.append(LinkReport(name, best.direction, best.kind, best.model, encoding))
         return reports
+
+    def record_encoding(self, peer: Peer, encoding: str) -> None:
+        """A handoff to, or from, a peer begins, in this encoding."""
+        known = self._by_peer.get(id(peer))
+        if known is not None:
+            known.encoding = encoding
+
+    def find_bulk_byte_s(self, peer: Peer) -> float | None:
+        """Seconds for each byte of large transfers to, or from, a peer; None if not measured."""
+        known = self._by_peer.get(id(peer))
+        best = None if known is None else known.find_best_measured()
+        return None if best is None else best.bulk_byte_s
 
     def forget(self, peer: Peer) -> None:
         """The link to a peer ended: detach, which fails its unfinished transfers."""
@@ -475,7 +560,7 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             peer_transport.state = PeerTransportState.UP
             logger.info("handoff: %s is reached by %s again", peer.name, kind)
         else:
-            peer_transport.model = model
+            peer_transport.probed(model)
             self.observer.measured(peer_transport.direction, kind, model)
         return PeerTransportUp(known.peer)
 
@@ -486,33 +571,30 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             in_common = self._readable(in_common)
         return {
             kind: PeerTransport(
-                transport, descriptor, direction, default_link_model(transport.capabilities)
+                transport,
+                _find_descriptors(peer, kind),
+                direction,
+                default_link_model(transport.capabilities),
             )
-            for kind, (transport, descriptor) in in_common.items()
+            for kind, transport in in_common.items()
         }
 
-    def _readable(
-        self, in_common: dict[str, tuple[Transport, RegionDescriptor]]
-    ) -> dict[str, tuple[Transport, RegionDescriptor]]:
+    def _readable(self, in_common: dict[str, Transport]) -> dict[str, Transport]:
         """Those that read; by the listed order none, unless the first one does."""
         first = next(iter(in_common.values()), None)
-        if self._rule == "listed" and first and not first[0].capabilities.reads:
+        if self._rule == "listed" and first and not first.capabilities.reads:
             return {}
-        return {kind: pair for kind, pair in in_common.items() if pair[0].capabilities.reads}
+        return {kind: each for kind, each in in_common.items() if each.capabilities.reads}
 
-    def _in_common(self, peer: Peer) -> dict[str, tuple[Transport, RegionDescriptor]]:
-        regions = {region.transport: region for region in peer.negotiated.theirs.regions}
-        return {
-            transport.kind: (transport, regions[transport.kind])
-            for transport in self._transports
-            if transport.kind in regions
-        }
+    def _in_common(self, peer: Peer) -> dict[str, Transport]:
+        theirs = {region.transport for region in peer.negotiated.theirs.regions}
+        return {each.kind: each for each in self._transports if each.kind in theirs}
 
     def _attach(
         self, known: _PeerTransports, peer_transport: PeerTransport
     ) -> list[PeerTransportLost]:
         try:
-            peer_transport.remote = peer_transport.transport.attach(peer_transport.descriptor)
+            peer_transport.attach()
         except BatonError as exc:
             self._back_off(known, peer_transport, str(exc))
             return [PeerTransportLost(known.peer, peer_transport.kind, exc)]
@@ -560,10 +642,21 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             if (
                 peer_transport is not None
                 and peer_transport.transport is transport
-                and peer_transport.remote == remote
+                and remote in peer_transport.remotes.values()
             ):
                 return known, peer_transport
         return None
+
+
+def _find_descriptors(peer: Peer, kind: str) -> dict[str, RegionDescriptor]:
+    """A transport's descriptors of a peer's regions: of raw KV, and of each encoding."""
+    views = {RAW: peer.negotiated, **peer.encoded_views}
+    return {
+        encoding: region
+        for encoding, negotiated in views.items()
+        for region in negotiated.theirs.regions
+        if region.transport == kind
+    }
 
 
 REFERENCE: Final = "reference"

@@ -12,13 +12,11 @@ from __future__ import annotations
 import logging
 import selectors
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-import msgspec
-
 from baton.clock import Instant
-from baton.config.cluster_key import is_loopback
+from baton.encodings.interface import RAW
 from baton.errors import (
     AuthenticationError,
     BatonError,
@@ -77,17 +75,29 @@ class NegotiatedViews:
     theirs: KVViewDescriptor
 
 
-def choose_views(dialer: Sequence[KVLayout], listener: Sequence[KVLayout]) -> ViewPair | None:
-    """The first pair, in the dialer's order, between which KV can be exchanged; None if none."""
+def choose_views(
+    dialer: Sequence[KVLayout], listener: Sequence[KVLayout], encoding: str = RAW
+) -> ViewPair | None:
+    """The first pair of views in one encoding, in the dialer's order, that can exchange KV."""
     for mine, destination in enumerate(dialer):
         for theirs, source in enumerate(listener):
+            if not encoding_of(source) == encoding_of(destination) == encoding:
+                continue
             if not find_differences(source, destination):
                 return ViewPair(mine, theirs)
     return None
 
 
+def find_encoded_views(dialer: Hello, listener: Hello) -> dict[str, ViewPair]:
+    """By encoding: the views through which two workers that were negotiated exchange encoded KV."""
+    ours, theirs = ([view.layout for view in hello.views] for hello in (dialer, listener))
+    names = dict.fromkeys(map(encoding_of, ours))
+    pairs = {name: choose_views(ours, theirs, name) for name in names if name != RAW}
+    return {name: pair for name, pair in pairs.items() if pair is not None}
+
+
 def negotiate(dialer: Hello, listener: Hello) -> ViewPair:
-    """The KV views through which two workers exchange KV.
+    """The KV views through which two workers exchange raw KV: all who exchange any can do that.
 
     Raises:
         LayoutMismatchError: they cannot; with the reason, and each trait in which they differ.
@@ -100,11 +110,11 @@ def negotiate(dialer: Hello, listener: Hello) -> ViewPair:
     if dialer.fingerprint != listener.fingerprint:
         prints = f"{dialer.fingerprint[:16]}… {names[0]}, {listener.fingerprint[:16]}… {names[1]}"
         raise _refusal([f"another model: fingerprint {prints}", *traits])
-    layouts = [[view.layout for view in hello.views] for hello in (dialer, listener)]
+    ours, theirs = ([view.layout for view in hello.views] for hello in (dialer, listener))
     _check_exactness(dialer, listener)
-    pair = choose_views(*layouts)
+    pair = choose_views(ours, theirs)
     if pair is None:
-        raise _refusal([*_explain_views(*layouts), *traits])
+        raise _refusal([*_explain_views(ours, theirs), *traits])
     return pair
 
 
@@ -136,6 +146,8 @@ def _explain_views(dialer: Sequence[KVLayout], listener: Sequence[KVLayout]) -> 
     is_one_pair = len(dialer) == len(listener) == 1
     for mine, destination in enumerate(dialer):
         for theirs, source in enumerate(listener):
+            if encoding_of(source) != RAW or encoding_of(destination) != RAW:
+                continue
             pair = "" if is_one_pair else f"view {theirs} into view {mine}: "
             for difference in find_differences(source, destination):
                 yield pair + difference
@@ -168,6 +180,7 @@ EVERY_INTERFACE: Final = frozenset({"", "0.0.0.0", "::", "[::]"})  # noqa: S104 
 class Peer:
     """The other end of one link. `hello` and `negotiated_views` are None before its Hello.
 
+    `negotiated_views` are for raw KV, `encoded_views` for KV in each encoding that both have.
     `interest` is what the selector waits for on its socket.
 
     KV goes to the side that dialed: from a peer that was `dialed` here, to one that dialed.
@@ -177,6 +190,7 @@ class Peer:
     dialed: WorkerRef | None
     hello: Hello | None = None
     negotiated_views: NegotiatedViews | None = None
+    encoded_views: dict[str, NegotiatedViews] = field(default_factory=dict)
     pinged_at: float = 0.0
     interest: int = 0
     best_rtt_s: float = float("inf")
@@ -191,10 +205,22 @@ class Peer:
 
     @property
     def negotiated(self) -> NegotiatedViews:
-        """The views through which KV goes."""
+        """The views through which raw KV goes."""
         if self.negotiated_views is None:
             raise AssertionError(f"{self.name} has sent no Hello")
         return self.negotiated_views
+
+    def views_for(self, encoding: str) -> NegotiatedViews:
+        """The views through which KV in an encoding goes.
+
+        Raises:
+            ProtocolError: the two have no views in common for it.
+        """
+        if encoding == RAW:
+            return self.negotiated
+        if encoding not in self.encoded_views:
+            raise ProtocolError(f"no views for KV encoded as {encoding} in common with {self.name}")
+        return self.encoded_views[encoding]
 
     def to_local(self, at: float) -> float:
         """An instant on the peer's clock, on ours."""
@@ -244,7 +270,6 @@ class PeerTable:
         self._liveness_timeout_s = liveness_timeout_s
         self._io_backend = io_backend
         self._listener: NonBlockingSocket | None = None
-        self._host = ""
         self._peers: dict[Peer, None] = {}  # in order, so that a simulation repeats itself
         self._dialed: dict[tuple[WorkerId, Epoch], Peer] = {}
         self.unflushed: dict[Peer, None] = {}
@@ -286,7 +311,6 @@ class PeerTable:
         self._selector.register(listener, selectors.EVENT_READ, self)
         self._listener = listener
         bound = listener.getsockname()
-        self._host = str(bound[0])
         return f"[{bound[0]}]:{bound[1]}" if ":" in bound[0] else f"{bound[0]}:{bound[1]}"
 
     def dial(self, ref: WorkerRef) -> Peer | None:
@@ -304,18 +328,10 @@ class PeerTable:
             logger.warning("handoff: %s", exc)
             return None
         peer = Peer(link, dialed=ref)
-        link.send(self._hello_to(ref))
+        link.send(self._hello)
         self._dialed[ref.worker, ref.epoch] = peer
         self._admit(peer)
         return peer
-
-    def _hello_to(self, ref: WorkerRef) -> Hello:
-        """What is sent to a worker that is dialed: to one on this host without encoded views."""
-        theirs = ref.address.rpartition(":")[0].strip("[]")
-        if not is_loopback(theirs) and theirs != self._host:
-            return self._hello
-        raw = tuple(view for view in self._hello.views if encoding_of(view.layout) is None)
-        return msgspec.structs.replace(self._hello, views=raw)
 
     def serve(self, source: Peer | PeerTable, mask: int) -> list[PeerEvent]:
         """A registered socket is ready: what came of it."""
@@ -490,6 +506,7 @@ class PeerTable:
             raise AuthenticationError(f"{certified} calls itself {hello.worker}")
         try:
             peer.negotiated_views = self._find_views(peer, hello)
+            peer.encoded_views = self._find_encoded_views(peer, hello)
         except LayoutMismatchError as exc:
             self.send(peer, HelloRefused(exc.differences))
             raise
@@ -508,14 +525,25 @@ class PeerTable:
         if peer.dialed is None:
             pair = negotiate(dialer=hello, listener=self._hello)
             return NegotiatedViews(pair.listener, hello.views[pair.dialer])
-        sent = self._hello_to(peer.dialed)
-        pair = negotiate(dialer=sent, listener=hello)
+        pair = negotiate(dialer=self._hello, listener=hello)
         if peer.dialed.worker != hello.worker:
             raise PeerLostError(f"{hello.worker} answers in place of {peer.dialed.worker}")
         if peer.dialed.epoch != hello.epoch:
             raise PeerLostError(f"{hello.worker} restarted: another epoch answers")
-        ours = self._hello.views.index(sent.views[pair.dialer])
-        return NegotiatedViews(ours, hello.views[pair.listener])
+        return NegotiatedViews(pair.dialer, hello.views[pair.listener])
+
+    def _find_encoded_views(self, peer: Peer, hello: Hello) -> dict[str, NegotiatedViews]:
+        if peer.dialed is None:
+            pairs = find_encoded_views(dialer=hello, listener=self._hello)
+            return {
+                name: NegotiatedViews(pair.listener, hello.views[pair.dialer])
+                for name, pair in pairs.items()
+            }
+        pairs = find_encoded_views(dialer=self._hello, listener=hello)
+        return {
+            name: NegotiatedViews(pair.dialer, hello.views[pair.listener])
+            for name, pair in pairs.items()
+        }
 
     def _measure_clock(self, peer: Peer, echo: float, at: float) -> None:
         """Offset by the exchange with the shortest round trip (as NTP's clock filter does)."""

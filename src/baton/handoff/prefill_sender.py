@@ -316,7 +316,9 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     def _admit_writes(self, outgoing: OutgoingHandoff, granted: Granted) -> None:
         if outgoing.session.is_written and not outgoing.session.over:
             peer_transports, pages = self._context.peer_transports, granted.target.blocks
-            peer_transports.admit_writes(granted.peer, granted.ticket.id, pages)
+            peer_transports.admit_writes(
+                granted.peer, granted.ticket.id, pages, granted.grant.encoding
+            )
 
     def _try_begin(self, outgoing: OutgoingHandoff) -> None:
         """Begin to send, if the peer can be reached and the KV has pages to lie in."""
@@ -325,7 +327,7 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             return
         if session.is_exported and not self._exporter.is_reserved(session.ticket):
             return  # an export was refused: the peer has yet to send a grant to write
-        view = self._context.view_to(granted.peer)
+        view = self._context.view_to(granted.peer, granted.grant.encoding)
         stage = "attach"
         try:
             if session.is_written and not self._is_reachable(granted.peer):
@@ -337,6 +339,7 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             return
         if outgoing.mapped_pages is not None:
             note_encoding(session.order.trace, view.view.layout)
+            self._context.peer_transports.record_encoding(granted.peer, granted.grant.encoding)
             self._perform(outgoing, session.begin(view.page_tokens))
 
     def _is_reachable(self, peer: Peer) -> bool:

@@ -317,7 +317,7 @@ def _post(
             digests = builder.digest(batch, is_keyed=is_keyed).digests
         notification = encode(_make_notification(batch, digests, finished))
     page_write = PageWrite(
-        remote=chosen.peer_transport.attached,
+        remote=chosen.peer_transport.remote_for(granted.grant.encoding),
         grant=granted.ticket.id,
         region=outgoing.pages_to_send.view.region.handle,
         copies=copies,
@@ -424,7 +424,7 @@ class OutgoingHandoff(MutableRecord):
         """One for all that is sent; another one once other pages are granted (`take_grant`)."""
         if self._builder is None:
             granted, mapped_pages = self.grant_to_fill, self.pages_to_send
-            theirs = granted.peer.negotiated.theirs
+            theirs = granted.peer.views_for(granted.grant.encoding).theirs
             layout = theirs.layout
             target = (
                 PagedSequence(layout, granted.target)

@@ -191,7 +191,7 @@ class MeasuredLink(msgspec.Struct, frozen=True):
     """One direction of the way to a peer: what a transfer of pages is predicted to take.
 
     `push`: to the peer; `pull`: from it. `latency_s + bytes * byte_s`, of the transport that large
-    transfers take, from so many probes and transfers.
+    transfers take, from so many probes and transfers; `encoding` is the latest handoff's.
     """
 
     peer: Name
@@ -201,6 +201,7 @@ class MeasuredLink(msgspec.Struct, frozen=True):
     byte_s: Annotated[float, Meta(gt=0, le=1)]
     num_probes: Annotated[int, Meta(ge=0)]
     num_transfers: Annotated[int, Meta(ge=0)]
+    encoding: Name = "raw"
 
 
 class MeasuredLinks(msgspec.Struct, frozen=True):

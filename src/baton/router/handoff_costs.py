@@ -44,11 +44,15 @@ BATCH_BYTES: Final = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class LinkCost:
-    """`latency_s + bytes * byte_s`, of one direction between two workers."""
+    """`latency_s + bytes * byte_s`, of one direction between two workers.
+
+    `encoding` is what the latest handoff's KV was written in.
+    """
 
     latency_s: float
     byte_s: float
     transport: str = ""
+    encoding: str = "raw"
 
 
 DEFAULTS: Final[Mapping[Distance, LinkCost]] = {

@@ -42,6 +42,19 @@ class Stamp(StrEnum):
     FINISHED = "finished"
 
 
+class EncodingEstimate(msgspec.Struct, frozen=True, kw_only=True):
+    """What a handoff was predicted to take raw, and in `encoding`; which of the two was chosen.
+
+    `took_s`: from the grant until all KV was there, waiting for prefill included.
+    """
+
+    chosen: str
+    encoding: str
+    raw_s: float
+    encoded_s: float
+    took_s: float | None = None
+
+
 class RequestSpan(msgspec.Struct, kw_only=True):
     """What one process recorded for one request: `role` is the part it played."""
 
@@ -66,6 +79,7 @@ class RequestSpan(msgspec.Struct, kw_only=True):
     fallbacks: list[str] = []
     reroutes: list[str] = []  # "transport: why", for each that failed and was taken over
     encodings: list[str] = []  # "use=name/version", for each that wrote KV other than raw
+    encoding_estimate: EncodingEstimate | None = None
     verified_bytes: dict[str, int] = {}  # by transport: compared with their sender's digests
     digest_failures: dict[str, int] = {}  # by transport: notices whose bytes were others
     waited_s: float = 0.0  # in the gateway's queue

@@ -135,6 +135,17 @@ def _has_tentative_address(link: str) -> bool:
     return bool(run(*command))
 
 
+def move_thread_into(name: str) -> None:
+    """Sockets that this thread opens are in that namespace from now on, and its new threads' too.
+
+    Raises:
+        OSError: there is no such namespace, or this process may not enter it.
+    """
+    with Path(f"/run/netns/{name}").open("rb") as namespace:
+        if _libc.setns(namespace.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
 def run(*command: str) -> bytes:
     """Run one of iproute2's commands; what it prints.
 
@@ -175,9 +186,7 @@ class BridgedHost:
             return elsewhere.submit(self._open_there).result()
 
     def _open_there(self) -> socket.socket:
-        with Path(f"/run/netns/{self.namespace}").open("rb") as namespace:
-            if _libc.setns(namespace.fileno(), _CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        move_thread_into(self.namespace)
         return socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 
 

@@ -244,7 +244,7 @@ def _handoffs(
             worker=options.worker,
             epoch=epoch,
             fingerprint=engine.info.fingerprint,
-            views=_views(options, engine, view, encoding),
+            views=_views(options, engine, view, encoding, clock=clock),
             traits=list_lossy((received, stored)),
             transports=_transports(options, epoch, clock),
             credentials=options.credentials,
@@ -266,14 +266,19 @@ def _handoffs(
 
 
 def _views(
-    options: ProcessOptions, engine: Engine, view: KVView, encoding: KVEncoding | None
+    options: ProcessOptions,
+    engine: Engine,
+    view: KVView,
+    encoding: KVEncoding | None,
+    *,
+    clock: Clock,
 ) -> tuple[KVView, ...]:
     """The engine's pages as they are, and encoded, where that is configured."""
     if encoding is None:
         return (view,)
     size = StagingSize(options.staging_bytes, engine.info.max_context_tokens)
     allocate = choose_allocation(options.transport_options)
-    return make_encoded_view(view, encoding, size, allocate=allocate), view
+    return make_encoded_view(view, encoding, size, clock=clock, allocate=allocate), view
 
 
 def _transports(options: ProcessOptions, epoch: Epoch, clock: Clock) -> tuple[Transport, ...]:

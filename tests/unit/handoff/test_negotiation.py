@@ -12,6 +12,7 @@ from baton.handoff.peers import (
     MAX_REASONS,
     ViewPair,
     choose_views,
+    find_encoded_views,
     negotiate,
 )
 from baton.ids import Epoch, WorkerId
@@ -21,6 +22,10 @@ CANONICAL = KVLayout.gqa(2, 2, 8, block_size=16, dtype="float32")
 HALF = msgspec.structs.replace(CANONICAL, dtype="float16")
 VEC, AMX = (
     msgspec.structs.replace(CANONICAL, order="opaque", arrangement=name) for name in ("vec", "amx")
+)
+INT8, FP8, OF_HALF = (
+    msgspec.structs.replace(CANONICAL, order="opaque", dtype="int8", arrangement=name)
+    for name in ("encoded/int8/1/aa", "encoded/fp8/1/aa", "encoded/int8/1/bb")
 )
 
 
@@ -55,6 +60,30 @@ def test_the_first_pair_in_the_dialers_order(
     dialer: tuple[KVLayout, ...], listener: tuple[KVLayout, ...], pair: ViewPair | None
 ) -> None:
     assert choose_views(dialer, listener) == pair
+
+
+@pytest.mark.parametrize(
+    ("dialer", "listener", "pairs"),
+    [
+        ((INT8, CANONICAL), (INT8, CANONICAL), {"int8/1": ViewPair(0, 0)}),
+        ((FP8, INT8, CANONICAL), (CANONICAL, INT8), {"int8/1": ViewPair(1, 1)}),
+        ((INT8, CANONICAL), (FP8, CANONICAL), {}),
+        ((INT8, CANONICAL), (OF_HALF, CANONICAL), {}),
+        ((INT8, CANONICAL), (CANONICAL,), {}),
+    ],
+)
+def test_encoded_views_are_beside_the_raw_ones(
+    dialer: tuple[KVLayout, ...], listener: tuple[KVLayout, ...], pairs: dict[str, ViewPair]
+) -> None:
+    hellos = hello("d", *dialer), hello("p", *listener)
+    raw = negotiate(*hellos)
+    assert (dialer[raw.dialer], listener[raw.listener]) == (CANONICAL, CANONICAL)
+    assert find_encoded_views(*hellos) == pairs
+
+
+def test_encoded_views_alone_are_not_enough() -> None:
+    with pytest.raises(LayoutMismatchError):
+        negotiate(hello("d", INT8, HALF), hello("p", INT8, CANONICAL))
 
 
 def test_traits_alone_refuse_nobody() -> None:

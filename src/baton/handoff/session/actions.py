@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeAlias
 
 from baton.clock import Instant
+from baton.encodings.interface import RAW
 from baton.record import Record
 
 if TYPE_CHECKING:
@@ -169,7 +170,8 @@ class TransferPlan(Record, frozen=True):
 
     `staged`: the pages are staging memory, so that only the engine accesses its own blocks.
     Else the pages are the engine's blocks. Over `no_digest_transports` no digests are
-    wanted. With `plain_digests` the peer is on this host, so that digests need no key.
+    wanted. With `plain_digests` the peer is on this host, so that digests need no key. KV comes
+    in `encoding`.
     """
 
     op: GrantOp
@@ -177,3 +179,4 @@ class TransferPlan(Record, frozen=True):
     staged: bool
     no_digest_transports: tuple[str, ...] = ()
     plain_digests: bool = False
+    encoding: str = RAW

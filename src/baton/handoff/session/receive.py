@@ -320,6 +320,7 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             op=plan.op,
             no_digest_transports=plan.no_digest_transports,
             plain_digests=plan.plain_digests,
+            encoding=plan.encoding,
         )
 
     def _complete(self) -> list[ReceiveAction]:

@@ -1,0 +1,137 @@
+"""The encoding of each handoff: chosen by the decode worker, which grants its pages.
+
+    prefill ── EncodingCosts: its rate of encoding, and its measured link for writes ──► decode
+    decode  ── Grant: raw, or encoded ──► prefill
+
+The decode worker adds its own rate of decoding and, where it reads, the link as it has measured it.
+Before a link is measured KV goes raw.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from baton.encodings.interface import RAW
+from baton.handoff.encoded_view import EncodedPages
+from baton.handoff.encoding_choice import EncodingChooser, LinkEncodingCosts
+from baton.handoff.messages import MAX_BYTE_S, EncodingCosts
+from baton.telemetry.trace import EncodingEstimate
+
+if TYPE_CHECKING:
+    from baton.encodings.rates import EncodingRates
+    from baton.handoff.interface import ReceiveOrder
+    from baton.handoff.kv_views import AgentContext
+    from baton.handoff.messages import GrantOp, TransferOp
+    from baton.handoff.peers import Peer
+
+TRANSFER_OPS: Final[tuple[TransferOp, ...]] = ("WRITE", "READ")
+NOTICEABLE: Final = 0.1
+"""Costs that changed by less are not sent again."""
+
+
+class LinkEncodings:
+    """Of all links of one agent. Owner: the agent's thread."""
+
+    def __init__(self, context: AgentContext) -> None:
+        self._context = context
+        self._rates: dict[str, EncodingRates] = {
+            pages.encoding.name: pages.rates
+            for pages in (each.view.staging for each in context.views)
+            if isinstance(pages, EncodedPages)
+        }
+        self._sent: dict[tuple[Peer, str], EncodingCosts] = {}
+        self._received: dict[tuple[Peer, str], EncodingCosts] = {}
+        self._choosers: dict[tuple[Peer, TransferOp], EncodingChooser] = {}
+
+    def tick(self) -> None:
+        """Send the workers that receive from this one what encoding costs here, if it changed."""
+        if not self._rates:
+            return
+        now = self._context.clock.now()
+        for peer in self._context.peers:
+            if peer.dialed is not None:
+                continue
+            for encoding in peer.encoded_views:
+                encode_byte_s = self._rates[encoding].encode.byte_s(now)
+                write_byte_s = self._context.peer_transports.find_bulk_byte_s(peer)
+                costs = EncodingCosts(
+                    encoding,
+                    min(encode_byte_s, MAX_BYTE_S),
+                    None if write_byte_s is None else min(write_byte_s, MAX_BYTE_S),
+                )
+                if _is_news(costs, self._sent.get((peer, encoding))):
+                    self._sent[peer, encoding] = costs
+                    self._context.peers.send(peer, costs)
+
+    def handle_message(self, peer: Peer, costs: EncodingCosts) -> None:
+        """A prefill worker's costs; of an encoding that the two do not share they are ignored."""
+        if costs.encoding in peer.encoded_views:
+            self._received[peer, costs.encoding] = costs
+
+    def forget(self, peer: Peer) -> None:
+        """The link to a peer ended."""
+        for encoding in peer.encoded_views:
+            self._sent.pop((peer, encoding), None)
+            self._received.pop((peer, encoding), None)
+        for op in TRANSFER_OPS:
+            self._choosers.pop((peer, op), None)
+
+    def choose(self, peer: Peer, op: GrantOp, order: ReceiveOrder) -> str:
+        """The encoding of a handoff's KV, in pages that both sides have; noted in its trace."""
+        if op == "NONE":
+            return RAW
+        for encoding in peer.encoded_views:
+            costs = self._find_costs(peer, encoding, op)
+            if costs is None or not self._has_room(peer, encoding, order):
+                continue
+            chooser = self._choosers.setdefault((peer, op), EncodingChooser())
+            chosen = encoding if chooser.choose(costs) else RAW
+            raw = self._context.view_to(peer).view.layout
+            num_bytes = (order.num_tokens - order.start) * raw.bytes_per_token
+            order.trace.encoding_estimate = EncodingEstimate(
+                chosen=chosen,
+                encoding=encoding,
+                raw_s=num_bytes * costs.link_byte_s,
+                encoded_s=num_bytes * costs.encoded_byte_s,
+            )
+            return chosen
+        return RAW
+
+    def _find_costs(self, peer: Peer, encoding: str, op: TransferOp) -> LinkEncodingCosts | None:
+        """None where the link was not measured, or the peer has not sent its own costs."""
+        theirs = self._received.get((peer, encoding))
+        if theirs is None:
+            return None
+        link_byte_s = theirs.write_byte_s
+        if op == "READ":
+            link_byte_s = self._context.peer_transports.find_bulk_byte_s(peer)
+        if link_byte_s is None:
+            return None
+        context = self._context
+        raw, encoded = (context.view_to(peer, each).view.layout for each in (RAW, encoding))
+        return LinkEncodingCosts(
+            link_byte_s,
+            theirs.encode_byte_s,
+            self._rates[encoding].decode.byte_s(context.clock.now()),
+            encoded.bytes_per_token / raw.bytes_per_token,
+        )
+
+    def _has_room(self, peer: Peer, encoding: str, order: ReceiveOrder) -> bool:
+        """Whether both have as many encoded pages, and KV begins with one."""
+        ours = self._context.view_to(peer, encoding)
+        theirs = (
+            array.num_pages
+            for region in peer.views_for(encoding).theirs.regions
+            for array in region.arrays
+        )
+        most = min(*(each.num_pages for each in ours.view.region.arrays), min(theirs, default=0))
+        return len(order.blocks.blocks) <= most and order.start % ours.page_tokens == 0
+
+
+def _is_news(costs: EncodingCosts, before: EncodingCosts | None) -> bool:
+    if before is None or (costs.write_byte_s is None) != (before.write_byte_s is None):
+        return True
+    pairs = [(costs.encode_byte_s, before.encode_byte_s)]
+    if costs.write_byte_s is not None and before.write_byte_s is not None:
+        pairs.append((costs.write_byte_s, before.write_byte_s))
+    return any(abs(now - then) > NOTICEABLE * then for now, then in pairs)
