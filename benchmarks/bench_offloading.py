@@ -10,6 +10,9 @@ prefix cache, and with memory for KV behind it:
     baton shared      BatonConnector, tier `shared`: memory that all servers of a host share
     offloading        vLLM's OffloadingConnector, to the server's own memory; vLLM has no copies
                       for CPUs, so they are those of vllm_host_offloading.py
+    mooncake          vLLM's MooncakeStoreConnector (vllm_mooncake_store.py), with Mooncake's memory
+                      in the server; Mooncake listens on all interfaces, so that all servers run in
+                      a network namespace of their own (`unshare`, `ip`)
     lmcache           LMCache's connector and its server, which it starts (`--lmcache FOLDER`:
                       `pip install --no-deps --target FOLDER lmcache==0.5.6 sortedcontainers nvtx`)
 
@@ -34,15 +37,21 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 from bench_prefixes import make_model
+from bench_store_peers import CONTAINED, contain, start_master
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from vllm_servers import Server, ServerError, Servers, find_free_port, post
 
+ARMS = ("baton host", "baton shared", "offloading", "mooncake")
+ARGUMENTS = ("--enable-prompt-tokens-details",)
+MASTER_PORT = 50400
 SHARE = 0.9
 IDLE_S = 1.0
 KEPT_BYTES = 512 << 20
@@ -141,6 +150,11 @@ def connectors(folder: Path) -> dict[str, dict[str, object] | None]:
                 "cpu_bytes_to_use": KEPT_BYTES,
             },
         },
+        "mooncake": {
+            "kv_connector": "MooncakeStoreConnector",
+            "kv_connector_module_path": "vllm_mooncake_store",
+            "kv_role": "kv_both",
+        },
         "lmcache": {
             "kv_connector": "LMCacheMPConnector",
             "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
@@ -159,9 +173,27 @@ def connectors(folder: Path) -> dict[str, dict[str, object] | None]:
     }  # fmt: skip
 
 
+def configure_mooncake(folder: Path) -> dict[str, str]:
+    """The environment of its connector, which reads a file."""
+    path = folder / "mooncake.json"
+    settings = {
+        "metadata_server": "P2PHANDSHAKE",
+        "master_server_address": f"127.0.0.1:{MASTER_PORT}",
+        "protocol": "tcp",
+        "global_segment_size": KEPT_BYTES,
+        "local_buffer_size": 64 << 20,
+    }
+    path.write_text(json.dumps(settings))
+    return {
+        "MOONCAKE_CONFIG_PATH": str(path),
+        "MOONCAKE_REQUESTER_LOCAL_HOSTNAME": "127.0.0.1",
+    }
+
+
 def start(servers: Servers, arms: list[str], lmcache: Path | None) -> dict[str, Server]:
     """One server for each arm, all ready."""
     store_folder = Path(tempfile.mkdtemp(dir=servers.folder))
+    mooncake = configure_mooncake(servers.folder)
     started = {}
     for arm, transfer in connectors(store_folder).items():
         if arm not in arms:
@@ -173,6 +205,8 @@ def start(servers: Servers, arms: list[str], lmcache: Path | None) -> dict[str, 
             "VLLM_SERVER_DEV_MODE": "1",  # /reset_prefix_cache
             "BATON_CLUSTER_KEY": os.urandom(32).hex(),
             "LMCACHE_TRACK_USAGE": "false",
+            "VLLM_HOST_IP": "127.0.0.1",
+            **mooncake,
         }
         started[arm] = servers.start(arm.replace(" ", "-"), "0,1", transfer, environment)
     for server in started.values():
@@ -186,38 +220,45 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, nargs="*", default=[4000])
     parser.add_argument("--lmcache", type=Path, help="where `pip install --target` put LMCache")
-    parser.add_argument("--arms", nargs="*", help="only these (none is always one)")
+    parser.add_argument("--arms", nargs="*", choices=ARMS, default=ARMS, help="beside none")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--read", type=Path, help="print the table of such a file again")
+    parser.add_argument(CONTAINED, action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    arms = ["none", *(options.arms or ("baton host", "baton shared", "offloading"))]
-    if options.lmcache is not None:
-        arms.append("lmcache")
+    if options.read is not None:
+        show([Run(**run) for run in json.loads(options.read.read_bytes())["runs"]])
+        return
+    arms = ["none", *options.arms, *(["lmcache"] if options.lmcache else [])]
+    if "mooncake" in arms and not options.contained:
+        contain()
     runs: list[Run] = []
-    with tempfile.TemporaryDirectory() as disk, tempfile.TemporaryDirectory(dir="/dev/shm") as shm:
-        model = make_model(Path(disk))
-        arguments = ("--enable-prompt-tokens-details",)
-        with Servers(
-            Path(shm), model, "float32", 128 << 20, max_model_len=4608, arguments=arguments
-        ) as servers:
-            bench = Bench(start(servers, arms, options.lmcache), np.random.default_rng())
-            for server in bench.servers.values():  # they learn what tokens take
-                ask(server, bench.prompt(max(options.tokens)))
-            for number in range(options.rounds):
-                for num_tokens in options.tokens:
-                    for arm in reversed(bench.servers) if number % 2 else bench.servers:
-                        runs += bench.measure(arm, num_tokens)
-                        print(*runs[-2:], file=sys.stderr)
-    show(runs, options.tokens)
+    with ExitStack() as stack:
+        model = make_model(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
+        if "mooncake" in arms:
+            start_master(stack, MASTER_PORT)
+        given = Servers(folder, model, "float32", 128 << 20, 4608, arguments=ARGUMENTS)
+        servers = start(stack.enter_context(given), arms, options.lmcache)
+        bench = Bench(servers, np.random.default_rng())
+        for server in servers.values():  # they learn what tokens take
+            ask(server, bench.prompt(max(options.tokens)))
+        for number in range(options.rounds):
+            for num_tokens in options.tokens:
+                for arm in reversed(servers) if number % 2 else servers:
+                    runs += bench.measure(arm, num_tokens)
+                    print(*runs[-2:], file=sys.stderr)
+    show(runs)
     if options.json is not None:
         machine = {"cores": os.cpu_count(), "load": os.getloadavg()}
         result = {"share": SHARE, "machine": machine, "runs": [asdict(run) for run in runs]}
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def show(runs: list[Run], lengths: list[int]) -> None:
+def show(runs: list[Run]) -> None:
     """Medians, quartiles, and the ratio to a server that computes all."""
-    table = Table("tokens", "arm", "case", "TTFT, ms", "quartiles", "of none", "found")
-    for num_tokens in lengths:
+    columns = "tokens", "arm", "case", "TTFT, ms", "quartiles", "of none", "found"
+    table = Table(*columns, box=box.MARKDOWN)
+    for num_tokens in sorted({run.num_tokens for run in runs}):
         found: dict[tuple[str, str], list[Run]] = {}
         for run in runs:
             if run.num_tokens == num_tokens:
@@ -228,7 +269,7 @@ def show(runs: list[Run], lengths: list[int]) -> None:
             share = statistics.fmean(run.cached for run in own) / num_tokens
             row = f"{middle:.1f}", f"{low:.1f} to {high:.1f}", f"{middle / usual:.2f}"
             table.add_row(str(num_tokens), arm, case, *row, f"{share:.0%}")
-    Console().print(table)
+    Console(width=100).print(table)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -296,9 +297,9 @@ def measure(place: Place, names: list[bytes]) -> list[Run]:
 
 
 def contain() -> None:
-    """Start this script again, where nothing outside reaches it."""
+    """Start the running script again, where nothing outside reaches it."""
     script = 'ip link set lo up && exec "$0" "$@"'
-    words = [sys.executable, __file__, *sys.argv[1:], CONTAINED]
+    words = [sys.executable, *sys.argv, CONTAINED]
     os.execvp("unshare", ["unshare", "--net", "sh", "-c", script, *words])
 
 
@@ -308,6 +309,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--read", type=Path, help="print the table of such a file again")
     parser.add_argument("--own", help=argparse.SUPPRESS)
     parser.add_argument(CONTAINED, action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -316,6 +318,10 @@ def main() -> None:
         store = open_store(port, segment_bytes, f"127.0.0.1:{port + 2}")
         while store is not None:
             time.sleep(60)
+    if options.read is not None:
+        kept = json.loads(options.read.read_bytes())
+        show([Run(**run) for run in kept["runs"]], kept["num_bytes"])
+        return
     has_mooncake = importlib.util.find_spec("mooncake") is not None
     if has_mooncake and not options.contained:
         contain()
@@ -357,7 +363,9 @@ def main() -> None:
 
 def show(runs: list[Run], num_bytes: int) -> None:
     """Medians and quartiles of rates; ratios of medians."""
-    table = Table("place", "op", "GB/s", "quartiles", "of memcpy", "GB/CPU s", "of memcpy")
+    table = Table(
+        "place", "op", "GB/s", "quartiles", "of memcpy", "GB/CPU s", "of memcpy", box=box.MARKDOWN
+    )
     limits: dict[str, list[float]] = {}
     for name in ("memcpy", "host", "shared", "mooncake", "mooncake shm", "mooncake tcp"):
         for op in ("put", "read"):

@@ -36,6 +36,7 @@ from pathlib import Path
 
 import msgspec
 from bench_prefixes import SERVED, make_model
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -120,8 +121,10 @@ def take_sample(path: Path, one_of: int, divisor: int) -> Sample:
     return Sample(fits, len(chosen) - len(fits), num_tokens // divisor, num_new // divisor)
 
 
-def make_arms(engine: str, sample: Sample, block_tokens: int) -> dict[str, dict[str, object]]:
-    """Settings of each arm's worker."""
+def make_arms(
+    engine: str, sample: Sample, block_tokens: int, memory: Path
+) -> dict[str, dict[str, object]]:
+    """Settings of each arm's worker; `memory` is a folder for the stores."""
     common: dict[str, object] = {
         "worker.engine": engine,
         "engine.num_threads": 1,
@@ -138,10 +141,11 @@ def make_arms(engine: str, sample: Sample, block_tokens: int) -> dict[str, dict[
     for arm, share in SHARES.items():
         arms[arm] = common
         if share is not None:
+            (memory / arm).mkdir()
             arms[arm] = common | {
                 "store.tiers": ["shared"],
                 "store.block_size": block_tokens,
-                "store.options.shared.directory": f"/dev/shm/baton-bench-{os.getpid()}-{arm}",
+                "store.options.shared.directory": str(memory / arm),
                 "store.options.shared.capacity_bytes": int(
                     share * sample.num_different_tokens * TOKEN_BYTES
                 ),
@@ -180,7 +184,8 @@ def measure(
 def main() -> None:
     """Measure all, print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("trace", type=Path)
+    parser.add_argument("trace", type=Path, nargs="?")
+    parser.add_argument("--read", type=Path, help="print the table of such a file again")
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
     parser.add_argument("--arms", nargs="*", choices=tuple(SHARES), default=list(SHARES))
     parser.add_argument("--sample", type=int, default=32, help="take one of so many conversations")
@@ -190,13 +195,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.read is not None:
+        show(json.loads(options.read.read_bytes()))
+        return
     sample = take_sample(options.trace, options.sample, options.divide)
     options.hour_ms = sample.requests[-1].timestamp - sample.requests[0].timestamp
     environment = dict(os.environ, BATON_CLUSTER_KEY=os.urandom(32).hex())
-    arms = make_arms(options.engine, sample, math.ceil(BLOCK_TOKENS / options.divide))
     runs: list[Run] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        memory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
+        block_tokens = math.ceil(BLOCK_TOKENS / options.divide)
+        arms = make_arms(options.engine, sample, block_tokens, memory)
         trace = folder / "sample.jsonl"
         trace.write_bytes(b"\n".join(map(msgspec.json.encode, sample.requests)) + b"\n")
         fleet = stack.enter_context(Fleet(folder, environment))
@@ -216,36 +226,15 @@ def main() -> None:
             for arm in reversed(options.arms) if number % 2 else options.arms:
                 runs.append(measure(arm, gateways[arm], trace, options, seed))
                 print(runs[-1], file=sys.stderr)
-    show(runs, sample, options)
+    result = describe(sample, options) | {"runs": [asdict(run) for run in runs]}
+    show(result)
     if options.json is not None:
-        save(runs, sample, options)
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def show(runs: list[Run], sample: Sample, options: argparse.Namespace) -> None:
-    """Medians over the rounds."""
-    table = Table(
-        "store", "saved", "good", "good a second", "TTFT p50, ms", "p99, ms", "TPOT, ms", "failed",
-        title=f"{options.engine}: {len(sample.requests)} requests, {sample.num_tokens} tokens, "
-        f"{sample.possible:.1%} possible; good: TTFT <= {options.ttft_ms} ms",
-    )  # fmt: skip
-    for arm in options.arms:
-        own = [run for run in runs if run.arm == arm]
-        table.add_row(
-            arm,
-            f"{statistics.median(run.saved for run in own):.1%}",
-            f"{statistics.median(run.good for run in own):.1%}",
-            f"{statistics.median(run.goodput_per_s for run in own):.2f}",
-            f"{statistics.median(run.ttft_p50_ms for run in own):.0f}",
-            f"{statistics.median(run.ttft_p99_ms for run in own):.0f}",
-            f"{statistics.median(run.tpot_p50_ms for run in own):.1f}",
-            str(sum(run.num_failed for run in own)),
-        )
-    Console().print(table)
-
-
-def save(runs: list[Run], sample: Sample, options: argparse.Namespace) -> None:
-    """Write the figures and what they are of."""
-    result = {
+def describe(sample: Sample, options: argparse.Namespace) -> dict[str, object]:
+    """What the figures are of."""
+    return {
         "engine": options.engine,
         "machine": {"cores": os.cpu_count(), "load": os.getloadavg()},
         "sample": {
@@ -261,9 +250,28 @@ def save(runs: list[Run], sample: Sample, options: argparse.Namespace) -> None:
         "pool_tokens": POOL_TOKENS,
         "capacity_over_different_tokens": SHARES,
         "good_ttft_ms": options.ttft_ms,
-        "runs": [asdict(run) for run in runs],
     }
-    options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def show(result: dict) -> None:
+    """Medians over the rounds."""
+    print(json.dumps({key: value for key, value in result.items() if key != "runs"}))
+    runs = [Run(**run) for run in result["runs"]]
+    columns = "saved", "good", "good a second", "TTFT p50, ms", "p99, ms", "TPOT, ms", "failed"
+    table = Table("store", *columns, box=box.MARKDOWN)
+    for arm in dict.fromkeys(run.arm for run in runs):
+        own = [run for run in runs if run.arm == arm]
+        table.add_row(
+            arm,
+            f"{statistics.median(run.saved for run in own):.1%}",
+            f"{statistics.median(run.good for run in own):.1%}",
+            f"{statistics.median(run.goodput_per_s for run in own):.2f}",
+            f"{statistics.median(run.ttft_p50_ms for run in own):.0f}",
+            f"{statistics.median(run.ttft_p99_ms for run in own):.0f}",
+            f"{statistics.median(run.tpot_p50_ms for run in own):.1f}",
+            str(sum(run.num_failed for run in own)),
+        )
+    Console(width=100).print(table)
 
 
 if __name__ == "__main__":
