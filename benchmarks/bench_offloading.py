@@ -191,7 +191,7 @@ def configure_mooncake(folder: Path) -> dict[str, str]:
 
 
 def start(servers: Servers, arms: list[str], lmcache: Path | None) -> dict[str, Server]:
-    """One server for each arm, all ready."""
+    """One server for each arm, all ready; those that do not start are reported and left out."""
     store_folder = Path(tempfile.mkdtemp(dir=servers.folder))
     mooncake = configure_mooncake(servers.folder)
     started = {}
@@ -209,9 +209,15 @@ def start(servers: Servers, arms: list[str], lmcache: Path | None) -> dict[str, 
             **mooncake,
         }
         started[arm] = servers.start(arm.replace(" ", "-"), "0,1", transfer, environment)
-    for server in started.values():
-        server.wait_ready()
-    return started
+    ready = {}
+    for arm, server in started.items():
+        try:
+            server.wait_ready()
+        except ServerError as exc:
+            print(exc, file=sys.stderr)
+        else:
+            ready[arm] = server
+    return ready
 
 
 def main() -> None:
