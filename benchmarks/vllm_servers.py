@@ -28,7 +28,7 @@ class ServerError(Exception):
 
 @dataclass
 class Server:
-    """One vLLM API server on one core. `log` gets all it prints."""
+    """One vLLM API server. `log` gets all it prints."""
 
     name: str
     port: int
@@ -82,6 +82,7 @@ class Servers:
     kv_bytes: int = 448 << 20
     max_model_len: int = 2304
     python_path: str = ""
+    arguments: tuple[str, ...] = ("--no-enable-prefix-caching",)
     started: list[Server] = field(default_factory=list)
 
     def __enter__(self) -> Self:
@@ -101,18 +102,18 @@ class Servers:
     def start(
         self,
         name: str,
-        core: int,
+        cores: int | str,
         transfer: dict[str, object] | None = None,
         environment: dict[str, str] | None = None,
     ) -> Server:
-        """Start a server on `core`, not waiting for it; `transfer` is its KV transfer config."""
+        """Start a server on `cores`, not waiting for it; `transfer` is its KV transfer config."""
         port = find_free_port()
         command = [
-            "taskset", "-c", str(core), sys.executable, "-m", "vllm.entrypoints.openai.api_server",
+            "taskset", "-c", str(cores), sys.executable, "-m", "vllm.entrypoints.openai.api_server",
             "--model", str(self.model), "--served-model-name", "model", "--host", "127.0.0.1",
             "--port", str(port), "--dtype", self.dtype, "--enforce-eager",
             "--kv-cache-memory-bytes", str(self.kv_bytes),
-            "--max-model-len", str(self.max_model_len), "--no-enable-prefix-caching",
+            "--max-model-len", str(self.max_model_len), *self.arguments,
         ]  # fmt: skip
         if transfer is not None:
             command += ["--kv-transfer-config", json.dumps(transfer)]

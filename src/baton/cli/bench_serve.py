@@ -96,6 +96,10 @@ class ShapeFlags:
     speed: Annotated[
         float, Parameter(help="Plays a trace faster: 2 in half the time.", group=WORKLOAD)
     ] = 1.0
+    divide_lengths: Annotated[
+        int,
+        Parameter(help="Makes a trace's prompts and answers N times shorter.", group=WORKLOAD),
+    ] = 1
     max_broken: Annotated[
         str, Parameter(help="Share of a trace's lines that may be broken.", group=WORKLOAD)
     ] = "1%"
@@ -284,8 +288,11 @@ def make_workload(flags: ShapeFlags, trace: Path | None) -> "Workload":
     if trace is not None:
         if flags.speed <= 0:
             raise ConfigError("--speed: above 0")
+        if flags.divide_lengths < 1:
+            raise ConfigError("--divide-lengths: 1 or more")
         share = read_share(flags.max_broken, "--max-broken")
-        return read_trace(TraceFile(trace, flags.trace_format, flags.speed, share))
+        file = TraceFile(trace, flags.trace_format, flags.speed, share, flags.divide_lengths)
+        return read_trace(file)
     options = WorkloadOptions(
         num_input_tokens=flags.input_len,
         num_output_tokens=flags.output_len,

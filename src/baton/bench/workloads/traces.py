@@ -276,20 +276,23 @@ class TraceFile:
     """A trace file, and how it is replayed.
 
     `format` None: detected from the first line. `speed` 2 replays it in half the time. More than
-    `max_broken_share` of broken lines is an error.
+    `max_broken_share` of broken lines is an error. `length_divisor` 16 makes prompts, answers and
+    shared blocks a sixteenth as long, rounded up, for a model or a machine that is smaller.
     """
 
     path: Path
     format: TraceFormat | None = None
     speed: float = 1.0
     max_broken_share: float = MAX_BROKEN_SHARE
+    length_divisor: int = 1
 
 
 def read_trace(file: TraceFile) -> Workload:
     """Its requests in the order of arrival, the first at 0.
 
     Raises:
-        ConfigError: it cannot be read, is empty, or has too many broken lines.
+        ConfigError: it cannot be read, is empty, has too many broken lines, or has texts of its
+            own and is to be divided.
     """
     try:
         if file.path.stat().st_size > MAX_FILE_BYTES:
@@ -301,7 +304,22 @@ def read_trace(file: TraceFile) -> Workload:
     except OSError as exc:
         raise ConfigError(f"cannot read the trace {file.path}: {exc.strerror}") from exc
     check_lines(trace, str(file.path), file.max_broken_share)
+    if file.length_divisor > 1:
+        trace = replace(trace, recorded=tuple(_divide(file, each) for each in trace.recorded))
     return _make_workload(file, kind, trace)
+
+
+def _divide(file: TraceFile, recorded: Recorded) -> Recorded:
+    """The same request with shorter parts."""
+    ask, divisor = recorded.ask, file.length_divisor
+    if isinstance(ask.prompt, GivenBody):
+        raise ConfigError(f"{file.path}: its prompts are texts, whose lengths cannot be divided")
+    parts = tuple(
+        replace(part, num_tokens=-(-part.num_tokens // divisor)) for part in ask.prompt.parts
+    )
+    num_output_tokens = ask.num_output_tokens and -(-ask.num_output_tokens // divisor)
+    ask = replace(ask, prompt=Segments(parts), num_output_tokens=num_output_tokens)
+    return replace(recorded, ask=ask)
 
 
 def _guess_format(first_line: str) -> TraceFormat:
@@ -341,7 +359,7 @@ def _make_workload(file: TraceFile, kind: TraceFormat, trace: TraceLines) -> Wor
         largest=_as_probe(max((each.ask for each in recorded), key=_size)),
         num_requests=len(recorded),
         has_arrivals=has_arrivals,
-        block_tokens=BLOCK_TOKENS if kind == "mooncake" else None,
+        block_tokens=-(-BLOCK_TOKENS // file.length_divisor) if kind == "mooncake" else None,
         warnings=warnings,
     )
 

@@ -57,6 +57,23 @@ def test_mooncake_by_arrival_with_shared_blocks(write):
     assert workload.largest.prompt.parts[0].key == "probe"
 
 
+def test_divided_lengths_keep_what_prompts_share(write):
+    workload = read_trace(TraceFile(write(*MOONCAKE), length_divisor=16))
+    assert workload.block_tokens == 32
+    requests = asks_of(workload)
+    assert [ask.num_prompt_tokens for ask in requests] == [32 + 12, 44, 32 + 32 + 1]
+    assert [ask.num_output_tokens for ask in requests] == [1, 1, 1]
+    ids = [PromptWriter("s").write_ids(ask.prompt, TokenIds()) for ask in requests]
+    assert ids[0][:32] == ids[2][:32]
+    assert ids[0][32:44] != ids[2][32:44]
+    assert workload.largest.num_prompt_tokens == 65
+
+
+def test_lengths_of_texts_are_not_divided(write):
+    with pytest.raises(ConfigError, match="texts"):
+        read_trace(TraceFile(write(BATCH), length_divisor=2))
+
+
 def test_azure(write):
     workload = read_trace(TraceFile(write(AZURE.strip()), speed=2.0))
     conversations = list(workload.generate())
