@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.store.capacity import StoredEntry
     from baton.store.counted_tier import TierReport
-    from baton.store.interface import Body, EntryLease, EntryName
+    from baton.store.interface import Body, EntryLease, EntryName, PeerAccess
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +148,7 @@ def open_store(  # noqa: PLR0913 - what each tier is built from
     clock: Clock,
     other_names: tuple[str, ...] = (),
     may_create: bool = True,
+    peers: PeerAccess | None = None,
 ) -> TieredStore:
     """Open the tiers of these kinds, the quickest first, from the last to the first.
 
@@ -159,7 +160,7 @@ def open_store(  # noqa: PLR0913 - what each tier is built from
         for kind in reversed(kinds):
             below = tiers[0].as_lower() if tiers else None
             factory = TIERS.build(kind, options.get(kind, {}))
-            context = TierContext(cluster, key, clock, below, other_names, may_create)
+            context = TierContext(cluster, key, clock, below, other_names, may_create, peers)
             tiers.insert(0, CountedTier(kind, factory(context)))
             opened.callback(tiers[0].close)
         opened.pop_all()
