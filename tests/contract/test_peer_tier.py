@@ -90,7 +90,7 @@ class TestPeerTier(ServerFaultContract):
         return access()
 
     def options(self) -> dict[str, object]:
-        return {"urls": [self.server.url]}
+        return {"urls": [self.server.url], "promote_at_read": 1}
 
     @contextmanager
     def raw(self) -> Iterator[PeerClient]:
@@ -283,7 +283,7 @@ def test_workers_read_what_is_in_each_others_memory_and_keep_a_copy() -> None:
                 body_of(f"entry {i}") for i in range(10)
             ]
         assert two.tiers[0].find(names) == 10
-        assert one.tiers[0].usage().peers.num_read <= 20
+        assert 20 <= one.tiers[0].usage().peers.num_read <= 22, "copied at the second read"
         assert two.tiers[0].usage().peers.num_written == 0
 
 
@@ -407,8 +407,10 @@ def test_its_owner_and_peers_use_one_memory_at_once() -> None:
         for thread in threads:
             thread.start()
         chance = random.Random(9)
-        deadline = time.monotonic() + 0.6
-        while time.monotonic() < deadline:
+        deadline, soon = time.monotonic() + 10, time.monotonic() + 0.3
+        while time.monotonic() < soon or min(num_right) <= 10:
+            assert time.monotonic() < deadline
+            time.sleep(0.0005)
             put(host, f"entry {chance.randrange(40)}")
             if chance.random() < 0.1:
                 host.discard(name_of(f"entry {chance.randrange(40)}"))
@@ -417,7 +419,6 @@ def test_its_owner_and_peers_use_one_memory_at_once() -> None:
         for thread in threads:
             thread.join(10)
         assert not failures
-        assert min(num_right) > 10
         assert host.usage().used_bytes == sum(entry.num_bytes for entry in host.entries())
 
 

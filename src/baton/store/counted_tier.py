@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 
 from baton.errors import StoreError, StoreFullError
-from baton.store.interface import PutResult, RemoteLookup, Usage, WritesBehind
+from baton.store.interface import DelaysPromotion, PutResult, RemoteLookup, Usage, WritesBehind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -94,6 +94,10 @@ class CountedTier:
         self._counts.num_hits += 1
         self._counts.read_bytes += lease.num_bytes
         return lease
+
+    def is_copied_up(self, name: EntryName) -> bool:
+        """Whether the entry, which was read now, is to be copied into the first tier."""
+        return not isinstance(self.inner, DelaysPromotion) or self.inner.count_read(name)
 
     def discard(self, name: EntryName) -> None:
         self.inner.discard(name)

@@ -200,6 +200,15 @@ class RemoteLookup(Protocol):
         ...
 
 
+@runtime_checkable
+class DelaysPromotion(Protocol):
+    """A tier whose entries are copied into the first tier at some of their reads only."""
+
+    def count_read(self, name: EntryName) -> bool:
+        """An entry was read; whether it is to be copied."""
+        ...
+
+
 class PutsEntries(Protocol):
     """Where a tier puts what it has no room for."""
 

@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 class TieredStore:
     """See `Tier`. Entries are put into the first tier, which demotes what it has no room for.
 
-    What is read from a lower tier is copied into the first one. An entry too large for a tier, or
-    put while it is full, goes to the next.
+    What is read from a lower tier is copied into the first one (see `DelaysPromotion`). An entry
+    too large for a tier, or put while it is full, goes to the next.
     """
 
     def __init__(self, tiers: Sequence[CountedTier]) -> None:
@@ -62,7 +62,7 @@ class TieredStore:
         for tier in others:
             lease = tier.try_lease(name)
             if lease is not None:
-                return self._promote(name, lease)
+                return self._promote(name, lease) if tier.is_copied_up(name) else lease
         return None
 
     def discard(self, name: EntryName) -> None:

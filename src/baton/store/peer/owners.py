@@ -7,9 +7,8 @@ about the list of peers still find everything.
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING
-
-import xxhash
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,12 +19,12 @@ if TYPE_CHECKING:
 def choose_owner(name: EntryName, urls: Sequence[str]) -> int | None:
     """The index of the URL whose peer keeps the entry; None where there is none.
 
-    The order of the URLs does not matter. Names are hashes already, which a client cannot choose.
+    The order of the URLs does not matter.
     """
     if not urls:
         return None
     return max(range(len(urls)), key=lambda at: (_weigh(name, urls[at]), urls[at]))
 
 
-def _weigh(name: EntryName, url: str) -> int:
-    return xxhash.xxh3_64_intdigest(name + url.encode())
+def _weigh(name: EntryName, url: str) -> bytes:
+    return hashlib.sha256(name + url.encode()).digest()

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from baton.store.capacity import StoredEntry
     from baton.store.interface import Body, EntryName
+    from baton.store.promotion import PromotionPolicy
     from baton.store.remote.lease import ValueLease
     from baton.store.remote.tier import RemoteTier
 
@@ -20,14 +21,15 @@ _Put: TypeAlias = "Callable[[RemoteTier, EntryName, Body], PutResult]"
 
 
 class PeersTier:
-    """See `Tier`, `RemoteLookup` and `WritesBehind`. Each peer has its own deadlines and breaker.
+    """See `RemoteTier`: the same over several. Each peer has its own deadlines and breaker.
 
     Read: whichever peer has it, the same one for neighbours in a prompt where possible. Put: the
     peer that owns the name, of those that take entries and answer now.
     """
 
-    def __init__(self, peers: Sequence[tuple[str, RemoteTier]]) -> None:
+    def __init__(self, peers: Sequence[tuple[str, RemoteTier]], promotion: PromotionPolicy) -> None:
         """Take over one open tier for each URL."""
+        self._promotion = promotion
         self._peers = tuple(peers)
         self._holders: dict[EntryName, RemoteTier] = {}
         """Of the names of the last `find`."""
@@ -65,6 +67,10 @@ class PeersTier:
         holder = self._find_holder(name)
         self._holders = holders
         return None if holder is None else holder.try_lease(name)
+
+    def count_read(self, name: EntryName) -> bool:
+        """See `DelaysPromotion`."""
+        return self._promotion.count_read(name)
 
     def discard(self, name: EntryName) -> None:
         self._holders.pop(name, None)

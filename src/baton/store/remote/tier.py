@@ -12,6 +12,7 @@ from baton.errors import BatonError, ConfigError, StoreError, StoreFullError
 from baton.store.capacity import StoredEntry
 from baton.store.entry_format import HEADER_BYTES, BodyCheck, make_header, read_digest
 from baton.store.interface import NAME_BYTES, EntryName, PutResult, ServerHealth, Usage
+from baton.store.promotion import PromotionPolicy
 from baton.store.remote.circuit_breaker import CircuitBreaker
 from baton.store.remote.client import RequestRefusedError, ServerReport
 from baton.store.remote.lease import ValueLease
@@ -46,7 +47,7 @@ class RemoteLimits:
 
     `timeout_s` bounds each call; after one that is late the server is not asked until a trial,
     beside the caller, has succeeded. `buffer_bytes`: of entries fetched ahead, and as many again of
-    entries that wait to be written.
+    entries that wait to be written. `promote_at_read`: see `PromotionPolicy`.
     """
 
     timeout_s: float
@@ -54,6 +55,7 @@ class RemoteLimits:
     buffer_bytes: int
     num_read_ahead: int
     num_writers: int
+    promote_at_read: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ class StartedFind:
 
 
 class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question to many servers
-    """See `Tier`, `RemoteLookup` and `WritesBehind`. Other processes use the same server.
+    """See `Tier`, `RemoteLookup`, `WritesBehind` and `DelaysPromotion`. Others use the server, too.
 
     The server decides what it evicts. A server that fails or is late is reported as missing
     everything; `put` then raises StoreError at once.
@@ -94,6 +96,7 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
             max_bytes=limits.buffer_bytes,
             num_writers=limits.num_writers,
         )
+        self._promotion = PromotionPolicy(limits.promote_at_read)
         self._known: OrderedDict[EntryName, Instant] = OrderedDict()
         self._num_damaged = self._num_failures = 0
         self._report = ServerReport(kind)
@@ -185,6 +188,10 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
         if lease is None:
             self._remove_damaged(name)
         return lease
+
+    def count_read(self, name: EntryName) -> bool:
+        """See `DelaysPromotion`."""
+        return self._promotion.count_read(name)
 
     def discard(self, name: EntryName) -> None:
         self._forget(name)

@@ -15,6 +15,7 @@ from baton.errors import ConfigError
 from baton.registry import Plugin
 from baton.store.peer.client import PeerClient
 from baton.store.peer.tier import PeersTier
+from baton.store.promotion import PromotionPolicy
 from baton.store.remote.tier import RemoteLimits, RemoteTier
 
 if TYPE_CHECKING:
@@ -28,13 +29,15 @@ _NUM_READ_AHEAD: Final = 2
 class PeerTierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`urls`: `tcp://HOST:PORT` of each peer, as its `store.options.host.listen` has it.
 
-    `timeout_s` and `buffer_bytes` are for each peer.
+    `timeout_s` and `buffer_bytes` are for each peer. `promote_at_read`: at its so many-th read an
+    entry is copied into the worker's first tier.
     """
 
     urls: Annotated[tuple[str, ...], msgspec.Meta(min_length=1, max_length=MAX_PEERS)]
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=60)] = 0.5
     max_entry_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 32)] = 64 << 20
     buffer_bytes: Annotated[int, msgspec.Meta(ge=1)] = 64 << 20
+    promote_at_read: Annotated[int, msgspec.Meta(ge=1)] = 2
 
 
 def open_peers(options: PeerTierOptions, context: TierContext) -> Tier:
@@ -50,6 +53,7 @@ def open_peers(options: PeerTierOptions, context: TierContext) -> Tier:
         buffer_bytes=options.buffer_bytes,
         num_read_ahead=_NUM_READ_AHEAD,
         num_writers=1,
+        promote_at_read=options.promote_at_read,
     )
     clients = [PeerClient(url, access, options.timeout_s) for url in options.urls]
     peers: list[tuple[str, RemoteTier]] = []
@@ -58,7 +62,9 @@ def open_peers(options: PeerTierOptions, context: TierContext) -> Tier:
             peers.append((url, RemoteTier(KIND, client, limits, context)))
             opened.callback(peers[-1][1].close)
         opened.pop_all()
-    return peers[0][1] if len(peers) == 1 else PeersTier(peers)
+    if len(peers) == 1:
+        return peers[0][1]
+    return PeersTier(peers, PromotionPolicy(options.promote_at_read))
 
 
 def _build(options: PeerTierOptions) -> TierFactory:
