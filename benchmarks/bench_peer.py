@@ -1,9 +1,9 @@
 """Blocks that several workers read, in their tiers `host,peer`: `python benchmarks/bench_peer.py`.
 
-A `baton store serve --listen` process keeps all shared entries. Readers are processes, each with a
-`host` tier in front of it. A reader's operations, seeded: it reads a shared entry (drawn by Zipf's
+One process keeps all shared entries, as a worker or a daemon does. Readers are processes, each with
+a `host` tier of its own. A reader's operations, seeded: it reads a shared entry (drawn by Zipf's
 law), or it puts one of its own and reads it again some operations later, as the next turn of a
-conversation does; own entries that are gone are put again. Compared, in one run and with the same
+conversation does; own entries that are gone would be computed again. Compared, in one run and with the same
 operations: copying a shared entry into the reader's `host` at its first read, at its second, never.
 
 Shares of reads answered by the reader's own memory do not depend on the machine; times do. A read
@@ -14,16 +14,14 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import multiprocessing
-import os
 import secrets
 import statistics
-import subprocess
-import sys
 import time
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,9 +32,6 @@ from baton.auth.key import ClusterKey
 from baton.clock import MachineClock
 from baton.handoff.pool_mode.store_access import open_keyed_store
 from baton.store.interface import EntryName, PeerAccess
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.free_ports import find_free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -89,6 +84,7 @@ def open_store(url: str, key: ClusterKey, load: Load, at_read: int) -> TieredSto
         "host": {"capacity_bytes": load.host_entries * load.entry_bytes},
         "peer": {"urls": [url], "timeout_s": 30.0, "promote_at_read": at_read},
     }
+    # Own entries stay here: what others keep is only read.
     return open_keyed_store(
         ("host", "peer"),
         options,
@@ -146,28 +142,19 @@ def run_reader(
 
 
 @contextmanager
-def daemon(key: ClusterKey, capacity_bytes: int) -> Iterator[str]:
-    """The URL of a store daemon that listens."""
-    port = find_free_port()
-    command = [sys.executable, "-m", "baton.cli", "store", "serve", "--store", "host"]
-    command += ["--listen", f"127.0.0.1:{port}", "--port", "0"]
-    command += ["--set", f"store.options.host.capacity_bytes={capacity_bytes}"]
-    environment = dict(os.environ, BATON_CLUSTER_KEY=key.secret.hex())
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline(), "the daemon did not start"
-            yield f"tcp://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-
-
-def fill(url: str, key: ClusterKey, load: Load) -> None:
-    """Put all shared entries into the daemon."""
-    with closing(open_store(url, key, load, 1)) as store:
+def holder(key: ClusterKey, load: Load) -> Iterator[str]:
+    """The URL of a `host` tier of this process that has all shared entries."""
+    options = {"capacity_bytes": load.num_shared * load.entry_bytes, "listen": "127.0.0.1:0"}
+    access = PeerAccess(Credentials.of(key), serves=True)
+    opened = open_keyed_store(
+        ("host",), {"host": options}, key=key, clock=MachineClock(), peers=access
+    )
+    with closing(opened) as store:
         for at in range(load.num_shared):
             name = shared_name(at)
-            store.tiers[1].put(name, body_of(name, load.entry_bytes))
+            store.put(name, body_of(name, load.entry_bytes))
+        port = store.tiers[0].inner.address[1]
+        yield f"tcp://127.0.0.1:{port}"
 
 
 def run(load: Load, policy: str, url: str, key: ClusterKey) -> dict[str, object]:
@@ -215,25 +202,15 @@ def main() -> None:
     key = ClusterKey(secrets.token_bytes(32))
     rows = []
     entry_bytes = options.entry_kib << 10
-    with daemon(key, 2 * options.shared * entry_bytes) as url:
-        filled = False
-        for num_readers in options.readers:
-            for share in options.host_shares:
-                load = Load(
-                    num_readers,
-                    options.shared,
-                    int(share * options.shared),
-                    options.ops,
-                    options.zipf,
-                    entry_bytes,
-                )
-                if not filled:
-                    fill(url, key, load)
-                    filled = True
-                for policy in POLICIES:
-                    row = run(load, policy, url, key)
-                    rows.append(row)
-                    print(json.dumps(row), flush=True)
+    load = Load(0, options.shared, 0, options.ops, options.zipf, entry_bytes)
+    with holder(key, load) as url:
+        for num_readers, share in itertools.product(options.readers, options.host_shares):
+            host_entries = int(share * options.shared)
+            for policy in POLICIES:
+                changed = replace(load, num_readers=num_readers, host_entries=host_entries)
+                row = run(changed, policy, url, key)
+                rows.append(row)
+                print(json.dumps(row), flush=True)
     result = {"entry_bytes": entry_bytes, "ops": options.ops, "rows": rows}
     options.out.write_text(json.dumps(result, indent=1) + "\n")
 
