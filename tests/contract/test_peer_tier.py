@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from baton.net.tls import ClusterTls
 from baton.store.entry_format import make_header
 from baton.store.interface import TIERS, PeerAccess, PutResult, TierContext
 from baton.store.peer import server as server_module
+from baton.store.peer.addresses import find_listen_hosts
 from baton.store.peer.client import PeerClient, PeerConnection
 from baton.store.peer.wire import PutEntry, ReadEntry, ReportStatus, SendValue
 from baton.store.remote.client import RequestRefusedError
@@ -300,6 +301,36 @@ def test_an_entry_made_without_the_clusters_key_is_not_taken() -> None:
         assert client.put(name_of("a").hex(), value)
         client.disconnect()
         assert read(host, "a") == body
+
+
+def test_who_proves_nothing_is_not_answered() -> None:
+    with hosts(1) as [host]:
+        put(host, "a")
+        assert host.address is not None
+        for garbage in (b"GET / HTTP/1.1\r\n\r\n", bytes(100), b"\xff" * 5000):
+            with socket.create_connection(host.address, PATIENT_S) as sock:
+                sock.settimeout(PATIENT_S)
+                with suppress(ConnectionError):
+                    sock.sendall(garbage)
+                    assert sock.recv(1) == b""
+        with closing(open_peers(url_of(host))) as tier:
+            assert read(tier, "a") == body_of("a")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "listen", "hosts"),
+    [
+        (("host", "peer"), "0.0.0.0:8010", ("0.0.0.0",)),
+        (("host",), "[::1]:0", ("::1",)),
+        (("peer",), "0.0.0.0:8010", ()),
+        (("host",), None, ()),
+    ],
+)
+def test_hosts_at_which_a_store_listens(
+    kinds: tuple[str, ...], listen: str | None, hosts: tuple[str, ...]
+) -> None:
+    options = {} if listen is None else {"host": {"listen": listen}}
+    assert find_listen_hosts(kinds, options) == hosts
 
 
 @pytest.mark.parametrize("is_first", [True, False])
