@@ -3,8 +3,9 @@
 One process keeps all shared entries, as a worker or a daemon does. Readers are processes, each with
 a `host` tier of its own. A reader's operations, seeded: it reads a shared entry (drawn by Zipf's
 law), or it puts one of its own and reads it again some operations later, as the next turn of a
-conversation does; own entries that are gone would be computed again. Compared, in one run and with the same
-operations: copying a shared entry into the reader's `host` at its first read, at its second, never.
+conversation does; own entries that are gone would be computed again. Compared, in one run and with
+the same operations: copying a shared entry into the reader's `host` at its first read, at its
+second, never.
 
 Shares of reads answered by the reader's own memory do not depend on the machine; times do. A read
 is: find, lease, and a verified copy into an array. Medians and quartiles of all reads.

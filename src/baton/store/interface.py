@@ -209,6 +209,18 @@ class DelaysPromotion(Protocol):
         ...
 
 
+@runtime_checkable
+class LeasesNewest(Protocol):
+    """A store with tiers of one process above tiers of many: copies in the upper ones may be old.
+
+    That matters for entries that are replaced under one name, as no KV is.
+    """
+
+    def try_lease_newest(self, name: EntryName) -> EntryLease | None:
+        """See `Tier.try_lease`: from the lowest tier that has the entry, and not copied up."""
+        ...
+
+
 class PutsEntries(Protocol):
     """Where a tier puts what it has no room for."""
 

@@ -65,6 +65,13 @@ class TieredStore:
                 return self._promote(name, lease) if tier.is_copied_up(name) else lease
         return None
 
+    def try_lease_newest(self, name: EntryName) -> EntryLease | None:
+        """See `LeasesNewest`."""
+        for tier in reversed(self.tiers):
+            if tier.find((name,)):
+                return tier.try_lease(name)
+        return None
+
     def discard(self, name: EntryName) -> None:
         for tier in self.tiers:
             tier.discard(name)

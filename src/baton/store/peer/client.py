@@ -191,7 +191,7 @@ class PeerClient:
         connection.close()  # it was disconnected meanwhile
 
     def _close(self, connection: PeerConnection) -> bool:
-        """Whether nobody had disconnected it."""
+        """Close one; True unless `disconnect` had removed it already."""
         with self._lock:
             was_open = connection in self._open
             self._open.discard(connection)

@@ -111,10 +111,10 @@ class PeersTier:
         if any(peer.is_known(name) for _, peer in self._peers):
             return PutResult.EXISTS
         available = [(url, peer) for url, peer in self._peers if peer.is_available()]
-        takers = [(url, peer) for url, peer in available if peer.server_report.takes_entries]
-        owner = choose_owner(name, [url for url, _ in takers])
+        writable = [(url, peer) for url, peer in available if peer.server_report.takes_entries]
+        owner = choose_owner(name, [url for url, _ in writable])
         if owner is not None:
-            return put(takers[owner][1], name, body)
+            return put(writable[owner][1], name, body)
         if len(available) < len(self._peers):
             raise StoreError("peer: none that takes entries answers; it is asked again later")
         raise StoreFullError("peer: all are read only")
