@@ -15,8 +15,10 @@ from baton.clock import Instant, MachineClock
 from baton.errors import ConfigError, StoreError, StoreFullError
 from baton.handoff.pool_mode.side_entries import HeartbeatEntryReader, HeartbeatEntryWriter
 from baton.ids import WorkerId, new_epoch, new_ticket_id
+from baton.store.entry_format import make_header
 from baton.store.interface import TIERS, PeerAccess, PutResult, TierContext
 from baton.store.peer.client import PeerClient
+from baton.store.peer.server import EntryServer, ServerOptions
 from baton.store.tiered import open_store
 from baton.testing.clocks import ManualClock
 from baton.testing.store_contract import (
@@ -36,7 +38,7 @@ from tests.contract.server_faults import (
     wait_available,
 )
 from tests.free_ports import find_free_port
-from tests.peer_server import access
+from tests.peer_server import RawEntries, access
 from tests.store_peers import (
     CREDENTIALS,
     PATIENT_S,
@@ -188,6 +190,26 @@ def test_a_peer_that_hangs_costs_one_wait_and_hides_no_other() -> None:
                 wait_available(tier, clock)
     finally:
         server.close()
+
+
+def test_what_one_peer_has_damaged_is_read_from_another() -> None:
+    entries = RawEntries()
+    wrong = EntryServer(
+        entries, ServerOptions("127.0.0.1", 0, takes_entries=True, max_value_bytes=1 << 20)
+    )
+    wrong.start(access(serves=True), MachineClock())
+    value = bytearray(make_header(CONTRACT_KEY, name_of("a"), body_of("a")) + body_of("a"))
+    value[-1] ^= 1
+    entries.put_value(name_of("a"), memoryview(value))
+    with ExitStack() as stack, hosts(1) as [right]:
+        stack.callback(wrong.stop)
+        put(right, "a")
+        with closing(open_peers(f"tcp://127.0.0.1:{wrong.address[1]}", url_of(right))) as tier:
+            assert tier.find([name_of("a")]) == 1
+            assert read(tier, "a") is None, "its tag is checked when it is copied"
+            assert tier.usage().num_damaged == 1
+            assert not entries.holds([name_of("a")])[0], "it was removed there"
+            assert read(tier, "a") == body_of("a")
 
 
 def test_memory_of_a_worker_is_read_and_not_written() -> None:
