@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from baton.errors import StoreError, StoreFullError
 from baton.store.interface import PutResult, ServerHealth, Usage
 from baton.store.peer.owners import choose_owner
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from baton.store.capacity import StoredEntry
     from baton.store.interface import Body, EntryName
     from baton.store.promotion import PromotionPolicy
     from baton.store.remote.lease import ValueLease
     from baton.store.remote.tier import RemoteTier
-
-_Put: TypeAlias = "Callable[[RemoteTier, EntryName, Body], PutResult]"
 
 
 class PeersTier:
@@ -52,11 +50,13 @@ class PeersTier:
         return [name in self._holders for name in names]
 
     def put(self, name: EntryName, body: Body) -> PutResult:
-        return self._put(name, body, lambda peer, *entry: peer.put(*entry))
+        return PutResult.EXISTS if self._is_known(name) else self._find_owner(name).put(name, body)
 
     def put_behind(self, name: EntryName, body: Body) -> PutResult:
         """See `WritesBehind`."""
-        return self._put(name, body, lambda peer, *entry: peer.put_behind(*entry))
+        if self._is_known(name):
+            return PutResult.EXISTS
+        return self._find_owner(name).put_behind(name, body)
 
     def try_lease(self, name: EntryName) -> ValueLease | None:
         holder = self._holders.pop(name, None)
@@ -107,17 +107,24 @@ class PeersTier:
         for _, peer in self._peers:
             peer.close()
 
-    def _put(self, name: EntryName, body: Body, put: _Put) -> PutResult:
-        if any(peer.is_known(name) for _, peer in self._peers):
-            return PutResult.EXISTS
+    def _is_known(self, name: EntryName) -> bool:
+        return any(peer.is_known(name) for _, peer in self._peers)
+
+    def _find_owner(self, name: EntryName) -> RemoteTier:
+        """The peer that is to keep an entry.
+
+        Raises:
+            StoreFullError: all are only read.
+            StoreError: none that takes entries answers.
+        """
         available = [(url, peer) for url, peer in self._peers if peer.is_available()]
         writable = [(url, peer) for url, peer in available if peer.server_report.takes_entries]
         owner = choose_owner(name, [url for url, _ in writable])
         if owner is not None:
-            return put(writable[owner][1], name, body)
+            return writable[owner][1]
         if len(available) < len(self._peers):
             raise StoreError("peer: none that takes entries answers; it is asked again later")
-        raise StoreFullError("peer: all are read only")
+        raise StoreFullError("peer: all are only read")
 
     def _find_holder(self, name: EntryName) -> RemoteTier | None:
         self.find_each((name,))

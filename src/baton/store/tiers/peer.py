@@ -5,6 +5,7 @@ A worker's memory is read only: each keeps what it has computed. A daemon's is w
 
 from __future__ import annotations
 
+import secrets
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Final
@@ -64,7 +65,10 @@ def open_peers(options: PeerTierOptions, context: TierContext) -> Tier:
         opened.pop_all()
     if len(peers) == 1:
         return peers[0][1]
-    return PeersTier(peers, PromotionPolicy(options.promote_at_read))
+    first = secrets.randbelow(
+        len(peers)
+    )  # of several that have an entry, each process asks another
+    return PeersTier(peers[first:] + peers[:first], PromotionPolicy(options.promote_at_read))
 
 
 def _build(options: PeerTierOptions) -> TierFactory:
