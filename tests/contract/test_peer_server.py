@@ -117,7 +117,7 @@ def test_entries_over_tls() -> None:
 
 
 def test_a_writer_that_stalls_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "STALL_S", 0.3)
+    monkeypatch.setattr(server_module, "STALL_S", 0.1)
     with hosts(1) as [host]:
         server = host._server
         with closing(connect(host)) as stalled:
@@ -132,7 +132,7 @@ def test_a_writer_that_stalls_is_not_waited_for(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_reader_that_stalls_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "STALL_S", 0.3)
+    monkeypatch.setattr(server_module, "STALL_S", 0.1)
     with hosts(1) as [host]:
         host.put(name_of("a"), bytes(64 << 20))
         listener_fds = count_fds()

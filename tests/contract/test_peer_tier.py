@@ -246,7 +246,6 @@ def test_workers_read_what_is_in_each_others_memory_and_keep_a_copy() -> None:
             )
             stores.append(stack.enter_context(closing(store)))
         one, two = stores
-        time.sleep(1.1)  # the first one's peer was not there when it asked first
         for i in range(10):
             assert put(one, f"entry {i}") is PutResult.STORED
         names = [name_of(f"entry {i}") for i in range(10)]

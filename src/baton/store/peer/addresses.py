@@ -23,13 +23,17 @@ def parse_url(url: str) -> tuple[str, int]:
     """
     try:
         parsed = URL(url)
-        scheme, host, port = parsed.scheme, parsed.host, parsed.explicit_port
-        rest = parsed.user, parsed.password, parsed.path.strip("/"), parsed.query_string
+        host, port = parsed.host, parsed.explicit_port
     except ValueError:
-        scheme, host, port, rest = "", None, None, ()
-    if scheme != SCHEME or not host or not port or any(rest):
-        raise ConfigError(f"store.options.peer.urls: {url!r} is not tcp://HOST:PORT")
+        raise _no_url(url) from None
+    rest = parsed.user, parsed.password, parsed.path.strip("/"), parsed.query_string
+    if parsed.scheme != SCHEME or not host or not port or any(rest):
+        raise _no_url(url)
     return host, port
+
+
+def _no_url(url: str) -> ConfigError:
+    return ConfigError(f"store.options.peer.urls: {url!r} is not tcp://HOST:PORT")
 
 
 def parse_listen(text: str) -> tuple[str, int]:

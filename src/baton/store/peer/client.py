@@ -79,8 +79,7 @@ class PeerClient:
         found: list[bool] = []
         for at in range(0, len(keys), MAX_NAMES):
             some = keys[at : at + MAX_NAMES]
-            request = FindEntries(bytes.fromhex("".join(some)))
-            flags = self._call(lambda c, r=request: c.ask(r, Found)).flags
+            flags = self._ask(FindEntries(bytes.fromhex("".join(some))), Found).flags
             if len(flags) != len(some):
                 raise StoreError(f"peer {self._url}: {len(flags)} answers to {len(some)} questions")
             found += map(bool, flags)
@@ -96,15 +95,14 @@ class PeerClient:
         return self._call(lambda c: c.put(PutEntry(bytes.fromhex(key), len(value)), value))
 
     def delete(self, key: str) -> None:
-        self._call(lambda c: c.ask(DeleteEntry(bytes.fromhex(key)), Deleted))
+        self._ask(DeleteEntry(bytes.fromhex(key)), Deleted)
 
     def list_values(self, max_values: int) -> list[RemoteValue]:
         """See `RemoteClient`: page by page, in the order of names."""
         found: list[RemoteValue] = []
         after = b""
         while len(found) < max_values:
-            request = ListEntries(after)
-            page = self._call(lambda c, r=request: c.ask(r, Listing)).entries
+            page = self._ask(ListEntries(after), Listing).entries
             if not page:
                 break
             found += [RemoteValue(e.name.hex(), e.num_bytes, e.used_at) for e in page]
@@ -114,7 +112,7 @@ class PeerClient:
         return found[:max_values]
 
     def report(self) -> ServerReport:
-        status = self._call(lambda c: c.ask(ReportStatus(), Status))
+        status = self._ask(ReportStatus(), Status)
         return ServerReport(
             product=PRODUCT,
             version=status.version,
@@ -133,6 +131,9 @@ class PeerClient:
             connection.close()
         for connection in in_use:
             connection.shut_down()
+
+    def _ask(self, request: Request, expected: type[A]) -> A:
+        return self._call(lambda connection: connection.ask(request, expected))
 
     def _call(self, work: Callable[[PeerConnection], T]) -> T:
         """What the peer answers. An idle connection that broke (the peer has restarted) is retried.
@@ -267,13 +268,15 @@ class PeerConnection:
 
     def _receive_answer(self) -> Answer:
         body = self._receive_body()
-        return decode(answer_decoder, body if self._session is None else self._session.open(body))
+        opened = body if self._session is None else self._session.open(body)
+        answer: Answer = decode(answer_decoder, opened)
+        return answer
 
     def _receive_body(self) -> bytes:
         while (num_missing := self._decoder.num_missing_bytes) > 0:
-            piece = memoryview(bytearray(num_missing))
-            self._receive_into(piece)
-            self._decoder.feed(piece)
+            piece = bytearray(num_missing)
+            self._receive_into(memoryview(piece))
+            self._decoder.feed(bytes(piece))
         body = self._decoder.take()
         if body is None:
             raise ProtocolError("half a frame")

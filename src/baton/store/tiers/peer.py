@@ -65,9 +65,7 @@ def open_peers(options: PeerTierOptions, context: TierContext) -> Tier:
         opened.pop_all()
     if len(peers) == 1:
         return peers[0][1]
-    first = secrets.randbelow(
-        len(peers)
-    )  # of several that have an entry, each process asks another
+    first = secrets.randbelow(len(peers))  # readers spread over the peers that have an entry
     return PeersTier(peers[first:] + peers[:first], PromotionPolicy(options.promote_at_read))
 
 
