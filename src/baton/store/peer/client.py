@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from baton.auth.session import TAG_BYTES
-from baton.errors import BatonError, ProtocolError, StoreError, StoreFullError
+from baton.errors import AuthenticationError, BatonError, ProtocolError, StoreError, StoreFullError
 from baton.net.channel import needs_sealing, skip_bytes
 from baton.net.framing import (
     MAX_HANDSHAKE_BYTES,
@@ -57,6 +57,10 @@ A = TypeVar("A", bound=Answer)
 T = TypeVar("T")
 
 PRODUCT: Final = "baton"
+WHY_REFUSED: Final = (
+    "; both need the same cluster key, or certificates of one authority for the role worker, and "
+    "the same security.tls"
+)
 
 
 class PeerClient:
@@ -178,10 +182,8 @@ class PeerClient:
             connection.prove(self._access)
         except (OSError, BatonError) as exc:
             self._close(connection)
-            raise StoreError(
-                f"peer {self._url}: {exc}; both need the same cluster key, or certificates of one "
-                "authority for the role worker, and the same security.tls"
-            ) from exc
+            hint = "" if isinstance(exc, AuthenticationError) else WHY_REFUSED
+            raise StoreError(f"peer {self._url}: {exc}{hint}") from exc
         return connection
 
     def _give_back(self, connection: PeerConnection) -> None:

@@ -17,6 +17,7 @@ from baton.net.connection import EventReactor, count_moved_bytes
 from baton.net.endpoints import Listener
 from baton.net.framing import decode, encode
 from baton.net.tls import TlsListener
+from baton.store.entry_format import HEADER_BYTES
 from baton.store.interface import NAME_BYTES, EntryName, PeerCounts, PutResult
 from baton.store.peer.wire import (
     MAX_LISTED,
@@ -324,7 +325,7 @@ class _Peer:
             return Refused(cut_text(str(exc)))
         if result is PutResult.STORED:
             counts.num_written += 1
-            counts.written_bytes += len(value)
+            counts.written_bytes += len(value) - HEADER_BYTES
         return Stored(is_new=result is PutResult.STORED)
 
     def _await_progress(self, channel: Channel, what: str) -> None:

@@ -103,7 +103,7 @@ class Deleted(msgspec.Struct, frozen=True, tag="deleted"):
 
 
 class ListedValue(msgspec.Struct, frozen=True, array_like=True):
-    """`num_bytes` is that of the value; `used_at` is UNIX time."""
+    """An entry, the bytes that it takes up, and its last use (UNIX time)."""
 
     name: Name
     num_bytes: ValueBytes
