@@ -24,7 +24,7 @@ import time
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -158,7 +158,7 @@ def holder(key: ClusterKey, load: Load) -> Iterator[str]:
         yield f"tcp://127.0.0.1:{port}"
 
 
-def run(load: Load, policy: str, url: str, key: ClusterKey) -> dict[str, object]:
+def run(load: Load, policy: str, url: str, key: ClusterKey) -> dict[str, Any]:
     """One row of the result."""
     jobs = [(seed, url, key, load, POLICIES[policy]) for seed in range(load.num_readers)]
     with multiprocessing.get_context("spawn").Pool(load.num_readers) as pool:
@@ -189,6 +189,29 @@ def quartiles(values: list[float]) -> list[float] | None:
     return [round(middle, 1), round(low, 1), round(high, 1)]
 
 
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """The table of docs/store.md."""
+    print(
+        "| readers | memory of a reader, of the shared entries | copied at | shared reads from own "
+        "memory | own entries still there | a shared read, us: mean | own memory | a peer |"
+    )
+    print("|" + "---|" * 8)
+    for row in rows:
+        cells = [
+            f"{row['readers']}",
+            f"{row['host_entries'] / row['shared_entries']:.0%}",
+            row["policy"],
+            f"{row['shared_local_share']:.0%}",
+            f"{row['own_kept_share']:.0%}",
+            f"{row['mean_read_us']:,.0f}",
+            *(
+                f"{each[0]:,.0f} ({each[1]:,.0f} to {each[2]:,.0f})" if each else ""
+                for each in (row["local_read_us"], row["peer_read_us"])
+            ),
+        ]
+        print("| " + " | ".join(cells) + " |")
+
+
 def main() -> None:
     """Measure, print and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -199,7 +222,11 @@ def main() -> None:
     parser.add_argument("--ops", type=int, default=4000)
     parser.add_argument("--entry-kib", type=int, default=256)
     parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--table", action="store_true", help="print that of the last run")
     options = parser.parse_args()
+    if options.table:
+        print_table(json.loads(options.out.read_text())["rows"])
+        return
     key = ClusterKey(secrets.token_bytes(32))
     rows = []
     entry_bytes = options.entry_kib << 10
@@ -214,6 +241,7 @@ def main() -> None:
                 print(json.dumps(row), flush=True)
     result = {"entry_bytes": entry_bytes, "ops": options.ops, "rows": rows}
     options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print_table(rows)
 
 
 if __name__ == "__main__":
