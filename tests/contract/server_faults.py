@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from baton.store.interface import Tier
+    from baton.store.interface import PeerAccess, Tier
     from baton.store.remote.tier import RemoteTier
 
 TIMEOUT_S = 0.5
@@ -69,6 +69,10 @@ class ServerFaultContract(SharedTierContract):
     def raw_put(self, path: str, value: bytes) -> None:
         """Replace a value on the server."""
 
+    def peers(self) -> PeerAccess | None:
+        """How the tier reaches its server, where that is another process of the cluster."""
+        return None
+
     @pytest.fixture(autouse=True)
     def _use_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name, value in S3_CREDENTIALS.items():
@@ -80,7 +84,8 @@ class ServerFaultContract(SharedTierContract):
 
     def open_remote(self, place: Path, clock: ManualClock | None = None, **changed) -> RemoteTier:
         options = self.options() | {"timeout_s": PATIENT_S} | changed
-        context = TierContext(place.name, CONTRACT_KEY, clock or ManualClock())
+        clock = clock or ManualClock()
+        context = TierContext(place.name, CONTRACT_KEY, clock, peers=self.peers())
         return TIERS.build(self.kind, options)(context)  # type: ignore[return-value]
 
     def path(self, place: Path, content: str) -> str:
@@ -245,8 +250,14 @@ class ServerFaultContract(SharedTierContract):
         lower = self.options() | {"timeout_s": timeout_s}
         options = {kind: upper, self.kind: lower}
         clock = ManualClock()
-        kinds = (kind, self.kind)
-        return open_store(kinds, options, cluster=place.name, key=CONTRACT_KEY, clock=clock)
+        return open_store(
+            (kind, self.kind),
+            options,
+            cluster=place.name,
+            key=CONTRACT_KEY,
+            clock=clock,
+            peers=self.peers(),
+        )
 
     def test_names_in_two_tiers_are_found_with_one_question(self, tmp_path: Path) -> None:
         with closing(self.open_store(tmp_path, "host", {})) as store:

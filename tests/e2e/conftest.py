@@ -60,6 +60,7 @@ class WorkerCluster:
     tcp_gateway: FleetProcess
     pulling_gateway: FleetProcess
     early_gateway: FleetProcess
+    pool_gateway: FleetProcess
     identities: Path
     """Directories of `tcp`'s processes, by their names, and of their `authority`."""
 
@@ -93,6 +94,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerCluster]
     tcp = engine | {"transfer.transports": ["tcp"], "security.tls": "all"}
     # Not measured: on a busy machine another transport may be the cheapest for a while.
     shared = engine | {"transfer.choice": "listed", "security.tls": "control"}
+    shared |= {  # for mode pool alone
+        "store.tiers": ["shared"],
+        "store.options.shared.directory": str(tmp_path_factory.mktemp("store")),
+        "store.prefixes": False,
+    }
     with Fleet(tmp_path_factory.mktemp("logs"), environment, start=start_preloaded) as fleet:
         workers = [
             fleet.start_worker("colocated", "both", engine),
@@ -123,6 +129,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerCluster]
             ),
             early_gateway=fleet.start_gateway(
                 [prefill], [decode], settings=tls | {"gateway.first_token_early": True}
+            ),
+            pool_gateway=fleet.start_gateway(
+                [prefill], [decode], settings=tls | {"gateway.mode": "pool"}
             ),
             identities=identities,
         )

@@ -23,8 +23,16 @@ from baton.handoff.options import AgentOptions
 from baton.handoff.pool_mode.store_access import StoreAccess, name_encodings, report_to
 from baton.ids import WorkerId, new_epoch, new_ticket_id
 from baton.store.entry_format import EntryFormat
+from baton.store.interface import PeerAccess
 from baton.store.tiered import open_store
-from tests.e2e.test_engine_handoff_agents import NUM_PROMPTS, PROMPTS, WAIT_TIMEOUT_S, Node
+from tests.e2e.test_engine_handoff_agents import (
+    NUM_PROMPTS,
+    PROMPTS,
+    SAMPLING,
+    WAIT_TIMEOUT_S,
+    Node,
+)
+from tests.free_ports import find_free_port
 from tests.tickets import issue
 from tests.unit.engines.harness import tiny_llama
 
@@ -44,24 +52,30 @@ def pooled(
     store_block_size: int = 16,
     prefixes: bool = False,
     encoding: str = "raw",
+    tiers: dict[str, dict[str, object]] | None = None,
     **options: float,
 ) -> Iterator[Node]:
-    """A worker that reaches no other: no transports, nothing but the store."""
+    """A worker that reaches no other: no transports, nothing but the store.
+
+    Its `tiers` are `shared` and `file`, if it is given no others.
+    """
     engine = TransformersEngine(
         TransformersOptions(**{"num_blocks": 200, "num_threads": 1} | options),
         tiny_llama(),
         path="nowhere",
         clock=CLOCK,
     )
+    tiers = tiers or {
+        "shared": {"directory": str(place), "capacity_bytes": 1 << 20},
+        "file": {"directory": str(place / "files")},
+    }
     store = open_store(
-        ("shared", "file"),
-        {
-            "shared": {"directory": str(place), "capacity_bytes": 1 << 20},
-            "file": {"directory": str(place / "files")},
-        },
+        tuple(tiers),
+        tiers,
         key=bytes(32),
         cluster="test",
         clock=CLOCK,
+        peers=PeerAccess(KEY, serves=True),
     )
     layout = engine.info.layout
     written = ENCODINGS.build(encoding, {})
@@ -164,3 +178,78 @@ def check_counts(prefill: Node, decode: Node) -> None:
     assert taken.counts.num_loaded > 0
     _, last = taken.store.reports()
     assert last.counts.num_misses == 0
+
+
+def listening_pair() -> list[dict[str, dict[str, object]]]:
+    """Tiers of two workers of two hosts: each has its own memory and reads the other's."""
+    own, other = find_free_port(), find_free_port()
+    return [
+        {
+            "host": {"listen": f"127.0.0.1:{first}"},
+            "peer": {"urls": [f"tcp://127.0.0.1:{second}"], "timeout_s": 10.0},
+        }
+        for first, second in ((own, other), (other, own))
+    ]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_many_requests_through_the_memory_of_the_prefill_worker(
+    waits: bool, expected: dict[str, list[int]], tmp_path: Path
+) -> None:
+    of_prefill, of_decode = listening_pair()
+    with ExitStack() as nodes:
+        prefill = nodes.enter_context(pooled("p", tmp_path, tiers=of_prefill))
+        decode = nodes.enter_context(pooled("d", tmp_path, tiers=of_decode))
+        tickets = {name: make_ticket(prefill, decode) for name in PROMPTS}
+        for name, ticket in tickets.items():
+            if waits:
+                decode.submit(name, DecodeRequest(ticket))
+            prefill.submit(name, PrefillRequest(ticket))
+        if not waits:
+            prefill.wait_for_ends()
+            for name, ticket in tickets.items():
+                decode.submit(name, DecodeRequest(ticket))
+        decode.wait_for_ends()
+        prefill.wait_for_ends()
+        assert decode.answers() == expected
+        assert [trace.fallbacks for trace in decode.traces.values()] == [[]] * NUM_PROMPTS
+        assert sum(trace.num_received_tokens for trace in decode.traces.values()) > 0
+        own, _ = prefill.agent.store.access.store.reports()
+        assert own.usage.peers.num_read > NUM_PROMPTS
+        assert own.usage.peers.num_written == 0
+
+
+def test_what_is_computed_once_is_written_once_and_read_by_each_decode_worker(
+    expected: dict[str, list[int]], tmp_path: Path
+) -> None:
+    """One system prompt, or one request with several answers on several workers."""
+    prompt = next(name for name in PROMPTS if len(PROMPTS[name]) > 100)
+    with ExitStack() as nodes:
+        place = {"shared": {"directory": str(tmp_path), "capacity_bytes": 16 << 20}}
+        prefill, *decodes = (
+            nodes.enter_context(pooled(name, tmp_path, tiers=place))
+            for name in ("p", "d", "e", "f")
+        )
+        prefill.prompts = {f"{prompt} {at}": PROMPTS[prompt] for at in range(len(decodes))}
+        prefill.sampling = dict.fromkeys(prefill.prompts, SAMPLING[prompt])
+        for at, decode in enumerate(decodes):
+            ticket = make_ticket(prefill, decode)
+            prefill.submit(f"{prompt} {at}", PrefillRequest(ticket))
+            prefill.wait_for_ends()
+            decode.submit(prompt, DecodeRequest(ticket))
+            decode.wait_for_ends()
+            assert decode.answers() == {prompt: expected[prompt]}
+            assert decode.traces[prompt].num_received_tokens == len(PROMPTS[prompt])
+        access = prefill.agent.store.access
+        num_tokens, size = len(PROMPTS[prompt]), access.entry_format.block_size
+        num_entries = -(-num_tokens // size)
+        kv_bytes = access.entry_format.part_layout(0).bytes_per_token * num_tokens
+        assert access.counts.num_stored == num_entries
+        assert access.counts.num_present == num_entries * (len(decodes) - 1)
+        [written] = (tier.counts for tier in access.store.reports())
+        few_bytes = 1000  # markers and heartbeats
+        assert kv_bytes <= written.written_bytes < kv_bytes + few_bytes
+        for decode in decodes:
+            [taken] = (tier.counts for tier in decode.agent.store.access.store.reports())
+            assert kv_bytes <= taken.read_bytes < kv_bytes + few_bytes
+            assert taken.num_stored == 0

@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 from baton.engines.interface import Colocated, PrefillRequest, SamplingParams
 from baton.router.prefix_names import PrefixNames
 from baton.router.prefixes import ModelPrefixes
-from tests.e2e.test_engine_pool import make_ticket, pooled
+from tests.e2e.test_engine_pool import listening_pair, make_ticket, pooled
 from tests.unit.engines.harness import make_prompt
 
 if TYPE_CHECKING:
@@ -96,6 +96,23 @@ def test_what_one_worker_computed_another_loads(
     assert counts.num_whole == len(PROMPTS)
     num_loaded = sum(trace.num_loaded_tokens for trace in two.traces.values())
     assert num_loaded <= counts.loaded_tokens <= num_loaded + len(PROMPTS)  # a last token each
+
+
+def test_what_one_worker_computed_another_reads_from_its_memory(
+    nodes: ExitStack, tmp_path: Path
+) -> None:
+    """Two hosts without anything between them: each one's `host` tier is the other's `peer`."""
+    of_one, of_two = listening_pair()
+    one = nodes.enter_context(pooled("one", tmp_path, prefixes=True, tiers=of_one))
+    two = nodes.enter_context(pooled("two", tmp_path, prefixes=True, tiers=of_two))
+    expected = ask(one)
+    wait_until_kept(one)
+    assert ask(two) == expected
+    assert all(trace.num_loaded_tokens > 100 for trace in two.traces.values())
+    assert all(trace.fallbacks == [] for trace in two.traces.values())
+    first, _ = store_of(one).access.store.reports()
+    num_entries = sum(len(prompt) // store_of(one).block_size for prompt in PROMPTS.values())
+    assert first.usage.peers.num_read >= num_entries - len(PROMPTS)
 
 
 def test_what_is_in_the_store_is_found_by_way_of_the_workers_journals(

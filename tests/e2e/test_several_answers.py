@@ -11,7 +11,7 @@ import numpy as np
 import openai
 import pytest
 
-from tests.e2e.client import read_trace
+from tests.e2e.client import TLS, read_trace
 
 if TYPE_CHECKING:
     import ssl
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 NUM_TOKENS = 10
 BLOCK_SIZE = 24
 """The larger of the two decode workers'."""
+STORE_BLOCK_SIZE = 64
 
 
 def make_prompt(seed: int, length: int) -> list[int]:
@@ -87,6 +88,39 @@ def test_n_answers_are_those_of_one_request_and_share_one_handoff(
         trace = read_trace(url, f"{request_id}-{index}")
         assert trace["num_received_tokens"] == 0
         assert trace["num_cached_tokens"] >= 500 - BLOCK_SIZE
+
+
+def test_n_answers_are_written_to_the_store_and_read_from_it_once(
+    cluster: WorkerCluster, alone: openai.OpenAI
+) -> None:
+    prompt = make_prompt(40, 500)
+    before = count_pool_entries(cluster)
+    texts, _, request_id = ask(cluster.pool_gateway.url, prompt, stream=False, n=3)
+    assert texts == [ask_alone(alone, prompt)] * 3
+    lead = read_trace(cluster.pool_gateway.url, request_id)
+    assert (lead["mode"], lead["fallbacks"]) == ("pool", [])
+    assert lead["num_received_tokens"] == 500
+    num_entries = -(-500 // STORE_BLOCK_SIZE)
+    stored, loaded = (
+        after - was for after, was in zip(count_pool_entries(cluster), before, strict=True)
+    )
+    assert (stored, loaded) == (num_entries, num_entries)
+
+
+def count_pool_entries(cluster: WorkerCluster) -> tuple[float, float]:
+    """Entries of handoffs that the prefill worker stored, and that the decode worker loaded."""
+    return (
+        read_sample(
+            cluster.prefill.url, 'baton_pool_entries_total{result="stored",role="prefill"}'
+        ),
+        read_sample(cluster.decode.url, 'baton_pool_entries_total{result="loaded",role="decode"}'),
+    )
+
+
+def read_sample(url: str, name: str) -> float:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30, context=TLS) as reply:
+        lines = reply.read().decode().splitlines()
+    return next(float(line.split()[-1]) for line in lines if line.startswith(name))
 
 
 def test_seeded_answers_differ_and_each_can_be_asked_for_again(

@@ -105,6 +105,22 @@ from baton.router.prefix_names import PrefixNames
 from baton.router.prefixes import ModelPrefixes
 from baton.store.entry_format import DIGEST_BYTES, HEADER_BYTES, make_header, read_digest
 from baton.store.interface import EntryName
+from baton.store.peer.wire import (
+    FindEntries,
+    Found,
+    ListedValue,
+    ListEntries,
+    Listing,
+    NoRoom,
+    PutEntry,
+    ReportStatus,
+    Status,
+    Stored,
+    UseEntry,
+    Value,
+    answer_decoder,
+    request_decoder,
+)
 from baton.telemetry.process_status import read_status
 from baton.telemetry.trace import RequestSpan
 from baton.transfer.devices.table import (
@@ -977,6 +993,13 @@ TARGETS: Final = {
                seeds_of(CompletionMarker(bytes(32), 5, SampledToken(7), "why"))),
         Target("store-heartbeat", read_side(_heartbeat_decoder), NO_ERROR,
                seeds_of(HeartbeatEntry(1, (TicketId(bytes(16)),)))),
+        Target("store-peer-request", partial(framing.decode, request_decoder), PROTOCOL,
+               seeds_of(FindEntries(NAME * 2), UseEntry(NAME, 1000), PutEntry(NAME, 1000),
+                        ListEntries(NAME), ReportStatus()), encode=framing.encode),
+        Target("store-peer-answer", partial(framing.decode, answer_decoder), PROTOCOL,
+               seeds_of(Found(b"\1\0"), Value(1000), Stored(is_new=True), NoRoom("why"),
+                        Listing([ListedValue(NAME, 1000, 0.5)]),
+                        Status("0.1.0", 1, 2, takes_entries=True)), encode=framing.encode),
         Target("device-table", read_device, NO_ERROR,
                (write_table(TABLE)[1], write_table(Table())[1]), "bytes"),
         Target("device-table-signed", lambda body: read_device(wrap_table(body)), NO_ERROR,

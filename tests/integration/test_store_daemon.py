@@ -15,10 +15,13 @@ from urllib.request import urlopen
 
 import pytest
 
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.clock import MachineClock
 from baton.handoff.pool_mode.store_access import open_keyed_store
+from baton.store.interface import PeerAccess
 from baton.testing.store_contract import BODY_BYTES, body_of, name_of, put, read
+from tests.free_ports import find_free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -31,18 +34,21 @@ WAIT_S = 20.0
 ENTRY_BYTES = 12_288
 
 
-def open_store(kind: str, options: dict[str, object]) -> TieredStore:
+def open_store(*kinds: str, **options: dict[str, object]) -> TieredStore:
     key = ClusterKey.from_hex(KEY)
-    return open_keyed_store((kind,), {kind: options}, key=key, clock=MachineClock())
+    peers = PeerAccess(Credentials.of(key))
+    return open_keyed_store(kinds, options, key=key, clock=MachineClock(), peers=peers)
 
 
 @contextmanager
-def daemon(kind: str, options: dict[str, object], key: str = KEY) -> Generator[str]:
+def daemon(
+    kind: str, options: dict[str, object], key: str = KEY, flags: tuple[str, ...] = ()
+) -> Generator[str]:
     """A running daemon's URL. It must end by SIGTERM with exit code 0."""
     settings = [f"--set=store.options.{kind}.{name}={value}" for name, value in options.items()]
     command = [sys.executable, "-m", "baton.cli", "store", "serve", "--store", kind, "--port", "0"]
     with subprocess.Popen(
-        [*command, *settings],
+        [*command, *settings, *flags],
         env=dict(os.environ, BATON_CLUSTER_KEY=key),
         stdout=subprocess.PIPE,
         text=True,
@@ -80,9 +86,9 @@ def wait_until(holds: Callable[[], bool]) -> None:
 def test_the_shared_tier_outlives_its_workers(tmp_path: Path) -> None:
     options: dict[str, object] = {"directory": str(tmp_path), "capacity_bytes": 100_000}
     with daemon("shared", options) as url:
-        with closing(open_store("shared", options)) as store:
+        with closing(open_store("shared", shared=options)) as store:
             put(store, "a")
-        with closing(open_store("shared", options)) as store:
+        with closing(open_store("shared", shared=options)) as store:
             assert read(store, "a") == body_of("a")
         assert get(f"{url}/health")[0] == 200
         assert get(f"{url}/other")[0] == 404
@@ -97,7 +103,7 @@ def test_room_is_made_before_it_is_needed_and_old_entries_go(tmp_path: Path) -> 
         "capacity_bytes": 40 * ENTRY_BYTES,
         "ttl_s": 3600,
     }
-    with closing(open_store("file", options)) as store:
+    with closing(open_store("file", file=options)) as store:
         for i in range(40):
             put(store, f"entry {i}")
         assert len(store.entries()) == 40
@@ -113,13 +119,37 @@ def test_room_is_made_before_it_is_needed_and_old_entries_go(tmp_path: Path) -> 
             assert sample(url, 'baton_store_evictions_total{outcome="dropped",tier="file"}') == 3
 
 
+def test_its_memory_is_a_tier_of_workers_on_other_hosts() -> None:
+    port = find_free_port()
+    options: dict[str, object] = {"capacity_bytes": 20 * BODY_BYTES}
+    peer: dict[str, object] = {"urls": [f"tcp://127.0.0.1:{port}"], "timeout_s": 10.0}
+    with (
+        daemon("host", options, flags=("--listen", f"127.0.0.1:{port}")) as url,
+        closing(open_store("host", "peer", peer=peer)) as one,
+        closing(open_store("host", "peer", peer=peer)) as two,
+    ):
+        for i in range(30):
+            put(one, f"entry {i}")
+        newest = [name_of(f"entry {i}") for i in range(10, 30)]
+        wait_until(lambda: two.find(newest) == 20)
+        assert [read(two, f"entry {i}") for i in range(10, 30)] == [
+            body_of(f"entry {i}") for i in range(10, 30)
+        ]
+        assert two.find([name_of("entry 0")]) == 0, "it has room for 20"
+        assert sample(url, 'baton_store_used_bytes{tier="host"}') == 20 * BODY_BYTES
+        assert sample(url, 'baton_store_peer_entries_total{op="write",tier="host"}') == 30
+        assert sample(url, 'baton_store_peer_entries_total{op="read",tier="host"}') >= 20
+        assert sample(url, 'baton_store_peer_bytes_total{op="read",tier="host"}') >= 20 * BODY_BYTES
+        assert get(f"{url}/health")[0] == 200
+
+
 @pytest.mark.parametrize("is_key_wrong", [False, True])
 def test_damaged_entries_are_found_unless_the_key_is_wrong(
     tmp_path: Path, is_key_wrong: bool
 ) -> None:
     folder = tmp_path / "kv"
     options: dict[str, object] = {"directory": str(folder)}
-    with closing(open_store("file", options)) as store:
+    with closing(open_store("file", file=options)) as store:
         for content in "abc":
             put(store, content)
         path = folder / name_of("b").hex()

@@ -96,7 +96,7 @@ Store = Annotated[
     tuple[str, ...] | None,
     Sets("store.tiers"),
     Parameter(
-        help="Keep KV in these tiers, the quickest first: host, shared, file, redis, object.",
+        help="Keep KV in these tiers, the quickest first: host, shared, file, peer, redis, object.",
         converter=chosen_tiers,
         n_tokens=1,
         negative="",

@@ -211,12 +211,18 @@ def serve(
     port: Annotated[
         int, Parameter(help="For /metrics and /health on 127.0.0.1; 0: a free one.")
     ] = 8009,
+    listen: Annotated[
+        str | None,
+        Parameter(help="HOST:PORT where workers read and write its tier host (their tier peer)."),
+    ] = None,
     verify_mib_per_s: Annotated[
         float, Parameter(help="Entries are read and checked at this rate; 0: not at all.")
     ] = 8.0,
     status_fd: StatusFd = 1,
 ) -> int:
     """Keep the store up without workers: the shared tier stays, expired entries go, room is made.
+
+    With --store host --listen: this process's memory is a tier of workers on other hosts.
 
     Runs until SIGTERM or SIGINT.
     """
@@ -226,7 +232,7 @@ def serve(
         raise ConfigError("--verify-mib-per-s takes no negative number")
     config = (flags or ConfigFlags()).resolve().to_config()
     configure_logging(config.log)
-    with _open(flags, store, may_create=True) as (tiers, _):
+    with _open(flags, store, may_create=True, serves=True, listen=listen) as (tiers, _):
         run_store_daemon(
             tiers, port=port, verify_bytes_per_s=int(verify_mib_per_s * MIB), status_fd=status_fd
         )
@@ -264,16 +270,27 @@ def _parse_name(text: str) -> "EntryName":
 
 @contextmanager
 def _open(
-    flags: ConfigFlags | None, tiers: tuple[str, ...] | None, *, may_create: bool = False
+    flags: ConfigFlags | None,
+    tiers: tuple[str, ...] | None,
+    *,
+    may_create: bool = False,
+    serves: bool = False,
+    listen: str | None = None,
 ) -> "Generator[tuple[Sequence[CountedTier], ClusterKey]]":
     """The tiers that the configuration names, or `--store`, and the cluster's key.
+
+    `serves`: other processes are answered where the tier `host` is to listen, or at `listen`.
 
     Raises:
         ConfigError: there are none, they cannot be opened, or the cluster's key is not known.
     """
-    from baton.config.environment import read_environment  # noqa: PLC0415 - for --help
+    from baton.auth.certificates import IdentityRole  # noqa: PLC0415 - for --help
+    from baton.config.environment import read_environment  # noqa: PLC0415
     from baton.net.credentials import find_credentials  # noqa: PLC0415
+    from baton.net.tls import ClusterTls  # noqa: PLC0415
     from baton.ops.store import open_tiers  # noqa: PLC0415
+    from baton.store.interface import PeerAccess  # noqa: PLC0415
+    from baton.store.peer.addresses import find_listen_hosts  # noqa: PLC0415
 
     config = (flags or ConfigFlags()).resolve().to_config()
     kinds = tiers or config.store.tiers
@@ -281,10 +298,22 @@ def _open(
         raise ConfigError(
             "no store is configured: give --store shared,file, or the workers' --config FILE"
         )
-    found = find_credentials(config.cluster, config.security, read_environment(), ())
-    key = found.credentials.key
-    with open_tiers(kinds, config.store.options, key, may_create=may_create) as opened:
-        yield opened, key
+    options = config.store.options
+    if listen is not None:
+        if kinds != ("host",):
+            raise ConfigError("--listen shows the tier host to other processes: give --store host")
+        host = {**options.get("host", {}), "listen": listen, "peers_may": "write"}
+        options = {**options, "host": host}
+    hosts = find_listen_hosts(kinds, options) if serves else ()
+    credentials = find_credentials(
+        config.cluster, config.security, read_environment(), hosts
+    ).credentials
+    if hosts:
+        credentials.require(IdentityRole.WORKER)
+    tls = ClusterTls(credentials) if config.security.tls == "all" else None
+    peers = PeerAccess(credentials, tls, serves=serves)
+    with open_tiers(kinds, options, credentials.key, may_create=may_create, peers=peers) as opened:
+        yield opened, credentials.key
 
 
 def _print_json(found: object) -> None:

@@ -83,7 +83,10 @@ def worker(flags: WorkerFlags | None = None) -> int:
 
 
 def _credentials(config: Config) -> Credentials:
-    hosts = (config.worker.host, config.worker.handoff_host)
+    from baton.store.peer.addresses import find_listen_hosts  # noqa: PLC0415 - for --help
+
+    peers = find_listen_hosts(config.store.tiers, config.store.options)
+    hosts = (config.worker.host, config.worker.handoff_host, *peers)
     found = find_credentials(config.cluster, config.security, read_environment(), hosts)
     found.credentials.require(IdentityRole.WORKER, config.worker.name)
     return found.credentials

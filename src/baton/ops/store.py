@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from baton.auth.key import ClusterKey
     from baton.store.capacity import StoredEntry
     from baton.store.counted_tier import CountedTier
-    from baton.store.interface import EntryName
+    from baton.store.interface import EntryName, PeerAccess
 
 HOUR_S: Final = 3600.0
 MIB: Final = 1 << 20
@@ -78,6 +78,7 @@ def open_tiers(
     key: ClusterKey,
     *,
     may_create: bool,
+    peers: PeerAccess,
 ) -> Generator[Sequence[CountedTier]]:
     """The tiers of these kinds, as workers with this key have them.
 
@@ -85,7 +86,9 @@ def open_tiers(
         ConfigError: one cannot be opened, or is not there and may not be made.
     """
     clock = MachineClock()
-    store = open_keyed_store(kinds, options, key=key, clock=clock, may_create=may_create)
+    store = open_keyed_store(
+        kinds, options, key=key, clock=clock, may_create=may_create, peers=peers
+    )
     try:
         yield store.tiers
     finally:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 
 from baton.errors import StoreError, StoreFullError
-from baton.store.interface import PutResult, RemoteLookup, Usage, WritesBehind
+from baton.store.interface import DelaysPromotion, PutResult, RemoteLookup, Usage, WritesBehind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -95,6 +95,10 @@ class CountedTier:
         self._counts.read_bytes += lease.num_bytes
         return lease
 
+    def is_copied_up(self, name: EntryName) -> bool:
+        """Whether the entry, which was read now, is to be copied into the first tier."""
+        return not isinstance(self.inner, DelaysPromotion) or self.inner.count_read(name)
+
     def discard(self, name: EntryName) -> None:
         self.inner.discard(name)
 
@@ -144,6 +148,7 @@ def make_families(reports: Sequence[TierReport]) -> Iterator[Metric]:
     yield from _counted(reports)
     yield from _lost(reports)
     yield from _reached(reports)
+    yield from _shown(reports)
     used = GaugeMetricFamily("baton_store_used_bytes", "Taken up by entries.", labels=["tier"])
     capacity = GaugeMetricFamily(
         "baton_store_capacity_bytes", "That entries may take up.", labels=["tier"]
@@ -208,3 +213,20 @@ def _reached(reports: Sequence[TierReport]) -> Iterator[Metric]:
             failures.add_metric([report.kind], server.num_failures)
             available.add_metric([report.kind], server.is_available)
     yield from (failures, available)
+
+
+def _shown(reports: Sequence[TierReport]) -> Iterator[Metric]:
+    entries = CounterMetricFamily(
+        "baton_store_peer_entries",
+        "Entries that other processes read from this tier, or put into it.",
+        labels=["tier", "op"],
+    )
+    moved = CounterMetricFamily("baton_store_peer_bytes", "Of those.", labels=["tier", "op"])
+    for report in reports:
+        peers = report.usage.peers
+        if peers is not None:
+            entries.add_metric([report.kind, "read"], peers.num_read)
+            entries.add_metric([report.kind, "write"], peers.num_written)
+            moved.add_metric([report.kind, "read"], peers.read_bytes)
+            moved.add_metric([report.kind, "write"], peers.written_bytes)
+    yield from (entries, moved)

@@ -17,7 +17,9 @@ from baton.registry import Registry
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from baton.auth.credentials import Credentials
     from baton.clock import Clock
+    from baton.net.tls import Tls
     from baton.store.capacity import StoredEntry
 
 EntryName = NewType("EntryName", bytes)
@@ -44,6 +46,16 @@ class ServerHealth:
     is_available: bool
 
 
+@dataclass(slots=True)
+class PeerCounts:
+    """What other processes have read from a tier, and put into it. Bytes are of bodies."""
+
+    num_read: int = 0
+    read_bytes: int = 0
+    num_written: int = 0
+    written_bytes: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """How full a tier is, as its users count it, and what this process made go since it opened it.
@@ -51,7 +63,8 @@ class Usage:
     `used_bytes` is of all processes; too high for a while after one was killed. Entries that had to
     make room went to the tier below, or were dropped; damaged ones were removed. `capacity_bytes`
     is 0 where nothing is known to limit it. `server`: of a tier on a server. `direct_io`: of a
-    tier on a disk, whether large bodies are written and read past the page cache.
+    tier on a disk, whether large bodies are written and read past the page cache. `peers`: of a
+    tier that this process shows to others.
     """
 
     used_bytes: int
@@ -62,6 +75,7 @@ class Usage:
     num_expired: int = 0
     server: ServerHealth | None = None
     direct_io: bool | None = None
+    peers: PeerCounts | None = None
 
 
 class EntryLease(Protocol):
@@ -188,6 +202,27 @@ class RemoteLookup(Protocol):
         ...
 
 
+@runtime_checkable
+class DelaysPromotion(Protocol):
+    """A tier whose entries are copied into the first tier at some of their reads only."""
+
+    def count_read(self, name: EntryName) -> bool:
+        """An entry was read; whether it is to be copied."""
+        ...
+
+
+@runtime_checkable
+class LeasesNewest(Protocol):
+    """A store with tiers of one process above tiers of many: copies in the upper ones may be old.
+
+    That matters for entries that are replaced under one name, as no KV is.
+    """
+
+    def try_lease_newest(self, name: EntryName) -> EntryLease | None:
+        """See `Tier.try_lease`: from the lowest tier that has the entry, and not copied up."""
+        ...
+
+
 class PutsEntries(Protocol):
     """Where a tier puts what it has no room for."""
 
@@ -213,6 +248,19 @@ class WritesBehind(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class PeerAccess:
+    """How this process and others reach each other's tiers.
+
+    `serves`: it answers them, where a tier is configured to listen; a command that only looks at
+    the store does not. `tls`: values are encrypted, as all else between workers.
+    """
+
+    credentials: Credentials
+    tls: Tls | None = None
+    serves: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class TierContext:
     """What every tier is built from, besides its own options.
 
@@ -220,6 +268,7 @@ class TierContext:
     are for where another user took that path, and cannot be foreseen. `key`: 32 bytes, a secret of
     the cluster's, without which no entry is believed. Entries that must go are handed to `below`,
     if there is such a tier. `may_create`: a tier that is kept on a disk is made if it is not there.
+    `peers`: None where this process reaches no others.
     """
 
     cluster: str
@@ -228,6 +277,7 @@ class TierContext:
     below: PutsEntries | None = None
     other_names: tuple[str, ...] = ()
     may_create: bool = True
+    peers: PeerAccess | None = None
 
 
 class TierFactory(Protocol):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.store.capacity import StoredEntry
     from baton.store.counted_tier import TierReport
-    from baton.store.interface import Body, EntryLease, EntryName
+    from baton.store.interface import Body, EntryLease, EntryName, PeerAccess
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 class TieredStore:
     """See `Tier`. Entries are put into the first tier, which demotes what it has no room for.
 
-    What is read from a lower tier is copied into the first one. An entry too large for a tier, or
-    put while it is full, goes to the next.
+    What is read from a lower tier is copied into the first one (see `DelaysPromotion`). An entry
+    too large for a tier, or put while it is full, goes to the next.
     """
 
     def __init__(self, tiers: Sequence[CountedTier]) -> None:
@@ -62,7 +62,14 @@ class TieredStore:
         for tier in others:
             lease = tier.try_lease(name)
             if lease is not None:
-                return self._promote(name, lease)
+                return self._promote(name, lease) if tier.is_copied_up(name) else lease
+        return None
+
+    def try_lease_newest(self, name: EntryName) -> EntryLease | None:
+        """See `LeasesNewest`."""
+        for tier in reversed(self.tiers):
+            if tier.find((name,)):
+                return tier.try_lease(name)
         return None
 
     def discard(self, name: EntryName) -> None:
@@ -148,6 +155,7 @@ def open_store(  # noqa: PLR0913 - what each tier is built from
     clock: Clock,
     other_names: tuple[str, ...] = (),
     may_create: bool = True,
+    peers: PeerAccess | None = None,
 ) -> TieredStore:
     """Open the tiers of these kinds, the quickest first, from the last to the first.
 
@@ -159,7 +167,7 @@ def open_store(  # noqa: PLR0913 - what each tier is built from
         for kind in reversed(kinds):
             below = tiers[0].as_lower() if tiers else None
             factory = TIERS.build(kind, options.get(kind, {}))
-            context = TierContext(cluster, key, clock, below, other_names, may_create)
+            context = TierContext(cluster, key, clock, below, other_names, may_create, peers)
             tiers.insert(0, CountedTier(kind, factory(context)))
             opened.callback(tiers[0].close)
         opened.pop_all()

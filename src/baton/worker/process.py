@@ -35,6 +35,7 @@ from baton.handoff.pool_mode.store_access import open_store_access, report_to
 from baton.ids import new_epoch
 from baton.net.http_server import bind, make_server_config, start_listening, url_of
 from baton.net.tls import ClusterTls
+from baton.store.interface import PeerAccess
 from baton.telemetry.process_status import Draining, Loading, Ready, StatusReporter
 from baton.transfer.devices.extents import choose_allocation
 from baton.transfer.interface import TransportContext, build_transports
@@ -235,6 +236,7 @@ def _handoffs(
         clock=clock,
         keeps_prefixes=options.store.prefixes,
         handoff_encoding=encoding,
+        peers=PeerAccess(options.credentials, _find_tls(options), serves=True),
     )
     # KV of a prefill worker that receives none is as exact as what it loads.
     received = None if options.role == "prefill" else encoding
@@ -282,15 +284,19 @@ def _views(
 
 
 def _transports(options: ProcessOptions, epoch: Epoch, clock: Clock) -> tuple[Transport, ...]:
-    tls = options.tls == "all"
     context = TransportContext(
         credentials=options.credentials,
         epoch=epoch,
         bind_host=options.handoff_host,
         clock=clock,
-        tls=ClusterTls(options.credentials) if tls else None,
+        tls=_find_tls(options),
     )
     return build_transports(options.transports, options.transport_options, context)
+
+
+def _find_tls(options: ProcessOptions) -> ClusterTls | None:
+    """Of what moves KV between workers."""
+    return ClusterTls(options.credentials) if options.tls == "all" else None
 
 
 def _freeze_garbage_collector() -> None:

@@ -16,6 +16,7 @@ from baton.handoff import messages
 from baton.handoff.messages import PROTOCOL_VERSION
 from baton.handoff.pool_mode.side_entries import CompletionMarker, HeartbeatEntry
 from baton.net.framing import MAGIC
+from baton.store.peer import wire as store_peers
 
 ROOT = Path(__file__).parents[3]
 WIRE = ROOT / "docs/wire"
@@ -124,6 +125,13 @@ def test_the_transfer_page_has_every_field():
     for tag, fields in sent.items():
         assert documented[tag] <= fields, tag
         assert fields - documented[tag] <= set(names_in(TRANSFER)), tag
+
+
+def test_the_stores_page_has_every_message_between_peers():
+    page = (WIRE / "store.md").read_text().partition("## Between peers")[2].partition("\n## ")[0]
+    named = set(names_in(page))
+    for struct in structs_in(store_peers):
+        assert tags_of(struct) | fields_of(struct) <= named, struct
 
 
 def test_the_pages_of_tickets_and_of_the_store_name_every_field():

@@ -20,6 +20,7 @@ from baton.errors import ConfigError
 from baton.ids import Epoch, WorkerId
 from baton.net.credentials import find_credentials
 from baton.protocol.worker_http import KVEventsSource, WorkerInfo
+from baton.store.peer.addresses import find_listen_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -80,7 +81,7 @@ def load_credentials(options: ConnectorOptions) -> Credentials:
         ClusterSection(key_file=options.key_file),
         SecuritySection(tls=options.tls, identity=options.identity),
         read_environment(),
-        (options.handoff_host,),
+        (options.handoff_host, *find_listen_hosts(options.store.tiers, options.store.options)),
     )
     found.credentials.require(IdentityRole.WORKER, options.name)
     return found.credentials

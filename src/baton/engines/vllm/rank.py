@@ -41,6 +41,7 @@ from baton.handoff.pool_mode.store_access import open_store_access, report_to
 from baton.handoff.verify import VerificationPolicy
 from baton.kv.layout import TensorParallelShard
 from baton.net.tls import ClusterTls
+from baton.store.interface import PeerAccess
 from baton.telemetry.links import LinkInstruments
 from baton.telemetry.log_limit import WARNINGS
 from baton.telemetry.metrics import HandoffInstruments, HeldBlockTimeCollector, set_worker_info
@@ -282,10 +283,15 @@ class Rank:
             key=self._credentials.key,
             clock=self._clock,
             keeps_prefixes=section.prefixes and may_load,
+            peers=PeerAccess(self._credentials, self._tls_of_kv, serves=True),
         )
         if self._plan.rank != 0:  # gateways ask rank 0 alone
             return access
         return report_to(journal, access, fingerprint=fingerprint, clock=self._clock)
+
+    @property
+    def _tls_of_kv(self) -> ClusterTls | None:
+        return self._tls if self._plan.options.tls == "all" else None
 
     def _transports(self, epoch: Epoch) -> tuple[Transport, ...]:
         options = self._plan.options
@@ -294,7 +300,7 @@ class Rank:
             epoch=epoch,
             bind_host=options.handoff_host,
             clock=self._clock,
-            tls=self._tls if options.tls == "all" else None,
+            tls=self._tls_of_kv,
         )
         return build_transports(options.transports, options.transport_options, context)
 

@@ -28,14 +28,14 @@ from baton.errors import ProtocolError, StoreError
 from baton.handoff.interface import SampledToken
 from baton.handoff.messages import Tickets
 from baton.net.framing import decode
-from baton.store.interface import EntryName
+from baton.store.interface import EntryName, LeasesNewest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from baton.auth.ticket import Ticket
     from baton.ids import Epoch, TicketId
-    from baton.store.interface import Tier
+    from baton.store.interface import EntryLease, Tier
 
 MAX_SIDE_ENTRY_BYTES: Final = 65_536
 
@@ -47,7 +47,10 @@ def read_side_entry(store: Tier, name: EntryName, decoder: msgspec.msgpack.Decod
 
     Looks before it asks: what is looked for often and has not come yet is no miss.
     """
-    lease = store.try_lease(name) if store.find((name,)) else None
+    return _read(store.try_lease(name) if store.find((name,)) else None, decoder)
+
+
+def _read(lease: EntryLease | None, decoder: msgspec.msgpack.Decoder[W]) -> W | None:
     if lease is None:
         return None
     with lease:
@@ -134,13 +137,19 @@ class HeartbeatEntryReader:
         self._next_at = Instant(now + self._interval_s)
         before, self._seen = self._seen, {}
         for epoch in set(epochs):
-            entry = read_side_entry(self._store, _heartbeat_name(epoch), _heartbeat_decoder)
+            entry = self._read_newest(_heartbeat_name(epoch))
             number = None if entry is None else entry.number
             self._seen[epoch] = before.get(epoch) if number is None else number
             # What stood there at the first look may be old.
             if entry is not None and epoch in before and before[epoch] != number:
                 for ticket in entry.tickets:
                     on_alive(ticket)
+
+    def _read_newest(self, name: EntryName) -> HeartbeatEntry | None:
+        """A copy in this worker's own memory would never change."""
+        if isinstance(self._store, LeasesNewest):
+            return _read(self._store.try_lease_newest(name), _heartbeat_decoder)
+        return read_side_entry(self._store, name, _heartbeat_decoder)
 
 
 def _heartbeat_name(epoch: Epoch) -> EntryName:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from baton.events.journal import CacheJournal
     from baton.handoff.kv_views import KVView
     from baton.handoff.pool_mode.store_journal import StoreJournal
+    from baton.store.interface import PeerAccess
     from baton.store.tiered import TieredStore
     from baton.telemetry.trace import RequestSpan
 
@@ -82,7 +83,7 @@ _PURPOSE: Final = "store"
 _NAME_CHARS: Final = 16
 
 
-def open_store_access(
+def open_store_access(  # noqa: PLR0913 - what a worker's store is opened from
     section: StoreSection,
     view: KVView,
     *,
@@ -90,10 +91,12 @@ def open_store_access(
     clock: Clock,
     keeps_prefixes: bool = False,
     handoff_encoding: KVEncoding | None = None,
+    peers: PeerAccess | None = None,
 ) -> StoreAccess | None:
     """Open the store; None where no tier is configured. `keeps_prefixes`: see `StoreAccess`.
 
-    `handoff_encoding`: workers of this store receive KV that was encoded so.
+    `handoff_encoding`: workers of this store receive KV that was encoded so. `peers`: see
+    `TierContext`.
 
     Raises:
         ConfigError: a tier cannot be opened, or this worker's heads cannot be divided so.
@@ -105,7 +108,7 @@ def open_store_access(
     )
     encoding = open_encoding(section.encoding, entry_format.full_layout, "store.encoding")
     entry_format = replace(entry_format, encodings=name_encodings(encoding, handoff_encoding))
-    store = open_keyed_store(section.tiers, section.options, key=key, clock=clock)
+    store = open_keyed_store(section.tiers, section.options, key=key, clock=clock, peers=peers)
     return StoreAccess(store, entry_format, view, encoding, keeps_prefixes)
 
 
@@ -143,10 +146,11 @@ def open_keyed_store(
     key: ClusterKey,
     clock: Clock,
     may_create: bool = True,
+    peers: PeerAccess | None = None,
 ) -> TieredStore:
     """The store of a cluster: its key names the folders of tiers, and its entries' digests.
 
-    `may_create`: see `TierContext`.
+    `may_create`, `peers`: see `TierContext`.
 
     Raises:
         ConfigError: a tier cannot be opened.
@@ -161,4 +165,5 @@ def open_keyed_store(
         clock=clock,
         other_names=tuple(others),
         may_create=may_create,
+        peers=peers,
     )

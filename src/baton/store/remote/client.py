@@ -31,6 +31,7 @@ class ServerReport:
     """A server at one moment. Sizes are of all that it keeps; 0: it has no limit, or hides it.
 
     `eviction`: what the server does when it is full; None where that is not its to decide.
+    `takes_entries`: False where it is only read.
     """
 
     product: str
@@ -38,6 +39,7 @@ class ServerReport:
     used_bytes: int = 0
     capacity_bytes: int = 0
     eviction: str | None = None
+    takes_entries: bool = True
 
 
 class RemoteClient(Protocol):

@@ -12,6 +12,7 @@ from baton.errors import BatonError, ConfigError, StoreError, StoreFullError
 from baton.store.capacity import StoredEntry
 from baton.store.entry_format import HEADER_BYTES, BodyCheck, make_header, read_digest
 from baton.store.interface import NAME_BYTES, EntryName, PutResult, ServerHealth, Usage
+from baton.store.promotion import PromotionPolicy
 from baton.store.remote.circuit_breaker import CircuitBreaker
 from baton.store.remote.client import RequestRefusedError, ServerReport
 from baton.store.remote.lease import ValueLease
@@ -46,7 +47,7 @@ class RemoteLimits:
 
     `timeout_s` bounds each call; after one that is late the server is not asked until a trial,
     beside the caller, has succeeded. `buffer_bytes`: of entries fetched ahead, and as many again of
-    entries that wait to be written.
+    entries that wait to be written. `promote_at_read`: see `PromotionPolicy`.
     """
 
     timeout_s: float
@@ -54,10 +55,20 @@ class RemoteLimits:
     buffer_bytes: int
     num_read_ahead: int
     num_writers: int
+    promote_at_read: int = 1
 
 
-class RemoteTier:
-    """See `Tier`, `RemoteLookup` and `WritesBehind`. Other processes use the same server.
+@dataclass(frozen=True, slots=True)
+class StartedFind:
+    """A question to the server that is on its way; None: it is not asked now."""
+
+    names: Sequence[EntryName]
+    began_at: Instant
+    answer: Future[Sequence[bool]] | None
+
+
+class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question to many servers
+    """See `Tier`, `RemoteLookup`, `WritesBehind` and `DelaysPromotion`. Others use the server, too.
 
     The server decides what it evicts. A server that fails or is late is reported as missing
     everything; `put` then raises StoreError at once.
@@ -85,6 +96,7 @@ class RemoteTier:
             max_bytes=limits.buffer_bytes,
             num_writers=limits.num_writers,
         )
+        self._promotion = PromotionPolicy(limits.promote_at_read)
         self._known: OrderedDict[EntryName, Instant] = OrderedDict()
         self._num_damaged = self._num_failures = 0
         self._report = ServerReport(kind)
@@ -99,12 +111,23 @@ class RemoteTier:
 
     def find_each(self, names: Sequence[EntryName]) -> Sequence[bool]:
         """See `RemoteLookup`."""
-        missing = (False,) * len(names)
-        if not names or not self._is_available():
+        return self.end_find(self.begin_find(names))
+
+    def begin_find(self, names: Sequence[EntryName]) -> StartedFind:
+        """Ask, without waiting for the answer: several servers are asked at once."""
+        now = self._clock.now()
+        if not names or not self.is_available():
+            return StartedFind(names, now, None)
+        keys = [name.hex() for name in names]
+        return StartedFind(names, now, self._threads.submit(partial(self._client.exists, keys)))
+
+    def end_find(self, started: StartedFind) -> Sequence[bool]:
+        """Wait for the answer, until `timeout_s` after it was asked for: see `RemoteLookup`."""
+        names, missing = started.names, (False,) * len(started.names)
+        if started.answer is None:
             return missing
         try:
-            keys = [name.hex() for name in names]
-            found = self._request(partial(self._client.exists, keys))
+            found = self._answer(started.answer, since=started.began_at)
         except StoreError:
             return missing
         for name, is_there in zip(names, found, strict=True):
@@ -117,11 +140,12 @@ class RemoteTier:
         return [there or name in waiting for name, there in zip(names, found, strict=True)]
 
     def put(self, name: EntryName, body: Body) -> PutResult:
-        if self._is_known(name):
+        if self.is_known(name):
             return PutResult.EXISTS
-        value = self._make_value(name, body)
-        if not self._is_available():
+        if not self.is_available():
             raise StoreError(self._why_unavailable())
+        self._require_taking()
+        value = self._make_value(name, body)
         if not self._writes.is_closed and not self._writes.try_begin_trial(self._clock.now()):
             raise StoreFullError(f"{self._kind} has refused entries; it is asked again later")
         is_trial = not self._writes.is_closed
@@ -137,11 +161,12 @@ class RemoteTier:
 
     def put_behind(self, name: EntryName, body: Body) -> PutResult:
         """See `WritesBehind`."""
-        if self._is_known(name) or self._behind.get(name) is not None:
+        if self.is_known(name) or self._behind.get(name) is not None:
             return PutResult.EXISTS
-        value = self._make_value(name, body)
-        if not (self._is_available() and self._writes_are_open()):
+        if not (self.is_available() and self._writes_are_open()):
             raise StoreError(self._why_unavailable())
+        self._require_taking()
+        value = self._make_value(name, body)
         if not self._behind.try_add(name, value):
             raise StoreFullError(f"{self._limits.buffer_bytes} bytes wait for {self._kind} already")
         return PutResult.STORED
@@ -149,7 +174,7 @@ class RemoteTier:
     def try_lease(self, name: EntryName) -> ValueLease | None:
         value: Body | None = self._behind.get(name)
         if value is None:
-            if not self._is_available():
+            if not self.is_available():
                 return None
             try:
                 value = self._answer(self._ahead.take(name))
@@ -164,10 +189,14 @@ class RemoteTier:
             self._remove_damaged(name)
         return lease
 
+    def count_read(self, name: EntryName) -> bool:
+        """See `DelaysPromotion`."""
+        return self._promotion.count_read(name)
+
     def discard(self, name: EntryName) -> None:
         self._forget(name)
         self._behind.discard(name)
-        if self._is_available():
+        if self.is_available():
             self._try_delete(name)
 
     def entries(self) -> list[StoredEntry]:
@@ -182,7 +211,7 @@ class RemoteTier:
         return [StoredEntry(name, v.num_bytes, v.used_at) for name, v in named if name is not None]
 
     def is_whole(self, name: EntryName) -> bool:
-        if not self._is_available():
+        if not self.is_available():
             raise StoreError(self._why_unavailable())
         value = self._request(partial(self._client.read, name.hex(), self._max_value_bytes))
         lease = None if value is None else self._check(name, value, _do_nothing)
@@ -229,23 +258,24 @@ class RemoteTier:
     def _request(self, work: Callable[[], T]) -> T:
         return self._answer(self._threads.submit(work))
 
-    def _answer(self, future: Future[T]) -> T:
+    def _answer(self, future: Future[T], since: Instant | None = None) -> T:
         """The same where a refusal is a failure."""
         try:
-            return self._wait(future)
+            return self._wait(future, since)
         except RequestRefusedError as exc:
             self._fail(exc)
             raise
 
-    def _wait(self, future: Future[T]) -> T:
-        """What the server answers.
+    def _wait(self, future: Future[T], since: Instant | None = None) -> T:
+        """What the server answers; the time limit begins now, or at `since`.
 
         Raises:
             StoreError: nothing within the time limit, or a failure; it is not asked for a while.
             StoreFullError, RequestRefusedError: it answered.
         """
+        passed_s = 0.0 if since is None else self._clock.now() - since
         try:
-            result = future.result(self._limits.timeout_s)
+            result = future.result(max(0.0, self._limits.timeout_s - passed_s))
         except TimeoutError:
             self._client.disconnect()
             late = StoreError(f"{self._kind}: no answer within {self._limits.timeout_s} s")
@@ -271,7 +301,12 @@ class RemoteTier:
             )
         self._server.fail(self._clock.now())
 
-    def _is_available(self) -> bool:
+    @property
+    def server_report(self) -> ServerReport:
+        """What the server has reported of itself last."""
+        return self._report
+
+    def is_available(self) -> bool:
         """Whether requests may be sent; begins and ends trials, which no caller waits for."""
         now = self._clock.now()
         failure = self._behind.take_failure()
@@ -308,6 +343,10 @@ class RemoteTier:
             self._writes.pass_trial()
         return self._writes.is_closed
 
+    def _require_taking(self) -> None:
+        if not self._report.takes_entries:
+            raise StoreFullError(f"{self._kind} is only read")
+
     def _why_unavailable(self) -> str:
         return f"{self._kind} has failed or has no room; it is asked again later"
 
@@ -340,7 +379,8 @@ class RemoteTier:
         except StoreError as exc:
             logger.debug("store: %s keeps an entry: %s", self._kind, exc)
 
-    def _is_known(self, name: EntryName) -> bool:
+    def is_known(self, name: EntryName) -> bool:
+        """Whether it was found or read some seconds ago: it is not written again."""
         known_at = self._known.get(name)
         return known_at is not None and self._clock.now() < known_at + KNOWN_S
 

@@ -2,23 +2,28 @@
 
 Nothing but this process can change what is in it, so it is not checked when it is read, as an
 engine's own pages are not. What is put here is put into the tier below at once, since no other
-worker finds it here: eviction drops a copy.
+worker finds it here: eviction drops a copy. With `listen` other processes do find it, by their tier
+`peer`; what they put is checked when it comes.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 import msgspec
 
-from baton.errors import StoreError, StoreFullError
+from baton.errors import ConfigError, StoreError, StoreFullError
 from baton.registry import Plugin
 from baton.store.capacity import StoredEntry
-from baton.store.interface import PutResult, Usage
+from baton.store.entry_format import HEADER_BYTES, has_digest, make_header, read_digest
+from baton.store.interface import MAX_BODY_BYTES, PutResult, Usage
+from baton.store.peer.addresses import parse_listen
+from baton.store.peer.server import EntryServer, ServerOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,15 +35,23 @@ logger = logging.getLogger(__name__)
 
 
 class HostTierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`capacity_bytes` is for each worker (each rank of it) by itself."""
+    """`capacity_bytes` is for each worker (each rank of it) by itself.
+
+    `listen`: `HOST:PORT` where other processes of the cluster read this tier (tier `peer`);
+    `peers_may`: or write it as well.
+    """
 
     capacity_bytes: Annotated[int, msgspec.Meta(ge=1)] = 1 << 30
+    listen: str | None = None
+    peers_may: Literal["read", "write"] = "read"
 
 
 @dataclass(slots=True)
 class _Entry:
     body: bytes
     used_at: UnixTime
+    header: bytes | None = None
+    """Made when the first peer reads it: it costs as much as to copy the body."""
 
 
 class HostLease:
@@ -64,62 +77,132 @@ class HostLease:
 
 
 class HostTier:
-    """See `Tier`. The memory of an entry that made room is free once its leases are released."""
+    """See `Tier` and `ServedEntries`. Peers are answered by another thread: a lock is between.
+
+    The memory of an entry that made room is free once its leases are released.
+    """
 
     def __init__(self, options: HostTierOptions, context: TierContext) -> None:
-        self._capacity_bytes = options.capacity_bytes
+        """Listen for peers, where that is configured.
+
+        Raises:
+            ConfigError: the address cannot be bound, or peers would write into tiers below.
+        """
+        self._capacity_bytes, self._key = options.capacity_bytes, context.key
         self._clock, self._below = context.clock, context.below
+        self._lock = threading.Lock()
         self._entries: OrderedDict[EntryName, _Entry] = OrderedDict()
         self._used_bytes = self._num_dropped = 0
+        self._server = self._try_serve(options, context)
 
     def find(self, names: Sequence[EntryName]) -> int:
         return next((at for at, name in enumerate(names) if name not in self._entries), len(names))
 
     def put(self, name: EntryName, body: Body) -> PutResult:
-        if name in self._entries:
-            self._touch(name)
-            return PutResult.EXISTS
-        if len(body) > self._capacity_bytes:
-            raise StoreFullError(f"an entry of {len(body)} bytes where {self._capacity_bytes} fit")
-        while self._used_bytes + len(body) > self._capacity_bytes:
-            self.discard(next(iter(self._entries)))
-            self._num_dropped += 1
-        self._entries[name] = _Entry(bytes(body), self._clock.unix_now())
-        self._used_bytes += len(body)
-        self._write_through(name, body)
-        return PutResult.STORED
+        result = self._add(name, body)
+        if result is PutResult.STORED:
+            self._write_through(name, body)
+        return result
 
     def try_lease(self, name: EntryName) -> HostLease | None:
-        if name not in self._entries:
-            return None
-        self._touch(name)
-        return HostLease(self._entries[name].body)
+        with self._lock:
+            entry = self._entries.get(name)
+            if entry is None:
+                return None
+            self._touch(name, entry)
+        return HostLease(entry.body)
 
     def discard(self, name: EntryName) -> None:
-        entry = self._entries.pop(name, None)
-        if entry is not None:
-            self._used_bytes -= len(entry.body)
+        with self._lock:
+            self._remove(name)
 
     def entries(self) -> list[StoredEntry]:
-        return [
-            StoredEntry(name, len(entry.body), entry.used_at)
-            for name, entry in self._entries.items()
-        ]
+        with self._lock:
+            entries = [*self._entries.items()]
+        return [StoredEntry(name, len(entry.body), entry.used_at) for name, entry in entries]
 
     def is_whole(self, name: EntryName) -> bool:
         return name in self._entries
 
     def usage(self) -> Usage:
-        return Usage(self._used_bytes, self._capacity_bytes, 0, self._num_dropped, 0)
+        peers = None if self._server is None else self._server.counts
+        return Usage(self._used_bytes, self._capacity_bytes, 0, self._num_dropped, 0, peers=peers)
 
     def close(self) -> None:
         """See `Tier`: the memory goes, as the process's own does."""
-        self._entries.clear()
-        self._used_bytes = 0
+        if self._server is not None:
+            self._server.stop()
+        with self._lock:
+            self._entries.clear()
+            self._used_bytes = 0
 
-    def _touch(self, name: EntryName) -> None:
+    def holds(self, names: Sequence[EntryName]) -> list[bool]:
+        return [name in self._entries for name in names]
+
+    def read_value(self, name: EntryName, *, is_use: bool) -> tuple[bytes, bytes] | None:
+        with self._lock:
+            entry = self._entries.get(name)
+            if entry is None:
+                return None
+            if is_use:
+                self._touch(name, entry)
+        if entry.header is None:
+            entry.header = make_header(self._key, name, entry.body)
+        return entry.header, entry.body
+
+    def put_value(self, name: EntryName, value: memoryview) -> PutResult:
+        digest = read_digest(name, bytes(value[:HEADER_BYTES]), len(value))
+        body = value[HEADER_BYTES:]
+        if digest is None or not has_digest(self._key, name, body, digest):
+            raise StoreError(f"{name.hex()} is no entry that a holder of the cluster key has put")
+        return self._add(name, body)
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """Where peers reach this tier; None: they do not."""
+        return None if self._server is None else self._server.address
+
+    def _try_serve(self, options: HostTierOptions, context: TierContext) -> EntryServer | None:
+        if options.listen is None or context.peers is None or not context.peers.serves:
+            return None
+        takes_entries = options.peers_may == "write"
+        if takes_entries and context.below is not None:
+            raise ConfigError(
+                'store.options.host.peers_may = "write": peers write into the memory of a process '
+                "that has no other tier: set store.tiers to host alone"
+            )
+        host, port = parse_listen(options.listen)
+        max_bytes = HEADER_BYTES + min(options.capacity_bytes, MAX_BODY_BYTES)
+        server = EntryServer(self, ServerOptions(host, port, takes_entries, max_bytes))
+        server.start(context.peers, context.clock)
+        return server
+
+    def _add(self, name: EntryName, body: Body) -> PutResult:
+        with self._lock:
+            if name in self._entries:
+                self._touch(name, self._entries[name])
+                return PutResult.EXISTS
+        if len(body) > self._capacity_bytes:
+            raise StoreFullError(f"an entry of {len(body)} bytes where {self._capacity_bytes} fit")
+        added = _Entry(bytes(body), self._clock.unix_now())
+        with self._lock:
+            if name in self._entries:  # a peer was quicker
+                return PutResult.EXISTS
+            while self._used_bytes + len(body) > self._capacity_bytes:
+                self._remove(next(iter(self._entries)))
+                self._num_dropped += 1
+            self._entries[name] = added
+            self._used_bytes += len(body)
+        return PutResult.STORED
+
+    def _remove(self, name: EntryName) -> None:
+        entry = self._entries.pop(name, None)
+        if entry is not None:
+            self._used_bytes -= len(entry.body)
+
+    def _touch(self, name: EntryName, entry: _Entry) -> None:
         self._entries.move_to_end(name)
-        self._entries[name].used_at = self._clock.unix_now()
+        entry.used_at = self._clock.unix_now()
 
     def _write_through(self, name: EntryName, body: Body) -> None:
         if self._below is None:
