@@ -1,4 +1,4 @@
-"""Whether the store is worth asking for a prompt's beginning: learned from steps and answers."""
+"""Whether to ask a store for a prompt's beginning, and how long to wait for its answer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ LEAST_LEARNED_TOKENS: Final = 32
 LEARNING: Final = 0.2
 """Weight of the latest observation in what is expected of the next."""
 WAIT_GUESS_S: Final = 0.001
-"""From the order to the answer that nothing is there."""
+"""From the order to the answer."""
 FORGOTTEN_AFTER_S: Final = 30.0
 """Then a wait that was long counts no more: it may have kept every prompt since from asking."""
-TOLERATED_SHARE: Final = 0.05
-"""Of what a prompt takes: so much may be lost by asking for what is not there."""
+TOLERATED_SHARE: Final = 0.04
+"""Of what a prompt takes to be computed: so long an answer is waited for that may be a miss."""
 
 
 @dataclass(slots=True)
@@ -33,23 +33,40 @@ class LookupCost:
     wait_s: float = WAIT_GUESS_S
     found_share: float = 0.0
 
-    def count_worth_asking(self, now: Instant, entry_tokens: int) -> int:
-        """How many tokens a prompt must lack: asking costs what may be lost, or is usually found.
+    def count_worth_asking(
+        self, now: Instant, entry_tokens: int, step_tokens: int | None = None
+    ) -> int:
+        """How many tokens a prompt must lack for its answer to be expected in time.
 
-        `entry_tokens`: of a full entry, below which nothing is found.
+        `entry_tokens`: of a full entry, below which nothing is found. Prompts of more than
+        `step_tokens` are always asked for, where that is given: an answer that comes while their
+        first tokens are computed is of use for the others.
         """
         if now - self.answered_at > FORGOTTEN_AFTER_S:
             self.wait_s = min(self.wait_s, WAIT_GUESS_S)
-        saved_s = self.token_s * max(TOLERATED_SHARE, self.found_share)
-        return max(entry_tokens, int(self.wait_s / saved_s) if saved_s else 0)
+        saved_s = self.token_s * self._share
+        fewest = int(self.wait_s / saved_s) if saved_s else 0
+        if step_tokens is not None:
+            fewest = min(fewest, step_tokens + 1)
+        return max(entry_tokens, fewest)
+
+    def compute_wait_limit_s(self, num_missing: int) -> float:
+        """How long a prompt that lacks so many tokens waits for the answer before it is computed.
+
+        0 where the answer is not expected within what may be spent on it.
+        """
+        if not self.token_s:
+            return LOAD_TIMEOUT_S
+        limit_s = self.token_s * num_missing * self._share
+        return limit_s if self.wait_s <= limit_s else 0.0
 
     def observe_answer(
-        self, now: Instant, *, num_found: int, num_missing: int, waited_s: float
+        self, now: Instant, *, num_found: int, num_missing: int, waited_s: float | None
     ) -> None:
-        """The store had `num_found` of `num_missing` tokens."""
+        """The store had `num_found` of `num_missing` tokens; None: nothing had to wait for it."""
         self.answered_at = now
         self.found_share += LEARNING * (num_found / num_missing - self.found_share)
-        if not num_found:
+        if waited_s is not None:
             self.wait_s += LEARNING * (waited_s - self.wait_s)
 
     def observe_step(self, num_tokens: int, seconds: float) -> None:
@@ -59,3 +76,8 @@ class LookupCost:
         each = seconds / num_tokens
         known = self.token_s or each
         self.token_s = known + LEARNING * (each - known)
+
+    @property
+    def _share(self) -> float:
+        """Of a prompt's time, for the wait: it pays for itself where most tokens are found."""
+        return max(TOLERATED_SHARE, 2 * self.found_share - 1)

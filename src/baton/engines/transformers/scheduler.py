@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeVar
+from itertools import islice
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
 from baton.engines.interface import Colocated, DecodeRequest, PrefillRequest
 from baton.engines.transformers.pinned_blocks import KeptBlocks, PinnedBlocks, SharedBlocks
-from baton.engines.transformers.sequence import Status, is_pulled, is_pushed_prefix
-from baton.handoff.interface import LoadOrder, ReceiveOrder, SendOrder
+from baton.engines.transformers.sequence import (
+    PrefixState,
+    Status,
+    is_pulled,
+    is_pushed_prefix,
+)
+from baton.handoff.interface import LoadOrder, LookupOrder, ReceiveOrder, SendOrder
 from baton.ids import TicketId
 from baton.kv.copies import BlockTable
 from baton.kv.identity import compute_prompt_hash
@@ -21,14 +27,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from baton.auth.ticket import Ticket
-    from baton.engines.transformers.sequence import Sequence
+    from baton.engines.transformers.sequence import PublishedRun, Sequence
     from baton.events.journal import CacheJournal
     from baton.handoff.interface import KVLanded
-    from baton.kv.blocks import ReservedBlocks
     from baton.kv.layout import LayerLayout
     from baton.kv.pool import BlockPool
 
 Allocated = TypeVar("Allocated")
+
+MAX_LOOKED_AHEAD: Final = 8
+"""Waiting prompts, from the next one on, whose beginnings are looked for and loaded meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +90,19 @@ class PendingReceive:
 
 
 @dataclass(frozen=True, slots=True)
-class PendingLoad:
-    """A request whose tokens from `start` on are looked for in the store, with room in `blocks`."""
+class PendingLookup:
+    """A request whose tokens from `start` on are looked for in the store."""
 
     sequence: Sequence
     id: TicketId
     start: int
+
+
+@dataclass(frozen=True, slots=True)
+class PendingLoad(PendingLookup):
+    """A request whose tokens `[start, stop)` are loaded from the store into `blocks`."""
+
+    stop: int
     blocks: tuple[int, ...]
 
 
@@ -96,13 +111,16 @@ class Plan:
     """One step, and the orders for the handoff before it.
 
     `copies` of whole blocks, `(from, to)`, come first of all. What is `offered_from_cache` is
-    computed. `lacks_exported_blocks`: somebody waits for room, and some blocks are exported.
+    computed. `held` could be computed, but wait for the store's answer. `lacks_exported_blocks`:
+    a request waits for room, and some blocks are exported.
     """
 
     work: list[Work] = field(default_factory=list)
     offered: list[tuple[Sequence, Ticket]] = field(default_factory=list)
     offered_from_cache: list[tuple[Sequence, Ticket]] = field(default_factory=list)
     expected: list[PendingReceive] = field(default_factory=list)
+    lookups: list[PendingLookup] = field(default_factory=list)
+    held: list[Sequence] = field(default_factory=list)
     loads: list[PendingLoad] = field(default_factory=list)
     declined: list[Ticket] = field(default_factory=list)
     refused: list[Sequence] = field(default_factory=list)
@@ -120,7 +138,9 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
 
     The oldest sequence always makes progress: where blocks are short, the youngest running one
     loses its own and is computed again later. What can be found by its hash goes into `journal`.
-    Prompts of which at least `min_load_tokens` are missing are looked for in the store; None: none.
+    Prompts of which at least `min_load_tokens` are missing are looked for in the store as soon as
+    they wait; None: none. What it has is loaded into the prefix cache before their turn comes, into
+    blocks that those ahead of them do not need; so a load holds none once it has ended.
     Owned by the engine's thread.
     """
 
@@ -140,19 +160,22 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         self._journal = journal
         self._waiting: deque[Sequence] = deque()
         self._new_prefixes: list[Sequence] = []
-        self._loaded: list[Sequence] = []
+        self._unoffered: list[Sequence] = []
+        self._lookups: dict[TicketId, Sequence] = {}
+        self._loads: dict[TicketId, PendingLoad] = {}
         self._running: list[Sequence] = []
         self._has_room = True
 
     @property
     def num_waiting(self) -> int:
-        """Sequences without blocks."""
-        return len(self._waiting) + len(self._new_prefixes)
+        """Sequences without blocks, for which nothing is being loaded."""
+        return len(self._waiting) + len(self._new_prefixes) - len(self._loads)
 
     @property
     def waits_for_offered(self) -> bool:
         """Whether a request waits for blocks while handoffs hold some."""
-        return bool(self._waiting) and bool(self.pinned_blocks.sending_tickets)
+        waits = any(not _waits_for_store(sequence) for sequence in self._waiting)
+        return waits and bool(self.pinned_blocks.sending_tickets)
 
     @property
     def num_running(self) -> int:
@@ -172,10 +195,10 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         Decoding goes before prefill, older sequences before younger ones.
         """
         plan = Plan(copies=self.shared_blocks.try_copy_revoked(spare=len(self._running)))
-        for sequence in self._loaded:
+        unoffered, self._unoffered = self._unoffered, []
+        for sequence in unoffered:
             if sequence.status is Status.RUNNING:
                 self._offer(sequence, plan)
-        self._loaded.clear()
         by_age = sorted(self._running, key=lambda s: (s.num_uncomputed > 1, s.arrival))
         for sequence in by_age:
             num_tokens = min(
@@ -187,9 +210,14 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
             if not self._try_offer_cached(sequence, plan):
                 self._waiting.append(sequence)
         self._new_prefixes.clear()
+        self._start_lookups(plan)
         self._has_room = True
-        while self._waiting and self._admit(self._waiting[0], plan):
-            pass
+        for sequence in tuple(self._waiting):
+            if sequence.prefix_state is PrefixState.AWAITED:
+                plan.held.append(sequence)
+            elif not (_waits_for_store(sequence) or self._admit(sequence, plan)):
+                break
+        self._prefetch(plan)
         lacks_exported = not self._has_room and self.shared_blocks.num_exported_blocks > 0
         return replace(plan, lacks_exported_blocks=lacks_exported)
 
@@ -210,6 +238,7 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
             case Status.AWAITING_KV | Status.OFFERED | Status.ENDED:
                 pass
         if sequence.load_id is not None:
+            self._end_load(sequence.load_id, sequence)
             self.pinned_blocks.quarantine(sequence.load_id)
         sequence.status = Status.ENDED
         match sequence.kind:
@@ -253,24 +282,55 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         self._run(sequence)
         return sequence
 
-    def finish_load(self, order: TicketId, num_tokens: int) -> Sequence | None:
-        """Its first `num_tokens` are in place: it runs. None where it has ended since."""
+    def find_stored(self, order: TicketId, num_tokens: int | None) -> None:
+        """The store has answered: it has tokens before `num_tokens`; None: nothing of use.
+
+        A prompt whose first tokens are computed already waits again if enough others were found.
+        """
+        sequence = self._lookups.pop(order, None)
+        if sequence is None:
+            return
+        sequence.prefix_state = PrefixState.DONE
+        if num_tokens is None or sequence.status is Status.OFFERED:
+            return
+        if sequence.status is Status.RUNNING:
+            num_saved = min(num_tokens, sequence.num_prompt_tokens - 1) - sequence.num_computed
+            is_offered = sequence.ticket and self.pinned_blocks.holds(sequence.ticket.id)
+            if self.min_load_tokens is None or num_saved < self.min_load_tokens or is_offered:
+                return
+            self._running.remove(sequence)
+            self._requeue(sequence)
+        sequence.num_stored_tokens = num_tokens
+        sequence.prefix_state = PrefixState.FOUND
+
+    def compute_meanwhile(self, order: TicketId) -> None:
+        """The store's answer takes too long: the prompt is computed when its turn comes."""
+        sequence = self._lookups.get(order)
+        if sequence is not None:
+            sequence.prefix_state = PrefixState.ASKED
+
+    def finish_load(self, order: TicketId, num_tokens: int) -> PendingLoad | None:
+        """Tokens before `num_tokens` of the prompt are in place: they can be found by their hashes.
+
+        None where the request has ended since.
+        """
         granted = self.pinned_blocks.land(order)
-        if granted is None:
+        load = self._loads.get(order)
+        if granted is None or load is None:
             return None
         sequence, blocks = granted
-        sequence.load(blocks, num_tokens)
-        self._publish(sequence)
-        self._run(sequence)
-        if isinstance(sequence.kind, PrefillRequest):
-            self._loaded.append(sequence)
-        return sequence
+        self._end_load(order, sequence)
+        self._publish_run(sequence, sequence.make_loaded_run(blocks, load.start, num_tokens))
+        self.pool.release(blocks)
+        return load
 
     def give_up_load(self, order: TicketId) -> Sequence | None:
-        """The store does not answer: it is computed here, next. None where it has ended since."""
-        sequence = self.pinned_blocks.quarantine(order)
+        """The store does not answer: the prompt is computed here. None where it has ended since."""
+        load = self._loads.get(order)
+        sequence = self._lookups.get(order) if load is None else load.sequence
         if sequence is not None:
-            self._requeue(sequence)
+            self._end_load(order, sequence)
+            self.pinned_blocks.quarantine(order)
         return sequence
 
     def fall_back(self, ticket: TicketId) -> Sequence | None:
@@ -302,6 +362,9 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         waiting = [*self._waiting, *self._new_prefixes]
         if any(s.status is not Status.WAITING or s.blocks for s in waiting):
             raise AssertionError("a waiting sequence has blocks, or another status")
+        loading = {s.load_id for s in waiting if s.prefix_state is PrefixState.LOADING}
+        if loading != self._loads.keys():
+            raise AssertionError("what is being loaded is not what waits for it")
         for sequence in self._running:
             room = len(sequence.blocks) * sequence.block_size
             if sequence.status is not Status.RUNNING or room < sequence.num_computed:
@@ -334,7 +397,8 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
 
     def _admit(self, sequence: Sequence, plan: Plan) -> bool:
         """Take the first waiting sequence in, if there is room for it."""
-        if len(self._running) + self.pinned_blocks.num_incoming >= self.limits.max_num_seqs:
+        num_receiving = self.pinned_blocks.num_incoming - len(self._loads)
+        if len(self._running) + num_receiving >= self.limits.max_num_seqs:
             return False
         match sequence.kind:
             case DecodeRequest(ticket):
@@ -343,13 +407,14 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
                 plan.declined.append(ticket)
                 sequence.kind = Colocated()
             case PrefillRequest() if not self._may_be_held(sequence):
-                plan.refused.append(self._waiting.popleft())
+                self._waiting.remove(sequence)
+                plan.refused.append(sequence)
                 sequence.status = Status.ENDED
                 return True
             case PrefillRequest() | Colocated():
                 pass
-        if self._is_worth_loading(sequence):
-            return self._start_load(sequence, plan)
+        if sequence.prefix_state is PrefixState.FOUND and self._start_load(sequence, plan):
+            return True
         budget = self.limits.max_batch_tokens - plan.num_tokens
         if budget <= 0 or not self._start(sequence):
             return False
@@ -358,17 +423,49 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         return True
 
     def _offer(self, sequence: Sequence, plan: Plan) -> None:
-        """Where it is to be handed over."""
-        if isinstance(sequence.kind, PrefillRequest):
-            self.pinned_blocks.pin(sequence.kind.ticket.id, sequence)
-            plan.offered.append((sequence, sequence.kind.ticket))
+        """Where it is to be handed over.
 
-    def _is_worth_loading(self, sequence: Sequence) -> bool:
-        """Whether so much is missing that it is looked for in the store, which is done once."""
-        if self.min_load_tokens is None or sequence.load_id or sequence.num_output_tokens:
-            return False
-        num_cached = self.pool.find_cached(sequence.reusable_hashes()) * sequence.block_size
-        return sequence.num_prompt_tokens - num_cached >= self.min_load_tokens
+        Its blocks are fixed from then on. So it waits while the store may still have the rest of
+        the prompt, but not beyond its last step.
+        """
+        if not isinstance(sequence.kind, PrefillRequest):
+            return
+        is_asked = sequence.prefix_state is PrefixState.ASKED and not is_pulled(sequence)
+        if is_asked and sequence.num_uncomputed > self.limits.max_batch_tokens:
+            self._unoffered.append(sequence)
+            return
+        self.pinned_blocks.pin(sequence.kind.ticket.id, sequence)
+        plan.offered.append((sequence, sequence.kind.ticket))
+
+    def _start_lookups(self, plan: Plan) -> None:
+        """Ask the store for what is missing of prompts that wait, once for each."""
+        if self.min_load_tokens is None:
+            return
+        for sequence in islice(self._waiting, MAX_LOOKED_AHEAD):
+            if (
+                sequence.load_id is not None
+                or sequence.num_output_tokens
+                or isinstance(sequence.kind, DecodeRequest)
+            ):
+                continue
+            num_cached = self.pool.find_cached(sequence.reusable_hashes()) * sequence.block_size
+            if sequence.num_prompt_tokens - num_cached < self.min_load_tokens:
+                continue
+            # Tickets' ids are random: one that begins with so many zeros does not happen.
+            sequence.load_id = order = TicketId(sequence.arrival.to_bytes(16, "big"))
+            sequence.prefix_state = PrefixState.AWAITED
+            self._lookups[order] = sequence
+            plan.lookups.append(PendingLookup(sequence, order, num_cached))
+
+    def _prefetch(self, plan: Plan) -> None:
+        """Load what was found of prompts that wait, where it takes no room of those ahead."""
+        num_free = self.pool.num_free - len(self._running)
+        for sequence in islice(self._waiting, MAX_LOOKED_AHEAD):
+            num_free -= sequence.num_blocks_for(sequence.num_tokens)
+            if num_free < 0:
+                break
+            if sequence.prefix_state is PrefixState.FOUND:
+                self._start_load(sequence, plan)
 
     def _try_offer_cached(self, sequence: Sequence, plan: Plan) -> bool:
         """Offer a prefix that is cached whole."""
@@ -398,7 +495,7 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         taken = self._try_take(sequence, self.pool.try_allocate)
         if taken is None:
             return False
-        self._waiting.popleft()
+        self._waiting.remove(sequence)
         sequence.admit(*taken)
         self._run(sequence)
         return True
@@ -407,31 +504,45 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         taken = self._try_take(sequence, self.pool.try_reserve)
         if taken is None:
             return False
-        plan.expected.append(
-            PendingReceive(sequence, ticket, *self._await_kv(sequence, ticket.id, taken))
-        )
-        return True
-
-    def _start_load(self, sequence: Sequence, plan: Plan) -> bool:
-        taken = self._try_take(sequence, self.pool.try_reserve)
-        if taken is None:
-            return False
-        # Tickets' ids are random: one that begins with so many zeros does not happen.
-        sequence.load_id = order = TicketId(sequence.arrival.to_bytes(16, "big"))
-        plan.loads.append(PendingLoad(sequence, order, *self._await_kv(sequence, order, taken)))
-        return True
-
-    def _await_kv(
-        self, sequence: Sequence, order: TicketId, taken: tuple[list[int], ReservedBlocks]
-    ) -> tuple[int, tuple[int, ...]]:
-        """The first token that is missing, and the blocks into which it comes."""
         cached, reserved = taken
-        self._waiting.popleft()
+        self._waiting.remove(sequence)
         sequence.admit(cached, [])
         sequence.status = Status.AWAITING_KV
         blocks = reserved.blocks
+        self.pinned_blocks.grant(ticket.id, sequence, reserved)
+        plan.expected.append(PendingReceive(sequence, ticket, sequence.num_computed, blocks))
+        return True
+
+    def _start_load(self, sequence: Sequence, plan: Plan) -> bool:
+        """Load what was found, if the prompt has room; it keeps its place in the queue.
+
+        False where there is nothing to load (any more), or no room.
+        """
+        order, size = sequence.load_id, sequence.block_size
+        cached = self.pool.acquire_cached(sequence.reusable_hashes())
+        num_stored = sequence.num_blocks_for(sequence.num_stored_tokens)
+        missing = sequence.num_blocks_for(sequence.num_tokens) - len(cached)
+        has_room = missing + len(self._running) <= self.pool.num_free
+        reserved = None
+        if order is None or num_stored <= len(cached):
+            sequence.prefix_state = PrefixState.DONE
+        elif has_room:
+            reserved = self.pool.try_reserve(num_stored - len(cached))
+        self.pool.release(cached)
+        if order is None or reserved is None:
+            return False
+        start, stop, blocks = len(cached) * size, sequence.num_stored_tokens, reserved.blocks
         self.pinned_blocks.grant(order, sequence, reserved)
-        return sequence.num_computed, blocks
+        sequence.prefix_state = PrefixState.LOADING
+        self._loads[order] = PendingLoad(sequence, order, start, stop, blocks)
+        plan.loads.append(self._loads[order])
+        return True
+
+    def _end_load(self, order: TicketId, sequence: Sequence) -> None:
+        """Nothing more is looked for, or loaded, for this sequence."""
+        self._lookups.pop(order, None)
+        self._loads.pop(order, None)
+        sequence.prefix_state = PrefixState.DONE
 
     def _try_take(
         self, sequence: Sequence, take: Callable[[int], Allocated | None]
@@ -453,7 +564,9 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         self._running.append(sequence)
 
     def _publish(self, sequence: Sequence) -> None:
-        run = sequence.take_publishable()
+        self._publish_run(sequence, sequence.take_publishable())
+
+    def _publish_run(self, sequence: Sequence, run: PublishedRun | None) -> None:
         if run is None:
             return
         for block, block_hash in zip(run.blocks, run.hashes, strict=True):
@@ -477,13 +590,19 @@ def make_send_order(sequence: Sequence, ticket: Ticket, fingerprint: str) -> Sen
     )
 
 
-def make_load_order(load: PendingLoad, token_s: float) -> LoadOrder:
+def make_lookup_order(lookup: PendingLookup, token_s: float) -> LookupOrder:
     """Look for what the prefix cache lacks."""
+    request = lookup.sequence.request
+    return LookupOrder(lookup.id, request.tenant_salt, request.prompt_ids, lookup.start, token_s)
+
+
+def make_load_order(load: PendingLoad, token_s: float) -> LoadOrder:
+    """Load what the store has of it."""
     request, size = load.sequence.request, load.sequence.block_size
     return LoadOrder(
         id=load.id,
         tenant_salt=request.tenant_salt,
-        prompt_ids=request.prompt_ids,
+        prompt_ids=request.prompt_ids[: load.stop],
         start=load.start,
         blocks=BlockTable(load.start // size, np.array(load.blocks, dtype=np.int64)),
         token_s=token_s,
@@ -509,6 +628,11 @@ def make_receive_order(receive: PendingReceive, fingerprint: str) -> ReceiveOrde
         trace=sequence.request.trace,
         prompt_ids=sequence.request.prompt_ids[:num_tokens],
     )
+
+
+def _waits_for_store(sequence: Sequence) -> bool:
+    """Whether it is not computed now, whatever room there is."""
+    return sequence.prefix_state in {PrefixState.AWAITED, PrefixState.LOADING}
 
 
 def count_landed(landed: KVLanded, sequence: Sequence) -> int:
