@@ -273,7 +273,7 @@ def test_a_load_that_turns_out_slower_than_computing_ends_between_two_batches(
     ask(two, {"r0": make_prompt(180, seed=77)})  # it knows what tokens take
     two.traces.clear()
     two.updates.clear()
-    monkeypatch.setattr("baton.engines.lookup_cost.TOLERATED_SHARE", 1e6)  # it asks
+    monkeypatch.setattr("baton.engines.lookup_cost.HELD_SHARE", 1e6)  # it asks
     monkeypatch.setattr("baton.handoff.pool_mode.block_copier.BATCH_BYTES", 1)
     read = two.agent.store._reader.read_segments
     batches = []
@@ -298,7 +298,7 @@ def test_an_answer_that_comes_while_a_prompt_is_computed_is_used_for_the_rest(
     two = nodes.enter_context(pooled("two", tmp_path, prefixes=True, max_batch_tokens=16))
     expected = ask(one)["r0"]
     wait_until_kept(one)
-    monkeypatch.setattr(LookupCost, "compute_wait_limit_s", lambda *_: 0.0)  # it is not held
+    monkeypatch.setattr(LookupCost, "compute_held_s", lambda *_: 0.0)  # it is not held
     find, compute = two.agent.store.access.store.find, two.engine._model
     begun, computed = threading.Event(), threading.Event()
     forward = compute.run

@@ -17,8 +17,10 @@ WAIT_GUESS_S: Final = 0.001
 """From the order to the answer."""
 FORGOTTEN_AFTER_S: Final = 30.0
 """Then a wait that was long counts no more: it may have kept every prompt since from asking."""
-TOLERATED_SHARE: Final = 0.04
-"""Of what a prompt takes to be computed: so long an answer is waited for that may be a miss."""
+TOLERATED_SHARE: Final = 0.05
+"""Of what a prompt takes: so much may be lost by asking for what is not there."""
+HELD_SHARE: Final = 0.04
+"""Of what a prompt takes to be computed: so long it is held for an answer that may be a miss."""
 
 
 @dataclass(slots=True)
@@ -33,37 +35,40 @@ class LookupCost:
     wait_s: float = WAIT_GUESS_S
     found_share: float = 0.0
 
-    def count_worth_asking(
-        self, now: Instant, entry_tokens: int, step_tokens: int | None = None
-    ) -> int:
-        """How many tokens a prompt must lack for its answer to be expected in time.
+    def count_worth_asking(self, now: Instant, entry_tokens: int) -> int:
+        """How many tokens a prompt must lack, where it is held until the answer has come.
 
-        `entry_tokens`: of a full entry, below which nothing is found. Prompts of more than
-        `step_tokens` are always asked for, where that is given: an answer that comes while their
-        first tokens are computed is of use for the others.
+        Asking costs what may be lost, or is usually found. `entry_tokens`: of a full entry, below
+        which nothing is found.
         """
-        if now - self.answered_at > FORGOTTEN_AFTER_S:
-            self.wait_s = min(self.wait_s, WAIT_GUESS_S)
-        saved_s = self.token_s * self._share
-        fewest = int(self.wait_s / saved_s) if saved_s else 0
-        if step_tokens is not None:
-            fewest = min(fewest, step_tokens + 1)
-        return max(entry_tokens, fewest)
+        return self._count_worth(now, entry_tokens, max(TOLERATED_SHARE, self.found_share))
 
-    def compute_wait_limit_s(self, num_missing: int) -> float:
-        """How long a prompt that lacks so many tokens waits for the answer before it is computed.
+    def count_answered_in_time(self, now: Instant, entry_tokens: int, step_tokens: int) -> int:
+        """How many tokens a prompt must lack, where it is held for `compute_held_s` at most.
+
+        The answer is expected by then. Prompts of more than `step_tokens` are always asked for: an
+        answer that comes while their first tokens are computed is of use for the others.
+        """
+        fewest = self._count_worth(now, entry_tokens, self._held_share)
+        return min(fewest, max(entry_tokens, step_tokens + 1))
+
+    def compute_held_s(self, num_missing: int) -> float:
+        """How long a prompt that lacks so many tokens is held for the answer.
 
         0 where the answer is not expected within what may be spent on it.
         """
         if not self.token_s:
             return LOAD_TIMEOUT_S
-        limit_s = self.token_s * num_missing * self._share
+        limit_s = self.token_s * num_missing * self._held_share
         return limit_s if self.wait_s <= limit_s else 0.0
 
     def observe_answer(
         self, now: Instant, *, num_found: int, num_missing: int, waited_s: float | None
     ) -> None:
-        """The store had `num_found` of `num_missing` tokens; None: nothing had to wait for it."""
+        """The store had `num_found` of `num_missing` tokens.
+
+        `waited_s` is None where no request was held for the answer.
+        """
         self.answered_at = now
         self.found_share += LEARNING * (num_found / num_missing - self.found_share)
         if waited_s is not None:
@@ -78,6 +83,12 @@ class LookupCost:
         self.token_s = known + LEARNING * (each - known)
 
     @property
-    def _share(self) -> float:
+    def _held_share(self) -> float:
         """Of a prompt's time, for the wait: it pays for itself where most tokens are found."""
-        return max(TOLERATED_SHARE, 2 * self.found_share - 1)
+        return max(HELD_SHARE, 2 * self.found_share - 1)
+
+    def _count_worth(self, now: Instant, entry_tokens: int, share: float) -> int:
+        if now - self.answered_at > FORGOTTEN_AFTER_S:
+            self.wait_s = min(self.wait_s, WAIT_GUESS_S)
+        saved_s = self.token_s * share
+        return max(entry_tokens, int(self.wait_s / saved_s) if saved_s else 0)

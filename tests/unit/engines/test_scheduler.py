@@ -20,13 +20,7 @@ from baton.engines.interface import (
     RequestKind,
     SamplingParams,
 )
-from baton.engines.transformers.scheduler import (
-    Limits,
-    PendingLoad,
-    PendingLookup,
-    Scheduler,
-    Work,
-)
+from baton.engines.transformers.scheduler import Limits, Scheduler, Work
 from baton.engines.transformers.sequence import Sequence, Status
 from baton.handoff.interface import KVLanded
 from baton.ids import RequestId, TicketId
@@ -38,6 +32,7 @@ from tests.unit.handoff.orders import make_ticket
 
 if TYPE_CHECKING:
     from baton.auth.ticket import Ticket
+    from baton.engines.transformers.queued_prefixes import PendingLoad, PendingLookup
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 14

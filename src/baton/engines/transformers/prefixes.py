@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 from baton.clock import Instant
 from baton.engines.interface import PrefillRequest
 from baton.engines.lookup_cost import LOAD_TIMEOUT_S, LookupCost
-from baton.engines.transformers.scheduler import make_load_order, make_lookup_order
+from baton.engines.transformers.queued_prefixes import make_load_order, make_lookup_order
 from baton.protocol.worker_http import StoreLoads
 
 if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.engines.transformers.pinned_blocks import KeptBlocks
-    from baton.engines.transformers.scheduler import PendingLoad, PendingLookup, Plan
+    from baton.engines.transformers.queued_prefixes import PendingLoad, PendingLookup
+    from baton.engines.transformers.scheduler import Plan
     from baton.engines.transformers.sequence import Sequence
     from baton.handoff.interface import PrefixStore
     from baton.ids import TicketId
@@ -86,7 +87,7 @@ class EnginePrefixes:
         """See `Scheduler.min_load_tokens`. A store that does not answer is not asked again."""
         if self._store is None or self._late:
             return None
-        return self._cost.count_worth_asking(
+        return self._cost.count_answered_in_time(
             self._clock.now(), self._store.block_size, self._step_tokens
         )
 
@@ -96,7 +97,7 @@ class EnginePrefixes:
             return
         num_missing = lookup.sequence.num_prompt_tokens - lookup.start
         deadline = Instant(self._clock.now() + LOAD_TIMEOUT_S)
-        limit_s = self._cost.compute_wait_limit_s(num_missing)
+        limit_s = self._cost.compute_held_s(num_missing)
         self._lookups[lookup.id] = _Lookup(num_missing, lookup.start, deadline, limit_s)
         self._store.start_lookup(make_lookup_order(lookup, self._cost.token_s))
 

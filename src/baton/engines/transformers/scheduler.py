@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field, replace
-from itertools import islice
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from baton.engines.interface import Colocated, DecodeRequest, PrefillRequest
 from baton.engines.transformers.pinned_blocks import KeptBlocks, PinnedBlocks, SharedBlocks
+from baton.engines.transformers.queued_prefixes import QueuedPrefixes, waits_for_store
 from baton.engines.transformers.sequence import (
     PrefixState,
     Status,
     is_pulled,
     is_pushed_prefix,
 )
-from baton.handoff.interface import LoadOrder, LookupOrder, ReceiveOrder, SendOrder
-from baton.ids import TicketId
+from baton.handoff.interface import ReceiveOrder, SendOrder
 from baton.kv.copies import BlockTable
 from baton.kv.identity import compute_prompt_hash
 from baton.kv.layout import needed_tokens
@@ -27,16 +26,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from baton.auth.ticket import Ticket
+    from baton.engines.transformers.queued_prefixes import PendingLoad, PendingLookup
     from baton.engines.transformers.sequence import PublishedRun, Sequence
     from baton.events.journal import CacheJournal
     from baton.handoff.interface import KVLanded
+    from baton.ids import TicketId
     from baton.kv.layout import LayerLayout
     from baton.kv.pool import BlockPool
 
 Allocated = TypeVar("Allocated")
-
-MAX_LOOKED_AHEAD: Final = 8
-"""Waiting prompts, from the next one on, whose beginnings are looked for and loaded meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,23 +84,6 @@ class PendingReceive:
     sequence: Sequence
     ticket: Ticket
     start: int
-    blocks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PendingLookup:
-    """A request whose tokens from `start` on are looked for in the store."""
-
-    sequence: Sequence
-    id: TicketId
-    start: int
-
-
-@dataclass(frozen=True, slots=True)
-class PendingLoad(PendingLookup):
-    """A request whose tokens `[start, stop)` are loaded from the store into `blocks`."""
-
-    stop: int
     blocks: tuple[int, ...]
 
 
@@ -161,20 +142,19 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         self._waiting: deque[Sequence] = deque()
         self._new_prefixes: list[Sequence] = []
         self._unoffered: list[Sequence] = []
-        self._lookups: dict[TicketId, Sequence] = {}
-        self._loads: dict[TicketId, PendingLoad] = {}
+        self._stored = QueuedPrefixes(pool, self.pinned_blocks)
         self._running: list[Sequence] = []
         self._has_room = True
 
     @property
     def num_waiting(self) -> int:
         """Sequences without blocks, for which nothing is being loaded."""
-        return len(self._waiting) + len(self._new_prefixes) - len(self._loads)
+        return len(self._waiting) + len(self._new_prefixes) - self._stored.num_loads
 
     @property
     def waits_for_offered(self) -> bool:
         """Whether a request waits for blocks while handoffs hold some."""
-        waits = any(not _waits_for_store(sequence) for sequence in self._waiting)
+        waits = any(not waits_for_store(sequence) for sequence in self._waiting)
         return waits and bool(self.pinned_blocks.sending_tickets)
 
     @property
@@ -210,14 +190,15 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
             if not self._try_offer_cached(sequence, plan):
                 self._waiting.append(sequence)
         self._new_prefixes.clear()
-        self._start_lookups(plan)
+        if self.min_load_tokens is not None:
+            plan.lookups.extend(self._stored.start_lookups(self._waiting, self.min_load_tokens))
         self._has_room = True
         for sequence in tuple(self._waiting):
             if sequence.prefix_state is PrefixState.AWAITED:
                 plan.held.append(sequence)
-            elif not (_waits_for_store(sequence) or self._admit(sequence, plan)):
+            elif not (waits_for_store(sequence) or self._admit(sequence, plan)):
                 break
-        self._prefetch(plan)
+        plan.loads.extend(self._stored.start_loads(self._waiting, len(self._running)))
         lacks_exported = not self._has_room and self.shared_blocks.num_exported_blocks > 0
         return replace(plan, lacks_exported_blocks=lacks_exported)
 
@@ -238,8 +219,7 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
             case Status.AWAITING_KV | Status.OFFERED | Status.ENDED:
                 pass
         if sequence.load_id is not None:
-            self._end_load(sequence.load_id, sequence)
-            self.pinned_blocks.quarantine(sequence.load_id)
+            self._stored.end(sequence.load_id)
         sequence.status = Status.ENDED
         match sequence.kind:
             case PrefillRequest(ticket) if self.pinned_blocks.holds(ticket.id):
@@ -287,10 +267,9 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
 
         A prompt whose first tokens are computed already waits again if enough others were found.
         """
-        sequence = self._lookups.pop(order, None)
+        sequence = self._stored.end(order)
         if sequence is None:
             return
-        sequence.prefix_state = PrefixState.DONE
         if num_tokens is None or sequence.status is Status.OFFERED:
             return
         if sequence.status is Status.RUNNING:
@@ -305,9 +284,7 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
 
     def compute_meanwhile(self, order: TicketId) -> None:
         """The store's answer takes too long: the prompt is computed when its turn comes."""
-        sequence = self._lookups.get(order)
-        if sequence is not None:
-            sequence.prefix_state = PrefixState.ASKED
+        self._stored.compute_meanwhile(order)
 
     def finish_load(self, order: TicketId, num_tokens: int) -> PendingLoad | None:
         """Tokens before `num_tokens` of the prompt are in place: they can be found by their hashes.
@@ -315,23 +292,17 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         None where the request has ended since.
         """
         granted = self.pinned_blocks.land(order)
-        load = self._loads.get(order)
+        load = self._stored.end_load(order)
         if granted is None or load is None:
             return None
         sequence, blocks = granted
-        self._end_load(order, sequence)
         self._publish_run(sequence, sequence.make_loaded_run(blocks, load.start, num_tokens))
         self.pool.release(blocks)
         return load
 
     def give_up_load(self, order: TicketId) -> Sequence | None:
         """The store does not answer: the prompt is computed here. None where it has ended since."""
-        load = self._loads.get(order)
-        sequence = self._lookups.get(order) if load is None else load.sequence
-        if sequence is not None:
-            self._end_load(order, sequence)
-            self.pinned_blocks.quarantine(order)
-        return sequence
+        return self._stored.end(order)
 
     def fall_back(self, ticket: TicketId) -> Sequence | None:
         """A decode request gets no KV: it is computed here, next. None where it has ended since."""
@@ -362,9 +333,7 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         waiting = [*self._waiting, *self._new_prefixes]
         if any(s.status is not Status.WAITING or s.blocks for s in waiting):
             raise AssertionError("a waiting sequence has blocks, or another status")
-        loading = {s.load_id for s in waiting if s.prefix_state is PrefixState.LOADING}
-        if loading != self._loads.keys():
-            raise AssertionError("what is being loaded is not what waits for it")
+        self._stored.check_invariants(waiting)
         for sequence in self._running:
             room = len(sequence.blocks) * sequence.block_size
             if sequence.status is not Status.RUNNING or room < sequence.num_computed:
@@ -397,7 +366,7 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
 
     def _admit(self, sequence: Sequence, plan: Plan) -> bool:
         """Take the first waiting sequence in, if there is room for it."""
-        num_receiving = self.pinned_blocks.num_incoming - len(self._loads)
+        num_receiving = self.pinned_blocks.num_incoming - self._stored.num_loads
         if len(self._running) + num_receiving >= self.limits.max_num_seqs:
             return False
         match sequence.kind:
@@ -413,7 +382,9 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
                 return True
             case PrefillRequest() | Colocated():
                 pass
-        if sequence.prefix_state is PrefixState.FOUND and self._start_load(sequence, plan):
+        load = self._stored.try_start_load(sequence, len(self._running))
+        if load is not None:
+            plan.loads.append(load)
             return True
         budget = self.limits.max_batch_tokens - plan.num_tokens
         if budget <= 0 or not self._start(sequence):
@@ -436,36 +407,6 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
             return
         self.pinned_blocks.pin(sequence.kind.ticket.id, sequence)
         plan.offered.append((sequence, sequence.kind.ticket))
-
-    def _start_lookups(self, plan: Plan) -> None:
-        """Ask the store for what is missing of prompts that wait, once for each."""
-        if self.min_load_tokens is None:
-            return
-        for sequence in islice(self._waiting, MAX_LOOKED_AHEAD):
-            if (
-                sequence.load_id is not None
-                or sequence.num_output_tokens
-                or isinstance(sequence.kind, DecodeRequest)
-            ):
-                continue
-            num_cached = self.pool.find_cached(sequence.reusable_hashes()) * sequence.block_size
-            if sequence.num_prompt_tokens - num_cached < self.min_load_tokens:
-                continue
-            # Tickets' ids are random: one that begins with so many zeros does not happen.
-            sequence.load_id = order = TicketId(sequence.arrival.to_bytes(16, "big"))
-            sequence.prefix_state = PrefixState.AWAITED
-            self._lookups[order] = sequence
-            plan.lookups.append(PendingLookup(sequence, order, num_cached))
-
-    def _prefetch(self, plan: Plan) -> None:
-        """Load what was found of prompts that wait, where it takes no room of those ahead."""
-        num_free = self.pool.num_free - len(self._running)
-        for sequence in islice(self._waiting, MAX_LOOKED_AHEAD):
-            num_free -= sequence.num_blocks_for(sequence.num_tokens)
-            if num_free < 0:
-                break
-            if sequence.prefix_state is PrefixState.FOUND:
-                self._start_load(sequence, plan)
 
     def _try_offer_cached(self, sequence: Sequence, plan: Plan) -> bool:
         """Offer a prefix that is cached whole."""
@@ -513,37 +454,6 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         plan.expected.append(PendingReceive(sequence, ticket, sequence.num_computed, blocks))
         return True
 
-    def _start_load(self, sequence: Sequence, plan: Plan) -> bool:
-        """Load what was found, if the prompt has room; it keeps its place in the queue.
-
-        False where there is nothing to load (any more), or no room.
-        """
-        order, size = sequence.load_id, sequence.block_size
-        cached = self.pool.acquire_cached(sequence.reusable_hashes())
-        num_stored = sequence.num_blocks_for(sequence.num_stored_tokens)
-        missing = sequence.num_blocks_for(sequence.num_tokens) - len(cached)
-        has_room = missing + len(self._running) <= self.pool.num_free
-        reserved = None
-        if order is None or num_stored <= len(cached):
-            sequence.prefix_state = PrefixState.DONE
-        elif has_room:
-            reserved = self.pool.try_reserve(num_stored - len(cached))
-        self.pool.release(cached)
-        if order is None or reserved is None:
-            return False
-        start, stop, blocks = len(cached) * size, sequence.num_stored_tokens, reserved.blocks
-        self.pinned_blocks.grant(order, sequence, reserved)
-        sequence.prefix_state = PrefixState.LOADING
-        self._loads[order] = PendingLoad(sequence, order, start, stop, blocks)
-        plan.loads.append(self._loads[order])
-        return True
-
-    def _end_load(self, order: TicketId, sequence: Sequence) -> None:
-        """Nothing more is looked for, or loaded, for this sequence."""
-        self._lookups.pop(order, None)
-        self._loads.pop(order, None)
-        sequence.prefix_state = PrefixState.DONE
-
     def _try_take(
         self, sequence: Sequence, take: Callable[[int], Allocated | None]
     ) -> tuple[list[int], Allocated] | None:
@@ -590,26 +500,6 @@ def make_send_order(sequence: Sequence, ticket: Ticket, fingerprint: str) -> Sen
     )
 
 
-def make_lookup_order(lookup: PendingLookup, token_s: float) -> LookupOrder:
-    """Look for what the prefix cache lacks."""
-    request = lookup.sequence.request
-    return LookupOrder(lookup.id, request.tenant_salt, request.prompt_ids, lookup.start, token_s)
-
-
-def make_load_order(load: PendingLoad, token_s: float) -> LoadOrder:
-    """Load what the store has of it."""
-    request, size = load.sequence.request, load.sequence.block_size
-    return LoadOrder(
-        id=load.id,
-        tenant_salt=request.tenant_salt,
-        prompt_ids=request.prompt_ids[: load.stop],
-        start=load.start,
-        blocks=BlockTable(load.start // size, np.array(load.blocks, dtype=np.int64)),
-        token_s=token_s,
-        trace=request.trace,
-    )
-
-
 def make_receive_order(receive: PendingReceive, fingerprint: str) -> ReceiveOrder:
     """Ask for what the prefix cache lacks of the tokens that are handed over."""
     sequence, size = receive.sequence, receive.sequence.block_size
@@ -628,11 +518,6 @@ def make_receive_order(receive: PendingReceive, fingerprint: str) -> ReceiveOrde
         trace=sequence.request.trace,
         prompt_ids=sequence.request.prompt_ids[:num_tokens],
     )
-
-
-def _waits_for_store(sequence: Sequence) -> bool:
-    """Whether it is not computed now, whatever room there is."""
-    return sequence.prefix_state in {PrefixState.AWAITED, PrefixState.LOADING}
 
 
 def count_landed(landed: KVLanded, sequence: Sequence) -> int:
