@@ -298,7 +298,7 @@ def test_an_answer_that_comes_while_a_prompt_is_computed_is_used_for_the_rest(
     two = nodes.enter_context(pooled("two", tmp_path, prefixes=True, max_batch_tokens=16))
     expected = ask(one)["r0"]
     wait_until_kept(one)
-    monkeypatch.setattr(LookupCost, "compute_held_s", lambda *_: 0.0)  # it is not held
+    monkeypatch.setattr(LookupCost, "count_answered_in_time", lambda *_: 1_000)  # not held
     find, compute = two.agent.store.access.store.find, two.engine._model
     begun, computed = threading.Event(), threading.Event()
     forward = compute.run

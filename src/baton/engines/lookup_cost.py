@@ -43,24 +43,16 @@ class LookupCost:
         """
         return self._count_worth(now, entry_tokens, max(TOLERATED_SHARE, self.found_share))
 
-    def count_answered_in_time(self, now: Instant, entry_tokens: int, step_tokens: int) -> int:
+    def count_answered_in_time(self, now: Instant, entry_tokens: int) -> int:
         """How many tokens a prompt must lack, where it is held for `compute_held_s` at most.
 
-        The answer is expected by then. Prompts of more than `step_tokens` are always asked for: an
-        answer that comes while their first tokens are computed is of use for the others.
+        The answer is expected by then.
         """
-        fewest = self._count_worth(now, entry_tokens, self._held_share)
-        return min(fewest, max(entry_tokens, step_tokens + 1))
+        return self._count_worth(now, entry_tokens, self._held_share)
 
     def compute_held_s(self, num_missing: int) -> float:
-        """How long a prompt that lacks so many tokens is held for the answer.
-
-        0 where the answer is not expected within what may be spent on it.
-        """
-        if not self.token_s:
-            return LOAD_TIMEOUT_S
-        limit_s = self.token_s * num_missing * self._held_share
-        return limit_s if self.wait_s <= limit_s else 0.0
+        """How long a prompt that lacks so many tokens is held for the answer."""
+        return self.token_s * num_missing * self._held_share if self.token_s else LOAD_TIMEOUT_S
 
     def observe_answer(
         self, now: Instant, *, num_found: int, num_missing: int, waited_s: float | None

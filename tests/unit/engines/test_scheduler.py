@@ -20,6 +20,7 @@ from baton.engines.interface import (
     RequestKind,
     SamplingParams,
 )
+from baton.engines.transformers.queued_prefixes import WorthAsking
 from baton.engines.transformers.scheduler import Limits, Scheduler, Work
 from baton.engines.transformers.sequence import Sequence, Status
 from baton.handoff.interface import KVLanded
@@ -84,7 +85,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def build(self, windowed: bool, has_store: bool) -> None:
         layers = (FULL, WINDOWED) if windowed else (FULL,)
         self.scheduler = make_scheduler(NUM_BLOCKS, *layers)
-        self.scheduler.min_load_tokens = 4 if has_store else None
+        self.scheduler.worth_asking = WorthAsking(8, 14, 4) if has_store else None
         self.num_arrived = 0
         self.lookups: dict[TicketId, PendingLookup] = {}
         self.loads: dict[TicketId, PendingLoad] = {}
@@ -338,7 +339,7 @@ def find_all(scheduler: Scheduler, *sequences: Sequence) -> None:
 
 def test_what_waits_behind_a_long_prompt_is_loaded_meanwhile_and_keeps_its_place() -> None:
     scheduler = make_scheduler()
-    scheduler.min_load_tokens = BLOCK_SIZE
+    scheduler.worth_asking = WorthAsking(BLOCK_SIZE, 14, BLOCK_SIZE)
     long, between, stored = (
         make_sequence(n, 1, Colocated(), start=50 * at, number=at)
         for at, n in enumerate((25, 10, 12), 1)
@@ -370,7 +371,7 @@ def test_what_waits_behind_a_long_prompt_is_loaded_meanwhile_and_keeps_its_place
 
 def test_a_load_takes_no_blocks_that_those_ahead_of_it_need() -> None:
     scheduler = make_scheduler(8)
-    scheduler.min_load_tokens = BLOCK_SIZE
+    scheduler.worth_asking = WorthAsking(BLOCK_SIZE, 14, BLOCK_SIZE)
     running, ahead, stored = (
         make_sequence(n, 2, Colocated(), start=50 * at, number=at)
         for at, n in enumerate((16, 12, 12), 1)
@@ -389,7 +390,7 @@ def test_a_load_takes_no_blocks_that_those_ahead_of_it_need() -> None:
 
 def test_an_answer_that_comes_late_is_of_use_for_what_is_not_computed_yet() -> None:
     scheduler = make_scheduler()
-    scheduler.min_load_tokens = BLOCK_SIZE
+    scheduler.worth_asking = WorthAsking(BLOCK_SIZE, 14, BLOCK_SIZE)
     sequence = make_sequence(40, 1, PrefillRequest(make_ticket()), number=1)
     scheduler.add(sequence)
     (lookup,) = scheduler.schedule().lookups
@@ -410,7 +411,7 @@ def test_an_answer_that_comes_late_is_of_use_for_what_is_not_computed_yet() -> N
 
 def test_a_prompt_is_offered_at_the_latest_with_its_last_step() -> None:
     scheduler = make_scheduler()
-    scheduler.min_load_tokens = BLOCK_SIZE
+    scheduler.worth_asking = WorthAsking(BLOCK_SIZE, 14, BLOCK_SIZE)
     sequence = make_sequence(20, 1, PrefillRequest(make_ticket()), number=1)
     scheduler.add(sequence)
     (lookup,) = scheduler.schedule().lookups
@@ -424,3 +425,28 @@ def test_a_prompt_is_offered_at_the_latest_with_its_last_step() -> None:
     find_all(scheduler, sequence)
     assert sequence.status is Status.OFFERED
     assert scheduler.schedule().loads == []
+
+
+def test_what_would_not_be_held_for_the_answer_is_looked_for_if_it_waits_in_any_case() -> None:
+    scheduler = make_scheduler()
+    scheduler.worth_asking = WorthAsking(1_000, 1_000, queued_tokens=BLOCK_SIZE)
+    first, second = (make_sequence(13, 1, Colocated(), start=50 * n, number=n) for n in (1, 2))
+    for sequence in (first, second):
+        scheduler.add(sequence)
+    plan = scheduler.schedule()
+    assert [work.sequence for work in plan.work] == [first], "it takes the whole step"
+    assert [lookup.sequence for lookup in plan.lookups] == [second]
+    carry_out(scheduler, plan.work[0])
+    plan = scheduler.schedule()
+    assert ([work.sequence for work in plan.work], plan.held) == ([second], [])
+
+
+def test_a_prompt_of_several_steps_is_looked_for_and_computed_meanwhile() -> None:
+    scheduler = make_scheduler()
+    num_step = LIMITS.max_batch_tokens
+    scheduler.worth_asking = WorthAsking(1_000, num_step + 1, queued_tokens=BLOCK_SIZE)
+    sequence = make_sequence(30, 1, Colocated())
+    scheduler.add(sequence)
+    plan = scheduler.schedule()
+    assert [lookup.sequence for lookup in plan.lookups] == [sequence]
+    assert [(work.sequence, work.num_tokens) for work in plan.work] == [(sequence, num_step)]

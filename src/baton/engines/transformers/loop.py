@@ -139,7 +139,7 @@ class EngineLoop:
                 self._fail_handoff(event.ticket, EngineError(f"the handoff failed: {exc}"))
         self._expire()
         self.deliver()  # a first token that landed does not wait for the step that follows it
-        self._scheduler.min_load_tokens = self._prefixes.count_worth_asking()
+        self._scheduler.worth_asking = self._prefixes.compute_worth_asking()
         plan = self._scheduler.schedule()
         for imported, own in plan.copies:
             self._pages.copy(imported, own)

@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING
 from baton.clock import Instant
 from baton.engines.interface import PrefillRequest
 from baton.engines.lookup_cost import LOAD_TIMEOUT_S, LookupCost
-from baton.engines.transformers.queued_prefixes import make_load_order, make_lookup_order
+from baton.engines.transformers.queued_prefixes import (
+    WorthAsking,
+    make_load_order,
+    make_lookup_order,
+)
 from baton.protocol.worker_http import StoreLoads
 
 if TYPE_CHECKING:
@@ -83,13 +87,13 @@ class EnginePrefixes:
         under_way = (*self._lookups.values(), *self._loads.values())
         return min((*limits, *(each.deadline for each in under_way)), default=None)
 
-    def count_worth_asking(self) -> int | None:
-        """See `Scheduler.min_load_tokens`. A store that does not answer is not asked again."""
+    def compute_worth_asking(self) -> WorthAsking | None:
+        """None where there is no store, and where it has yet to answer what is late."""
         if self._store is None or self._late:
             return None
-        return self._cost.count_answered_in_time(
-            self._clock.now(), self._store.block_size, self._step_tokens
-        )
+        size = self._store.block_size
+        held = self._cost.count_answered_in_time(self._clock.now(), size)
+        return WorthAsking(held, max(size, self._step_tokens + 1), size)
 
     def look_up(self, lookup: PendingLookup) -> None:
         """Ask for a prompt's beginning."""
@@ -192,11 +196,11 @@ class EnginePrefixes:
             self._cost.observe_step(plan.num_tokens, seconds)
 
     def _compute_wait_s(self, lookup: _Lookup) -> float | None:
-        """What a request waited for an answer; of a late one no more than twice the limit counts.
+        """What a request was held for an answer; None where none was.
 
-        None where it was not, or not to be, waited for: steps are in what it took.
+        Of a late answer no more than twice the limit counts: a step is in what it took.
         """
-        if lookup.held_at is None or not lookup.limit_s:
+        if lookup.held_at is None:
             return None
         return min(self._clock.now() - lookup.held_at, 2 * lookup.limit_s)
 

@@ -32,6 +32,20 @@ MAX_LOOKED_AHEAD: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
+class WorthAsking:
+    """How many tokens a prompt must lack to be looked for.
+
+    `held_tokens`: it is held for the answer when its turn has come; `unheld_tokens`: it takes
+    several steps, of which the first may be computed meanwhile; `queued_tokens`: it waits in any
+    case.
+    """
+
+    held_tokens: int
+    unheld_tokens: int
+    queued_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class PendingLookup:
     """A request whose tokens from `start` on are looked for in the store."""
 
@@ -62,20 +76,22 @@ class QueuedPrefixes:
         return len(self._loads)
 
     def start_lookups(
-        self, waiting: Iterable[Sequence], min_tokens: int
+        self, waiting: Iterable[Sequence], min_tokens: int, held_tokens: int
     ) -> Iterator[PendingLookup]:
-        """Look for prompts that lack at least `min_tokens`, once for each."""
+        """Look for prompts that lack `min_tokens`, once for each; hold those of `held_tokens`."""
         for sequence in islice(waiting, MAX_LOOKED_AHEAD):
             is_received = isinstance(sequence.kind, DecodeRequest)
             if sequence.load_id is not None or sequence.num_output_tokens or is_received:
                 continue
             hashes = sequence.reusable_hashes()
             num_cached = self._pool.find_cached(hashes) * sequence.block_size
-            if sequence.num_prompt_tokens - num_cached < min_tokens:
+            num_missing = sequence.num_prompt_tokens - num_cached
+            if num_missing < min_tokens:
                 continue
             # Tickets' ids are random: one that begins with so many zeros does not happen.
             sequence.load_id = order = TicketId(sequence.arrival.to_bytes(16, "big"))
-            sequence.prefix_state = PrefixState.AWAITED
+            is_held = num_missing >= held_tokens
+            sequence.prefix_state = PrefixState.AWAITED if is_held else PrefixState.ASKED
             self._lookups[order] = sequence
             yield PendingLookup(sequence, order, num_cached)
 

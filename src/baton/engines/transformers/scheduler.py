@@ -26,7 +26,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from baton.auth.ticket import Ticket
-    from baton.engines.transformers.queued_prefixes import PendingLoad, PendingLookup
+    from baton.engines.transformers.queued_prefixes import (
+        PendingLoad,
+        PendingLookup,
+        WorthAsking,
+    )
     from baton.engines.transformers.sequence import PublishedRun, Sequence
     from baton.events.journal import CacheJournal
     from baton.handoff.interface import KVLanded
@@ -119,8 +123,8 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
 
     The oldest sequence always makes progress: where blocks are short, the youngest running one
     loses its own and is computed again later. What can be found by its hash goes into `journal`.
-    Prompts of which at least `min_load_tokens` are missing are looked for in the store as soon as
-    they wait; None: none. What it has is loaded into the prefix cache before their turn comes, into
+    Prompts are looked for in the store as soon as they wait, where that is `worth_asking`; None:
+    none are. What it has is loaded into the prefix cache before their turn comes, into
     blocks that those ahead of them do not need; so a load holds none once it has ended.
     Owned by the engine's thread.
     """
@@ -135,7 +139,7 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         self.pool, self.limits, self.pinned_blocks = pool, limits, PinnedBlocks()
         self.shared_blocks = SharedBlocks(pool)
         self.kept_blocks = KeptBlocks(pool, limits.max_kept_blocks)
-        self.min_load_tokens: int | None = None
+        self.worth_asking: WorthAsking | None = None
         self.num_preemptions = 0
         self._layers = tuple(dict.fromkeys(layers))
         self._journal = journal
@@ -190,14 +194,18 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
             if not self._try_offer_cached(sequence, plan):
                 self._waiting.append(sequence)
         self._new_prefixes.clear()
-        if self.min_load_tokens is not None:
-            plan.lookups.extend(self._stored.start_lookups(self._waiting, self.min_load_tokens))
+        worth = self.worth_asking
+        if worth is not None:
+            fewest = min(worth.held_tokens, worth.unheld_tokens)
+            self._look_up(fewest, worth, plan)
         self._has_room = True
         for sequence in tuple(self._waiting):
             if sequence.prefix_state is PrefixState.AWAITED:
                 plan.held.append(sequence)
             elif not (waits_for_store(sequence) or self._admit(sequence, plan)):
                 break
+        if worth is not None:
+            self._look_up(worth.queued_tokens, worth, plan)
         plan.loads.extend(self._stored.start_loads(self._waiting, len(self._running)))
         lacks_exported = not self._has_room and self.shared_blocks.num_exported_blocks > 0
         return replace(plan, lacks_exported_blocks=lacks_exported)
@@ -275,7 +283,8 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         if sequence.status is Status.RUNNING:
             num_saved = min(num_tokens, sequence.num_prompt_tokens - 1) - sequence.num_computed
             is_offered = sequence.ticket and self.pinned_blocks.holds(sequence.ticket.id)
-            if self.min_load_tokens is None or num_saved < self.min_load_tokens or is_offered:
+            worth = self.worth_asking
+            if worth is None or num_saved < worth.queued_tokens or is_offered:
                 return
             self._running.remove(sequence)
             self._requeue(sequence)
@@ -407,6 +416,10 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
             return
         self.pinned_blocks.pin(sequence.kind.ticket.id, sequence)
         plan.offered.append((sequence, sequence.kind.ticket))
+
+    def _look_up(self, min_tokens: int, worth: WorthAsking, plan: Plan) -> None:
+        lookups = self._stored.start_lookups(self._waiting, min_tokens, worth.held_tokens)
+        plan.lookups.extend(lookups)
 
     def _try_offer_cached(self, sequence: Sequence, plan: Plan) -> bool:
         """Offer a prefix that is cached whole."""
