@@ -450,3 +450,17 @@ def test_a_prompt_of_several_steps_is_looked_for_and_computed_meanwhile() -> Non
     plan = scheduler.schedule()
     assert [lookup.sequence for lookup in plan.lookups] == [sequence]
     assert [(work.sequence, work.num_tokens) for work in plan.work] == [(sequence, num_step)]
+
+
+def test_a_prompt_for_which_a_step_has_no_room_is_not_held() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_sequence(26, 1, Colocated(), number=1))
+    carry_out(scheduler, scheduler.schedule().work[0])
+    scheduler.worth_asking = WorthAsking(BLOCK_SIZE, 14, BLOCK_SIZE)
+    sequence = make_sequence(8, 1, Colocated(), start=50, number=2)
+    scheduler.add(sequence)
+    plan = scheduler.schedule()
+    assert [lookup.sequence for lookup in plan.lookups] == [sequence]
+    assert plan.held == []
+    carry_out(scheduler, plan.work[0])
+    assert scheduler.schedule().held == [sequence]

@@ -200,7 +200,7 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
             self._look_up(fewest, worth, plan)
         self._has_room = True
         for sequence in tuple(self._waiting):
-            if sequence.prefix_state is PrefixState.AWAITED:
+            if sequence.prefix_state is PrefixState.AWAITED and self._may_start(plan):
                 plan.held.append(sequence)
             elif not (waits_for_store(sequence) or self._admit(sequence, plan)):
                 break
@@ -375,8 +375,7 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
 
     def _admit(self, sequence: Sequence, plan: Plan) -> bool:
         """Take the first waiting sequence in, if there is room for it."""
-        num_receiving = self.pinned_blocks.num_incoming - self._stored.num_loads
-        if len(self._running) + num_receiving >= self.limits.max_num_seqs:
+        if self._num_active >= self.limits.max_num_seqs:
             return False
         match sequence.kind:
             case DecodeRequest(ticket):
@@ -401,6 +400,16 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         plan.work.append(Work(sequence, min(budget, sequence.num_uncomputed)))
         self._offer(sequence, plan)
         return True
+
+    @property
+    def _num_active(self) -> int:
+        """Sequences that run, or will once their KV has landed."""
+        return len(self._running) + self.pinned_blocks.num_incoming - self._stored.num_loads
+
+    def _may_start(self, plan: Plan) -> bool:
+        """Whether this step can take in another prompt, if there are blocks for it."""
+        has_budget = plan.num_tokens < self.limits.max_batch_tokens
+        return has_budget and self._num_active < self.limits.max_num_seqs
 
     def _offer(self, sequence: Sequence, plan: Plan) -> None:
         """Where it is to be handed over.
