@@ -13,16 +13,13 @@ from baton.engines.interface import (
 )
 from baton.engines.lookup_cost import LOAD_TIMEOUT_S
 from baton.engines.stall_detector import STALL_REASON, StallDetector
+from baton.engines.transformers.orders import make_receive_order, make_send_order
 from baton.engines.transformers.prefixes import EnginePrefixes
-from baton.engines.transformers.scheduler import (
-    count_landed,
-    make_receive_order,
-    make_send_order,
-)
 from baton.engines.transformers.sequence import (
     Sequence,
     SequenceTable,
     Status,
+    count_landed,
     find_ticket,
     is_pulled,
     is_pushed_prefix,

@@ -8,11 +8,8 @@ from typing import TYPE_CHECKING
 from baton.clock import Instant
 from baton.engines.interface import PrefillRequest
 from baton.engines.lookup_cost import LOAD_TIMEOUT_S, LookupCost
-from baton.engines.transformers.queued_prefixes import (
-    WorthAsking,
-    make_load_order,
-    make_lookup_order,
-)
+from baton.engines.transformers.orders import make_load_order, make_lookup_order
+from baton.engines.transformers.queued_prefixes import WorthAsking
 from baton.protocol.worker_http import StoreLoads
 
 if TYPE_CHECKING:

@@ -12,13 +12,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
 from baton.engines.interface import DecodeRequest
 from baton.engines.transformers.sequence import PrefixState
-from baton.handoff.interface import LoadOrder, LookupOrder
 from baton.ids import TicketId
-from baton.kv.copies import BlockTable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -165,23 +161,3 @@ class QueuedPrefixes:
 def waits_for_store(sequence: Sequence) -> bool:
     """Whether it is not computed now, whatever room there is."""
     return sequence.prefix_state in {PrefixState.AWAITED, PrefixState.LOADING}
-
-
-def make_lookup_order(lookup: PendingLookup, token_s: float) -> LookupOrder:
-    """Look for what the prefix cache lacks."""
-    request = lookup.sequence.request
-    return LookupOrder(lookup.id, request.tenant_salt, request.prompt_ids, lookup.start, token_s)
-
-
-def make_load_order(load: PendingLoad, token_s: float) -> LoadOrder:
-    """Load what the store has of it."""
-    request, size = load.sequence.request, load.sequence.block_size
-    return LoadOrder(
-        id=load.id,
-        tenant_salt=request.tenant_salt,
-        prompt_ids=request.prompt_ids[: load.stop],
-        start=load.start,
-        blocks=BlockTable(load.start // size, np.array(load.blocks, dtype=np.int64)),
-        token_s=token_s,
-        trace=request.trace,
-    )

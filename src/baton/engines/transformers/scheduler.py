@@ -6,20 +6,16 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
-
 from baton.engines.interface import Colocated, DecodeRequest, PrefillRequest
 from baton.engines.transformers.pinned_blocks import KeptBlocks, PinnedBlocks, SharedBlocks
 from baton.engines.transformers.queued_prefixes import QueuedPrefixes, waits_for_store
 from baton.engines.transformers.sequence import (
     PrefixState,
     Status,
+    count_landed,
     is_pulled,
     is_pushed_prefix,
 )
-from baton.handoff.interface import ReceiveOrder, SendOrder
-from baton.kv.copies import BlockTable
-from baton.kv.identity import compute_prompt_hash
 from baton.kv.layout import needed_tokens
 
 if TYPE_CHECKING:
@@ -506,50 +502,3 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         if self._journal is not None:
             salt = sequence.request.tenant_salt
             self._journal.add_stored(run.hashes, run.parent, run.token_ids, salt)
-
-
-def make_send_order(sequence: Sequence, ticket: Ticket, fingerprint: str) -> SendOrder:
-    """Offer a prefill request's prompt; what the prefix cache had is ready."""
-    return SendOrder(
-        ticket=ticket,
-        prompt_hash=_hash_prompt(sequence, sequence.num_prompt_tokens, fingerprint),
-        num_tokens=sequence.num_prompt_tokens,
-        num_ready_tokens=sequence.num_computed,
-        blocks=BlockTable(first=0, blocks=np.array(sequence.blocks, dtype=np.int64)),
-        deadline=sequence.request.deadline,
-        trace=sequence.request.trace,
-        prompt_ids=sequence.request.prompt_ids,
-    )
-
-
-def make_receive_order(receive: PendingReceive, fingerprint: str) -> ReceiveOrder:
-    """Ask for what the prefix cache lacks of the tokens that are handed over."""
-    sequence, size = receive.sequence, receive.sequence.block_size
-    num_tokens = receive.ticket.count_handed_over(sequence.num_prompt_tokens)
-    first = receive.start // size
-    num_blocks = sequence.num_blocks_for(num_tokens) - first
-    return ReceiveOrder(
-        ticket=receive.ticket,
-        prompt_hash=_hash_prompt(sequence, num_tokens, fingerprint),
-        start=receive.start,
-        num_tokens=num_tokens,
-        blocks=BlockTable(
-            first=first, blocks=np.array(receive.blocks[:num_blocks], dtype=np.int64)
-        ),
-        deadline=sequence.request.deadline,
-        trace=sequence.request.trace,
-        prompt_ids=sequence.request.prompt_ids[:num_tokens],
-    )
-
-
-def count_landed(landed: KVLanded, sequence: Sequence) -> int:
-    """How many of the prompt's first tokens are in place, cached ones included."""
-    if landed.num_tokens is not None:
-        return landed.num_tokens
-    num_prompt_tokens, ticket = sequence.num_prompt_tokens, sequence.ticket
-    return num_prompt_tokens if ticket is None else ticket.count_handed_over(num_prompt_tokens)
-
-
-def _hash_prompt(sequence: Sequence, num_tokens: int, fingerprint: str) -> bytes:
-    request = sequence.request
-    return compute_prompt_hash(fingerprint, request.tenant_salt, request.prompt_ids[:num_tokens])

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from baton.auth.ticket import Ticket
     from baton.clock import Instant
     from baton.engines.interface import EngineInfo, GenerationRequest
-    from baton.handoff.interface import SampledToken
+    from baton.handoff.interface import KVLanded, SampledToken
     from baton.ids import RequestId, TicketId
     from baton.kv.identity import BlockHash
 
@@ -291,6 +291,14 @@ def find_ticket(request: GenerationRequest) -> Ticket | None:
             return ticket
         case Colocated():
             return None
+
+
+def count_landed(landed: KVLanded, sequence: Sequence) -> int:
+    """How many of the prompt's first tokens are in place, cached ones included."""
+    if landed.num_tokens is not None:
+        return landed.num_tokens
+    num_prompt_tokens, ticket = sequence.num_prompt_tokens, sequence.ticket
+    return num_prompt_tokens if ticket is None else ticket.count_handed_over(num_prompt_tokens)
 
 
 class SequenceTable:
