@@ -16,6 +16,8 @@ from baton.engines.interface import Colocated, PrefillRequest, SamplingParams
 from baton.engines.lookup_cost import LookupCost
 from baton.router.prefix_names import PrefixNames
 from baton.router.prefixes import ModelPrefixes
+from baton.telemetry.trace import Stamp
+from tests.e2e.test_engine_handoff_agents import CLOCK
 from tests.e2e.test_engine_pool import make_ticket, pooled
 from tests.unit.engines.harness import make_prompt
 
@@ -331,3 +333,36 @@ def test_an_answer_that_comes_while_a_prompt_is_computed_is_used_for_the_rest(
     trace = two.traces["r0"]
     assert 64 <= trace.num_loaded_tokens <= len(PROMPTS["r0"]) - 16
     assert trace.num_cached_tokens == trace.num_loaded_tokens, "16 tokens were its own"
+
+
+def test_a_prompt_behind_two_others_is_loaded_before_they_are_computed(
+    nodes: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = nodes.enter_context(pooled("one", tmp_path, prefixes=True))
+    two = nodes.enter_context(pooled("two", tmp_path, prefixes=True, max_num_seqs=1))
+    expected = ask(one)["r0"]
+    wait_until_kept(one)
+    reader, landed_at = store_of(two)._reader, []
+    read = reader.read_segments
+
+    def read_and_note(*arguments: object) -> tuple[int, int]:
+        found = read(*arguments)
+        landed_at.append(CLOCK.now())
+        return found
+
+    monkeypatch.setattr(reader, "read_segments", read_and_note)
+    new = {name: make_prompt(300, seed=seed) for seed, name in enumerate(("new", "newer"), 50)}
+    two.prompts, two.sampling = (
+        {**new, "r0": PROMPTS["r0"]},
+        dict.fromkeys((*new, "r0"), SAMPLING["r0"]),
+    )
+    for name in two.prompts:
+        two.submit(name, Colocated())
+    two.wait_for_ends()
+    assert two.answers()["r0"] == expected
+    assert landed_at[-1] < two.traces["newer"].stamps[Stamp.ADMITTED], (
+        "the second of them had not even begun"
+    )
+    firsts = [two.traces[name].stamps[Stamp.PREFILL_DONE] for name in two.prompts]
+    assert firsts == sorted(firsts), "it overtook none"
+    assert two.traces["r0"].num_loaded_tokens > 100
