@@ -16,7 +16,7 @@ LEARNING: Final = 0.2
 WAIT_GUESS_S: Final = 0.001
 """From the order to the answer."""
 FORGOTTEN_AFTER_S: Final = 30.0
-"""Then a wait that was long counts no more: it may have kept every prompt since from asking."""
+"""Then a wait that was long is not believed: it may have kept every prompt since from asking."""
 TOLERATED_SHARE: Final = 0.05
 """Of what a prompt takes: so much may be lost by asking for what is not there."""
 HELD_SHARE: Final = 0.04
@@ -41,30 +41,33 @@ class LookupCost:
         Asking costs what may be lost, or is usually found. `entry_tokens`: of a full entry, below
         which nothing is found.
         """
-        return self._count_worth(now, entry_tokens, max(TOLERATED_SHARE, self.found_share))
+        if self.is_forgotten(now):
+            self.wait_s = min(self.wait_s, WAIT_GUESS_S)
+        return self._count_worth(entry_tokens, max(TOLERATED_SHARE, self.found_share))
 
-    def count_answered_in_time(self, now: Instant, entry_tokens: int) -> int:
+    def is_forgotten(self, now: Instant) -> bool:
+        """Whether nothing was asked for so long that it is not known what it takes now."""
+        return now - self.answered_at > FORGOTTEN_AFTER_S
+
+    def count_answered_in_time(self, entry_tokens: int) -> int:
         """How many tokens a prompt must lack, where it is held for `compute_held_s` at most.
 
         The answer is expected by then.
         """
-        return self._count_worth(now, entry_tokens, self._held_share)
+        return self._count_worth(entry_tokens, self._held_share)
 
     def compute_held_s(self, num_missing: int) -> float:
         """How long a prompt that lacks so many tokens is held for the answer."""
         return self.token_s * num_missing * self._held_share if self.token_s else LOAD_TIMEOUT_S
 
     def observe_answer(
-        self, now: Instant, *, num_found: int, num_missing: int, waited_s: float | None
+        self, now: Instant, *, num_found: int, num_missing: int, waited_s: float
     ) -> None:
-        """The store had `num_found` of `num_missing` tokens.
-
-        `waited_s` is None where no request was held for the answer.
-        """
-        self.answered_at = now
+        """The store had `num_found` of `num_missing` tokens; the answer took `waited_s`."""
+        known_s = waited_s if self.is_forgotten(now) else self.wait_s
+        self.wait_s = known_s + LEARNING * (waited_s - known_s)
         self.found_share += LEARNING * (num_found / num_missing - self.found_share)
-        if waited_s is not None:
-            self.wait_s += LEARNING * (waited_s - self.wait_s)
+        self.answered_at = now
 
     def observe_step(self, num_tokens: int, seconds: float) -> None:
         """A step that computed prompts' tokens for the most part; short ones are ignored."""
@@ -79,8 +82,6 @@ class LookupCost:
         """Of a prompt's time, for the wait: it pays for itself where most tokens are found."""
         return max(HELD_SHARE, 2 * self.found_share - 1)
 
-    def _count_worth(self, now: Instant, entry_tokens: int, share: float) -> int:
-        if now - self.answered_at > FORGOTTEN_AFTER_S:
-            self.wait_s = min(self.wait_s, WAIT_GUESS_S)
+    def _count_worth(self, entry_tokens: int, share: float) -> int:
         saved_s = self.token_s * share
         return max(entry_tokens, int(self.wait_s / saved_s) if saved_s else 0)

@@ -166,11 +166,12 @@ class KVLanded:
 class PrefixFound:
     """The store has tokens before `num_tokens` of a prompt, and loading them pays.
 
-    `num_tokens` is the order's `start` where there are none.
+    `num_tokens` is the order's `start` where there are none. `took_s` is from the order to here.
     """
 
     ticket: TicketId
     num_tokens: int
+    took_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from baton.engines.transformers.pinned_blocks import KeptBlocks
 from baton.engines.transformers.prefixes import EnginePrefixes
 from baton.engines.transformers.queued_prefixes import PendingLoad, PendingLookup
 from baton.engines.transformers.scheduler import Plan, Work
+from baton.handoff.interface import PrefixFound
 from baton.handoff.pool_mode.prefix_store import LoadCost
 from baton.ids import TicketId
 from baton.kv.identity import HashDomain, compute_block_hashes
@@ -97,7 +98,7 @@ class Setting:
     def answer(self, num_tokens: int, after_s: float) -> None:
         order = self.look_up()
         self.clock.advance(after_s)
-        self.prefixes.find(order, num_tokens)
+        self.prefixes.find(PrefixFound(order, num_tokens, after_s))
 
     def begin_load(self) -> TicketId:
         lookup = self.make_lookup()
@@ -155,7 +156,7 @@ def test_what_waits_behind_others_is_not_held_yet(it):
     it.clock.advance(1.0)
     assert it.prefixes.take_held_too_long() == []
     usual = it.count_worth_holding()
-    assert it.prefixes.find(lookup.id, 0) is None
+    assert it.prefixes.find(PrefixFound(lookup.id, 0, 0.001)) is None
     assert it.count_worth_holding() == usual, "no request waited for that second"
 
 
@@ -180,13 +181,19 @@ def test_what_is_mostly_found_is_waited_for_longer(it):
     assert it.count_worth_holding() == it.store.block_size
 
 
-def test_a_long_wait_is_forgotten_since_nothing_may_be_asked_after_it(it):
+def test_after_a_long_wait_a_prompt_is_asked_for_on_trial_and_not_held(it):
     it.compute()
     usual = it.count_worth_holding()
     for _ in range(40):
         it.answer(0, after_s=1.0)
     assert it.count_worth_holding() > 5 * usual
+    assert it.prefixes.compute_worth_asking().unheld_tokens == STEP_TOKENS + 1
     it.clock.advance(FORGOTTEN_AFTER_S + 1)
+    assert it.prefixes.compute_worth_asking().unheld_tokens == it.store.block_size
+    lookup = it.make_lookup()
+    it.prefixes.look_up(lookup)
+    it.clock.advance(0.1)  # a step
+    it.prefixes.find(PrefixFound(lookup.id, 0, took_s=WAIT_GUESS_S))
     assert it.count_worth_holding() == usual
 
 
@@ -208,7 +215,7 @@ def test_a_lookup_that_is_late_keeps_others_from_asking_until_it_is_answered(it)
     assert it.prefixes.take_late() == [order]
     assert it.store.aborted == []
     assert it.prefixes.compute_worth_asking() is None
-    assert it.prefixes.find(order, NUM_TOKENS) is None
+    assert it.prefixes.find(PrefixFound(order, NUM_TOKENS, 3.0)) is None
     assert it.prefixes.compute_worth_asking() is not None
 
 

@@ -38,6 +38,7 @@ class TimedStore:
 
     def count_present(self, segments: Sequence[TokenSegment]) -> int:
         self.num_looks += 1
+        self.clock.advance(BATCH_S)
         return min(self.num_present, len(segments))
 
     def read_segments(self, *_: object) -> tuple[int, int]:
@@ -100,7 +101,7 @@ def test_a_load_that_is_itself_slower_than_computing_is_given_up() -> None:
 def test_what_a_lookup_found_is_loaded_without_a_second_look() -> None:
     it = Setting()
     it.look_up(1)
-    assert it.events == [PrefixFound(name(1), NUM_ENTRIES * SIZE)]
+    assert it.events == [PrefixFound(name(1), NUM_ENTRIES * SIZE, BATCH_S)]
     it.load(1, num_tokens=2 * SIZE + 3)  # the engine wants less
     it.run()
     assert it.events[1:] == [KVLanded(name(1), None, 2 * SIZE)]
@@ -111,7 +112,7 @@ def test_a_lookup_that_found_nothing_is_not_remembered() -> None:
     it = Setting()
     it.store.num_present = 0
     it.look_up(1)
-    assert it.events == [PrefixFound(name(1), 0)]
+    assert it.events == [PrefixFound(name(1), 0, BATCH_S)]
     it.store.num_present = NUM_ENTRIES
     it.load(1)
     it.run()

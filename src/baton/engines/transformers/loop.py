@@ -343,8 +343,8 @@ class EngineLoop:
             case KVSent(ticket):
                 self._held.release(ticket, self._clock.now())
                 self._finish_send(self._scheduler.finish_send(ticket))
-            case PrefixFound(order, num_tokens):
-                self._scheduler.find_stored(order, self._prefixes.find(order, num_tokens))
+            case PrefixFound(order):
+                self._scheduler.find_stored(order, self._prefixes.find(event))
             case KVExported(ticket, blocks):
                 self._held.resize(ticket, len(blocks), self._clock.now())
                 self._finish_send(self._scheduler.export(ticket, blocks))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from baton.engines.transformers.queued_prefixes import PendingLoad, PendingLookup
     from baton.engines.transformers.scheduler import Plan
     from baton.engines.transformers.sequence import Sequence
-    from baton.handoff.interface import PrefixStore
+    from baton.handoff.interface import PrefixFound, PrefixStore
     from baton.ids import TicketId
 
 
@@ -81,16 +81,19 @@ class EnginePrefixes:
             for each in self._lookups.values()
             if each.held_at is not None and each.is_held
         )
-        under_way = (*self._lookups.values(), *self._loads.values())
-        return min((*limits, *(each.deadline for each in under_way)), default=None)
+        lookups = (each.deadline for each in self._lookups.values())
+        loads = (each.deadline for each in self._loads.values())
+        return min((*limits, *lookups, *loads), default=None)
 
     def compute_worth_asking(self) -> WorthAsking | None:
         """None where there is no store, and where it has yet to answer what is late."""
         if self._store is None or self._late:
             return None
         size = self._store.block_size
-        held = self._cost.count_answered_in_time(self._clock.now(), size)
-        return WorthAsking(held, max(size, self._step_tokens + 1), size)
+        held = self._cost.count_answered_in_time(size)
+        # Now and then one that will be computed meanwhile is asked for: it shows what that takes.
+        is_trial = self._cost.is_forgotten(self._clock.now())
+        return WorthAsking(held, size if is_trial else max(size, self._step_tokens + 1), size)
 
     def look_up(self, lookup: PendingLookup) -> None:
         """Ask for a prompt's beginning."""
@@ -118,20 +121,20 @@ class EnginePrefixes:
                     found.append(order)
         return found
 
-    def find(self, order: TicketId, num_tokens: int) -> int | None:
-        """The store has tokens before `num_tokens` of a prompt; None where that is nothing new."""
-        lookup = self._lookups.pop(order, None)
-        self._late.discard(order)
+    def find(self, found: PrefixFound) -> int | None:
+        """How many first tokens of a prompt the store has; None where they are nothing new."""
+        lookup = self._lookups.pop(found.ticket, None)
+        self._late.discard(found.ticket)
         if lookup is None:
             return None
-        num_found = num_tokens - lookup.start
+        num_found = found.num_tokens - lookup.start
         self._cost.observe_answer(
             self._clock.now(),
             num_found=num_found,
             num_missing=lookup.num_missing,
-            waited_s=self._compute_wait_s(lookup),
+            waited_s=self._compute_wait_s(lookup, found.took_s),
         )
-        return num_tokens if num_found else None
+        return found.num_tokens if num_found else None
 
     def begin(self, load: PendingLoad) -> None:
         """Load what was found."""
@@ -192,14 +195,11 @@ class EnginePrefixes:
         if 2 * sum(work.num_tokens for work in plan.work if work.is_prefill) > plan.num_tokens:
             self._cost.observe_step(plan.num_tokens, seconds)
 
-    def _compute_wait_s(self, lookup: _Lookup) -> float | None:
-        """What a request was held for an answer; None where none was.
-
-        Of a late answer no more than twice the limit counts: a step is in what it took.
-        """
-        if lookup.held_at is None:
-            return None
-        return min(self._clock.now() - lookup.held_at, 2 * lookup.limit_s)
+    def _compute_wait_s(self, lookup: _Lookup, took_s: float) -> float:
+        """What a request was held for an answer; for another, and a late one, what it took."""
+        if lookup.held_at is None or not lookup.is_held:
+            return took_s
+        return self._clock.now() - lookup.held_at
 
     def _count_load(self, num_tokens: int, seconds: float) -> None:
         if self.loads is not None:

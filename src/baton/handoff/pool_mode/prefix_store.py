@@ -147,7 +147,7 @@ class StoredPrefixes:
 
     def start_lookup(self, order: LookupOrder) -> None:
         """See `PrefixStore`."""
-        self.put_command(partial(self._answer_lookup, order))
+        self.put_command(partial(self._answer_lookup, order, self.clock.now()))
 
     def start_load(self, order: LoadOrder) -> None:
         """See `PrefixStore`."""
@@ -222,7 +222,7 @@ class StoredPrefixes:
         if is_over:
             self._end_load(load)
 
-    def _answer_lookup(self, order: LookupOrder) -> None:
+    def _answer_lookup(self, order: LookupOrder, asked_at: Instant) -> None:
         try:
             found = self._find(order)
         except Exception as exc:  # noqa: BLE001 - one broken lookup must not end all others
@@ -233,7 +233,8 @@ class StoredPrefixes:
             self._found[order.id] = found
             if len(self._found) > MAX_FOUND:
                 self._found.popitem(last=False)
-        self._emit(PrefixFound(order.id, found[-1].stop if found else order.start))
+        num_tokens, took_s = found[-1].stop if found else order.start, self.clock.now() - asked_at
+        self._emit(PrefixFound(order.id, num_tokens, took_s))
 
     def _look_up(self, load: _Load) -> bool:
         """Whether there is nothing to load."""
