@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 SIZE = 16
 NUM_ENTRIES = 6
-BATCH_S = 1e-3
+BATCH_S = 2**-10
 TOKEN_S = 2 * BATCH_S / SIZE
 """Computing takes twice as long as loading."""
 
