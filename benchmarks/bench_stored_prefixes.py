@@ -10,6 +10,7 @@ and one that is asked (the reader). Before each question that is timed all are i
 Every prompt is new. Arms are interleaved, in the other order every second round; figures are
 medians and quartiles over the rounds, of the time until an answer of one token is there, which is
 checked. Whether something is looked for and loaded is the worker's decision ("loaded", of tokens).
+"load / TTFT": what reading entries took of the time to the answer, where embedded workers load.
 
 With `--engine vllm` the timed workers are vLLM servers; writers and checks are embedded workers.
 
@@ -63,13 +64,25 @@ ENGINES: dict[str, dict[str, object]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """One answer. `arm`: `none`, or the tier; `cached` is what of the prompt was not computed."""
+    """One answer. `arm`: `none`, or the tier; `cached` is what of the prompt was not computed.
+
+    `load_ms`: what the worker's loads took; 0 where it counted none.
+    """
 
     arm: str
     case: str
     num_tokens: int
     ttft_ms: float
     cached: int
+    load_ms: float = 0.0
+
+
+def read_load_ms(worker: FleetProcess) -> float:
+    """What a worker's loads have taken since its start."""
+    with urllib.request.urlopen(f"{worker.url}/metrics", timeout=30) as reply:
+        lines = reply.read().decode().splitlines()
+    name = 'baton_prefix_load_seconds_total{kind="actual"}'
+    return sum(float(line.split()[-1]) * 1e3 for line in lines if line.startswith(name))
 
 
 def ask(gateway: FleetProcess, prompt: list[int]) -> tuple[float, int, str]:
@@ -87,10 +100,15 @@ def ask(gateway: FleetProcess, prompt: list[int]) -> tuple[float, int, str]:
 
 
 def measure_round(
-    gateways: dict[str, FleetProcess], num_tokens: int, rng: np.random.Generator, *, turned: bool
+    fleet: dict[str, tuple[FleetProcess, FleetProcess]],
+    num_tokens: int,
+    rng: np.random.Generator,
+    *,
+    turned: bool,
 ) -> list[Run]:
-    """Each case of each arm once."""
+    """Each case of each arm once; `fleet`: the worker and the gateway of each."""
     runs = []
+    gateways = {arm: gateway for arm, (_, gateway) in fleet.items()}
     for arm in reversed(gateways) if turned else gateways:
         if arm == "checks" or arm.endswith("writer"):
             continue
@@ -104,9 +122,11 @@ def measure_round(
         prompt = rng.integers(300, 4000, num_tokens).tolist()
         beginning = prompt[: int(SHARE * num_tokens)]
         ask(gateways[f"{arm} writer"], beginning)
+        before_ms = read_load_ms(fleet[arm][0])
         time.sleep(IDLE_S)  # it is kept in the background
         took_ms, cached, token = ask(gateways[arm], prompt)
-        runs.append(Run(arm, "hit", num_tokens, took_ms, cached))
+        load_ms = read_load_ms(fleet[arm][0]) - before_ms
+        runs.append(Run(arm, "hit", num_tokens, took_ms, cached, load_ms))
         check(token == ask(gateways["checks"], prompt)[2], arm)
     return runs
 
@@ -134,8 +154,8 @@ def make_store(tier: str, folder: Path, stack: ExitStack) -> dict[str, object]:
 
 def start_fleet(
     fleet: Fleet, folder: Path, stores: dict[str, dict[str, object]], engine: str
-) -> dict[str, FleetProcess]:
-    """A gateway for each worker, by the arm's name. `engine` is that of workers which are timed."""
+) -> dict[str, tuple[FleetProcess, FleetProcess]]:
+    """A worker and its gateway, by the arm's name. `engine` is that of workers which are timed."""
     settings: dict[str, object] = {
         "worker.model": str(make_model(folder)),
         "worker.served_model_name": SERVED,
@@ -152,7 +172,7 @@ def start_fleet(
     for worker in workers.values():
         worker.wait_ready()
     return {
-        arm: fleet.start_gateway([], [], both=[worker], settings={})
+        arm: (worker, fleet.start_gateway([], [], both=[worker], settings={}))
         for arm, worker in workers.items()
     }
 
@@ -176,12 +196,12 @@ def main() -> None:
             for tier in options.tiers or DEFAULT_TIERS[options.engine]
         }
         fleet = stack.enter_context(Fleet(folder, environment))
-        gateways = start_fleet(fleet, folder, stores, options.engine)
-        for gateway in gateways.values():
+        arms = start_fleet(fleet, folder, stores, options.engine)
+        for _, gateway in arms.values():
             ask(gateway, rng.integers(300, 4000, 600).tolist())  # engines learn what tokens take
         for number in range(options.rounds):
             for num_tokens in options.tokens:
-                runs += measure_round(gateways, num_tokens, rng, turned=bool(number % 2))
+                runs += measure_round(arms, num_tokens, rng, turned=bool(number % 2))
                 print(runs[-1], file=sys.stderr)
     show(runs, options.tokens)
     if options.json is not None:
@@ -191,7 +211,9 @@ def main() -> None:
 
 def show(runs: list[Run], lengths: list[int]) -> None:
     """Medians, quartiles, and the ratio to a worker without a store."""
-    table = Table("tokens", "store", "case", "TTFT, ms", "quartiles", "of none", "loaded")
+    table = Table(
+        "tokens", "store", "case", "TTFT, ms", "quartiles", "of none", "loaded", "load / TTFT"
+    )
     for num_tokens in lengths:
         found: dict[tuple[str, str], list[Run]] = {}
         for run in runs:
@@ -203,7 +225,14 @@ def show(runs: list[Run], lengths: list[int]) -> None:
             loaded = statistics.fmean(run.cached for run in own) / num_tokens
             low, middle, high = statistics.quantiles(times, n=4)
             ratio = f"{middle / usual:.2f}"
-            row = f"{middle:.1f}", f"{low:.1f} to {high:.1f}", ratio, f"{loaded:.0%}"
+            load = statistics.median(run.load_ms / run.ttft_ms for run in own)
+            row = (
+                f"{middle:.1f}",
+                f"{low:.1f} to {high:.1f}",
+                ratio,
+                f"{loaded:.0%}",
+                f"{load:.0%}",
+            )
             table.add_row(str(num_tokens), arm, case, *row)
     Console().print(table)
 

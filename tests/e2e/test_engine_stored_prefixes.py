@@ -13,8 +13,11 @@ import pytest
 pytest.importorskip("transformers")
 
 from baton.engines.interface import Colocated, PrefillRequest, SamplingParams
+from baton.engines.lookup_cost import LookupCost
 from baton.router.prefix_names import PrefixNames
 from baton.router.prefixes import ModelPrefixes
+from baton.telemetry.trace import Stamp
+from tests.e2e.test_engine_handoff_agents import CLOCK
 from tests.e2e.test_engine_pool import listening_pair, make_ticket, pooled
 from tests.unit.engines.harness import make_prompt
 
@@ -95,7 +98,8 @@ def test_what_one_worker_computed_another_loads(
     counts = store_of(two).counts
     assert counts.num_whole == len(PROMPTS)
     num_loaded = sum(trace.num_loaded_tokens for trace in two.traces.values())
-    assert num_loaded <= counts.loaded_tokens <= num_loaded + len(PROMPTS)  # a last token each
+    # Of each prompt's last block a token is computed, and so is all of it.
+    assert num_loaded <= counts.loaded_tokens <= num_loaded + second_size * len(PROMPTS)
 
 
 def test_what_one_worker_computed_another_reads_from_its_memory(
@@ -248,8 +252,9 @@ def test_damaged_entries_are_computed(nodes: ExitStack, tmp_path: Path) -> None:
     assert store_of(two).counts.loaded_tokens == 0
 
 
+@pytest.mark.parametrize("call", ["find", "try_lease"])
 def test_a_store_that_does_not_answer_is_not_waited_for(
-    nodes: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: str, nodes: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = (
         nodes.enter_context(pooled(name, tmp_path, prefixes=True)) for name in ("one", "two")
@@ -258,18 +263,19 @@ def test_a_store_that_does_not_answer_is_not_waited_for(
     wait_until_kept(one)
     monkeypatch.setattr("baton.engines.transformers.prefixes.LOAD_TIMEOUT_S", 0.2)
     store, answers, asked = store_of(two).access.store, threading.Event(), threading.Event()
-    find = store.find
+    answer = getattr(store, call)
 
-    def hang(names: list[EntryName]) -> int:
+    def hang(names: list[EntryName] | EntryName) -> object:
         asked.set()
         answers.wait(WAIT_S)
-        return find(names)
+        return answer(names)
 
-    monkeypatch.setattr(store, "find", hang)
+    monkeypatch.setattr(store, call, hang)
     assert ask(two) == expected
     assert asked.is_set()
     assert not answers.is_set()
-    assert count_withheld(two) > 0, "the store may still write into blocks"
+    is_loading = call == "try_lease"
+    assert (count_withheld(two) > 0) == is_loading, "the store may still write into blocks"
     answers.set()
     assert any("has not answered" in str(trace.fallbacks) for trace in two.traces.values())
     until(lambda: not count_withheld(two))
@@ -286,7 +292,7 @@ def test_a_load_that_turns_out_slower_than_computing_ends_between_two_batches(
     ask(two, {"r0": make_prompt(180, seed=77)})  # it knows what tokens take
     two.traces.clear()
     two.updates.clear()
-    monkeypatch.setattr("baton.engines.lookup_cost.TOLERATED_SHARE", 1e6)  # it asks
+    monkeypatch.setattr("baton.engines.lookup_cost.HELD_SHARE", 1e6)  # it asks
     monkeypatch.setattr("baton.handoff.pool_mode.block_copier.BATCH_BYTES", 1)
     read = two.agent.store._reader.read_segments
     batches = []
@@ -301,3 +307,79 @@ def test_a_load_that_turns_out_slower_than_computing_ends_between_two_batches(
     assert len(batches) == 1
     assert store_of(two).counts.num_given_up == 1
     assert two.traces["r1"].num_loaded_tokens == store_of(two).block_size
+
+
+@pytest.mark.parametrize("kind", ["colocated", "prefill"])
+def test_an_answer_that_comes_while_a_prompt_is_computed_is_used_for_the_rest(
+    kind: str, nodes: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = nodes.enter_context(pooled("one", tmp_path, prefixes=True))
+    two = nodes.enter_context(pooled("two", tmp_path, prefixes=True, max_batch_tokens=16))
+    expected = ask(one)["r0"]
+    wait_until_kept(one)
+    monkeypatch.setattr(LookupCost, "count_answered_in_time", lambda *_: 1_000)  # not held
+    find, compute = two.agent.store.access.store.find, two.engine._model
+    begun, computed = threading.Event(), threading.Event()
+    forward = compute.run
+
+    def compute_one_step(*arguments: object, **named: object) -> object:
+        """The first step ends once the store was asked; the second begins once it has answered."""
+        if not computed.is_set():
+            assert begun.wait(WAIT_S)
+            result = forward(*arguments, **named)
+            computed.set()
+            time.sleep(0.2)
+            return result
+        return forward(*arguments, **named)
+
+    def find_late(names: list[EntryName]) -> int:
+        begun.set()
+        computed.wait(WAIT_S)
+        return find(names)
+
+    monkeypatch.setattr(compute, "run", compute_one_step)
+    monkeypatch.setattr(two.agent.store.access.store, "find", find_late)
+    if kind == "colocated":
+        assert ask(two, {"r0": PROMPTS["r0"]})["r0"] == expected
+    else:
+        two.prompts, two.sampling = PROMPTS, SAMPLING
+        two.submit("r0", PrefillRequest(make_ticket(two, one)))
+        two.wait_for_ends()
+        assert two.answers() == {"r0": expected[:1]}
+    assert computed.is_set()
+    trace = two.traces["r0"]
+    assert 64 <= trace.num_loaded_tokens <= len(PROMPTS["r0"]) - 16
+    assert trace.num_cached_tokens == trace.num_loaded_tokens, "16 tokens were its own"
+
+
+def test_a_prompt_behind_two_others_is_loaded_before_they_are_computed(
+    nodes: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = nodes.enter_context(pooled("one", tmp_path, prefixes=True))
+    two = nodes.enter_context(pooled("two", tmp_path, prefixes=True, max_num_seqs=1))
+    expected = ask(one)["r0"]
+    wait_until_kept(one)
+    reader, landed_at = store_of(two)._reader, []
+    read = reader.read_segments
+
+    def read_and_note(*arguments: object) -> tuple[int, int]:
+        found = read(*arguments)
+        landed_at.append(CLOCK.now())
+        return found
+
+    monkeypatch.setattr(reader, "read_segments", read_and_note)
+    new = {name: make_prompt(300, seed=seed) for seed, name in enumerate(("new", "newer"), 50)}
+    two.prompts, two.sampling = (
+        {**new, "r0": PROMPTS["r0"]},
+        dict.fromkeys((*new, "r0"), SAMPLING["r0"]),
+    )
+    for name in two.prompts:
+        two.submit(name, Colocated())
+    two.wait_for_ends()
+    assert two.answers()["r0"] == expected
+    assert landed_at[-1] < two.traces["newer"].stamps[Stamp.ADMITTED], (
+        "the second of them had not even begun"
+    )
+    firsts = [two.traces[name].stamps[Stamp.PREFILL_DONE] for name in two.prompts]
+    assert firsts == sorted(firsts), "it overtook none"
+    assert two.traces["r0"].num_loaded_tokens > 100

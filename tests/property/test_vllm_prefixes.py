@@ -100,7 +100,7 @@ class Rank:
         self.num_kept = self.num_dropped_tokens = 0
         self.prefixes = RankPrefixes(self, block_size=BLOCK_SIZE, clock=clock)
 
-    # As `PrefixLookup`.
+    # As `PrefixStore`.
 
     @property
     def block_size(self) -> int:

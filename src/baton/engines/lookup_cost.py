@@ -1,4 +1,4 @@
-"""Whether the store is worth asking for a prompt's beginning: learned from steps and answers."""
+"""Whether to ask a store for a prompt's beginning, and how long to wait for its answer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ LEAST_LEARNED_TOKENS: Final = 32
 LEARNING: Final = 0.2
 """Weight of the latest observation in what is expected of the next."""
 WAIT_GUESS_S: Final = 0.001
-"""From the order to the answer that nothing is there."""
+"""From the order to the answer."""
 FORGOTTEN_AFTER_S: Final = 30.0
-"""Then a wait that was long counts no more: it may have kept every prompt since from asking."""
+"""Then a wait that was long is not believed: it may have kept every prompt since from asking."""
 TOLERATED_SHARE: Final = 0.05
 """Of what a prompt takes: so much may be lost by asking for what is not there."""
+HELD_SHARE: Final = 0.04
+"""Of what a prompt takes to be computed: so long it is held for an answer that may be a miss."""
 
 
 @dataclass(slots=True)
@@ -34,23 +36,38 @@ class LookupCost:
     found_share: float = 0.0
 
     def count_worth_asking(self, now: Instant, entry_tokens: int) -> int:
-        """How many tokens a prompt must lack: asking costs what may be lost, or is usually found.
+        """How many tokens a prompt must lack, where it is held until the answer has come.
 
-        `entry_tokens`: of a full entry, below which nothing is found.
+        Asking costs what may be lost, or is usually found. `entry_tokens`: of a full entry, below
+        which nothing is found.
         """
-        if now - self.answered_at > FORGOTTEN_AFTER_S:
+        if self.is_forgotten(now):
             self.wait_s = min(self.wait_s, WAIT_GUESS_S)
-        saved_s = self.token_s * max(TOLERATED_SHARE, self.found_share)
-        return max(entry_tokens, int(self.wait_s / saved_s) if saved_s else 0)
+        return self._count_worth(entry_tokens, max(TOLERATED_SHARE, self.found_share))
+
+    def is_forgotten(self, now: Instant) -> bool:
+        """Whether nothing was asked for so long that it is not known what it takes now."""
+        return now - self.answered_at > FORGOTTEN_AFTER_S
+
+    def count_answered_in_time(self, entry_tokens: int) -> int:
+        """How many tokens a prompt must lack, where it is held for `compute_held_s` at most.
+
+        The answer is expected by then.
+        """
+        return self._count_worth(entry_tokens, self._held_share)
+
+    def compute_held_s(self, num_missing: int) -> float:
+        """How long a prompt that lacks so many tokens is held for the answer."""
+        return self.token_s * num_missing * self._held_share if self.token_s else LOAD_TIMEOUT_S
 
     def observe_answer(
         self, now: Instant, *, num_found: int, num_missing: int, waited_s: float
     ) -> None:
-        """The store had `num_found` of `num_missing` tokens."""
-        self.answered_at = now
+        """The store had `num_found` of `num_missing` tokens; the answer took `waited_s`."""
+        known_s = waited_s if self.is_forgotten(now) else self.wait_s
+        self.wait_s = known_s + LEARNING * (waited_s - known_s)
         self.found_share += LEARNING * (num_found / num_missing - self.found_share)
-        if not num_found:
-            self.wait_s += LEARNING * (waited_s - self.wait_s)
+        self.answered_at = now
 
     def observe_step(self, num_tokens: int, seconds: float) -> None:
         """A step that computed prompts' tokens for the most part; short ones are ignored."""
@@ -59,3 +76,12 @@ class LookupCost:
         each = seconds / num_tokens
         known = self.token_s or each
         self.token_s = known + LEARNING * (each - known)
+
+    @property
+    def _held_share(self) -> float:
+        """Of a prompt's time, for the wait: it pays for itself where most tokens are found."""
+        return max(HELD_SHARE, 2 * self.found_share - 1)
+
+    def _count_worth(self, entry_tokens: int, share: float) -> int:
+        saved_s = self.token_s * share
+        return max(entry_tokens, int(self.wait_s / saved_s) if saved_s else 0)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from baton.auth.ticket import HandoffMode, Ticket
     from baton.handoff.interface import (
         HandoffEvent,
-        PrefixLookup,
+        PrefixStore,
         ReceiveOrder,
         SampledToken,
         SendOrder,
@@ -73,7 +73,7 @@ class HandoffDispatcher:  # noqa: PLR0904 - the engine's contract
         return push, pull, *(() if self.store is None else ("pool",)), *reference
 
     @property
-    def prefixes(self) -> PrefixLookup | None:
+    def prefixes(self) -> PrefixStore | None:
         """See `HandoffPort`."""
         if self.store is None or not self.store.access.keeps_prefixes:
             return None

@@ -166,11 +166,12 @@ class KVLanded:
 class PrefixFound:
     """The store has tokens before `num_tokens` of a prompt, and loading them pays.
 
-    `num_tokens` is the order's `start` where there are none.
+    `num_tokens` is the order's `start` where there are none. `took_s` is from the order to here.
     """
 
     ticket: TicketId
     num_tokens: int
+    took_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +257,9 @@ class SharedBlockPort(Protocol):
 class PrefixStore(Protocol):
     """Prompts' beginnings in the store, as an engine sees it. Thread-safe, never blocks.
 
+    An engine learns first what would be loaded, and finds room for it then.
+
+    start_lookup ──► PrefixFound
     start_load ──► KVLanded     `num_tokens` of the prompt are in place: `start`, if none were there
                └─► (aborted) BlocksQuiescent
     start_keep ──► KVSent       the blocks may change again, whatever became of it
@@ -266,8 +270,15 @@ class PrefixStore(Protocol):
         """Tokens of an entry: shorter prompts are neither kept nor found."""
         ...
 
+    def start_lookup(self, order: LookupOrder) -> None:
+        """Begin to look; `PrefixFound` follows once. Nothing is loaded."""
+        ...
+
     def start_load(self, order: LoadOrder) -> None:
-        """Begin to load; `KVLanded` follows once."""
+        """Begin to load; `KVLanded` follows once.
+
+        What a lookup of the same id has found is not looked for again.
+        """
         ...
 
     def start_keep(self, order: KeepOrder) -> None:
@@ -280,17 +291,6 @@ class PrefixStore(Protocol):
 
     def abort_load(self, order: TicketId) -> None:
         """It is not wanted: `BlocksQuiescent` follows, unless `KVLanded` is on its way."""
-        ...
-
-
-class PrefixLookup(PrefixStore, Protocol):
-    """For an engine that learns first what would be loaded, and finds room for it then.
-
-    start_lookup ──► PrefixFound
-    """
-
-    def start_lookup(self, order: LookupOrder) -> None:
-        """Begin to look; `PrefixFound` follows once. Nothing is loaded."""
         ...
 
 

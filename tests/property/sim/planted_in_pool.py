@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from baton.clock import Instant
 from baton.engines.transformers.pinned_blocks import KeptBlocks
 from baton.handoff.dispatcher import HandoffDispatcher
-from baton.handoff.interface import KVLanded
+from baton.handoff.interface import KVLanded, PrefixFound
 from baton.handoff.pool_mode import block_copier
 from baton.handoff.pool_mode.prefix_store import StoredPrefixes
 from baton.handoff.pool_mode.store_handoff import StoreHandoff
@@ -101,7 +101,11 @@ def load_is_taken_for_whole(patch: pytest.MonkeyPatch) -> None:
         del self._loads[load.order.id]
         self._emit(KVLanded(load.order.id, None, len(load.order.prompt_ids)))
 
+    def answer_lookup(self, order, asked_at):
+        self._emit(PrefixFound(order.id, len(order.prompt_ids)))
+
     patch.setattr(StoredPrefixes, "_end_load", end_load)
+    patch.setattr(StoredPrefixes, "_answer_lookup", answer_lookup)
 
 
 PLANTED_IN_POOL: dict[str, Callable[[pytest.MonkeyPatch], None]] = {

@@ -54,6 +54,7 @@ EVERY_EVENT = {
     "mode pull",
     "mode push",
     "mode reference",
+    "prefix looked for",
     "prefix asked for",
     "prefix loaded",
     "prefix to be kept",

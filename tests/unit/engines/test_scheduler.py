@@ -20,6 +20,7 @@ from baton.engines.interface import (
     RequestKind,
     SamplingParams,
 )
+from baton.engines.transformers.queued_prefixes import WorthAsking
 from baton.engines.transformers.scheduler import Limits, Scheduler, Work
 from baton.engines.transformers.sequence import Sequence, Status
 from baton.handoff.interface import KVLanded
@@ -32,6 +33,7 @@ from tests.unit.handoff.orders import make_ticket
 
 if TYPE_CHECKING:
     from baton.auth.ticket import Ticket
+    from baton.engines.transformers.queued_prefixes import PendingLoad, PendingLookup
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 14
@@ -79,11 +81,14 @@ def carry_out(scheduler: Scheduler, work: Work) -> None:
 class SchedulerMachine(RuleBasedStateMachine):
     """Every ticket's events come in an order that the handoff's contract allows."""
 
-    @initialize(windowed=st.booleans())
-    def build(self, windowed: bool) -> None:
+    @initialize(windowed=st.booleans(), has_store=st.booleans())
+    def build(self, windowed: bool, has_store: bool) -> None:
         layers = (FULL, WINDOWED) if windowed else (FULL,)
         self.scheduler = make_scheduler(NUM_BLOCKS, *layers)
+        self.scheduler.worth_asking = WorthAsking(8, 14, 4) if has_store else None
         self.num_arrived = 0
+        self.lookups: dict[TicketId, PendingLookup] = {}
+        self.loads: dict[TicketId, PendingLoad] = {}
         self.live: dict[RequestId, Sequence] = {}
         self.receiving: dict[TicketId, Sequence] = {}
         self.closing: set[TicketId] = set()
@@ -97,7 +102,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def arrive(self, num_tokens: int, max_tokens: int, kind: str, start: int) -> None:
         self.num_arrived += 1
-        ticket = number_ticket(self.num_arrived)
+        ticket = number_ticket(self.num_arrived + (1 << 64))  # else they are names of loads
         legs = {
             "colocated": Colocated(),
             "prefill": PrefillRequest(ticket),
@@ -117,6 +122,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         """How many tokens were computed."""
         plan = self.scheduler.schedule()
         assert plan.num_tokens <= LIMITS.max_batch_tokens
+        for lookup in plan.lookups:
+            assert lookup.id not in self.lookups
+            self.lookups[lookup.id] = lookup
+        for load in plan.loads:
+            assert len(load.blocks) * BLOCK_SIZE >= load.stop - load.start > 0
+            self.loads[load.id] = load
+        assert {s.load_id for s in plan.held} <= self.lookups.keys()
         for receive in plan.expected:
             assert receive.start == receive.sequence.num_computed
             self.receiving[receive.ticket.id] = receive.sequence
@@ -141,6 +153,31 @@ class SchedulerMachine(RuleBasedStateMachine):
     def end_a_receive(self, data: st.DataObject, good: bool) -> None:
         if self.receiving:
             self._end_receive(data.draw(st.sampled_from(sorted(self.receiving))), good)
+
+    @rule(data=st.data(), num_more=st.integers(0, 30))
+    def answer_a_lookup(self, data: st.DataObject, num_more: int) -> None:
+        if self.lookups:
+            order = data.draw(st.sampled_from(sorted(self.lookups)))
+            lookup = self.lookups.pop(order)
+            num_found = min(lookup.start + num_more, lookup.sequence.num_prompt_tokens)
+            self.scheduler.find_stored(order, num_found if num_found > lookup.start else None)
+
+    @rule(data=st.data())
+    def wait_too_long_for_a_lookup(self, data: st.DataObject) -> None:
+        if self.lookups:
+            self.scheduler.compute_meanwhile(data.draw(st.sampled_from(sorted(self.lookups))))
+
+    @rule(data=st.data(), num_lost=st.integers(0, 30))
+    def end_a_load(self, data: st.DataObject, num_lost: int) -> None:
+        if self.loads:
+            self._end_load(data.draw(st.sampled_from(sorted(self.loads))), num_lost)
+
+    @rule(data=st.data())
+    def give_up_a_load(self, data: st.DataObject) -> None:
+        if self.loads:
+            order = data.draw(st.sampled_from(sorted(self.loads)))
+            assert self.scheduler.give_up_load(order) is self.loads.pop(order).sequence
+            self.closing.add(order)
 
     @rule(data=st.data())
     def become_quiescent(self, data: st.DataObject) -> None:
@@ -168,6 +205,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         for turn in range(2_000):
             busy = self._step()
+            for order in sorted(self.lookups):
+                lookup = self.lookups.pop(order)
+                stop = lookup.sequence.num_prompt_tokens
+                self.scheduler.find_stored(order, stop if turn % 2 else None)
+            for order in sorted(self.loads):
+                self._end_load(order, num_lost=turn % 3)
             for ticket in sorted(self.receiving):
                 self._end_receive(ticket, good=turn % 2 == 0)
             for ticket in sorted(self.closing):
@@ -177,7 +220,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 if sequence.status is not Status.RUNNING:
                     self._end_send(ticket, good=True)
             self.agrees()
-            if not (busy or self.live or self.receiving or self.closing or self.sending):
+            orders = self.lookups or self.loads or self.receiving or self.closing or self.sending
+            if not (busy or self.live or orders):
                 break
         assert not self.live
         assert self.scheduler.pool.num_free == NUM_BLOCKS
@@ -185,9 +229,22 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _end(self, sequence: Sequence) -> None:
         self.scheduler.end(sequence)
         del self.live[sequence.request.id]
-        ticket = sequence.ticket
+        ticket, load = sequence.ticket, sequence.load_id
         if ticket is not None and self.receiving.pop(ticket.id, None) is not None:
             self.closing.add(ticket.id)
+        if load is not None:
+            self.lookups.pop(load, None)
+            if self.loads.pop(load, None) is not None:
+                self.closing.add(load)
+
+    def _end_load(self, order: TicketId, num_lost: int) -> None:
+        load = self.loads.pop(order)
+        num_tokens = max(load.start, load.stop - num_lost)
+        assert self.scheduler.finish_load(order, num_tokens) is load
+        first = load.start // BLOCK_SIZE
+        hashes = load.sequence.hashes(num_tokens)[: load.sequence.num_prompt_tokens // BLOCK_SIZE]
+        cached = [self.scheduler.pool.find_cached([each]) for each in hashes[first:]]
+        assert all(cached), "what was loaded is found by its hash"
 
     def _end_receive(self, ticket: TicketId, good: bool) -> None:
         sequence = self.receiving.pop(ticket)
@@ -271,3 +328,139 @@ def test_blocks_that_lack_dead_tokens_of_a_window_are_not_published(
     scheduler.land(KVLanded(ticket.id, None), 0)
     # Of 20 tokens a window of 6 lets the next one see [15, 20): block 4 alone is whole.
     assert scheduler.pool.num_cached == num_published
+
+
+def find_all(scheduler: Scheduler, *sequences: Sequence) -> None:
+    """The store has all of these prompts."""
+    for sequence in sequences:
+        assert sequence.load_id is not None
+        scheduler.find_stored(sequence.load_id, sequence.num_prompt_tokens)
+
+
+def test_what_waits_behind_a_long_prompt_is_loaded_meanwhile_and_keeps_its_place() -> None:
+    scheduler = make_scheduler()
+    scheduler.worth_asking = WorthAsking(BLOCK_SIZE, 14, BLOCK_SIZE)
+    long, between, stored = (
+        make_sequence(n, 1, Colocated(), start=50 * at, number=at)
+        for at, n in enumerate((25, 10, 12), 1)
+    )
+    for sequence in (long, between, stored):
+        scheduler.add(sequence)
+    plan = scheduler.schedule()
+    assert [each.sequence for each in plan.lookups] == [long, between, stored]
+    assert plan.work == []
+    for sequence in (long, between):
+        scheduler.find_stored(sequence.load_id, None)
+    find_all(scheduler, stored)
+    plan = scheduler.schedule()
+    assert [work.sequence for work in plan.work] == [long]
+    (load,) = plan.loads
+    assert (load.sequence, load.start, load.stop) == (stored, 0, 12)
+    assert scheduler.finish_load(load.id, 12) is load
+    order = []
+    while long.status is not Status.ENDED or stored.status is not Status.ENDED:
+        carried = plan.work
+        for work in carried:
+            carry_out(scheduler, work)
+        plan = scheduler.schedule()
+        order += [work.sequence for work in plan.work if work.is_prefill]
+        assert plan.work or stored.status is Status.ENDED
+    assert order.index(between) < order.index(stored)
+    assert stored.num_cached_tokens == 8, "the last block is computed: its last token has to be"
+
+
+def test_a_load_takes_no_blocks_that_those_ahead_of_it_need() -> None:
+    scheduler = make_scheduler(8)
+    scheduler.worth_asking = WorthAsking(BLOCK_SIZE, 14, BLOCK_SIZE)
+    running, ahead, stored = (
+        make_sequence(n, 2, Colocated(), start=50 * at, number=at)
+        for at, n in enumerate((16, 12, 12), 1)
+    )
+    for sequence in (running, ahead, stored):
+        scheduler.add(sequence)
+    scheduler.schedule()
+    for sequence in (running, ahead):
+        scheduler.find_stored(sequence.load_id, None)
+    find_all(scheduler, stored)
+    plan = scheduler.schedule()
+    assert [work.sequence for work in plan.work] == [running]
+    assert scheduler.pool.num_free == 4
+    assert plan.loads == [], "its 3 blocks are free, but 3 are of the prompt ahead of it"
+
+
+def test_an_answer_that_comes_late_is_of_use_for_what_is_not_computed_yet() -> None:
+    scheduler = make_scheduler()
+    scheduler.worth_asking = WorthAsking(BLOCK_SIZE, 14, BLOCK_SIZE)
+    sequence = make_sequence(40, 1, PrefillRequest(make_ticket()), number=1)
+    scheduler.add(sequence)
+    (lookup,) = scheduler.schedule().lookups
+    scheduler.compute_meanwhile(lookup.id)
+    plan = scheduler.schedule()
+    assert plan.work[0].num_tokens == LIMITS.max_batch_tokens
+    assert plan.offered == [], "its blocks are not fixed yet"
+    carry_out(scheduler, plan.work[0])
+    find_all(scheduler, sequence)
+    plan = scheduler.schedule()
+    (load,) = plan.loads
+    assert (plan.work, load.start, load.stop) == ([], 12, 40)
+    scheduler.finish_load(load.id, 40)
+    plan = scheduler.schedule()
+    assert [offered for offered, _ in plan.offered] == [sequence]
+    assert (plan.work[0].num_tokens, sequence.num_cached_tokens) == (4, 24)
+
+
+def test_a_prompt_is_offered_at_the_latest_with_its_last_step() -> None:
+    scheduler = make_scheduler()
+    scheduler.worth_asking = WorthAsking(BLOCK_SIZE, 14, BLOCK_SIZE)
+    sequence = make_sequence(20, 1, PrefillRequest(make_ticket()), number=1)
+    scheduler.add(sequence)
+    (lookup,) = scheduler.schedule().lookups
+    scheduler.compute_meanwhile(lookup.id)
+    plan = scheduler.schedule()
+    assert (len(plan.work), plan.offered) == (1, [])
+    carry_out(scheduler, plan.work[0])
+    plan = scheduler.schedule()
+    assert len(plan.offered) == 1
+    carry_out(scheduler, plan.work[0])
+    find_all(scheduler, sequence)
+    assert sequence.status is Status.OFFERED
+    assert scheduler.schedule().loads == []
+
+
+def test_what_would_not_be_held_for_the_answer_is_looked_for_if_it_waits_in_any_case() -> None:
+    scheduler = make_scheduler()
+    scheduler.worth_asking = WorthAsking(1_000, 1_000, queued_tokens=BLOCK_SIZE)
+    first, second = (make_sequence(13, 1, Colocated(), start=50 * n, number=n) for n in (1, 2))
+    for sequence in (first, second):
+        scheduler.add(sequence)
+    plan = scheduler.schedule()
+    assert [work.sequence for work in plan.work] == [first], "it takes the whole step"
+    assert [lookup.sequence for lookup in plan.lookups] == [second]
+    carry_out(scheduler, plan.work[0])
+    plan = scheduler.schedule()
+    assert ([work.sequence for work in plan.work], plan.held) == ([second], [])
+
+
+def test_a_prompt_of_several_steps_is_looked_for_and_computed_meanwhile() -> None:
+    scheduler = make_scheduler()
+    num_step = LIMITS.max_batch_tokens
+    scheduler.worth_asking = WorthAsking(1_000, num_step + 1, queued_tokens=BLOCK_SIZE)
+    sequence = make_sequence(30, 1, Colocated())
+    scheduler.add(sequence)
+    plan = scheduler.schedule()
+    assert [lookup.sequence for lookup in plan.lookups] == [sequence]
+    assert [(work.sequence, work.num_tokens) for work in plan.work] == [(sequence, num_step)]
+
+
+def test_a_prompt_for_which_a_step_has_no_room_is_not_held() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_sequence(26, 1, Colocated(), number=1))
+    carry_out(scheduler, scheduler.schedule().work[0])
+    scheduler.worth_asking = WorthAsking(BLOCK_SIZE, 14, BLOCK_SIZE)
+    sequence = make_sequence(8, 1, Colocated(), start=50, number=2)
+    scheduler.add(sequence)
+    plan = scheduler.schedule()
+    assert [lookup.sequence for lookup in plan.lookups] == [sequence]
+    assert plan.held == []
+    carry_out(scheduler, plan.work[0])
+    assert scheduler.schedule().held == [sequence]

@@ -33,7 +33,7 @@ from tests.tickets import issue
 from tests.unit.engines_vllm.scripted_port import ScriptedPort, SettlingEvent
 
 if TYPE_CHECKING:
-    from baton.handoff.interface import HandoffEvent, PrefixLookup
+    from baton.handoff.interface import HandoffEvent, PrefixStore
 
 BLOCK_SIZE, NUM_LAYERS = 4, 2
 ID = TicketId(b"t" * 16)
@@ -62,7 +62,7 @@ def harness() -> RankHarness:
     return make_harness(None)
 
 
-def make_harness(store: PrefixLookup | None) -> RankHarness:
+def make_harness(store: PrefixStore | None) -> RankHarness:
     clock, port, traces = ManualClock(), ScriptedPort(NUM_LAYERS), TraceRing(8)
     port.prefixes = store
     wake_event = SettlingEvent(port, clock)

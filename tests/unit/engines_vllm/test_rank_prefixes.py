@@ -42,7 +42,7 @@ IDS = np.arange(16, dtype=np.int32).tobytes()
 
 
 class RecordingStore:
-    """A `PrefixLookup` that only notes what it is asked."""
+    """A `PrefixStore` that only notes what it is asked."""
 
     block_size = 8
 

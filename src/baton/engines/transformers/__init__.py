@@ -11,7 +11,9 @@ File map, in the order in which a request meets them:
     engine.py         the engine's thread, and the commands of other threads
     loop.py           one step: events and commands in, updates out; updates.py
     sequence.py       one request's tokens and blocks; the table of requests
-    scheduler.py      what to compute next (pure), and the orders for the handoff
+    scheduler.py      what to compute next (pure)
+    queued_prefixes.py  what of waiting prompts is looked for in the store, and loaded (pure)
+    orders.py         orders for the handoff and the store
     pinned_blocks.py  blocks that handoffs use: pinned, exported, imported; that are being kept
     prefixes.py       prompts' beginnings: whether the store is asked, what it has yet to answer
     model_runner.py   one step through the model, and sampling

@@ -13,16 +13,13 @@ from baton.engines.interface import (
 )
 from baton.engines.lookup_cost import LOAD_TIMEOUT_S
 from baton.engines.stall_detector import STALL_REASON, StallDetector
+from baton.engines.transformers.orders import make_receive_order, make_send_order
 from baton.engines.transformers.prefixes import EnginePrefixes
-from baton.engines.transformers.scheduler import (
-    count_landed,
-    make_receive_order,
-    make_send_order,
-)
 from baton.engines.transformers.sequence import (
     Sequence,
     SequenceTable,
     Status,
+    count_landed,
     find_ticket,
     is_pulled,
     is_pushed_prefix,
@@ -120,7 +117,9 @@ class EngineLoop:
         self._counts = TokenCounts()
         self._stall_detector = StallDetector()
         self._held = HeldBlockTime()
-        self._prefixes = EnginePrefixes(handoff.prefixes, scheduler.kept_blocks, clock)
+        self._prefixes = EnginePrefixes(
+            handoff.prefixes, scheduler.kept_blocks, clock, scheduler.limits.max_batch_tokens
+        )
         self.reraises = False
         """See `AgentLoop`."""
 
@@ -137,7 +136,7 @@ class EngineLoop:
                 self._fail_handoff(event.ticket, EngineError(f"the handoff failed: {exc}"))
         self._expire()
         self.deliver()  # a first token that landed does not wait for the step that follows it
-        self._scheduler.min_load_tokens = self._prefixes.count_worth_asking()
+        self._scheduler.worth_asking = self._prefixes.compute_worth_asking()
         plan = self._scheduler.schedule()
         for imported, own in plan.copies:
             self._pages.copy(imported, own)
@@ -235,8 +234,11 @@ class EngineLoop:
             self._count_admission(receive.sequence)
             self._stamp(receive.sequence, Stamp.PAGES_RESERVED)
             self._handoff.start_receive(make_receive_order(receive, fingerprint))
+        for lookup in plan.lookups:
+            self._prefixes.look_up(lookup)
+        for sequence in plan.held:
+            self._prefixes.hold(sequence)
         for load in plan.loads:
-            self._count_admission(load.sequence)
             self._prefixes.begin(load)
         for work in plan.work:
             self._count_admission(work.sequence)
@@ -254,15 +256,17 @@ class EngineLoop:
     def _finish_load(self, landed: KVLanded) -> None:
         num_tokens = landed.num_tokens or 0
         self._prefixes.finish(landed.ticket, num_tokens)
-        sequence = self._scheduler.finish_load(landed.ticket, num_tokens)
-        if sequence is None:
+        load = self._scheduler.finish_load(landed.ticket, num_tokens)
+        if load is None or num_tokens <= load.start:
             return
-        before = sequence.request.trace.num_cached_tokens
-        held = blocks_holding(before, sequence.num_computed, sequence.block_size)
-        self._pages.load_blocks(sequence.blocks[held.start : held.stop])
-        sequence.request.trace.num_cached_tokens = sequence.num_cached_tokens
-        sequence.request.trace.num_loaded_tokens = sequence.num_cached_tokens - before
-        self._counts.cached += sequence.num_cached_tokens - before
+        held = blocks_holding(0, num_tokens - load.start, load.sequence.block_size)
+        self._pages.load_blocks(list(load.blocks[: held.stop]))
+        trace, size = load.sequence.request.trace, load.sequence.block_size
+        num_usable = min(num_tokens, load.sequence.num_prompt_tokens - 1) // size * size
+        trace.num_loaded_tokens = max(0, num_usable - load.start)
+        if Stamp.ADMITTED in trace.stamps:  # its first tokens were computed meanwhile
+            trace.num_cached_tokens += trace.num_loaded_tokens
+            self._counts.cached += trace.num_loaded_tokens
 
     def _compute(self, plan: Plan) -> None:
         """Run the step; a failure fails the step's requests and nothing else."""
@@ -339,8 +343,8 @@ class EngineLoop:
             case KVSent(ticket):
                 self._held.release(ticket, self._clock.now())
                 self._finish_send(self._scheduler.finish_send(ticket))
-            case PrefixFound():
-                raise AssertionError("this engine asks for nothing without a place for it")
+            case PrefixFound(order):
+                self._scheduler.find_stored(order, self._prefixes.find(event))
             case KVExported(ticket, blocks):
                 self._held.resize(ticket, len(blocks), self._clock.now())
                 self._finish_send(self._scheduler.export(ticket, blocks))
@@ -423,6 +427,8 @@ class EngineLoop:
     def _expire(self) -> None:
         for sequence in self._sequences.find_expired(self._clock.now()):
             self._fail(sequence, EngineError("the request's deadline passed"))
+        for order in self._prefixes.take_held_too_long():
+            self._scheduler.compute_meanwhile(order)
         for order in self._prefixes.take_late():
             late = self._scheduler.give_up_load(order)
             if late is not None:

@@ -6,25 +6,31 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
-
 from baton.engines.interface import Colocated, DecodeRequest, PrefillRequest
 from baton.engines.transformers.pinned_blocks import KeptBlocks, PinnedBlocks, SharedBlocks
-from baton.engines.transformers.sequence import Status, is_pulled, is_pushed_prefix
-from baton.handoff.interface import LoadOrder, ReceiveOrder, SendOrder
-from baton.ids import TicketId
-from baton.kv.copies import BlockTable
-from baton.kv.identity import compute_prompt_hash
+from baton.engines.transformers.queued_prefixes import QueuedPrefixes, waits_for_store
+from baton.engines.transformers.sequence import (
+    PrefixState,
+    Status,
+    count_landed,
+    is_pulled,
+    is_pushed_prefix,
+)
 from baton.kv.layout import needed_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from baton.auth.ticket import Ticket
-    from baton.engines.transformers.sequence import Sequence
+    from baton.engines.transformers.queued_prefixes import (
+        PendingLoad,
+        PendingLookup,
+        WorthAsking,
+    )
+    from baton.engines.transformers.sequence import PublishedRun, Sequence
     from baton.events.journal import CacheJournal
     from baton.handoff.interface import KVLanded
-    from baton.kv.blocks import ReservedBlocks
+    from baton.ids import TicketId
     from baton.kv.layout import LayerLayout
     from baton.kv.pool import BlockPool
 
@@ -82,27 +88,20 @@ class PendingReceive:
 
 
 @dataclass(frozen=True, slots=True)
-class PendingLoad:
-    """A request whose tokens from `start` on are looked for in the store, with room in `blocks`."""
-
-    sequence: Sequence
-    id: TicketId
-    start: int
-    blocks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """One step, and the orders for the handoff before it.
 
     `copies` of whole blocks, `(from, to)`, come first of all. What is `offered_from_cache` is
-    computed. `lacks_exported_blocks`: somebody waits for room, and some blocks are exported.
+    computed. `held` could be computed, but wait for the store's answer. `lacks_exported_blocks`:
+    a request waits for room, and some blocks are exported.
     """
 
     work: list[Work] = field(default_factory=list)
     offered: list[tuple[Sequence, Ticket]] = field(default_factory=list)
     offered_from_cache: list[tuple[Sequence, Ticket]] = field(default_factory=list)
     expected: list[PendingReceive] = field(default_factory=list)
+    lookups: list[PendingLookup] = field(default_factory=list)
+    held: list[Sequence] = field(default_factory=list)
     loads: list[PendingLoad] = field(default_factory=list)
     declined: list[Ticket] = field(default_factory=list)
     refused: list[Sequence] = field(default_factory=list)
@@ -120,7 +119,9 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
 
     The oldest sequence always makes progress: where blocks are short, the youngest running one
     loses its own and is computed again later. What can be found by its hash goes into `journal`.
-    Prompts of which at least `min_load_tokens` are missing are looked for in the store; None: none.
+    Prompts are looked for in the store as soon as they wait, where that is `worth_asking`; None:
+    none are. What it has is loaded into the prefix cache before their turn comes, into
+    blocks that those ahead of them do not need; so a load holds none once it has ended.
     Owned by the engine's thread.
     """
 
@@ -134,25 +135,27 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         self.pool, self.limits, self.pinned_blocks = pool, limits, PinnedBlocks()
         self.shared_blocks = SharedBlocks(pool)
         self.kept_blocks = KeptBlocks(pool, limits.max_kept_blocks)
-        self.min_load_tokens: int | None = None
+        self.worth_asking: WorthAsking | None = None
         self.num_preemptions = 0
         self._layers = tuple(dict.fromkeys(layers))
         self._journal = journal
         self._waiting: deque[Sequence] = deque()
         self._new_prefixes: list[Sequence] = []
-        self._loaded: list[Sequence] = []
+        self._unoffered: list[Sequence] = []
+        self._stored = QueuedPrefixes(pool, self.pinned_blocks)
         self._running: list[Sequence] = []
         self._has_room = True
 
     @property
     def num_waiting(self) -> int:
-        """Sequences without blocks."""
-        return len(self._waiting) + len(self._new_prefixes)
+        """Sequences without blocks, for which nothing is being loaded."""
+        return len(self._waiting) + len(self._new_prefixes) - self._stored.num_loads
 
     @property
     def waits_for_offered(self) -> bool:
         """Whether a request waits for blocks while handoffs hold some."""
-        return bool(self._waiting) and bool(self.pinned_blocks.sending_tickets)
+        waits = any(not waits_for_store(sequence) for sequence in self._waiting)
+        return waits and bool(self.pinned_blocks.sending_tickets)
 
     @property
     def num_running(self) -> int:
@@ -172,10 +175,10 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         Decoding goes before prefill, older sequences before younger ones.
         """
         plan = Plan(copies=self.shared_blocks.try_copy_revoked(spare=len(self._running)))
-        for sequence in self._loaded:
+        unoffered, self._unoffered = self._unoffered, []
+        for sequence in unoffered:
             if sequence.status is Status.RUNNING:
                 self._offer(sequence, plan)
-        self._loaded.clear()
         by_age = sorted(self._running, key=lambda s: (s.num_uncomputed > 1, s.arrival))
         for sequence in by_age:
             num_tokens = min(
@@ -187,9 +190,19 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
             if not self._try_offer_cached(sequence, plan):
                 self._waiting.append(sequence)
         self._new_prefixes.clear()
+        worth = self.worth_asking
+        if worth is not None:
+            fewest = min(worth.held_tokens, worth.unheld_tokens)
+            self._look_up(fewest, worth, plan)
         self._has_room = True
-        while self._waiting and self._admit(self._waiting[0], plan):
-            pass
+        for sequence in tuple(self._waiting):
+            if sequence.prefix_state is PrefixState.AWAITED and self._may_start(plan):
+                plan.held.append(sequence)
+            elif not (waits_for_store(sequence) or self._admit(sequence, plan)):
+                break
+        if worth is not None:
+            self._look_up(worth.queued_tokens, worth, plan)
+        plan.loads.extend(self._stored.start_loads(self._waiting, len(self._running)))
         lacks_exported = not self._has_room and self.shared_blocks.num_exported_blocks > 0
         return replace(plan, lacks_exported_blocks=lacks_exported)
 
@@ -210,7 +223,7 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
             case Status.AWAITING_KV | Status.OFFERED | Status.ENDED:
                 pass
         if sequence.load_id is not None:
-            self.pinned_blocks.quarantine(sequence.load_id)
+            self._stored.end(sequence.load_id)
         sequence.status = Status.ENDED
         match sequence.kind:
             case PrefillRequest(ticket) if self.pinned_blocks.holds(ticket.id):
@@ -253,25 +266,48 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         self._run(sequence)
         return sequence
 
-    def finish_load(self, order: TicketId, num_tokens: int) -> Sequence | None:
-        """Its first `num_tokens` are in place: it runs. None where it has ended since."""
+    def find_stored(self, order: TicketId, num_tokens: int | None) -> None:
+        """The store has answered: it has tokens before `num_tokens`; None: nothing of use.
+
+        A prompt whose first tokens are computed already waits again if enough others were found.
+        """
+        sequence = self._stored.end(order)
+        if sequence is None:
+            return
+        if num_tokens is None or sequence.status is Status.OFFERED:
+            return
+        if sequence.status is Status.RUNNING:
+            num_saved = min(num_tokens, sequence.num_prompt_tokens - 1) - sequence.num_computed
+            is_offered = sequence.ticket and self.pinned_blocks.holds(sequence.ticket.id)
+            worth = self.worth_asking
+            if worth is None or num_saved < worth.queued_tokens or is_offered:
+                return
+            self._running.remove(sequence)
+            self._requeue(sequence)
+        sequence.num_stored_tokens = num_tokens
+        sequence.prefix_state = PrefixState.FOUND
+
+    def compute_meanwhile(self, order: TicketId) -> None:
+        """The store's answer takes too long: the prompt is computed when its turn comes."""
+        self._stored.compute_meanwhile(order)
+
+    def finish_load(self, order: TicketId, num_tokens: int) -> PendingLoad | None:
+        """Tokens before `num_tokens` of the prompt are in place: they can be found by their hashes.
+
+        None where the request has ended since.
+        """
         granted = self.pinned_blocks.land(order)
-        if granted is None:
+        load = self._stored.end_load(order)
+        if granted is None or load is None:
             return None
         sequence, blocks = granted
-        sequence.load(blocks, num_tokens)
-        self._publish(sequence)
-        self._run(sequence)
-        if isinstance(sequence.kind, PrefillRequest):
-            self._loaded.append(sequence)
-        return sequence
+        self._publish_run(sequence, sequence.make_loaded_run(blocks, load.start, num_tokens))
+        self.pool.release(blocks)
+        return load
 
     def give_up_load(self, order: TicketId) -> Sequence | None:
-        """The store does not answer: it is computed here, next. None where it has ended since."""
-        sequence = self.pinned_blocks.quarantine(order)
-        if sequence is not None:
-            self._requeue(sequence)
-        return sequence
+        """The store does not answer: the prompt is computed here. None where it has ended since."""
+        return self._stored.end(order)
 
     def fall_back(self, ticket: TicketId) -> Sequence | None:
         """A decode request gets no KV: it is computed here, next. None where it has ended since."""
@@ -302,6 +338,7 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         waiting = [*self._waiting, *self._new_prefixes]
         if any(s.status is not Status.WAITING or s.blocks for s in waiting):
             raise AssertionError("a waiting sequence has blocks, or another status")
+        self._stored.check_invariants(waiting)
         for sequence in self._running:
             room = len(sequence.blocks) * sequence.block_size
             if sequence.status is not Status.RUNNING or room < sequence.num_computed:
@@ -334,7 +371,7 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
 
     def _admit(self, sequence: Sequence, plan: Plan) -> bool:
         """Take the first waiting sequence in, if there is room for it."""
-        if len(self._running) + self.pinned_blocks.num_incoming >= self.limits.max_num_seqs:
+        if self._num_active >= self.limits.max_num_seqs:
             return False
         match sequence.kind:
             case DecodeRequest(ticket):
@@ -343,13 +380,16 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
                 plan.declined.append(ticket)
                 sequence.kind = Colocated()
             case PrefillRequest() if not self._may_be_held(sequence):
-                plan.refused.append(self._waiting.popleft())
+                self._waiting.remove(sequence)
+                plan.refused.append(sequence)
                 sequence.status = Status.ENDED
                 return True
             case PrefillRequest() | Colocated():
                 pass
-        if self._is_worth_loading(sequence):
-            return self._start_load(sequence, plan)
+        load = self._stored.try_start_load(sequence, len(self._running))
+        if load is not None:
+            plan.loads.append(load)
+            return True
         budget = self.limits.max_batch_tokens - plan.num_tokens
         if budget <= 0 or not self._start(sequence):
             return False
@@ -357,18 +397,34 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         self._offer(sequence, plan)
         return True
 
-    def _offer(self, sequence: Sequence, plan: Plan) -> None:
-        """Where it is to be handed over."""
-        if isinstance(sequence.kind, PrefillRequest):
-            self.pinned_blocks.pin(sequence.kind.ticket.id, sequence)
-            plan.offered.append((sequence, sequence.kind.ticket))
+    @property
+    def _num_active(self) -> int:
+        """Sequences that run, or will once their KV has landed."""
+        return len(self._running) + self.pinned_blocks.num_incoming - self._stored.num_loads
 
-    def _is_worth_loading(self, sequence: Sequence) -> bool:
-        """Whether so much is missing that it is looked for in the store, which is done once."""
-        if self.min_load_tokens is None or sequence.load_id or sequence.num_output_tokens:
-            return False
-        num_cached = self.pool.find_cached(sequence.reusable_hashes()) * sequence.block_size
-        return sequence.num_prompt_tokens - num_cached >= self.min_load_tokens
+    def _may_start(self, plan: Plan) -> bool:
+        """Whether this step can take in another prompt, if there are blocks for it."""
+        has_budget = plan.num_tokens < self.limits.max_batch_tokens
+        return has_budget and self._num_active < self.limits.max_num_seqs
+
+    def _offer(self, sequence: Sequence, plan: Plan) -> None:
+        """Where it is to be handed over.
+
+        Its blocks are fixed from then on. So it waits while the store may still have the rest of
+        the prompt, but not beyond its last step.
+        """
+        if not isinstance(sequence.kind, PrefillRequest):
+            return
+        is_asked = sequence.prefix_state is PrefixState.ASKED and not is_pulled(sequence)
+        if is_asked and sequence.num_uncomputed > self.limits.max_batch_tokens:
+            self._unoffered.append(sequence)
+            return
+        self.pinned_blocks.pin(sequence.kind.ticket.id, sequence)
+        plan.offered.append((sequence, sequence.kind.ticket))
+
+    def _look_up(self, min_tokens: int, worth: WorthAsking, plan: Plan) -> None:
+        lookups = self._stored.start_lookups(self._waiting, min_tokens, worth.held_tokens)
+        plan.lookups.extend(lookups)
 
     def _try_offer_cached(self, sequence: Sequence, plan: Plan) -> bool:
         """Offer a prefix that is cached whole."""
@@ -398,7 +454,7 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         taken = self._try_take(sequence, self.pool.try_allocate)
         if taken is None:
             return False
-        self._waiting.popleft()
+        self._waiting.remove(sequence)
         sequence.admit(*taken)
         self._run(sequence)
         return True
@@ -407,31 +463,14 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         taken = self._try_take(sequence, self.pool.try_reserve)
         if taken is None:
             return False
-        plan.expected.append(
-            PendingReceive(sequence, ticket, *self._await_kv(sequence, ticket.id, taken))
-        )
-        return True
-
-    def _start_load(self, sequence: Sequence, plan: Plan) -> bool:
-        taken = self._try_take(sequence, self.pool.try_reserve)
-        if taken is None:
-            return False
-        # Tickets' ids are random: one that begins with so many zeros does not happen.
-        sequence.load_id = order = TicketId(sequence.arrival.to_bytes(16, "big"))
-        plan.loads.append(PendingLoad(sequence, order, *self._await_kv(sequence, order, taken)))
-        return True
-
-    def _await_kv(
-        self, sequence: Sequence, order: TicketId, taken: tuple[list[int], ReservedBlocks]
-    ) -> tuple[int, tuple[int, ...]]:
-        """The first token that is missing, and the blocks into which it comes."""
         cached, reserved = taken
-        self._waiting.popleft()
+        self._waiting.remove(sequence)
         sequence.admit(cached, [])
         sequence.status = Status.AWAITING_KV
         blocks = reserved.blocks
-        self.pinned_blocks.grant(order, sequence, reserved)
-        return sequence.num_computed, blocks
+        self.pinned_blocks.grant(ticket.id, sequence, reserved)
+        plan.expected.append(PendingReceive(sequence, ticket, sequence.num_computed, blocks))
+        return True
 
     def _try_take(
         self, sequence: Sequence, take: Callable[[int], Allocated | None]
@@ -453,7 +492,9 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         self._running.append(sequence)
 
     def _publish(self, sequence: Sequence) -> None:
-        run = sequence.take_publishable()
+        self._publish_run(sequence, sequence.take_publishable())
+
+    def _publish_run(self, sequence: Sequence, run: PublishedRun | None) -> None:
         if run is None:
             return
         for block, block_hash in zip(run.blocks, run.hashes, strict=True):
@@ -461,64 +502,3 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         if self._journal is not None:
             salt = sequence.request.tenant_salt
             self._journal.add_stored(run.hashes, run.parent, run.token_ids, salt)
-
-
-def make_send_order(sequence: Sequence, ticket: Ticket, fingerprint: str) -> SendOrder:
-    """Offer a prefill request's prompt; what the prefix cache had is ready."""
-    return SendOrder(
-        ticket=ticket,
-        prompt_hash=_hash_prompt(sequence, sequence.num_prompt_tokens, fingerprint),
-        num_tokens=sequence.num_prompt_tokens,
-        num_ready_tokens=sequence.num_computed,
-        blocks=BlockTable(first=0, blocks=np.array(sequence.blocks, dtype=np.int64)),
-        deadline=sequence.request.deadline,
-        trace=sequence.request.trace,
-        prompt_ids=sequence.request.prompt_ids,
-    )
-
-
-def make_load_order(load: PendingLoad, token_s: float) -> LoadOrder:
-    """Look for what the prefix cache lacks."""
-    request, size = load.sequence.request, load.sequence.block_size
-    return LoadOrder(
-        id=load.id,
-        tenant_salt=request.tenant_salt,
-        prompt_ids=request.prompt_ids,
-        start=load.start,
-        blocks=BlockTable(load.start // size, np.array(load.blocks, dtype=np.int64)),
-        token_s=token_s,
-        trace=request.trace,
-    )
-
-
-def make_receive_order(receive: PendingReceive, fingerprint: str) -> ReceiveOrder:
-    """Ask for what the prefix cache lacks of the tokens that are handed over."""
-    sequence, size = receive.sequence, receive.sequence.block_size
-    num_tokens = receive.ticket.count_handed_over(sequence.num_prompt_tokens)
-    first = receive.start // size
-    num_blocks = sequence.num_blocks_for(num_tokens) - first
-    return ReceiveOrder(
-        ticket=receive.ticket,
-        prompt_hash=_hash_prompt(sequence, num_tokens, fingerprint),
-        start=receive.start,
-        num_tokens=num_tokens,
-        blocks=BlockTable(
-            first=first, blocks=np.array(receive.blocks[:num_blocks], dtype=np.int64)
-        ),
-        deadline=sequence.request.deadline,
-        trace=sequence.request.trace,
-        prompt_ids=sequence.request.prompt_ids[:num_tokens],
-    )
-
-
-def count_landed(landed: KVLanded, sequence: Sequence) -> int:
-    """How many of the prompt's first tokens are in place, cached ones included."""
-    if landed.num_tokens is not None:
-        return landed.num_tokens
-    num_prompt_tokens, ticket = sequence.num_prompt_tokens, sequence.ticket
-    return num_prompt_tokens if ticket is None else ticket.count_handed_over(num_prompt_tokens)
-
-
-def _hash_prompt(sequence: Sequence, num_tokens: int, fingerprint: str) -> bytes:
-    request = sequence.request
-    return compute_prompt_hash(fingerprint, request.tenant_salt, request.prompt_ids[:num_tokens])

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from baton.auth.ticket import Ticket
     from baton.clock import Instant
     from baton.engines.interface import EngineInfo, GenerationRequest
-    from baton.handoff.interface import SampledToken
+    from baton.handoff.interface import KVLanded, SampledToken
     from baton.ids import RequestId, TicketId
     from baton.kv.identity import BlockHash
 
@@ -37,8 +37,7 @@ class Status(Enum):
 
     waiting ──► running ──► ended          and back to waiting when preempted
        │           └──────► offered ──► ended    a prefill request until its KV is sent
-       └──► awaiting_kv ──► running              a decode request until its KV has landed, and
-                                                 any other while its beginning is loaded
+       └──► awaiting_kv ──► running              a decode request until its KV has landed
     """
 
     WAITING = "waiting"
@@ -46,6 +45,24 @@ class Status(Enum):
     AWAITING_KV = "awaiting_kv"
     OFFERED = "offered"
     ENDED = "ended"
+
+
+class PrefixState(Enum):
+    """What the store does for a sequence's prompt.
+
+    unasked ──► awaited ──answered──► found ──► loading ──► done
+                   │                    ▲ └──nothing──► done
+                   └──too long──► asked ┘
+
+    A sequence is not computed while it is awaited or loading.
+    """
+
+    UNASKED = "unasked"
+    AWAITED = "awaited"
+    ASKED = "asked"
+    FOUND = "found"
+    LOADING = "loading"
+    DONE = "done"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +84,9 @@ class Sequence:  # noqa: PLR0904 - one for each thing that happens to it
     `blocks` of those that are a peer's: full ones, never written here. Of layers with a window,
     tokens before `complete_from` may never have been received. Computing tokens from
     `num_prefill_tokens` on is decoding: they are the prompt's last one, whose KV was received, or
-    tokens sampled here. `load_id` names the order by which its beginning was asked of the store,
-    which is done once. While `is_standby` no token is sampled: they are appended (`extend`).
+    tokens sampled here. `load_id` names the orders by which its beginning was asked of the store,
+    which is done once; `num_stored_tokens` is what was found there. While `is_standby` no token is
+    sampled: they are appended (`extend`).
     """
 
     def __init__(
@@ -87,9 +105,11 @@ class Sequence:  # noqa: PLR0904 - one for each thing that happens to it
         self.imported = range(0)
         self.first_token: SampledToken | None = None
         self.load_id: TicketId | None = None
+        self.prefix_state = PrefixState.UNASKED
+        self.num_stored_tokens = 0
         self.is_standby = request.is_standby
         self._domain = domain
-        self._num_published = 0
+        self._num_published = self._num_own_tokens = 0
         self._hashes: list[BlockHash] = []
         self._token_ids = np.empty(
             self.num_prompt_tokens + request.sampling.max_tokens, dtype=np.int32
@@ -167,7 +187,7 @@ class Sequence:  # noqa: PLR0904 - one for each thing that happens to it
         self._num_published = len(cached)
         self.num_computed = len(cached) * self.block_size
         if self.num_output_tokens == 0:
-            self.num_cached_tokens = self.num_computed
+            self.num_cached_tokens = max(0, self.num_computed - self._num_own_tokens)
 
     def restart(self) -> list[int]:
         """Forget all KV: the tokens sampled so far become part of what is to be computed.
@@ -176,6 +196,10 @@ class Sequence:  # noqa: PLR0904 - one for each thing that happens to it
             The blocks that it held.
         """
         blocks, self.blocks = self.blocks, []
+        if self.num_output_tokens == 0:  # what it finds in the cache later is its own
+            num_full = self.num_computed // self.block_size * self.block_size
+            own = num_full - self.num_cached_tokens
+            self._num_own_tokens = max(self._num_own_tokens, own)
         self.num_computed = self._num_published = self.complete_from = 0
         self.imported = range(0)
         self.num_prefill_tokens = self.num_prompt_tokens
@@ -198,11 +222,20 @@ class Sequence:  # noqa: PLR0904 - one for each thing that happens to it
         self.complete_from = complete_from
         self.kind = Colocated()
 
-    def load(self, blocks: list[int], num_tokens: int) -> None:
-        """KV of the first `num_tokens` came from the store; `blocks` hold what was not cached."""
-        self.blocks += blocks
-        self.num_computed = min(num_tokens, self.num_prompt_tokens - 1)
-        self.num_cached_tokens = self.num_computed
+    def make_loaded_run(self, blocks: list[int], start: int, stop: int) -> PublishedRun | None:
+        """Full blocks of the prompt that came from the store, tokens `[start, stop)` in `blocks`.
+
+        `start` is the first token of a block. None where no block is full.
+        """
+        first, hashes = start // self.block_size, self.hashes(stop)
+        if first >= len(hashes):
+            return None
+        return PublishedRun(
+            blocks=blocks[: len(hashes) - first],
+            hashes=hashes[first:],
+            parent=hashes[first - 1] if first else None,
+            token_ids=self._token_ids[start : len(hashes) * self.block_size],
+        )
 
     def append(self, token_id: int, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
         """Add a sampled token; why it is the last one, if it is."""
@@ -258,6 +291,14 @@ def find_ticket(request: GenerationRequest) -> Ticket | None:
             return ticket
         case Colocated():
             return None
+
+
+def count_landed(landed: KVLanded, sequence: Sequence) -> int:
+    """How many of the prompt's first tokens are in place, cached ones included."""
+    if landed.num_tokens is not None:
+        return landed.num_tokens
+    num_prompt_tokens, ticket = sequence.num_prompt_tokens, sequence.ticket
+    return num_prompt_tokens if ticket is None else ticket.count_handed_over(num_prompt_tokens)
 
 
 class SequenceTable:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from baton.clock import Clock
     from baton.engines.vllm.step_orders import PrefixOrders, VllmRequestId
-    from baton.handoff.interface import PrefixLookup
+    from baton.handoff.interface import PrefixStore
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class RankPrefixes:
     While the store does not answer, it is not asked: a store that hangs costs one request its time.
     """
 
-    def __init__(self, store: PrefixLookup | None, *, block_size: int, clock: Clock) -> None:
+    def __init__(self, store: PrefixStore | None, *, block_size: int, clock: Clock) -> None:
         self._store, self._block_size, self._clock = store, block_size, clock
         self._open: dict[TicketId, _Open] = {}
         self._id_of_load: dict[VllmRequestId, TicketId] = {}
@@ -145,7 +145,7 @@ class RankPrefixes:
         blocks, self._invalid_blocks = self._invalid_blocks, set()
         return blocks
 
-    def _begin(self, store: PrefixLookup, task: Task) -> None:
+    def _begin(self, store: PrefixStore, task: Task) -> None:
         timeout_s = KEEP_TIMEOUT_S if isinstance(task, Keep) else LOAD_TIMEOUT_S
         order, now = self._make_order(task), self._clock.now()
         started = _Open(task, order, now, Instant(now + timeout_s))
@@ -194,7 +194,7 @@ class RankPrefixes:
             before.num_loads + 1, before.num_tokens + num_tokens, before.seconds + seconds
         )
 
-    def _abort(self, store: PrefixLookup, request: VllmRequestId) -> None:
+    def _abort(self, store: PrefixStore, request: VllmRequestId) -> None:
         order = self._id_of_load.get(request)
         if order is not None:
             self._open[order].is_aborted = True

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         Withdraw,
     )
     from baton.errors import HandoffError
-    from baton.handoff.interface import PrefixLookup
+    from baton.handoff.interface import PrefixStore
     from baton.ids import Epoch, TicketId, WorkerId
     from baton.kv.layout import KVLayout
 
@@ -51,7 +51,7 @@ class RankPort(HandoffPort, Protocol):
     """The agent's methods that a rank uses, beyond an engine's."""
 
     @property
-    def prefixes(self) -> PrefixLookup | None:
+    def prefixes(self) -> PrefixStore | None:
         """See `HandoffPort`."""
         ...
 

@@ -2,9 +2,10 @@
 
     engine's thread ── start_load, start_keep ──► pool's thread ── KVLanded, KVSent ──► engine's
 
-A load takes what is there, from the prompt's first missing token on, until the first entry that is
-not. It is given up where to compute would be quicker: before it begins, by what loads have taken
-lately, and between two batches, by what this one takes. What an engine has computed is kept in the
+A lookup finds what is there, from the prompt's first missing token on, until the first entry that
+is not. A load takes it. It is given up where to compute would be quicker: before it begins, by what
+loads have taken lately, and between two batches, by what this one takes: a load is charged its own
+batches, not those of others that load meanwhile. What an engine has computed is kept in the
 background, when nothing is being loaded: a little later, so that the answer leaves first, and with
 pauses, since this thread and the engine's share one interpreter. What the store has then goes into
 its journal, if there is one (`store_journal`).
@@ -13,7 +14,7 @@ its journal, if there is one (`store_journal`).
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -45,6 +46,8 @@ LEARNING: Final = 0.2
 """Weight of the latest load in what is expected of the next."""
 FORGETTING: Final = 0.9
 """What remains of a load's expected time whenever it was too long: it is tried again some time."""
+MAX_FOUND: Final = 64
+"""Lookups whose answer is remembered for the load that follows it."""
 KEEP_DELAY_S: Final = 0.02
 KEEP_BATCH_BYTES: Final = 1 << 20
 PAUSE_SHARE: Final = 1.0
@@ -67,7 +70,7 @@ class LoadCost:
         return False
 
     def observe(self, seconds: float, num_tokens: int) -> None:
-        """A load, without its lookup."""
+        """A load, without its lookup, and without its waits for others that load meanwhile."""
         each = seconds / num_tokens
         known = each if self.token_s is None else self.token_s
         self.token_s = known + LEARNING * (each - known)
@@ -98,7 +101,7 @@ class PrefixCounts:
 class _Load:
     order: LoadOrder
     segments: Sequence[TokenSegment] | None = None
-    began_at: Instant | None = None
+    own_s: float = 0.0
     num_tokens: int = 0
 
 
@@ -111,7 +114,7 @@ class _Keep:
 
 @dataclass(slots=True)
 class StoredPrefixes:
-    """Implements `PrefixLookup`; `step` is the pool's thread's.
+    """Implements `PrefixStore`; `step` is the pool's thread's.
 
     `put_command` passes a call on to that thread.
     """
@@ -122,6 +125,7 @@ class StoredPrefixes:
     put_command: Callable[[Callable[[], None]], None]
     counts: PrefixCounts = field(default_factory=PrefixCounts)
     cost: LoadCost = field(default_factory=LoadCost)
+    _found: OrderedDict[TicketId, Sequence[TokenSegment]] = field(default_factory=OrderedDict)
     _loads: dict[TicketId, _Load] = field(default_factory=dict)
     _keeps: deque[_Keep] = field(default_factory=deque)
     _keeps_at: Instant = field(init=False)
@@ -142,8 +146,8 @@ class StoredPrefixes:
         return self.access.entry_format.block_size
 
     def start_lookup(self, order: LookupOrder) -> None:
-        """See `PrefixLookup`."""
-        self.put_command(partial(self._answer_lookup, order))
+        """See `PrefixStore`."""
+        self.put_command(partial(self._answer_lookup, order, self.clock.now()))
 
     def start_load(self, order: LoadOrder) -> None:
         """See `PrefixStore`."""
@@ -218,20 +222,29 @@ class StoredPrefixes:
         if is_over:
             self._end_load(load)
 
-    def _answer_lookup(self, order: LookupOrder) -> None:
+    def _answer_lookup(self, order: LookupOrder, asked_at: Instant) -> None:
         try:
             found = self._find(order)
         except Exception as exc:  # noqa: BLE001 - one broken lookup must not end all others
             _log(exc)
             self.counts.num_failed += 1
             found = ()
-        self._emit(PrefixFound(order.id, found[-1].stop if found else order.start))
+        if found:
+            self._found[order.id] = found
+            if len(self._found) > MAX_FOUND:
+                self._found.popitem(last=False)
+        num_tokens, took_s = found[-1].stop if found else order.start, self.clock.now() - asked_at
+        self._emit(PrefixFound(order.id, num_tokens, took_s))
 
     def _look_up(self, load: _Load) -> bool:
         """Whether there is nothing to load."""
-        load.num_tokens = load.order.start
-        load.segments = self._find(load.order)
-        load.began_at = self.clock.now()
+        order = load.order
+        load.num_tokens = order.start
+        found = self._found.pop(order.id, None)
+        if found is None:
+            found = self._find(order)
+        stop = len(order.prompt_ids)
+        load.segments = [each for each in found if order.start < each.stop <= stop]
         return not load.segments
 
     def _find(self, order: LookupOrder) -> Sequence[TokenSegment]:
@@ -253,13 +266,15 @@ class StoredPrefixes:
     def _load_batch(self, load: _Load) -> bool:
         """Whether it is over: all is in place, an entry has gone, or it takes too long."""
         order, segments = load.order, load.segments
-        if not segments or load.began_at is None:
+        if not segments:
             return True
+        began_at = self.clock.now()
         num_read, _ = self._reader.read_segments(segments, order.start, order.blocks, order.guard)
+        load.own_s += self.clock.now() - began_at
         if num_read:
             load.num_tokens = segments[num_read - 1].stop
             load.segments = segments[num_read:]
-        seconds, num_loaded = self.clock.now() - load.began_at, load.num_tokens - order.start
+        seconds, num_loaded = load.own_s, load.num_tokens - order.start
         is_last = not load.segments or not num_read
         is_slow = 0 < order.token_s * num_loaded < seconds
         if not (is_last or is_slow):

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         HandoffEvent,
         KeepOrder,
         LoadOrder,
+        LookupOrder,
         PrefixStore,
         ReceiveOrder,
         SampledToken,
@@ -151,6 +152,11 @@ class CheckedPort:  # noqa: PLR0904 - two contracts
     def block_size(self) -> int:
         """See `PrefixStore`."""
         return self._stored.block_size
+
+    def start_lookup(self, order: LookupOrder) -> None:
+        """See `PrefixStore`."""
+        self._stored.start_lookup(order)
+        self._handoffs.wake_store_handoff()
 
     def start_load(self, order: LoadOrder) -> None:
         """See `PrefixStore`."""

@@ -60,7 +60,7 @@ def find_leftovers(
         "sequences that wait for KV": len(pinned_blocks._incoming),
         "quarantined tickets": len(pinned_blocks._quarantined),
         "orders to keep a prompt's beginning": len(scheduler.kept_blocks._kept),
-        "loads that are under way": len(loop._prefixes._deadlines) + len(loop._prefixes._late),
+        "lookups and loads": loop._prefixes.num_under_way,
         "sequences exported to a peer": len(pinned_blocks._sending),
         "blocks": pool.num_blocks - pool.num_free - _count_exported(scheduler),
         "store writes and reads": _count_store_transfers(handoffs.store),

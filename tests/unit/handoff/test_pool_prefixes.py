@@ -1,0 +1,119 @@
+"""What a load is charged, and what a lookup's answer is used for. The store is a list of pieces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from baton.handoff.interface import KVLanded, LoadOrder, LookupOrder, PrefixFound
+from baton.handoff.pool_mode.prefix_store import StoredPrefixes
+from baton.ids import TicketId
+from baton.kv.copies import BlockTable
+from baton.testing.clocks import ManualClock
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from baton.handoff.interface import HandoffEvent
+    from baton.handoff.pool_mode.block_copier import TokenSegment
+
+SIZE = 16
+NUM_ENTRIES = 6
+BATCH_S = 2**-10
+TOKEN_S = 2 * BATCH_S / SIZE
+"""Computing takes twice as long as loading."""
+
+
+@dataclass
+class TimedStore:
+    """In place of `StoreReader` and `StoreWriter`: a batch is one entry, and takes `BATCH_S`."""
+
+    clock: ManualClock
+    num_present: int = NUM_ENTRIES
+    num_looks: int = 0
+
+    def count_present(self, segments: Sequence[TokenSegment]) -> int:
+        self.num_looks += 1
+        self.clock.advance(BATCH_S)
+        return min(self.num_present, len(segments))
+
+    def read_segments(self, *_: object) -> tuple[int, int]:
+        self.clock.advance(BATCH_S)
+        return 1, 1
+
+
+@dataclass
+class Setting:
+    clock: ManualClock = field(default_factory=ManualClock)
+    events: list[HandoffEvent] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.store = TimedStore(self.clock)
+        access = SimpleNamespace(entry_format=SimpleNamespace(block_size=SIZE), journal=None)
+        self.prefixes = StoredPrefixes(access, "f", self.clock, lambda call: call())
+        self.prefixes.open(self.events.append, self.store, self.store)
+
+    def load(self, number: int, num_tokens: int = NUM_ENTRIES * SIZE) -> None:
+        ids = np.full(num_tokens, number, np.int32)
+        table = BlockTable(0, np.arange(NUM_ENTRIES))
+        self.prefixes.start_load(LoadOrder(name(number), "", ids, 0, TOKEN_S, table))
+
+    def look_up(self, number: int) -> None:
+        ids = np.full(NUM_ENTRIES * SIZE, number, np.int32)
+        self.prefixes.start_lookup(LookupOrder(name(number), "", ids, 0, TOKEN_S))
+
+    def run(self) -> None:
+        while self.prefixes.step() is not None:
+            pass
+
+
+def name(number: int) -> TicketId:
+    return TicketId(number.to_bytes(16, "big"))
+
+
+@pytest.mark.parametrize("num_loads", [1, 2, 8])
+def test_loads_at_once_are_charged_their_own_share(num_loads: int) -> None:
+    it = Setting()
+    for number in range(num_loads):
+        it.load(number)
+    it.run()
+    assert it.clock.now() >= num_loads * NUM_ENTRIES * BATCH_S, "they took turns"
+    assert it.events == [KVLanded(name(n), None, NUM_ENTRIES * SIZE) for n in range(num_loads)]
+    counts = it.prefixes.counts
+    assert (counts.num_whole, counts.num_given_up) == (num_loads, 0)
+    assert it.prefixes.cost.token_s == pytest.approx(BATCH_S / SIZE)
+
+
+def test_a_load_that_is_itself_slower_than_computing_is_given_up() -> None:
+    it = Setting()
+    ids = np.zeros(NUM_ENTRIES * SIZE, np.int32)
+    table = BlockTable(0, np.arange(NUM_ENTRIES))
+    it.prefixes.start_load(LoadOrder(name(0), "", ids, 0, BATCH_S / SIZE / 2, table))
+    it.run()
+    assert it.events == [KVLanded(name(0), None, SIZE)]
+    assert it.prefixes.counts.num_given_up == 1
+
+
+def test_what_a_lookup_found_is_loaded_without_a_second_look() -> None:
+    it = Setting()
+    it.look_up(1)
+    assert it.events == [PrefixFound(name(1), NUM_ENTRIES * SIZE, BATCH_S)]
+    it.load(1, num_tokens=2 * SIZE + 3)  # the engine wants less
+    it.run()
+    assert it.events[1:] == [KVLanded(name(1), None, 2 * SIZE)]
+    assert it.store.num_looks == 1
+
+
+def test_a_lookup_that_found_nothing_is_not_remembered() -> None:
+    it = Setting()
+    it.store.num_present = 0
+    it.look_up(1)
+    assert it.events == [PrefixFound(name(1), 0, BATCH_S)]
+    it.store.num_present = NUM_ENTRIES
+    it.load(1)
+    it.run()
+    assert it.events[1:] == [KVLanded(name(1), None, NUM_ENTRIES * SIZE)]
