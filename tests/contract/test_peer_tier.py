@@ -36,6 +36,7 @@ from tests.contract.server_faults import (
     ServerFaultContract,
     taking_at_most,
     wait_available,
+    wait_until,
 )
 from tests.free_ports import find_free_port
 from tests.peer_server import RawEntries, access
