@@ -291,7 +291,9 @@ class WorkerList:
         """Of its own cache, and of its store where those come by another way."""
         followed = self._events.of(worker)
         of_cache = of_store = None
-        for source, feed in () if followed is None else followed.feeds.items():
+        if followed is None:
+            return None, None
+        for source, feed in followed.feeds.items():
             shown = _show_events(source, feed, followed.prefixes)
             if DEFAULT_MEDIUM in source.media:
                 of_cache = shown
