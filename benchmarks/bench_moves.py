@@ -69,7 +69,8 @@ console = Console(stderr=True)
 class Round:
     """What the clients saw of the streams that the worker had, in seconds.
 
-    `step_s` and `pause_s` have one entry for each of them; `cut_s` is the mean.
+    `step_s` and `pause_s` have one entry for each of them; `cut_s` is the mean. `exit_s` is from
+    the signal, `end_s` from the worker's last event of these streams to its exit.
     """
 
     case: str
@@ -78,6 +79,7 @@ class Round:
     pause_s: list[float]
     cut_s: float
     exit_s: float
+    end_s: float
     is_same: bool
 
     @property
@@ -156,6 +158,12 @@ class Client:
         """The longest gap since the signal."""
         return float(np.diff(self.times[self.num_before - 1 :]).max())
 
+    @property
+    def cut_at(self) -> float:
+        """When the event before that gap came: of a stream that moves, its last there."""
+        gaps = np.diff(self.times[self.num_before - 1 :])
+        return self.times[self.num_before - 1 + int(gaps.argmax())]
+
     async def ask(self, session: aiohttp.ClientSession, url: str) -> None:
         """Read it to its end."""
         body: dict[str, Any] = {
@@ -212,8 +220,10 @@ async def measure(
     busy.send(CASES[arm.case][0])
     while busy.is_alive:
         await asyncio.sleep(0.005)
-    exit_s = time.monotonic() - at
+    exited_at = time.monotonic()
     await asyncio.gather(*asking)
+    moves = CASES[arm.case][1] != "never"
+    left_at = max(client.cut_at if moves else client.times[-1] for client in clients)
     cut = await read_cut(session, gateway)
     undisturbed = [Client(client.prompt) for client in clients]
     other = next(worker for worker in workers.running if worker is not busy)
@@ -230,7 +240,8 @@ async def measure(
         [client.step_s for client in clients],
         [client.pause_s for client in clients],
         (cut[0] - cut_before[0]) / num_moved,
-        exit_s,
+        exited_at - at,
+        exited_at - left_at,
         is_same=all(
             one.is_done and one.text == two.text
             for one, two in zip(clients, undisturbed, strict=True)
@@ -279,7 +290,8 @@ def report(rounds: list[Round]) -> None:
             console.print(
                 f"{case:10} {length:5} tokens: step {step:5.1f} ms, pause "
                 f"{statistics.median(pause):4.1f} steps ({pause[0]:.1f} to {pause[-1]:.1f}), "
-                f"cut {cut:.1f} steps, exit {statistics.median(r.exit_s for r in own):.2f} s, "
+                f"cut {cut:.1f} steps, exit {statistics.median(r.exit_s for r in own):.2f} s "
+                f"({statistics.median(r.end_s for r in own):.2f} s after the last stream), "
                 f"same answers {sum(r.is_same for r in own)} of {len(own)}"
             )
 

@@ -10,6 +10,7 @@ import pytest
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("vllm._custom_ops")
+    from vllm.config import KVTransferConfig
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 import torch
@@ -39,11 +40,12 @@ WINDOW = SlidingWindowSpec(
 
 
 @pytest.mark.parametrize(
-    ("has_tiers", "has_window", "modes"),
+    ("has_tiers", "has_window", "recomputes", "modes"),
     [
-        (True, False, ("push", "pull", "pool")),
-        (True, True, ("push", "pull")),  # its blocks behind the window cannot be kept
-        (False, False, ("push", "pull")),
+        (True, False, True, ("push", "pull", "pool")),
+        (True, False, False, ("push", "pull", "pool")),
+        (True, True, True, ("push", "pull")),  # its blocks behind the window cannot be kept
+        (False, False, True, ("push", "pull")),
     ],
 )
 def test_the_mode_pool_is_announced_where_there_is_a_store_that_takes_the_pages(
@@ -52,6 +54,7 @@ def test_the_mode_pool_is_announced_where_there_is_a_store_that_takes_the_pages(
     *,
     has_tiers: bool,
     has_window: bool,
+    recomputes: bool,
     modes: tuple[str, ...],
 ) -> None:
     monkeypatch.setenv("BATON_CLUSTER_KEY", "ab" * 32)
@@ -62,6 +65,10 @@ def test_the_mode_pool_is_announced_where_there_is_a_store_that_takes_the_pages(
         store=StoreSection(tiers=tiers, options={"file": {"directory": str(tmp_path / "store")}}),
     )
     config = configure(write_model(tmp_path / "model"))
+    policy = "recompute" if recomputes else "fail"
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="BatonConnector", kv_role="kv_both", kv_load_failure_policy=policy
+    )
     specs = dict.fromkeys(main_layers(), WINDOW) if has_window else main_layers()
     cache = plan(config, specs)
     announce(config, tuple(specs))
@@ -73,5 +80,7 @@ def test_the_mode_pool_is_announced_where_there_is_a_store_that_takes_the_pages(
             tensors = allocate(cache)
         _, facts = rank.open(tensors)
         assert facts.modes == modes
+        # Without recomputing, prompts are neither loaded nor kept: there is nothing to report.
+        assert (facts.store is not None) is (recomputes and "pool" in modes)
     finally:
         rank.close()

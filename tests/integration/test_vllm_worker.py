@@ -230,3 +230,41 @@ def test_an_engine_ends_with_its_server_and_only_with_it(tmp_path, tied):
             server.kill()
             if not is_gone(pid):
                 os.kill(pid, signal.SIGKILL)
+
+
+LEAVER = """
+import multiprocessing
+from baton.config.environment import change_environment
+from baton.config.sections import LogSection
+from baton.engines.vllm.engine_process import exit_at_end, server_variables
+
+def leave(error):
+    try:
+        if error is not None:
+            raise error
+    finally:  # as vLLM's engine does
+        exit_at_end()
+        print("went on", flush=True)
+
+if __name__ == "__main__":
+    change_environment(server_variables(LogSection()) if {tied} else {{}})
+    context = multiprocessing.get_context("spawn")
+    for error in (SystemExit(), SystemExit(3), RuntimeError(), None):
+        process = context.Process(target=leave, args=(error,))
+        process.start()
+        process.join()
+        print(process.exitcode, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("tied", "first"), [(True, ["0"]), (False, ["went on", "0"])], ids=["ours", "another"]
+)
+def test_an_engine_exits_at_the_end_of_an_orderly_shutdown(tmp_path, tied, first):
+    """After an error vLLM goes on, and so do engines that are not Baton's."""
+    script = tmp_path / "server.py"
+    script.write_text(LEAVER.format(tied=tied), "utf-8")
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, check=True, text=True, timeout=60
+    )
+    assert done.stdout.splitlines() == [*first, "went on", "3", "went on", "1", "went on", "0"]

@@ -32,6 +32,7 @@ from baton.engines.vllm.compatibility import (
     warn_of_policy,
     warn_of_unused_store,
 )
+from baton.engines.vllm.engine_process import exit_at_end
 from baton.engines.vllm.identity import (
     Identity,
     compute_epoch,
@@ -257,8 +258,11 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
         return BatonStats.of(self._worker.take_records(), NO_COUNTS)
 
     def shutdown(self) -> None:
+        """See `KVConnectorBase_V1`. The scheduler's is the last thing that an engine ends."""
         if self._rank is not None:
             self._rank.close()
+        elif self.role == KVConnectorRole.SCHEDULER:
+            exit_at_end()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> BatonStats:

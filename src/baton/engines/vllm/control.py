@@ -60,7 +60,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TICKET_ID_BYTES: Final = 16
-STOP_TIMEOUT_S: Final = 5.0
+STOP_TIMEOUT_S: Final = 1.0
+"""For answers under way, which take milliseconds. vLLM's engine must exit within 3 s."""
 CONTROL_LIMITS: Final = HttpLimits(max_connections=64, max_connections_per_address=64)
 JSON: Final = b"application/json"
 MSGPACK: Final = b"application/msgpack"
@@ -232,7 +233,8 @@ class ControlServer:
         if self._app is not None:
             self._app.begin_end()
         if self._server is not None:
-            self._server.should_exit = True
+            # Peers' connections are not waited for: they keep idle ones open.
+            self._server.should_exit = self._server.force_exit = True
         if self._thread is not None:
             self._thread.join(STOP_TIMEOUT_S)
         self._listener.close()
