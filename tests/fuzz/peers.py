@@ -58,6 +58,7 @@ SENT: Final = (
     messages.ReleaseAck, messages.Revoke, messages.Finished, messages.Failed, messages.RenewLease,
     messages.LeaseRenewed, messages.Keepalive, messages.ProbeRequest, messages.ProbeReady,
     messages.ProbeResult, messages.ProbeEnd, messages.Ping, messages.Pong,
+    messages.EncodingCosts,
 )  # fmt: skip
 COUNTS: Final = (0, 0, 1, 2, 3, 15, 16, 17, 64, 79, 80, 81, 4096, messages.MAX_TOKENS)
 OFTEN_RIGHT: Final = 0.4
@@ -122,6 +123,10 @@ class Lies:
                 return {stamp: rng.choice(FLOATS) for stamp in Stamp if rng.random() < 0.3}
             case "at" | "echo":
                 return rng.choice((*FLOATS, 1000.0, 1000.1))
+            case "encoding":
+                return rng.choice(("raw", "raw", "raw", "int8/1", "", "x" * 64))
+            case "encode_byte_s" | "write_byte_s":
+                return rng.choice((None, 1e-9, 0.0, -1.0, 1.0, 2.0))
             case "idle_s":
                 return rng.choice((0.0, 1.0, 86_400.0))
             case "is_intact" | "plain_digests" | "closes_grant":
