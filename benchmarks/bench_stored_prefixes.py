@@ -83,7 +83,7 @@ class Run:
 def read_held_ms(gateway: FleetProcess, request_id: str) -> float:
     """How long a request was held by its worker."""
     with urllib.request.urlopen(f"{gateway.url}/debug/requests/{request_id}", timeout=30) as reply:
-        return 1e3 * (json.load(reply)["decode"] or {}).get("held_s", 0.0)
+        return 1e3 * (json.load(reply).get("decode") or {}).get("held_s", 0.0)
 
 
 def read_load_ms(worker: FleetProcess) -> float:
