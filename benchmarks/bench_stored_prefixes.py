@@ -10,7 +10,8 @@ and one that is asked (the reader). Before each question that is timed all are i
 Every prompt is new. Arms are interleaved, in the other order every second round; figures are
 medians and quartiles over the rounds, of the time until an answer of one token is there, which is
 checked. Whether something is looked for and loaded is the worker's decision ("loaded", of tokens).
-"load / TTFT": what reading entries took of the time to the answer, where embedded workers load.
+"load / TTFT": what reading entries took of the time to the answer, and "held / TTFT": what waiting
+for the answer of a lookup took of it, of embedded workers: the load of the machine is in both.
 
 With `--engine vllm` the timed workers are vLLM servers; writers and checks are embedded workers.
 
@@ -66,7 +67,8 @@ ENGINES: dict[str, dict[str, object]] = {
 class Run:
     """One answer. `arm`: `none`, or the tier; `cached` is what of the prompt was not computed.
 
-    `load_ms`: what the worker's loads took; 0 where it counted none.
+    `load_ms`: what the worker's loads took; 0 where it counted none. `held_ms`: how long it could
+    have been computed, but waited for the store.
     """
 
     arm: str
@@ -75,6 +77,13 @@ class Run:
     ttft_ms: float
     cached: int
     load_ms: float = 0.0
+    held_ms: float = 0.0
+
+
+def read_held_ms(gateway: FleetProcess, request_id: str) -> float:
+    """How long a request was held by its worker."""
+    with urllib.request.urlopen(f"{gateway.url}/debug/requests/{request_id}", timeout=30) as reply:
+        return 1e3 * (json.load(reply).get("decode") or {}).get("held_s", 0.0)
 
 
 def read_load_ms(worker: FleetProcess) -> float:
@@ -85,18 +94,18 @@ def read_load_ms(worker: FleetProcess) -> float:
     return sum(float(line.split()[-1]) * 1e3 for line in lines if line.startswith(name))
 
 
-def ask(gateway: FleetProcess, prompt: list[int]) -> tuple[float, int, str]:
-    """Milliseconds to an answer of one token, cached tokens, and the token."""
+def ask(gateway: FleetProcess, prompt: list[int]) -> tuple[float, int, str, str]:
+    """Milliseconds to an answer of one token, cached tokens, the token, and the request's id."""
     body = {"model": SERVED, "prompt": prompt, "max_tokens": 1, "temperature": 0}
     headers = {"content-type": "application/json"}
     url = f"{gateway.url}/v1/completions"
     began = time.perf_counter()
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=120) as reply:
-        answer = json.load(reply)
+        answer, request_id = json.load(reply), reply.headers["x-request-id"]
     took_ms = (time.perf_counter() - began) * 1e3
     details = answer["usage"]["prompt_tokens_details"] or {}  # vLLM: null where nothing is cached
-    return took_ms, details.get("cached_tokens", 0), answer["choices"][0]["text"]
+    return took_ms, details.get("cached_tokens", 0), answer["choices"][0]["text"], request_id
 
 
 def measure_round(
@@ -114,8 +123,9 @@ def measure_round(
             continue
         prompt = rng.integers(300, 4000, num_tokens).tolist()
         time.sleep(IDLE_S)
-        took_ms, cached, token = ask(gateways[arm], prompt)
-        runs.append(Run(arm, "cold", num_tokens, took_ms, cached))
+        took_ms, cached, token, request_id = ask(gateways[arm], prompt)
+        held_ms = read_held_ms(gateways[arm], request_id)
+        runs.append(Run(arm, "cold", num_tokens, took_ms, cached, held_ms=held_ms))
         check(cached == 0 and token == ask(gateways["checks"], prompt)[2], arm)
         if arm == "none":
             continue
@@ -124,9 +134,10 @@ def measure_round(
         ask(gateways[f"{arm} writer"], beginning)
         before_ms = read_load_ms(fleet[arm][0])
         time.sleep(IDLE_S)  # it is kept in the background
-        took_ms, cached, token = ask(gateways[arm], prompt)
+        took_ms, cached, token, request_id = ask(gateways[arm], prompt)
+        held_ms = read_held_ms(gateways[arm], request_id)
         load_ms = read_load_ms(fleet[arm][0]) - before_ms
-        runs.append(Run(arm, "hit", num_tokens, took_ms, cached, load_ms))
+        runs.append(Run(arm, "hit", num_tokens, took_ms, cached, load_ms, held_ms))
         check(token == ask(gateways["checks"], prompt)[2], arm)
     return runs
 
@@ -211,9 +222,8 @@ def main() -> None:
 
 def show(runs: list[Run], lengths: list[int]) -> None:
     """Medians, quartiles, and the ratio to a worker without a store."""
-    table = Table(
-        "tokens", "store", "case", "TTFT, ms", "quartiles", "of none", "loaded", "load / TTFT"
-    )
+    figures = ("TTFT, ms", "quartiles", "of none", "loaded")
+    table = Table("tokens", "store", "case", *figures, "load / TTFT", "held / TTFT")
     for num_tokens in lengths:
         found: dict[tuple[str, str], list[Run]] = {}
         for run in runs:
@@ -226,12 +236,14 @@ def show(runs: list[Run], lengths: list[int]) -> None:
             low, middle, high = statistics.quantiles(times, n=4)
             ratio = f"{middle / usual:.2f}"
             load = statistics.median(run.load_ms / run.ttft_ms for run in own)
+            held = statistics.median(run.held_ms / run.ttft_ms for run in own)
             row = (
                 f"{middle:.1f}",
                 f"{low:.1f} to {high:.1f}",
                 ratio,
                 f"{loaded:.0%}",
                 f"{load:.0%}",
+                f"{held:.1%}",
             )
             table.add_row(str(num_tokens), arm, case, *row)
     Console().print(table)

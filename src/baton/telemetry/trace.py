@@ -83,6 +83,7 @@ class RequestSpan(msgspec.Struct, kw_only=True):
     verified_bytes: dict[str, int] = {}  # by transport: compared with their sender's digests
     digest_failures: dict[str, int] = {}  # by transport: notices whose bytes were others
     waited_s: float = 0.0  # in the gateway's queue
+    held_s: float = 0.0  # until the store had answered, by an engine that could have computed it
     moves: list[str] = []  # of the stream, from one worker to another
     outcome: str | None = None
 

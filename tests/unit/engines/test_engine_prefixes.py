@@ -63,6 +63,7 @@ class Setting:
     def __init__(self) -> None:
         self.clock, self.store = ManualClock(), RecordingStore()
         self.pool = BlockPool(16)
+        self.trace = SimpleNamespace(held_s=0.0)
         self.prefixes = EnginePrefixes(
             self.store, KeptBlocks(self.pool, 0), self.clock, STEP_TOKENS
         )
@@ -82,7 +83,9 @@ class Setting:
     def make_lookup(self) -> PendingLookup:
         self._num += 1
         order = TicketId(self._num.to_bytes(16, "big"))
-        request = SimpleNamespace(tenant_salt="", prompt_ids=make_prompt(NUM_TOKENS), trace=None)
+        request = SimpleNamespace(
+            tenant_salt="", prompt_ids=make_prompt(NUM_TOKENS), trace=self.trace
+        )
         sequence = SimpleNamespace(
             request=request, block_size=16, num_prompt_tokens=NUM_TOKENS, load_id=order
         )
@@ -146,6 +149,7 @@ def test_a_prompt_is_held_for_a_tolerated_share_of_what_it_takes_to_compute(it):
     it.clock.advance(0.02 * limit_s)
     assert it.prefixes.take_held_too_long() == [order]
     assert it.prefixes.take_held_too_long() == []
+    assert it.trace.held_s == pytest.approx(1.01 * limit_s)
     assert it.prefixes.next_deadline - it.clock.now() > LOAD_TIMEOUT_S / 2
 
 

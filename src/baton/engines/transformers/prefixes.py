@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from baton.engines.transformers.sequence import Sequence
     from baton.handoff.interface import PrefixFound, PrefixStore
     from baton.ids import TicketId
+    from baton.telemetry.trace import RequestSpan
 
 
 @dataclass(slots=True)
 class _Lookup:
     """`held_at`: since when a request waits for this answer that could be computed."""
 
+    trace: RequestSpan
     num_missing: int
     start: int
     deadline: Instant
@@ -102,7 +104,9 @@ class EnginePrefixes:
         num_missing = lookup.sequence.num_prompt_tokens - lookup.start
         deadline = Instant(self._clock.now() + LOAD_TIMEOUT_S)
         limit_s = self._cost.compute_held_s(num_missing)
-        self._lookups[lookup.id] = _Lookup(num_missing, lookup.start, deadline, limit_s)
+        self._lookups[lookup.id] = _Lookup(
+            lookup.sequence.request.trace, num_missing, lookup.start, deadline, limit_s
+        )
         self._store.start_lookup(make_lookup_order(lookup, self._cost.token_s))
 
     def hold(self, sequence: Sequence) -> None:
@@ -118,6 +122,7 @@ class EnginePrefixes:
             if lookup.held_at is not None and lookup.is_held:
                 lookup.is_held = now < lookup.held_at + lookup.limit_s
                 if not lookup.is_held:
+                    lookup.trace.held_s = now - lookup.held_at
                     found.append(order)
         return found
 
@@ -199,7 +204,8 @@ class EnginePrefixes:
         """What a request was held for an answer; for another, and a late one, what it took."""
         if lookup.held_at is None or not lookup.is_held:
             return took_s
-        return self._clock.now() - lookup.held_at
+        lookup.trace.held_s = self._clock.now() - lookup.held_at
+        return lookup.trace.held_s
 
     def _count_load(self, num_tokens: int, seconds: float) -> None:
         if self.loads is not None:
