@@ -81,15 +81,8 @@ def gateway(flags: GatewayFlags | None = None) -> int:
     return 0
 
 
-def _policy(config: Config) -> str:
-    """The configured one, or what suits the workers: `cost` gains where they are alike."""
-    section = config.gateway
-    are_alike = len(section.workers) > 1 and not (section.prefill or section.decode)
-    return config.router.policy or ("cost" if are_alike else "round_robin")
-
-
 def _options(config: Config, status_fd: int) -> GatewayOptions:
-    section, policy = config.gateway, _policy(config)
+    section = config.gateway
     found = find_credentials(config.cluster, config.security, read_environment(), (section.host,))
     found.credentials.require(IdentityRole.GATEWAY)
     return GatewayOptions(
@@ -133,8 +126,8 @@ def _options(config: Config, status_fd: int) -> GatewayOptions:
         drain_timeout_s=section.drain_timeout_s,
         num_records=config.trace.ring_size,
         mode=section.mode,
-        policy=policy,
-        policy_options=config.router.options.get(policy, {}),
+        policy=config.router.policy,
+        policy_options=config.router.options.get(config.router.policy, {}),
         costs_file=None if config.router.costs_file is None else Path(config.router.costs_file),
         tokenizers={name: Path(folder) for name, folder in config.router.tokenizers.items()},
         tls=config.security.tls,

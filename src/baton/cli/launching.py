@@ -120,8 +120,8 @@ def _check(config: Config) -> None:
     if model is not None and not Path(model).is_dir():
         raise ConfigError(f"--model {model}: there is no such folder")
     check_processes(config.gateway.processes, config.gateway.management_port)
-    if config.router.policy is not None:
-        POLICIES.build(config.router.policy, config.router.options.get(config.router.policy, {}))
+    policy = config.router.policy
+    POLICIES.build(policy, config.router.options.get(policy, {}))
     for group in worker_groups(config):
         options = engine_options(group.engine, config.engine)
         check_engine(group.engine, {**options, **group.overrides})

@@ -54,26 +54,6 @@ def test_transport_is_one_or_all(given, transports):
     assert config.log.level == "debug"
 
 
-TWO = ("--worker", "https://a:1", "--worker", "https://b:1")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "policy"),
-    [
-        (TWO[:2], "round_robin"),
-        (TWO, "cost"),
-        ((*TWO, "--prefill", "https://c:1"), "round_robin"),
-        (("--decode", "https://a:1", "--decode", "https://b:1"), "round_robin"),
-        ((*TWO, "--policy", "prefix"), "prefix"),
-    ],
-)
-def test_the_default_policy_depends_on_the_workers(arguments, policy):
-    objective = ("--set", "router.options.cost.objective=throughput")
-    options = gateway_options(parse(GatewayFlags, *arguments, *objective).resolve().to_config(), 1)
-    assert options.policy == policy
-    assert options.policy_options == ({"objective": "throughput"} if policy == "cost" else {})
-
-
 def test_repeated_flags_make_lists():
     flags = parse(GatewayFlags, "--decode", "http://a:1", "--decode", "http://b:2")
     assert flags.resolve().to_config().gateway.decode == ("http://a:1", "http://b:2")
