@@ -27,7 +27,7 @@ from baton.store.folder.leases import has_name
 from baton.store.folder.listing import iter_files
 from baton.store.folder.shared_capacity import SharedCapacity
 from baton.store.interface import EntryName, PutResult, Usage
-from baton.store.victims import LISTED_PER_VICTIM, WaitingVictims, is_unused
+from baton.store.victims import WaitingVictims, is_unused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
@@ -279,7 +279,7 @@ class FolderTier:
             if self._evicted is not None and not victim.is_protected:
                 self._evicted.add(victim.name)
         if self._victims.is_short:
-            entries = self._victims.look_on(self._iter_settled, LISTED_PER_VICTIM * num_gone)
+            entries = self._victims.look_on(self._iter_settled, num_gone)
             if entries is not None:
                 self._choose_victims(entries, 0)
         return freed
@@ -399,16 +399,17 @@ class FolderTier:
             StoreError: they cannot be listed.
         """
         now = self._clock.unix_now()
-        latest = now + CLOCK_TOLERANCE_S
         with mapped({OSError: StoreError}):
             for entry in self._iter_entries():
-                if entry.used_at <= latest and entry.queued_at <= latest:
+                if max(entry.used_at, entry.queued_at) > now + CLOCK_TOLERANCE_S:
+                    now = self._clock.unix_now()  # the list may have been begun long ago
+                if max(entry.used_at, entry.queued_at) > now + CLOCK_TOLERANCE_S:
+                    used_at, queued_at = min(entry.used_at, now), min(entry.queued_at, now)
+                    settled = replace(entry, used_at=used_at, queued_at=queued_at)
+                    self._mark(settled)
+                    yield settled
+                else:
                     yield entry
-                    continue
-                used_at, queued_at = min(entry.used_at, now), min(entry.queued_at, now)
-                settled = replace(entry, used_at=used_at, queued_at=queued_at)
-                self._mark(settled)
-                yield settled
 
     def _iter_entries(self) -> Iterator[StoredEntry]:
         for name, status in iter_files(self._fd):
