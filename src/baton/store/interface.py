@@ -51,7 +51,7 @@ class Usage:
     `used_bytes` is of all processes; too high for a while after one was killed. Entries that had to
     make room went to the tier below, or were dropped; damaged ones were removed. `capacity_bytes`
     is 0 where nothing is known to limit it. `server`: of a tier on a server. `direct_io`: of a
-    tier on a disk, whether large bodies are written and read past the page cache.
+    tier on a disk, whether large bodies are written past the page cache and do not stay in it.
     """
 
     used_bytes: int

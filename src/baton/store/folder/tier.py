@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
     from baton.store.folder.directory import Folder, UnnamedFile
-    from baton.store.folder.leases import FolderEntryLease
+    from baton.store.folder.leases import FileEntryLease
     from baton.store.interface import Body, TierContext
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class FolderTier:
         is_back = self._evicted is not None and self._evicted.take(name)
         return StoredEntry(name, cost, used_at=now, queued_at=now, is_protected=is_back)
 
-    def try_lease(self, name: EntryName) -> FolderEntryLease | None:
+    def try_lease(self, name: EntryName) -> FileEntryLease | None:
         status = self._find(name)
         if status is None:
             return None
@@ -173,7 +173,7 @@ class FolderTier:
             if self._is_expired(entry):
                 self._expire(entry)
 
-    def _try_open(self, name: EntryName, on_damage: Callable[[], None]) -> FolderEntryLease | None:
+    def _try_open(self, name: EntryName, on_damage: Callable[[], None]) -> FileEntryLease | None:
         try:
             fd = open_unnoticed(name.hex(), self._fd)
         except OSError:
