@@ -133,17 +133,18 @@ def measure(bench: Bench, num_rounds: int) -> dict[str, dict[str, float]]:
 
 SMALL_BYTES = 4 << 10
 NUM_SMALL = 2048
+NUM_SMALL_FLUSHED = 256
 NAMES_AT_ONCE = 64
 
 
-def measure_small(tier: Tier, num_rounds: int) -> dict[str, float]:
+def measure_small(tier: Tier, num_entries: int, num_rounds: int) -> dict[str, float]:
     """Entries a second, medians of the rounds; each has new names."""
     body, into = bytes(range(256)) * (SMALL_BYTES // 256), memoryview(bytearray(SMALL_BYTES))
     rates: dict[str, list[float]] = {"put": [], "find": [], "read": []}
     for epoch in range(num_rounds):
         names = [
             EntryName(hashlib.sha256(f"small {epoch} {i}".encode()).digest())
-            for i in range(NUM_SMALL)
+            for i in range(num_entries)
         ]
 
         def put(names: list[EntryName] = names) -> None:
@@ -151,7 +152,7 @@ def measure_small(tier: Tier, num_rounds: int) -> dict[str, float]:
                 tier.put(name, body)
 
         def find(names: list[EntryName] = names) -> None:
-            for at in range(0, NUM_SMALL, NAMES_AT_ONCE):
+            for at in range(0, num_entries, NAMES_AT_ONCE):
                 assert tier.find(names[at : at + NAMES_AT_ONCE]) == NAMES_AT_ONCE
 
         def read(names: list[EntryName] = names) -> None:
@@ -164,7 +165,7 @@ def measure_small(tier: Tier, num_rounds: int) -> dict[str, float]:
         for work in (put, find, read):
             began_at = time.perf_counter()
             work()
-            rates[work.__name__].append(NUM_SMALL / (time.perf_counter() - began_at))
+            rates[work.__name__].append(num_entries / (time.perf_counter() - began_at))
         assert into == body
         for name in names:
             tier.discard(name)
@@ -187,8 +188,10 @@ def measure_all_small(disk: Path, num_rounds: int) -> dict[str, dict[str, float]
         }
         for name, (kind, settings) in options.items():
             with closing(TIERS.build(kind, settings)(context)) as tier:
-                found[name] = measure_small(tier, num_rounds)
-            print(f"4 KiB  {name:20} " + "  ".join(f"{k} {v:,}/s" for k, v in found[name].items()))
+                num_entries = NUM_SMALL_FLUSHED if "durable" in settings else NUM_SMALL
+                found[name] = rates = measure_small(tier, num_entries, num_rounds)
+            cells = "  ".join(f"{work} {rate:,}/s" for work, rate in rates.items())
+            print(f"4 KiB  {name:20} {cells}", flush=True)
     return found
 
 

@@ -73,6 +73,41 @@ def test_tiers_with_and_without_read_each_others_entries(place: Path) -> None:
             assert read(tier, "b") == body_of("b")
 
 
+def is_cached(path: Path) -> bool:
+    """Whether the beginning of a file is in the page cache. Afterwards it is: the kernel reads."""
+    with path.open("rb") as file:
+        try:
+            return os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT) == 1
+        except BlockingIOError:
+            return False
+
+
+def is_memory(place: Path) -> bool:
+    """Whether files here stay in the page cache, whatever is asked."""
+    path = place / "file"
+    with path.open("wb") as file:
+        file.write(bytes(ALIGNMENT_BYTES))
+        file.flush()
+        os.fdatasync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return is_cached(path)
+
+
+def test_large_entries_that_were_read_do_not_stay_in_the_page_cache(place: Path) -> None:
+    if is_memory(place):
+        pytest.skip("files of a memory filesystem are in memory")
+    path = place / "files" / name_of("a").hex()
+    with (
+        closing(open_direct_tier(place, durable="all")) as direct,
+        closing(open_direct_tier(place, direct_io=False)) as cached,
+    ):
+        put(direct, "a")
+        assert read(cached, "a") == body_of("a")
+        assert is_cached(path)
+        assert read(direct, "a") == body_of("a")
+        assert not is_cached(path)
+
+
 @pytest.mark.parametrize("direct_io", [True, False])
 def test_an_entry_is_on_the_disk_before_it_has_its_name(tmp_path: Path, direct_io: bool) -> None:
     calls: list[str] = []

@@ -338,16 +338,23 @@ def test_many_small_entries_make_room_in_their_order(place: Place) -> None:
     num_open = count_descriptors()
     with place.opened(num_entries) as tier:
         body = bytes(BODY_BYTES)
-        for number in range(3 * num_entries):
+        put_at: dict[EntryName, float] = {}
+        for number in range(2 * num_entries):
+            place.clock.at += (
+                0.5  # while a list is made, entries come that are newer than its start
+            )
             tier.put(name(number), body)
+            put_at[name(number)] = place.clock.at
             if number >= num_entries // 2:
                 lease = tier.try_lease(name(0))
                 assert lease is not None, number
                 lease.release()
-        assert tier._victims._num_lists > 4
-        kept = {entry.name for entry in tier.entries()}
+        assert tier._victims._num_lists >= 4
+        entries = [entry for entry in tier.entries() if entry.name != name(0)]
+        assert all(abs(entry.used_at - put_at[entry.name]) < 0.1 for entry in entries)
+        kept = {name(0), *(entry.name for entry in entries)}
         assert tier.usage().used_bytes == scan(tier).used_bytes
-        newest = [name(number) for number in range(3 * num_entries)][1 - len(kept) :]
+        newest = [name(number) for number in range(2 * num_entries)][1 - len(kept) :]
         assert kept == {name(0), *newest}
         assert len(kept) > num_entries - 20
     assert count_descriptors() == num_open

@@ -13,7 +13,7 @@ from baton.store import victims
 from baton.store.capacity import StoredEntry
 from baton.store.eviction import EVICTIONS
 from baton.store.interface import EntryName
-from baton.store.victims import LISTED_PER_VICTIM, WaitingVictims, is_unused
+from baton.store.victims import WaitingVictims, is_unused
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -52,7 +52,7 @@ class Tier:
                 del self.entries[victim.name]
                 is_done = True
         if self.waiting.is_short:
-            listed = self.waiting.look_on(self.list_all, LISTED_PER_VICTIM * num_gone)
+            listed = self.waiting.look_on(self.list_all, num_gone)
             if listed is not None:
                 self.num_lists_of_pieces += 1
                 self.waiting.choose(listed, 0, now)

@@ -38,6 +38,15 @@ class EvictionPolicy(Protocol):
         """
         ...
 
+    @property
+    def lookahead_share(self) -> float:
+        """Of the capacity: so many victims are chosen at once, and wait (`store.victims`).
+
+        The more, the less often all entries are listed, and the older is what the choice was
+        based on.
+        """
+        ...
+
     def choose(self, entries: Iterable[StoredEntry], num_bytes: int, now: float) -> Eviction:
         """Entries that take up `num_bytes` together, and no more than are needed for that.
 

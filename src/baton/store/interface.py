@@ -63,8 +63,8 @@ class Usage:
     `used_bytes` is of all processes; too high for a while after one was killed. Entries that had to
     make room went to the tier below, or were dropped; damaged ones were removed. `capacity_bytes`
     is 0 where nothing is known to limit it. `server`: of a tier on a server. `direct_io`: of a
-    tier on a disk, whether large bodies are written and read past the page cache. `peers`: of a
-    tier that this process shows to others.
+    tier on a disk, whether large bodies are written past the page cache and do not stay in it.
+    `peers`: of a tier that this process shows to others.
     """
 
     used_bytes: int

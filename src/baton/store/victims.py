@@ -9,6 +9,7 @@ evicts in the same order as if it looked at all entries each time. Pure.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING, Final
@@ -19,10 +20,6 @@ if TYPE_CHECKING:
     from baton.store.capacity import StoredEntry
     from baton.store.eviction import EvictionPolicy
 
-LOOKAHEAD_PARTS: Final = 4
-"""One part in so many of the capacity is chosen at once."""
-LISTED_PER_VICTIM: Final = 16
-"""Twice as many as are needed for a new list by the time at which half of the victims are gone."""
 MIN_CHOSEN: Final = 256
 """Fewer are chosen from a list that is made at once: it takes some milliseconds."""
 FULL_LISTS: Final = 16
@@ -35,7 +32,10 @@ class WaitingVictims:
     """One owner thread."""
 
     def __init__(self, policy: EvictionPolicy, capacity_bytes: int) -> None:
-        self._policy, self._lookahead_bytes = policy, capacity_bytes // LOOKAHEAD_PARTS
+        self._policy = policy
+        self._lookahead_bytes = int(policy.lookahead_share * capacity_bytes)
+        # Twice what makes a list of all by the time at which the other half of the victims is gone.
+        self._listed_per_victim = math.ceil(4 / policy.lookahead_share)
         self._waiting: deque[StoredEntry] = deque()
         self._num_chosen = self._num_lists = 0
         self._listed: list[StoredEntry] = []
@@ -65,15 +65,15 @@ class WaitingVictims:
         return eviction.requeued
 
     def look_on(
-        self, list_all: Callable[[], Generator[StoredEntry]], num_entries: int
+        self, list_all: Callable[[], Generator[StoredEntry]], num_gone: int
     ) -> list[StoredEntry] | None:
-        """List so many more entries; all of them, once that is done.
+        """List some more entries, as `num_gone` victims are gone; all of them, once that is done.
 
         The list is not of one moment. What `list_all` raises ends it.
         """
         if self._listing is None:
             self._listing = list_all()
-        before = len(self._listed)
+        before, num_entries = len(self._listed), self._listed_per_victim * num_gone
         try:
             self._listed += islice(self._listing, num_entries)
         except BaseException:

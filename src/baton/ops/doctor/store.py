@@ -70,7 +70,7 @@ def _judge_disk(kind: str, report: DiskReport) -> Finding:
         why = "Large entries go through the page cache, as is configured."
         return _finding(kind, Level.OK, f"{report.place}, direct_io = false", why)
     if report.is_possible:
-        why = "Large entries are written and read past the page cache."
+        why = "Large entries are written past the page cache."
         return _finding(kind, Level.OK, f"{report.place} has O_DIRECT", why)
     return _finding(
         kind,

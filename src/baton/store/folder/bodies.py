@@ -24,14 +24,12 @@ from baton.store.entry_format import (
     read_digest,
 )
 from baton.store.folder.body_pool import EXTENT_BYTES, copy_in, count_extents, pack_runs
-from baton.store.folder.direct_files import set_direct
 from baton.store.folder.directory import fill_unnamed, write_unnamed
 from baton.store.folder.leases import (
-    DirectEntryLease,
     FileEntryLease,
-    FolderEntryLease,
     PooledBody,
     PooledEntryLease,
+    UncachedEntryLease,
     free_unless_read,
     read_runs,
     try_share,
@@ -120,7 +118,7 @@ class FileBodies:
 
     def try_lease(
         self, fd: int, name: EntryName, on_damage: Callable[[], None]
-    ) -> FolderEntryLease | None:
+    ) -> FileEntryLease | None:
         """A lease, which owns the open file `fd` then.
 
         None: it is damaged, or no entry; or it was removed, and has no name any more.
@@ -131,17 +129,15 @@ class FileBodies:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             return None
-        return self._lease(fd, name, status, on_damage)
-
-    def _lease(
-        self, fd: int, name: EntryName, status: os.stat_result, on_damage: Callable[[], None]
-    ) -> FolderEntryLease | None:
         digest = read_digest(name, os.pread(fd, HEADER_BYTES, 0), status.st_size)
         if digest is None:
             return None
         num_bytes = count_body_bytes(status)
         begin_check = partial(BodyCheck, self._key, name, num_bytes, digest)
-        return FileEntryLease(fd, num_bytes, on_damage, begin_check)
+        return self._choose_lease(num_bytes)(fd, num_bytes, begin_check, on_damage)
+
+    def _choose_lease(self, num_bytes: int) -> type[FileEntryLease]:  # noqa: ARG002 - direct ones
+        return FileEntryLease
 
     def unlink(self, name: EntryName, num_bytes: int) -> None:  # noqa: ARG002 - goes with the file
         """Remove an entry with a body of so many bytes, under the capacity's lock.
@@ -159,7 +155,7 @@ class FileBodies:
 
 
 class DirectBodies(FileBodies):
-    """The same, but large bodies are written to their files, and read, past the page cache."""
+    """The same, but large bodies are written past the page cache, and do not stay in it."""
 
     def __init__(
         self,
@@ -180,21 +176,8 @@ class DirectBodies(FileBodies):
         seal = BodySeal(self._key, name, len(body))
         return fill_unnamed(self._folder, partial(self._files.write, body=body, seal=seal))
 
-    def _lease(
-        self, fd: int, name: EntryName, status: os.stat_result, on_damage: Callable[[], None]
-    ) -> FolderEntryLease | None:
-        num_bytes = count_body_bytes(status)
-        if num_bytes < self._min_body_bytes:
-            return super()._lease(fd, name, status, on_damage)
-        set_direct(fd)
-        begin_check = partial(self._begin_check, name, status.st_size)
-        return DirectEntryLease(fd, num_bytes, on_damage, begin_check, self._files)
-
-    def _begin_check(self, name: EntryName, file_bytes: int, header: bytes) -> BodyCheck | None:
-        digest = read_digest(name, header, file_bytes)
-        if digest is None:
-            return None
-        return BodyCheck(self._key, name, file_bytes - HEADER_BYTES, digest)
+    def _choose_lease(self, num_bytes: int) -> type[FileEntryLease]:
+        return UncachedEntryLease if num_bytes >= self._min_body_bytes else FileEntryLease
 
     def close(self) -> None:
         self._files.close()
@@ -239,7 +222,7 @@ class PooledBodies(FileBodies):
 
     def try_lease(
         self, fd: int, name: EntryName, on_damage: Callable[[], None]
-    ) -> FolderEntryLease | None:
+    ) -> FileEntryLease | None:
         status = os.fstat(fd)
         num_bytes = count_body_bytes(status)
         if not stat.S_ISREG(status.st_mode) or not self._holds(num_bytes):
@@ -252,7 +235,7 @@ class PooledBodies(FileBodies):
             return None
         begin_check = partial(BodyCheck, self._key, name, num_bytes, digest)
         body = PooledBody(self._pool, runs, partial(self._free_late, self._pool.generation))
-        return PooledEntryLease(fd, num_bytes, on_damage, begin_check, body)
+        return PooledEntryLease(fd, num_bytes, begin_check, on_damage, body)
 
     def unlink(self, name: EntryName, num_bytes: int) -> None:
         if not self._holds(num_bytes):

@@ -1,7 +1,6 @@
-"""Large files written and read past the page cache (O_DIRECT), several pieces at once.
+"""Large files written past the page cache (O_DIRECT), several pieces at once.
 
-    write: body ──copy and tag──► slot of the arena ──pwrite by a thread──► disk
-    read:  disk ──pread by a thread──► slot of the arena ──► the caller copies and checks it
+    body ──copy and tag──► slot of the arena ──pwrite by a thread──► disk
 
 O_DIRECT needs aligned memory, which bodies mostly are not: they go through an arena of page-aligned
 slots. The copy overlaps with the disk's work on the other slots.
@@ -27,7 +26,6 @@ from baton.store.request_threads import RequestThreads
 from baton.transfer.huge_pages import advise_huge_pages
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
     from concurrent.futures import Future
     from pathlib import Path
 
@@ -88,7 +86,7 @@ def try_direct(folder: int) -> bool:
 
 
 def set_direct(fd: int) -> None:
-    """From here on reads and writes of this open file bypass the page cache.
+    """From here on writes of this open file bypass the page cache.
 
     Raises:
         OSError: the filesystem refuses.
@@ -103,7 +101,7 @@ class DirectFiles:
     """
 
     def __init__(self, piece_bytes: int = PIECE_BYTES) -> None:
-        """`piece_bytes`, a multiple of `ALIGNMENT_BYTES`: written or read by one system call."""
+        """`piece_bytes`, a multiple of `ALIGNMENT_BYTES`: written by one system call."""
         self._piece_bytes = piece_bytes
         self._arena: mmap.mmap | None = None
         self._slots: list[NDArray[np.uint8]] = []
@@ -144,39 +142,6 @@ class DirectFiles:
                 each.result()
         finally:
             wait(pending)  # the slots, and the open file, are in use until then
-
-    def read(self, fd: int, num_bytes: int) -> Generator[NDArray[np.uint8]]:
-        """The bytes of a file of that length, uint8, in order; each piece until the next is asked.
-
-        `set_direct` was called for it. Less comes where it was cut short.
-
-        Raises:
-            OSError: it cannot be read.
-        """
-        slots = self._open()
-        if num_bytes <= self._piece_bytes:
-            yield _read_piece(fd, slots[0][: _align(num_bytes)], 0)[:num_bytes]
-            return
-        pieces = [
-            (at, min(self._piece_bytes, num_bytes - at))
-            for at in range(0, num_bytes, self._piece_bytes)
-        ]
-        pending: deque[Future[NDArray[np.uint8]]] = deque()
-
-        def submit(index: int) -> None:
-            at, length = pieces[index]
-            slot = slots[index % len(slots)][: _align(length)]
-            pending.append(self._threads.submit(partial(_read_piece, fd, slot, at)))
-
-        try:
-            for index in range(min(len(slots), len(pieces))):
-                submit(index)
-            for index, (_, length) in enumerate(pieces):
-                yield pending.popleft().result()[:length]
-                if index + len(slots) < len(pieces):
-                    submit(index + len(slots))
-        finally:
-            wait(pending)
 
     def close(self) -> None:
         """End the threads and free the arena. Idempotent."""
@@ -219,14 +184,3 @@ def write_piece(fd: int, piece: NDArray[np.uint8], at: int) -> None:
         if num_written % ALIGNMENT_BYTES or num_written == 0:
             raise OSError(errno.EIO, f"the disk took {num_written} of {len(piece)} bytes")
         piece, at = piece[num_written:], at + num_written
-
-
-def _read_piece(fd: int, into: NDArray[np.uint8], at: int) -> NDArray[np.uint8]:
-    """The part of `into` that was filled: less at the end of the file."""
-    num_read = 0
-    while num_read < len(into):
-        got = os.preadv(fd, [into[num_read:].data], at + num_read)
-        num_read += got
-        if got == 0 or got % ALIGNMENT_BYTES:
-            break
-    return into[:num_read]

@@ -27,13 +27,13 @@ from baton.store.folder.leases import has_name
 from baton.store.folder.listing import iter_files
 from baton.store.folder.shared_capacity import SharedCapacity
 from baton.store.interface import EntryName, PutResult, Usage
-from baton.store.victims import LISTED_PER_VICTIM, WaitingVictims, is_unused
+from baton.store.victims import WaitingVictims, is_unused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
     from baton.store.folder.directory import Folder, UnnamedFile
-    from baton.store.folder.leases import FolderEntryLease
+    from baton.store.folder.leases import FileEntryLease
     from baton.store.interface import Body, TierContext
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class FolderTier:
         is_back = self._evicted is not None and self._evicted.take(name)
         return StoredEntry(name, cost, used_at=now, queued_at=now, is_protected=is_back)
 
-    def try_lease(self, name: EntryName) -> FolderEntryLease | None:
+    def try_lease(self, name: EntryName) -> FileEntryLease | None:
         status = self._find(name)
         if status is None:
             return None
@@ -173,7 +173,7 @@ class FolderTier:
             if self._is_expired(entry):
                 self._expire(entry)
 
-    def _try_open(self, name: EntryName, on_damage: Callable[[], None]) -> FolderEntryLease | None:
+    def _try_open(self, name: EntryName, on_damage: Callable[[], None]) -> FileEntryLease | None:
         try:
             fd = open_unnoticed(name.hex(), self._fd)
         except OSError:
@@ -279,7 +279,7 @@ class FolderTier:
             if self._evicted is not None and not victim.is_protected:
                 self._evicted.add(victim.name)
         if self._victims.is_short:
-            entries = self._victims.look_on(self._iter_settled, LISTED_PER_VICTIM * num_gone)
+            entries = self._victims.look_on(self._iter_settled, num_gone)
             if entries is not None:
                 self._choose_victims(entries, 0)
         return freed
@@ -399,16 +399,17 @@ class FolderTier:
             StoreError: they cannot be listed.
         """
         now = self._clock.unix_now()
-        latest = now + CLOCK_TOLERANCE_S
         with mapped({OSError: StoreError}):
             for entry in self._iter_entries():
-                if entry.used_at <= latest and entry.queued_at <= latest:
+                if max(entry.used_at, entry.queued_at) > now + CLOCK_TOLERANCE_S:
+                    now = self._clock.unix_now()  # the list may have been begun long ago
+                if max(entry.used_at, entry.queued_at) > now + CLOCK_TOLERANCE_S:
+                    used_at, queued_at = min(entry.used_at, now), min(entry.queued_at, now)
+                    settled = replace(entry, used_at=used_at, queued_at=queued_at)
+                    self._mark(settled)
+                    yield settled
+                else:
                     yield entry
-                    continue
-                used_at, queued_at = min(entry.used_at, now), min(entry.queued_at, now)
-                settled = replace(entry, used_at=used_at, queued_at=queued_at)
-                self._mark(settled)
-                yield settled
 
     def _iter_entries(self) -> Iterator[StoredEntry]:
         for name, status in iter_files(self._fd):

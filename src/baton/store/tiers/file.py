@@ -30,9 +30,9 @@ logger = logging.getLogger(__name__)
 class FileTierOptions(FolderTierOptions, frozen=True, kw_only=True):
     """`directory` is made for this user alone; for the rest see `FolderTierOptions`.
 
-    `direct_io`: large bodies (1 MiB and more) are written and read past the page cache, where the
-    filesystem can. `durable`: which entries are on the disk before they can be found. Of others,
-    what a power cut tears is found by its tag, and is a miss.
+    `direct_io`: large bodies (1 MiB and more) are written past the page cache, and do not stay in
+    it once they are read, where the filesystem can. `durable`: which entries are on the disk before
+    they can be found. Of others, what a power cut tears is found by its tag, and is a miss.
     """
 
     directory: str
