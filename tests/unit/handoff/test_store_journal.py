@@ -13,7 +13,13 @@ from baton.events.blocks import STORE_MEDIUM, BlockRemoved, BlockStored
 from baton.events.journal import CacheJournal
 from baton.handoff.pool_mode import store_journal
 from baton.handoff.pool_mode.block_copier import hash_segments
-from baton.handoff.pool_mode.store_journal import BUSY_SHARE, ROUND_S, open_store_journal
+from baton.handoff.pool_mode.store_journal import (
+    BATCH_ENTRIES,
+    BILLED_WAIT_S,
+    BUSY_SHARE,
+    ROUND_S,
+    open_store_journal,
+)
 from baton.kv.identity import HashDomain
 from baton.kv.layout import KVLayout
 from baton.store.entry_format import EntryFormat
@@ -49,6 +55,7 @@ class Worker:
             self.events,
             fingerprint=known["fingerprint"],
             clock=clock,
+            is_billed=known.get("is_billed", False),
         )
         assert opened is not None
         self.journal: StoreJournal = opened
@@ -209,3 +216,21 @@ def test_the_identity_is_kept_also_where_nothing_is_reported(pair, tmp_path):
     late = Worker(tmp_path, ManualClock())
     assert late.journal.store_id == one.journal.store_id
     late.store.close()
+
+
+def test_where_looking_costs_money_a_batch_is_looked_for_now_and_then(tmp_path):
+    clock = ManualClock()
+    one = Worker(tmp_path, clock, is_billed=True)
+    with closing(one.store):
+        one.keep(np.arange(3 * BATCH_ENTRIES * SIZE, dtype=np.int32))
+        clock.advance(ROUND_S)
+        looked_for = []
+
+        def count(segments):
+            looked_for.append(len(segments))
+            return one.count_present(segments)
+
+        assert one.journal.step(count) == BILLED_WAIT_S
+        clock.advance(BILLED_WAIT_S / 2)
+        assert one.journal.step(count) == BILLED_WAIT_S / 2
+        assert looked_for == [BATCH_ENTRIES]

@@ -134,7 +134,12 @@ def report_to(
         return access
     first = access.store.tiers[0].inner
     reported = open_store_journal(
-        first, access.entry_format, journal, fingerprint=fingerprint, clock=clock
+        first,
+        access.entry_format,
+        journal,
+        fingerprint=fingerprint,
+        clock=clock,
+        is_billed=any(tier.is_billed for tier in access.store.tiers),
     )
     return replace(access, journal=reported)
 

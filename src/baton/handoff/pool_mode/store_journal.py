@@ -4,8 +4,9 @@
 
 Any process may evict an entry, and none reports that: names of entries do not show their tokens. So
 each worker looks again and again for the entries that it has reported itself, all of them within
-`ROUND_S` where that takes at most `BUSY_SHARE` of its thread's time. What a restarted worker does
-not report is reported again when a request finds it.
+`ROUND_S` where that takes at most `BUSY_SHARE` of its thread's time; a batch in `BILLED_WAIT_S`
+where looking costs money. What a restarted worker does not report is reported again when a request
+finds it.
 """
 
 from __future__ import annotations
@@ -41,13 +42,15 @@ ROUND_S: Final = 2.0
 BATCH_ENTRIES: Final = 64
 BUSY_SHARE: Final = 0.02
 """Of the thread's time, at most, for that."""
+BILLED_WAIT_S: Final = 60.0
+"""Between two batches where an object store answers them: some million requests a year."""
 
 
 @dataclass(slots=True)
 class StoreJournal:
     """Owner: the pool's thread. `store_id` does not change: any thread reads it.
 
-    `tier` is the store's first one, where its identity is.
+    `tier` is the store's first one, where its identity is. `is_billed`: a look costs money.
     """
 
     journal: CacheJournal
@@ -55,6 +58,7 @@ class StoreJournal:
     identity: StoreIdentity
     store_id: StoreId
     clock: Clock
+    is_billed: bool = False
     _reported: OrderedDict[BlockHash, TokenSegment] = field(default_factory=OrderedDict)
     _to_check: list[TokenSegment] = field(default_factory=list)
     _checks_at: Instant = field(init=False)
@@ -112,7 +116,7 @@ class StoreJournal:
             num_checked += 1
         took_s = self.clock.now() - began_at
         share = len(batch) / max(len(batch), len(self._reported)) if batch else 1.0
-        wait_s = max(share * ROUND_S, took_s / BUSY_SHARE)
+        wait_s = max(share * ROUND_S, took_s / BUSY_SHARE, BILLED_WAIT_S * self.is_billed)
         self._checks_at = Instant(began_at + wait_s)
         return wait_s
 
@@ -122,7 +126,13 @@ class StoreJournal:
 
 
 def open_store_journal(
-    tier: Tier, entry_format: EntryFormat, journal: CacheJournal, *, fingerprint: str, clock: Clock
+    tier: Tier,
+    entry_format: EntryFormat,
+    journal: CacheJournal,
+    *,
+    fingerprint: str,
+    clock: Clock,
+    is_billed: bool = False,
 ) -> StoreJournal | None:
     """Report to `journal` what a store holds for models of `fingerprint`; None: it has no identity.
 
@@ -134,4 +144,5 @@ def open_store_journal(
         return None
     form = entry_format.name(BlockHash(b""), 0)  # commits to all but model and tokens
     digest = hashlib.sha256(identity.random + form + fingerprint.encode())
-    return StoreJournal(journal, tier, identity, StoreId(digest.hexdigest()[:32]), clock)
+    store_id = StoreId(digest.hexdigest()[:32])
+    return StoreJournal(journal, tier, identity, store_id, clock, is_billed)

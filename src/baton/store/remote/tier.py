@@ -47,7 +47,8 @@ class RemoteLimits:
 
     `timeout_s` bounds each call; after one that is late the server is not asked until a trial,
     beside the caller, has succeeded. `buffer_bytes`: of entries fetched ahead, and as many again of
-    entries that wait to be written. `promote_at_read`: see `PromotionPolicy`.
+    entries that wait to be written. `promote_at_read`: see `PromotionPolicy`. `is_billed`: each
+    request costs money.
     """
 
     timeout_s: float
@@ -56,6 +57,7 @@ class RemoteLimits:
     num_read_ahead: int
     num_writers: int
     promote_at_read: int = 1
+    is_billed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,11 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
     def find(self, names: Sequence[EntryName]) -> int:
         found = self.find_each(names)
         return next((at for at, is_there in enumerate(found) if not is_there), len(names))
+
+    @property
+    def is_billed(self) -> bool:
+        """Whether each look costs money."""
+        return self._limits.is_billed
 
     def find_each(self, names: Sequence[EntryName]) -> Sequence[bool]:
         """See `RemoteLookup`."""

@@ -189,6 +189,7 @@ class ObjectTierFactory:
             buffer_bytes=options.buffer_bytes,
             num_read_ahead=NUM_AT_ONCE,
             num_writers=NUM_AT_ONCE // 2,
+            is_billed=True,
         )
         return RemoteTier("object", ObjectClient(options, context.cluster), limits, context)
 
