@@ -40,7 +40,8 @@ PIECE_BYTES: Final = (1 << 20) + ALIGNMENT_BYTES
 """A body of n MiB, with its header, is n pieces."""
 NUM_SLOTS: Final = 4
 STOP_TIMEOUT_S: Final = 5.0
-_REFUSED: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+_REFUSED: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT})
+"""Of O_DIRECT, or of the unnamed file with which it is tried."""
 
 
 @dataclass(frozen=True, slots=True)
