@@ -499,12 +499,11 @@ def main() -> None:
             sys.exit(f"link: skipped: {exc}; run it as root, with iproute2")
         links = result.setdefault("link", {})
         links |= {
-            each.dtype: {"tokens": options.tokens, "rows": [], "answers": []} for each in answers
+            f"{each.dtype}, {each.mbit} Mbit/s": {"tokens": options.tokens, "rows": []}
+            for each in answers
         }
         for row in show_link(answers):
-            links[row["dtype"]]["rows"].append(row)
-        for each in answers:
-            links[each.dtype]["answers"].append(asdict(each))
+            links[f"{row['dtype']}, {row['mbit']} Mbit/s"]["rows"].append(row)
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 
