@@ -11,8 +11,8 @@ prefix cache, and with memory for KV behind it:
     offloading        vLLM's OffloadingConnector, to the server's own memory; vLLM has no copies
                       for CPUs, so they are those of vllm_host_offloading.py
     mooncake          vLLM's MooncakeStoreConnector (vllm_mooncake_store.py), with Mooncake's memory
-                      in the server (only where --arms names it); Mooncake listens on all interfaces, so that all servers run in
-                      a network namespace of their own (`unshare`, `ip`)
+                      in the server; only where `--arms` names it. Mooncake listens on all
+                      interfaces, so that all servers run in a network namespace (`unshare`, `ip`)
     lmcache           LMCache's connector and its server, which it starts (`--lmcache FOLDER`:
                       `pip install --no-deps --target FOLDER lmcache==0.5.6 sortedcontainers nvtx`)
 
