@@ -11,8 +11,8 @@ prefix cache, and with memory for KV behind it:
     offloading        vLLM's OffloadingConnector, to the server's own memory; vLLM has no copies
                       for CPUs, so they are those of vllm_host_offloading.py
     mooncake          vLLM's MooncakeStoreConnector (vllm_mooncake_store.py), with Mooncake's memory
-                      in the server; Mooncake listens on all interfaces, so that all servers run in
-                      a network namespace of their own (`unshare`, `ip`)
+                      in the server; only where `--arms` names it. Mooncake listens on all
+                      interfaces, so that all servers run in a network namespace (`unshare`, `ip`)
     lmcache           LMCache's connector and its server, which it starts (`--lmcache FOLDER`:
                       `pip install --no-deps --target FOLDER lmcache==0.5.6 sortedcontainers nvtx`)
 
@@ -226,7 +226,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, nargs="*", default=[4000])
     parser.add_argument("--lmcache", type=Path, help="where `pip install --target` put LMCache")
-    parser.add_argument("--arms", nargs="*", choices=ARMS, default=ARMS, help="beside none")
+    parser.add_argument("--arms", nargs="*", choices=ARMS, default=ARMS[:3], help="beside none")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--read", type=Path, help="print the table of such a file again")
     parser.add_argument(CONTAINED, action="store_true", help=argparse.SUPPRESS)

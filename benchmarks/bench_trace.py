@@ -165,14 +165,16 @@ def measure(
         "--speed", str(hour_s / options.duration), "--max-in-flight", "256", "--seed", seed,
         "--goodput", f"ttft:{options.ttft_ms}", "--output", str(report),
     ]  # fmt: skip
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode not in (0, 1):  # 1: a request failed, which the report counts
+        raise SystemExit(f"{arm}: baton bench serve failed: {done.stderr[-2000:]}")
     found = json.loads(report.read_bytes())
     figures = found["figures"]
     return Run(
         arm,
         (figures["num_cached_tokens"] or 0) / figures["num_prompt_tokens"],
-        figures["goodput"],
-        figures["goodput"] / figures["requests_per_s"],
+        figures["goodput"]["requests_per_s"],
+        figures["goodput"]["share"],
         figures["ttft_s"]["p50"] * 1e3,
         figures["ttft_s"]["p99"] * 1e3,
         figures["tpot_s"]["p50"] * 1e3,
