@@ -11,8 +11,8 @@ prefix cache, and with memory for KV behind it:
     offloading        vLLM's OffloadingConnector, to the server's own memory; vLLM has no copies
                       for CPUs, so they are those of vllm_host_offloading.py
     mooncake          vLLM's MooncakeStoreConnector (vllm_mooncake_store.py), with Mooncake's memory
-                      in the server; only where `--arms` names it. Mooncake listens on all
-                      interfaces, so that all servers run in a network namespace (`unshare`, `ip`)
+                      in the server. Mooncake listens on all interfaces, so that all servers
+                      run in a network namespace (`unshare`, `ip`)
     lmcache           LMCache's connector and its server, which it starts (`--lmcache FOLDER`:
                       `pip install --no-deps --target FOLDER lmcache==0.5.6 sortedcontainers nvtx`)
 
@@ -163,11 +163,11 @@ def connectors(folder: Path) -> dict[str, dict[str, object] | None]:
                 "lmcache.mp.host": "tcp://127.0.0.1",
                 "lmcache.mp.port": find_free_port(),
                 "lmcache.mp.autostart": True,
-                "lmcache.mp.autostart.server_args": [
-                    "--l1-size-gb", "0.5", "--chunk-size", "128", "--disable-observability",
-                    "--http-port", str(find_free_port()), "--supported-transfer-mode", "auto",
-                    "--eviction-policy", "LRU",
-                ],
+                "lmcache.mp.autostart.server_args": (
+                    "--l1-size-gb 0.5 --chunk-size 128 --disable-observability "
+                    "--supported-transfer-mode auto --eviction-policy LRU "
+                    f"--http-port {find_free_port()}"
+                ),
             },
         },
     }  # fmt: skip
@@ -226,7 +226,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, nargs="*", default=[4000])
     parser.add_argument("--lmcache", type=Path, help="where `pip install --target` put LMCache")
-    parser.add_argument("--arms", nargs="*", choices=ARMS, default=ARMS[:3], help="beside none")
+    parser.add_argument("--arms", nargs="*", choices=ARMS, default=ARMS, help="beside none")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--read", type=Path, help="print the table of such a file again")
     parser.add_argument(CONTAINED, action="store_true", help=argparse.SUPPRESS)
