@@ -44,7 +44,7 @@ ENTRY_TOKENS = 64
 NUM_PARTS = 2
 EMBEDDED_BLOCK = 24
 SOON_S = 20.0
-NUM_STREAMED = 400
+NUM_STREAMED = 800
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,7 @@ def test_a_prompt_goes_to_a_server_that_can_load_it(
     folder: Path,
 ) -> None:
     """One of two servers has computed it, and is busy with an answer: the other one loads it."""
-    (prompt,) = make_prompts(1, seed=60, shortest=1000, longest=1000)
+    (prompt,) = make_prompts(1, seed=60, shortest=2000, longest=2000)
     expected = ask_one(cluster.oracle, prompt)
     before = find_entries(folder)
     changes = {"router.policy": "prefix", "router.options.prefix.tokens_per_answer": 4000}
