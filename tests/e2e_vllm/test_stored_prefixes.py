@@ -44,7 +44,7 @@ ENTRY_TOKENS = 64
 NUM_PARTS = 2
 EMBEDDED_BLOCK = 24
 SOON_S = 20.0
-NUM_STREAMED = 400
+NUM_STREAMED = 800
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,7 @@ def test_a_prompt_goes_to_a_server_that_can_load_it(
     folder: Path,
 ) -> None:
     """One of two servers has computed it, and is busy with an answer: the other one loads it."""
-    (prompt,) = make_prompts(1, seed=60, shortest=1000, longest=1000)
+    (prompt,) = make_prompts(1, seed=60, shortest=2000, longest=2000)
     expected = ask_one(cluster.oracle, prompt)
     before = find_entries(folder)
     changes = {"router.policy": "prefix", "router.options.prefix.tokens_per_answer": 4000}
@@ -152,15 +152,11 @@ def test_a_prompt_goes_to_a_server_that_can_load_it(
         assert b"data: " in stream.readline()
         _, explained = post(f"{gateway.url}/debug/route", make_body(prompt))
         answer = ask_one(gateway, prompt)
-        running = {
-            worker["worker"]: worker["given"]["num_decodes"] for worker in read_workers(gateway)
-        }
-        assert running[busy] == 1, "the server was not busy for long enough"
         stream.read()
     num_stored = count_full(len(prompt))
     assert list(explained["stored_tokens"].values()) == [num_stored]
     trace = read_request(gateway, answer.request_id)
-    assert trace["gateway"]["peer"] == idle
+    assert trace["gateway"]["peer"] == idle, "the other one was not busy for long enough"
     assert any(f"can load {num_stored}" in line for line in trace["placement"])
     check_same([first, answer], [expected, expected])
     assert answer.num_cached == num_stored
