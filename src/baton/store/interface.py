@@ -23,6 +23,13 @@ if TYPE_CHECKING:
 EntryName = NewType("EntryName", bytes)
 """32 bytes: the SHA-256 that names an entry (`store.entry_format`)."""
 
+TenantLabel = NewType("TenantLabel", bytes)
+"""8 bytes that stand for the tenant whose KV an entry is: a keyed hash of its salt."""
+
+TENANT_BYTES: Final = 8
+NO_TENANT: Final = TenantLabel(bytes(TENANT_BYTES))
+"""Of entries that are no tenant's (completion markers and the like)."""
+
 Body: TypeAlias = "bytes | bytearray | memoryview"
 
 NAME_BYTES: Final = 32
@@ -70,6 +77,11 @@ class EntryLease(Protocol):
         """Bytes of the body."""
         ...
 
+    @property
+    def tenant(self) -> TenantLabel:
+        """Whose it is, as its writer stated."""
+        ...
+
     def try_read(self, into: memoryview) -> bool:
         """Copy the body into `num_bytes` writable bytes; whether it is what was put.
 
@@ -96,8 +108,10 @@ class Tier(Protocol):
         """How many leading names are there: stops at the first miss."""
         ...
 
-    def put(self, name: EntryName, body: Body) -> PutResult:
+    def put(self, name: EntryName, body: Body, tenant: TenantLabel = NO_TENANT) -> PutResult:
         """Keep a body; others make room for it, as the tier's eviction policy chooses.
+
+        Where the tier bounds what one tenant may hold, the tenant's own entries make room first.
 
         Raises:
             StoreFullError: there is no room, and none can be made.
@@ -189,7 +203,7 @@ class RemoteLookup(Protocol):
 class PutsEntries(Protocol):
     """Where a tier puts what it has no room for."""
 
-    def put(self, name: EntryName, body: Body) -> PutResult:
+    def put(self, name: EntryName, body: Body, tenant: TenantLabel = NO_TENANT) -> PutResult:
         """See `Tier.put`."""
         ...
 
@@ -198,7 +212,7 @@ class PutsEntries(Protocol):
 class WritesBehind(Protocol):
     """A tier that takes entries from the one above without making it wait."""
 
-    def put_behind(self, name: EntryName, body: Body) -> PutResult:
+    def put_behind(self, name: EntryName, body: Body, tenant: TenantLabel = NO_TENANT) -> PutResult:
         """Take an entry; it is written later, or dropped where that fails.
 
         This process finds it at once, others once it is written.

@@ -24,9 +24,11 @@ from baton.store.folder import (
     body_pool,
     directory,
     evicted_names,
+    known_names,
     leases,
     reservations,
     shared_capacity,
+    tenant_counts,
     tier,
 )
 from baton.testing.store_contract import (
@@ -97,9 +99,11 @@ def failing(
         body_pool,
         directory,
         evicted_names,
+        known_names,
         leases,
         reservations,
         shared_capacity,
+        tenant_counts,
         tier,
     )
     for module in modules:

@@ -18,7 +18,7 @@ from baton.store.entry_format import (
     BodyCheck,
     BodySeal,
     make_header,
-    read_digest,
+    read_header,
 )
 from baton.store.folder.body_pool import EXTENT_BYTES, copy_in, count_extents, pack_runs
 from baton.store.folder.directory import write_unnamed
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from baton.store.folder.body_pool import BodyPool, Run
     from baton.store.folder.directory import UnnamedFile
     from baton.store.folder.shared_capacity import SharedCapacity
-    from baton.store.interface import Body, EntryName
+    from baton.store.interface import Body, EntryName, TenantLabel
 
 ALLOCATION_BYTES: Final = 4096
 """What a filesystem gives a file at least."""
@@ -90,9 +90,12 @@ class FileBodies:
         """Take memory for a body, under the capacity's lock; False: there is too little."""
         return True
 
-    def write(self, name: EntryName, body: Body) -> AbstractContextManager[UnnamedFile]:
+    def write(
+        self, name: EntryName, body: Body, tenant: TenantLabel
+    ) -> AbstractContextManager[UnnamedFile]:
         """The entry's file, complete but for its name; see `write_unnamed`."""
-        return write_unnamed(self._folder, (make_header(self._key, name, body), body))
+        header = make_header(self._key, name, body, tenant=tenant)
+        return write_unnamed(self._folder, (header, body))
 
     def give_back(self) -> None:
         """Under the capacity's lock: the body that memory was taken for is not kept."""
@@ -113,12 +116,10 @@ class FileBodies:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             return None
-        digest = read_digest(name, os.pread(fd, HEADER_BYTES, 0), status.st_size)
-        if digest is None:
+        header = read_header(name, os.pread(fd, HEADER_BYTES, 0), status.st_size)
+        if header is None:
             return None
-        num_bytes = count_body_bytes(status)
-        begin_check = partial(BodyCheck, self._key, name, num_bytes, digest)
-        return FileEntryLease(fd, num_bytes, begin_check, on_damage)
+        return FileEntryLease(fd, header, partial(BodyCheck, self._key, header), on_damage)
 
     def unlink(self, name: EntryName, num_bytes: int) -> None:  # noqa: ARG002 - goes with the file
         """Remove an entry with a body of so many bytes, under the capacity's lock.
@@ -154,10 +155,12 @@ class PooledBodies(FileBodies):
         self._taken = runs or ()
         return runs is not None
 
-    def write(self, name: EntryName, body: Body) -> AbstractContextManager[UnnamedFile]:
+    def write(
+        self, name: EntryName, body: Body, tenant: TenantLabel
+    ) -> AbstractContextManager[UnnamedFile]:
         if not self._taken:
-            return super().write(name, body)
-        seal = BodySeal(self._key, name, len(body))
+            return super().write(name, body, tenant)
+        seal = BodySeal(self._key, name, len(body), tenant=tenant)
         for piece in copy_in(self._pool.views(self._taken, len(body)), body):
             seal.add(piece.data)
         head = seal.make_header(POOLED_MAGIC) + pack_runs(self._taken)
@@ -181,13 +184,13 @@ class PooledBodies(FileBodies):
             return super().try_lease(fd, name, on_damage)
         if not try_share(fd):
             return None
-        header = os.pread(fd, HEADER_BYTES, 0)
-        digest, runs = read_digest(name, header, status.st_size, POOLED_MAGIC), read_runs(fd)
-        if digest is None or runs is None:
+        raw = os.pread(fd, HEADER_BYTES, 0)
+        header, runs = read_header(name, raw, status.st_size, POOLED_MAGIC), read_runs(fd)
+        if header is None or runs is None:
             return None
-        begin_check = partial(BodyCheck, self._key, name, num_bytes, digest)
+        begin_check = partial(BodyCheck, self._key, header)
         body = PooledBody(self._pool, runs, partial(self._free_late, self._pool.generation))
-        return PooledEntryLease(fd, num_bytes, begin_check, on_damage, body)
+        return PooledEntryLease(fd, header, begin_check, on_damage, body)
 
     def unlink(self, name: EntryName, num_bytes: int) -> None:
         if not self._holds(num_bytes):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -13,28 +14,30 @@ from typing import TYPE_CHECKING, Annotated, Final
 import msgspec
 
 from baton.errors import ConfigError, StoreError, StoreFullError, mapped
-from baton.store.capacity import MAX_PINNED_SHARE, StoredEntry
+from baton.store.capacity import MAX_PINNED_SHARE, Shortage, StoredEntry
 from baton.store.eviction import EVICTIONS
 from baton.store.folder.bodies import FileBodies, PooledBodies, count_body_bytes, open_unnoticed
 from baton.store.folder.directory import FILE_MODE, remove_unfinished
 from baton.store.folder.entry_times import (
     PINNED_MODE,
     read_entry,
+    read_place,
     to_times_after_use_ns,
     to_times_ns,
 )
 from baton.store.folder.evicted_names import EvictedNames
+from baton.store.folder.known_names import KnownNames
 from baton.store.folder.leases import has_name
-from baton.store.folder.shared_capacity import SharedCapacity
-from baton.store.interface import EntryName, PutResult, Usage
+from baton.store.folder.shared_capacity import NOTHING_REMOVED, Removed, SharedCapacity
+from baton.store.interface import NO_TENANT, EntryName, PutResult, Usage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from baton.store.folder.body_pool import BodyPool
     from baton.store.folder.directory import Folder, UnnamedFile
     from baton.store.folder.leases import FileEntryLease
-    from baton.store.interface import Body, TierContext
+    from baton.store.interface import Body, TenantLabel, TierContext
 
 logger = logging.getLogger(__name__)
 
@@ -48,14 +51,16 @@ _ENTRY: Final = re.compile(r"[0-9a-f]{64}")
 
 
 class FolderTierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`capacity_bytes` is for all that share the folder; it and `eviction` are the same for them.
+    """`capacity_bytes` is for all that share the folder; the options are the same for them.
 
-    What was not used for `ttl_s` is not found any more; None: however old it is.
+    What was not used for `ttl_s` is not found any more; None: however old it is. A tenant holds at
+    most `tenant_share` of the capacity: beyond that its own entries make room for its next ones.
     """
 
     capacity_bytes: Annotated[int, msgspec.Meta(ge=1)]
     eviction: str = "lru"
     ttl_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    tenant_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
 
 
 class FolderTier:
@@ -77,39 +82,46 @@ class FolderTier:
         """
         self._folder, self._fd = folder, folder.fd
         self._capacity_bytes, self._ttl_s = options.capacity_bytes, options.ttl_s
+        self._tenant_bytes = int(options.tenant_share * options.capacity_bytes)
         self._clock, self._below = context.clock, context.below
         self._num_damaged = self._num_demoted = self._num_dropped = self._num_expired = 0
         self._is_reported = False
         self._looks_again_at = 0.0
         self._policy = EVICTIONS.build(options.eviction, {})
         with mapped({OSError: ConfigError, StoreError: ConfigError}):
-            self._capacity = SharedCapacity(folder.fd, options.capacity_bytes)
+            self._capacity = SharedCapacity(folder.fd, options.capacity_bytes, self._tenant_bytes)
             self._bodies = FileBodies(folder.fd, context.key)
             if pool is not None:
                 self._bodies = PooledBodies(folder.fd, context.key, pool, self._capacity)
             remove_unfinished(folder.fd)
             if folder.was_unused:
+                if self._capacity.has_older_entries:
+                    self._remove_older()
                 self._capacity.recount(self._count)
+            self._known = KnownNames(folder.fd)
             remembers = self._policy.remembers
             self._evicted = EvictedNames(folder.fd, options.capacity_bytes) if remembers else None
 
     def find(self, names: Sequence[EntryName]) -> int:
-        for index, name in enumerate(names):
-            if self._find(name) is None:
-                return index
-        return len(names)
+        num_known = 0
+        if self._ttl_s is None:  # else an entry's age has to be looked at
+            num_known = self._known.count_leading(names, self._clock.now())
+        unknown = range(num_known, len(names))
+        num_found = next((at for at in unknown if self._find(names[at]) is None), len(names))
+        self._known.add(names[num_known:num_found])
+        return num_found
 
-    def put(self, name: EntryName, body: Body) -> PutResult:
+    def put(self, name: EntryName, body: Body, tenant: TenantLabel = NO_TENANT) -> PutResult:
         status = self._find(name)
         if status is not None:
             self._mark_use(name, status)
             return PutResult.EXISTS
         cost = self._bodies.compute_cost(len(body))
-        self._reserve(cost, len(body))
+        self._reserve(cost, len(body), tenant)
         try:
-            with self._bodies.write(name, body) as unnamed_file:
-                unnamed_file.set_times(to_times_ns(self._make_entry(name, cost)))
-                is_new = self._capacity.commit(cost, partial(self._try_link, unnamed_file, name))
+            with self._bodies.write(name, body, tenant) as unnamed_file:
+                try_link = partial(self._try_link, unnamed_file, self._make_entry(name, cost))
+                is_new = self._capacity.commit(cost, try_link, tenant)
         except StoreError:
             self._capacity.release(cost, self._bodies.give_back)
             raise
@@ -124,11 +136,13 @@ class FolderTier:
 
     def try_lease(self, name: EntryName) -> FileEntryLease | None:
         status = self._find(name)
-        if status is None:
+        lease = None
+        if status is not None:
+            lease = self._try_open(name, partial(self._remove_damaged, name))
+        if status is None or lease is None:
+            self._known.forget(name)
             return None
-        lease = self._try_open(name, partial(self._remove_damaged, name))
-        if lease is not None:
-            self._mark_use(name, status)
+        self._mark_use(name, status)
         return lease
 
     def pin(self, name: EntryName) -> bool:
@@ -159,7 +173,7 @@ class FolderTier:
         self._expire_old()
         excess_bytes = self._capacity.peek().excess_bytes
         if excess_bytes:
-            self._evict(excess_bytes)
+            self._evict(Shortage(excess_bytes))
 
     def _expire_old(self) -> None:
         """Remove what is too old, a twentieth of `ttl_s` after it is at the latest.
@@ -219,10 +233,11 @@ class FolderTier:
         """See `Tier`. The folder stays open: it is the caller's."""
         self._bodies.close()
         self._capacity.close()
+        self._known.close()
         if self._evicted is not None:
             self._evicted.close()
 
-    def _reserve(self, cost: int, num_bytes: int) -> None:
+    def _reserve(self, cost: int, num_bytes: int, tenant: TenantLabel) -> None:
         """Count an entry as kept, and take memory for its body, making room for both first.
 
         Raises:
@@ -231,30 +246,39 @@ class FolderTier:
         """
         if cost > self._capacity_bytes:
             raise StoreFullError(f"an entry of {cost} bytes where {self._capacity_bytes} fit")
+        if cost > self._tenant_bytes and tenant != NO_TENANT:
+            raise StoreFullError(
+                f"an entry of {cost} bytes where a tenant may hold {self._tenant_bytes}: "
+                "tenant_share is too small for it"
+            )
         try_take = partial(self._bodies.try_take, num_bytes)
         for num_rounds in range(1, _MAX_ROUNDS + 1):
-            shortage = self._capacity.try_reserve(cost, try_take)
-            if shortage == 0:
+            shortage = self._capacity.try_reserve(cost, try_take, tenant)
+            if shortage is None:
                 return
             self._evict(shortage)
             if num_rounds == _MAX_ROUNDS - 1:  # users that were killed may hold memory still
                 self._capacity.recount(self._count)
         raise StoreFullError(f"no room for {cost} bytes: others take what is freed")
 
-    def _try_link(self, unnamed_file: UnnamedFile, name: EntryName) -> bool:
-        is_new = unnamed_file.try_link(name.hex())
+    def _try_link(self, unnamed_file: UnnamedFile, entry: StoredEntry, place: int) -> bool:
+        unnamed_file.set_times(to_times_ns(entry, place))
+        is_new = unnamed_file.try_link(entry.name.hex())
         if not is_new:
             self._bodies.give_back()
         return is_new
 
-    def _evict(self, num_bytes: int) -> None:
+    def _evict(self, shortage: Shortage) -> None:
         """Make entries go, as the policy chooses; set the count right where it was too high.
 
         Raises:
             StoreError: they cannot be listed, or another process holds the lock.
         """
-        committed_bytes = self._capacity.peek().committed_bytes
+        counted_bytes = self._capacity.peek_held(shortage.tenant)
         entries = self._list_settled()
+        if shortage.tenant != NO_TENANT:
+            entries = [entry for entry in entries if entry.tenant == shortage.tenant]
+        num_bytes = shortage.num_bytes
         eviction = self._policy.choose(entries, num_bytes, self._clock.unix_now())
         for entry in eviction.requeued:
             self._mark(entry)
@@ -268,7 +292,7 @@ class FolderTier:
             if self._evicted is not None and not victim.is_protected:
                 self._evicted.add(victim.name)
         # Killed users' removals are not counted.
-        too_much = committed_bytes - sum(entry.num_bytes for entry in entries)
+        too_much = counted_bytes - sum(entry.num_bytes for entry in entries)
         if freed < num_bytes or too_much > self._capacity_bytes // COUNT_TOLERANCE_PARTS:
             self._capacity.recount(self._count)
 
@@ -282,7 +306,7 @@ class FolderTier:
             body = memoryview(bytearray(lease.num_bytes))
             try:
                 if lease.try_read(body):
-                    below.put(name, body)
+                    below.put(name, body, lease.tenant)
                     return True
             except StoreError as exc:
                 self._report(exc)
@@ -292,30 +316,45 @@ class FolderTier:
         with suppress(StoreError):
             self._capacity.remove(partial(self._unlink, name))
 
-    def _unlink(self, name: EntryName) -> int:
-        """Remove an entry; the bytes that it took up, 0 if it is not there."""
+    def _unlink(self, name: EntryName) -> Removed:
+        """Remove an entry, if it is there."""
         try:
             status = self._stat(name)
             self._bodies.unlink(name, count_body_bytes(status))
         except OSError:
-            return 0
-        return self._bodies.compute_cost(count_body_bytes(status))
+            return NOTHING_REMOVED
+        self._known.report_removed(name)
+        cost = self._bodies.compute_cost(count_body_bytes(status))
+        return Removed(cost, read_place(status))
 
-    def _unlink_victim(self, name: EntryName) -> int:
+    def _unlink_victim(self, name: EntryName) -> Removed:
         """The same, unless it was pinned since it was chosen."""
         try:
             is_pinned = self._read_entry(name, self._stat(name)).is_pinned
         except OSError:
-            return 0
-        return 0 if is_pinned else self._unlink(name)
+            return NOTHING_REMOVED
+        return NOTHING_REMOVED if is_pinned else self._unlink(name)
 
     def _expire(self, entry: StoredEntry) -> None:
         self._num_expired += 1
         self._remove(entry.name)
 
-    def _count(self) -> int:
+    def _count(self) -> Mapping[int, int]:
+        """Bytes that entries take up, by the places of their tenants."""
         self._bodies.recount((n, count_body_bytes(status)) for n, status in self._iter_files())
-        return sum(entry.num_bytes for entry in self._iter_entries())
+        held_bytes: Counter[int] = Counter()
+        for _, status in self._iter_files():
+            cost = self._bodies.compute_cost(count_body_bytes(status))
+            held_bytes[read_place(status)] += cost
+        return held_bytes
+
+    def _remove_older(self) -> None:
+        """Remove entries of an older version: they could not be read, and state no tenant."""
+        names = [name for name, _ in self._iter_files()]
+        for name in names:
+            os.unlink(name.hex(), dir_fd=self._fd)
+        if names:
+            logger.info("store: %d entries of an older version are removed", len(names))
 
     def _remove_damaged(self, name: EntryName) -> None:
         self._num_damaged += 1
@@ -351,7 +390,7 @@ class FolderTier:
     def _mark(self, entry: StoredEntry) -> None:
         """Keep what eviction must know of an entry with it. Two users at once: one use is lost."""
         with suppress(OSError):
-            times = to_times_ns(entry)
+            times = to_times_ns(entry, self._capacity.find_place(entry.tenant))
             os.utime(entry.name.hex(), ns=times, dir_fd=self._fd, follow_symlinks=False)
 
     def _mark_use(self, name: EntryName, status: os.stat_result) -> None:
@@ -385,11 +424,15 @@ class FolderTier:
         return settled
 
     def _iter_entries(self) -> Iterator[StoredEntry]:
+        labels = self._capacity.peek_tenants()
         for name, status in self._iter_files():
-            yield self._read_entry(name, status)
+            yield self._read_entry(name, status, labels.at(read_place(status)))
 
-    def _read_entry(self, name: EntryName, status: os.stat_result) -> StoredEntry:
-        return read_entry(name, status, self._bodies.compute_cost(count_body_bytes(status)))
+    def _read_entry(
+        self, name: EntryName, status: os.stat_result, tenant: TenantLabel = NO_TENANT
+    ) -> StoredEntry:
+        cost = self._bodies.compute_cost(count_body_bytes(status))
+        return read_entry(name, status, cost, tenant)
 
     def _iter_files(self) -> Iterator[tuple[EntryName, os.stat_result]]:
         with os.scandir(self._fd) as found:
