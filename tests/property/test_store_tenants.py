@@ -37,6 +37,7 @@ class Users(RuleBasedStateMachine):
         self.place = Path(tempfile.mkdtemp(dir="/dev/shm"))
         self.folders = [Folder(self.place / "kv") for _ in range(2)]
         self.users = [self.open(folder) for folder in self.folders]
+        self.is_exact = True
 
     def open(self, folder: Folder) -> FolderTier:
         options = FolderTierOptions(capacity_bytes=CAPACITY, tenant_share=SHARE)
@@ -67,30 +68,31 @@ class Users(RuleBasedStateMachine):
         self.users[user].discard(name)
         assert [each.find([name]) for each in self.users] == [0, 0]
 
-    @rule(user=st.integers(0, 1), tenant=tenants, num_bytes=st.integers(1, CAPACITY // 4))
+    @rule(user=st.integers(0, 1), tenant=tenants, num_bytes=st.integers(CAPACITY // 8, CAPACITY // 4))
     def die_before_the_entry_has_its_name(
         self, user: int, tenant: TenantLabel, num_bytes: int
     ) -> None:
         """Counted, and not linked: too much is counted until it is needed."""
         counts = SharedCapacity(self.folders[user].fd, CAPACITY, int(SHARE * CAPACITY))
-        counts._tenants.write(
-            counts.find_place(tenant), tenant, counts.peek_held(tenant) + num_bytes
-        ) if tenant != NO_TENANT else None
+        if tenant != NO_TENANT:
+            self.is_exact = False
+            counted = counts.peek_held(tenant) + num_bytes
+            counts._tenants.write(counts.find_place(tenant), tenant, counted)
         counts.close()
 
     @rule(user=st.integers(0, 1))
     def recount(self, user: int) -> None:
         tier = self.users[user]
         tier._capacity.recount(tier._count)
-        for tenant in TENANTS[1:]:
-            assert tier._capacity.peek_held(tenant) == self.held()[tenant]
+        self.is_exact = True
 
     @invariant()
     def no_tenant_holds_more_than_its_share_and_none_is_counted_short(self) -> None:
         held = self.held()
         for tenant in TENANTS[1:]:
             assert held[tenant] <= int(SHARE * CAPACITY)
-            assert held[tenant] <= self.users[0]._capacity.peek_held(tenant)
+            counted = self.users[0]._capacity.peek_held(tenant)
+            assert held[tenant] == counted if self.is_exact else held[tenant] <= counted
         assert sum(held.values()) == self.users[0].usage().used_bytes <= CAPACITY
 
     @invariant()
@@ -116,7 +118,7 @@ class Users(RuleBasedStateMachine):
 
 
 TestUsers = Users.TestCase
-TestUsers.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+TestUsers.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
 
 
 @given(st.lists(st.tuples(tenants, st.integers(0, 2)), max_size=6), tenants)
