@@ -68,7 +68,9 @@ class Users(RuleBasedStateMachine):
         self.users[user].discard(name)
         assert [each.find([name]) for each in self.users] == [0, 0]
 
-    @rule(user=st.integers(0, 1), tenant=tenants, num_bytes=st.integers(CAPACITY // 8, CAPACITY // 4))
+    @rule(
+        user=st.integers(0, 1), tenant=tenants, num_bytes=st.integers(CAPACITY // 8, CAPACITY // 4)
+    )
     def die_before_the_entry_has_its_name(
         self, user: int, tenant: TenantLabel, num_bytes: int
     ) -> None:

@@ -155,6 +155,7 @@ def make_families(reports: Sequence[TierReport]) -> Iterator[Metric]:
     yield from _counted(reports)
     yield from _lost(reports)
     yield from _reached(reports)
+    yield from _compressed(reports)
     used = GaugeMetricFamily("baton_store_used_bytes", "Taken up by entries.", labels=["tier"])
     capacity = GaugeMetricFamily(
         "baton_store_capacity_bytes", "That entries may take up.", labels=["tier"]
@@ -204,6 +205,22 @@ def _lost(reports: Sequence[TierReport]) -> Iterator[Metric]:
         evictions.add_metric([kind, "expired"], usage.num_expired)
         damaged.add_metric([kind], usage.num_damaged)
     yield from (evictions, damaged)
+
+
+def _compressed(reports: Sequence[TierReport]) -> Iterator[Metric]:
+    num_bytes = CounterMetricFamily(
+        "baton_store_compression_bytes", "Of bodies that were compressed.", labels=["tier", "form"]
+    )
+    is_on = GaugeMetricFamily(
+        "baton_store_compressing", "1: bodies are compressed; 0: it does not pay.", labels=["tier"]
+    )
+    for report in reports:
+        compression = report.usage.compression
+        if compression is not None:
+            num_bytes.add_metric([report.kind, "raw"], compression.raw_bytes)
+            num_bytes.add_metric([report.kind, "compressed"], compression.compressed_bytes)
+            is_on.add_metric([report.kind], compression.is_on)
+    yield from (num_bytes, is_on)
 
 
 def _reached(reports: Sequence[TierReport]) -> Iterator[Metric]:

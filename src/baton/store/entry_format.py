@@ -1,4 +1,4 @@
-"""An entry's bytes: KV of some tokens in canonical order, and its file's 84-byte header."""
+"""An entry's bytes: KV of some tokens in canonical order, and its file's 92-byte header."""
 
 from __future__ import annotations
 
@@ -118,19 +118,26 @@ POOLED_MAGIC: Final = b"BATONKP4"
 NONCE_BYTES: Final = 12
 TAG_BYTES: Final = 16
 DIGEST_BYTES: Final = NONCE_BYTES + TAG_BYTES
-_HEADER: Final = struct.Struct(f"<8s{NAME_BYTES}s{DIGEST_BYTES}s{TENANT_BYTES}sQ")
+_HEADER: Final = struct.Struct(f"<8s{NAME_BYTES}s{DIGEST_BYTES}s{TENANT_BYTES}sQQ")
 HEADER_BYTES: Final = _HEADER.size
-_LENGTH: Final = struct.Struct("<Q")
+MAX_EXPANSION: Final = 64
+"""A body that is compressed is at most so many times as long: readers get memory before they know
+that it is authentic."""
+_LENGTHS: Final = struct.Struct("<QQ")
 
 
 @dataclass(frozen=True, slots=True)
 class EntryHeader:
-    """What an entry states of itself; the digest authenticates it together with the body."""
+    """What an entry states of itself; the digest authenticates it together with the body.
+
+    `whole_bytes`: where the tier has compressed the body, of how many bytes it was made; else 0.
+    """
 
     name: EntryName
     num_bytes: int
     digest: bytes
     tenant: TenantLabel = NO_TENANT
+    whole_bytes: int = 0
 
 
 def make_header(
@@ -140,12 +147,13 @@ def make_header(
     nonce: bytes | None = None,
     *,
     tenant: TenantLabel = NO_TENANT,
+    whole_bytes: int = 0,
 ) -> bytes:
     """The header of an entry. `key`: the 32 bytes of `TierContext.key`.
 
     `nonce`: 12 bytes, never used with this key before; None: random ones.
     """
-    seal = BodySeal(key, name, len(body), nonce, tenant=tenant)
+    seal = BodySeal(key, name, len(body), nonce, tenant=tenant, whole_bytes=whole_bytes)
     seal.add(body)
     return seal.make_header(MAGIC)
 
@@ -154,10 +162,10 @@ def parse_header(raw: bytes, magic: bytes = MAGIC) -> EntryHeader | None:
     """The header of any entry; None if it is none, or one of another version."""
     if len(raw) != HEADER_BYTES:
         return None
-    begins, name, digest, tenant, num_bytes = _HEADER.unpack(raw)
-    if begins != magic or num_bytes > MAX_BODY_BYTES:
+    begins, name, digest, tenant, whole_bytes, num_bytes = _HEADER.unpack(raw)
+    if begins != magic or num_bytes > MAX_BODY_BYTES or whole_bytes > MAX_EXPANSION * num_bytes:
         return None
-    return EntryHeader(EntryName(name), num_bytes, digest, TenantLabel(tenant))
+    return EntryHeader(EntryName(name), num_bytes, digest, TenantLabel(tenant), whole_bytes)
 
 
 def read_header(
@@ -188,10 +196,11 @@ class BodySeal:
         nonce: bytes | None = None,
         *,
         tenant: TenantLabel = NO_TENANT,
+        whole_bytes: int = 0,
     ) -> None:
-        self._name, self._num_bytes, self._tenant = name, num_bytes, tenant
+        self._name, self._tenant, self._lengths = name, tenant, (whole_bytes, num_bytes)
         self._nonce = os.urandom(NONCE_BYTES) if nonce is None else nonce
-        self._mac = _Mac(key, self._nonce, _pack_stated(name, tenant, num_bytes))
+        self._mac = _Mac(key, self._nonce, _pack_stated(name, tenant, *self._lengths))
 
     def add(self, piece: Body) -> None:
         """The next bytes."""
@@ -200,14 +209,15 @@ class BodySeal:
     def make_header(self, magic: bytes) -> bytes:
         """After the last one; once."""
         digest = self._nonce + self._mac.finish()
-        return _HEADER.pack(magic, self._name, digest, self._tenant, self._num_bytes)
+        return _HEADER.pack(magic, self._name, digest, self._tenant, *self._lengths)
 
 
 class BodyCheck:
     """Whether a body is what was put under a header, by a holder of the key: it comes in pieces."""
 
     def __init__(self, key: bytes, header: EntryHeader) -> None:
-        stated = _pack_stated(header.name, header.tenant, header.num_bytes)
+        lengths = header.whole_bytes, header.num_bytes
+        stated = _pack_stated(header.name, header.tenant, *lengths)
         self._expected = header.digest[NONCE_BYTES:]
         self._mac = _Mac(key, header.digest[:NONCE_BYTES], stated)
 
@@ -238,9 +248,9 @@ class _Mac:
         return self._encryptor.tag
 
 
-def _pack_stated(name: EntryName, tenant: TenantLabel, num_bytes: int) -> bytes:
+def _pack_stated(name: EntryName, tenant: TenantLabel, whole_bytes: int, num_bytes: int) -> bytes:
     """What a tag covers besides the body."""
-    return name + tenant + _LENGTH.pack(num_bytes)
+    return name + tenant + _LENGTHS.pack(whole_bytes, num_bytes)
 
 
 @lru_cache(maxsize=16)

@@ -52,12 +52,22 @@ class ServerHealth:
 
 
 @dataclass(frozen=True, slots=True)
+class CompressionReport:
+    """Bodies that this process has compressed, their bytes before and after; is it on now."""
+
+    raw_bytes: int
+    compressed_bytes: int
+    is_on: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """How full a tier is, as its users count it, and what this process made go since it opened it.
 
     `used_bytes` is of all processes; too high for a while after one was killed. Entries that had to
     make room went to the tier below, or were dropped; damaged ones were removed. `capacity_bytes`
-    is 0 where nothing is known to limit it. `server`: of a tier on a server.
+    is 0 where nothing is known to limit it. `server`: of a tier on a server. `compression`: of one
+    that may compress.
     """
 
     used_bytes: int
@@ -67,6 +77,7 @@ class Usage:
     num_damaged: int
     num_expired: int = 0
     server: ServerHealth | None = None
+    compression: CompressionReport | None = None
 
 
 class EntryLease(Protocol):

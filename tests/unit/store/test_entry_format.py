@@ -144,10 +144,21 @@ def test_the_tag_is_that_of_an_empty_message_of_aes_gcm() -> None:
     """Another implementation of the same: its additional data are all that is authenticated."""
     name, body = EntryName(b"n" * 32), bytes(range(200))
     header = make_header(KEY, name, body, NONCE, tenant=TENANT)
-    data = name + TENANT + len(body).to_bytes(8, "little") + body
+    data = name + TENANT + bytes(8) + len(body).to_bytes(8, "little") + body
     assert header[40:52] == NONCE
     assert header[52:68] == AESGCM(KEY).encrypt(NONCE, b"", data)
     assert make_header(KEY, name, body)[40:52] != make_header(KEY, name, body)[40:52]
+
+
+def test_a_compressed_body_states_how_long_it_was() -> None:
+    name, body = EntryName(b"n" * 32), b"body"
+    for whole_bytes, is_possible in ((0, True), (64 * 4, True), (64 * 4 + 1, False)):
+        raw = make_header(KEY, name, body, whole_bytes=whole_bytes)
+        header = read_header(name, raw, HEADER_BYTES + 4)
+        assert (header is not None) == is_possible
+        if header is not None:
+            assert header.whole_bytes == whole_bytes
+            assert has_digest(KEY, header, body)
 
 
 def test_a_record_says_what_it_is() -> None:
@@ -166,5 +177,6 @@ def test_a_record_says_what_it_is() -> None:
     assert read_header(other, raw, HEADER_BYTES + 4) is None
     assert read_header(name, raw, HEADER_BYTES + 3) is None
     assert read_header(name, raw[:-1], HEADER_BYTES + 4) is None
+    assert not has_digest(KEY, replace(header, whole_bytes=8), body), "said to be compressed"
     older = b"BATONKV3" + raw[8:]
     assert read_header(name, older, HEADER_BYTES + 4) is None

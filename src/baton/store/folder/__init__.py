@@ -12,4 +12,5 @@ File map:
     evicted_names.py    names that were evicted lately
     known_names.py      names that this process has found, and that were not removed since
     tier.py             `FolderTier`
+    compressing_tier.py, compressed_lease.py    the same where bodies may be compressed
 """

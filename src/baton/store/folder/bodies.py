@@ -91,10 +91,10 @@ class FileBodies:
         return True
 
     def write(
-        self, name: EntryName, body: Body, tenant: TenantLabel
+        self, name: EntryName, body: Body, tenant: TenantLabel, whole_bytes: int
     ) -> AbstractContextManager[UnnamedFile]:
-        """The entry's file, complete but for its name; see `write_unnamed`."""
-        header = make_header(self._key, name, body, tenant=tenant)
+        """The entry's file, complete but for its name; see `write_unnamed` and `EntryHeader`."""
+        header = make_header(self._key, name, body, tenant=tenant, whole_bytes=whole_bytes)
         return write_unnamed(self._folder, (header, body))
 
     def give_back(self) -> None:
@@ -156,11 +156,11 @@ class PooledBodies(FileBodies):
         return runs is not None
 
     def write(
-        self, name: EntryName, body: Body, tenant: TenantLabel
+        self, name: EntryName, body: Body, tenant: TenantLabel, whole_bytes: int
     ) -> AbstractContextManager[UnnamedFile]:
         if not self._taken:
-            return super().write(name, body, tenant)
-        seal = BodySeal(self._key, name, len(body), tenant=tenant)
+            return super().write(name, body, tenant, whole_bytes)
+        seal = BodySeal(self._key, name, len(body), tenant=tenant, whole_bytes=whole_bytes)
         for piece in copy_in(self._pool.views(self._taken, len(body)), body):
             seal.add(piece.data)
         head = seal.make_header(POOLED_MAGIC) + pack_runs(self._taken)

@@ -17,6 +17,7 @@ from baton.errors import ConfigError, StoreError, StoreFullError, mapped
 from baton.store.capacity import MAX_PINNED_SHARE, Shortage, StoredEntry
 from baton.store.eviction import EVICTIONS
 from baton.store.folder.bodies import FileBodies, PooledBodies, count_body_bytes, open_unnoticed
+from baton.store.folder.compressed_lease import CompressedEntryLease
 from baton.store.folder.directory import FILE_MODE, remove_unfinished
 from baton.store.folder.entry_times import (
     PINNED_MODE,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from baton.store.folder.body_pool import BodyPool
     from baton.store.folder.directory import Folder, UnnamedFile
     from baton.store.folder.leases import FileEntryLease
-    from baton.store.interface import Body, TenantLabel, TierContext
+    from baton.store.interface import Body, EntryLease, TenantLabel, TierContext
 
 logger = logging.getLogger(__name__)
 
@@ -116,10 +117,16 @@ class FolderTier:
         if status is not None:
             self._mark_use(name, status)
             return PutResult.EXISTS
+        return self._keep(name, body, tenant)
+
+    def _keep(
+        self, name: EntryName, body: Body, tenant: TenantLabel, whole_bytes: int = 0
+    ) -> PutResult:
+        """Put an entry that was not found. `whole_bytes`: see `EntryHeader`."""
         cost = self._bodies.compute_cost(len(body))
         self._reserve(cost, len(body), tenant)
         try:
-            with self._bodies.write(name, body, tenant) as unnamed_file:
+            with self._bodies.write(name, body, tenant, whole_bytes) as unnamed_file:
                 try_link = partial(self._try_link, unnamed_file, self._make_entry(name, cost))
                 is_new = self._capacity.commit(cost, try_link, tenant)
         except StoreError:
@@ -134,7 +141,7 @@ class FolderTier:
         is_back = self._evicted is not None and self._evicted.take(name)
         return StoredEntry(name, cost, used_at=now, queued_at=now, is_protected=is_back)
 
-    def try_lease(self, name: EntryName) -> FileEntryLease | None:
+    def try_lease(self, name: EntryName) -> EntryLease | None:
         status = self._find(name)
         lease = None
         if status is not None:
@@ -143,7 +150,12 @@ class FolderTier:
             self._known.forget(name)
             return None
         self._mark_use(name, status)
-        return lease
+        return self._to_entry_lease(lease)
+
+    def _to_entry_lease(self, lease: FileEntryLease) -> EntryLease:
+        """What gives back the body as it was put."""
+        is_compressed = bool(lease.header.whole_bytes)
+        return CompressedEntryLease(lease, None, self._clock) if is_compressed else lease
 
     def pin(self, name: EntryName) -> bool:
         """See `PinsEntries`."""

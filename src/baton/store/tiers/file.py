@@ -4,27 +4,32 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
 from baton.errors import ConfigError
 from baton.registry import Plugin
+from baton.store.folder.compressing_tier import CompressingTier
 from baton.store.folder.directory import USERS, Folder
-from baton.store.folder.tier import FolderTier, FolderTierOptions
+from baton.store.folder.tier import FolderTierOptions
 
 if TYPE_CHECKING:
     from baton.store.interface import TierContext, TierFactory
 
 
 class FileTierOptions(FolderTierOptions, frozen=True, kw_only=True):
-    """`directory` is made for this user alone; for the rest see `FolderTierOptions`."""
+    """`directory` is made for this user alone; for the rest see `FolderTierOptions`.
+
+    `compress`: bodies are kept in fewer bytes, without loss; "auto": where that is quicker here.
+    """
 
     directory: str
     capacity_bytes: Annotated[int, msgspec.Meta(ge=1)] = 16 << 30
+    compress: bool | Literal["auto"] = False
 
 
-class FileTier(FolderTier):
+class FileTier(CompressingTier):
     """See `Tier`. Nothing is flushed: what a power cut tears is found by its digest."""
 
     def __init__(self, options: FileTierOptions, context: TierContext) -> None:
@@ -40,7 +45,7 @@ class FileTier(FolderTier):
                 "the folder when they start"
             )
         self._own_folder = Folder(path)
-        super().__init__(self._own_folder, options, context)
+        super().__init__(self._own_folder, options, context, compresses=options.compress)
         self._is_closed = False
 
     def close(self) -> None:

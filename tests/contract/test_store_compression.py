@@ -1,0 +1,142 @@
+"""The tier `file` where it compresses: what is read is what was put, in tiers beside it, too."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from baton.clock import MachineClock
+from baton.store.counted_tier import make_families
+from baton.store.entry_format import HEADER_BYTES
+from baton.store.folder import directory
+from baton.store.interface import NO_TENANT, TenantLabel
+from baton.store.tiered import open_store
+from baton.testing.store_contract import CONTRACT_KEY, body_of, name_of, read_lease
+from baton.testing.store_faults import flip_bit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from baton.store.interface import Body, Tier
+    from baton.store.tiered import TieredStore
+
+KV_BYTES = 1 << 18
+TENANT = TenantLabel(b"tenant-A")
+RNG = np.random.default_rng(5)
+KV = [RNG.normal(size=KV_BYTES // 4).astype(np.float32).tobytes() for _ in range(12)]
+
+
+def opened(place: Path, *kinds: str, compress: object = True, **shared: object) -> TieredStore:
+    options = {
+        "shared": {"directory": str(place)} | shared,
+        "file": {"directory": str(place / "kv"), "compress": compress},
+    }
+    return open_store(
+        kinds or ("file",), options, cluster="test", key=CONTRACT_KEY, clock=MachineClock()
+    )
+
+
+def read(tier: Tier, content: str) -> bytes | None:
+    lease = tier.try_lease(name_of(content))
+    if lease is None:
+        return None
+    with lease:
+        return read_lease(lease)
+
+
+def samples(store: TieredStore) -> dict[tuple[str, ...], float]:
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in make_families(store.reports())
+        for sample in family.samples
+    }
+
+
+def test_kv_takes_less_room_and_is_what_was_put(tmp_path: Path) -> None:
+    noise, small = body_of("noise", KV_BYTES), body_of("small", 100)
+    with closing(opened(tmp_path)) as store:
+        for content, body in (("kv", KV[0]), ("noise", noise), ("small", small)):
+            store.put(name_of(content), body, TENANT)
+        sizes = {entry.name: entry.num_bytes for entry in store.entries()}
+        assert sizes[name_of("kv")] < 0.9 * KV_BYTES
+        assert sizes[name_of("noise")] >= KV_BYTES
+        assert store.usage().used_bytes == sum(sizes.values())
+        found = samples(store)
+        assert found["baton_store_compressing", "file"] == 1
+        assert found["baton_store_compression_bytes_total", "file", "raw"] == 2 * KV_BYTES
+        assert found["baton_store_compression_bytes_total", "file", "compressed"] < 1.9 * KV_BYTES
+        lease = store.try_lease(name_of("kv"))
+        assert lease is not None
+        assert (lease.num_bytes, lease.tenant) == (KV_BYTES, TENANT)
+        lease.release()
+    with closing(opened(tmp_path, compress=False)) as store:  # an operator's change
+        assert (read(store, "kv"), read(store, "noise"), read(store, "small")) == (
+            KV[0],
+            noise,
+            small,
+        )
+        assert store.tiers[0].is_whole(name_of("kv"))
+        store.discard(name_of("noise"))
+        store.put(name_of("noise"), noise)
+        assert ("baton_store_compressing", "file") not in samples(store)
+
+
+@pytest.mark.parametrize("at", [60, 70, 78, 86, HEADER_BYTES, HEADER_BYTES + 1000, -1])
+def test_a_flipped_bit_is_a_miss(tmp_path: Path, at: int) -> None:
+    with closing(opened(tmp_path)) as store:
+        store.put(name_of("kv"), KV[0], NO_TENANT)
+        path = tmp_path / "kv" / name_of("kv").hex()
+        flip_bit(path, at % path.stat().st_size, 2)
+        assert read(store, "kv") is None
+        assert store.tiers[0].usage().num_damaged == 1
+        assert store.find([name_of("kv")]) == 0
+
+
+def test_it_is_whole_again_in_the_tier_above(tmp_path: Path) -> None:
+    store = opened(tmp_path, "shared", "file", capacity_bytes=5 * KV_BYTES)
+    with closing(store):
+        for i, body in enumerate(KV):
+            store.put(name_of(f"kv {i}"), body, TENANT)
+        assert store.tiers[0].usage().num_demoted > 0
+        down = [e for e in store.tiers[1].entries() if e.tenant == TENANT]
+        assert len(down) == store.tiers[0].usage().num_demoted
+        assert all(entry.num_bytes < 0.9 * KV_BYTES for entry in down)
+        for i, body in enumerate(KV):
+            assert read(store, f"kv {i}") == body
+        assert all(e.num_bytes > KV_BYTES for e in store.tiers[0].entries())
+
+
+def test_auto_compresses_on_a_slow_disk_and_stops_on_a_quick_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, is_slow = directory._write, True
+
+    def write_slowly(fd: int, buffers: Iterable[Body]) -> None:
+        whole = b"".join(buffers)
+        if is_slow:
+            time.sleep(len(whole) / 5e6)
+        write(fd, [whole])
+
+    monkeypatch.setattr(directory, "_write", write_slowly)
+    with closing(opened(tmp_path, compress="auto")) as store:
+
+        def put(content: str) -> bool:
+            """Whether it was compressed."""
+            store.put(name_of(content), KV[0])
+            (size,) = [e.num_bytes for e in store.entries() if e.name == name_of(content)]
+            store.discard(name_of(content))
+            return size < KV_BYTES
+
+        assert samples(store)["baton_store_compressing", "file"] == 0
+        slow = [put(f"slow {i}") for i in range(6)]
+        assert all(slow)
+        assert samples(store)["baton_store_compressing", "file"] == 1
+        is_slow = False
+        quick = [put(f"quick {i}") for i in range(120)]
+        assert samples(store)["baton_store_compressing", "file"] == 0
+        assert sum(quick[-64:]) <= 1, "a trial"
