@@ -104,7 +104,7 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """Bytes that must go before an entry may be kept: of one tenant's entries, or of anyone's."""
+    """Bytes that must go before an entry may be kept: of one tenant's entries, or of all."""
 
     num_bytes: int
     tenant: TenantLabel = NO_TENANT

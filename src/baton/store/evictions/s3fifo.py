@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SMALL_SHARE: Final = 0.5
 """Of the bytes of all entries that can be evicted."""
 REQUEUE_STEP_S: Final = 1e-5
-"""Between two entries that are requeued at once: it keeps their order where 4 us are told apart."""
+"""Between two entries that are requeued at once: it keeps their order: places are 4 us apart."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,7 +161,7 @@ class SharedCapacity:
             return self._tenants.read_labels()
 
     def peek_held(self, tenant: TenantLabel) -> int:
-        """Bytes of one tenant's entries, or of all where it is nobody; without the lock."""
+        """Bytes of one tenant's entries, of all entries for `NO_TENANT`; without the lock."""
         with mapped({OSError: StoreError}):
             if tenant == NO_TENANT:
                 return self._read().committed_bytes

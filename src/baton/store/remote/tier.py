@@ -324,7 +324,7 @@ class RemoteTier:
     ) -> ValueLease | None:
         view = memoryview(value).cast("B")
         header = read_header(name, bytes(view[:HEADER_BYTES]), len(view))
-        if header is None or header.whole_bytes:  # nobody compresses here
+        if header is None or header.whole_bytes:  # such tiers do not compress
             return None
         check = BodyCheck(self._key, header)
         return ValueLease(view[HEADER_BYTES:], header.tenant, check, on_damage)
