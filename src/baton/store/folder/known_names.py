@@ -81,11 +81,11 @@ class KnownNames:
         num_new = num_removed - self._num_seen
         if num_new == 0:
             return
-        if 0 < num_new <= RING_NAMES and self._num_seen >= 0:
+        if 0 < num_new < RING_NAMES and self._num_seen >= 0:
             names = [self._read_name(at) for at in range(self._num_seen, num_removed)]
             self._names.difference_update(names)
             num_new = self._read_count() - self._num_seen  # some were overwritten meanwhile?
-        if not 0 < num_new <= RING_NAMES:
+        if not 0 < num_new < RING_NAMES:  # the oldest place is about to be another name's
             self._names.clear()
         self._num_seen = num_removed
 
