@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,7 +21,12 @@ from baton.engines.transformers.options import TransformersOptions
 from baton.handoff.dispatcher import open_handoffs
 from baton.handoff.kv_views import KVView
 from baton.handoff.options import AgentOptions
-from baton.handoff.pool_mode.store_access import StoreAccess, name_encodings, report_to
+from baton.handoff.pool_mode.store_access import (
+    StoreAccess,
+    label_tenant,
+    name_encodings,
+    report_to,
+)
 from baton.ids import WorkerId, new_epoch, new_ticket_id
 from baton.store.entry_format import EntryFormat
 from baton.store.interface import PeerAccess
@@ -97,7 +103,14 @@ def pooled(
         ),
         report_to(
             engine.journal,
-            StoreAccess(store, entry_format, view, written, keeps_prefixes=prefixes),
+            StoreAccess(
+                store,
+                entry_format,
+                view,
+                partial(label_tenant, KEY.key),
+                written,
+                keeps_prefixes=prefixes,
+            ),
             fingerprint=engine.info.fingerprint,
             clock=CLOCK,
         ),
