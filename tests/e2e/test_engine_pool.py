@@ -46,8 +46,26 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from baton.store.tiered import TieredStore
+
 CLOCK = MachineClock()
 KEY = Credentials.of(ClusterKey(b"k" * 32))
+
+
+def open_tiers(place: Path, tiers: dict[str, dict[str, object]] | None = None) -> TieredStore:
+    """The store of one worker: `shared` and `file` of a place, or other tiers."""
+    tiers = tiers or {
+        "shared": {"directory": str(place), "capacity_bytes": 1 << 20},
+        "file": {"directory": str(place / "files")},
+    }
+    return open_store(
+        tuple(tiers),
+        tiers,
+        key=bytes(32),
+        cluster="test",
+        clock=CLOCK,
+        peers=PeerAccess(KEY, serves=True),
+    )
 
 
 @contextmanager
@@ -63,7 +81,7 @@ def pooled(
 ) -> Iterator[Node]:
     """A worker that reaches no other: no transports, nothing but the store.
 
-    Its `tiers` are `shared` and `file`, if it is given no others.
+    `tiers`: see `open_tiers`.
     """
     engine = TransformersEngine(
         TransformersOptions(**{"num_blocks": 200, "num_threads": 1} | options),
@@ -71,18 +89,7 @@ def pooled(
         path="nowhere",
         clock=CLOCK,
     )
-    tiers = tiers or {
-        "shared": {"directory": str(place), "capacity_bytes": 1 << 20},
-        "file": {"directory": str(place / "files")},
-    }
-    store = open_store(
-        tuple(tiers),
-        tiers,
-        key=bytes(32),
-        cluster="test",
-        clock=CLOCK,
-        peers=PeerAccess(KEY, serves=True),
-    )
+    store = open_tiers(place, tiers)
     layout = engine.info.layout
     written = ENCODINGS.build(encoding, {})
     entry_format = EntryFormat.of(
