@@ -7,9 +7,10 @@ import msgspec
 from baton.errors import StoreFullError
 from baton.registry import Plugin
 from baton.store.capacity import StoredEntry
-from baton.store.interface import PutResult, Usage
+from baton.store.interface import NO_TENANT, PutResult, Usage
 
-_places: dict[str, dict[bytes, bytes]] = {}  # insertion order is order of use
+# Bodies and tenants by name; insertion order is order of use.
+_places: dict[str, dict[bytes, tuple[bytes, bytes]]] = {}
 
 
 class DictTierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -22,8 +23,8 @@ class DictTierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class DictLease:
     """Bytes never change: a lease is a reference."""
 
-    def __init__(self, body: bytes) -> None:
-        self._body, self.num_bytes = body, len(body)
+    def __init__(self, body: bytes, tenant: bytes) -> None:
+        self._body, self.num_bytes, self.tenant = body, len(body), tenant
 
     def try_read(self, into: memoryview) -> bool:
         into[:] = self._body
@@ -48,7 +49,7 @@ class DictTier:
         missing = (i for i, name in enumerate(names) if name not in self._entries)
         return next(missing, len(names))
 
-    def put(self, name, body) -> PutResult:
+    def put(self, name, body, tenant=NO_TENANT) -> PutResult:
         if name in self._entries:
             return PutResult.EXISTS
         if len(body) > self._capacity:
@@ -58,24 +59,24 @@ class DictTier:
             dropped = self._entries.pop(oldest)
             self._num_dropped += 1
             if self._below is not None:
-                self._below.put(oldest, dropped)
-        self._entries[name] = bytes(body)
+                self._below.put(oldest, *dropped)
+        self._entries[name] = bytes(body), tenant
         return PutResult.STORED
 
     def try_lease(self, name) -> DictLease | None:
-        body = self._entries.pop(name, None)
-        if body is None:
+        entry = self._entries.pop(name, None)
+        if entry is None:
             return None
-        self._entries[name] = body  # used last
-        return DictLease(body)
+        self._entries[name] = entry  # used last
+        return DictLease(*entry)
 
     def discard(self, name) -> None:
         self._entries.pop(name, None)
 
     def entries(self) -> list[StoredEntry]:
         return [
-            StoredEntry(name, len(body), used_at)
-            for used_at, (name, body) in enumerate(self._entries.items())
+            StoredEntry(name, len(body), used_at, tenant=tenant)
+            for used_at, (name, (body, tenant)) in enumerate(self._entries.items())
         ]
 
     def is_whole(self, name) -> bool:
@@ -89,7 +90,7 @@ class DictTier:
     def close(self) -> None: ...
 
     def _used(self) -> int:
-        return sum(map(len, self._entries.values()))
+        return sum(len(body) for body, _ in self._entries.values())
 
 
 PLUGIN = Plugin(DictTierOptions, lambda options: lambda context: DictTier(options, context))

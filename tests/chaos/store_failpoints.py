@@ -17,7 +17,7 @@ import msgspec
 
 from baton.registry import Plugin
 from baton.store.folder import bodies, body_pool, directory
-from baton.store.interface import TIERS
+from baton.store.interface import NO_TENANT, TIERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         EntryLease,
         EntryName,
         PutResult,
+        TenantLabel,
         Tier,
         TierContext,
         Usage,
@@ -155,8 +156,8 @@ class FailpointTier:
     def find(self, names: Sequence[EntryName]) -> int:
         return self._inner.find(names)
 
-    def put(self, name: EntryName, body: Body) -> PutResult:
-        return self._inner.put(name, body)
+    def put(self, name: EntryName, body: Body, tenant: TenantLabel = NO_TENANT) -> PutResult:
+        return self._inner.put(name, body, tenant)
 
     def try_lease(self, name: EntryName) -> EntryLease | None:
         lease = self._inner.try_lease(name)

@@ -56,6 +56,9 @@ def test_an_entry_made_without_the_clusters_key_is_not_taken() -> None:
         value = make_header(CONTRACT_KEY, name_of("a"), body) + body
         with pytest.raises(RequestRefusedError):
             client.put(name_of("b").hex(), value)
+        compressed = make_header(CONTRACT_KEY, name_of("c"), body, whole_bytes=2 * len(body)) + body
+        with pytest.raises(RequestRefusedError):  # a tier's own form, which no other reads
+            client.put(name_of("c").hex(), compressed)
         assert client.put(name_of("a").hex(), value)
         client.disconnect()
         assert read(host, "a") == body

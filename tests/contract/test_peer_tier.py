@@ -15,8 +15,8 @@ from baton.clock import Instant, MachineClock
 from baton.errors import ConfigError, StoreError, StoreFullError
 from baton.handoff.pool_mode.side_entries import HeartbeatEntryReader, HeartbeatEntryWriter
 from baton.ids import WorkerId, new_epoch, new_ticket_id
-from baton.store.entry_format import make_header
-from baton.store.interface import TIERS, PeerAccess, PutResult, TierContext
+from baton.store.entry_format import HEADER_BYTES, make_header
+from baton.store.interface import TIERS, PeerAccess, PutResult, TenantLabel, TierContext
 from baton.store.peer.client import PeerClient
 from baton.store.peer.server import EntryServer, ServerOptions
 from baton.store.tiered import open_store
@@ -98,7 +98,7 @@ class TestPeerTier(ServerFaultContract):
         key = path.rpartition("/")[2]
         with self.raw() as client:
             client.delete(key)
-            client.put(key, value.ljust(76, b"\0"))
+            client.put(key, value.ljust(HEADER_BYTES, b"\0"))
 
     def test_two_clusters_on_one_server_do_not_meet(self, tmp_path: Path) -> None:
         """A server is of one cluster: it answers no other."""
@@ -260,6 +260,36 @@ def test_workers_read_what_is_in_each_others_memory_and_keep_a_copy() -> None:
         wait_until(lambda: counts.num_read >= 20)
         assert counts.num_read <= 22, "copied at the second read"
         assert two.tiers[0].usage().peers.num_written == 0
+
+
+def test_entries_keep_their_tenant_from_memory_to_memory() -> None:
+    label, num_bytes = TenantLabel(b"tenant-A"), len(body_of("a"))
+    with hosts(2, capacity_bytes=8 * num_bytes, tenant_share=0.5) as several, ExitStack() as stack:
+        options = {
+            "peer": {"urls": [*map(url_of, several)], "timeout_s": PATIENT_S, "promote_at_read": 1}
+        }
+        store = open_store(
+            ("host", "peer"),
+            options,
+            cluster="c",
+            key=CONTRACT_KEY,
+            clock=MachineClock(),
+            peers=access(),
+        )
+        stack.enter_context(closing(store))
+        own, peers = store.tiers
+        for i in range(20):  # half of them without a wait, as `host` hands down
+            (peers, store)[i % 2].put(name_of(f"entry {i}"), body_of(f"entry {i}"), label)
+        assert all(peer._behind.wait_empty(PATIENT_S) for _, peer in peers.inner._peers)
+        for host in several:
+            entries = host.entries()
+            assert {entry.tenant for entry in entries} == {label}
+            assert 0 < sum(entry.num_bytes for entry in entries) <= 4 * num_bytes
+            own.discard(entries[0].name)
+            lease = store.try_lease(entries[0].name)
+            assert lease is not None
+            assert lease.tenant == label
+        assert {entry.tenant for entry in own.entries()} == {label}, "copies have it, too"
 
 
 def test_heartbeats_through_a_lower_tier_are_the_newest() -> None:

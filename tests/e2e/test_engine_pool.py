@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,7 +21,12 @@ from baton.engines.transformers.options import TransformersOptions
 from baton.handoff.dispatcher import open_handoffs
 from baton.handoff.kv_views import KVView
 from baton.handoff.options import AgentOptions
-from baton.handoff.pool_mode.store_access import StoreAccess, name_encodings, report_to
+from baton.handoff.pool_mode.store_access import (
+    StoreAccess,
+    label_tenant,
+    name_encodings,
+    report_to,
+)
 from baton.ids import WorkerId, new_epoch, new_ticket_id
 from baton.store.entry_format import EntryFormat
 from baton.store.interface import PeerAccess
@@ -40,8 +46,26 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from baton.store.tiered import TieredStore
+
 CLOCK = MachineClock()
 KEY = Credentials.of(ClusterKey(b"k" * 32))
+
+
+def open_tiers(place: Path, tiers: dict[str, dict[str, object]] | None = None) -> TieredStore:
+    """The store of one worker: `shared` and `file` of a place, or other tiers."""
+    tiers = tiers or {
+        "shared": {"directory": str(place), "capacity_bytes": 1 << 20},
+        "file": {"directory": str(place / "files")},
+    }
+    return open_store(
+        tuple(tiers),
+        tiers,
+        key=bytes(32),
+        cluster="test",
+        clock=CLOCK,
+        peers=PeerAccess(KEY, serves=True),
+    )
 
 
 @contextmanager
@@ -57,7 +81,7 @@ def pooled(
 ) -> Iterator[Node]:
     """A worker that reaches no other: no transports, nothing but the store.
 
-    Its `tiers` are `shared` and `file`, if it is given no others.
+    `tiers`: see `open_tiers`.
     """
     engine = TransformersEngine(
         TransformersOptions(**{"num_blocks": 200, "num_threads": 1} | options),
@@ -65,18 +89,7 @@ def pooled(
         path="nowhere",
         clock=CLOCK,
     )
-    tiers = tiers or {
-        "shared": {"directory": str(place), "capacity_bytes": 1 << 20},
-        "file": {"directory": str(place / "files")},
-    }
-    store = open_store(
-        tuple(tiers),
-        tiers,
-        key=bytes(32),
-        cluster="test",
-        clock=CLOCK,
-        peers=PeerAccess(KEY, serves=True),
-    )
+    store = open_tiers(place, tiers)
     layout = engine.info.layout
     written = ENCODINGS.build(encoding, {})
     entry_format = EntryFormat.of(
@@ -97,7 +110,14 @@ def pooled(
         ),
         report_to(
             engine.journal,
-            StoreAccess(store, entry_format, view, written, keeps_prefixes=prefixes),
+            StoreAccess(
+                store,
+                entry_format,
+                view,
+                partial(label_tenant, KEY.key),
+                written,
+                keeps_prefixes=prefixes,
+            ),
             fingerprint=engine.info.fingerprint,
             clock=CLOCK,
         ),

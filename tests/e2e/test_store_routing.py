@@ -7,10 +7,13 @@ import os
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import pytest
 
+from baton.clock import MachineClock
+from baton.handoff.pool_mode.store_access import open_keyed_store
 from baton.models import DEMO_MODEL_PATH
 from baton.testing.fleet import Fleet
 from tests.e2e.client import KEY
@@ -127,12 +130,16 @@ def test_a_follow_up_turn_is_loaded_where_there_is_time(fleet: Fleet, tmp_path: 
 
     assert metric(gateway, "baton_router_stored_blocks") > 0
 
-    def is_gone() -> bool:
-        """As another process evicts that needs the room; answers that just ended are kept still."""
-        for path in store.rglob("*"):
-            if len(path.name) == 64:
-                path.unlink(missing_ok=True)
-        return metric(gateway, "baton_router_stored_blocks") == 0
+    options = {"shared": {"directory": str(store)}}
+    with closing(
+        open_keyed_store(("shared",), options, key=KEY.key, clock=MachineClock())
+    ) as other_user:
 
-    until(is_gone)
+        def is_gone() -> bool:
+            """As if it needed the room; answers that just ended are kept still."""
+            for entry in other_user.entries():
+                other_user.discard(entry.name)
+            return metric(gateway, "baton_router_stored_blocks") == 0
+
+        until(is_gone)
     assert post(gateway, "/debug/route", talk)[0]["stored_tokens"] == {}

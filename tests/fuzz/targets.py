@@ -103,7 +103,7 @@ from baton.rig.transport import PageAnnouncement, decode_announcement, map_annou
 from baton.router.health import DEFAULT_HEALTH
 from baton.router.prefix_names import PrefixNames
 from baton.router.prefixes import ModelPrefixes
-from baton.store.entry_format import DIGEST_BYTES, HEADER_BYTES, make_header, read_digest
+from baton.store.entry_format import DIGEST_BYTES, HEADER_BYTES, make_header, read_header
 from baton.store.interface import EntryName
 from baton.store.peer.wire import (
     FindEntries,
@@ -591,8 +591,8 @@ NAME: Final = EntryName(bytes(range(32)))
 
 
 def read_record(data: bytes) -> None:
-    digest = read_digest(NAME, data[:HEADER_BYTES], len(data))
-    assert digest is None or len(digest) == DIGEST_BYTES
+    header = read_header(NAME, data[:HEADER_BYTES], len(data))
+    assert header is None or len(header.digest) == DIGEST_BYTES
 
 
 class OneEntry:

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from baton.auth.key import ClusterKey
+from baton.auth.ticket import bind_salt, hash_tenant
 from baton.clock import MachineClock
-from baton.handoff.pool_mode.store_access import open_keyed_store
+from baton.handoff.pool_mode.store_access import label_tenant, open_keyed_store
+from baton.store.interface import NO_TENANT, TenantLabel
 from baton.testing.store_contract import BODY_BYTES, body_of, name_of
 from tests.store_servers import S3_CREDENTIALS, RedisServer, S3Server
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 KEY = "5" * 64
+TENANT = TenantLabel(b"tenant-A")
 CONTENTS = "abcdef"
 
 
@@ -131,6 +134,33 @@ def test_evict(folder: Path) -> None:
     assert names(folder) == set()
 
 
+def test_a_tenants_entries_are_shown_and_removed(folder: Path, tmp_path: Path) -> None:
+    key = ClusterKey.from_hex(KEY)
+    by_salt, by_client = (
+        label_tenant(key, hash_tenant(salt)) for salt in ("secret", bind_salt("acme", "own"))
+    )
+    options = {"file": {"directory": str(folder)}}
+    store = open_keyed_store(("file",), options, key=key, clock=MachineClock())
+    for content, tenant in (("s1", by_salt), ("s2", by_salt), ("c", by_client)):
+        store.put(name_of(f"tenant's {content}"), body_of(content), tenant)
+    assert store.tiers[0].inner.pin(name_of("tenant's s2"))
+    store.close()
+    _, [tier], _ = run(folder, "stats")
+    assert [(each["tenant"], each["num_entries"]) for each in tier["tenants"]] == [
+        (by_salt.hex(), 2),
+        (by_client.hex(), 1),
+    ]
+    salt_file = tmp_path / "salt"
+    salt_file.write_text("secret\n")
+    code, [tier], _ = run(folder, "evict", "--salt-file", str(salt_file))
+    assert (code, tier["num_removed"]) == (0, 2)
+    salt_file.write_text("own")
+    flags = ("--client-tenant", "acme", "--salt-file", str(salt_file))
+    _, [tier], _ = run(folder, "evict", *flags)
+    assert tier["num_removed"] == 1
+    assert names(folder) == {name_of(content).hex() for content in CONTENTS}
+
+
 def test_pins_survive_and_are_spared(folder: Path) -> None:
     pinned = name_of("a").hex()
     assert run(folder, "pin", pinned, json=False)[0] == 0
@@ -173,6 +203,7 @@ def test_what_is_exported_is_imported_elsewhere(folder: Path, tmp_path: Path) ->
         (("evict",), "give one of"),
         (("evict", "--all", "--mib", "1"), "give one of"),
         (("evict", "--mib", "-1"), "no negative number"),
+        (("evict", "--tenant", "0" * 16), "no tenant's label"),
     ],
 )
 def test_what_makes_no_sense_is_refused(
@@ -205,7 +236,8 @@ def server_fixture(
     key = ClusterKey.from_hex(KEY)
     store = open_keyed_store((kind,), {kind: options}, key=key, clock=MachineClock())
     for content in CONTENTS:
-        store.put(name_of(content), body_of(content))
+        tenant = TENANT if content == "a" else NO_TENANT
+        store.put(name_of(content), body_of(content), tenant)
     store.close()
     yield kind, options, server
     server.close()
@@ -239,7 +271,8 @@ def test_commands_on_a_server(
     if kind == "redis":
         code, [tier], _ = run_on_server(kind, options, "store", "verify")
         assert (code, tier["num_entries"], tier["num_damaged"]) == (0, len(CONTENTS), 0)
-        _, [tier], _ = run_on_server(kind, options, "store", "evict", "--mib", "0.001")
+        evict = ("store", "evict", "--tenant", TENANT.hex())
+        _, [tier], _ = run_on_server(kind, options, *evict)
         assert tier["num_removed"] == 1
     _, report, _ = run_on_server(kind, options, "doctor")
     [finding] = [each for each in report["findings"] if each["area"] == "store"]

@@ -145,6 +145,11 @@ def hash_tenant(cache_salt: str) -> str:
     return hashlib.sha256(b"baton/tenant/1" + cache_salt.encode()).hexdigest() if cache_salt else ""
 
 
+def bind_salt(client_tenant: str, cache_salt: str) -> str:
+    """The `cache_salt` of a request whose API key is a tenant's, which may have one of its own."""
+    return hash_tenant(f"{client_tenant}\0{cache_salt}")
+
+
 def text_of(ticket: Ticket) -> str | None:
     """The text from which a ticket was read."""
     read: str | None = vars(ticket).get(_READ_FROM)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from baton.auth.key import ClusterKey
     from baton.store.counted_tier import CountedTier
-    from baton.store.interface import EntryName
+    from baton.store.interface import EntryName, TenantLabel
 
 FAILED: Final = 1
 MIB: Final = 1 << 20
@@ -99,7 +99,7 @@ def verify(
 
 
 @app.command
-def evict(
+def evict(  # noqa: PLR0913 - a flag each
     flags: ConfigFlags | None = None,
     *,
     store: Store = None,
@@ -109,21 +109,44 @@ def evict(
     older_than_hours: Annotated[
         float | None, Parameter(help="What was not used for so long.")
     ] = None,
+    tenant: Annotated[
+        str | None, Parameter(help="One tenant's, by its label as `stats` prints it.")
+    ] = None,
+    salt_file: Annotated[
+        Path | None, Parameter(help="One tenant's: the file has its requests' cache_salt.")
+    ] = None,
+    client_tenant: Annotated[
+        str | None,
+        Parameter(help="One tenant's, of `baton key client add`; with --salt-file, of that salt."),
+    ] = None,
     all_entries: Annotated[
         bool, Parameter(name="--all", help="Everything.", negative="", show_default=False)
     ] = False,
     json: Json = False,
 ) -> int:
-    """Remove entries of every tier; workers that are reading them finish."""
+    """Remove entries of every tier; workers that are reading them finish.
+
+    A tenant's entries go even if they are pinned, as with --all.
+    """
     from baton.ops import store as ops  # noqa: PLC0415 - for --help
 
-    if sum((mebibytes is not None, older_than_hours is not None, all_entries)) != 1:
-        raise ConfigError("give one of --mib, --older-than-hours and --all")
+    by_salt = salt_file is not None or client_tenant is not None
+    wanted = (mebibytes is not None, older_than_hours is not None, tenant is not None, by_salt)
+    if sum((*wanted, all_entries)) != 1:
+        raise ConfigError(
+            "give one of --mib, --older-than-hours, --all, --tenant, and --salt-file or "
+            "--client-tenant"
+        )
     if (mebibytes or 0) < 0 or (older_than_hours or 0) < 0:
         raise ConfigError("--mib and --older-than-hours take no negative number")
     num_bytes = None if mebibytes is None else int(mebibytes * MIB)
-    with _open(flags, store) as (tiers, _):
-        done = ops.evict(tiers, num_bytes=num_bytes, older_than_hours=older_than_hours)
+    with _open(flags, store) as (tiers, key):
+        label = _parse_label(tenant) if tenant else None
+        if by_salt:
+            label = _label_salt(key, salt_file, client_tenant)
+        done = ops.evict(
+            tiers, num_bytes=num_bytes, older_than_hours=older_than_hours, tenant=label
+        )
     if json:
         _print_json(done)
     else:
@@ -266,6 +289,36 @@ def _parse_name(text: str) -> "EntryName":
     if len(name) != NAME_BYTES:
         raise ConfigError(f"{text!r} is no entry's name: 64 hex digits, as `baton store ls` prints")
     return EntryName(name)
+
+
+def _parse_label(text: str) -> "TenantLabel":
+    from baton.store.interface import TENANT_BYTES, TenantLabel  # noqa: PLC0415 - for --help
+
+    try:
+        label = bytes.fromhex(text)
+    except ValueError:
+        label = b""
+    if len(label) != TENANT_BYTES or not any(label):
+        raise ConfigError(
+            f"{text!r} is no tenant's label: 16 hex digits, as `baton store stats` prints"
+        )
+    return TenantLabel(label)
+
+
+def _label_salt(
+    key: "ClusterKey", salt_file: Path | None, client_tenant: str | None
+) -> "TenantLabel":
+    """The label of the tenant whose requests have this salt, or this API key's tenant."""
+    from baton.auth.ticket import bind_salt, hash_tenant  # noqa: PLC0415 - for --help
+    from baton.handoff.pool_mode.store_access import label_tenant  # noqa: PLC0415
+
+    try:
+        salt = salt_file.read_text("utf-8").removesuffix("\n") if salt_file else ""
+    except (OSError, UnicodeError) as exc:
+        raise ConfigError(f"cannot read a cache_salt from {salt_file}: {exc}") from exc
+    if client_tenant is not None:
+        salt = bind_salt(client_tenant, salt)
+    return label_tenant(key, hash_tenant(salt))
 
 
 @contextmanager

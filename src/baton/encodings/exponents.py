@@ -47,30 +47,36 @@ class ZstdEncoding:
 
     def encode(self, layout: KVLayout, blocks: NDArray[np.uint8]) -> Sequence[NDArray[np.uint8]]:
         """See `KVEncoding`."""
-        compressor = zstandard.ZstdCompressor(level=LEVEL)
-        size = layout.element_bytes
-        planes = blocks.reshape(len(blocks), layout.block_bytes // size, size).transpose(0, 2, 1)
-        lower, highest = np.ascontiguousarray(planes[:, :-1]), np.ascontiguousarray(planes[:, -1])
-        return [
-            np.concatenate([
-                low.reshape(-1),
-                np.frombuffer(compressor.compress(high.data), np.uint8),
-            ])
-            for low, high in zip(lower, highest, strict=True)
-        ]
+        return [encode_numbers(block, layout.element_bytes) for block in blocks]
 
     def decode(
         self, layout: KVLayout, encoded: Sequence[NDArray[np.uint8]], blocks: NDArray[np.uint8]
     ) -> None:
         """See `KVEncoding`."""
-        size = layout.element_bytes
-        num_numbers = layout.block_bytes // size
-        num_lower = num_numbers * (size - 1)
         for each, block in zip(encoded, blocks, strict=True):
-            highest = _decompress(each[num_lower:], num_numbers)
-            numbers = block.reshape(num_numbers, size)
-            numbers[:, :-1] = each[:num_lower].reshape(size - 1, num_numbers).T
-            numbers[:, -1] = highest
+            decode_numbers(each, layout.element_bytes, block)
+
+
+def encode_numbers(block: NDArray[np.uint8], num_bytes: int) -> NDArray[np.uint8]:
+    """Numbers of so many bytes each, uint8 `[n]`, encoded as above."""
+    planes = block.reshape(-1, num_bytes).T
+    highest = np.ascontiguousarray(planes[-1])
+    frame = zstandard.ZstdCompressor(level=LEVEL).compress(highest.data)
+    return np.concatenate([planes[:-1].reshape(-1), np.frombuffer(frame, np.uint8)])
+
+
+def decode_numbers(encoded: NDArray[np.uint8], num_bytes: int, block: NDArray[np.uint8]) -> None:
+    """The inverse, into `block`, uint8 `[n]`.
+
+    Raises:
+        ProtocolError: it is not the encoding of as many bytes; `block` holds anything then.
+    """
+    num_numbers = len(block) // num_bytes
+    num_lower = num_numbers * (num_bytes - 1)
+    highest = _decompress(encoded[num_lower:], num_numbers)
+    numbers = block.reshape(num_numbers, num_bytes)
+    numbers[:, :-1] = encoded[:num_lower].reshape(num_bytes - 1, num_numbers).T
+    numbers[:, -1] = highest
 
 
 def _decompress(frame: NDArray[np.uint8], num_bytes: int) -> NDArray[np.uint8]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from baton.auth.ticket import hash_tenant
+from baton.auth.ticket import bind_salt
 from baton.errors import UNDECODABLE, ContextLengthError, InvalidRequestError
 from baton.gateway.errors import UnsupportedMediaTypeError
 from baton.ids import RequestId, new_request_id
@@ -211,7 +211,7 @@ def _bind_salt(fields: dict[str, msgspec.Raw], tenant: str) -> msgspec.Raw:
         own = msgspec.json.decode(fields.get("cache_salt", b"null"), type=str | None) or ""
     except UNDECODABLE as exc:
         raise InvalidRequestError("cache_salt must be a string", param="cache_salt") from exc
-    return msgspec.Raw(_encoder.encode(hash_tenant(f"{tenant}\0{own}")))
+    return msgspec.Raw(_encoder.encode(bind_salt(tenant, own)))
 
 
 def _strip_nested(fields: dict[str, msgspec.Raw]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -13,7 +14,7 @@ from rich.table import Table
 from baton.clock import MachineClock
 from baton.handoff.pool_mode.store_access import open_keyed_store
 from baton.store.capacity import choose_victims
-from baton.store.interface import PinsEntries
+from baton.store.interface import NO_TENANT, PinsEntries
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
@@ -21,16 +22,26 @@ if TYPE_CHECKING:
     from baton.auth.key import ClusterKey
     from baton.store.capacity import StoredEntry
     from baton.store.counted_tier import CountedTier
-    from baton.store.interface import EntryName, PeerAccess
+    from baton.store.interface import EntryName, PeerAccess, TenantLabel
 
 HOUR_S: Final = 3600.0
 MIB: Final = 1 << 20
+NUM_TENANTS: Final = 5
+"""Of each tier, that are printed."""
+
+
+class TenantStats(msgspec.Struct, frozen=True):
+    """What one tenant's entries take up in a tier; `tenant` is its label, in hex."""
+
+    tenant: str
+    num_entries: int
+    used_bytes: int
 
 
 class TierStats(msgspec.Struct, frozen=True):
     """One tier at this moment. Ages: since an entry was used last; None where there is none.
 
-    `direct_io`: see `Usage`.
+    `direct_io`: see `Usage`. `tenants`: the largest first. Listings of servers show none.
     """
 
     tier: str
@@ -41,6 +52,7 @@ class TierStats(msgspec.Struct, frozen=True):
     oldest_s: float | None
     pinned_bytes: int = 0
     direct_io: bool | None = None
+    tenants: tuple[TenantStats, ...] = ()
 
 
 class ListedEntry(msgspec.Struct, frozen=True):
@@ -118,6 +130,19 @@ def print_stats(found: Sequence[TierStats]) -> None:
         direct_io = {None: "", True: "direct", False: "cached"}[each.direct_io]
         table.add_row(each.tier, f"{each.num_entries:,}", *sizes, *ages, direct_io)
     Console().print(table)
+    if any(each.tenants for each in found):
+        _print_tenants(found)
+
+
+def _print_tenants(found: Sequence[TierStats]) -> None:
+    table = Table("tier", "tenant", "entries", "MiB")
+    for each in found:
+        for tenant in each.tenants[:NUM_TENANTS]:
+            used = f"{tenant.used_bytes / MIB:,.1f}"
+            table.add_row(each.tier, tenant.tenant, f"{tenant.num_entries:,}", used)
+        if len(each.tenants) > NUM_TENANTS:
+            table.add_row(each.tier, f"({len(each.tenants) - NUM_TENANTS:,} more)", "", "")
+    Console().print(table)
 
 
 def list_entries(
@@ -178,11 +203,15 @@ def print_checks(found: Sequence[TierCheck]) -> None:
 
 
 def evict(
-    tiers: Sequence[CountedTier], *, num_bytes: int | None, older_than_hours: float | None
+    tiers: Sequence[CountedTier],
+    *,
+    num_bytes: int | None = None,
+    older_than_hours: float | None = None,
+    tenant: TenantLabel | None = None,
 ) -> list[TierEviction]:
     """Of each tier: so many bytes, or what was not used for so long, but nothing that is pinned.
 
-    Without either: all of it.
+    Or what is a tenant's; without any of these: all of it.
 
     Raises:
         StoreError: a tier cannot be looked at.
@@ -195,6 +224,8 @@ def evict(
         elif older_than_hours is not None:
             latest = MachineClock().unix_now() - older_than_hours * HOUR_S
             victims = [e for e in victims if e.used_at < latest and not e.is_pinned]
+        elif tenant is not None:
+            victims = [e for e in victims if _find_tenant(tier, e) == tenant]
         for entry in victims:
             tier.discard(entry.name)
         done.append(TierEviction(tier.kind, len(victims), _sum_bytes(victims)))
@@ -239,7 +270,26 @@ def _look_at(tier: CountedTier, now: float) -> TierStats:
         oldest_s=ages[-1] if ages else None,
         pinned_bytes=_sum_bytes([entry for entry in entries if entry.is_pinned]),
         direct_io=usage.direct_io,
+        tenants=_group_by_tenant(entries),
     )
+
+
+def _group_by_tenant(entries: Sequence[StoredEntry]) -> tuple[TenantStats, ...]:
+    num_entries, used_bytes = Counter[str](), Counter[str]()
+    for entry in entries:
+        if entry.tenant != NO_TENANT:
+            num_entries[entry.tenant.hex()] += 1
+            used_bytes[entry.tenant.hex()] += entry.num_bytes
+    return tuple(TenantStats(t, num_entries[t], size) for t, size in used_bytes.most_common())
+
+
+def _find_tenant(tier: CountedTier, entry: StoredEntry) -> TenantLabel:
+    """Whose an entry is; where the listing does not show it, its header does."""
+    lease = tier.inner.try_lease(entry.name) if entry.tenant == NO_TENANT else None
+    if lease is None:
+        return entry.tenant
+    with lease:
+        return lease.tenant
 
 
 def _check(tier: CountedTier, *, remove: bool) -> TierCheck:

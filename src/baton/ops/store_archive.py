@@ -24,7 +24,7 @@ from baton.store.entry_format import (
     MAGIC,
     has_digest,
     make_header,
-    read_length,
+    parse_header,
 )
 from baton.store.interface import PutResult
 
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
     from baton.auth.key import ClusterKey
     from baton.store.counted_tier import CountedTier
-    from baton.store.interface import EntryName
+    from baton.store.entry_format import EntryHeader
+    from baton.store.interface import EntryName, TenantLabel
 
 BEGIN: Final = b"BATONKA1"
 END: Final = b"BATONKAE"
@@ -70,8 +71,8 @@ def export_entries(
         fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, FILE_MODE)
         with os.fdopen(fd, "wb") as file:
             file.write(BEGIN)
-            for name, body in _iter_bodies(tiers, names):
-                header = make_header(entries_key, name, body)
+            for name, tenant, body in _iter_bodies(tiers, names):
+                header = make_header(entries_key, name, body, tenant=tenant)
                 mac.update(header)
                 file.write(header)
                 file.write(body)
@@ -104,8 +105,8 @@ def import_entries(tiers: Sequence[CountedTier], path: Path, key: ClusterKey) ->
         with path.open("rb") as file:
             for _ in _read_checked(file, key, entries_key):
                 pass
-            for name, body in _read_checked(file, key, entries_key):
-                result = _put(tiers, name, body)
+            for header, body in _read_checked(file, key, entries_key):
+                result = _put(tiers, header, body)
                 num_entries += result is PutResult.STORED
                 num_bytes += len(body) if result is PutResult.STORED else 0
                 num_present += result is PutResult.EXISTS
@@ -117,7 +118,7 @@ def import_entries(tiers: Sequence[CountedTier], path: Path, key: ClusterKey) ->
 
 def _iter_bodies(
     tiers: Sequence[CountedTier], names: Sequence[EntryName]
-) -> Iterator[tuple[EntryName, memoryview]]:
+) -> Iterator[tuple[EntryName, TenantLabel, memoryview]]:
     """Each entry once, from the first tier that has it whole.
 
     The least recently used first: reading is a use, and so is putting, and the order is to stay.
@@ -133,13 +134,13 @@ def _iter_bodies(
             with lease:
                 body = memoryview(bytearray(lease.num_bytes))
                 if lease.try_read(body):
-                    yield name, body
+                    yield name, lease.tenant, body
                     break
 
 
 def _read_checked(
     file: BinaryIO, key: ClusterKey, entries_key: bytes
-) -> Iterator[tuple[EntryName, bytes]]:
+) -> Iterator[tuple[EntryHeader, bytes]]:
     """All entries of an archive, each of them checked; then its end.
 
     Raises:
@@ -151,34 +152,33 @@ def _read_checked(
         raise ProtocolError("this is no archive of a store, or one of another version")
     mac, num_entries = _begin_mac(key), 0
     while left_bytes:
-        header = file.read(min(HEADER_BYTES, left_bytes))
-        found = read_length(header)
-        if found is None or found[1] > left_bytes - HEADER_BYTES:
+        raw = file.read(min(HEADER_BYTES, left_bytes))
+        header = parse_header(raw)
+        if header is None or header.num_bytes > left_bytes - HEADER_BYTES:
             raise ProtocolError(
                 f"entry {num_entries} of the archive makes no sense: it was changed"
             )
-        name, num_body_bytes, digest = found
-        body = file.read(num_body_bytes)
-        if len(body) != num_body_bytes or not has_digest(entries_key, name, body, digest):
+        body = file.read(header.num_bytes)
+        if not has_digest(entries_key, header, body):
             raise ProtocolError(
                 f"entry {num_entries} of the archive is not what was put, or was exported with "
                 "another cluster key: both sides need the same BATON_CLUSTER_KEY"
             )
-        mac.update(header)
+        mac.update(raw)
         num_entries += 1
-        left_bytes -= HEADER_BYTES + num_body_bytes
-        yield name, body
+        left_bytes -= HEADER_BYTES + header.num_bytes
+        yield header, body
     if not hmac.compare_digest(file.read(END_BYTES), _make_end(mac, num_entries)):
         raise ProtocolError("the archive is not complete, or was put together from others")
 
 
-def _put(tiers: Sequence[CountedTier], name: EntryName, body: bytes) -> PutResult | None:
+def _put(tiers: Sequence[CountedTier], header: EntryHeader, body: bytes) -> PutResult | None:
     """None where no tier has room."""
-    if any(tier.find((name,)) for tier in tiers):
+    if any(tier.find((header.name,)) for tier in tiers):
         return PutResult.EXISTS
     for tier in tiers:
         with suppress(StoreFullError):
-            return tier.put(name, body)
+            return tier.put(header.name, body, header.tenant)
     return None
 
 

@@ -15,6 +15,7 @@ File map:
     folder/       a folder of entries, crash-safe, shared by processes
     remote/       a tier on a server: bounded waits, back-off, read-ahead, write-behind
     tiers/        the kinds: `host`, `shared` (this host's memory), `file`, `redis`, `object`
+    compression.py    bodies in fewer bytes, and whether that pays (pure)
     tiered.py     several tiers as one: demotion, copying up
     counted_tier.py   counters around a tier, for Prometheus
 """

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from baton.store.interface import NO_TENANT
 
-    from baton.store.interface import EntryName
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from baton.store.interface import EntryName, TenantLabel
 
 SLACK_ENTRIES: Final = 8
 """Room for so many entries like the one that needs it is made besides: for other writers, too."""
@@ -38,6 +40,7 @@ class StoredEntry:
     num_uses: int = 0
     is_protected: bool = False
     is_pinned: bool = False
+    tenant: TenantLabel = NO_TENANT
 
 
 def count_use(num_uses: int) -> int:
@@ -99,6 +102,29 @@ class Capacity:
         if used_bytes <= HIGH_MARK * self.capacity_bytes:
             return 0
         return used_bytes - int(LOW_MARK * self.capacity_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """Bytes that must go before an entry may be kept: of one tenant's entries, or of all."""
+
+    num_bytes: int
+    tenant: TenantLabel = NO_TENANT
+
+
+@dataclass(frozen=True, slots=True)
+class TenantCount:
+    """Bytes that the entries of a tenant take up in a tier."""
+
+    tenant: TenantLabel
+    num_bytes: int
+
+
+def choose_place(counts: Sequence[TenantCount], tenant: TenantLabel) -> int | None:
+    """Where a tenant is counted: in its own place, else in the first that counts nothing."""
+    own = (at for at, count in enumerate(counts) if count.tenant == tenant)
+    free = (at for at, count in enumerate(counts) if count.num_bytes == 0)
+    return next(own, next(free, None))
 
 
 def choose_victims(entries: Iterable[StoredEntry], num_bytes: int) -> list[StoredEntry]:

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, cast
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 
 from baton.errors import StoreError, StoreFullError
-from baton.store.interface import DelaysPromotion, PutResult, RemoteLookup, Usage, WritesBehind
+from baton.store.interface import (
+    NO_TENANT,
+    DelaysPromotion,
+    PutResult,
+    RemoteLookup,
+    Usage,
+    WritesBehind,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +24,14 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
     from baton.store.capacity import StoredEntry
-    from baton.store.interface import Body, EntryLease, EntryName, PutsEntries, Tier
+    from baton.store.interface import (
+        Body,
+        EntryLease,
+        EntryName,
+        PutsEntries,
+        TenantLabel,
+        Tier,
+    )
 
 
 @dataclass(slots=True)
@@ -60,19 +74,23 @@ class CountedTier:
     def find(self, names: Sequence[EntryName]) -> int:
         return self.inner.find(names)
 
-    def put(self, name: EntryName, body: Body) -> PutResult:
-        return self._put(self.inner.put, name, body)
+    def put(self, name: EntryName, body: Body, tenant: TenantLabel = NO_TENANT) -> PutResult:
+        return self._put(self.inner.put, name, body, tenant)
 
     def as_lower(self) -> PutsEntries:
         """Where the tier above puts its entries: without a wait, if this tier can take them so."""
         return _WritesBehind(self) if isinstance(self.inner, WritesBehind) else self
 
     def _put(
-        self, put: Callable[[EntryName, Body], PutResult], name: EntryName, body: Body
+        self,
+        put: Callable[[EntryName, Body, TenantLabel], PutResult],
+        name: EntryName,
+        body: Body,
+        tenant: TenantLabel,
     ) -> PutResult:
         counts = self._counts
         try:
-            done = put(name, body)
+            done = put(name, body, tenant)
         except StoreFullError:
             counts.num_full += 1
             raise
@@ -143,9 +161,9 @@ class _WritesBehind:
     def __init__(self, tier: CountedTier) -> None:
         self._tier = tier
 
-    def put(self, name: EntryName, body: Body) -> PutResult:
-        inner = cast("WritesBehind", self._tier.inner)
-        return self._tier._put(inner.put_behind, name, body)  # noqa: SLF001 - one class in two
+    def put(self, name: EntryName, body: Body, tenant: TenantLabel = NO_TENANT) -> PutResult:
+        put_behind = cast("WritesBehind", self._tier.inner).put_behind
+        return self._tier._put(put_behind, name, body, tenant)  # noqa: SLF001 - one class in two
 
 
 def make_families(reports: Sequence[TierReport]) -> Iterator[Metric]:
@@ -154,6 +172,7 @@ def make_families(reports: Sequence[TierReport]) -> Iterator[Metric]:
     yield from _lost(reports)
     yield from _reached(reports)
     yield from _shown(reports)
+    yield from _compressed(reports)
     used = GaugeMetricFamily("baton_store_used_bytes", "Taken up by entries.", labels=["tier"])
     capacity = GaugeMetricFamily(
         "baton_store_capacity_bytes", "That entries may take up.", labels=["tier"]
@@ -203,6 +222,22 @@ def _lost(reports: Sequence[TierReport]) -> Iterator[Metric]:
         evictions.add_metric([kind, "expired"], usage.num_expired)
         damaged.add_metric([kind], usage.num_damaged)
     yield from (evictions, damaged)
+
+
+def _compressed(reports: Sequence[TierReport]) -> Iterator[Metric]:
+    num_bytes = CounterMetricFamily(
+        "baton_store_compression_bytes", "Of bodies that were compressed.", labels=["tier", "form"]
+    )
+    is_on = GaugeMetricFamily(
+        "baton_store_compressing", "1: bodies are compressed; 0: it does not pay.", labels=["tier"]
+    )
+    for report in reports:
+        compression = report.usage.compression
+        if compression is not None:
+            num_bytes.add_metric([report.kind, "raw"], compression.raw_bytes)
+            num_bytes.add_metric([report.kind, "compressed"], compression.compressed_bytes)
+            is_on.add_metric([report.kind], compression.is_on)
+    yield from (num_bytes, is_on)
 
 
 def _reached(reports: Sequence[TierReport]) -> Iterator[Metric]:

@@ -1,4 +1,4 @@
-"""An entry's bytes: KV of some tokens in canonical order, and its file's 76-byte header."""
+"""An entry's bytes: KV of some tokens in canonical order, and its file's 92-byte header."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ from cryptography.hazmat.primitives.ciphers.modes import GCM
 
 from baton.errors import ConfigError
 from baton.kv.layout import KVLayout, TensorParallelShard
-from baton.store.interface import MAX_BODY_BYTES, NAME_BYTES, Body, EntryName
+from baton.store.interface import (
+    MAX_BODY_BYTES,
+    NAME_BYTES,
+    NO_TENANT,
+    TENANT_BYTES,
+    Body,
+    EntryName,
+    TenantLabel,
+)
 
 if TYPE_CHECKING:
     from baton.kv.identity import BlockHash
@@ -104,64 +112,95 @@ def _prefix(entry_format: EntryFormat, part: int) -> bytes:
     return _ENCODED_TAG + len(text).to_bytes(1, "little") + text + fingerprint
 
 
-MAGIC: Final = b"BATONKV3"
-POOLED_MAGIC: Final = b"BATONKP3"
+MAGIC: Final = b"BATONKV4"
+POOLED_MAGIC: Final = b"BATONKP4"
 """Of a file whose body lies in the folder's pool (`store.folder.body_pool`)."""
 NONCE_BYTES: Final = 12
 TAG_BYTES: Final = 16
 DIGEST_BYTES: Final = NONCE_BYTES + TAG_BYTES
-_HEADER: Final = struct.Struct(f"<8s{NAME_BYTES}s{DIGEST_BYTES}sQ")
+_HEADER: Final = struct.Struct(f"<8s{NAME_BYTES}s{DIGEST_BYTES}s{TENANT_BYTES}sQQ")
 HEADER_BYTES: Final = _HEADER.size
-_LENGTH: Final = struct.Struct("<Q")
+MAX_EXPANSION: Final = 64
+"""A body that is compressed is at most so many times as long: readers get memory before they know
+that it is authentic."""
+_LENGTHS: Final = struct.Struct("<QQ")
 
 
-def make_header(key: bytes, name: EntryName, body: Body, nonce: bytes | None = None) -> bytes:
+@dataclass(frozen=True, slots=True)
+class EntryHeader:
+    """What an entry states of itself; the digest authenticates it together with the body.
+
+    `whole_bytes`: where the tier has compressed the body, of how many bytes it was made; else 0.
+    """
+
+    name: EntryName
+    num_bytes: int
+    digest: bytes
+    tenant: TenantLabel = NO_TENANT
+    whole_bytes: int = 0
+
+
+def make_header(
+    key: bytes,
+    name: EntryName,
+    body: Body,
+    nonce: bytes | None = None,
+    *,
+    tenant: TenantLabel = NO_TENANT,
+    whole_bytes: int = 0,
+) -> bytes:
     """The header of an entry. `key`: the 32 bytes of `TierContext.key`.
 
     `nonce`: 12 bytes, never used with this key before; None: random ones.
     """
-    seal = BodySeal(key, name, len(body), nonce)
+    seal = BodySeal(key, name, len(body), nonce, tenant=tenant, whole_bytes=whole_bytes)
     seal.add(body)
     return seal.make_header(MAGIC)
 
 
-def read_digest(
-    name: EntryName, header: bytes, file_bytes: int, magic: bytes = MAGIC
-) -> bytes | None:
-    """The digest that the body must have; None if this is not the whole entry of that name."""
-    if len(header) != HEADER_BYTES:
+def parse_header(raw: bytes, magic: bytes = MAGIC) -> EntryHeader | None:
+    """The header of any entry; None if it is none, or one of another version."""
+    if len(raw) != HEADER_BYTES:
         return None
-    begins, named, digest, num_bytes = _HEADER.unpack(header)
-    is_whole = num_bytes <= MAX_BODY_BYTES and file_bytes == HEADER_BYTES + num_bytes
-    return digest if is_whole and (begins, named) == (magic, name) else None
-
-
-def read_length(header: bytes) -> tuple[EntryName, int, bytes] | None:
-    """Name, bytes of the body and digest, where entries follow one another; None if it is none."""
-    if len(header) != HEADER_BYTES:
+    begins, name, digest, tenant, whole_bytes, num_bytes = _HEADER.unpack(raw)
+    if begins != magic or num_bytes > MAX_BODY_BYTES or whole_bytes > MAX_EXPANSION * num_bytes:
         return None
-    magic, name, digest, num_bytes = _HEADER.unpack(header)
-    if magic != MAGIC or num_bytes > MAX_BODY_BYTES:
+    return EntryHeader(EntryName(name), num_bytes, digest, TenantLabel(tenant), whole_bytes)
+
+
+def read_header(
+    name: EntryName, raw: bytes, file_bytes: int, magic: bytes = MAGIC
+) -> EntryHeader | None:
+    """The header of an entry's file; None if this is not the whole entry of that name."""
+    header = parse_header(raw, magic)
+    if header is None or header.name != name or file_bytes != HEADER_BYTES + header.num_bytes:
         return None
-    return EntryName(name), num_bytes, digest
+    return header
 
 
-def has_digest(key: bytes, name: EntryName, body: Body, digest: bytes) -> bool:
-    """Whether these bytes were put under this name, by a holder of the key."""
-    check = BodyCheck(key, name, len(body), digest)
+def has_digest(key: bytes, header: EntryHeader, body: Body) -> bool:
+    """Whether these bytes were put under this header, by a holder of the key."""
+    check = BodyCheck(key, header)
     check.add(body)
-    return check.is_passed()
+    return len(body) == header.num_bytes and check.is_passed()
 
 
 class BodySeal:
     """The header of an entry whose body comes in pieces; see `make_header`."""
 
     def __init__(
-        self, key: bytes, name: EntryName, num_bytes: int, nonce: bytes | None = None
+        self,
+        key: bytes,
+        name: EntryName,
+        num_bytes: int,
+        nonce: bytes | None = None,
+        *,
+        tenant: TenantLabel = NO_TENANT,
+        whole_bytes: int = 0,
     ) -> None:
-        self._name, self._num_bytes = name, num_bytes
+        self._name, self._tenant, self._lengths = name, tenant, (whole_bytes, num_bytes)
         self._nonce = os.urandom(NONCE_BYTES) if nonce is None else nonce
-        self._mac = _Mac(key, name, num_bytes, self._nonce)
+        self._mac = _Mac(key, self._nonce, _pack_stated(name, tenant, *self._lengths))
 
     def add(self, piece: Body) -> None:
         """The next bytes."""
@@ -170,15 +209,17 @@ class BodySeal:
     def make_header(self, magic: bytes) -> bytes:
         """After the last one; once."""
         digest = self._nonce + self._mac.finish()
-        return _HEADER.pack(magic, self._name, digest, self._num_bytes)
+        return _HEADER.pack(magic, self._name, digest, self._tenant, *self._lengths)
 
 
 class BodyCheck:
-    """Whether a body is what was put under a name, by a holder of the key: it comes in pieces."""
+    """Whether a body is what was put under a header, by a holder of the key: it comes in pieces."""
 
-    def __init__(self, key: bytes, name: EntryName, num_bytes: int, digest: bytes) -> None:
-        self._expected = digest[NONCE_BYTES:]
-        self._mac = _Mac(key, name, num_bytes, digest[:NONCE_BYTES])
+    def __init__(self, key: bytes, header: EntryHeader) -> None:
+        lengths = header.whole_bytes, header.num_bytes
+        stated = _pack_stated(header.name, header.tenant, *lengths)
+        self._expected = header.digest[NONCE_BYTES:]
+        self._mac = _Mac(key, header.digest[:NONCE_BYTES], stated)
 
     def add(self, piece: Body) -> None:
         """The next bytes."""
@@ -195,9 +236,9 @@ class _Mac:
     A quarter of the time of keyed BLAKE3. Random nonces are safe for 2^32 entries of a key.
     """
 
-    def __init__(self, key: bytes, name: EntryName, num_bytes: int, nonce: bytes) -> None:
+    def __init__(self, key: bytes, nonce: bytes, stated: bytes) -> None:
         self._encryptor = Cipher(_cipher(key), GCM(nonce)).encryptor()
-        self.add(name + _LENGTH.pack(num_bytes))
+        self.add(stated)
 
     def add(self, piece: Body) -> None:
         self._encryptor.authenticate_additional_data(piece)
@@ -205,6 +246,11 @@ class _Mac:
     def finish(self) -> bytes:
         self._encryptor.finalize()
         return self._encryptor.tag
+
+
+def _pack_stated(name: EntryName, tenant: TenantLabel, whole_bytes: int, num_bytes: int) -> bytes:
+    """What a tag covers besides the body."""
+    return name + tenant + _LENGTHS.pack(whole_bytes, num_bytes)
 
 
 @lru_cache(maxsize=16)

@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 EntryName = NewType("EntryName", bytes)
 """32 bytes: the SHA-256 that names an entry (`store.entry_format`)."""
 
+TenantLabel = NewType("TenantLabel", bytes)
+"""8 bytes that stand for the tenant whose KV an entry is: a keyed hash of its salt."""
+
+TENANT_BYTES: Final = 8
+NO_TENANT: Final = TenantLabel(bytes(TENANT_BYTES))
+"""Of entries that are no tenant's (completion markers and the like)."""
+
 Body: TypeAlias = "bytes | bytearray | memoryview"
 
 NAME_BYTES: Final = 32
@@ -57,6 +64,15 @@ class PeerCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class CompressionReport:
+    """Bodies that this process has compressed, their bytes before and after; is it on now."""
+
+    raw_bytes: int
+    compressed_bytes: int
+    is_on: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """How full a tier is, as its users count it, and what this process made go since it opened it.
 
@@ -64,7 +80,7 @@ class Usage:
     make room went to the tier below, or were dropped; damaged ones were removed. `capacity_bytes`
     is 0 where nothing is known to limit it. `server`: of a tier on a server. `direct_io`: of a
     tier on a disk, whether large bodies are written past the page cache and do not stay in it.
-    `peers`: of a tier that this process shows to others.
+    `peers`: of a tier that this process shows to others. `compression`: of one that may compress.
     """
 
     used_bytes: int
@@ -76,6 +92,7 @@ class Usage:
     server: ServerHealth | None = None
     direct_io: bool | None = None
     peers: PeerCounts | None = None
+    compression: CompressionReport | None = None
 
 
 class EntryLease(Protocol):
@@ -84,6 +101,11 @@ class EntryLease(Protocol):
     @property
     def num_bytes(self) -> int:
         """Bytes of the body."""
+        ...
+
+    @property
+    def tenant(self) -> TenantLabel:
+        """Whose it is, as its writer stated."""
         ...
 
     def try_read(self, into: memoryview) -> bool:
@@ -112,8 +134,10 @@ class Tier(Protocol):
         """How many leading names are there: stops at the first miss."""
         ...
 
-    def put(self, name: EntryName, body: Body) -> PutResult:
+    def put(self, name: EntryName, body: Body, tenant: TenantLabel = NO_TENANT) -> PutResult:
         """Keep a body; others make room for it, as the tier's eviction policy chooses.
+
+        Where the tier bounds what one tenant may hold, the tenant's own entries make room first.
 
         Raises:
             StoreFullError: there is no room, and none can be made.
@@ -226,7 +250,7 @@ class LeasesNewest(Protocol):
 class PutsEntries(Protocol):
     """Where a tier puts what it has no room for."""
 
-    def put(self, name: EntryName, body: Body) -> PutResult:
+    def put(self, name: EntryName, body: Body, tenant: TenantLabel = NO_TENANT) -> PutResult:
         """See `Tier.put`."""
         ...
 
@@ -235,7 +259,7 @@ class PutsEntries(Protocol):
 class WritesBehind(Protocol):
     """A tier that takes entries from the one above without making it wait."""
 
-    def put_behind(self, name: EntryName, body: Body) -> PutResult:
+    def put_behind(self, name: EntryName, body: Body, tenant: TenantLabel = NO_TENANT) -> PutResult:
         """Take an entry; it is written later, or dropped where that fails.
 
         This process finds it at once, others once it is written.

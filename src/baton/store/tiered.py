@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from baton.errors import StoreError
 from baton.store.counted_tier import CountedTier
-from baton.store.interface import TIERS, PutResult, TierContext, Usage
+from baton.store.interface import NO_TENANT, TIERS, PutResult, TierContext, Usage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.store.capacity import StoredEntry
     from baton.store.counted_tier import TierReport
-    from baton.store.interface import Body, EntryLease, EntryName, PeerAccess
+    from baton.store.interface import Body, EntryLease, EntryName, PeerAccess, TenantLabel
 
 logger = logging.getLogger(__name__)
 
@@ -42,17 +42,17 @@ class TieredStore:
             at += found
         return at
 
-    def put(self, name: EntryName, body: Body) -> PutResult:
+    def put(self, name: EntryName, body: Body, tenant: TenantLabel = NO_TENANT) -> PutResult:
         # A tier that is a round trip away is not asked first: an entry may be in two tiers.
         if any(tier.find((name,)) for tier in self.tiers[1:] if tier.remote is None):
             return PutResult.EXISTS
         *others, last = self.tiers
         for tier in others:
             try:
-                return tier.put(name, body)
+                return tier.put(name, body, tenant)
             except StoreError as exc:
                 logger.debug("store: an entry goes to the next tier: %s", exc)
-        return last.put(name, body)
+        return last.put(name, body, tenant)
 
     def try_lease(self, name: EntryName) -> EntryLease | None:
         first, *others = self.tiers
@@ -116,7 +116,7 @@ class TieredStore:
             lease.release()
             return None
         try:
-            self.tiers[0].put(name, body)
+            self.tiers[0].put(name, body, lease.tenant)
         except StoreError as exc:
             logger.debug("store: an entry stays where it is: %s", exc)
             return lease

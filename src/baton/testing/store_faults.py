@@ -82,7 +82,7 @@ class FolderFaultContract(SystemCallFaultContract):  # noqa: PLR0904 - a test fo
 
     def own_files(self) -> set[str]:
         """What a folder without entries may have in it."""
-        return {"users", "capacity", "reserved"}
+        return {"users", "capacity", "reserved", "tenants", "removed"}
 
     @pytest.mark.parametrize("naming", ["unnamed", "named"])
     def test_a_writer_killed_in_the_middle_leaves_nothing(

@@ -25,12 +25,16 @@ from baton.store.folder import (
     direct_files,
     directory,
     evicted_names,
+    known_names,
     leases,
     listing,
     reservations,
     shared_capacity,
+    tenant_counts,
     tier,
 )
+from baton.store.folder.tier import FolderTier
+from baton.store.interface import TenantLabel
 from baton.testing.store_contract import (
     BODY_BYTES,
     StoreContract,
@@ -53,6 +57,7 @@ CALLS: Final = (
 )
 MAX_CALLS: Final = 2000
 NUM_ENTRIES: Final = 3
+TENANT: Final = TenantLabel(b"a tenant")
 
 
 @dataclass(slots=True)
@@ -101,10 +106,12 @@ def failing(
         direct_files,
         directory,
         evicted_names,
+        known_names,
         leases,
         listing,
         reservations,
         shared_capacity,
+        tenant_counts,
         tier,
     )
     for module in modules:
@@ -192,13 +199,13 @@ def count_descriptors() -> int:
 def fill(tier: Tier) -> None:
     """Put so much that the next entry needs room."""
     for i in range(NUM_ENTRIES):
-        put(tier, f"entry {i}")
+        tier.put(name_of(f"entry {i}"), body_of(f"entry {i}"), TENANT)
 
 
 def work(tier: Tier) -> None:
     """Each operation; a failure is a miss, or a StoreError."""
     with suppress(StoreError):
-        put(tier, "new")
+        tier.put(name_of("new"), body_of("new"), TENANT)
     for content in ("new", f"entry {NUM_ENTRIES - 1}"):
         assert read(tier, content) in {None, body_of(content)}
     tier.discard(name_of("new"))
@@ -211,6 +218,9 @@ def check(tier: Tier) -> None:
     found = scan(tier)
     assert found.used_bytes <= found.capacity_bytes
     assert tier.usage().used_bytes >= found.used_bytes, "less is counted than there is"
+    if isinstance(tier, FolderTier):
+        held_bytes = sum(each.num_bytes for each in tier.entries() if each.tenant == TENANT)
+        assert tier._capacity.peek_held(TENANT) >= held_bytes  # noqa: SLF001 - of this tier alone
     assert all(tier.is_whole(entry.name) for entry in tier.entries())
     for content in ("new", *(f"entry {i}" for i in range(NUM_ENTRIES))):
         assert read(tier, content) in {None, body_of(content)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -13,11 +14,18 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from baton.errors import ConfigError
 from baton.kv.identity import HashDomain, compute_block_hashes, compute_tail_hash
 from baton.kv.layout import KVLayout, TensorParallelShard
-from baton.store.entry_format import HEADER_BYTES, EntryFormat, has_digest, make_header, read_digest
-from baton.store.interface import EntryName
+from baton.store.entry_format import (
+    HEADER_BYTES,
+    EntryFormat,
+    has_digest,
+    make_header,
+    read_header,
+)
+from baton.store.interface import NO_TENANT, EntryName, TenantLabel
 
 KEY = bytes(range(32))
 NONCE = bytes(range(12))
+TENANT = TenantLabel(b"tenant-A")
 VECTORS = Path(__file__).parents[2] / "vectors" / "store" / "entries.json"
 LAYOUT = KVLayout.gqa(3, 4, 8, block_size=16, dtype="float32")
 
@@ -44,7 +52,8 @@ def make_vector(block_size: int, num_parts: int, tenant_salt: str, num_tokens: i
     entry_format = EntryFormat.of(LAYOUT, block_size=block_size, num_parts=num_parts)
     names = [[entry_format.name(each, part).hex() for part in range(num_parts)] for each in hashes]
     body = bytes(range(10))
-    record = make_header(KEY, EntryName(bytes.fromhex(names[0][0])), body, NONCE) + body
+    name = EntryName(bytes.fromhex(names[0][0]))
+    record = make_header(KEY, name, body, NONCE, tenant=TENANT) + body
     return Vector(
         block_size,
         num_parts,
@@ -134,23 +143,40 @@ def test_parts_that_ranks_cannot_hold_whole_are_refused() -> None:
 def test_the_tag_is_that_of_an_empty_message_of_aes_gcm() -> None:
     """Another implementation of the same: its additional data are all that is authenticated."""
     name, body = EntryName(b"n" * 32), bytes(range(200))
-    header = make_header(KEY, name, body, NONCE)
-    data = name + len(body).to_bytes(8, "little") + body
+    header = make_header(KEY, name, body, NONCE, tenant=TENANT)
+    data = name + TENANT + bytes(8) + len(body).to_bytes(8, "little") + body
     assert header[40:52] == NONCE
     assert header[52:68] == AESGCM(KEY).encrypt(NONCE, b"", data)
     assert make_header(KEY, name, body)[40:52] != make_header(KEY, name, body)[40:52]
 
 
+def test_a_compressed_body_states_how_long_it_was() -> None:
+    name, body = EntryName(b"n" * 32), b"body"
+    for whole_bytes, is_possible in ((0, True), (64 * 4, True), (64 * 4 + 1, False)):
+        raw = make_header(KEY, name, body, whole_bytes=whole_bytes)
+        header = read_header(name, raw, HEADER_BYTES + 4)
+        assert (header is not None) == is_possible
+        if header is not None:
+            assert header.whole_bytes == whole_bytes
+            assert has_digest(KEY, header, body)
+
+
 def test_a_record_says_what_it_is() -> None:
     name, other = EntryName(b"n" * 32), EntryName(b"o" * 32)
     body = b"body"
-    header = make_header(KEY, name, body)
-    digest = read_digest(name, header, HEADER_BYTES + 4)
-    assert digest is not None
-    assert has_digest(KEY, name, body, digest)
-    assert not has_digest(KEY, name, b"bodz", digest)
-    assert not has_digest(KEY, other, body, digest), "an entry that was renamed"
-    assert not has_digest(bytes(32), name, body, digest), "who wrote it had another key"
-    assert read_digest(other, header, HEADER_BYTES + 4) is None
-    assert read_digest(name, header, HEADER_BYTES + 3) is None
-    assert read_digest(name, header[:-1], HEADER_BYTES + 4) is None
+    raw = make_header(KEY, name, body, tenant=TENANT)
+    header = read_header(name, raw, HEADER_BYTES + 4)
+    assert header is not None
+    assert (header.tenant, header.num_bytes) == (TENANT, 4)
+    assert has_digest(KEY, header, body)
+    assert not has_digest(KEY, header, b"bodz")
+    assert not has_digest(KEY, header, body + b"!")
+    assert not has_digest(KEY, replace(header, name=other), body), "an entry that was renamed"
+    assert not has_digest(KEY, replace(header, tenant=NO_TENANT), body), "given to another tenant"
+    assert not has_digest(bytes(32), header, body), "who wrote it had another key"
+    assert read_header(other, raw, HEADER_BYTES + 4) is None
+    assert read_header(name, raw, HEADER_BYTES + 3) is None
+    assert read_header(name, raw[:-1], HEADER_BYTES + 4) is None
+    assert not has_digest(KEY, replace(header, whole_bytes=8), body), "said to be compressed"
+    older = b"BATONKV3" + raw[8:]
+    assert read_header(name, older, HEADER_BYTES + 4) is None

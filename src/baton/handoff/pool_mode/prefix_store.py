@@ -321,7 +321,7 @@ class StoredPrefixes:
         if keep.segments:
             at_once = max(1, KEEP_BATCH_BYTES // self._entry_bytes)
             num_kept, _ = self._writer.keep_segments(
-                keep.segments[:at_once], order.blocks, order.guard
+                keep.segments[:at_once], order.blocks, order.tenant_salt, order.guard
             )
             self.counts.num_stored += num_kept
             self._report(keep, keep.segments[:num_kept])

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from baton.encodings.interface import RAW, open_encoding
 from baton.encodings.raw import RawEncoding
 from baton.handoff.pool_mode.store_journal import open_store_journal
 from baton.store.entry_format import EntryFormat
+from baton.store.interface import TENANT_BYTES, TenantLabel
 from baton.store.tiered import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from baton.auth.key import ClusterKey
     from baton.clock import Clock
@@ -63,7 +65,7 @@ class StoreAccess:
     """The store belongs to the pool's thread, which closes it; so do the staging pages of `view`.
 
     The KV view shows the engine's blocks in an order that can be divided into tokens and heads.
-    `encoding` writes the bodies of entries.
+    `encoding` writes the bodies of entries. `label_tenant` gives the label of a tenant's salt.
     `keeps_prefixes`: what engines compute is kept, and looked for before it is computed. What is
     kept is reported to gateways by way of `journal`, if there is one.
     """
@@ -71,6 +73,7 @@ class StoreAccess:
     store: TieredStore
     entry_format: EntryFormat
     view: KVView
+    label_tenant: Callable[[str], TenantLabel]
     encoding: KVEncoding = field(default_factory=RawEncoding)
     keeps_prefixes: bool = False
     journal: StoreJournal | None = None
@@ -80,6 +83,7 @@ class StoreAccess:
 
 
 _PURPOSE: Final = "store"
+_TENANT_TAG: Final = b"tenant/1"
 _NAME_CHARS: Final = 16
 
 
@@ -109,7 +113,13 @@ def open_store_access(  # noqa: PLR0913 - what a worker's store is opened from
     encoding = open_encoding(section.encoding, entry_format.full_layout, "store.encoding")
     entry_format = replace(entry_format, encodings=name_encodings(encoding, handoff_encoding))
     store = open_keyed_store(section.tiers, section.options, key=key, clock=clock, peers=peers)
-    return StoreAccess(store, entry_format, view, encoding, keeps_prefixes)
+    label = partial(label_tenant, key)
+    return StoreAccess(store, entry_format, view, label, encoding, keeps_prefixes)
+
+
+def label_tenant(key: ClusterKey, tenant_salt: str) -> TenantLabel:
+    """The label of a tenant's entries: without the cluster's key it does not show the salt."""
+    return TenantLabel(key.sign(_PURPOSE, _TENANT_TAG + tenant_salt.encode())[:TENANT_BYTES])
 
 
 def note_store_encoding(trace: RequestSpan, encoding: KVEncoding) -> None:

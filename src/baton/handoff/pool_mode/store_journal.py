@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from baton.store.interface import Tier
 
 MAX_REPORTED: Final = 1 << 16
-"""Entries; about 500 bytes for each. Beyond that the ones unused for longest are not reported."""
+"""Entries; about 750 bytes for each, with its tokens. Beyond that the ones unused for longest are
+not reported."""
 ROUND_S: Final = 2.0
 """In which every reported entry is looked for once."""
 BATCH_ENTRIES: Final = 64

@@ -52,6 +52,7 @@ class StoreWriter:
             access.counts,
         )
         self._encoding, self._encoded = access.encoding, access.encoded
+        self._label_tenant = access.label_tenant
         self._copier, self._clock, self._emit = copier, clock, emit
 
     def write_batch(self, store_write: StoreWrite) -> bool:
@@ -64,7 +65,9 @@ class StoreWriter:
             store_write.add_stored(present)
             self._counts.num_present += present
             return True
-        num_kept, num_bytes = self.keep_segments(segments, store_write.order.blocks)
+        order = store_write.order
+        salt = order.ticket.tenant_salt
+        num_kept, num_bytes = self.keep_segments(segments, order.blocks, salt)
         store_write.order.trace.num_bytes += num_bytes
         note_store_encoding(store_write.order.trace, self._encoding)
         store_write.add_stored(num_kept)
@@ -75,9 +78,10 @@ class StoreWriter:
         self,
         segments: Sequence[TokenSegment],
         table: BlockTable,
+        tenant_salt: str,
         guard: AbstractContextManager[object] = UNGUARDED,
     ) -> tuple[int, int]:
-        """Put one batch of them, from the engine's blocks in `table`.
+        """Put one batch of them, from the engine's blocks in `table`, as the tenant's.
 
         `guard` is entered while the blocks are read.
 
@@ -88,13 +92,14 @@ class StoreWriter:
             StoreError: there is no room, or they cannot be written.
         """
         batch = self._copier.take_batch(segments)
-        num_bytes = 0
+        num_bytes, tenant = 0, self._label_tenant(tenant_salt)
         with guard:
             gathered = self._copier.gather(batch, table)
         for bodies, part in zip(gathered, self._copier.parts, strict=True):
             encoded = self._encode(bodies)
             for segment, body in zip(batch, encoded, strict=True):
-                self._store.put(self._entry_format.name(segment.block_hash, part), body.data)
+                name = self._entry_format.name(segment.block_hash, part)
+                self._store.put(name, body.data, tenant)
             num_bytes += sum(map(len, encoded))
         return len(batch), num_bytes
 

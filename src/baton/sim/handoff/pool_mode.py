@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from baton.auth.key import ClusterKey
 from baton.handoff.pool_mode.block_copier import BlockCopier
-from baton.handoff.pool_mode.store_access import StoreAccess
+from baton.handoff.pool_mode.store_access import StoreAccess, label_tenant
+from baton.sim.handoff.store import KEY
 from baton.store.counted_tier import CountedTier
 from baton.store.entry_format import EntryFormat
 from baton.store.tiered import TieredStore
@@ -31,7 +34,8 @@ def make_store_access(process: SimProcess, view: KVView) -> StoreAccess | None:
     size = world.schedule.store.block_size
     store = TieredStore([CountedTier("store", world.store)])
     entry_format = EntryFormat.of(view.layout, block_size=size, num_parts=1)
-    return StoreAccess(store, entry_format, view, keeps_prefixes=True)
+    label = partial(label_tenant, ClusterKey(KEY))
+    return StoreAccess(store, entry_format, view, label, keeps_prefixes=True)
 
 
 class StoreHandoffDriver:

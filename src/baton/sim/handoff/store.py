@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Final, Literal, Self, TypeAlias, assert_never
 from baton.errors import StoreError, StoreFullError
 from baton.store import entry_format
 from baton.store.capacity import Capacity, StoredEntry, choose_victims
-from baton.store.interface import PutResult, Usage
+from baton.store.interface import NO_TENANT, PutResult, Usage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from baton.sim.handoff.plan import StorePlan
     from baton.sim.handoff.timeline import Timeline
-    from baton.store.interface import Body, EntryName
+    from baton.store.entry_format import EntryHeader
+    from baton.store.interface import Body, EntryName, TenantLabel
 
 EntryFaultKind: TypeAlias = Literal["refuse", "lose", "flip", "cut", "swap"]
 """What befalls an entry: it is not kept, or goes, or its bytes change, are cut, or another's."""
@@ -54,12 +55,13 @@ class SimStore:
         missing = (n for n, name in enumerate(names) if name not in self._entries)
         return next(missing, len(names))
 
-    def put(self, name: EntryName, body: Body) -> PutResult:
+    def put(self, name: EntryName, body: Body, tenant: TenantLabel = NO_TENANT) -> PutResult:
         """See `Tier`."""
         if name in self._entries:
             self._entries[name].used_s = self._timeline.now_s
             return PutResult.EXISTS
-        data = bytearray(entry_format.make_header(KEY, name, body)) + bytes(body)
+        header = entry_format.make_header(KEY, name, body, tenant=tenant)
+        data = bytearray(header) + bytes(body)
         how = self.entry_faults.pop() if self.entry_faults else None
         if how == "refuse":
             self.injected["entry: refuse"] += 1
@@ -76,14 +78,14 @@ class SimStore:
         entry = self._entries.get(name)
         if entry is None:
             return None
-        header = bytes(entry.data[: entry_format.HEADER_BYTES])
-        digest = entry_format.read_digest(name, header, len(entry.data))
-        if digest is None:
+        raw = bytes(entry.data[: entry_format.HEADER_BYTES])
+        header = entry_format.read_header(name, raw, len(entry.data))
+        if header is None:
             self._remove_damaged(name)
             return None
         entry.used_s = self._timeline.now_s
         body = bytes(entry.data[entry_format.HEADER_BYTES :])
-        return SimEntryLease(name, body, digest, lambda: self._remove_damaged(name))
+        return SimEntryLease(header, body, lambda: self._remove_damaged(name))
 
     def discard(self, name: EntryName) -> None:
         """See `Tier`."""
@@ -151,10 +153,9 @@ class SimStore:
 class SimEntryLease:
     """Implements `store.interface.EntryLease`."""
 
-    def __init__(
-        self, name: EntryName, body: bytes, digest: bytes, on_damage: Callable[[], None]
-    ) -> None:
-        self._name, self._body, self._digest, self._on_damage = name, body, digest, on_damage
+    def __init__(self, header: EntryHeader, body: bytes, on_damage: Callable[[], None]) -> None:
+        self._header, self._body, self._on_damage = header, body, on_damage
+        self.tenant = header.tenant
 
     @property
     def num_bytes(self) -> int:
@@ -164,7 +165,7 @@ class SimEntryLease:
     def try_read(self, into: memoryview) -> bool:
         """See `EntryLease`."""
         into[:] = self._body
-        if entry_format.has_digest(KEY, self._name, into, self._digest):
+        if entry_format.has_digest(KEY, self._header, into):
             return True
         self._on_damage()
         return False

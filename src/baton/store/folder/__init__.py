@@ -10,6 +10,9 @@ File map:
     reservations.py     what each of them is about to write
     entry_times.py      what eviction must know of an entry, in its file's times
     listing.py          lists the entries
+    tenant_counts.py    how much each tenant holds
     evicted_names.py    names that were evicted lately
+    known_names.py      names that this process has found, and that were not removed since
     tier.py             `FolderTier`
+    compressing_tier.py, compressed_lease.py    the same where bodies may be compressed
 """

@@ -21,7 +21,7 @@ from baton.store.entry_format import (
     BodyCheck,
     BodySeal,
     make_header,
-    read_digest,
+    read_header,
 )
 from baton.store.folder.body_pool import EXTENT_BYTES, copy_in, count_extents, pack_runs
 from baton.store.folder.directory import fill_unnamed, write_unnamed
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from baton.store.folder.direct_files import DirectFiles
     from baton.store.folder.directory import UnnamedFile
     from baton.store.folder.shared_capacity import SharedCapacity
-    from baton.store.interface import Body, EntryName
+    from baton.store.interface import Body, EntryName, TenantLabel
 
 ALLOCATION_BYTES: Final = 4096
 """What a filesystem gives a file at least."""
@@ -100,15 +100,20 @@ class FileBodies:
         return True
 
     @contextmanager
-    def write(self, name: EntryName, body: Body) -> Generator[UnnamedFile]:
-        """The entry's file, complete but for its name; see `fill_unnamed`."""
-        with self._write(name, body) as file:
+    def write(
+        self, name: EntryName, body: Body, tenant: TenantLabel, whole_bytes: int
+    ) -> Generator[UnnamedFile]:
+        """The entry's file, complete but for its name; see `fill_unnamed` and `EntryHeader`."""
+        with self._write(name, body, tenant, whole_bytes) as file:
             if len(body) >= self._min_durable_bytes:
                 file.make_durable()
             yield file
 
-    def _write(self, name: EntryName, body: Body) -> AbstractContextManager[UnnamedFile]:
-        return write_unnamed(self._folder, (make_header(self._key, name, body), body))
+    def _write(
+        self, name: EntryName, body: Body, tenant: TenantLabel, whole_bytes: int
+    ) -> AbstractContextManager[UnnamedFile]:
+        header = make_header(self._key, name, body, tenant=tenant, whole_bytes=whole_bytes)
+        return write_unnamed(self._folder, (header, body))
 
     def give_back(self) -> None:
         """Under the capacity's lock: the body that memory was taken for is not kept."""
@@ -129,12 +134,11 @@ class FileBodies:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             return None
-        digest = read_digest(name, os.pread(fd, HEADER_BYTES, 0), status.st_size)
-        if digest is None:
+        header = read_header(name, os.pread(fd, HEADER_BYTES, 0), status.st_size)
+        if header is None:
             return None
-        num_bytes = count_body_bytes(status)
-        begin_check = partial(BodyCheck, self._key, name, num_bytes, digest)
-        return self._choose_lease(num_bytes)(fd, num_bytes, begin_check, on_damage)
+        begin_check = partial(BodyCheck, self._key, header)
+        return self._choose_lease(header.num_bytes)(fd, header, begin_check, on_damage)
 
     def _choose_lease(self, num_bytes: int) -> type[FileEntryLease]:  # noqa: ARG002 - direct ones
         return FileEntryLease
@@ -170,10 +174,12 @@ class DirectBodies(FileBodies):
         super().__init__(folder, key, min_durable_bytes)
         self._files, self._min_body_bytes = files, min_body_bytes
 
-    def _write(self, name: EntryName, body: Body) -> AbstractContextManager[UnnamedFile]:
+    def _write(
+        self, name: EntryName, body: Body, tenant: TenantLabel, whole_bytes: int
+    ) -> AbstractContextManager[UnnamedFile]:
         if len(body) < self._min_body_bytes:
-            return super()._write(name, body)
-        seal = BodySeal(self._key, name, len(body))
+            return super()._write(name, body, tenant, whole_bytes)
+        seal = BodySeal(self._key, name, len(body), tenant=tenant, whole_bytes=whole_bytes)
         return fill_unnamed(self._folder, partial(self._files.write, body=body, seal=seal))
 
     def _choose_lease(self, num_bytes: int) -> type[FileEntryLease]:
@@ -202,10 +208,12 @@ class PooledBodies(FileBodies):
         self._taken = runs or ()
         return runs is not None
 
-    def _write(self, name: EntryName, body: Body) -> AbstractContextManager[UnnamedFile]:
+    def _write(
+        self, name: EntryName, body: Body, tenant: TenantLabel, whole_bytes: int
+    ) -> AbstractContextManager[UnnamedFile]:
         if not self._taken:
-            return super()._write(name, body)
-        seal = BodySeal(self._key, name, len(body))
+            return super()._write(name, body, tenant, whole_bytes)
+        seal = BodySeal(self._key, name, len(body), tenant=tenant, whole_bytes=whole_bytes)
         for piece in copy_in(self._pool.views(self._taken, len(body)), body):
             seal.add(piece.data)
         head = seal.make_header(POOLED_MAGIC) + pack_runs(self._taken)
@@ -229,13 +237,13 @@ class PooledBodies(FileBodies):
             return super().try_lease(fd, name, on_damage)
         if not try_share(fd):
             return None
-        header = os.pread(fd, HEADER_BYTES, 0)
-        digest, runs = read_digest(name, header, status.st_size, POOLED_MAGIC), read_runs(fd)
-        if digest is None or runs is None:
+        raw = os.pread(fd, HEADER_BYTES, 0)
+        header, runs = read_header(name, raw, status.st_size, POOLED_MAGIC), read_runs(fd)
+        if header is None or runs is None:
             return None
-        begin_check = partial(BodyCheck, self._key, name, num_bytes, digest)
+        begin_check = partial(BodyCheck, self._key, header)
         body = PooledBody(self._pool, runs, partial(self._free_late, self._pool.generation))
-        return PooledEntryLease(fd, num_bytes, begin_check, on_damage, body)
+        return PooledEntryLease(fd, header, begin_check, on_damage, body)
 
     def unlink(self, name: EntryName, num_bytes: int) -> None:
         if not self._holds(num_bytes):

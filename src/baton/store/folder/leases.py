@@ -18,8 +18,9 @@ from baton.store.folder.body_pool import MAX_PACKED_BYTES, Run, unpack_runs
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from baton.store.entry_format import BodyCheck
+    from baton.store.entry_format import BodyCheck, EntryHeader
     from baton.store.folder.body_pool import BodyPool
+    from baton.store.interface import TenantLabel
 
 
 PIECE_BYTES: Final = 128 << 10
@@ -37,9 +38,17 @@ class FileEntryLease:
     """
 
     fd: int
-    num_bytes: int
+    header: EntryHeader
     begin_check: Callable[[], BodyCheck]
     on_damage: Callable[[], None]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.header.num_bytes
+
+    @property
+    def tenant(self) -> TenantLabel:
+        return self.header.tenant
 
     def try_read(self, into: memoryview) -> bool:
         if self.fd < 0 or len(into) != self.num_bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -12,29 +13,32 @@ from typing import TYPE_CHECKING, Annotated, Final
 import msgspec
 
 from baton.errors import ConfigError, StoreError, StoreFullError, mapped
-from baton.store.capacity import MAX_PINNED_SHARE, StoredEntry
+from baton.store.capacity import MAX_PINNED_SHARE, Shortage, StoredEntry
 from baton.store.eviction import EVICTIONS
 from baton.store.folder.bodies import FileBodies, count_body_bytes, open_unnoticed
+from baton.store.folder.compressed_lease import CompressedEntryLease
 from baton.store.folder.directory import FILE_MODE, remove_unfinished
 from baton.store.folder.entry_times import (
     PINNED_MODE,
     read_entry,
+    read_place,
     to_times_after_use_ns,
     to_times_ns,
 )
 from baton.store.folder.evicted_names import EvictedNames
+from baton.store.folder.known_names import KnownNames
 from baton.store.folder.leases import has_name
 from baton.store.folder.listing import iter_files
-from baton.store.folder.shared_capacity import SharedCapacity
-from baton.store.interface import EntryName, PutResult, Usage
+from baton.store.folder.shared_capacity import NOTHING_REMOVED, Removed, SharedCapacity
+from baton.store.interface import NO_TENANT, EntryName, PutResult, Usage
 from baton.store.victims import WaitingVictims, is_unused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     from baton.store.folder.directory import Folder, UnnamedFile
     from baton.store.folder.leases import FileEntryLease
-    from baton.store.interface import Body, TierContext
+    from baton.store.interface import Body, EntryLease, TenantLabel, TierContext
 
 logger = logging.getLogger(__name__)
 
@@ -47,14 +51,16 @@ _MAX_ROUNDS: Final = 4
 
 
 class FolderTierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`capacity_bytes` is for all that share the folder; it and `eviction` are the same for them.
+    """`capacity_bytes` is for all that share the folder; the options are the same for them.
 
-    What was not used for `ttl_s` is not found any more; None: however old it is.
+    What was not used for `ttl_s` is not found any more; None: however old it is. A tenant holds at
+    most `tenant_share` of the capacity: beyond that its own entries make room for its next ones.
     """
 
     capacity_bytes: Annotated[int, msgspec.Meta(ge=1)]
     eviction: str = "lru"
     ttl_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    tenant_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
 
 
 class FolderTier:
@@ -76,39 +82,52 @@ class FolderTier:
         """
         self._folder, self._fd = folder, folder.fd
         self._capacity_bytes, self._ttl_s = options.capacity_bytes, options.ttl_s
+        self._tenant_bytes = int(options.tenant_share * options.capacity_bytes)
         self._clock, self._below = context.clock, context.below
         self._num_damaged = self._num_demoted = self._num_dropped = self._num_expired = 0
         self._is_reported = False
         self._looks_again_at = 0.0
         self._policy = EVICTIONS.build(options.eviction, {})
         with mapped({OSError: ConfigError, StoreError: ConfigError}):
-            self._capacity = SharedCapacity(folder.fd, options.capacity_bytes)
+            self._capacity = SharedCapacity(folder.fd, options.capacity_bytes, self._tenant_bytes)
             make_bodies = make_bodies or (lambda _: FileBodies(folder.fd, context.key))
             self._bodies = make_bodies(self._capacity)
             remove_unfinished(folder.fd)
             if folder.was_unused:
+                if self._capacity.has_older_entries:
+                    self._remove_older()
                 self._capacity.recount(self._count)
+            self._known = KnownNames(folder.fd)
             remembers = self._policy.remembers
             self._victims = WaitingVictims(self._policy, options.capacity_bytes)
             self._evicted = EvictedNames(folder.fd, options.capacity_bytes) if remembers else None
 
     def find(self, names: Sequence[EntryName]) -> int:
-        for index, name in enumerate(names):
-            if self._find(name) is None:
-                return index
-        return len(names)
+        num_known = 0
+        if self._ttl_s is None:  # else an entry's age has to be looked at
+            num_known = self._known.count_leading(names, self._clock.now())
+        unknown = range(num_known, len(names))
+        num_found = next((at for at in unknown if self._find(names[at]) is None), len(names))
+        self._known.add(names[num_known:num_found])
+        return num_found
 
-    def put(self, name: EntryName, body: Body) -> PutResult:
+    def put(self, name: EntryName, body: Body, tenant: TenantLabel = NO_TENANT) -> PutResult:
         status = self._find(name)
         if status is not None:
             self._mark_use(name, status)
             return PutResult.EXISTS
+        return self._keep(name, body, tenant)
+
+    def _keep(
+        self, name: EntryName, body: Body, tenant: TenantLabel, whole_bytes: int = 0
+    ) -> PutResult:
+        """Put an entry that was not found. `whole_bytes`: see `EntryHeader`."""
         cost = self._bodies.compute_cost(len(body))
-        self._reserve(cost, len(body))
+        self._reserve(cost, len(body), tenant)
         try:
-            with self._bodies.write(name, body) as unnamed_file:
-                unnamed_file.set_times(to_times_ns(self._make_entry(name, cost)))
-                is_new = self._capacity.commit(cost, partial(self._try_link, unnamed_file, name))
+            with self._bodies.write(name, body, tenant, whole_bytes) as unnamed_file:
+                try_link = partial(self._try_link, unnamed_file, self._make_entry(name, cost))
+                is_new = self._capacity.commit(cost, try_link, tenant)
         except StoreError:
             self._capacity.release(cost, self._bodies.give_back)
             raise
@@ -121,14 +140,21 @@ class FolderTier:
         is_back = self._evicted is not None and self._evicted.take(name)
         return StoredEntry(name, cost, used_at=now, queued_at=now, is_protected=is_back)
 
-    def try_lease(self, name: EntryName) -> FileEntryLease | None:
+    def try_lease(self, name: EntryName) -> EntryLease | None:
         status = self._find(name)
-        if status is None:
+        lease = None
+        if status is not None:
+            lease = self._try_open(name, partial(self._remove_damaged, name))
+        if status is None or lease is None:
+            self._known.forget(name)
             return None
-        lease = self._try_open(name, partial(self._remove_damaged, name))
-        if lease is not None:
-            self._mark_use(name, status)
-        return lease
+        self._mark_use(name, status)
+        return self._to_entry_lease(lease)
+
+    def _to_entry_lease(self, lease: FileEntryLease) -> EntryLease:
+        """What gives back the body as it was put."""
+        is_compressed = bool(lease.header.whole_bytes)
+        return CompressedEntryLease(lease, None, self._clock) if is_compressed else lease
 
     def pin(self, name: EntryName) -> bool:
         """See `PinsEntries`."""
@@ -158,7 +184,7 @@ class FolderTier:
         self._expire_old()
         excess_bytes = self._capacity.peek().excess_bytes
         if excess_bytes:
-            self._evict(excess_bytes)
+            self._evict(Shortage(excess_bytes))
 
     def _expire_old(self) -> None:
         """Remove what is too old, a twentieth of `ttl_s` after it is at the latest.
@@ -219,10 +245,11 @@ class FolderTier:
         self._victims.stop_looking()
         self._bodies.close()
         self._capacity.close()
+        self._known.close()
         if self._evicted is not None:
             self._evicted.close()
 
-    def _reserve(self, cost: int, num_bytes: int) -> None:
+    def _reserve(self, cost: int, num_bytes: int, tenant: TenantLabel) -> None:
         """Count an entry as kept, and take memory for its body, making room for both first.
 
         Raises:
@@ -231,58 +258,87 @@ class FolderTier:
         """
         if cost > self._capacity_bytes:
             raise StoreFullError(f"an entry of {cost} bytes where {self._capacity_bytes} fit")
+        if cost > self._tenant_bytes and tenant != NO_TENANT:
+            raise StoreFullError(
+                f"an entry of {cost} bytes where a tenant may hold {self._tenant_bytes}: "
+                "tenant_share is too small for it"
+            )
         try_take = partial(self._bodies.try_take, num_bytes)
         for num_rounds in range(1, _MAX_ROUNDS + 1):
-            shortage = self._capacity.try_reserve(cost, try_take)
-            if shortage == 0:
+            shortage = self._capacity.try_reserve(cost, try_take, tenant)
+            if shortage is None:
                 return
             self._evict(shortage)
             if num_rounds == _MAX_ROUNDS - 1:  # users that were killed may hold memory still
                 self._capacity.recount(self._count)
         raise StoreFullError(f"no room for {cost} bytes: others take what is freed")
 
-    def _try_link(self, unnamed_file: UnnamedFile, name: EntryName) -> bool:
-        is_new = unnamed_file.try_link(name.hex())
+    def _try_link(self, unnamed_file: UnnamedFile, entry: StoredEntry, place: int) -> bool:
+        unnamed_file.set_times(to_times_ns(entry, place))
+        is_new = unnamed_file.try_link(entry.name.hex())
         if not is_new:
             self._bodies.give_back()
         return is_new
 
-    def _evict(self, num_bytes: int) -> None:
+    def _evict(self, shortage: Shortage) -> None:
         """Make entries go, as the policy chooses; set the count right where it was too high.
 
         Raises:
             StoreError: they cannot be listed, or another process holds the lock.
         """
+        if shortage.tenant == NO_TENANT:
+            self._evict_any(shortage.num_bytes)
+        else:
+            self._evict_of_tenant(shortage.tenant, shortage.num_bytes)
+
+    def _evict_any(self, num_bytes: int) -> None:
         freed = self._evict_waiting(num_bytes)
         if freed < num_bytes:
-            committed_bytes = self._capacity.peek().committed_bytes
+            counted_bytes = self._capacity.peek().committed_bytes
             entries = list(self._iter_settled())
             self._choose_victims(entries, num_bytes - freed)
             freed += self._evict_waiting(num_bytes - freed)
-            # Killed users' removals are not counted.
-            too_much = committed_bytes - sum(entry.num_bytes for entry in entries)
-            if freed < num_bytes or too_much > self._capacity_bytes // COUNT_TOLERANCE_PARTS:
-                self._capacity.recount(self._count)
+            self._recount_if_wrong(entries, counted_bytes, is_short=freed < num_bytes)
+
+    def _evict_of_tenant(self, tenant: TenantLabel, num_bytes: int) -> None:
+        counted_bytes = self._capacity.peek_held(tenant)
+        entries = [entry for entry in self._iter_settled() if entry.tenant == tenant]
+        eviction = self._policy.choose(entries, num_bytes, self._clock.unix_now())
+        for entry in eviction.requeued:
+            self._mark(entry)
+        freed = sum(map(self._evict_victim, eviction.victims))
+        self._recount_if_wrong(entries, counted_bytes, is_short=freed < num_bytes)
+
+    def _recount_if_wrong(
+        self, entries: Sequence[StoredEntry], counted_bytes: int, *, is_short: bool
+    ) -> None:
+        """Killed users' removals are not counted."""
+        too_much = counted_bytes - sum(entry.num_bytes for entry in entries)
+        if is_short or too_much > self._capacity_bytes // COUNT_TOLERANCE_PARTS:
+            self._capacity.recount(self._count)
 
     def _evict_waiting(self, num_bytes: int) -> int:
         """Make chosen victims go until `num_bytes` are free, or none is left; bytes freed."""
         freed = num_gone = 0
         while freed < num_bytes and (victim := self._victims.pop()) is not None:
             num_gone += 1
-            is_demoted = self._below is not None and self._try_demote(victim)
-            victim_bytes = self._capacity.remove(partial(self._unlink_victim, victim))
-            if not victim_bytes:
-                continue
-            freed += victim_bytes
-            self._num_demoted += is_demoted
-            self._num_dropped += not is_demoted
-            if self._evicted is not None and not victim.is_protected:
-                self._evicted.add(victim.name)
+            freed += self._evict_victim(victim)
         if self._victims.is_short:
             entries = self._victims.look_on(self._iter_settled, num_gone)
             if entries is not None:
                 self._choose_victims(entries, 0)
         return freed
+
+    def _evict_victim(self, victim: StoredEntry) -> int:
+        """Make a victim go, unless it was used or pinned since it was chosen; bytes freed."""
+        is_demoted = self._below is not None and self._try_demote(victim)
+        victim_bytes = self._capacity.remove(partial(self._unlink_victim, victim))
+        if victim_bytes:
+            self._num_demoted += is_demoted
+            self._num_dropped += not is_demoted
+            if self._evicted is not None and not victim.is_protected:
+                self._evicted.add(victim.name)
+        return victim_bytes
 
     def _choose_victims(self, entries: Sequence[StoredEntry], num_bytes: int) -> None:
         for entry in self._victims.choose(entries, num_bytes, self._clock.unix_now()):
@@ -293,14 +349,14 @@ class FolderTier:
         status = self._find(victim.name)
         if status is None or not is_unused(victim, self._read_entry(victim.name, status)):
             return False
-        lease = self._try_open(victim.name, partial(self._remove_damaged, victim.name))
-        if lease is None or self._below is None:
+        opened = self._try_open(victim.name, partial(self._remove_damaged, victim.name))
+        if opened is None or self._below is None:
             return False
-        with lease:
+        with self._to_entry_lease(opened) as lease:
             body = memoryview(bytearray(lease.num_bytes))
             try:
                 if lease.try_read(body):
-                    self._below.put(victim.name, body)
+                    self._below.put(victim.name, body, lease.tenant)
                     return True
             except StoreError as exc:
                 self._report(exc)
@@ -310,14 +366,14 @@ class FolderTier:
         with suppress(StoreError):
             self._capacity.remove(partial(self._unlink, name))
 
-    def _unlink(self, name: EntryName) -> int:
-        """Remove an entry; the bytes that it took up, 0 if it is not there."""
+    def _unlink(self, name: EntryName) -> Removed:
+        """Remove an entry, if it is there."""
         try:
             return self._unlink_found(name, self._stat(name))
         except OSError:
-            return 0
+            return NOTHING_REMOVED
 
-    def _unlink_victim(self, victim: StoredEntry) -> int:
+    def _unlink_victim(self, victim: StoredEntry) -> Removed:
         """The same, unless it was used or pinned since it was chosen."""
         try:
             status = self._stat(victim.name)
@@ -325,20 +381,34 @@ class FolderTier:
                 return self._unlink_found(victim.name, status)
         except OSError:
             pass
-        return 0
+        return NOTHING_REMOVED
 
-    def _unlink_found(self, name: EntryName, status: os.stat_result) -> int:
+    def _unlink_found(self, name: EntryName, status: os.stat_result) -> Removed:
         num_bytes = count_body_bytes(status)
         self._bodies.unlink(name, num_bytes)
-        return self._bodies.compute_cost(num_bytes)
+        self._known.report_removed(name)
+        return Removed(self._bodies.compute_cost(num_bytes), read_place(status))
 
     def _expire(self, entry: StoredEntry) -> None:
         self._num_expired += 1
         self._remove(entry.name)
 
-    def _count(self) -> int:
+    def _count(self) -> Mapping[int, int]:
+        """Bytes that entries take up, by the places of their tenants."""
         self._bodies.recount((n, count_body_bytes(status)) for n, status in iter_files(self._fd))
-        return sum(entry.num_bytes for entry in self._iter_entries())
+        held_bytes: Counter[int] = Counter()
+        for _, status in iter_files(self._fd):
+            cost = self._bodies.compute_cost(count_body_bytes(status))
+            held_bytes[read_place(status)] += cost
+        return held_bytes
+
+    def _remove_older(self) -> None:
+        """Remove entries of an older version: they could not be read, and state no tenant."""
+        names = [name for name, _ in iter_files(self._fd)]
+        for name in names:
+            os.unlink(name.hex(), dir_fd=self._fd)
+        if names:
+            logger.info("store: %d entries of an older version are removed", len(names))
 
     def _remove_damaged(self, name: EntryName) -> None:
         self._num_damaged += 1
@@ -374,7 +444,8 @@ class FolderTier:
     def _mark(self, entry: StoredEntry) -> None:
         """Keep what eviction must know of an entry with it. Two users at once: one use is lost."""
         with suppress(OSError):
-            times = to_times_ns(entry)
+            # Not by its label: a list that takes long shows older labels than entries.
+            times = to_times_ns(entry, read_place(self._stat(entry.name)))
             os.utime(entry.name.hex(), ns=times, dir_fd=self._fd, follow_symlinks=False)
 
     def _mark_use(self, name: EntryName, status: os.stat_result) -> None:
@@ -412,11 +483,15 @@ class FolderTier:
                     yield entry
 
     def _iter_entries(self) -> Iterator[StoredEntry]:
+        labels = self._capacity.peek_tenants()
         for name, status in iter_files(self._fd):
-            yield self._read_entry(name, status)
+            yield self._read_entry(name, status, labels.at(read_place(status)))
 
-    def _read_entry(self, name: EntryName, status: os.stat_result) -> StoredEntry:
-        return read_entry(name, status, self._bodies.compute_cost(count_body_bytes(status)))
+    def _read_entry(
+        self, name: EntryName, status: os.stat_result, tenant: TenantLabel = NO_TENANT
+    ) -> StoredEntry:
+        cost = self._bodies.compute_cost(count_body_bytes(status))
+        return read_entry(name, status, cost, tenant)
 
 
 def _do_nothing() -> None:

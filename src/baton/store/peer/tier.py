@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from baton.errors import StoreError, StoreFullError
-from baton.store.interface import PutResult, ServerHealth, Usage
+from baton.store.interface import NO_TENANT, PutResult, ServerHealth, Usage
 from baton.store.peer.owners import choose_owner
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from baton.store.capacity import StoredEntry
-    from baton.store.interface import Body, EntryName
+    from baton.store.interface import Body, EntryName, TenantLabel
     from baton.store.promotion import PromotionPolicy
     from baton.store.remote.lease import ValueLease
     from baton.store.remote.tier import RemoteTier
@@ -49,14 +49,16 @@ class PeersTier:
                 self._holders[name] = last
         return [name in self._holders for name in names]
 
-    def put(self, name: EntryName, body: Body) -> PutResult:
-        return PutResult.EXISTS if self._is_known(name) else self._find_owner(name).put(name, body)
+    def put(self, name: EntryName, body: Body, tenant: TenantLabel = NO_TENANT) -> PutResult:
+        if self._is_known(name):
+            return PutResult.EXISTS
+        return self._find_owner(name).put(name, body, tenant)
 
-    def put_behind(self, name: EntryName, body: Body) -> PutResult:
+    def put_behind(self, name: EntryName, body: Body, tenant: TenantLabel = NO_TENANT) -> PutResult:
         """See `WritesBehind`."""
         if self._is_known(name):
             return PutResult.EXISTS
-        return self._find_owner(name).put_behind(name, body)
+        return self._find_owner(name).put_behind(name, body, tenant)
 
     def try_lease(self, name: EntryName) -> ValueLease | None:
         holder = self._holders.pop(name, None)

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from baton.store.entry_format import BodyCheck
+    from baton.store.interface import TenantLabel
 
 PIECE_BYTES: Final = 128 << 10
 
@@ -15,8 +16,15 @@ PIECE_BYTES: Final = 128 << 10
 class ValueLease:
     """See `EntryLease`: the bytes are this process's own already."""
 
-    def __init__(self, body: memoryview, check: BodyCheck, on_damage: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        body: memoryview,
+        tenant: TenantLabel,
+        check: BodyCheck,
+        on_damage: Callable[[], None],
+    ) -> None:
         self._body, self._digest_check, self._on_damage = body, check, on_damage
+        self.tenant = tenant
         self._is_right: bool | None = None
 
     @property

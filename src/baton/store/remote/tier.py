@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from baton.errors import BatonError, ConfigError, StoreError, StoreFullError
 from baton.store.capacity import StoredEntry
-from baton.store.entry_format import HEADER_BYTES, BodyCheck, make_header, read_digest
-from baton.store.interface import NAME_BYTES, EntryName, PutResult, ServerHealth, Usage
+from baton.store.entry_format import HEADER_BYTES, BodyCheck, make_header, read_header
+from baton.store.interface import NAME_BYTES, NO_TENANT, EntryName, PutResult, ServerHealth, Usage
 from baton.store.promotion import PromotionPolicy
 from baton.store.remote.circuit_breaker import CircuitBreaker
 from baton.store.remote.client import RequestRefusedError, ServerReport
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from baton.clock import Instant
-    from baton.store.interface import Body, TierContext
+    from baton.store.interface import Body, TenantLabel, TierContext
     from baton.store.remote.client import RemoteClient
 
 logger = logging.getLogger(__name__)
@@ -146,13 +146,13 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
             return found
         return [there or name in waiting for name, there in zip(names, found, strict=True)]
 
-    def put(self, name: EntryName, body: Body) -> PutResult:
+    def put(self, name: EntryName, body: Body, tenant: TenantLabel = NO_TENANT) -> PutResult:
         if self.is_known(name):
             return PutResult.EXISTS
         if not self.is_available():
             raise StoreError(self._why_unavailable())
         self._require_taking()
-        value = self._make_value(name, body)
+        value = self._make_value(name, body, tenant)
         if not self._writes.is_closed and not self._writes.try_begin_trial(self._clock.now()):
             raise StoreFullError(f"{self._kind} has refused entries; it is asked again later")
         is_trial = not self._writes.is_closed
@@ -166,14 +166,14 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
         self._writes.succeed()
         return PutResult.STORED if is_new else PutResult.EXISTS
 
-    def put_behind(self, name: EntryName, body: Body) -> PutResult:
+    def put_behind(self, name: EntryName, body: Body, tenant: TenantLabel = NO_TENANT) -> PutResult:
         """See `WritesBehind`."""
         if self.is_known(name) or self._behind.get(name) is not None:
             return PutResult.EXISTS
         if not (self.is_available() and self._writes_are_open()):
             raise StoreError(self._why_unavailable())
         self._require_taking()
-        value = self._make_value(name, body)
+        value = self._make_value(name, body, tenant)
         if not self._behind.try_add(name, value):
             raise StoreFullError(f"{self._limits.buffer_bytes} bytes wait for {self._kind} already")
         return PutResult.STORED
@@ -357,23 +357,23 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
     def _why_unavailable(self) -> str:
         return f"{self._kind} has failed or has no room; it is asked again later"
 
-    def _make_value(self, name: EntryName, body: Body) -> bytes:
+    def _make_value(self, name: EntryName, body: Body, tenant: TenantLabel) -> bytes:
         if len(body) > self._limits.max_entry_bytes:
             raise StoreFullError(
                 f"an entry of {len(body)} bytes; {self._kind} takes "
                 f"{self._limits.max_entry_bytes}: set store.options.{self._kind}.max_entry_bytes"
             )
-        return b"".join((make_header(self._key, name, body), body))
+        return b"".join((make_header(self._key, name, body, tenant=tenant), body))
 
     def _check(
         self, name: EntryName, value: Body, on_damage: Callable[[], None]
     ) -> ValueLease | None:
         view = memoryview(value).cast("B")
-        digest = read_digest(name, bytes(view[:HEADER_BYTES]), len(view))
-        if digest is None:
+        header = read_header(name, bytes(view[:HEADER_BYTES]), len(view))
+        if header is None or header.whole_bytes:  # such tiers do not compress
             return None
-        body = view[HEADER_BYTES:]
-        return ValueLease(body, BodyCheck(self._key, name, len(body), digest), on_damage)
+        check = BodyCheck(self._key, header)
+        return ValueLease(view[HEADER_BYTES:], header.tenant, check, on_damage)
 
     def _remove_damaged(self, name: EntryName) -> None:
         self._num_damaged += 1

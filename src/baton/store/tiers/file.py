@@ -14,9 +14,10 @@ import msgspec
 from baton.errors import ConfigError, StoreError, mapped
 from baton.registry import Plugin
 from baton.store.folder.bodies import DirectBodies, FileBodies
+from baton.store.folder.compressing_tier import CompressingTier
 from baton.store.folder.direct_files import PIECE_BYTES, DirectFiles, DiskReport, try_direct
 from baton.store.folder.directory import USERS, Folder
-from baton.store.folder.tier import FolderTier, FolderTierOptions
+from baton.store.folder.tier import FolderTierOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,15 +34,18 @@ class FileTierOptions(FolderTierOptions, frozen=True, kw_only=True):
     `direct_io`: large bodies (1 MiB and more) are written past the page cache, and do not stay in
     it once they are read, where the filesystem can. `durable`: which entries are on the disk before
     they can be found. Of others, what a power cut tears is found by its tag, and is a miss.
+    `compress`: bodies are kept in fewer bytes, without loss; "auto": where that is quicker here.
+    They are as large then as what is kept of them.
     """
 
     directory: str
     capacity_bytes: Annotated[int, msgspec.Meta(ge=1)] = 16 << 30
     direct_io: bool = True
     durable: Literal["all", "large", "none"] = "large"
+    compress: bool | Literal["auto"] = False
 
 
-class FileTier(FolderTier):
+class FileTier(CompressingTier):
     """See `Tier`."""
 
     min_direct_bytes: ClassVar = 1 << 20
@@ -61,7 +65,9 @@ class FileTier(FolderTier):
             )
         self._own_folder = Folder(path)
         make_bodies = self._choose_bodies(options, context.key)
-        super().__init__(self._own_folder, options, context, make_bodies)
+        super().__init__(
+            self._own_folder, options, context, make_bodies, compresses=options.compress
+        )
         self._is_closed = False
 
     def _choose_bodies(

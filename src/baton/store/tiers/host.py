@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from functools import partial
+from itertools import filterfalse
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 import msgspec
 
 from baton.errors import ConfigError, StoreError, StoreFullError
 from baton.registry import Plugin
-from baton.store.capacity import StoredEntry
-from baton.store.entry_format import HEADER_BYTES, has_digest, make_header, read_digest
-from baton.store.interface import MAX_BODY_BYTES, PutResult, Usage
+from baton.store.capacity import Capacity, StoredEntry
+from baton.store.entry_format import HEADER_BYTES, has_digest, make_header, read_header
+from baton.store.interface import MAX_BODY_BYTES, NO_TENANT, PutResult, Usage
 from baton.store.peer.addresses import parse_listen
 from baton.store.peer.server import EntryServer, ServerOptions
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from baton.clock import UnixTime
-    from baton.store.interface import Body, EntryName, TierContext, TierFactory
+    from baton.store.interface import Body, EntryName, TenantLabel, TierContext, TierFactory
 
 logger = logging.getLogger(__name__)
 
@@ -38,18 +39,20 @@ class HostTierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`capacity_bytes` is for each worker (each rank of it) by itself.
 
     `listen`: `HOST:PORT` where other processes of the cluster read this tier (tier `peer`);
-    `peers_may`: or write it as well.
+    `peers_may`: or write it as well. A tenant holds at most `tenant_share` of the capacity.
     """
 
     capacity_bytes: Annotated[int, msgspec.Meta(ge=1)] = 1 << 30
     listen: str | None = None
     peers_may: Literal["read", "write"] = "read"
+    tenant_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
 
 
 @dataclass(slots=True)
 class _Entry:
     body: bytes
     used_at: UnixTime
+    tenant: TenantLabel
     header: bytes | None = None
     """Made when the first peer reads it: it costs as much as to copy the body."""
 
@@ -57,8 +60,8 @@ class _Entry:
 class HostLease:
     """See `EntryLease`: a reference to bytes that never change."""
 
-    def __init__(self, body: bytes) -> None:
-        self._body = body
+    def __init__(self, entry: _Entry) -> None:
+        self._body, self.tenant = entry.body, entry.tenant
 
     @property
     def num_bytes(self) -> int:
@@ -89,6 +92,8 @@ class HostTier:
             ConfigError: the address cannot be bound, or peers would write into tiers below.
         """
         self._capacity_bytes, self._key = options.capacity_bytes, context.key
+        self._tenant_bytes = int(options.tenant_share * options.capacity_bytes)
+        self._held_bytes: Counter[TenantLabel] = Counter()
         self._clock, self._below = context.clock, context.below
         self._lock = threading.Lock()
         self._entries: OrderedDict[EntryName, _Entry] = OrderedDict()
@@ -96,12 +101,13 @@ class HostTier:
         self._server = self._try_serve(options, context)
 
     def find(self, names: Sequence[EntryName]) -> int:
-        return next((at for at, name in enumerate(names) if name not in self._entries), len(names))
+        missing = next(filterfalse(self._entries.__contains__, names), None)
+        return len(names) if missing is None else names.index(missing)
 
-    def put(self, name: EntryName, body: Body) -> PutResult:
-        result = self._add(name, body)
+    def put(self, name: EntryName, body: Body, tenant: TenantLabel = NO_TENANT) -> PutResult:
+        result = self._add(name, body, tenant)
         if result is PutResult.STORED:
-            self._write_through(name, body)
+            self._write_through(name, body, tenant)
         return result
 
     def try_lease(self, name: EntryName) -> HostLease | None:
@@ -110,7 +116,7 @@ class HostTier:
             if entry is None:
                 return None
             self._touch(name, entry)
-        return HostLease(entry.body)
+        return HostLease(entry)
 
     def discard(self, name: EntryName) -> None:
         with self._lock:
@@ -119,7 +125,10 @@ class HostTier:
     def entries(self) -> list[StoredEntry]:
         with self._lock:
             entries = [*self._entries.items()]
-        return [StoredEntry(name, len(entry.body), entry.used_at) for name, entry in entries]
+        return [
+            StoredEntry(name, len(entry.body), entry.used_at, tenant=entry.tenant)
+            for name, entry in entries
+        ]
 
     def is_whole(self, name: EntryName) -> bool:
         return name in self._entries
@@ -134,6 +143,7 @@ class HostTier:
             self._server.stop()
         with self._lock:
             self._entries.clear()
+            self._held_bytes.clear()
             self._used_bytes = 0
 
     def holds(self, names: Sequence[EntryName]) -> list[bool]:
@@ -147,15 +157,16 @@ class HostTier:
             if is_use:
                 self._touch(name, entry)
         if entry.header is None:
-            entry.header = make_header(self._key, name, entry.body)
+            entry.header = make_header(self._key, name, entry.body, tenant=entry.tenant)
         return entry.header, entry.body
 
     def put_value(self, name: EntryName, value: memoryview) -> PutResult:
-        digest = read_digest(name, bytes(value[:HEADER_BYTES]), len(value))
+        header = read_header(name, bytes(value[:HEADER_BYTES]), len(value))
         body = value[HEADER_BYTES:]
-        if digest is None or not has_digest(self._key, name, body, digest):
+        # What a tier has compressed for itself is no value that tiers exchange.
+        if header is None or header.whole_bytes or not has_digest(self._key, header, body):
             raise StoreError(f"{name.hex()} is no entry that a holder of the cluster key has put")
-        return self._add(name, body)
+        return self._add(name, body, header.tenant)
 
     @property
     def address(self) -> tuple[str, int] | None:
@@ -177,38 +188,68 @@ class HostTier:
         server.start(context.peers, context.clock)
         return server
 
-    def _add(self, name: EntryName, body: Body) -> PutResult:
+    def _add(self, name: EntryName, body: Body, tenant: TenantLabel) -> PutResult:
         with self._lock:
             if name in self._entries:
                 self._touch(name, self._entries[name])
                 return PutResult.EXISTS
-        if len(body) > self._capacity_bytes:
-            raise StoreFullError(f"an entry of {len(body)} bytes where {self._capacity_bytes} fit")
-        added = _Entry(bytes(body), self._clock.unix_now())
+        self._require_fit(len(body), tenant)
+        added = _Entry(bytes(body), self._clock.unix_now(), tenant)
         with self._lock:
             if name in self._entries:  # a peer was quicker
                 return PutResult.EXISTS
-            while self._used_bytes + len(body) > self._capacity_bytes:
-                self._remove(next(iter(self._entries)))
-                self._num_dropped += 1
+            self._make_room(len(body), tenant)
             self._entries[name] = added
             self._used_bytes += len(body)
+            self._held_bytes[tenant] += len(body)
         return PutResult.STORED
+
+    def _require_fit(self, num_bytes: int, tenant: TenantLabel) -> None:
+        if num_bytes > self._capacity_bytes:
+            raise StoreFullError(f"an entry of {num_bytes} bytes where {self._capacity_bytes} fit")
+        if num_bytes > self._tenant_bytes and tenant != NO_TENANT:
+            raise StoreFullError(
+                f"an entry of {num_bytes} bytes where a tenant may hold {self._tenant_bytes}: "
+                "tenant_share is too small for it"
+            )
+
+    def _make_room(self, num_bytes: int, tenant: TenantLabel) -> None:
+        """Drop entries, the least recently used first: the tenant's own where its share is full.
+
+        A tenant's own with some slack beyond need, since all entries are looked at for them. Under
+        the lock, as `_remove`.
+        """
+        shortage = Capacity(self._tenant_bytes, self._held_bytes[tenant]).shortage(num_bytes)
+        if tenant != NO_TENANT and shortage:
+            stop_at = self._held_bytes[tenant] - shortage
+            for name in [n for n, entry in self._entries.items() if entry.tenant == tenant]:
+                if self._held_bytes[tenant] <= stop_at:
+                    break
+                self._drop(name)
+        while self._used_bytes + num_bytes > self._capacity_bytes:
+            self._drop(next(iter(self._entries)))
+
+    def _drop(self, name: EntryName) -> None:
+        self._remove(name)
+        self._num_dropped += 1
 
     def _remove(self, name: EntryName) -> None:
         entry = self._entries.pop(name, None)
         if entry is not None:
             self._used_bytes -= len(entry.body)
+            self._held_bytes[entry.tenant] -= len(entry.body)
+            if not self._held_bytes[entry.tenant]:
+                del self._held_bytes[entry.tenant]
 
     def _touch(self, name: EntryName, entry: _Entry) -> None:
         self._entries.move_to_end(name)
         entry.used_at = self._clock.unix_now()
 
-    def _write_through(self, name: EntryName, body: Body) -> None:
+    def _write_through(self, name: EntryName, body: Body, tenant: TenantLabel) -> None:
         if self._below is None:
             return
         try:
-            self._below.put(name, body)
+            self._below.put(name, body, tenant)
         except StoreError as exc:  # counted where it failed
             logger.debug("store: an entry is in this process's memory alone: %s", exc)
 
