@@ -75,7 +75,7 @@ class OtherStoreUser:
 
     def take_back(self) -> None:
         """What killed workers were about to keep is forgotten, as whenever there is no room."""
-        assert self._capacity.try_reserve(2 * CAPACITY_BYTES, needs_no_memory) > 0
+        assert self._capacity.try_reserve(2 * CAPACITY_BYTES, needs_no_memory) is not None
 
     def names(self) -> frozenset[str]:
         """Of entries and notes."""
@@ -100,7 +100,7 @@ class OtherStoreUser:
             for name in self.names():
                 self._tier.discard(EntryName(bytes.fromhex(name)))
             num_bytes = CAPACITY_BYTES - self.num_reserved_bytes - SLACK_BYTES
-            if self._capacity.try_reserve(num_bytes, needs_no_memory) == 0:
+            if self._capacity.try_reserve(num_bytes, needs_no_memory) is None:
                 self._num_taken_bytes = num_bytes
                 return
             time.sleep(PAUSE_S)
