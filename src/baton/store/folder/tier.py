@@ -225,6 +225,7 @@ class FolderTier:
     def is_whole(self, name: EntryName) -> bool:
         lease = self._try_open(name, on_damage=_do_nothing)
         if lease is None:
+            self._known.forget(name)  # its removal may not be reported yet: `find` looks again
             return False
         with lease:
             return lease.try_read(memoryview(bytearray(lease.num_bytes)))
