@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 HOUR_S: Final = 3600.0
 MIB: Final = 1 << 20
+NUM_LOOKS: Final = 3
+"""At an entry that seems damaged."""
 NUM_TENANTS: Final = 5
 """Of each tier, that are printed."""
 
@@ -298,13 +300,22 @@ def _check(tier: CountedTier, *, remove: bool) -> TierCheck:
         damaged = [
             entry
             for entry in progress.track(entries, description=f"reading {tier.kind}")
-            # What was evicted meanwhile is not damaged.
-            if not tier.is_whole(entry.name) and tier.find((entry.name,))
+            if _is_damaged(tier, entry.name)
         ]
     removed = damaged if remove and len(damaged) < len(entries) else []
     for entry in removed:
         tier.discard(entry.name)
     return TierCheck(tier.kind, len(entries), len(damaged), len(removed))
+
+
+def _is_damaged(tier: CountedTier, name: EntryName) -> bool:
+    """Whether an entry is there and is not what was put.
+
+    What is evicted while it is looked at is not, nor is what is put again after that: a damaged one
+    is so at each look.
+    """
+    looks = (not tier.is_whole(name) and tier.find((name,)) for _ in range(NUM_LOOKS))
+    return all(looks)
 
 
 def _sum_bytes(entries: Sequence[StoredEntry]) -> int:
