@@ -43,7 +43,7 @@ from pathlib import Path
 
 import numpy as np
 from bench_prefixes import make_model
-from bench_store_peers import CONTAINED, contain, start_master
+from bench_store_peers import contain, start_master
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -229,7 +229,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="*", choices=ARMS, default=ARMS, help="beside none")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--read", type=Path, help="print the table of such a file again")
-    parser.add_argument(CONTAINED, action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--contained", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.read is not None:
         show([Run(**run) for run in json.loads(options.read.read_bytes())["runs"]])

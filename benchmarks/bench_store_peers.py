@@ -311,7 +311,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--read", type=Path, help="print the table of such a file again")
     parser.add_argument("--own", help=argparse.SUPPRESS)
-    parser.add_argument(CONTAINED, action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--contained", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.own is not None:
         port, segment_bytes = map(int, options.own.split(":"))

@@ -154,15 +154,19 @@ def make_arms(
 
 
 def measure(
-    arm: str, gateway: FleetProcess, trace: Path, options: argparse.Namespace, seed: str
+    arm: str,
+    gateway: FleetProcess,
+    trace: Path,
+    speed: float,
+    options: argparse.Namespace,
+    seed: str,
 ) -> Run:
     """One run of `baton bench serve`."""
     report = trace.with_name("report.json")
-    hour_s = options.hour_ms / 1000
     command = [
         sys.executable, "-m", "baton.cli", "bench", "serve", "--url", gateway.url,
         "--model", SERVED, "--trace", str(trace), "--divide-lengths", str(options.divide),
-        "--speed", str(hour_s / options.duration), "--max-in-flight", "256", "--seed", seed,
+        "--speed", str(speed), "--max-in-flight", "256", "--seed", seed,
         "--goodput", f"ttft:{options.ttft_ms}", "--output", str(report),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -201,7 +205,8 @@ def main() -> None:
         show(json.loads(options.read.read_bytes()))
         return
     sample = take_sample(options.trace, options.sample, options.divide)
-    options.hour_ms = sample.requests[-1].timestamp - sample.requests[0].timestamp
+    hour_s = (sample.requests[-1].timestamp - sample.requests[0].timestamp) / 1000
+    speed = hour_s / options.duration
     environment = dict(os.environ, BATON_CLUSTER_KEY=os.urandom(32).hex())
     runs: list[Run] = []
     with ExitStack() as stack:
@@ -226,7 +231,7 @@ def main() -> None:
         for number in range(options.rounds):
             seed = os.urandom(4).hex()
             for arm in reversed(options.arms) if number % 2 else options.arms:
-                runs.append(measure(arm, gateways[arm], trace, options, seed))
+                runs.append(measure(arm, gateways[arm], trace, speed, options, seed))
                 print(runs[-1], file=sys.stderr)
     result = describe(sample, options) | {"runs": [asdict(run) for run in runs]}
     show(result)

@@ -58,7 +58,7 @@ class TestWhatIsFlushed(SmallDeviceKit):
         """The two mappings' accounts, and the order in which they were asked."""
         flushed_by = []
         (mapped,) = pair.writer.transport._remotes.values()
-        theirs, own = mapped._pages._mapping, find_extent(pair.reader.region)
+        theirs, own = mapped._pages._device, find_extent(pair.reader.region)
         writer = Accounts(theirs.flusher, lambda: len(pair.seen(Arrived)), flushed_by)
         reader = Accounts(own.flusher, lambda: len(pair.seen(Arrived)), flushed_by)
         theirs.flusher, own.flusher = writer, reader

@@ -105,7 +105,6 @@ def test_streams_of_a_server_that_drains_move(
             assert not any(task.done() for task in asking), "it waited for its answers"
             answers = await asyncio.gather(*asking)
             assert await asyncio.to_thread(drained.popen.wait, 30.0) == 0
-            assert "killing" not in drained.log.read_text(), "its engine did not end by itself"
             computed = read_metric(cluster.decode.url, GENERATED) - before
             # A handoff of a stream's KV ends with one token.
             assert computed <= len(clients) * NUM_LONG - num_moving * (NUM_SEEN - MAX_COPIES - 1)
