@@ -65,10 +65,10 @@ help:
 up: $(ENGINE_INSTALLED)
 	@$(BIN)/baton up $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
 
-# On two cores: vLLM's servers, other servers and all else (tests/scheduling.py), each of which waits
-# for much of its time. Hundreds of processes start: not one of them compiles again what another did.
+# On two cores, four processes: vLLM's servers, other servers and all else (tests/scheduling.py) wait
+# for much of their time. Hundreds of processes start: none compiles again what another did.
 test: check $(VLLM)
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 3 --dist loadscope $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 4 --durations 20 --dist loadscope $(PYTEST_ARGS)
 
 # For CI, which prints it and never fails by it. On a machine that is too slow it ends early.
 bench-control-short: $(DEV)
