@@ -153,6 +153,7 @@ def test_workers_share_what_they_keep_in_redis(fleet: Fleet, tmp_path: Path) -> 
                 assert b'baton_store_available{tier="redis"} 0.0' in reply.read()
 
 
+@pytest.mark.every
 def test_workers_share_what_they_keep_in_a_bucket(fleet: Fleet) -> None:
     with closing(S3Server()) as server:
         options = server.options | {"timeout_s": 5.0}

@@ -284,6 +284,7 @@ async def drain_one(
     return moved(counts), float(line.rpartition(" ")[2])
 
 
+@pytest.mark.every
 def test_sixteen_streams_move_at_a_time(workers: Workers, oracle: FleetProcess) -> None:
     """Eight at a time; those that wait go on where they are."""
     bodies = [

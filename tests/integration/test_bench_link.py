@@ -222,6 +222,7 @@ def test_a_transport_that_cannot_be_built_is_skipped_with_the_reason(environment
     assert "missing required field `directory`" in skipped.reason
 
 
+@pytest.mark.every
 def test_the_choice_is_measured_between_two_agents_and_all_transports(environment):
     asked = ["--quick", "--sizes", "4096,256KiB", "--rounds", "1", "--json"]
     ended = run([*asked, "--transport", "shared", "--transport", "tcp"], environment, CHOICE)

@@ -34,6 +34,8 @@ LAYOUT = KVLayout.gqa(3, 40, 128, block_size=16, dtype="bfloat16")
 SIZE = StagingSize(64 << 20, 400)
 SLOW_LINK = 20_000_000
 """Bytes a second, 160 Mbit/s."""
+MOST_MEASURED = 5
+"""Handoffs that are encoded before the link's figure is that of the slow one."""
 
 
 @contextmanager
@@ -87,13 +89,17 @@ def test_kv_is_encoded_once_the_link_is_slow(op: TransferOp, far_cable: FarHost)
         raw_bytes = fast.receiving.num_tokens * LAYOUT.bytes_per_token
         assert estimate.raw_s < 0.1 * raw_bytes / SLOW_LINK, "the link is not fast"
 
+        raw_s = raw_bytes / SLOW_LINK
         with far_cable.limited(SLOW_LINK):
-            slow = run_until_chosen(p, d, "int8/1")
-        order, estimate = slow.receiving, slow.receiving.trace.encoding_estimate
+            for _ in range(MOST_MEASURED):  # on a busy machine int8 may be chosen before
+                slow = run_until_chosen(p, d, "int8/1")
+                order, estimate = slow.receiving, slow.receiving.trace.encoding_estimate
+                if estimate is not None and estimate.raw_s > raw_s / 2:
+                    break
         assert order.trace.encodings == ["handoff=int8/1"]
         assert read_encodings(reporting) == ["int8/1"]
         assert estimate is not None
-        assert estimate.raw_s == pytest.approx(raw_bytes / SLOW_LINK, rel=0.5)
+        assert estimate.raw_s == pytest.approx(raw_s, rel=0.5)
         assert estimate.encoded_s < 0.9 * estimate.raw_s
         received = read_numbers(d, order.blocks, order.num_tokens)
         sent = read_numbers(p, slow.sending.blocks, order.num_tokens)
