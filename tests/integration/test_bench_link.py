@@ -30,7 +30,7 @@ CHOICE = [
 ]
 QUICK = ["--quick", "--sizes", "5000,100KB"]
 SMALL = ["--quick", "--sizes", "5000"]
-TIMEOUT_S = 240  # a bound: other tests take the cores meanwhile
+TIMEOUT_S = 280  # a bound: other tests take the cores meanwhile
 
 
 @pytest.fixture
