@@ -254,6 +254,11 @@ def test_a_full_store(
     cluster, _ = standing
 
     async def on_pair(session: aiohttp.ClientSession, pair: PoolPair) -> None:
+        # The next mode opens a link, which stays: the first request that takes it is not looked at.
+        _, first = await begin(cluster, session, pair)
+        pair.other_user.fill_capacity()
+        await answer(session, pair, first)
+        pair.other_user.free_capacity()
         inventory, case = await begin(cluster, session, pair)
         pair.other_user.fill_capacity()
         await answer(session, pair, case)
