@@ -298,7 +298,8 @@ def test_a_stream_stays_where_its_kv_is_not_taken() -> None:
         # The stream's end may come while it is tried for the last time.
         assert counts.keys() - {"drain ended"} == {"drain not_copied"}
         num_taken = sum(visit.ticket is not None for visit in second.visits)
-        assert counts["drain not_copied"] <= num_taken <= 5, "once a second"
+        assert counts["drain not_copied"] <= num_taken <= sum(counts.values())
+        assert num_taken <= 5, "once a second"
 
     run(scenario, **two(counting(0.01), counting(0.001, copy_status=503)))
 
