@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from baton.bench.architectures.plan import Configuration, Effort, Peer, Plan
     from baton.bench.architectures.runner import BenchmarkJob
     from baton.bench.architectures.trial import ServerPlan
+    from baton.bench.load.records import Slo
     from baton.bench.workloads.requests import Workload
     from baton.launch.plan import LaunchPlan
 
@@ -234,6 +235,7 @@ def prepare(servers: ServerFlags, work: WorkFlags, results: VerdictFlags) -> "Be
     clock = MachineClock()
     manifest = open_manifest(sys.argv[1:], clock)
     plan = _plan(servers, work, results)
+    servers = with_limits(servers, plan.slo)
     launches = {each.name: servers.plan_servers(each) for each in plan.configurations}
     config = servers.plan_launch(plan.configurations[0]).config
     plan = replace(plan, engine=config.worker.engine, model=config.worker.model or "demo")
@@ -248,6 +250,15 @@ def prepare(servers: ServerFlags, work: WorkFlags, results: VerdictFlags) -> "Be
         clock,
         notes=servers.find_peers()[1],
     )
+
+
+def with_limits(servers: ServerFlags, slo: "Slo | None") -> ServerFlags:
+    """With the SLO's bounds as the limits of the policy `cost`; a `--set` still wins."""
+    if slo is None:
+        return servers
+    bounds = {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s}
+    limits = [f"router.options.cost.{key}={s}" for key, s in bounds.items() if s is not None]
+    return replace(servers, assignments=[*limits, *servers.assignments])
 
 
 def _plan(servers: ServerFlags, work: WorkFlags, results: VerdictFlags) -> "Plan":

@@ -3,7 +3,8 @@ import os
 import pytest
 
 from baton.bench.architectures.plan import choose_configurations
-from baton.cli.bench_architectures import ServerFlags
+from baton.bench.load.records import parse_slo
+from baton.cli.bench_architectures import ServerFlags, with_limits
 
 
 @pytest.fixture
@@ -66,3 +67,12 @@ def test_the_arms_of_an_objective_have_it_whatever_is_configured():
     }
     assert all(float(each["ttft_s"]) == 3.0 for each in options.values())
     assert all(arm.is_compared and arm.policy == "cost" for arm in arms)
+
+
+def test_the_given_slo_is_the_limit_of_the_adaptive_arms():
+    given = ServerFlags(workers=2, assignments=["router.options.cost.tpot_s=0.03"])
+    arm = choose_configurations(2, ["adaptive-goodput"])[0]
+    options = with_limits(given, parse_slo(["ttft:400", "tpot:12"])).plan_launch(arm)
+    cost = options.config.router.options["cost"]
+    assert (float(cost["ttft_s"]), float(cost["tpot_s"])) == (0.4, 0.03)
+    assert with_limits(given, None) is given
