@@ -6,6 +6,7 @@ and then: what the present division achieves is counted, what another one would 
 from the requests under way and the learned costs (two stations in a closed network).
 
     stays ◄── no other is predicted to be `MUCH_BETTER`, or known to be `BETTER`, at such a load
+      │       (before a whole window has passed: by more than chance)
       │
       └─► another division, until it is known what that achieves
             │ it achieves more: it stays
@@ -212,17 +213,20 @@ class Division:
         if self._trial is not None and num_under_way > self._trial.most_under_way:
             self._give_up(self._trial, now)
             return
-        ended = self._find_ended(load.ended(workers[0].model), now)
-        if ended is None:
+        ended, is_whole = self._find_ended(load.ended(workers[0].model), now)
+        if not ended:
             return
         window_s = now - ended[0].at
         achieved = sum(map(self.limits.are_met, ended)) / window_s
+        # Two standard deviations of a share of so many requests, as a rate.
+        doubt = 0.0 if is_whole else sqrt(len(ended)) / window_s
         demand = _demand(ended, window_s, workers, load)
         demand = replace(demand, num_at_once=max(demand.num_at_once, num_under_way))
         rate, _, _ = predict_rate(demand, len(workers), len(self.prefills))
         demand = replace(demand, trust=min(1.0, len(ended) / window_s / rate))
-        chosen = self._judge(achieved, demand, len(workers), now)
-        self._trial = None
+        chosen = self._judge(achieved, doubt, demand, len(workers), now)
+        if is_whole:
+            self._trial = None
         if chosen != len(self.prefills):
             trial = None
             if self._find_known(chosen, demand.num_at_once, now) is None:
@@ -230,32 +234,41 @@ class Division:
             self._set(chosen, workers, load, now)
             self._trial = trial
 
-    def _find_ended(self, latest: Iterable[EndedRequest], now: float) -> list[EndedRequest] | None:
-        """The requests that show what this division achieves; None: they are too few.
+    def _find_ended(
+        self, latest: Iterable[EndedRequest], now: float
+    ) -> tuple[list[EndedRequest], bool]:
+        """The requests that show what this division achieves, and whether of a whole window.
 
-        Closed loops come in waves: several must have ended. Those that began before the division
-        was made show something else.
+        None if they are too few. Closed loops come in waves: a whole window has several. Those that
+        began before the division was made show something else.
         """
         ended = [each for each in latest if each.at > self.changed_at]
         if len(ended) < LEAST_ENDED:
-            return None
+            return [], False
         typical_s = sum(each.lasted_s for each in ended[-LEAST_ENDED:]) / LEAST_ENDED
-        window_s = max(WINDOW_S, NUM_WAVES * typical_s)
-        if now - window_s < self.changed_at + max(SETTLING_S, typical_s):
-            return None
+        settled_at = self.changed_at + max(SETTLING_S, typical_s)
+        whole_s = max(WINDOW_S, NUM_WAVES * typical_s)
+        window_s = min(whole_s, now - settled_at)
+        if window_s < typical_s:
+            return [], False
         ended = [each for each in ended if each.at > now - window_s]
         # The first ones after a pause come together, and find cold caches.
         is_shown = len(ended) >= LEAST_ENDED and now - ended[0].at >= window_s / 2
-        return ended if is_shown else None
+        return ended if is_shown else [], window_s == whole_s
 
-    def _judge(self, achieved: float, demand: Demand, num_workers: int, now: float) -> int:
-        """How many should prefill: as many as now, unless others are known, or likely, better."""
+    def _judge(
+        self, achieved: float, doubt: float, demand: Demand, num_workers: int, now: float
+    ) -> int:
+        """How many should prefill: as many as now, unless others are known, or likely, better.
+
+        `doubt`: good requests a second by which `achieved` may be wrong.
+        """
         num, at_once = len(self.prefills), demand.num_at_once
         known = self._find_known(num, at_once, now)
         if known is not None:
             achieved = (achieved + known) / 2
         self._known[num] = _Known(achieved, at_once, now)
-        best, most, is_known = num, achieved, False
+        best, most, is_known = num, achieved + doubt, False
         for other in range(num_workers):
             refuted = self._refuted.get(other)
             if other == num or (refuted is not None and refuted.holds(at_once, now)):
