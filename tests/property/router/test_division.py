@@ -12,7 +12,8 @@ from baton.auth.ticket import WorkerRef
 from baton.ids import Epoch, WorkerId
 from baton.protocol.worker_http import Role, WorkerLoad
 from baton.router.cost import CostOptions, CostPolicy
-from baton.router.division import Demand, Division, Limits, find_room, predict_goodput
+from baton.router.demand import Demand, Limits, find_room, predict_goodput, predict_share
+from baton.router.division import Division
 from baton.router.fleet import Fleet, WorkerView
 from baton.router.load import EndedRequest, FleetLoad
 from baton.router.placement import Placement
@@ -119,7 +120,7 @@ def test_it_follows_a_load_that_changes_and_does_not_swing():
 def test_a_division_that_achieves_less_is_taken_back_and_not_tried_again_for_a_while(monkeypatch):
     """The prediction is wrong for a reason that the router does not know."""
     monkeypatch.setattr(
-        "baton.router.division.predict_goodput", lambda *args: 100.0 if args[3] else 1.0
+        "baton.router.demand.predict_goodput", lambda *args: 100.0 if args[3] else 1.0
     )
     policy = CostPolicy(CostOptions(ttft_s=1.0, tpot_s=0.03))
     world, seen = World(policy, replicas(2), 128, 512), []
@@ -135,16 +136,17 @@ def test_a_division_that_achieves_less_is_taken_back_and_not_tried_again_for_a_w
 def test_a_division_is_given_up_when_requests_pile_up(monkeypatch):
     """Before what it achieves could be counted, and it is not tried with even more requests."""
     monkeypatch.setattr(
-        "baton.router.division.predict_goodput", lambda *args: 100.0 if args[3] else 1.0
+        "baton.router.demand.predict_goodput", lambda *args: 100.0 if args[3] else 1.0
     )
     division, load, workers = Division(Limits(1.0, 0.1)), FleetLoad(), replicas(2)
     waiting, since = [], None
 
     def serve(now):
-        """Four requests that last half a second each, then a look."""
-        for at in range(4):
-            running = load.begin(Placement(None, workers[at % 2]), 100, now - 0.5)
+        """Four clients ask at once and wait for half a second, then a look."""
+        asked = [load.begin(Placement(None, workers[at % 2]), 100, now - 0.5) for at in range(4)]
+        for running in asked:
             running.first_token(now - 0.4)
+        for running in asked:
             running.end(now, 10)
         division.look(workers, load, now)
         return len(division.prefills)
