@@ -69,13 +69,14 @@ class _Known:
 class _Refuted:
     """It is not tried for so long from `at` on, with about so many requests at once.
 
-    `is_too_slow`: nor with more of them.
+    `is_too_slow`: nor with more of them. It achieved `share` of what was predicted.
     """
 
     for_s: float
     at_once: float
     at: float
     is_too_slow: bool = False
+    share: float = 1.0
 
     def holds(self, at_once: float, now: float) -> bool:
         """Whether it is not to be tried now."""
@@ -88,17 +89,21 @@ class _Refuted:
 class _Trial:
     """A division of which nothing is known yet: `before` was there, with so many at once.
 
-    It is given up if more than `most_under_way` requests are.
+    It is given up if more than `most_under_way` requests are. `predicted`: good requests a second.
     """
 
     before: frozenset[WorkerId]
     at_once: float
     most_under_way: float
+    predicted: float
 
     @classmethod
-    def begin(cls, before: frozenset[WorkerId], at_once: float, num_under_way: int) -> _Trial:
+    def begin(
+        cls, before: frozenset[WorkerId], at_once: float, num_under_way: int, predicted: float
+    ) -> _Trial:
         """Of independent arrivals so many more come by chance: two standard deviations."""
-        return cls(before, at_once, num_under_way + 2.0 * sqrt(max(1, num_under_way)))
+        most = num_under_way + 2.0 * sqrt(max(1, num_under_way))
+        return cls(before, at_once, most, predicted)
 
 
 def _is_alike(one: float, other: float) -> bool:
@@ -150,7 +155,8 @@ class Division:
         if chosen != len(self.prefills):
             trial = None
             if self._find_known(chosen, at_once, now) is None:
-                trial = _Trial.begin(self.prefills, at_once, num_under_way)
+                predicted = traffic.predict(chosen)
+                trial = _Trial.begin(self.prefills, at_once, num_under_way, predicted)
             self._set(chosen, workers, load, now)
             self._trial = trial
 
@@ -203,20 +209,24 @@ class Division:
     def _judge(self, traffic: Traffic, now: float) -> int:
         """How many should prefill: as many as now, unless others are known, or likely, better."""
         num, at_once = len(self.prefills), traffic.demand.num_at_once
-        best, most, is_known = num, traffic.value(traffic.achieved), False
+        achieved = traffic.value(traffic.achieved)
+        best, most, is_known = num, achieved, False
+        held = {n: each for n, each in self._refuted.items() if each.holds(at_once, now)}
+        # Where one division was predicted to be better than it is, so are others.
+        believed = min((each.share for each in held.values()), default=1.0)
         for other in range(traffic.num_workers):
-            refuted = self._refuted.get(other)
-            if other == num or (refuted is not None and refuted.holds(at_once, now)):
+            if other == num or other in held:
                 continue
             known = self._find_known(other, at_once, now)
             if known is not None:
                 worth = traffic.value(known) / BETTER
             else:
-                worth = traffic.predict(other) / MUCH_BETTER
+                worth = traffic.predict(other) * (believed if other else 1.0) / MUCH_BETTER
             if worth > most:
                 best, most, is_known = other, worth, known is not None
         if is_known:  # back: what was tried is not as good
-            self._refute(at_once, now)
+            share = 1.0 if self._trial is None else min(1.0, achieved / self._trial.predicted)
+            self._refute(at_once, now, share=share)
         return best
 
     def _give_up(self, trial: _Trial, now: float) -> None:
@@ -224,11 +234,13 @@ class Division:
         self._refute(trial.at_once, now, is_too_slow=True)
         self._change(trial.before, now)
 
-    def _refute(self, at_once: float, now: float, *, is_too_slow: bool = False) -> None:
+    def _refute(
+        self, at_once: float, now: float, *, is_too_slow: bool = False, share: float = 1.0
+    ) -> None:
         num = len(self.prefills)
         before = self._refuted.get(num)
         for_s = RETRY_AFTER_S if before is None else min(MOST_RETRY_AFTER_S, 2 * before.for_s)
-        self._refuted[num] = _Refuted(for_s, at_once, now, is_too_slow)
+        self._refuted[num] = _Refuted(for_s, at_once, now, is_too_slow, share)
 
     def _find_known(self, num_prefill: int, at_once: float, now: float) -> Achieved | None:
         """What a division achieved lately, at about as many requests at once."""
