@@ -181,9 +181,8 @@ class Division:
             achieved = achieved.mean_with(known)
         self._known[num_prefill] = _Known(achieved, at_once, now)
         arrivals = load.costs(workers[0].model).arrivals
-        if not (arrivals.are_closed_loops or arrivals.grew_since(ended[0].at)):
+        if not arrivals.are_closed_loops:
             return IndependentArrivals(demand, self.limits, achieved, len(workers), num_prefill)
-        # Also where independent arrivals pile up: more are served if that can be.
         predicted, _, _ = predict_rate(demand, len(workers), num_prefill)
         demand = replace(demand, trust=min(1.0, rate / predicted))
         return ClosedLoops(demand, self.limits, achieved, len(workers))

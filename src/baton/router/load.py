@@ -462,7 +462,7 @@ class FleetLoad:
         num_stored = placement.num_stored_tokens
         expected = prefill.add_prefill(num_tokens, now, num_stored)
         decode.count_decodes(+1)
-        costs.arrivals.begin(now)
+        costs.arrivals.begin()
         costs.note_found(num_cached, num_tokens + num_stored)
         handed = num_tokens if num_handed is None else num_handed
         return RunningRequest(

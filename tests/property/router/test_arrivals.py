@@ -21,8 +21,8 @@ DURATIONS = {
     "few are long": lambda rng: rng.lognormvariate(-0.5, 1.0),
 }
 UNTIL_S = 60.0
-RECOGNIZED_S = 20.0
-"""Of closed loops: 16 windows, and some more for those who begin one after another."""
+RECOGNIZED_S = 25.0
+"""Of closed loops: 24 windows, and the windows in which some had not begun yet are forgotten."""
 seeds = st.integers(0, 1 << 32)
 durations = st.sampled_from(sorted(DURATIONS))
 
@@ -32,7 +32,7 @@ class Looks:
 
     def __init__(self, requests):
         self.arrivals = Arrivals()
-        self.closed_at, self.open_at, self.growing_at = [], [], []
+        self.closed_at, self.open_at = [], []
         events = [(begins_at, None) for begins_at, _ in requests]
         events += [(ends_at, ends_at - begins_at) for begins_at, ends_at in requests]
         events.sort(key=lambda event: (event[0], event[1] is None))
@@ -44,14 +44,12 @@ class Looks:
             if look_at > UNTIL_S:
                 break
             if lasted_s is None:
-                self.arrivals.begin(at)
+                self.arrivals.begin()
             else:
                 self.arrivals.end(at, lasted_s)
 
     def look(self, at):
         (self.closed_at if self.arrivals.are_closed_loops else self.open_at).append(at)
-        if self.arrivals.grew_since(at - 8.0):
-            self.growing_at.append(at)
 
 
 def poisson(rng, per_s):
@@ -98,32 +96,20 @@ def test_independent_arrivals_are_not_taken_for_closed_loops(seed, lasts, per_s,
     rng = Random(seed)
     looks = Looks([*independent(rng, arrive(rng, per_s), DURATIONS[lasts])])
     assert looks.closed_at == []
-    assert len([at for at in looks.growing_at if at > 5.0]) <= 6
 
 
 @settings(max_examples=40)
-@given(seeds, durations, st.integers(4, 48), st.floats(0.7, 0.98))
+@given(seeds, durations, st.integers(4, 48), st.floats(0.7, 1.5))
 def test_nor_near_saturation(seed, lasts, num_servers, busy):
-    """Where as many are served as can be, ends come at more equal intervals than arrivals."""
+    """Where as many are served as can be, or more come: ends have more equal intervals."""
     rng = Random(seed)
     begins = poisson(rng, busy * num_servers)
     looks = Looks([*independent(rng, begins, DURATIONS[lasts], num_servers)])
     assert looks.closed_at == []
-
-
-@settings(max_examples=40)
-@given(seeds, durations, st.integers(8, 32), st.floats(2.0, 3.0))
-def test_requests_that_pile_up_are_noticed(seed, lasts, num_servers, busy):
-    """More come than are served, and ever more are under way."""
-    rng = Random(seed)
-    begins = poisson(rng, busy * num_servers)
-    looks = Looks([*independent(rng, begins, DURATIONS[lasts], num_servers)])
-    assert looks.closed_at == []
-    assert len(looks.growing_at) > 0.8 * UNTIL_S
 
 
 @settings(max_examples=60)
-@given(seeds, durations, st.integers(2, 64), st.floats(0.0, 0.05))
+@given(seeds, durations, st.integers(3, 64), st.floats(0.0, 0.1))
 def test_closed_loops_are_recognized(seed, lasts, num, pause_s):
     """Of clients that begin one after another, also where they pause for a moment."""
     rng, begins = Random(seed), one_by_one(num, 0.5)
@@ -132,7 +118,7 @@ def test_closed_loops_are_recognized(seed, lasts, num, pause_s):
 
 
 @settings(max_examples=20)
-@given(seeds, st.integers(2, 64))
+@given(seeds, st.integers(3, 64))
 def test_waves_are_no_changes(seed, num):
     """All end within some milliseconds, and all begin anew within some more."""
     rng = Random(seed)
@@ -166,11 +152,11 @@ def test_a_pause_of_all_clients_is_no_change():
     requests = [*closed_loops(rng, DURATIONS["exponential"], one_by_one(8, 0.5))]
     paused = [(at, ends) for at, ends in requests if not 30.0 < at < 40.0 and ends < 60.0]
     looks = Looks(paused)
-    assert {at for at in looks.open_at if 20.0 < at < 30.0 or at > 40.0 + RECOGNIZED_S} == set()
+    assert {at for at in looks.open_at if RECOGNIZED_S < at < 30.0 or at > 40.0 + RECOGNIZED_S} == set()
 
 
 @pytest.mark.parametrize("num", [0, 1, 5])
 def test_few_requests_show_nothing(num):
     looks = Looks([(float(at), at + 1.0) for at in range(num)])
     looks.look(UNTIL_S)
-    assert looks.closed_at == looks.growing_at == []
+    assert looks.closed_at == []
