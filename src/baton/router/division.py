@@ -46,6 +46,8 @@ WINDOW_S: Final = 8.0
 NUM_WAVES: Final = 3
 LEAST_ENDED: Final = 8
 """Requests from which what a division achieves is counted."""
+LEAST_INDEPENDENT: Final = 32
+"""The same of independent arrivals: the share of good ones is what counts, and chance moves it."""
 MUCH_BETTER: Final = 1.1
 BETTER: Final = 1.05
 """What must be predicted, or must be known of the last `KNOWN_FOR_S`, of another division."""
@@ -146,7 +148,9 @@ class Division:
         if self._trial is not None and num_under_way > self._trial.most_under_way:
             self._give_up(self._trial, now)
             return
-        ended = self._find_ended(load.ended(workers[0].model), now)
+        costs = load.costs(workers[0].model)
+        least = LEAST_ENDED if costs.arrivals.are_closed_loops else LEAST_INDEPENDENT
+        ended = self._find_ended(costs.ended, now, least)
         if ended is None:
             return
         traffic = self._find_traffic(ended, workers, load, num_under_way=num_under_way, now=now)
@@ -187,22 +191,26 @@ class Division:
         demand = replace(demand, trust=min(1.0, rate / predicted))
         return ClosedLoops(demand, self.limits, achieved, len(workers))
 
-    def _find_ended(self, latest: Iterable[EndedRequest], now: float) -> list[EndedRequest] | None:
-        """The requests that show what this division achieves; None: they are too few.
+    def _find_ended(
+        self, latest: Iterable[EndedRequest], now: float, least: int
+    ) -> list[EndedRequest] | None:
+        """The requests, `least` or more, that show what this division achieves; None: too few.
 
         Closed loops come in waves: several must have ended. Those that began before the division
         was made show something else.
         """
         ended = [each for each in latest if each.at > self.changed_at]
-        if len(ended) < LEAST_ENDED:
+        if len(ended) < least:
             return None
         typical_s = sum(each.lasted_s for each in ended[-LEAST_ENDED:]) / LEAST_ENDED
         window_s = max(WINDOW_S, NUM_WAVES * typical_s)
+        if least > LEAST_ENDED:
+            window_s = max(window_s, now - ended[-least].at)
         if now - window_s < self.changed_at + max(SETTLING_S, typical_s):
             return None
-        ended = [each for each in ended if each.at > now - window_s]
+        ended = [each for each in ended if each.at >= now - window_s]
         # The first ones after a pause come together, and find cold caches.
-        is_shown = len(ended) >= LEAST_ENDED and now - ended[0].at >= window_s / 2
+        is_shown = len(ended) >= least and now - ended[0].at >= window_s / 2
         return ended if is_shown else None
 
     def _judge(self, traffic: Traffic, now: float) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import count, pairwise
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -100,6 +101,57 @@ def test_it_is_as_good_as_the_better_of_replicas_and_the_best_split(case, num_wo
     policy = CostPolicy(CostOptions(ttft_s=ttft_s, tpot_s=tpot_s))
     found = goodput(policy, replicas(num_workers), case)
     assert found >= 0.9 * max(fixed), (found, fixed)
+
+
+def independent(num, seed, per_s, num_tokens, num_answer_tokens):
+    """Requests that come whatever is answered, half to one and a half times as long as these."""
+    rng, at = Random(seed), 0.0
+    for number in range(num):
+        at += rng.expovariate(per_s)
+        run = TokenRun(str(number), int(rng.uniform(0.5, 1.5) * num_tokens))
+        turn = Turn((run,), int(rng.uniform(0.5, 1.5) * num_answer_tokens))
+        yield Session((turn,), arrival_s=at)
+
+
+def replay(policy, views, requests, ttft_s, tpot_s):
+    """The share of good requests, and the numbers of workers that only prefilled at some time."""
+    simulation, seen = Simulation(policy, views, COSTS), set()
+    requests = list(requests)
+    simulation.replay(iter(requests))
+    for until_s in range(1, int(requests[-1].arrival_s)):
+        simulation.run(float(until_s))
+        seen |= {len(each.prefills) for each in getattr(policy, "_divisions", {}).values()}
+    simulation.run()
+    outcomes = simulation.outcomes
+    good = [each for each in outcomes if each.ttft_s <= ttft_s and each.tpot_s <= tpot_s]
+    return len(good) / len(outcomes), seen
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_independent_arrivals_are_divided_where_more_of_them_are_good(seed):
+    """Long prompts delay the tokens of answers beyond their limit."""
+    limits, load = (3.0, 0.016), (600, seed, 3.0, 2048, 32)
+    replicated, _ = replay(RoundRobin(), replicas(4), independent(*load), *limits)
+    divided, _ = replay(RoundRobin(), split(2, 2), independent(*load), *limits)
+    assert replicated < 0.85 < 0.99 < divided
+    policy = CostPolicy(CostOptions(ttft_s=limits[0], tpot_s=limits[1]))
+    found, seen = replay(policy, replicas(4), independent(*load), *limits)
+    assert seen > {0}
+    assert found >= 0.95 * divided
+
+
+@pytest.mark.parametrize(
+    ("per_s", "num_tokens", "num_answer_tokens"), [(16.0, 512, 128), (7.0, 1100, 210)]
+)
+def test_no_division_is_tried_for_independent_arrivals_that_are_good_without(
+    per_s, num_tokens, num_answer_tokens
+):
+    """Taken for closed loops they are divided: more of them would be served."""
+    load, limits = (1000, 0, per_s, num_tokens, num_answer_tokens), (2.0, 0.1)
+    replicated, _ = replay(RoundRobin(), replicas(4), independent(*load), *limits)
+    found, seen = replay(CostPolicy(CostOptions()), replicas(4), independent(*load), *limits)
+    assert seen == {0}
+    assert found >= replicated > 0.9
 
 
 def test_it_follows_a_load_that_changes_and_does_not_swing():
