@@ -68,8 +68,7 @@ class Arrivals:
         """A request is given to its workers."""
         self._num_events += 1
         self._num_under_way += 1
-        if self._num_under_way > self._most_under_way:  # each request asks: no further calls
-            self._most_under_way = self._num_under_way
+        self._most_under_way = max(self._most_under_way, self._num_under_way)
 
     def end(self, now: float, lasted_s: float) -> None:
         """One is over."""

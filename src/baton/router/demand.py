@@ -123,8 +123,8 @@ class IndependentArrivals:
         """As `ClosedLoops` does: what is good now, and the difference of the predicted shares."""
         rate, num_workers = self.achieved.rate, self.num_workers
         demand = self.demand.of_division(num_prefill)
-        there = predict_share(demand, rate, self.limits, num_workers, num_prefill)
-        here = predict_share(self.demand, rate, self.limits, num_workers, self.num_prefill)
+        there = predict_share(demand, self.limits, num_workers, num_prefill, rate=rate)
+        here = predict_share(self.demand, self.limits, num_workers, self.num_prefill, rate=rate)
         return min(rate, self.achieved.good + rate * (there - here))
 
     def value(self, achieved: Achieved) -> float:
@@ -162,9 +162,9 @@ def predict_rate(demand: Demand, num_workers: int, num_prefill: int) -> tuple[fl
 
 
 def predict_share(
-    demand: Demand, rate: float, limits: Limits, num_workers: int, num_prefill: int
+    demand: Demand, limits: Limits, num_workers: int, num_prefill: int, *, rate: float
 ) -> float:
-    """The share of requests that are good if so many come in a second, 0 to 1.
+    """The share of requests that are good if `rate` come in a second, 0 to 1.
 
     0 where they come faster than they would be served, or need more KV than there is room for.
     """

@@ -79,7 +79,8 @@ def independent(rng, begins, lasts, num_servers=None):
 
 def closed_loops(rng, lasts, begins, pause_s=0.0):
     """Clients, each of which pauses about `pause_s` before it asks again."""
-    for at in begins:
+    for first_at in begins:
+        at = first_at
         while at < UNTIL_S:
             ends_at = at + lasts(rng)
             yield at, ends_at

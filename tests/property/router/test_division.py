@@ -267,8 +267,9 @@ def test_for_throughput_there_is_no_division():
     limits=st.builds(Limits, st.floats(1e-3, 100), st.floats(1e-3, 10)),
     num_workers=st.integers(1, 64),
     share=st.floats(0, 1, exclude_max=True),
+    per_s=st.floats(1e-3, 1e4),
 )
-def test_no_more_is_predicted_than_can_be(demand, limits, num_workers, share):
+def test_no_more_is_predicted_than_can_be(demand, limits, num_workers, share, per_s):
     num_prefill = int(share * num_workers)
     rate = predict_goodput(demand, limits, num_workers, num_prefill)
     computing = num_prefill or num_workers
@@ -276,3 +277,7 @@ def test_no_more_is_predicted_than_can_be(demand, limits, num_workers, share):
     assert rate <= 1.01 * demand.num_at_once / demand.prefill_s
     room = (num_workers - num_prefill) * demand.most_at_once
     assert rate <= 1.01 * room / demand.prefill_s, "blocks are held while a prompt is computed"
+    good = predict_share(demand, limits, num_workers, num_prefill, rate=per_s)
+    assert 0 <= good <= 1
+    if per_s > computing / demand.prefill_s:
+        assert good == 0, "more come than can be computed"
