@@ -360,7 +360,7 @@ class ModelCosts:
 
     `found_share` is what of the latest prompts was cached where they were computed, 0 to 1;
     `answer_tokens` the mean length of the latest answers that were streamed; `arrivals` whether
-    requests come independently of the answers.
+    requests come independently of the answers; `ended` are the latest that ended, oldest first.
     """
 
     def __init__(self) -> None:
@@ -496,7 +496,3 @@ class FleetLoad:
         if costs is None:
             costs = self._models[model] = ModelCosts()
         return costs
-
-    def ended(self, model: str) -> Iterable[EndedRequest]:
-        """The latest requests that ended, oldest first."""
-        return self.costs(model).ended
