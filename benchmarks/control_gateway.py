@@ -209,7 +209,8 @@ def gateways(fleet: Fleet, peers: Path | None) -> Iterator[dict[str, tuple[str, 
         urls = stack.enter_context(upstreams(cores[-1]))
         proxy = ServerProcess(proxy_app, urls[0])
         stack.callback(proxy.stop)
-        both = fleet.start_gateway([], [], settings={"gateway.workers": urls[:2]})
+        turns = {"gateway.workers": urls[:2], "router.policy": "round_robin"}  # as the peers do
+        both = fleet.start_gateway([], [], settings=turns)
         push = fleet.start_gateway(
             [], [], settings={"gateway.prefill": urls[2:3], "gateway.decode": urls[3:]}
         )

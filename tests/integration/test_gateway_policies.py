@@ -84,6 +84,30 @@ def test_costs_are_learned_and_shown():
     run(scenario, prefills=0, decodes=boths(say_twenty), policy="cost")
 
 
+async def answer_in_50_ms(visit: Visit) -> None:
+    await visit.start_stream()
+    await visit.token("a")
+    await asyncio.sleep(0.05)
+    await visit.token("a")
+    await visit.done()
+
+
+def test_workers_of_both_roles_have_costs_by_default_and_closed_loops_are_seen():
+    async def client(cluster: Cluster) -> None:
+        for _ in range(20):
+            await ask(cluster)
+
+    async def scenario(cluster: Cluster):
+        async with cluster.post(PROMPT, "/debug/route") as response:
+            assert (await response.json())["policy"] == "cost"
+        await ask(cluster)
+        assert await cluster.metric('baton_router_closed_loops{model="demo"}') == 0
+        await asyncio.gather(*(client(cluster) for _ in range(4)))
+        assert await cluster.metric('baton_router_closed_loops{model="demo"}') == 1
+
+    run(scenario, prefills=0, decodes=boths(answer_in_50_ms, answer_in_50_ms))
+
+
 def test_a_placement_is_explained():
     async def scenario(cluster: Cluster):
         await ask(cluster, **{"x-request-id": "why"})

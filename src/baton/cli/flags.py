@@ -46,8 +46,8 @@ Policy = Annotated[
     str | None,
     Sets("router.policy"),
     Parameter(
-        help="How workers are chosen: round_robin, random, least_loaded, prefix, cost "
-        "[default: round_robin]."
+        help="How workers are chosen: round_robin, random, least_loaded, prefix, cost [default: "
+        "cost for several workers of which some do both parts, else round_robin]."
     ),
 ]
 ClientKeys = Annotated[

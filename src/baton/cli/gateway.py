@@ -127,7 +127,7 @@ def _options(config: Config, status_fd: int) -> GatewayOptions:
         num_records=config.trace.ring_size,
         mode=section.mode,
         policy=config.router.policy,
-        policy_options=config.router.options.get(config.router.policy, {}),
+        policy_options=config.router.options,
         costs_file=None if config.router.costs_file is None else Path(config.router.costs_file),
         tokenizers={name: Path(folder) for name, folder in config.router.tokenizers.items()},
         tls=config.security.tls,

@@ -20,11 +20,14 @@ from baton.gateway.options import check_processes
 from baton.launch.plan import LaunchPlan, Pinning, plan_launch, share_cores, worker_groups
 from baton.launch.progress import open_display
 from baton.launch.supervisor import LaunchContext, Service, Supervisor
-from baton.router.placement import POLICIES
+from baton.protocol.worker_http import Role
+from baton.router.placement import POLICIES, choose_policy
 from baton.store.interface import TIERS
 from baton.transfer.interface import TRANSPORTS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from baton.config.resolve import Resolved
     from baton.config.sections import Config
 
@@ -41,16 +44,7 @@ def launch(resolved: Resolved, pinning: Pinning) -> int:
     """
     config = resolved.to_config()
     configure_logging(config.log)
-    _check(config)
-    plan = plan_launch(
-        resolved,
-        cores=sorted(os.sched_getaffinity(0)),
-        engine_keys={
-            group.engine: frozenset(engine_defaults(group.engine))
-            for group in worker_groups(config)
-        },
-        pinning=pinning,
-    )
+    plan = _plan(resolved, sorted(os.sched_getaffinity(0)), pinning)
     return asyncio.run(_launch(plan))
 
 
@@ -61,18 +55,23 @@ def plan_pinned(resolved: Resolved, num_shares: int) -> LaunchPlan:
         ConfigError: the settings ask for something that cannot be started.
     """
     config = resolved.to_config()
-    _check(config)
     shares = share_cores(sorted(os.sched_getaffinity(0)), num_shares)
     num_workers = config.up.prefill + config.up.decode
-    return plan_launch(
-        resolved,
-        cores=[core for share in shares[:num_workers] for core in share],
-        engine_keys={
-            group.engine: frozenset(engine_defaults(group.engine))
-            for group in worker_groups(config)
-        },
-        pinning="own_cores",
-    )
+    cores = [core for share in shares[:num_workers] for core in share]
+    return _plan(resolved, cores, "own_cores")
+
+
+def _plan(resolved: Resolved, cores: Sequence[int], pinning: Pinning) -> LaunchPlan:
+    """The processes to start. What one of them would refuse is refused here, before any starts."""
+    config = resolved.to_config()
+    _check(config)
+    engine_keys = {
+        group.engine: frozenset(engine_defaults(group.engine)) for group in worker_groups(config)
+    }
+    plan = plan_launch(resolved, cores=cores, engine_keys=engine_keys, pinning=pinning)
+    policy = choose_policy(config.router.policy, [Role(each.role) for each in plan.workers])
+    POLICIES.build(policy, config.router.options.get(policy, {}))
+    return plan
 
 
 def server_environment(config: Config) -> dict[str, str]:
@@ -115,13 +114,11 @@ Ctrl-C drains and stops everything; a second Ctrl-C kills.
 
 
 def _check(config: Config) -> None:
-    """What every worker would refuse is refused here, before any process starts."""
+    """Refuse settings that are wrong whatever is planned."""
     model = config.worker.model
     if model is not None and not Path(model).is_dir():
         raise ConfigError(f"--model {model}: there is no such folder")
     check_processes(config.gateway.processes, config.gateway.management_port)
-    policy = config.router.policy
-    POLICIES.build(policy, config.router.options.get(policy, {}))
     for group in worker_groups(config):
         options = engine_options(group.engine, config.engine)
         check_engine(group.engine, {**options, **group.overrides})

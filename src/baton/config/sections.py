@@ -158,13 +158,15 @@ class TargetsTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class RouterSection(Struct, frozen=True, kw_only=True):
     """How a gateway chooses workers: a policy, and each policy's own options.
 
+    No `policy`: `cost` for several workers of which some do both parts, else `round_robin`.
+
     `targets` by model; `"*"`: for those that are not named.
 
     `tokenizers`: models' folders by name, where no worker's own can be read by the gateway.
     `costs_file`: what is learned of workers' speed is kept there.
     """
 
-    policy: Annotated[str, Meta(min_length=1, max_length=64)] = "round_robin"
+    policy: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
     options: dict[str, Table] = {}
     tokenizers: dict[str, str] = {}
     targets: dict[str, TargetsTable] = {}

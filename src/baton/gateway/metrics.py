@@ -75,7 +75,7 @@ class InterTokenCollector(Collector):
 
 
 class RouterCollector(Collector):
-    """What the router knows of each worker: its requests, and how wrong its predictions are."""
+    """What the router knows: requests at workers, errors of its predictions, closed loops."""
 
     def __init__(self, load: FleetLoad, workers: Workers) -> None:
         self._load, self._workers = load, workers
@@ -105,7 +105,14 @@ class RouterCollector(Collector):
             errors.add_metric((model, worker, "prefill"), activity.prefill_cost.error)
             errors.add_metric((model, worker, "step"), activity.step_cost.error)
             errors.add_metric((model, worker, "load"), activity.load_cost.error)
-        yield from (under_way, errors)
+        closed_loops = GaugeMetricFamily(
+            "baton_router_closed_loops",
+            "1 while clients are seen to wait for their answers before they ask again.",
+            labels=("model",),
+        )
+        for model, costs in self._load.models.items():
+            closed_loops.add_metric((model,), costs.arrivals.are_closed_loops)
+        yield from (under_way, errors, closed_loops)
 
 
 WORKER_STATES: Final = ("pending", "draining", "down", "rejected", *HealthState)

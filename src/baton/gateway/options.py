@@ -11,7 +11,7 @@ from baton.errors import ConfigError
 from baton.gateway.targets import NO_TARGETS
 from baton.protocol.worker_http import Role
 from baton.router.health import DEFAULT_HEALTH, HealthOptions
-from baton.router.placement import POLICIES
+from baton.router.placement import POLICIES, choose_policy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from baton.config.sections import MoveStreams, Tls
     from baton.gateway.targets import Targets
     from baton.router.modes import ModeSetting
+    from baton.router.placement import PlacementPolicy
 
 MIB = 1 << 20
 ANY_MODEL = "*"
@@ -66,7 +67,8 @@ class GatewayOptions:
     `key_origin` is whether an operator configured the cluster key or a launcher made it up for
     this machine: a gateway that others can reach insists on the former. `status_fd` is the file
     descriptor that gets the line `{"event":"ready",...}`. `mode` is how KV is handed over,
-    `policy` how workers are chosen, one of `POLICIES`, with its `policy_options`;
+    `policy` how workers are chosen, one of `POLICIES` (None: see `choose_policy`), and
+    `policy_options` those of each policy by its name;
     `first_token_early` lets streams begin with the prefill worker's token; `move_streams`: when
     running streams move to other workers (see `baton.gateway.stream_moves`).
     `client_keys_file`: see `baton.gateway.clients`; beyond loopback it is needed unless `insecure`.
@@ -116,8 +118,8 @@ class GatewayOptions:
     drain_timeout_s: float = 30.0
     num_records: int = 1024
     mode: ModeSetting = "auto"
-    policy: str = "round_robin"
-    policy_options: Mapping[str, object] = field(default_factory=dict)
+    policy: str | None = None
+    policy_options: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     tokenizers: Mapping[str, Path] = field(default_factory=dict)
     costs_file: Path | None = None
     tls: Tls = "control"
@@ -143,7 +145,7 @@ class GatewayOptions:
         if twice:
             raise ConfigError(f"listed twice: {', '.join(sorted(twice))}")
         self._check_limits()
-        POLICIES.build(self.policy, self.policy_options)
+        self.build_policy()
         check_processes(self.num_processes, self.management_port)
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ConfigError(
@@ -172,6 +174,20 @@ class GatewayOptions:
         """What the operator wants for a model's requests."""
         found = self.targets.get(model)
         return self.targets.get(ANY_MODEL, NO_TARGETS) if found is None else found
+
+    @property
+    def policy_name(self) -> str:
+        """The policy in use."""
+        return choose_policy(self.policy, [worker.role for worker in self.workers])
+
+    def build_policy(self) -> PlacementPolicy:
+        """A new one of the policy in use, with its options.
+
+        Raises:
+            ConfigError: there is no such policy, or its options are wrong.
+        """
+        name = self.policy_name
+        return POLICIES.build(name, self.policy_options.get(name, {}))(self.mode)
 
     @property
     def is_managed_here(self) -> bool:

@@ -56,7 +56,6 @@ from baton.net.http_server import bind, count_refusals, make_server_config, star
 from baton.net.tls import ServerTls
 from baton.router.failover import RetryBudget
 from baton.router.load import FleetLoad
-from baton.router.placement import POLICIES
 from baton.router.room import FleetRoom
 from baton.telemetry.process_status import Ready, StatusReporter
 
@@ -123,7 +122,7 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
     metrics.registry.register(HealthCollector(workers))
     upstream = Upstream(options)
     health_monitor = HealthMonitor(workers, upstream, options, clock)
-    policy = POLICIES.build(options.policy, options.policy_options)(options.mode)
+    policy = options.build_policy()
     prefixes = (
         Prefixes(workers, options.tokenizers, clock, metrics.registry)
         if policy.uses_prefixes

@@ -71,7 +71,7 @@ class RouteExplainer:
             why = (*found.placement.reasons, *found.placement.why)
         return RouteExplanation(
             model=body.model,
-            policy=services.options.policy,
+            policy=services.options.policy_name,
             num_prompt_tokens=request.num_prompt_tokens,
             is_tokenized=match is not None,
             cached_tokens={str(worker): num for worker, num in request.cached.items() if num},

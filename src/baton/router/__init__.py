@@ -15,9 +15,10 @@ File map:
     modes.py        `choose_mode`: how the KV gets from one to the other, and why
     pairing.py      `PairingPolicy`: a decode worker, then a prefill worker for it
     simple.py       `RoundRobin`, `LeastLoaded`, `RandomChoice`
-    pair_search.py  which pairs of many workers are worth a closer look
     cost.py         `CostPolicy`: one worker or two, by what the client will see
-    cost_parts.py   `weigh`: what each worker would add to a request's cost
+                    cost_parts.py: what each worker adds to a cost; pair_search.py: likely pairs
+    division.py     `Division`: how many workers only prefill at present; demand.py: predictions;
+                    arrivals.py: whether requests come independently of the answers
     prefixes.py     `ModelPrefixes`: who, and which store, has how much of a prompt;
                     prefix_index.py, prefix_names.py: its index, and names of blocks
     room.py         `FleetRoom`: how many more requests the workers can use

@@ -37,7 +37,8 @@ from baton.router.cost_parts import (
     Usable,
     weigh,
 )
-from baton.router.division import Division, Limits
+from baton.router.demand import Limits
+from baton.router.division import Division
 from baton.router.explanation import ExplainedCandidate, why_unusable
 from baton.router.pair_search import MOST_OF_EACH, PairSearch
 from baton.router.pairing import (

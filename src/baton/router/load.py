@@ -19,6 +19,7 @@ import numpy as np
 from msgspec import UNSET
 
 from baton.protocol.worker_http import StoreLoads
+from baton.router.arrivals import Arrivals
 from baton.router.handoff_costs import HandoffCosts
 from baton.router.learning import NOTHING_SEEN, LearnedLine, WorkerCost
 
@@ -329,6 +330,7 @@ class RunningRequest:
             if num_streamed >= MIN_STREAMED and now > self._first_at:
                 self._learn(self._first_at, stream_seconds, now, num_streamed)
         self.decode.count_decodes(-1)
+        self.costs.arrivals.end(now, now - self.began_at)
         self._is_over = True
 
     def _leave_queue(self, now: float) -> None:
@@ -357,7 +359,8 @@ class ModelCosts:
     """What the workers of one model share.
 
     `found_share` is what of the latest prompts was cached where they were computed, 0 to 1;
-    `answer_tokens` the mean length of the latest answers that were streamed.
+    `answer_tokens` the mean length of the latest answers that were streamed; `arrivals` whether
+    requests come independently of the answers; `ended` are the latest that ended, oldest first.
     """
 
     def __init__(self) -> None:
@@ -367,6 +370,7 @@ class ModelCosts:
         self.step = LearnedLine(_STEP_GUESS)
         self.load = LearnedLine(_LOAD_GUESS)
         self.handoffs = HandoffCosts(self.prefill)
+        self.arrivals = Arrivals()
         self.ended: deque[EndedRequest] = deque(maxlen=MOST_ENDED)
         self.columns = LoadColumns()
         self._found = self._asked = 0.0
@@ -458,6 +462,7 @@ class FleetLoad:
         num_stored = placement.num_stored_tokens
         expected = prefill.add_prefill(num_tokens, now, num_stored)
         decode.count_decodes(+1)
+        costs.arrivals.begin()
         costs.note_found(num_cached, num_tokens + num_stored)
         handed = num_tokens if num_handed is None else num_handed
         return RunningRequest(
@@ -491,7 +496,3 @@ class FleetLoad:
         if costs is None:
             costs = self._models[model] = ModelCosts()
         return costs
-
-    def ended(self, model: str) -> Iterable[EndedRequest]:
-        """The latest requests that ended, oldest first."""
-        return self.costs(model).ended

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias
 
+from baton.protocol.worker_http import Role
 from baton.registry import Registry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from baton.auth.ticket import HandoffMode
     from baton.ids import StoreId, WorkerId
@@ -130,3 +131,14 @@ PolicyFactory: TypeAlias = "Callable[[ModeSetting], PlacementPolicy]"
 """Builds a policy that knows the operator's word on how KV is handed over."""
 
 POLICIES: Final[Registry[PolicyFactory]] = Registry("baton.policies", "router.options")
+
+
+def choose_policy(named: str | None, roles: Sequence[Role]) -> str:
+    """The name of the policy for workers of these roles: the `named` one, if there is one.
+
+    Else `cost` where there are several and some do both parts. Prefill and decode workers take
+    turns: each request is handed over, as whoever set them up expects.
+    """
+    if named is not None:
+        return named
+    return "cost" if len(roles) > 1 and Role.BOTH in roles else "round_robin"

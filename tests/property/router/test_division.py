@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import count, pairwise
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,8 @@ from baton.auth.ticket import WorkerRef
 from baton.ids import Epoch, WorkerId
 from baton.protocol.worker_http import Role, WorkerLoad
 from baton.router.cost import CostOptions, CostPolicy
-from baton.router.division import Demand, Division, Limits, find_room, predict_goodput
+from baton.router.demand import Demand, Limits, find_room, predict_goodput, predict_share
+from baton.router.division import Division
 from baton.router.fleet import Fleet, WorkerView
 from baton.router.load import EndedRequest, FleetLoad
 from baton.router.placement import Placement
@@ -101,6 +103,57 @@ def test_it_is_as_good_as_the_better_of_replicas_and_the_best_split(case, num_wo
     assert found >= 0.9 * max(fixed), (found, fixed)
 
 
+def independent(num, seed, per_s, num_tokens, num_answer_tokens):
+    """Requests that come whatever is answered, half to one and a half times as long as these."""
+    rng, at = Random(seed), 0.0
+    for number in range(num):
+        at += rng.expovariate(per_s)
+        run = TokenRun(str(number), int(rng.uniform(0.5, 1.5) * num_tokens))
+        turn = Turn((run,), int(rng.uniform(0.5, 1.5) * num_answer_tokens))
+        yield Session((turn,), arrival_s=at)
+
+
+def replay(policy, views, requests, ttft_s, tpot_s):
+    """The share of good requests, and the numbers of workers that only prefilled at some time."""
+    simulation, seen = Simulation(policy, views, COSTS), set()
+    requests = list(requests)
+    simulation.replay(iter(requests))
+    for until_s in range(1, int(requests[-1].arrival_s)):
+        simulation.run(float(until_s))
+        seen |= {len(each.prefills) for each in getattr(policy, "_divisions", {}).values()}
+    simulation.run()
+    outcomes = simulation.outcomes
+    good = [each for each in outcomes if each.ttft_s <= ttft_s and each.tpot_s <= tpot_s]
+    return len(good) / len(outcomes), seen
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_independent_arrivals_are_divided_where_more_of_them_are_good(seed):
+    """Long prompts delay the tokens of answers beyond their limit."""
+    limits, load = (3.0, 0.016), (600, seed, 3.0, 2048, 32)
+    replicated, _ = replay(RoundRobin(), replicas(4), independent(*load), *limits)
+    divided, _ = replay(RoundRobin(), split(2, 2), independent(*load), *limits)
+    assert replicated < 0.85 < 0.99 < divided
+    policy = CostPolicy(CostOptions(ttft_s=limits[0], tpot_s=limits[1]))
+    found, seen = replay(policy, replicas(4), independent(*load), *limits)
+    assert seen > {0}
+    assert found >= 0.95 * divided
+
+
+@pytest.mark.parametrize(
+    ("per_s", "num_tokens", "num_answer_tokens"), [(16.0, 512, 128), (7.0, 1100, 210)]
+)
+def test_no_division_is_tried_for_independent_arrivals_that_are_good_without(
+    per_s, num_tokens, num_answer_tokens
+):
+    """Taken for closed loops they are divided: more of them would be served."""
+    load, limits = (1000, 0, per_s, num_tokens, num_answer_tokens), (2.0, 0.1)
+    replicated, _ = replay(RoundRobin(), replicas(4), independent(*load), *limits)
+    found, seen = replay(CostPolicy(CostOptions()), replicas(4), independent(*load), *limits)
+    assert seen == {0}
+    assert found >= replicated > 0.9
+
+
 def test_it_follows_a_load_that_changes_and_does_not_swing():
     policy = CostPolicy(CostOptions(ttft_s=2.0, tpot_s=0.022))
     world, seen = World(policy, replicas(2), 2048, 32), []
@@ -119,7 +172,7 @@ def test_it_follows_a_load_that_changes_and_does_not_swing():
 def test_a_division_that_achieves_less_is_taken_back_and_not_tried_again_for_a_while(monkeypatch):
     """The prediction is wrong for a reason that the router does not know."""
     monkeypatch.setattr(
-        "baton.router.division.predict_goodput", lambda *args: 100.0 if args[3] else 1.0
+        "baton.router.demand.predict_goodput", lambda *args: 100.0 if args[3] else 1.0
     )
     policy = CostPolicy(CostOptions(ttft_s=1.0, tpot_s=0.03))
     world, seen = World(policy, replicas(2), 128, 512), []
@@ -135,16 +188,17 @@ def test_a_division_that_achieves_less_is_taken_back_and_not_tried_again_for_a_w
 def test_a_division_is_given_up_when_requests_pile_up(monkeypatch):
     """Before what it achieves could be counted, and it is not tried with even more requests."""
     monkeypatch.setattr(
-        "baton.router.division.predict_goodput", lambda *args: 100.0 if args[3] else 1.0
+        "baton.router.demand.predict_goodput", lambda *args: 100.0 if args[3] else 1.0
     )
     division, load, workers = Division(Limits(1.0, 0.1)), FleetLoad(), replicas(2)
     waiting, since = [], None
 
     def serve(now):
-        """Four requests that last half a second each, then a look."""
-        for at in range(4):
-            running = load.begin(Placement(None, workers[at % 2]), 100, now - 0.5)
+        """Four clients ask at once and wait for half a second, then a look."""
+        asked = [load.begin(Placement(None, workers[at % 2]), 100, now - 0.5) for at in range(4)]
+        for running in asked:
             running.first_token(now - 0.4)
+        for running in asked:
             running.end(now, 10)
         division.look(workers, load, now)
         return len(division.prefills)
@@ -213,8 +267,9 @@ def test_for_throughput_there_is_no_division():
     limits=st.builds(Limits, st.floats(1e-3, 100), st.floats(1e-3, 10)),
     num_workers=st.integers(1, 64),
     share=st.floats(0, 1, exclude_max=True),
+    per_s=st.floats(1e-3, 1e4),
 )
-def test_no_more_is_predicted_than_can_be(demand, limits, num_workers, share):
+def test_no_more_is_predicted_than_can_be(demand, limits, num_workers, share, per_s):
     num_prefill = int(share * num_workers)
     rate = predict_goodput(demand, limits, num_workers, num_prefill)
     computing = num_prefill or num_workers
@@ -222,3 +277,7 @@ def test_no_more_is_predicted_than_can_be(demand, limits, num_workers, share):
     assert rate <= 1.01 * demand.num_at_once / demand.prefill_s
     room = (num_workers - num_prefill) * demand.most_at_once
     assert rate <= 1.01 * room / demand.prefill_s, "blocks are held while a prompt is computed"
+    good = predict_share(demand, limits, num_workers, num_prefill, rate=per_s)
+    assert 0 <= good <= 1
+    if per_s > computing / demand.prefill_s:
+        assert good == 0, "more come than can be computed"

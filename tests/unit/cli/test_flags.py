@@ -14,6 +14,8 @@ from baton.config.resolve import FromDefault, FromFlag
 from baton.config.sections import Config
 from baton.gateway.options import GatewayOptions
 from baton.models import DEMO_MODEL_PATH
+from baton.router.cost import CostPolicy
+from baton.router.simple import RoundRobin
 from baton.worker.options import ProcessOptions
 
 KEY = "ab" * 32
@@ -52,6 +54,31 @@ def test_transport_is_one_or_all(given, transports):
     config = parse(WorkerFlags, *arguments).resolve().to_config()
     assert config.transfer.transports == transports
     assert config.log.level == "debug"
+
+
+TWO = ("--worker", "https://a:1", "--worker", "https://b:1")
+SPLIT = ("--prefill", "https://c:1", "--decode", "https://d:1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "policy"),
+    [
+        (TWO, "cost"),
+        (TWO[:2], "round_robin"),
+        ((*TWO[:2], *SPLIT[:2]), "cost"),
+        (SPLIT, "round_robin"),
+        ((*TWO, "--policy", "round_robin"), "round_robin"),
+        ((*SPLIT, "--policy", "cost"), "cost"),
+    ],
+)
+def test_the_default_policy_depends_on_the_workers(arguments, policy):
+    objective = ("--set", "router.options.cost.objective=throughput")
+    options = gateway_options(parse(GatewayFlags, *arguments, *objective).resolve().to_config(), 1)
+    assert options.policy_name == policy
+    built = options.build_policy()
+    assert type(built) is {"cost": CostPolicy, "round_robin": RoundRobin}[policy]
+    if policy == "cost":
+        assert built.tpot_limit_s == float("inf"), "its options are used"
 
 
 def test_repeated_flags_make_lists():

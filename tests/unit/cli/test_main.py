@@ -115,6 +115,10 @@ def test_a_wrong_command_line_exits_with_2(arguments, capsys):
         ),
         (["worker", "--engine", "steam"], "unknown baton.engines 'steam'; installed:"),
         (["up", "--decode-engine", "steam"], "unknown baton.engines 'steam'; installed:"),
+        (
+            ["up", "--prefill", "0", "--decode", "2", "--set", "router.options.cost.ttft_s=0"],
+            "ttft_s",
+        ),
         (["up", "--engine", "vllm", "--set", "engine.max_num_seqs=3"], "max_num_seqs"),
         (["up", "--decode-engine", "vllm", "--set", "engine.vllm.dtype=int3"], "'int3'"),
         (

@@ -1,0 +1,100 @@
+"""Whether requests arrive because others ended (closed loops), or independently of that.
+
+Clients that wait for their answer before they ask again replace each request that ends: the number
+of requests under way comes back to where it was. With independent arrivals it is a random walk,
+which moves by about the square root of the arrivals and ends in a time. So the most that are under
+way at once are taken of each window of half a request's duration, and their changes are compared
+with the arrivals and ends:
+
+    most under way at once    8 8 8 8 8 8 8      changes of 0: closed loops
+                              8 5 9 12 10 7 4    changes of 3: independent arrivals
+
+`sum of squared changes / sum of arrivals and ends` is about 0.5 for independent arrivals, also near
+saturation, and more for bursts. It is 0 for clients that ask again at once, and less than 0.1 where
+they pause for a tenth of a request's duration.
+
+Pure: times are given.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+WINDOW_SHARE: Final = 0.5
+"""A window's length, of the mean duration of a request."""
+MOST_WINDOWS: Final = 40
+LEAST_TURNS: Final = 3
+"""How often as many as are under way must have ended before closed loops are recognized."""
+MOST_RATIO: Final = 0.1
+"""Squared changes over arrivals and ends, of closed loops."""
+MOST_CHANGE: Final = 2.0
+"""What one window counts at most, as that ratio: clients that begin or leave together."""
+LEAST_UNDER_WAY: Final = 3.0
+"""On the average. The fewer they are, the less do independent arrivals change their number."""
+LASTED_SHARE: Final = 0.05
+"""What the newest duration counts in the mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """The most requests under way at once, and arrivals and ends."""
+
+    most_under_way: int
+    num_events: int
+
+
+class Arrivals:
+    """One model's, as its gateway sees them. Owner: the gateway's thread."""
+
+    __slots__ = (
+        "_lasted_s",
+        "_most_under_way",
+        "_num_ended",
+        "_num_events",
+        "_num_under_way",
+        "_since",
+        "_windows",
+    )
+
+    def __init__(self) -> None:
+        self._since = self._lasted_s = 0.0
+        self._num_under_way = self._most_under_way = self._num_ended = self._num_events = 0
+        self._windows: deque[_Window] = deque(maxlen=MOST_WINDOWS)
+
+    def begin(self) -> None:
+        """A request is given to its workers."""
+        self._num_events += 1
+        self._num_under_way += 1
+        if self._num_under_way > self._most_under_way:  # noqa: PLR1730 - each request asks
+            self._most_under_way = self._num_under_way
+
+    def end(self, now: float, lasted_s: float) -> None:
+        """One is over."""
+        self._num_events += 1
+        self._num_under_way -= 1
+        self._num_ended += 1
+        share = LASTED_SHARE if self._num_ended * LASTED_SHARE > 1.0 else 1.0 / self._num_ended
+        self._lasted_s += share * (lasted_s - self._lasted_s)
+        if now - self._since > WINDOW_SHARE * self._lasted_s:
+            self._windows.append(_Window(self._most_under_way, self._num_events))
+            self._since, self._num_events = now, 0
+            self._most_under_way = self._num_under_way
+
+    @property
+    def are_closed_loops(self) -> bool:
+        """Whether requests are shown to follow the ends of others, most of them at least."""
+        windows = self._windows
+        total = sum(each.most_under_way for each in windows)
+        if not windows or total < LEAST_UNDER_WAY * len(windows):
+            return False
+        squares = num_events = 0.0
+        for before, after in pairwise(windows):
+            between = (before.num_events + after.num_events) / 2
+            change = after.most_under_way - before.most_under_way
+            squares += min(change * change, MOST_CHANGE * between)
+            num_events += between
+        is_shown = num_events * len(windows) >= 2 * LEAST_TURNS * total
+        return is_shown and squares <= MOST_RATIO * num_events
