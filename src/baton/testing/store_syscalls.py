@@ -9,9 +9,10 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
 from abc import abstractmethod
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
@@ -34,7 +35,7 @@ from baton.store.folder import (
     tier,
 )
 from baton.store.folder.tier import FolderTier
-from baton.store.interface import TenantLabel
+from baton.store.interface import NamedBody, PutResult, PutsMany, TenantLabel
 from baton.testing.store_contract import (
     BODY_BYTES,
     StoreContract,
@@ -57,6 +58,8 @@ CALLS: Final = (
 )
 MAX_CALLS: Final = 2000
 NUM_ENTRIES: Final = 3
+BATCH: Final = ("newer", "new", "newest")
+"""Put at once, after `new` was put."""
 TENANT: Final = TenantLabel(b"a tenant")
 
 
@@ -72,6 +75,7 @@ class SystemCalls:
     names: Sequence[str] = CALLS
     num_calls: int = 0
     name: str = ""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def has_failed(self) -> bool:
@@ -85,8 +89,10 @@ class SystemCalls:
             return found
 
         def call(*arguments: object, **options: object) -> object:
-            self.num_calls += 1
-            if self.at is None or self.num_calls == self.at + 1:
+            with self._lock:  # a tier writes by several threads
+                self.num_calls += 1
+                is_it = self.at is None or self.num_calls == self.at + 1
+            if is_it:
                 self.name = name
                 self.act()
             return found(*arguments, **options)
@@ -208,6 +214,13 @@ def work(tier: Tier) -> None:
         tier.put(name_of("new"), body_of("new"), TENANT)
     for content in ("new", f"entry {NUM_ENTRIES - 1}"):
         assert read(tier, content) in {None, body_of(content)}
+    if isinstance(tier, PutsMany):
+        entries = [NamedBody(name_of(content), body_of(content)) for content in BATCH]
+        outcomes = tier.put_many(entries, TENANT)
+        for content, outcome in zip(BATCH, outcomes, strict=True):
+            found = read(tier, content)
+            assert found in {None, body_of(content)}
+            assert found is None or isinstance(outcome, PutResult)
     tier.discard(name_of("new"))
     with suppress(StoreError):
         tier.entries()
@@ -222,7 +235,7 @@ def check(tier: Tier) -> None:
         held_bytes = sum(each.num_bytes for each in tier.entries() if each.tenant == TENANT)
         assert tier._capacity.peek_held(TENANT) >= held_bytes  # noqa: SLF001 - of this tier alone
     assert all(tier.is_whole(entry.name) for entry in tier.entries())
-    for content in ("new", *(f"entry {i}" for i in range(NUM_ENTRIES))):
+    for content in (*BATCH, *(f"entry {i}" for i in range(NUM_ENTRIES))):
         assert read(tier, content) in {None, body_of(content)}
     put(tier, "after")
     assert read(tier, "after") == body_of("after")

@@ -13,7 +13,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from baton.errors import StoreError, StoreFullError
-from baton.store.capacity import MAX_SLACK_PARTS
 from baton.store.folder.directory import to_store_error
 from baton.store.folder.entry_times import to_times_ns
 from baton.store.interface import PutResult
@@ -54,23 +53,9 @@ class EntryWriter:
         One that cannot be kept costs no other.
         """
         outcomes: list[PutOutcome] = []
-        for window in self._divide(entries):
+        for window in _divide(entries):
             outcomes += self._write_window(window, tenant)
         return outcomes
-
-    def _divide(self, entries: Sequence[NewEntry]) -> Iterator[Sequence[NewEntry]]:
-        """Windows: no more goes at once for one than a put makes room for besides."""
-        max_bytes = min(WINDOW_BYTES, self.capacity.capacity_bytes // MAX_SLACK_PARTS)
-        window: list[NewEntry] = []
-        num_bytes = 0
-        for entry in entries:
-            num_bytes += len(entry.body)
-            if window and (num_bytes > max_bytes or len(window) == WINDOW_ENTRIES):
-                yield window
-                window, num_bytes = [], len(entry.body)
-            window.append(entry)
-        if window:
-            yield window
 
     def _write_window(self, entries: Sequence[NewEntry], tenant: TenantLabel) -> list[PutOutcome]:
         costs = [self.bodies.compute_cost(len(entry.body)) for entry in entries]
@@ -143,3 +128,16 @@ def _link(file: UnnamedFile, entry: StoredEntry, place: int) -> PutOutcome:
     except OSError as exc:
         return to_store_error(exc)
     return PutResult.STORED if is_new else PutResult.EXISTS
+
+
+def _divide(entries: Sequence[NewEntry]) -> Iterator[Sequence[NewEntry]]:
+    window: list[NewEntry] = []
+    num_bytes = 0
+    for entry in entries:
+        num_bytes += len(entry.body)
+        if window and (num_bytes > WINDOW_BYTES or len(window) == WINDOW_ENTRIES):
+            yield window
+            window, num_bytes = [], len(entry.body)
+        window.append(entry)
+    if window:
+        yield window
