@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 Op: TypeAlias = Literal["write", "read"]
+ByOp: TypeAlias = "dict[Op, dict[str, dict[str, float]]]"
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -170,7 +172,7 @@ class TierRun:
             os.close(fd)
 
 
-def measure(place: Path, body_bytes: int, given: argparse.Namespace) -> dict[str, object]:
+def measure(place: Path, body_bytes: int, given: argparse.Namespace) -> ByOp:
     """MB/s of everything for one size of entries."""
     total_bytes = given.total_mib << 20
     rng = np.random.default_rng(1)
@@ -226,7 +228,7 @@ def summarize(rates: dict[str, list[float]], name: str, best: list[str]) -> dict
 
 
 def main() -> None:
-    """Measure, print a table as in docs/store.md, keep."""
+    """Measure, print the table of docs/store.md, keep."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--directory", type=Path, default=Path("/var/tmp"), help="on the disk")
     parser.add_argument("--rounds", type=int, default=5)
@@ -234,12 +236,16 @@ def main() -> None:
     parser.add_argument("--body-kib", type=int, nargs="+", default=[1024, 8192])
     parser.add_argument("--depths", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--table", type=Path, help="print the table of such an output")
     given = parser.parse_args()
-    found: dict[str, object] = {}
+    if given.table is not None:
+        print_table(json.loads(given.table.read_text("utf-8"))["rates_mb_per_s"])
+        return
+    found: dict[str, ByOp] = {}
     for body_kib in given.body_kib:
         with tempfile.TemporaryDirectory(dir=given.directory) as place:
-            found[str(body_kib << 10)] = by_op = measure(Path(place), body_kib << 10, given)
-        print_table(body_kib, by_op)
+            found[str(body_kib << 10)] = measure(Path(place), body_kib << 10, given)
+    print_table(found)
     if given.output is not None:
         result = {
             "total_bytes": given.total_mib << 20,
@@ -250,17 +256,18 @@ def main() -> None:
         given.output.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
 
 
-def print_table(body_kib: int, by_op: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
-    """One size of entries."""
-    print(f"| {body_kib} KiB, MB/s | write | of fio | read | of fio |\n|---|---|---|---|---|")
-    for name, write in by_op["write"].items():
-        reads = [by_op["read"][name]] if name in by_op["read"] else []
+def print_table(found: Mapping[str, ByOp]) -> None:
+    """MB/s of each size and operation; in brackets the ratio to fio."""
+    columns = [(int(size) >> 20, op) for size in found for op in ("write", "read")]
+    print(f"| | {' | '.join(f'{mib} MiB, {op}' for mib, op in columns)} |")
+    print("|---" * (len(columns) + 1) + "|")
+    by_columns = [by_op[op] for by_op in found.values() for op in ("write", "read")]
+    for name in by_columns[0]:
         cells = [
-            f"{each['median']:,} ({each['low']:,} to {each['high']:,}) | {each['of_fio']:.2f}"
-            for each in (write, *reads)
+            f"{rates[name]['median']:,} ({rates[name]['of_fio']:.2f})" if name in rates else ""
+            for rates in by_columns
         ]
-        print(f"| {name} | {' | '.join(cells)} |" + (" | |" if not reads else ""))
-    print(flush=True)
+        print(f"| {name} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

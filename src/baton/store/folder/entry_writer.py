@@ -113,8 +113,12 @@ class EntryWriter:
         return outcome
 
     def _release(self, costs: Sequence[int]) -> None:
+        def give_back() -> None:
+            for index in range(len(costs)):
+                self._give_back(index)
+
         with suppress(StoreError):  # too much is counted then, for a while
-            self.capacity.release(sum(costs), lambda: [*map(self._give_back, range(len(costs)))])
+            self.capacity.release(sum(costs), give_back)
 
     def _give_back(self, index: int) -> None:
         with suppress(StoreError):  # a look at all entries frees it
