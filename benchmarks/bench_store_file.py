@@ -8,8 +8,8 @@ of `fio, depth N`, or for writes that are durable to `fio, each flushed`.
 - `fio, depth N`: O_DIRECT by libaio with N requests in flight, one file, flushed at its end
 - `fio, each flushed`: the same with one request in flight, and fdatasync after each
 - `fio, a file each`: O_DIRECT into a new file for each request, flushed when it is closed
-- `direct`: the tier as it is by default, past the page cache, as a worker puts what a request leaves:
-  `put_many` of 8 MiB at once, each entry on the disk before it has its name
+- `direct`: the tier as it is by default, past the page cache, as a worker puts what a request
+  leaves: `put_many` of 8 MiB at once, each entry on the disk before it has its name
 - `direct, all at once`: one `put_many` of all entries
 - `direct, one by one`: a `put` of each
 - `direct, not durable`: as `direct`, with `durable = "none"`
@@ -126,7 +126,9 @@ class TierRun:
         self.tier = FileTier(options, TierContext("bench", KEY, MachineClock()))
         assert self.tier.usage().direct_io == setting.direct_io, "this filesystem refuses O_DIRECT"
         self.names = [EntryName(hashlib.sha256(b"%d" % i).digest()) for i in range(len(source))]
-        entries = [NamedBody(*each) for each in zip(self.names, (r.data for r in source), strict=True)]
+        entries = [
+            NamedBody(*each) for each in zip(self.names, (r.data for r in source), strict=True)
+        ]
         num_at_once = max(1, setting.at_once_bytes // len(source[0]))
         self.batches = [
             entries[at : at + num_at_once] for at in range(0, len(entries), num_at_once)
@@ -197,7 +199,9 @@ def measure(place: Path, body_bytes: int, given: argparse.Namespace) -> ByOp:
     best = [fio_name(depth) for depth in given.depths]
     return {
         op: {
-            name: summarize(by_name, name, [FLUSHED] if op == "write" and is_durable(name) else best)
+            name: summarize(
+                by_name, name, [FLUSHED] if op == "write" and is_durable(name) else best
+            )
             for name in by_name
         }
         for op, by_name in rates.items()

@@ -65,6 +65,7 @@ class NamedBody(NamedTuple):
 PutOutcome: TypeAlias = "PutResult | StoreError"
 """What became of one entry of several; an error is what `Tier.put` would raise."""
 
+
 @dataclass(frozen=True, slots=True)
 class ServerHealth:
     """Requests to a server that failed or were late, and whether it is asked now."""

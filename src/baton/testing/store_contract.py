@@ -263,4 +263,8 @@ class StoreContract(SharedTierContract, BoundedTierContract):
 
 def of_many(tier: Tier) -> Callable[[Sequence[NamedBody]], Sequence[PutOutcome]]:
     """How a tier puts several entries; one after the other where it has no way of its own."""
-    return tier.put_many if isinstance(tier, PutsMany) else partial(put_each, tier.put, tenant=NO_TENANT)
+    return (
+        tier.put_many
+        if isinstance(tier, PutsMany)
+        else partial(put_each, tier.put, tenant=NO_TENANT)
+    )

@@ -2,8 +2,8 @@
 
 Files are written by way of the page cache, or, large ones on a disk, past it.
 
-An entry's file is as long as header and body together, wherever the body lies; what was written past
-the page cache has zeros behind that, up to a multiple of 4,096 bytes.
+An entry's file is as long as header and body together, wherever the body lies; what was written
+past the page cache has zeros behind that, up to a multiple of 4,096 bytes.
 """
 
 from __future__ import annotations

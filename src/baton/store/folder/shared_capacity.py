@@ -74,9 +74,7 @@ class SharedCapacity:
             StoreFullError: it could not.
         """
         if num_bytes > self.capacity_bytes:
-            raise StoreFullError(
-                f"entries of {num_bytes} bytes where {self.capacity_bytes} fit"
-            )
+            raise StoreFullError(f"entries of {num_bytes} bytes where {self.capacity_bytes} fit")
         if num_bytes > self._tenant_bytes and tenant != NO_TENANT:
             raise StoreFullError(
                 f"entries of {num_bytes} bytes where a tenant may hold {self._tenant_bytes}: "

@@ -317,10 +317,12 @@ class FolderTier:
         return victims
 
     def _evict_victims(self, victims: Sequence[StoredEntry]) -> int:
-        """Make victims go, but those that were used or pinned since they were chosen; bytes freed."""
+        """Make victims go, but those used or pinned since they were chosen; bytes freed."""
         demoted: set[EntryName] = set()
         if self._below is not None:
-            demoted = demote(filter(None, map(self._read_victim, victims)), self._below, self._report)
+            demoted = demote(
+                filter(None, map(self._read_victim, victims)), self._below, self._report
+            )
         return sum(self._evict_victim(victim, victim.name in demoted) for victim in victims)
 
     def _evict_victim(self, victim: StoredEntry, is_demoted: bool) -> int:  # noqa: FBT001 - counted
