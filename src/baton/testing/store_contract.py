@@ -10,7 +10,6 @@ import hashlib
 from abc import abstractmethod
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import pytest
@@ -20,10 +19,10 @@ from baton.store.interface import NO_TENANT, EntryName, NamedBody, PutResult, Pu
 from baton.store.puts import put_each
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Generator, Sequence
     from pathlib import Path
 
-    from baton.store.interface import EntryLease, PutOutcome, Tier
+    from baton.store.interface import EntryLease, PutOutcome, TenantLabel, Tier
 
 BODY_BYTES = 10_000
 MUCH_ROOM = 100 * BODY_BYTES
@@ -228,22 +227,20 @@ class StoreContract(SharedTierContract, BoundedTierContract):
 
     def test_several_puts_at_once_are_as_one_after_the_other(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
-            put_many = of_many(tier)
             put(tier, "b")
             entries = [NamedBody(name_of(content), body_of(content)) for content in "abca"]
             outcomes = [PutResult.STORED, PutResult.EXISTS, PutResult.STORED, PutResult.EXISTS]
-            assert list(put_many(entries)) == outcomes
+            assert list(put_many(tier, entries)) == outcomes
             assert [read(tier, content) for content in "abc"] == [body_of(c) for c in "abc"]
             assert scan(tier).num_entries == 3
             assert tier.usage().used_bytes == scan(tier).used_bytes
-            assert list(put_many([])) == []
+            assert list(put_many(tier, [])) == []
 
     def test_one_of_several_that_can_never_fit_costs_no_other(self, tmp_path: Path) -> None:
         with self.opened(tmp_path, 10 * BODY_BYTES) as tier:
-            put_many = of_many(tier)
             large = NamedBody(name_of("large"), body_of("large", 40 * BODY_BYTES))
             entries = [NamedBody(name_of(content), body_of(content)) for content in "abc"]
-            outcomes = put_many([entries[0], large, *entries[1:]])
+            outcomes = put_many(tier, [entries[0], large, *entries[1:]])
             assert isinstance(outcomes[1], StoreFullError)
             assert [*outcomes[:1], *outcomes[2:]] == [PutResult.STORED] * 3
             assert [read(tier, content) for content in "abc"] == [body_of(c) for c in "abc"]
@@ -252,7 +249,7 @@ class StoreContract(SharedTierContract, BoundedTierContract):
     def test_more_at_once_than_fit_leave_the_last_ones(self, tmp_path: Path) -> None:
         with self.opened(tmp_path, 10 * BODY_BYTES) as tier:
             contents = [f"entry {i}" for i in range(40)]
-            outcomes = of_many(tier)([NamedBody(name_of(c), body_of(c)) for c in contents])
+            outcomes = put_many(tier, [NamedBody(name_of(c), body_of(c)) for c in contents])
             assert list(outcomes) == [PutResult.STORED] * 40
             found = scan(tier)
             assert found.used_bytes <= found.capacity_bytes
@@ -261,10 +258,10 @@ class StoreContract(SharedTierContract, BoundedTierContract):
             assert read(tier, contents[0]) is None
 
 
-def of_many(tier: Tier) -> Callable[[Sequence[NamedBody]], Sequence[PutOutcome]]:
-    """How a tier puts several entries; one after the other where it has no way of its own."""
-    return (
-        tier.put_many
-        if isinstance(tier, PutsMany)
-        else partial(put_each, tier.put, tenant=NO_TENANT)
-    )
+def put_many(
+    tier: Tier, entries: Sequence[NamedBody], tenant: TenantLabel = NO_TENANT
+) -> Sequence[PutOutcome]:
+    """Put several entries; one after the other where the tier has no way of its own."""
+    if isinstance(tier, PutsMany):
+        return tier.put_many(entries, tenant)
+    return put_each(tier.put, entries, tenant)

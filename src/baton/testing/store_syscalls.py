@@ -35,13 +35,14 @@ from baton.store.folder import (
     tier,
 )
 from baton.store.folder.tier import FolderTier
-from baton.store.interface import NamedBody, PutResult, PutsMany, TenantLabel
+from baton.store.interface import NamedBody, PutResult, TenantLabel
 from baton.testing.store_contract import (
     BODY_BYTES,
     StoreContract,
     body_of,
     name_of,
     put,
+    put_many,
     read,
     scan,
 )
@@ -58,8 +59,8 @@ CALLS: Final = (
 )
 MAX_CALLS: Final = 2000
 NUM_ENTRIES: Final = 3
-BATCH: Final = ("newer", "new", "newest")
-"""Put at once, after `new` was put."""
+LAST: Final = f"entry {NUM_ENTRIES - 1}"
+NEW: Final = ("new", "newer")
 TENANT: Final = TenantLabel(b"a tenant")
 
 
@@ -210,17 +211,12 @@ def fill(tier: Tier) -> None:
 
 def work(tier: Tier) -> None:
     """Each operation; a failure is a miss, or a StoreError."""
-    with suppress(StoreError):
-        tier.put(name_of("new"), body_of("new"), TENANT)
-    for content in ("new", f"entry {NUM_ENTRIES - 1}"):
-        assert read(tier, content) in {None, body_of(content)}
-    if isinstance(tier, PutsMany):
-        entries = [NamedBody(name_of(content), body_of(content)) for content in BATCH]
-        outcomes = tier.put_many(entries, TENANT)
-        for content, outcome in zip(BATCH, outcomes, strict=True):
-            found = read(tier, content)
-            assert found in {None, body_of(content)}
-            assert found is None or isinstance(outcome, PutResult)
+    outcomes = put_many(tier, [NamedBody(name_of(c), body_of(c)) for c in NEW], TENANT)
+    for content, outcome in zip(NEW, outcomes, strict=True):
+        found = read(tier, content)
+        assert found in {None, body_of(content)}
+        assert found is None or isinstance(outcome, PutResult)
+    assert read(tier, LAST) in {None, body_of(LAST)}
     tier.discard(name_of("new"))
     with suppress(StoreError):
         tier.entries()
@@ -235,7 +231,7 @@ def check(tier: Tier) -> None:
         held_bytes = sum(each.num_bytes for each in tier.entries() if each.tenant == TENANT)
         assert tier._capacity.peek_held(TENANT) >= held_bytes  # noqa: SLF001 - of this tier alone
     assert all(tier.is_whole(entry.name) for entry in tier.entries())
-    for content in (*BATCH, *(f"entry {i}" for i in range(NUM_ENTRIES))):
+    for content in (*NEW, *(f"entry {i}" for i in range(NUM_ENTRIES))):
         assert read(tier, content) in {None, body_of(content)}
     put(tier, "after")
     assert read(tier, "after") == body_of("after")
