@@ -88,7 +88,7 @@ def main() -> None:
     vars(bodies)["copy_in"] = _stall_in_pool
     vars(direct_files)["write_piece"] = _StallingWrites(int(num_bytes))
     if naming == "named":
-        directory._try_open_unnamed = lambda *_: None  # type: ignore[assignment] # noqa: SLF001
+        directory._try_open_unnamed = lambda *_: None  # noqa: SLF001
     place.put(name_of(content), body_of(content, int(num_bytes)))
 
 
