@@ -202,7 +202,8 @@ def measure(place: Path, body_bytes: int, given: argparse.Namespace) -> ByOp:
             name: summarize(
                 by_name, name, [FLUSHED] if op == "write" and is_durable(name) else best
             )
-            for name in by_name
+            for name in runs
+            if name in by_name
         }
         for op, by_name in rates.items()
     }
