@@ -146,10 +146,8 @@ class FailpointTier:
 
     def __init__(self, inner: Tier, latch: _Latch) -> None:
         self._inner, self._latch = inner, latch
-        vars(bodies)["write_unnamed"] = lambda folder, buffers, min_bytes=0: (
-            directory.write_unnamed(
-                folder, buffers if min_bytes else _HalfWay(buffers, latch), min_bytes
-            )
+        vars(bodies)["write_all"] = lambda fd, buffers, min_bytes=0: directory.write_all(
+            fd, buffers if min_bytes else _HalfWay(buffers, latch), min_bytes
         )
         vars(bodies)["copy_in"] = partial(_copy_half_way, latch)
 

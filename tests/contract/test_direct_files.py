@@ -17,7 +17,7 @@ from baton.errors import StoreError
 from baton.ops.doctor.finding import Level
 from baton.ops.doctor.store import check_tier
 from baton.store.entry_format import HEADER_BYTES
-from baton.store.folder.direct_files import ALIGNMENT_BYTES, NUM_SLOTS
+from baton.store.folder.direct_files import ALIGNMENT_BYTES, NUM_SLOTS, align
 from baton.testing.store_contract import body_of, name_of, put, read, read_lease
 from baton.testing.store_syscalls import failing
 from tests.contract.direct_tier import Durable, open_direct_tier
@@ -57,7 +57,7 @@ def test_bodies_that_end_anywhere(place: Path, num_bytes: int) -> None:
             with lease:
                 assert read_lease(lease) == body_of(content, num_bytes)
             path = place / "files" / name_of(content).hex()
-            assert path.stat().st_size == HEADER_BYTES + num_bytes
+            assert path.stat().st_size == align(HEADER_BYTES + num_bytes)
 
 
 def test_tiers_with_and_without_read_each_others_entries(place: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from baton.clock import Instant, MachineClock
 from baton.store.counted_tier import make_families
 from baton.store.entry_format import HEADER_BYTES
-from baton.store.folder import directory
+from baton.store.folder import bodies, directory
 from baton.store.interface import NO_TENANT, TenantLabel, TierContext
 from baton.store.tiered import open_store
 from baton.store.tiers.file import FileTierOptions
@@ -166,14 +166,14 @@ def test_what_is_large_when_it_is_compressed_goes_past_the_page_cache(tmp_path: 
         def __init__(self, options: FileTierOptions) -> None:
             super().__init__(options, TierContext("c", CONTRACT_KEY, CLOCK))
             files = self._bodies._files
-            write = files.write
+            begin = files.begin
 
-            def count(*args: object, **named: object) -> None:
+            def count(*args: object, **named: object) -> object:
                 nonlocal num_direct
                 num_direct += 1
-                write(*args, **named)
+                return begin(*args, **named)
 
-            files.write = count
+            files.begin = count
 
     options = FileTierOptions(directory=str(tmp_path / "kv"), compress=True)
     with closing(CountingTier(options)) as tier:
@@ -193,14 +193,14 @@ def test_what_is_large_when_it_is_compressed_goes_past_the_page_cache(tmp_path: 
 def test_auto_compresses_on_a_slow_disk_and_stops_on_a_quick_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, write = DiskClock(), directory._write
+    clock, write = DiskClock(), directory.write_all
 
-    def write_slowly(buffers: Iterable[Body], min_bytes: int, fd: int) -> None:
+    def write_slowly(fd: int, buffers: Iterable[Body], min_bytes: int = 0) -> None:
         whole = b"".join(buffers)
         clock.waited_s += len(whole) * clock.byte_s
-        write([whole], min_bytes, fd)
+        write(fd, [whole], min_bytes)
 
-    monkeypatch.setattr(directory, "_write", write_slowly)
+    monkeypatch.setattr(bodies, "write_all", write_slowly)
     with closing(opened(tmp_path, compress="auto", clock=clock)) as store:
 
         def put(content: str) -> bool:

@@ -2,7 +2,7 @@
 
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,14 @@ from baton.clock import MachineClock
 from baton.errors import ConfigError, StoreFullError
 from baton.store.counted_tier import make_families
 from baton.store.entry_format import HEADER_BYTES
-from baton.store.folder.bodies import PooledBodies, compute_pooled_cost
+from baton.store.folder.bodies import NewEntry, PooledBodies, compute_pooled_cost
 from baton.store.folder.body_pool import (
     EXTENT_BYTES,
     MAX_PACKED_BYTES,
     BodyPool,
     count_extents,
 )
-from baton.store.folder.direct_files import ALIGNMENT_BYTES
-from baton.store.folder.directory import Folder, remove_if_abandoned
+from baton.store.folder.directory import Folder, UnnamedFile, remove_if_abandoned
 from baton.store.folder.shared_capacity import SharedCapacity
 from baton.store.interface import NO_TENANT, TIERS, PutResult, Tier, TierContext
 from baton.store.tiered import TieredStore, open_store
@@ -191,11 +190,12 @@ class TestPooledBodies(SystemCallFaultContract):
         capacity = SharedCapacity(folder.fd, MUCH_ROOM)
         pool = BodyPool(folder.fd, MUCH_ROOM, MAX_PACKED_BYTES)
         bodies = PooledBodies(folder.fd, CONTRACT_KEY, pool, capacity)
-        with closing(folder), closing(capacity), closing(pool):
-            assert bodies.try_take(BODY_BYTES)  # and then the count could not be written
-            assert bodies.try_take(100)
-            with bodies.write(name_of("a"), body_of("a", 100), NO_TENANT, 0) as file:
-                assert file.try_link(name_of("a").hex())
+        with closing(folder), closing(capacity), closing(pool), ExitStack() as stack:
+            assert bodies.try_take([BODY_BYTES])  # and then the count could not be written
+            assert bodies.try_take([100])
+            (file,) = bodies.write([NewEntry(name_of("a"), body_of("a", 100))], NO_TENANT, stack)
+            assert isinstance(file, UnnamedFile)
+            assert file.try_link(name_of("a").hex())
         assert (folder.path / name_of("a").hex()).read_bytes().endswith(body_of("a", 100))
 
     def test_users_with_another_capacity_find_all(self, tmp_path: Path) -> None:
@@ -252,8 +252,7 @@ class TestFileTier(FolderFaultContract):
         assert num_written == LARGE_BYTES // 2
         at = num_written - 1
         assert written[at] == body[at - HEADER_BYTES]
-        in_whole_blocks = len(written) - len(written) % ALIGNMENT_BYTES  # the rest is written first
-        assert not any(written[-LARGE_BYTES // 4 : in_whole_blocks])
+        assert not any(written[-LARGE_BYTES // 4 :])
 
     def test_what_is_kept_outlives_its_users(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:

@@ -16,17 +16,18 @@ from baton.engines.interface import Colocated, PrefillRequest, SamplingParams
 from baton.engines.lookup_cost import LookupCost
 from baton.router.prefix_names import PrefixNames
 from baton.router.prefixes import ModelPrefixes
+from baton.store.folder.tier import FolderTier
 from baton.telemetry.trace import Stamp
 from tests.e2e.test_engine_handoff_agents import CLOCK
 from tests.e2e.test_engine_pool import listening_pair, make_ticket, open_tiers, pooled
 from tests.unit.engines.harness import make_prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from baton.handoff.pool_mode.prefix_store import StoredPrefixes
-    from baton.store.interface import EntryName
+    from baton.store.interface import EntryName, NamedBody, TenantLabel
     from tests.e2e.test_engine_handoff_agents import Node
 
 WAIT_S = 20.0
@@ -158,13 +159,24 @@ def test_what_is_in_the_store_is_found_by_way_of_the_workers_journals(
         until(lambda: not any(find(one, two).values()))
 
 
-def test_an_answer_is_kept_for_the_next_turn(nodes: ExitStack, tmp_path: Path) -> None:
+def test_an_answer_is_kept_for_the_next_turn(
+    nodes: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_at_once: list[int] = []
+    put_many = FolderTier.put_many
+
+    def record(tier: FolderTier, entries: Sequence[NamedBody], tenant: TenantLabel) -> object:
+        num_at_once.append(len(entries))
+        return put_many(tier, entries, tenant)
+
+    monkeypatch.setattr(FolderTier, "put_many", record)
     one, two, alone = (
         nodes.enter_context(pooled(name, tmp_path / place, prefixes=True))
         for name, place in (("one", "store"), ("two", "store"), ("alone", "another"))
     )
     answers = ask(one)
     wait_until_kept(one)
+    assert max(num_at_once) >= 8, "what a request leaves is put several entries at once"
     turns = {
         name: np.concatenate([PROMPTS[name], np.array(answers[name], np.int32), make_prompt(9, 99)])
         for name in PROMPTS

@@ -12,14 +12,17 @@ from baton.errors import StoreError, StoreFullError
 from baton.store.interface import (
     NO_TENANT,
     DelaysPromotion,
+    NamedBody,
     PutResult,
+    PutsMany,
     RemoteLookup,
     Usage,
     WritesBehind,
 )
+from baton.store.puts import put_each, take_one
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from prometheus_client import Metric
 
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
         Body,
         EntryLease,
         EntryName,
+        PutOutcome,
         PutsEntries,
         TenantLabel,
         Tier,
@@ -67,6 +71,7 @@ class CountedTier:
     def __init__(self, kind: str, tier: Tier) -> None:
         self.inner, self.kind = tier, kind
         self.remote = tier if isinstance(tier, RemoteLookup) else None
+        self._many = tier if isinstance(tier, PutsMany) else None
         self._counts = TierCounts()
         self._open = threading.Lock()
         self._last: Usage | None = None
@@ -75,34 +80,35 @@ class CountedTier:
         return self.inner.find(names)
 
     def put(self, name: EntryName, body: Body, tenant: TenantLabel = NO_TENANT) -> PutResult:
-        return self._put(self.inner.put, name, body, tenant)
+        return take_one(self.put_many((NamedBody(name, body),), tenant))
+
+    def put_many(
+        self, entries: Sequence[NamedBody], tenant: TenantLabel = NO_TENANT
+    ) -> Sequence[PutOutcome]:
+        """See `PutsMany`; one after the other where the tier cannot do better."""
+        if self._many is None:
+            return self._count(entries, put_each(self.inner.put, entries, tenant))
+        return self._count(entries, self._many.put_many(entries, tenant))
 
     def as_lower(self) -> PutsEntries:
         """Where the tier above puts its entries: without a wait, if this tier can take them so."""
         return _WritesBehind(self) if isinstance(self.inner, WritesBehind) else self
 
-    def _put(
-        self,
-        put: Callable[[EntryName, Body, TenantLabel], PutResult],
-        name: EntryName,
-        body: Body,
-        tenant: TenantLabel,
-    ) -> PutResult:
+    def _count(
+        self, entries: Sequence[NamedBody], outcomes: Sequence[PutOutcome]
+    ) -> Sequence[PutOutcome]:
         counts = self._counts
-        try:
-            done = put(name, body, tenant)
-        except StoreFullError:
-            counts.num_full += 1
-            raise
-        except StoreError:
-            counts.num_failed += 1
-            raise
-        if done is PutResult.STORED:
-            counts.num_stored += 1
-            counts.written_bytes += len(body)
-        else:
-            counts.num_existing += 1
-        return done
+        for entry, outcome in zip(entries, outcomes, strict=True):
+            if outcome is PutResult.STORED:
+                counts.num_stored += 1
+                counts.written_bytes += len(entry.body)
+            elif outcome is PutResult.EXISTS:
+                counts.num_existing += 1
+            elif isinstance(outcome, StoreFullError):
+                counts.num_full += 1
+            else:
+                counts.num_failed += 1
+        return outcomes
 
     def try_lease(self, name: EntryName) -> EntryLease | None:
         lease = self.inner.try_lease(name)
@@ -162,8 +168,14 @@ class _WritesBehind:
         self._tier = tier
 
     def put(self, name: EntryName, body: Body, tenant: TenantLabel = NO_TENANT) -> PutResult:
+        return take_one(self.put_many((NamedBody(name, body),), tenant))
+
+    def put_many(
+        self, entries: Sequence[NamedBody], tenant: TenantLabel = NO_TENANT
+    ) -> Sequence[PutOutcome]:
         put_behind = cast("WritesBehind", self._tier.inner).put_behind
-        return self._tier._put(put_behind, name, body, tenant)  # noqa: SLF001 - one class in two
+        outcomes = put_each(put_behind, entries, tenant)
+        return self._tier._count(entries, outcomes)  # noqa: SLF001 - one class in two
 
 
 def make_families(reports: Sequence[TierReport]) -> Iterator[Metric]:

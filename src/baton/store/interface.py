@@ -10,7 +10,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Final, NewType, Protocol, Self, TypeAlias, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Final,
+    NamedTuple,
+    NewType,
+    Protocol,
+    Self,
+    TypeAlias,
+    runtime_checkable,
+)
 
 from baton.registry import Registry
 
@@ -19,6 +28,7 @@ if TYPE_CHECKING:
 
     from baton.auth.credentials import Credentials
     from baton.clock import Clock
+    from baton.errors import StoreError
     from baton.net.tls import Tls
     from baton.store.capacity import StoredEntry
 
@@ -43,6 +53,17 @@ class PutResult(Enum):
 
     STORED = "stored"
     EXISTS = "exists"
+
+
+class NamedBody(NamedTuple):
+    """An entry to put."""
+
+    name: EntryName
+    body: Body
+
+
+PutOutcome: TypeAlias = "PutResult | StoreError"
+"""What became of one entry of several; an error is what `Tier.put` would raise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +268,22 @@ class LeasesNewest(Protocol):
         ...
 
 
-class PutsEntries(Protocol):
+@runtime_checkable
+class PutsMany(Protocol):
+    """A tier that puts several entries in less time than one after the other."""
+
+    def put_many(
+        self, entries: Sequence[NamedBody], tenant: TenantLabel = NO_TENANT
+    ) -> Sequence[PutOutcome]:
+        """Keep bodies of one tenant, as `Tier.put` keeps each; what became of each, in order.
+
+        Others may find them in any order, the first when the last is written. One that cannot be
+        kept costs no other one.
+        """
+        ...
+
+
+class PutsEntries(PutsMany, Protocol):
     """Where a tier puts what it has no room for."""
 
     def put(self, name: EntryName, body: Body, tenant: TenantLabel = NO_TENANT) -> PutResult:

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 
 from baton.errors import StoreError
 from baton.store.counted_tier import CountedTier
-from baton.store.interface import NO_TENANT, TIERS, PutResult, TierContext, Usage
+from baton.store.interface import (
+    NO_TENANT,
+    TIERS,
+    NamedBody,
+    PutResult,
+    TierContext,
+    Usage,
+)
+from baton.store.puts import take_one
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -16,7 +24,14 @@ if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.store.capacity import StoredEntry
     from baton.store.counted_tier import TierReport
-    from baton.store.interface import Body, EntryLease, EntryName, PeerAccess, TenantLabel
+    from baton.store.interface import (
+        Body,
+        EntryLease,
+        EntryName,
+        PeerAccess,
+        PutOutcome,
+        TenantLabel,
+    )
 
 logger = logging.getLogger(__name__)
 
@@ -43,16 +58,32 @@ class TieredStore:
         return at
 
     def put(self, name: EntryName, body: Body, tenant: TenantLabel = NO_TENANT) -> PutResult:
+        return take_one(self.put_many((NamedBody(name, body),), tenant))
+
+    def put_many(
+        self, entries: Sequence[NamedBody], tenant: TenantLabel = NO_TENANT
+    ) -> list[PutOutcome]:
+        """See `PutsMany`."""
         # A tier that is a round trip away is not asked first: an entry may be in two tiers.
-        if any(tier.find((name,)) for tier in self.tiers[1:] if tier.remote is None):
-            return PutResult.EXISTS
-        *others, last = self.tiers
-        for tier in others:
-            try:
-                return tier.put(name, body, tenant)
-            except StoreError as exc:
-                logger.debug("store: an entry goes to the next tier: %s", exc)
-        return last.put(name, body, tenant)
+        lower = [tier for tier in self.tiers[1:] if tier.remote is None]
+        outcomes: list[PutOutcome | None] = [
+            PutResult.EXISTS if any(tier.find((entry.name,)) for tier in lower) else None
+            for entry in entries
+        ]
+        for tier in self.tiers:
+            left = [
+                at
+                for at, outcome in enumerate(outcomes)
+                if outcome is None or isinstance(outcome, StoreError)
+            ]
+            if not left:
+                break
+            done = tier.put_many([entries[at] for at in left], tenant)
+            for at, outcome in zip(left, done, strict=True):
+                if isinstance(outcome, StoreError):
+                    logger.debug("store: %s does not keep an entry: %s", tier.kind, outcome)
+                outcomes[at] = outcome
+        return [outcome for outcome in outcomes if outcome is not None]
 
     def try_lease(self, name: EntryName) -> EntryLease | None:
         first, *others = self.tiers

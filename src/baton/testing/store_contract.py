@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Final
 import pytest
 
 from baton.errors import StoreFullError
-from baton.store.interface import EntryName, PutResult
+from baton.store.interface import NO_TENANT, EntryName, NamedBody, PutResult, PutsMany
+from baton.store.puts import put_each
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
     from pathlib import Path
 
-    from baton.store.interface import EntryLease, Tier
+    from baton.store.interface import EntryLease, PutOutcome, TenantLabel, Tier
 
 BODY_BYTES = 10_000
 MUCH_ROOM = 100 * BODY_BYTES
@@ -223,3 +224,44 @@ class StoreContract(SharedTierContract, BoundedTierContract):
             assert usage.used_bytes == kept.used_bytes
             assert usage.num_dropped == 41 - kept.num_entries
             assert other.usage().num_dropped == 0
+
+    def test_several_puts_at_once_are_as_one_after_the_other(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as tier:
+            put(tier, "b")
+            entries = [NamedBody(name_of(content), body_of(content)) for content in "abca"]
+            outcomes = [PutResult.STORED, PutResult.EXISTS, PutResult.STORED, PutResult.EXISTS]
+            assert list(put_many(tier, entries)) == outcomes
+            assert [read(tier, content) for content in "abc"] == [body_of(c) for c in "abc"]
+            assert scan(tier).num_entries == 3
+            assert tier.usage().used_bytes == scan(tier).used_bytes
+            assert list(put_many(tier, [])) == []
+
+    def test_one_of_several_that_can_never_fit_costs_no_other(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path, 10 * BODY_BYTES) as tier:
+            large = NamedBody(name_of("large"), body_of("large", 40 * BODY_BYTES))
+            entries = [NamedBody(name_of(content), body_of(content)) for content in "abc"]
+            outcomes = put_many(tier, [entries[0], large, *entries[1:]])
+            assert isinstance(outcomes[1], StoreFullError)
+            assert [*outcomes[:1], *outcomes[2:]] == [PutResult.STORED] * 3
+            assert [read(tier, content) for content in "abc"] == [body_of(c) for c in "abc"]
+            assert tier.usage().used_bytes == scan(tier).used_bytes
+
+    def test_more_at_once_than_fit_leave_the_last_ones(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path, 10 * BODY_BYTES) as tier:
+            contents = [f"entry {i}" for i in range(40)]
+            outcomes = put_many(tier, [NamedBody(name_of(c), body_of(c)) for c in contents])
+            assert list(outcomes) == [PutResult.STORED] * 40
+            found = scan(tier)
+            assert found.used_bytes <= found.capacity_bytes
+            assert tier.usage().used_bytes == found.used_bytes
+            assert read(tier, contents[-1]) == body_of(contents[-1])
+            assert read(tier, contents[0]) is None
+
+
+def put_many(
+    tier: Tier, entries: Sequence[NamedBody], tenant: TenantLabel = NO_TENANT
+) -> Sequence[PutOutcome]:
+    """Put several entries; one after the other where the tier has no way of its own."""
+    if isinstance(tier, PutsMany):
+        return tier.put_many(entries, tenant)
+    return put_each(tier.put, entries, tenant)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
 from abc import abstractmethod
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
@@ -34,13 +35,14 @@ from baton.store.folder import (
     tier,
 )
 from baton.store.folder.tier import FolderTier
-from baton.store.interface import TenantLabel
+from baton.store.interface import NamedBody, PutResult, TenantLabel
 from baton.testing.store_contract import (
     BODY_BYTES,
     StoreContract,
     body_of,
     name_of,
     put,
+    put_many,
     read,
     scan,
 )
@@ -57,6 +59,8 @@ CALLS: Final = (
 )
 MAX_CALLS: Final = 2000
 NUM_ENTRIES: Final = 3
+LAST: Final = f"entry {NUM_ENTRIES - 1}"
+NEW: Final = ("new", "newer")
 TENANT: Final = TenantLabel(b"a tenant")
 
 
@@ -72,6 +76,7 @@ class SystemCalls:
     names: Sequence[str] = CALLS
     num_calls: int = 0
     name: str = ""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def has_failed(self) -> bool:
@@ -85,8 +90,10 @@ class SystemCalls:
             return found
 
         def call(*arguments: object, **options: object) -> object:
-            self.num_calls += 1
-            if self.at is None or self.num_calls == self.at + 1:
+            with self._lock:  # a tier writes by several threads
+                self.num_calls += 1
+                is_it = self.at is None or self.num_calls == self.at + 1
+            if is_it:
                 self.name = name
                 self.act()
             return found(*arguments, **options)
@@ -204,10 +211,12 @@ def fill(tier: Tier) -> None:
 
 def work(tier: Tier) -> None:
     """Each operation; a failure is a miss, or a StoreError."""
-    with suppress(StoreError):
-        tier.put(name_of("new"), body_of("new"), TENANT)
-    for content in ("new", f"entry {NUM_ENTRIES - 1}"):
-        assert read(tier, content) in {None, body_of(content)}
+    outcomes = put_many(tier, [NamedBody(name_of(c), body_of(c)) for c in NEW], TENANT)
+    for content, outcome in zip(NEW, outcomes, strict=True):
+        found = read(tier, content)
+        assert found in {None, body_of(content)}
+        assert found is None or isinstance(outcome, PutResult)
+    assert read(tier, LAST) in {None, body_of(LAST)}
     tier.discard(name_of("new"))
     with suppress(StoreError):
         tier.entries()
@@ -222,7 +231,7 @@ def check(tier: Tier) -> None:
         held_bytes = sum(each.num_bytes for each in tier.entries() if each.tenant == TENANT)
         assert tier._capacity.peek_held(TENANT) >= held_bytes  # noqa: SLF001 - of this tier alone
     assert all(tier.is_whole(entry.name) for entry in tier.entries())
-    for content in ("new", *(f"entry {i}" for i in range(NUM_ENTRIES))):
+    for content in (*NEW, *(f"entry {i}" for i in range(NUM_ENTRIES))):
         assert read(tier, content) in {None, body_of(content)}
     put(tier, "after")
     assert read(tier, "after") == body_of("after")

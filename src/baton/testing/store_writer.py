@@ -21,7 +21,6 @@ from baton.testing.store_contract import CONTRACT_KEY, body_of, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from contextlib import _GeneratorContextManager
 
     import numpy as np
     from numpy.typing import NDArray
@@ -82,16 +81,14 @@ def main() -> None:
     context = TierContext("contract", CONTRACT_KEY, MachineClock())
     place = TIERS.build(kind, json.loads(options))(context)
 
-    def write_unnamed(
-        folder: int, buffers: Iterable[Body]
-    ) -> _GeneratorContextManager[directory.UnnamedFile]:
-        return directory.write_unnamed(folder, _StallingBuffers(buffers))
+    def write_all(fd: int, buffers: Iterable[Body], min_bytes: int = 0) -> None:
+        directory.write_all(fd, _StallingBuffers(buffers), min_bytes)
 
-    vars(bodies)["write_unnamed"] = write_unnamed
+    vars(bodies)["write_all"] = write_all
     vars(bodies)["copy_in"] = _stall_in_pool
     vars(direct_files)["write_piece"] = _StallingWrites(int(num_bytes))
     if naming == "named":
-        directory._try_open_unnamed = lambda _: None  # type: ignore[assignment] # noqa: SLF001
+        directory._try_open_unnamed = lambda *_: None  # noqa: SLF001
     place.put(name_of(content), body_of(content, int(num_bytes)))
 
 

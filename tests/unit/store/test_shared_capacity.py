@@ -11,6 +11,7 @@ from baton.errors import ConfigError
 from baton.store.capacity import Shortage
 from baton.store.folder.reservations import MAX_USERS, Reservations
 from baton.store.folder.shared_capacity import NOTHING_REMOVED, Removed, SharedCapacity
+from baton.store.interface import PutResult
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,11 +28,12 @@ def test_looking_at_all_entries_forgets_nobody_who_is_writing(tmp_path: Path) ->
     assert one.try_reserve(600, has_memory) is None
     other.recount(dict)
     assert other.try_reserve(600, has_memory) is not None
-    assert one.commit(600, lambda _: True)
+    assert one.commit([(600, lambda _: PutResult.STORED)]) == [PutResult.STORED]
     assert other.try_reserve(600, has_memory) is not None
     other.recount(lambda: {0: 100})  # an operator has removed files
     assert other.try_reserve(600, has_memory) is None
-    assert not other.commit(600, lambda _: False)  # somebody else has the name
+    # somebody else has the name
+    assert other.commit([(600, lambda _: PutResult.EXISTS)]) == [PutResult.EXISTS]
     assert one.try_reserve(900, has_memory) is None
     one.release(900, lambda: given_back.append(900))
     assert given_back == [900]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import os
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
 
 from baton.clock import MachineClock
 from baton.store.folder import directory
-from baton.store.folder.directory import UNFINISHED, remove_unfinished, write_unnamed
+from baton.store.folder.directory import UNFINISHED, open_unnamed, remove_unfinished, write_all
 from baton.store.tiered import open_store
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(name="folder")
 def folder_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    monkeypatch.setattr(directory, "_try_open_unnamed", lambda _: None)
+    monkeypatch.setattr(directory, "_try_open_unnamed", lambda *_: None)
     fd = os.open(tmp_path, os.O_RDONLY)
     yield fd
     os.close(fd)
@@ -41,7 +42,9 @@ def test_one_that_is_taken_for_abandoned_before_it_is_locked_is_written_anew(
         lock(fd, operation)
 
     monkeypatch.setattr(fcntl, "flock", remove_first)
-    with write_unnamed(folder, [b"whole"]) as unnamed:
+    with ExitStack() as stack:
+        unnamed = open_unnamed(folder, stack)
+        write_all(unnamed.fd, [b"whole"])
         assert remove_unfinished(folder) == 0
         assert unnamed.try_link("entry")
     assert removed == [1]

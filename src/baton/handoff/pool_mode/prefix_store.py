@@ -50,6 +50,8 @@ MAX_FOUND: Final = 64
 """Lookups whose answer is remembered for the load that follows it."""
 KEEP_DELAY_S: Final = 0.02
 KEEP_BATCH_BYTES: Final = 1 << 20
+KEEP_BATCH_ENTRIES: Final = 8
+"""Kept at once where that is more bytes: large entries take few steps of this thread each."""
 PAUSE_SHARE: Final = 1.0
 """Of what a batch took, so long nothing is kept after it."""
 ERROR_PAUSE_S: Final = 1.0
@@ -319,7 +321,7 @@ class StoredPrefixes:
             self._report(keep, segments[:num_present])
             keep.segments = segments[num_present:]
         if keep.segments:
-            at_once = max(1, KEEP_BATCH_BYTES // self._entry_bytes)
+            at_once = max(KEEP_BATCH_ENTRIES, KEEP_BATCH_BYTES // self._entry_bytes)
             num_kept, _ = self._writer.keep_segments(
                 keep.segments[:at_once], order.blocks, order.tenant_salt, order.guard
             )

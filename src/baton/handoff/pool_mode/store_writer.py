@@ -19,6 +19,7 @@ from baton.handoff.pool_mode.side_entries import CompletionMarker, put_marker
 from baton.handoff.pool_mode.store_access import note_store_encoding
 from baton.handoff.pool_mode.store_reader import UNGUARDED
 from baton.handoff.session.actions import extend
+from baton.store.interface import NamedBody
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -86,22 +87,23 @@ class StoreWriter:
         `guard` is entered while the blocks are read.
 
         Returns:
-            How many leading ones were put, and the bytes of their entries.
+            How many leading ones were put, all at once, and the bytes of their entries.
 
         Raises:
             StoreError: there is no room, or they cannot be written.
         """
         batch = self._copier.take_batch(segments)
-        num_bytes, tenant = 0, self._label_tenant(tenant_salt)
         with guard:
             gathered = self._copier.gather(batch, table)
-        for bodies, part in zip(gathered, self._copier.parts, strict=True):
-            encoded = self._encode(bodies)
-            for segment, body in zip(batch, encoded, strict=True):
-                name = self._entry_format.name(segment.block_hash, part)
-                self._store.put(name, body.data, tenant)
-            num_bytes += sum(map(len, encoded))
-        return len(batch), num_bytes
+        entries = [
+            NamedBody(self._entry_format.name(segment.block_hash, part), body.data)
+            for bodies, part in zip(gathered, self._copier.parts, strict=True)
+            for segment, body in zip(batch, self._encode(bodies), strict=True)
+        ]
+        for outcome in self._store.put_many(entries, self._label_tenant(tenant_salt)):
+            if isinstance(outcome, StoreError):
+                raise outcome
+        return len(batch), sum(len(entry.body) for entry in entries)
 
     def _encode(self, bodies: EntryBodies) -> Sequence[NDArray[np.uint8]]:
         began_at = self._clock.now()

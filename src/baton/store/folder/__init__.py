@@ -6,6 +6,8 @@ File map:
     body_pool.py        memory for bodies that every process maps once
     direct_files.py     large files past the page cache
     bodies.py           where a body lies: in its entry's file, or in the pool
+    entry_writer.py     keeps new entries, some at a time
+    demotion.py         puts victims into the tier below, some at once
     leases.py           leases of entries
     reservations.py     what each of them is about to write
     entry_times.py      what eviction must know of an entry, in its file's times

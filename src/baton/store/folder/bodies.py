@@ -2,7 +2,8 @@
 
 Files are written by way of the page cache, or, large ones on a disk, past it.
 
-An entry's file is as long as header and body together, wherever the body lies.
+An entry's file is as long as header and body together, wherever the body lies; what was written
+past the page cache has zeros behind that, up to a multiple of 4,096 bytes.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import math
 import os
 import stat
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -21,10 +23,17 @@ from baton.store.entry_format import (
     BodyCheck,
     BodySeal,
     make_header,
+    parse_header,
     read_header,
 )
-from baton.store.folder.body_pool import EXTENT_BYTES, copy_in, count_extents, pack_runs
-from baton.store.folder.directory import fill_unnamed, write_unnamed
+from baton.store.folder.body_pool import (
+    EXTENT_BYTES,
+    copy_in,
+    count_extents,
+    pack_runs,
+    split_runs,
+)
+from baton.store.folder.directory import open_unnamed, to_store_error, write_all
 from baton.store.folder.leases import (
     FileEntryLease,
     PooledBody,
@@ -36,8 +45,8 @@ from baton.store.folder.leases import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from contextlib import ExitStack
 
     from baton.store.folder.body_pool import BodyPool, Run
     from baton.store.folder.direct_files import DirectFiles
@@ -78,10 +87,28 @@ def open_unnoticed(name: str, folder: int) -> int:
         return os.open(name, _OPEN, dir_fd=folder)
 
 
+@dataclass(frozen=True, slots=True)
+class NewEntry:
+    """An entry that is about to be written. `whole_bytes`: see `EntryHeader`."""
+
+    name: EntryName
+    body: Body
+    whole_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BegunFile:
+    """An entry's file, complete but for its name after `finish`, which raises OSError."""
+
+    file: UnnamedFile
+    finish: Callable[[], None]
+
+
 class FileBodies:
     """Bodies in their entries' files. One owner thread.
 
-    To put one: `try_take`, `write`, then `settle`; `give_back` before that where it is not kept.
+    To put some: `try_take`, `write`, then `settle`; before that `give_back` for those that are not
+    kept.
     """
 
     def __init__(self, folder: int, key: bytes, min_durable_bytes: float = math.inf) -> None:
@@ -95,31 +122,60 @@ class FileBodies:
         """Bytes that an entry with such a body takes up."""
         return compute_cost(num_bytes)
 
-    def try_take(self, num_bytes: int) -> bool:  # noqa: ARG002 - a file's is its filesystem's
-        """Take memory for a body, under the capacity's lock; False: there is too little."""
+    def try_take(self, sizes: Sequence[int]) -> bool:  # noqa: ARG002 - a file's is its filesystem's
+        """Take memory for bodies of these sizes, under the capacity's lock; False: too little."""
         return True
 
-    @contextmanager
     def write(
-        self, name: EntryName, body: Body, tenant: TenantLabel, whole_bytes: int
-    ) -> Generator[UnnamedFile]:
-        """The entry's file, complete but for its name; see `fill_unnamed` and `EntryHeader`."""
-        with self._write(name, body, tenant, whole_bytes) as file:
-            if len(body) >= self._min_durable_bytes:
-                file.make_durable()
-            yield file
+        self, entries: Sequence[NewEntry], tenant: TenantLabel, stack: ExitStack
+    ) -> list[UnnamedFile | StoreError]:
+        """Of each entry its file, complete but for its name, or why there is none.
 
-    def _write(
-        self, name: EntryName, body: Body, tenant: TenantLabel, whole_bytes: int
-    ) -> AbstractContextManager[UnnamedFile]:
-        header = make_header(self._key, name, body, tenant=tenant, whole_bytes=whole_bytes)
-        return write_unnamed(self._folder, (header, body))
+        The entries are those that memory was taken for. `stack` closes the files.
+        """
+        begun = [
+            _attempt(partial(self._begin, index, entry, tenant, stack))
+            for index, entry in enumerate(entries)
+        ]
+        return [each if isinstance(each, StoreError) else _finish(each) for each in begun]
 
-    def give_back(self) -> None:
-        """Under the capacity's lock: the body that memory was taken for is not kept."""
+    def _begin(
+        self,
+        index: int,  # noqa: ARG002 - where memory was taken
+        entry: NewEntry,
+        tenant: TenantLabel,
+        stack: ExitStack,
+    ) -> BegunFile:
+        """Begin to write the entry number `index` of those that memory was taken for.
+
+        Raises:
+            OSError: its file cannot be written.
+            StoreError: its memory cannot be used.
+        """
+        header = make_header(
+            self._key, entry.name, entry.body, tenant=tenant, whole_bytes=entry.whole_bytes
+        )
+        file = open_unnamed(self._folder, stack)
+        write_all(file.fd, (header, entry.body))
+        return BegunFile(file, file.make_durable if self._is_durable(entry.body) else _do_nothing)
+
+    def _is_durable(self, body: Body) -> bool:
+        return len(body) >= self._min_durable_bytes
+
+    def _begin_seal(self, entry: NewEntry, tenant: TenantLabel) -> BodySeal:
+        return BodySeal(
+            self._key, entry.name, len(entry.body), tenant=tenant, whole_bytes=entry.whole_bytes
+        )
+
+    def give_back(self, index: int) -> None:
+        """Under the capacity's lock: the entry of this number is not kept.
+
+        Raises:
+            StoreError: its memory cannot be given back. `recount` frees it.
+        """
 
     def settle(self) -> None:
-        """The body that memory was taken for has its name, or was given back."""
+        """The bodies that memory was taken for have their names, or were given back."""
 
     def try_lease(
         self, fd: int, name: EntryName, on_damage: Callable[[], None]
@@ -134,8 +190,14 @@ class FileBodies:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             return None
-        header = read_header(name, os.pread(fd, HEADER_BYTES, 0), status.st_size)
-        if header is None:
+        header = parse_header(os.pread(fd, HEADER_BYTES, 0))
+        if header is None or header.name != name:
+            return None
+        # What was written past the page cache ends with zeros.
+        if status.st_size not in {
+            HEADER_BYTES + header.num_bytes,
+            self.compute_cost(header.num_bytes),
+        }:
             return None
         begin_check = partial(BodyCheck, self._key, header)
         return self._choose_lease(header.num_bytes)(fd, header, begin_check, on_damage)
@@ -159,7 +221,10 @@ class FileBodies:
 
 
 class DirectBodies(FileBodies):
-    """The same, but large bodies are written past the page cache, and do not stay in it."""
+    """The same, but large bodies are written past the page cache, and do not stay in it.
+
+    While the disk writes some of them, others are copied and get their tags.
+    """
 
     def __init__(
         self,
@@ -174,13 +239,20 @@ class DirectBodies(FileBodies):
         super().__init__(folder, key, min_durable_bytes)
         self._files, self._min_body_bytes = files, min_body_bytes
 
-    def _write(
-        self, name: EntryName, body: Body, tenant: TenantLabel, whole_bytes: int
-    ) -> AbstractContextManager[UnnamedFile]:
-        if len(body) < self._min_body_bytes:
-            return super()._write(name, body, tenant, whole_bytes)
-        seal = BodySeal(self._key, name, len(body), tenant=tenant, whole_bytes=whole_bytes)
-        return fill_unnamed(self._folder, partial(self._files.write, body=body, seal=seal))
+    def _begin(
+        self, index: int, entry: NewEntry, tenant: TenantLabel, stack: ExitStack
+    ) -> BegunFile:
+        if len(entry.body) < self._min_body_bytes:
+            return super()._begin(index, entry, tenant, stack)
+        file = open_unnamed(self._folder, stack, os.O_DIRECT)
+        write = self._files.begin(
+            file.fd,
+            entry.body,
+            self._begin_seal(entry, tenant),
+            is_durable=self._is_durable(entry.body),
+        )
+        stack.callback(write.settle)  # before the file is closed
+        return BegunFile(file, write.finish)
 
     def _choose_lease(self, num_bytes: int) -> type[FileEntryLease]:
         return UncachedEntryLease if num_bytes >= self._min_body_bytes else FileEntryLease
@@ -195,33 +267,37 @@ class PooledBodies(FileBodies):
     def __init__(self, folder: int, key: bytes, pool: BodyPool, lock: SharedCapacity) -> None:
         super().__init__(folder, key)
         self._pool, self._lock = pool, lock
-        self._taken: tuple[Run, ...] = ()
+        self._taken: Sequence[tuple[Run, ...]] = ()
 
     def compute_cost(self, num_bytes: int) -> int:
         return compute_pooled_cost(num_bytes) if self._holds(num_bytes) else compute_cost(num_bytes)
 
-    def try_take(self, num_bytes: int) -> bool:
-        self._taken = ()  # of a body whose place could not be counted: `rebuild` frees it
-        if not self._holds(num_bytes):
+    def try_take(self, sizes: Sequence[int]) -> bool:
+        self._taken = ()  # of bodies whose place could not be counted: `rebuild` frees it
+        counts = [count_extents(size) if self._holds(size) else 0 for size in sizes]
+        if not any(counts):
             return True
-        runs = self._pool.take(count_extents(num_bytes))
-        self._taken = runs or ()
+        runs = self._pool.take(sum(counts))
+        self._taken = split_runs(runs or (), counts if runs else ())
         return runs is not None
 
-    def _write(
-        self, name: EntryName, body: Body, tenant: TenantLabel, whole_bytes: int
-    ) -> AbstractContextManager[UnnamedFile]:
-        if not self._taken:
-            return super()._write(name, body, tenant, whole_bytes)
-        seal = BodySeal(self._key, name, len(body), tenant=tenant, whole_bytes=whole_bytes)
-        for piece in copy_in(self._pool.views(self._taken, len(body)), body):
+    def _begin(
+        self, index: int, entry: NewEntry, tenant: TenantLabel, stack: ExitStack
+    ) -> BegunFile:
+        runs = self._taken[index] if self._taken else ()
+        if not runs:
+            return super()._begin(index, entry, tenant, stack)
+        seal, num_bytes = self._begin_seal(entry, tenant), len(entry.body)
+        for piece in copy_in(self._pool.views(runs, num_bytes), entry.body):
             seal.add(piece.data)
-        head = seal.make_header(POOLED_MAGIC) + pack_runs(self._taken)
-        return write_unnamed(self._folder, (head,), HEADER_BYTES + len(body))
+        file = open_unnamed(self._folder, stack)
+        head = seal.make_header(POOLED_MAGIC) + pack_runs(runs)
+        write_all(file.fd, (head,), HEADER_BYTES + num_bytes)
+        return BegunFile(file, _do_nothing)
 
-    def give_back(self) -> None:
+    def give_back(self, index: int) -> None:
         if self._taken:
-            self._pool.give_back(self._taken)
+            self._pool.give_back(self._taken[index])
 
     def settle(self) -> None:
         if self._taken:
@@ -287,3 +363,24 @@ class PooledBodies(FileBodies):
                     yield from read_runs(fd) or ()
                 finally:
                     os.close(fd)
+
+
+def _attempt(begin: Callable[[], BegunFile]) -> BegunFile | StoreError:
+    try:
+        return begin()
+    except OSError as exc:
+        return to_store_error(exc)
+    except StoreError as exc:
+        return exc
+
+
+def _finish(begun: BegunFile) -> UnnamedFile | StoreError:
+    try:
+        begun.finish()
+    except OSError as exc:
+        return to_store_error(exc)
+    return begun.file
+
+
+def _do_nothing() -> None:
+    """Such a file is not waited for."""

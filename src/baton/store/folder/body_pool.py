@@ -18,6 +18,7 @@ import mmap
 import os
 import secrets
 import struct
+from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -81,6 +82,22 @@ def unpack_runs(packed: bytes) -> tuple[Run, ...] | None:
     if num_runs > MAX_RUNS or stop > len(packed):
         return None
     return tuple(Run(*pair) for pair in _RUN.iter_unpack(packed[_COUNT.size : stop]))
+
+
+def split_runs(runs: Iterable[Run], counts: Iterable[int]) -> list[tuple[Run, ...]]:
+    """Divide runs into so many extents each, in order. `counts` add up to those of the runs."""
+    rest, parts = deque(runs), []
+    for count in counts:
+        part: list[Run] = []
+        missing = count
+        while missing:
+            run = rest.popleft()
+            part.append(Run(run.first, min(run.num_extents, missing)))
+            missing -= part[-1].num_extents
+            if part[-1].stop < run.stop:
+                rest.appendleft(Run(part[-1].stop, run.stop - part[-1].stop))
+        parts.append(tuple(part))
+    return parts
 
 
 MAX_PACKED_BYTES: Final = _COUNT.size + MAX_RUNS * _RUN.size

@@ -5,25 +5,26 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from baton.errors import StoreError
 from baton.store.compression import CompressionChoice, compress
+from baton.store.folder.bodies import NewEntry
 from baton.store.folder.compressed_lease import CompressedEntryLease
 from baton.store.folder.tier import FolderTier
 from baton.store.interface import CompressionReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import Literal
 
+    from baton.clock import Instant
     from baton.store.folder.bodies import FileBodies
     from baton.store.folder.directory import Folder
     from baton.store.folder.leases import FileEntryLease
     from baton.store.folder.shared_capacity import SharedCapacity
     from baton.store.folder.tier import FolderTierOptions
     from baton.store.interface import (
-        Body,
         EntryLease,
-        EntryName,
-        PutResult,
+        PutOutcome,
         TenantLabel,
         TierContext,
         Usage,
@@ -58,20 +59,26 @@ class CompressingTier(FolderTier):
         report = CompressionReport(choice.raw_bytes, choice.compressed_bytes, choice.is_on)
         return replace(super().usage(), compression=report)
 
-    def _keep(
-        self, name: EntryName, body: Body, tenant: TenantLabel, whole_bytes: int = 0
-    ) -> PutResult:
+    def _keep(self, entries: Sequence[NewEntry], tenant: TenantLabel) -> list[PutOutcome]:
         choice, now = self._choice, self._clock.now
-        if choice is None:
-            return super()._keep(name, body, tenant, whole_bytes)
-        if choice.begin_put(len(body)):
-            began_at = now()
-            smaller = compress(body)
-            taken_bytes = len(body) if smaller is None else len(smaller)
-            choice.observe_compression(len(body), taken_bytes, now() - began_at)
-            if smaller is not None:
-                body, whole_bytes = smaller, len(body)
+        if choice is None or not entries:
+            return super()._keep(entries, tenant)
+        entries = [_compress(entry, choice, now) for entry in entries]
         began_at = now()
-        done = super()._keep(name, body, tenant, whole_bytes)
-        choice.observe_write(len(body), now() - began_at)
-        return done
+        outcomes = super()._keep(entries, tenant)
+        if not any(isinstance(outcome, StoreError) for outcome in outcomes):
+            num_bytes = sum(len(entry.body) for entry in entries)
+            choice.observe_write(num_bytes, now() - began_at)
+        return outcomes
+
+
+def _compress(entry: NewEntry, choice: CompressionChoice, now: Callable[[], Instant]) -> NewEntry:
+    """The entry as it is to be written."""
+    num_bytes = len(entry.body)
+    if not choice.begin_put(num_bytes):
+        return entry
+    began_at = now()
+    smaller = compress(entry.body)
+    taken_bytes = num_bytes if smaller is None else len(smaller)
+    choice.observe_compression(num_bytes, taken_bytes, now() - began_at)
+    return entry if smaller is None else NewEntry(entry.name, smaller, num_bytes)

@@ -9,10 +9,10 @@ slots. The copy overlaps with the disk's work on the other slots.
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
-from collections import deque
+import queue
+import threading
 from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from baton.store.request_threads import RequestThreads
 from baton.transfer.huge_pages import advise_huge_pages
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from concurrent.futures import Future
     from pathlib import Path
 
@@ -38,7 +39,9 @@ ALIGNMENT_BYTES: Final = 4096
 """Of memory, offsets and lengths: no common disk needs more."""
 PIECE_BYTES: Final = (1 << 20) + ALIGNMENT_BYTES
 """A body of n MiB, with its header, is n pieces."""
-NUM_SLOTS: Final = 4
+NUM_SLOTS: Final = 6
+NUM_THREADS: Final = 6
+"""Each writes a piece, or waits until a file is on the disk."""
 STOP_TIMEOUT_S: Final = 5.0
 _REFUSED: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT})
 """Of O_DIRECT, or of the unnamed file with which it is tried."""
@@ -72,11 +75,11 @@ def try_direct(folder: int) -> bool:
     Where that cannot be found out (a full disk), it is taken for possible.
     """
     try:
-        fd = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=folder)
+        flags = os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT
+        fd = os.open(".", flags, 0o600, dir_fd=folder)
     except OSError as exc:
         return exc.errno not in _REFUSED
     try:
-        set_direct(fd)
         with mmap.mmap(-1, ALIGNMENT_BYTES) as block:
             os.pwrite(fd, block, 0)
     except OSError as exc:
@@ -86,13 +89,43 @@ def try_direct(folder: int) -> bool:
     return True
 
 
-def set_direct(fd: int) -> None:
-    """From here on writes of this open file bypass the page cache.
+class DirectWrite:
+    """One file that is being written. Its pieces are written by several threads at once."""
 
-    Raises:
-        OSError: the filesystem refuses.
-    """
-    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+    def __init__(self, fd: int, num_pieces: int, *, is_durable: bool) -> None:
+        self.pieces: list[Future[None]] = []
+        self._fd, self._is_durable = fd, is_durable
+        self._num_left = num_pieces
+        self._lock = threading.Lock()
+
+    def write(self, piece: NDArray[np.uint8], at: int, on_written: Callable[[], None]) -> None:
+        """Write a piece; who writes the last one waits for the disk. By any thread.
+
+        Raises:
+            OSError: the disk is full, or fails.
+        """
+        try:
+            write_piece(self._fd, piece, at)
+        finally:
+            on_written()
+        with self._lock:
+            self._num_left -= 1
+            is_last = self._num_left == 0
+        if is_last and self._is_durable:
+            os.fdatasync(self._fd)
+
+    def finish(self) -> None:
+        """Wait until the file is written, and on the disk where it is to be durable.
+
+        Raises:
+            OSError: the disk is full, or fails.
+        """
+        for piece in self.pieces:
+            piece.result()
+
+    def settle(self) -> None:
+        """Wait until no thread uses the open file, whatever became of it."""
+        wait(self.pieces)
 
 
 class DirectFiles:
@@ -105,72 +138,82 @@ class DirectFiles:
         """`piece_bytes`, a multiple of `ALIGNMENT_BYTES`: written by one system call."""
         self._piece_bytes = piece_bytes
         self._arena: mmap.mmap | None = None
-        self._slots: list[NDArray[np.uint8]] = []
-        self._threads = RequestThreads("baton-store-disk", NUM_SLOTS)
+        self._free: queue.SimpleQueue[NDArray[np.uint8]] = queue.SimpleQueue()
+        self._threads = RequestThreads("baton-store-disk", NUM_THREADS)
 
-    def write(self, fd: int, body: Body, seal: BodySeal) -> None:
-        """Fill an empty file with header and body, of `ALIGNMENT_BYTES` at least.
+    def begin(self, fd: int, body: Body, seal: BodySeal, *, is_durable: bool) -> DirectWrite:
+        """Write header and body into an empty file that was opened with O_DIRECT.
 
-        The header has the body's tag: the first piece is written last.
+        Zeros follow up to a multiple of `ALIGNMENT_BYTES`. The body is not needed any more then;
+        the file must stay open until `DirectWrite.settle`. The header has the body's tag: the first
+        piece is written last.
 
         Raises:
             OSError: the disk is full, or fails.
         """
-        num_bytes = HEADER_BYTES + len(body)
         source = np.frombuffer(body, np.uint8)
-        source, tail = np.split(source, [num_bytes - num_bytes % ALIGNMENT_BYTES - HEADER_BYTES])
-        os.posix_fallocate(fd, 0, num_bytes)
-        if os.pwrite(fd, tail.data, num_bytes - len(tail)) < len(tail):  # less than O_DIRECT writes
-            raise OSError(errno.EIO, "the disk did not take all of a block")
-        set_direct(fd)
-        first, *slots = self._open()
-        pending: deque[Future[None]] = deque()
         in_first = min(len(source), self._piece_bytes - HEADER_BYTES)
-        _fill(first[HEADER_BYTES:], source[:in_first], seal)
+        starts = range(in_first, len(source), self._piece_bytes)
+        os.posix_fallocate(fd, 0, align(HEADER_BYTES + len(source)))
+        write = DirectWrite(fd, 1 + len(starts), is_durable=is_durable)
+        first = self._take_slot()
+        is_given = False
         try:
-            for index, at in enumerate(range(in_first, len(source), self._piece_bytes)):
-                slot = slots[index % len(slots)]
-                if len(pending) == len(slots):
-                    pending.popleft().result()
-                filled = _fill(slot, source[at : at + self._piece_bytes], seal)
-                pending.append(
-                    self._threads.submit(partial(write_piece, fd, filled, HEADER_BYTES + at))
-                )
-            seal.add(tail.data)
+            filled = _fill(first, source[:in_first], seal, HEADER_BYTES)
+            for at in starts:
+                slot = self._take_slot()
+                piece = _fill(slot, source[at : at + self._piece_bytes], seal)
+                self._submit(write, slot, piece, HEADER_BYTES + at)
             first[:HEADER_BYTES] = np.frombuffer(seal.make_header(MAGIC), np.uint8)
-            write_piece(fd, first[: HEADER_BYTES + in_first], 0)
-            for each in pending:
-                each.result()
-        finally:
-            wait(pending)  # the slots, and the open file, are in use until then
+            is_given = True
+            self._submit(write, first, filled, 0)
+        except BaseException:
+            write.settle()
+            if not is_given:
+                self._free.put(first)
+            raise
+        return write
 
     def close(self) -> None:
         """End the threads and free the arena. Idempotent."""
         self._threads.stop(STOP_TIMEOUT_S)
-        self._slots.clear()
+        self._free = queue.SimpleQueue()
         arena, self._arena = self._arena, None
         if arena is not None:
             with suppress(BufferError):  # a thread that does not end still has a slot of it
                 arena.close()
 
-    def _open(self) -> list[NDArray[np.uint8]]:
+    def _submit(
+        self, write: DirectWrite, slot: NDArray[np.uint8], piece: NDArray[np.uint8], at: int
+    ) -> None:
+        on_written = partial(self._free.put, slot)
+        write.pieces.append(self._threads.submit(partial(write.write, piece, at, on_written)))
+
+    def _take_slot(self) -> NDArray[np.uint8]:
+        """A free slot, once there is one: a write that hangs is waited for."""
         if self._arena is None:
             self._arena = mmap.mmap(-1, NUM_SLOTS * self._piece_bytes)
             advise_huge_pages(self._arena)  # a disk's request has a bounded number of pages
             whole = np.frombuffer(self._arena, np.uint8)
-            self._slots = list(whole.reshape(NUM_SLOTS, self._piece_bytes))
-        return self._slots
+            for slot in whole.reshape(NUM_SLOTS, self._piece_bytes):
+                self._free.put(slot)
+        return self._free.get()
 
 
-def _align(num_bytes: int) -> int:
+def align(num_bytes: int) -> int:
+    """The next multiple of `ALIGNMENT_BYTES`."""
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def _fill(slot: NDArray[np.uint8], piece: NDArray[np.uint8], seal: BodySeal) -> NDArray[np.uint8]:
-    """Copy a piece of a body into a slot; the part of the slot that has it."""
+def _fill(
+    slot: NDArray[np.uint8], piece: NDArray[np.uint8], seal: BodySeal, at: int = 0
+) -> NDArray[np.uint8]:
+    """Copy a piece of a body into a slot, with zeros behind it; the part of the slot to write."""
     seal.add(piece.data)  # which brings it into the cache, from which it is copied
-    filled = slot[: len(piece)]
-    filled[:] = piece
+    stop = at + len(piece)
+    slot[at:stop] = piece
+    filled = slot[: align(stop)]
+    filled[stop:] = 0
     return filled
 
 

@@ -9,14 +9,15 @@ import secrets
 import shutil
 import stat
 import time
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from contextlib import suppress
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from baton.errors import ConfigError, StoreError, StoreFullError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable
+    from collections.abc import Iterable
+    from contextlib import ExitStack
     from pathlib import Path
 
     from baton.store.interface import Body
@@ -176,10 +177,10 @@ _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOM
 
 
 class UnnamedFile:
-    """A file that is complete and has no name yet."""
+    """A file that has no name yet. `fd` is open for reading and writing."""
 
     def __init__(self, folder: int, fd: int, source: str) -> None:
-        self._folder, self._fd, self._source = folder, fd, source
+        self.fd, self._folder, self._source = fd, folder, source
 
     def make_durable(self) -> None:
         """Wait until its bytes are on the disk.
@@ -187,7 +188,7 @@ class UnnamedFile:
         Raises:
             OSError: the disk is full, or fails.
         """
-        os.fdatasync(self._fd)
+        os.fdatasync(self.fd)
 
     def set_times(self, times_ns: tuple[int, int]) -> None:
         """Its access time and its modification time.
@@ -195,7 +196,7 @@ class UnnamedFile:
         Raises:
             OSError: they cannot be set.
         """
-        os.utime(self._source, ns=times_ns, dir_fd=self._folder)
+        os.utime(self.fd, ns=times_ns)
 
     def try_link(self, name: str) -> bool:
         """Give it its name; False if another file has it.
@@ -210,36 +211,49 @@ class UnnamedFile:
         return True
 
 
-@contextmanager
-def write_unnamed(
-    folder: int, buffers: Iterable[Body], min_bytes: int = 0
-) -> Generator[UnnamedFile]:
-    """A file of these bytes; see `fill_unnamed`.
+def open_unnamed(folder: int, stack: ExitStack, flags: int = 0) -> UnnamedFile:
+    """An empty file, opened with `flags` besides; `stack` closes it.
 
-    It has `min_bytes` at least: a hole follows what was written.
-    """
-    with fill_unnamed(folder, partial(_write, buffers, min_bytes)) as file:
-        yield file
-
-
-@contextmanager
-def fill_unnamed(folder: int, fill: Callable[[int], None]) -> Generator[UnnamedFile]:
-    """A file for the length of a block; it stays if it was given a name.
-
-    `fill` writes it: it gets the open file, which is empty, and may raise OSError.
+    It stays if it was given a name.
 
     Raises:
-        StoreFullError: the filesystem is full, or allows no file so large.
-        StoreError: it cannot be written, or cannot be named.
+        OSError: it cannot be made.
     """
-    try:
-        with ExitStack() as stack:
-            fd, source = _open_unfinished(folder, stack)
-            fill(fd)
-            yield UnnamedFile(folder, fd, source)
-    except OSError as exc:
-        kind = StoreFullError if exc.errno in _NO_ROOM else StoreError
-        raise kind(f"cannot keep an entry: {exc.strerror}") from exc
+    fd = _try_open_unnamed(folder, flags)
+    if fd is not None:
+        stack.callback(os.close, fd)
+        return UnnamedFile(folder, fd, f"/proc/self/fd/{fd}")
+    flags |= os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    while True:
+        unfinished = f"{UNFINISHED}{secrets.token_hex(16)}"
+        fd = os.open(unfinished, flags, FILE_MODE, dir_fd=folder)
+        if _try_lock_alone(fd) and os.fstat(fd).st_nlink:
+            stack.callback(os.close, fd)
+            stack.callback(_remove, folder, unfinished)
+            return UnnamedFile(folder, fd, unfinished)
+        os.close(fd)  # another process met it before it was locked, and takes it for abandoned
+
+
+def write_all(fd: int, buffers: Iterable[Body], min_bytes: int = 0) -> None:
+    """Write an empty file: of `min_bytes` at least, a hole follows what was written.
+
+    Raises:
+        OSError: the filesystem is full, or fails.
+    """
+    num_bytes = 0
+    for buffer in buffers:
+        rest = memoryview(buffer).cast("B")
+        num_bytes += len(rest)
+        while rest:
+            rest = rest[os.write(fd, rest) :]
+    if num_bytes < min_bytes:
+        os.ftruncate(fd, min_bytes)
+
+
+def to_store_error(error: OSError) -> StoreError:
+    """What a put reports where its file cannot be written or named."""
+    kind = StoreFullError if error.errno in _NO_ROOM else StoreError
+    return kind(f"cannot keep an entry: {error.strerror}")
 
 
 def remove_unfinished(folder: int) -> int:
@@ -248,49 +262,27 @@ def remove_unfinished(folder: int) -> int:
     return sum(_remove_if_abandoned(folder, name) for name in names)
 
 
-def _open_unfinished(folder: int, stack: ExitStack) -> tuple[int, str]:
-    """An empty file, and the path by which it can be linked; `stack` closes it."""
-    fd = _try_open_unnamed(folder)
-    if fd is not None:
-        stack.callback(os.close, fd)
-        return fd, f"/proc/self/fd/{fd}"
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    while True:
-        unfinished = f"{UNFINISHED}{secrets.token_hex(16)}"
-        fd = os.open(unfinished, flags, FILE_MODE, dir_fd=folder)
-        if _try_lock_alone(fd) and os.fstat(fd).st_nlink:
-            stack.callback(os.close, fd)
-            stack.callback(_remove, folder, unfinished)
-            return fd, unfinished
-        os.close(fd)  # another process met it before it was locked, and takes it for abandoned
-
-
 def _remove(folder: int, name: str) -> None:
     with suppress(FileNotFoundError):
         os.unlink(name, dir_fd=folder)
 
 
-def _try_open_unnamed(folder: int) -> int | None:
+def _try_open_unnamed(folder: int, flags: int) -> int | None:
     """A file without a name; None where there can be none, or none could be linked (no /proc)."""
+    if not _has_proc():
+        return None
     try:
-        fd = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, FILE_MODE, dir_fd=folder)
+        flags |= os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC
+        return os.open(".", flags, FILE_MODE, dir_fd=folder)
     except OSError as exc:
         if exc.errno in _UNSUPPORTED:
             return None
         raise
-    if os.path.lexists(f"/proc/self/fd/{fd}"):
-        return fd
-    os.close(fd)
-    return None
 
 
-def _write(buffers: Iterable[Body], min_bytes: int, fd: int) -> None:
-    for buffer in buffers:
-        rest = memoryview(buffer).cast("B")
-        while rest:
-            rest = rest[os.write(fd, rest) :]
-    if os.fstat(fd).st_size < min_bytes:
-        os.ftruncate(fd, min_bytes)
+@lru_cache(maxsize=1)
+def _has_proc() -> bool:
+    return os.path.lexists("/proc/self/fd")
 
 
 def _remove_if_abandoned(folder: int, name: str) -> bool:

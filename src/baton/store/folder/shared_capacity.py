@@ -15,18 +15,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from baton.errors import StoreError, mapped
+from baton.errors import StoreError, StoreFullError, mapped
 from baton.store.capacity import Capacity, Shortage
 from baton.store.folder.directory import FILE_MODE
 from baton.store.folder.reservations import Reservations
 from baton.store.folder.tenant_counts import TenantCounts
-from baton.store.interface import NO_TENANT
+from baton.store.interface import NO_TENANT, PutResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
 
     from baton.store.folder.tenant_counts import TenantLabels
-    from baton.store.interface import TenantLabel
+    from baton.store.interface import PutOutcome, TenantLabel
 
 CAPACITY_FILE: Final = "capacity"
 LOCK_TIMEOUT_S: Final = 1.0
@@ -59,13 +59,27 @@ class SharedCapacity:
 
     def __init__(self, folder: int, capacity_bytes: int, tenant_bytes: int | None = None) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._capacity_bytes = capacity_bytes
+        self.capacity_bytes = capacity_bytes
         self._tenant_bytes = capacity_bytes if tenant_bytes is None else tenant_bytes
         self._pauses_s: Sequence[float] = _PAUSES_S
         self._fd = os.open(CAPACITY_FILE, flags, FILE_MODE, dir_fd=folder)
         self._reservations = Reservations(folder)
         self._tenants = TenantCounts(folder)
         self.has_older_entries = self._tenants.is_new
+
+    def check_fits(self, num_bytes: int, tenant: TenantLabel) -> None:
+        """Whether so much could be kept for the tenant if nothing else were.
+
+        Raises:
+            StoreFullError: it could not.
+        """
+        if num_bytes > self.capacity_bytes:
+            raise StoreFullError(f"entries of {num_bytes} bytes where {self.capacity_bytes} fit")
+        if num_bytes > self._tenant_bytes and tenant != NO_TENANT:
+            raise StoreFullError(
+                f"entries of {num_bytes} bytes where a tenant may hold {self._tenant_bytes}: "
+                "tenant_share is too small for them"
+            )
 
     def try_reserve(
         self, num_bytes: int, try_take: Callable[[], bool], tenant: TenantLabel = NO_TENANT
@@ -98,32 +112,37 @@ class SharedCapacity:
             self._write(capacity, capacity.release(num_bytes))
 
     def commit(
-        self, num_bytes: int, try_link: Callable[[int], bool], tenant: TenantLabel = NO_TENANT
-    ) -> bool:
-        """Link a reserved entry under its name unless it exists; whether it was linked.
+        self,
+        links: Sequence[tuple[int, Callable[[int], PutOutcome]]],
+        tenant: TenantLabel = NO_TENANT,
+    ) -> list[PutOutcome]:
+        """Link reserved entries under their names, each unless it exists; what became of each.
 
-        It counts twice until it is linked: what is reserved is forgotten if its writer is killed.
-        `try_link` gets the place where the tenant is counted.
+        `links`: the bytes that an entry takes up, and what links it, which gets the place where the
+        tenant is counted. They count twice until they are linked: what is reserved is forgotten if
+        its writer is killed. What is not linked is not reserved any more, either.
+
+        Raises:
+            StoreError: none was linked, and all are still reserved.
         """
+        total = sum(num_bytes for num_bytes, _ in links)
         with self._locked():
             before = self._read()
             place, held_bytes = self._tenants.find(tenant)
-            self._tenants.write(place, tenant, held_bytes + num_bytes)
-            both = replace(before, committed_bytes=before.committed_bytes + num_bytes)
+            both = replace(before, committed_bytes=before.committed_bytes + total)
+            self._tenants.write(place, tenant, held_bytes + total)
             self._write(before, both)
-            try:
-                is_new = try_link(place)
-            except BaseException:
-                with suppress(OSError):
-                    self._tenants.write(place, tenant, held_bytes)
-                    self._write(both, before)
-                raise
-            after = before.commit(num_bytes) if is_new else before.release(num_bytes)
+            outcomes = [link(place) for _, link in links]
+            kept = sum(
+                num_bytes
+                for (num_bytes, _), outcome in zip(links, outcomes, strict=True)
+                if outcome is PutResult.STORED
+            )
             with suppress(OSError):  # too much is counted then, for a while
-                self._write(both, after)
-                if not is_new:
-                    self._tenants.write(place, tenant, held_bytes)
-            return is_new
+                self._write(both, before.commit(total).remove(total - kept))
+                if kept != total:
+                    self._tenants.write(place, tenant, held_bytes + kept)
+            return outcomes
 
     def remove(self, try_remove: Callable[[], Removed]) -> int:
         """Remove an entry: `try_remove` does, and states what it was; the bytes that it took up."""
@@ -176,7 +195,7 @@ class SharedCapacity:
     def _read(self) -> Capacity:
         raw = os.pread(self._fd, _COMMITTED.size, 0)
         (committed_bytes,) = _COMMITTED.unpack(raw.ljust(_COMMITTED.size, b"\0"))
-        return Capacity(self._capacity_bytes, committed_bytes, self._reservations.total_bytes())
+        return Capacity(self.capacity_bytes, committed_bytes, self._reservations.total_bytes())
 
     def _write(self, before: Capacity, after: Capacity) -> None:
         """What becomes more, then what becomes less: the sum is never too low in between."""

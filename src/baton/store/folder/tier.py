@@ -15,8 +15,9 @@ import msgspec
 from baton.errors import ConfigError, StoreError, StoreFullError, mapped
 from baton.store.capacity import MAX_PINNED_SHARE, Shortage, StoredEntry
 from baton.store.eviction import EVICTIONS
-from baton.store.folder.bodies import FileBodies, count_body_bytes, open_unnoticed
+from baton.store.folder.bodies import FileBodies, NewEntry, count_body_bytes, open_unnoticed
 from baton.store.folder.compressed_lease import CompressedEntryLease
+from baton.store.folder.demotion import VictimBody, demote
 from baton.store.folder.directory import FILE_MODE, remove_unfinished
 from baton.store.folder.entry_times import (
     PINNED_MODE,
@@ -25,20 +26,22 @@ from baton.store.folder.entry_times import (
     to_times_after_use_ns,
     to_times_ns,
 )
+from baton.store.folder.entry_writer import EntryWriter
 from baton.store.folder.evicted_names import EvictedNames
 from baton.store.folder.known_names import KnownNames
 from baton.store.folder.leases import has_name
 from baton.store.folder.listing import iter_files
 from baton.store.folder.shared_capacity import NOTHING_REMOVED, Removed, SharedCapacity
-from baton.store.interface import NO_TENANT, EntryName, PutResult, Usage
+from baton.store.interface import NO_TENANT, EntryName, NamedBody, PutResult, Usage
+from baton.store.puts import take_one
 from baton.store.victims import WaitingVictims, is_unused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
-    from baton.store.folder.directory import Folder, UnnamedFile
+    from baton.store.folder.directory import Folder
     from baton.store.folder.leases import FileEntryLease
-    from baton.store.interface import Body, EntryLease, TenantLabel, TierContext
+    from baton.store.interface import Body, EntryLease, PutOutcome, TenantLabel, TierContext
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +50,6 @@ CLOCK_TOLERANCE_S: Final = 1.0
 COUNT_TOLERANCE_PARTS: Final = 64
 """One part in so many of the capacity may be counted wrongly before all entries are counted."""
 EXPIRY_PARTS: Final = 20
-_MAX_ROUNDS: Final = 4
 
 
 class FolderTierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -82,14 +84,14 @@ class FolderTier:
         """
         self._folder, self._fd = folder, folder.fd
         self._capacity_bytes, self._ttl_s = options.capacity_bytes, options.ttl_s
-        self._tenant_bytes = int(options.tenant_share * options.capacity_bytes)
+        tenant_bytes = int(options.tenant_share * options.capacity_bytes)
         self._clock, self._below = context.clock, context.below
         self._num_damaged = self._num_demoted = self._num_dropped = self._num_expired = 0
         self._is_reported = False
         self._looks_again_at = 0.0
         self._policy = EVICTIONS.build(options.eviction, {})
         with mapped({OSError: ConfigError, StoreError: ConfigError}):
-            self._capacity = SharedCapacity(folder.fd, options.capacity_bytes, self._tenant_bytes)
+            self._capacity = SharedCapacity(folder.fd, options.capacity_bytes, tenant_bytes)
             make_bodies = make_bodies or (lambda _: FileBodies(folder.fd, context.key))
             self._bodies = make_bodies(self._capacity)
             remove_unfinished(folder.fd)
@@ -101,6 +103,13 @@ class FolderTier:
             remembers = self._policy.remembers
             self._victims = WaitingVictims(self._policy, options.capacity_bytes)
             self._evicted = EvictedNames(folder.fd, options.capacity_bytes) if remembers else None
+            self._writer = EntryWriter(
+                self._bodies,
+                self._capacity,
+                make_room=self._evict,
+                recount=partial(self._capacity.recount, self._count),
+                make_entry=self._make_entry,
+            )
 
     def find(self, names: Sequence[EntryName]) -> int:
         num_known = 0
@@ -112,28 +121,28 @@ class FolderTier:
         return num_found
 
     def put(self, name: EntryName, body: Body, tenant: TenantLabel = NO_TENANT) -> PutResult:
+        return take_one(self.put_many((NamedBody(name, body),), tenant))
+
+    def put_many(
+        self, entries: Sequence[NamedBody], tenant: TenantLabel = NO_TENANT
+    ) -> list[PutOutcome]:
+        """See `PutsMany`."""
+        are_there = [self._use_if_there(entry.name) for entry in entries]
+        each = zip(entries, are_there, strict=True)
+        new = [NewEntry(*entry) for entry, is_there in each if not is_there]
+        outcomes = iter(self._keep(new, tenant))
+        return [PutResult.EXISTS if is_there else next(outcomes) for is_there in are_there]
+
+    def _use_if_there(self, name: EntryName) -> bool:
+        """Whether an entry is there, which counts as its last use."""
         status = self._find(name)
         if status is not None:
             self._mark_use(name, status)
-            return PutResult.EXISTS
-        return self._keep(name, body, tenant)
+        return status is not None
 
-    def _keep(
-        self, name: EntryName, body: Body, tenant: TenantLabel, whole_bytes: int = 0
-    ) -> PutResult:
-        """Put an entry that was not found. `whole_bytes`: see `EntryHeader`."""
-        cost = self._bodies.compute_cost(len(body))
-        self._reserve(cost, len(body), tenant)
-        try:
-            with self._bodies.write(name, body, tenant, whole_bytes) as unnamed_file:
-                try_link = partial(self._try_link, unnamed_file, self._make_entry(name, cost))
-                is_new = self._capacity.commit(cost, try_link, tenant)
-        except StoreError:
-            self._capacity.release(cost, self._bodies.give_back)
-            raise
-        finally:
-            self._bodies.settle()
-        return PutResult.STORED if is_new else PutResult.EXISTS
+    def _keep(self, entries: Sequence[NewEntry], tenant: TenantLabel) -> list[PutOutcome]:
+        """Put entries that were not found."""
+        return self._writer.write(entries, tenant)
 
     def _make_entry(self, name: EntryName, cost: int) -> StoredEntry:
         now = self._clock.unix_now()
@@ -250,37 +259,6 @@ class FolderTier:
         if self._evicted is not None:
             self._evicted.close()
 
-    def _reserve(self, cost: int, num_bytes: int, tenant: TenantLabel) -> None:
-        """Count an entry as kept, and take memory for its body, making room for both first.
-
-        Raises:
-            StoreFullError: it is too large, or others fill what is freed.
-            StoreError: the entries cannot be counted.
-        """
-        if cost > self._capacity_bytes:
-            raise StoreFullError(f"an entry of {cost} bytes where {self._capacity_bytes} fit")
-        if cost > self._tenant_bytes and tenant != NO_TENANT:
-            raise StoreFullError(
-                f"an entry of {cost} bytes where a tenant may hold {self._tenant_bytes}: "
-                "tenant_share is too small for it"
-            )
-        try_take = partial(self._bodies.try_take, num_bytes)
-        for num_rounds in range(1, _MAX_ROUNDS + 1):
-            shortage = self._capacity.try_reserve(cost, try_take, tenant)
-            if shortage is None:
-                return
-            self._evict(shortage)
-            if num_rounds == _MAX_ROUNDS - 1:  # users that were killed may hold memory still
-                self._capacity.recount(self._count)
-        raise StoreFullError(f"no room for {cost} bytes: others take what is freed")
-
-    def _try_link(self, unnamed_file: UnnamedFile, entry: StoredEntry, place: int) -> bool:
-        unnamed_file.set_times(to_times_ns(entry, place))
-        is_new = unnamed_file.try_link(entry.name.hex())
-        if not is_new:
-            self._bodies.give_back()
-        return is_new
-
     def _evict(self, shortage: Shortage) -> None:
         """Make entries go, as the policy chooses; set the count right where it was too high.
 
@@ -307,7 +285,7 @@ class FolderTier:
         eviction = self._policy.choose(entries, num_bytes, self._clock.unix_now())
         for entry in eviction.requeued:
             self._mark(entry)
-        freed = sum(map(self._evict_victim, eviction.victims))
+        freed = self._evict_victims(eviction.victims)
         self._recount_if_wrong(entries, counted_bytes, is_short=freed < num_bytes)
 
     def _recount_if_wrong(
@@ -321,18 +299,33 @@ class FolderTier:
     def _evict_waiting(self, num_bytes: int) -> int:
         """Make chosen victims go until `num_bytes` are free, or none is left; bytes freed."""
         freed = num_gone = 0
-        while freed < num_bytes and (victim := self._victims.pop()) is not None:
-            num_gone += 1
-            freed += self._evict_victim(victim)
+        while freed < num_bytes and (victims := self._pop_victims(num_bytes - freed)):
+            num_gone += len(victims)
+            freed += self._evict_victims(victims)
         if self._victims.is_short:
             entries = self._victims.look_on(self._iter_settled, num_gone)
             if entries is not None:
                 self._choose_victims(entries, 0)
         return freed
 
-    def _evict_victim(self, victim: StoredEntry) -> int:
-        """Make a victim go, unless it was used or pinned since it was chosen; bytes freed."""
-        is_demoted = self._below is not None and self._try_demote(victim)
+    def _pop_victims(self, num_bytes: int) -> list[StoredEntry]:
+        """The next victims that take up so much together; fewer where there are no more."""
+        victims: list[StoredEntry] = []
+        while num_bytes > 0 and (victim := self._victims.pop()) is not None:
+            victims.append(victim)
+            num_bytes -= victim.num_bytes
+        return victims
+
+    def _evict_victims(self, victims: Sequence[StoredEntry]) -> int:
+        """Make victims go, but those used or pinned since they were chosen; bytes freed."""
+        demoted: set[EntryName] = set()
+        if self._below is not None:
+            demoted = demote(
+                filter(None, map(self._read_victim, victims)), self._below, self._report
+            )
+        return sum(self._evict_victim(victim, victim.name in demoted) for victim in victims)
+
+    def _evict_victim(self, victim: StoredEntry, is_demoted: bool) -> int:  # noqa: FBT001 - counted
         victim_bytes = self._capacity.remove(partial(self._unlink_victim, victim))
         if victim_bytes:
             self._num_demoted += is_demoted
@@ -345,23 +338,17 @@ class FolderTier:
         for entry in self._victims.choose(entries, num_bytes, self._clock.unix_now()):
             self._mark(entry)
 
-    def _try_demote(self, victim: StoredEntry) -> bool:
-        """Put a victim into the tier below, unless it was used since; what it refuses is lost."""
+    def _read_victim(self, victim: StoredEntry) -> VictimBody | None:
+        """A victim as it was put, unless it was used since it was chosen, or is damaged."""
         status = self._find(victim.name)
         if status is None or not is_unused(victim, self._read_entry(victim.name, status)):
-            return False
+            return None
         opened = self._try_open(victim.name, partial(self._remove_damaged, victim.name))
-        if opened is None or self._below is None:
-            return False
+        if opened is None:
+            return None
         with self._to_entry_lease(opened) as lease:
             body = memoryview(bytearray(lease.num_bytes))
-            try:
-                if lease.try_read(body):
-                    self._below.put(victim.name, body, lease.tenant)
-                    return True
-            except StoreError as exc:
-                self._report(exc)
-        return False
+            return VictimBody(victim.name, body, lease.tenant) if lease.try_read(body) else None
 
     def _remove(self, name: EntryName) -> None:
         with suppress(StoreError):

@@ -22,15 +22,23 @@ from baton.errors import ConfigError, StoreError, StoreFullError
 from baton.registry import Plugin
 from baton.store.capacity import Capacity, StoredEntry
 from baton.store.entry_format import HEADER_BYTES, has_digest, make_header, read_header
-from baton.store.interface import MAX_BODY_BYTES, NO_TENANT, PutResult, Usage
+from baton.store.interface import MAX_BODY_BYTES, NO_TENANT, NamedBody, PutResult, Usage
 from baton.store.peer.addresses import parse_listen
 from baton.store.peer.server import EntryServer, ServerOptions
+from baton.store.puts import put_each, take_one
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from baton.clock import UnixTime
-    from baton.store.interface import Body, EntryName, TenantLabel, TierContext, TierFactory
+    from baton.store.interface import (
+        Body,
+        EntryName,
+        PutOutcome,
+        TenantLabel,
+        TierContext,
+        TierFactory,
+    )
 
 logger = logging.getLogger(__name__)
 
@@ -105,10 +113,23 @@ class HostTier:
         return len(names) if missing is None else names.index(missing)
 
     def put(self, name: EntryName, body: Body, tenant: TenantLabel = NO_TENANT) -> PutResult:
-        result = self._add(name, body, tenant)
-        if result is PutResult.STORED:
-            self._write_through(name, body, tenant)
-        return result
+        return take_one(self.put_many((NamedBody(name, body),), tenant))
+
+    def put_many(
+        self, entries: Sequence[NamedBody], tenant: TenantLabel = NO_TENANT
+    ) -> list[PutOutcome]:
+        """See `PutsMany`: what is new goes into the tier below at once."""
+        outcomes = put_each(self._add, entries, tenant)
+        added = [
+            entry
+            for entry, outcome in zip(entries, outcomes, strict=True)
+            if outcome is PutResult.STORED
+        ]
+        if added and self._below is not None:
+            for outcome in self._below.put_many(added, tenant):
+                if isinstance(outcome, StoreError):  # counted where it failed
+                    logger.debug("store: an entry is in this process's memory alone: %s", outcome)
+        return outcomes
 
     def try_lease(self, name: EntryName) -> HostLease | None:
         with self._lock:
@@ -244,14 +265,6 @@ class HostTier:
     def _touch(self, name: EntryName, entry: _Entry) -> None:
         self._entries.move_to_end(name)
         entry.used_at = self._clock.unix_now()
-
-    def _write_through(self, name: EntryName, body: Body, tenant: TenantLabel) -> None:
-        if self._below is None:
-            return
-        try:
-            self._below.put(name, body, tenant)
-        except StoreError as exc:  # counted where it failed
-            logger.debug("store: an entry is in this process's memory alone: %s", exc)
 
 
 def _build(options: HostTierOptions) -> TierFactory:
