@@ -13,6 +13,7 @@ File map:
                   what a handoff's layers have in common, computed once
     canonical.py  KV of a token range in canonical order, gathered and scattered
     digest.py     a digest for each piece, equal on both sides
+    digest_table.py, row_order.py  many digests in few bytes, and the order of their last use
     blocks.py     `BlockState`, the ledger; reserved → in flight → quiescent, quarantined
     pool.py       `BlockPool`: references, prefix cache, eviction
 """
