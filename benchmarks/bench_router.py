@@ -42,7 +42,7 @@ from baton.router.fleet import Fleet, WorkerView
 from baton.router.load import FleetLoad
 from baton.router.placement import POLICIES, Placement, PlacementRequest
 from baton.router.prefix_index import PrefixIndex
-from baton.router.prefix_names import PrefixNames
+from baton.kv.prefix_names import PrefixNames
 from baton.router.prefixes import ModelPrefixes
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from baton.engines.interface import Colocated, PrefillRequest, SamplingParams
 from baton.engines.lookup_cost import LookupCost
-from baton.router.prefix_names import PrefixNames
+from baton.kv.prefix_names import PrefixNames
 from baton.router.prefixes import ModelPrefixes
 from baton.telemetry.trace import Stamp
 from tests.e2e.test_engine_handoff_agents import CLOCK

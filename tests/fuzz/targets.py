@@ -101,7 +101,7 @@ from baton.protocol.worker_http import FirstToken, NextTokens, PrefillReply, Rol
 from baton.rig import backend
 from baton.rig.transport import PageAnnouncement, decode_announcement, map_announced
 from baton.router.health import DEFAULT_HEALTH
-from baton.router.prefix_names import PrefixNames
+from baton.kv.prefix_names import PrefixNames
 from baton.router.prefixes import ModelPrefixes
 from baton.store.entry_format import DIGEST_BYTES, HEADER_BYTES, make_header, read_header
 from baton.store.interface import EntryName

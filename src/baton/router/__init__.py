@@ -18,8 +18,8 @@ File map:
     pair_search.py  which pairs of many workers are worth a closer look
     cost.py         `CostPolicy`: one worker or two, by what the client will see
     cost_parts.py   `weigh`: what each worker would add to a request's cost
-    prefixes.py     `ModelPrefixes`: who, and which store, has how much of a prompt;
-                    prefix_index.py, prefix_names.py: its index, and names of blocks
+    prefixes.py     `ModelPrefixes`: who has, and can load from a store, how much of a prompt;
+                    prefix_index.py, stored_entries.py: its indexes of caches and of tiers
     room.py         `FleetRoom`: how many more requests the workers can use
     admission.py    `AdmissionQueue`: those that wait for that, and who is refused early;
                     fair_queue.py: whose turn it is; drain_rate.py: how fast they are taken

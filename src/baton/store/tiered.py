@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from baton.errors import StoreError
 from baton.store.counted_tier import CountedTier
-from baton.store.interface import NO_TENANT, TIERS, PutResult, TierContext, Usage
+from baton.store.interface import NO_TENANT, TIERS, HasPlaces, PutResult, TierContext, Usage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.store.capacity import StoredEntry
     from baton.store.counted_tier import TierReport
-    from baton.store.interface import Body, EntryLease, EntryName, PeerAccess, TenantLabel
+    from baton.store.interface import (
+        Body,
+        EntryLease,
+        EntryName,
+        PeerAccess,
+        TenantLabel,
+        Tier,
+    )
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +38,14 @@ class TieredStore:
     def __init__(self, tiers: Sequence[CountedTier]) -> None:
         """Take over open tiers, at least one; each hands down to the next already."""
         self.tiers = tuple(tiers)
+
+    @property
+    def places(self) -> list[Tier]:
+        """The tiers, the quickest first; of one on several servers, each server by itself."""
+        found: list[Tier] = []
+        for tier in self.tiers:
+            found += tier.inner.places if isinstance(tier.inner, HasPlaces) else [tier.inner]
+        return found
 
     def find(self, names: Sequence[EntryName]) -> int:
         lookups = [_Lookup(tier, names) for tier in self.tiers]

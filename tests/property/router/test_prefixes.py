@@ -25,7 +25,7 @@ from baton.ids import Epoch, WorkerId
 from baton.protocol.worker_http import Role
 from baton.router.fleet import WorkerView
 from baton.router.placement import Placement
-from baton.router.prefix_names import PrefixNames
+from baton.kv.prefix_names import PrefixNames
 from baton.router.prefixes import (
     EXPECTED_WITH_EVENTS_S,
     EXPECTED_WITHOUT_S,
