@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import or_
 from typing import TYPE_CHECKING, Final, assert_never
 
 import numpy as np
@@ -33,17 +31,16 @@ from baton.events.blocks import (
 )
 from baton.kv.prefix_names import PrefixNames
 from baton.router.prefix_index import PrefixIndex
-from baton.router.stored_entries import StoredEntries
+from baton.router.stored_entries import StoredEntries, TierLists
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
 
     from numpy.typing import NDArray
 
     from baton.events.blocks import ExternalHash, FeedEvent, StoreEvent
     from baton.ids import StoreId, WorkerId
     from baton.router.placement import Placement
-    from baton.router.stored_entries import Runs
 
 EXPECTED_WITH_EVENTS_S: Final = 10.0
 EXPECTED_WITHOUT_S: Final = 120.0
@@ -81,6 +78,7 @@ class ModelPrefixes:
         self._indexes: dict[int, PrefixIndex] = {}
         self._stored: dict[tuple[bytes, int], StoredEntries] = {}
         self._namings: dict[bytes, PrefixNames] = {}
+        self._tier_lists: TierLists | None = None
         self._followed: dict[WorkerId, WorkerPrefixes] = {}
         self._expected: deque[_Expected] = deque()
         self._num_expected = 0
@@ -123,8 +121,13 @@ class ModelPrefixes:
             self._namings.setdefault(naming, PrefixNames(naming))
         return entries
 
+    def note_tiers(self) -> None:
+        """Some worker loads from other tiers than before."""
+        self._tier_lists = None
+
     def forget_stored(self, worker: WorkerId) -> None:
         """Nothing that a worker has reported of its store counts any more."""
+        self.note_tiers()
         for entries in self._stored.values():
             entries.forget(worker)
 
@@ -152,18 +155,19 @@ class ModelPrefixes:
                 continue
             whole = token_ids[: (len(token_ids) - 1) // size * size]  # the last one is computed
             by = self._namings[naming]
-            runs = entries.find(by.of(whole, size, by.root(salt)))
-            if not runs:
+            matches = entries.find_matches(by.of(whole, size, by.root(salt)), self._list_tiers())
+            if not matches:
                 continue
-            reach: dict[tuple[StoreId, ...], int] = {}
             for worker, followed in self._followed.items():
-                num = reach.get(followed.tiers)
-                if num is None:
-                    tiers = [entries.by_tier.get(tier, 0) for tier in followed.tiers]
-                    num = reach[followed.tiers] = size * _count_reached(runs, tiers)
+                num = size * matches.get(followed.tiers, 0)
                 if num:
                     stored[worker] = max(num, stored.get(worker, 0))
         return stored
+
+    def _list_tiers(self) -> TierLists:
+        if self._tier_lists is None:
+            self._tier_lists = TierLists(each.tiers for each in self._followed.values())
+        return self._tier_lists
 
     def expect(self, match: PromptMatch, placement: Placement, now: float) -> None:
         """The prompt goes to these workers, which will hold it soon."""
@@ -343,6 +347,7 @@ class WorkerPrefixes:
     def _apply_of_store(self, event: StoreEvent) -> None:
         if isinstance(event, TiersListed):
             self.tiers = event.tiers
+            self._model.note_tiers()
             return
         entries = self._model.stored_entries(event.naming, event.block_size)
         names = unpack_names(event.names)
@@ -357,17 +362,6 @@ class WorkerPrefixes:
     @staticmethod
     def _is_of_cache(event: BlockStored | BlockRemoved, media: frozenset[str]) -> bool:
         return event.medium == DEFAULT_MEDIUM and DEFAULT_MEDIUM in media
-
-
-def _count_reached(runs: Runs, tiers: Sequence[int]) -> int:
-    """Entries, from the first on, that are in some of these tiers (by their reports)."""
-    any_of = reduce(or_, tiers, 0)
-    reached = 0
-    for reports, stop in runs:
-        if not reports & any_of:
-            break
-        reached = stop
-    return reached
 
 
 def _find_or_add(indexes: dict[int, PrefixIndex], block_size: int) -> PrefixIndex:
