@@ -55,9 +55,13 @@ from baton.errors import (
 from baton.events.blocks import (
     BlockRemoved,
     BlockStored,
+    EntriesRemoved,
+    EntriesStored,
     EventDomain,
+    TiersListed,
     WorkerBlockIndex,
     pack_ids,
+    pack_names,
 )
 from baton.events.journal import BATON_HASHES, JournalPage
 from baton.events.sequence import Deliver, Sequencer
@@ -659,7 +663,8 @@ def index_prefixes(events: Iterable[FeedEvent]) -> None:
         feed.apply(event)
         prefixes.check_invariants()
     prefixes.forget(WorkerId("w"))
-    assert prefixes.num_blocks == 0
+    prefixes.check_invariants()
+    assert prefixes.num_blocks == prefixes.num_stored_blocks == 0
 
 
 def read_journal(body: bytes) -> str:
@@ -1012,6 +1017,10 @@ TARGETS: Final = {
                 BlockStored(BATON_HASHES, (b"a" * 32, b"b" * 32), None, pack_ids((1, 2, 3, 4)), 2,
                             "GPU", 0),
                 BlockRemoved(BATON_HASHES, (b"b" * 32,), "GPU", 0)))),
+            encode_page(JournalPage(9, is_whole=True, events=(
+                TiersListed(("0" * 32,)),
+                EntriesStored("0" * 32, bytes(16), 64, pack_names((1, 2))),
+                EntriesRemoved("0" * 32, bytes(16), 64, pack_names((2,)))))),
             encode_page(JournalPage(0, is_whole=False, events=()))), "bytes"),
         Target("worker-info", read_worker_info, (ProtocolError, ConfigError),
                json_of(INFO, VLLM_INFO), "json"),

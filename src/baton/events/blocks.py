@@ -231,7 +231,8 @@ class WorkerBlockIndex:
             case EntriesStored():
                 self._num_entries += len(event.names) // ENTRY_NAME_BYTES
             case EntriesRemoved():
-                self._num_entries -= len(event.names) // ENTRY_NAME_BYTES
+                num_gone = len(event.names) // ENTRY_NAME_BYTES
+                self._num_entries = max(0, self._num_entries - num_gone)
             case TiersListed():
                 pass
             case AllBlocksCleared() | Restarted() | Lost():

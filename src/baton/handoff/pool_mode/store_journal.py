@@ -192,18 +192,21 @@ class StoreJournal:
         with self.journal.lock:
             for row, bits in zip(rows, places, strict=True):
                 self._entries.set_places(row, bits)
+            changes = list(zip(rows, before, places, strict=True))
             for at, tier in enumerate(self._tiers):
-                if tier is None:
-                    continue
                 bit = 1 << at
-                changes = list(zip(rows, before, places, strict=True))
                 new = [row for row, was, now in changes if now & ~was & bit]
                 gone = [row for row, was, now in changes if was & ~now & bit]
-                for event_type, changed in ((EntriesStored, new), (EntriesRemoved, gone)):
-                    if changed:
-                        packed = self._entries.pack_names(changed)
-                        event = event_type(tier, self.naming, self.block_size, packed)
-                        self.journal.add_of_store(event)
+                if tier is not None:
+                    self._report(EntriesStored, tier, new)
+                    self._report(EntriesRemoved, tier, gone)
+
+    def _report(
+        self, kind: type[EntriesStored | EntriesRemoved], tier: StoreId, rows: Sequence[int]
+    ) -> None:
+        if rows:
+            names = self._entries.pack_names(rows)
+            self.journal.add_of_store(kind(tier, self.naming, self.block_size, names))
 
     def _identify_places(self) -> None:
         """Read the places' identities, the lowest's first, and report which there are.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class StorePlace:
-    """One of them. Owner: the pool's thread; `store_id`, None while it is not known, any thread.
+    """One of them. Owner: the pool's thread. `store_id` is None while it is not known.
 
     `form` commits to what else makes an entry of use: model, layout, encodings.
     """
