@@ -17,7 +17,16 @@ from baton.config.environment import read_environment
 from baton.config.logs import configure_logging
 from baton.errors import ConfigError, UnknownPluginError
 from baton.gateway.options import check_processes
-from baton.launch.plan import LaunchPlan, Pinning, plan_launch, share_cores, worker_groups
+from baton.launch.plan import (
+    LOOPBACK,
+    LaunchPlan,
+    Pinning,
+    count_peer_ports,
+    plan_launch,
+    share_cores,
+    worker_groups,
+)
+from baton.launch.ports import find_free_ports
 from baton.launch.progress import open_display
 from baton.launch.supervisor import LaunchContext, Service, Supervisor
 from baton.router.placement import POLICIES
@@ -50,6 +59,7 @@ def launch(resolved: Resolved, pinning: Pinning) -> int:
             for group in worker_groups(config)
         },
         pinning=pinning,
+        peer_ports=find_free_ports(LOOPBACK, count_peer_ports(config)),
     )
     return asyncio.run(_launch(plan))
 
@@ -72,6 +82,7 @@ def plan_pinned(resolved: Resolved, num_shares: int) -> LaunchPlan:
             for group in worker_groups(config)
         },
         pinning="own_cores",
+        peer_ports=find_free_ports(LOOPBACK, count_peer_ports(config)),
     )
 
 
