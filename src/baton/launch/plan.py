@@ -100,6 +100,7 @@ def plan_launch(
     cores: Sequence[int],
     engine_keys: Mapping[str, frozenset[str]],
     pinning: Pinning,
+    *,
     peer_ports: Sequence[int] = (),
 ) -> LaunchPlan:
     """Decide on processes and their settings.

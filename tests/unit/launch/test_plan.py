@@ -226,7 +226,8 @@ def test_workers_that_read_each_others_memory_get_an_address_each():
     assignments = (TIERS, "up.prefill=1", "up.decode=2", "store.options.host.capacity_bytes=5")
     assert count_peer_ports(config_of(*assignments)) == 3
     resolved = resolve(CommandLine(assignments=assignments), {})
-    workers = plan_launch(resolved, [0], ENGINE_KEYS, "shared_cores", PORTS).workers
+    planned = plan_launch(resolved, [0], ENGINE_KEYS, "shared_cores", peer_ports=PORTS)
+    workers = planned.workers
     stores = [worker_config(worker).store.options for worker in workers]
     urls = [f"tcp://127.0.0.1:{port}" for port in PORTS]
     for at, store in enumerate(stores):
