@@ -56,6 +56,8 @@ class DigestTable:
 
     def find_each(self, digests: Sequence[bytes]) -> NDArray[np.int64]:
         """The row of each, or `NO_ROW`: `[len(digests)]`."""
+        if len(digests) <= _FEW:
+            return np.array([self.find(each) for each in digests], np.int64)
         wanted = np.frombuffer(b"".join(digests), np.uint64).reshape(len(digests), -1)
         places, pending = self._places_of(wanted[:, 0]), np.arange(len(digests))
         rows = np.full(len(digests), NO_ROW, np.int64)

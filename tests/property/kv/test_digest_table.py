@@ -69,8 +69,7 @@ class TableMachine(RuleBasedStateMachine):
         digests = [self.digest(number) for number in wanted]
         expected = [self.rows.get(digest, NO_ROW) for digest in digests]
         assert [self.table.find(digest) for digest in digests] == expected
-        if digests:
-            assert self.table.find_each(digests).tolist() == expected
+        assert self.table.find_each(digests).tolist() == expected
         leading = expected.index(NO_ROW) if NO_ROW in expected else len(expected)
         assert self.table.count_leading(digests) == leading
 

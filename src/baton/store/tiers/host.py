@@ -155,7 +155,8 @@ class HostTier:  # noqa: PLR0904 - two contracts
 
     def holds(self, names: Sequence[EntryName]) -> list[bool]:
         with self._lock:
-            return [self._table.find(name) != NO_ROW for name in names]
+            rows = self._table.find_each(names)
+        return [row != NO_ROW for row in rows.tolist()]
 
     def read_value(self, name: EntryName, *, is_use: bool) -> tuple[bytes, bytes] | None:
         with self._lock:
