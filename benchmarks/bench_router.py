@@ -147,7 +147,7 @@ def bench_find(figures: Figures, num_workers: int, kind: str) -> None:
 
 
 def bench_find_stored(figures: Figures) -> None:
-    """A prompt of 16,000 tokens in the stores of 256 workers: 8 share one, or each has two tiers."""
+    """A prompt of 16,000 tokens in stores: 8 workers share one, or each has two tiers."""
     ids = RNG.integers(0, 128_000, 16_000).astype(np.int32)
     naming = bytes(16)
     by = PrefixNames(naming)
@@ -189,7 +189,9 @@ def bench_place(figures: Figures) -> None:
     for name, found in product(("cost", "prefix"), ({}, stored)):
         policy = POLICIES.build(name, {})("auto")
 
-        def place(policy: PlacementPolicy = policy, found: Mapping[WorkerId, int] = found) -> object:
+        def place(
+            policy: PlacementPolicy = policy, found: Mapping[WorkerId, int] = found
+        ) -> object:
             at = now + next(numbers) * 1e-3
             request = PlacementRequest(
                 MODEL, num_prompt_tokens=16_000, at=at, cached=cached, stored=found

@@ -42,9 +42,9 @@ from baton.ids import StoreId, WorkerId
 from baton.kv.identity import BlockHash, HashDomain, compute_block_hashes
 from baton.kv.layout import KVLayout
 from baton.router.prefix_index import PrefixIndex
+from baton.router.stored_entries import StoredEntries
 from baton.store.entry_format import EntryFormat
 from baton.store.folder.known_names import MAX_KNOWN, KnownNames
-from baton.router.stored_entries import StoredEntries
 from baton.store.interface import TIERS, EntryName, TierContext
 from baton.store.tiers.host import HostTier, HostTierOptions
 
@@ -152,6 +152,7 @@ class EverythingTier(HostTier):
     """Has every entry, and keeps none: its own memory is not to be measured."""
 
     def find(self, names: Sequence[EntryName]) -> int:
+        """All of them."""
         return len(names)
 
 

@@ -95,6 +95,7 @@ from baton.handoff.pool_mode.side_entries import (
 )
 from baton.handoff.token_ranges import unpack_ranges
 from baton.ids import Epoch, TicketId, WorkerId
+from baton.kv.prefix_names import PrefixNames
 from baton.kv.sizing.config import read_config
 from baton.kv.sizing.families import read_shape
 from baton.launch.progress import count_up, first_model
@@ -105,7 +106,6 @@ from baton.protocol.worker_http import FirstToken, NextTokens, PrefillReply, Rol
 from baton.rig import backend
 from baton.rig.transport import PageAnnouncement, decode_announcement, map_announced
 from baton.router.health import DEFAULT_HEALTH
-from baton.kv.prefix_names import PrefixNames
 from baton.router.prefixes import ModelPrefixes
 from baton.store.entry_format import DIGEST_BYTES, HEADER_BYTES, make_header, read_header
 from baton.store.interface import EntryName

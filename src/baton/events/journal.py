@@ -167,9 +167,7 @@ def _as_events(changes: Iterable[_Change]) -> Iterator[JournalEvent]:
         if removed and not isinstance(change, _Removed):
             yield _join_removed(removed)
             removed = []
-        if stored and not (
-            isinstance(change, _Stored) and change.parent == stored[-1].block_hash
-        ):
+        if stored and not (isinstance(change, _Stored) and change.parent == stored[-1].block_hash):
             yield _join(stored)
             stored = []
         if isinstance(change, _Stored):

@@ -59,9 +59,7 @@ MAX_TIERS: Final = 64
 MAX_ENTRIES: Final = 262_144
 NAMING_BYTES: Final = 16
 TierId: TypeAlias = Annotated[StoreId, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
-Naming: TypeAlias = Annotated[
-    bytes, msgspec.Meta(min_length=NAMING_BYTES, max_length=NAMING_BYTES)
-]
+Naming: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=NAMING_BYTES, max_length=NAMING_BYTES)]
 EntryNames: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=ENTRY_NAME_BYTES * MAX_ENTRIES)]
 _NIL: Final = msgspec.Raw(b"\xc0")
 Index: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=65_536)]
@@ -122,16 +120,14 @@ class _Page(msgspec.Struct, frozen=True, array_like=True):
 
 
 _WireEvent: TypeAlias = _Stored | _Removed | _Cleared | _EntriesStored | _EntriesRemoved | _Tiers
-_KNOWN: Final = frozenset(
-    {
-        "BlockStored",
-        "BlockRemoved",
-        "AllBlocksCleared",
-        "EntriesStored",
-        "EntriesRemoved",
-        "TiersListed",
-    }
-)
+_KNOWN: Final = frozenset({
+    "BlockStored",
+    "BlockRemoved",
+    "AllBlocksCleared",
+    "EntriesStored",
+    "EntriesRemoved",
+    "TiersListed",
+})
 _batches = msgspec.msgpack.Decoder(_Batch)
 _events = msgspec.msgpack.Decoder(_WireEvent)
 _pages = msgspec.msgpack.Decoder(_Page)

@@ -188,8 +188,8 @@ class MeasuredLink(msgspec.Struct, frozen=True):
     """One direction of the way to a peer: what a transfer of pages is predicted to take.
 
     `push`: to the peer; `pull`: from it. `latency_s + bytes * byte_s`, of the transport that large
-    transfers take, from so many probes and transfers; `encoding` is the latest handoff's. Where that
-    is not raw, a byte of raw KV takes `kv_byte_s`, encoding and decoding included.
+    transfers take, from so many probes and transfers; `encoding` is the latest handoff's. Where
+    that is not raw, a byte of raw KV takes `kv_byte_s`, encoding and decoding included.
     """
 
     peer: Name

@@ -26,10 +26,10 @@ from baton.events.blocks import (
     pack_names,
 )
 from baton.ids import Epoch, WorkerId
+from baton.kv.prefix_names import PrefixNames
 from baton.protocol.worker_http import Role
 from baton.router.fleet import WorkerView
 from baton.router.placement import Placement
-from baton.kv.prefix_names import PrefixNames
 from baton.router.prefixes import (
     EXPECTED_WITH_EVENTS_S,
     EXPECTED_WITHOUT_S,
@@ -118,7 +118,11 @@ class PrefixesMachine(RuleBasedStateMachine):
         self.tiers[worker] = tuple(tiers)
 
     @rule(
-        worker=followed, tier=st.sampled_from(TIERS), ids=tokens, salt=salts, start=st.integers(0, 2)
+        worker=followed,
+        tier=st.sampled_from(TIERS),
+        ids=tokens,
+        salt=salts,
+        start=st.integers(0, 2),
     )
     def keep(self, worker, tier, ids, salt, start):
         """A worker reports a sequence's entries in one of its tiers, or some of them."""

@@ -119,9 +119,7 @@ def open_store_access(  # noqa: PLR0913 - what a worker's store is opened from
     store = open_keyed_store(section.tiers, section.options, key=key, clock=clock, peers=peers)
     label = partial(label_tenant, key)
     naming = key.sign(_PURPOSE, _NAMING_TAG)[:NAMING_BYTES]
-    return StoreAccess(
-        store, entry_format, view, label, encoding, keeps_prefixes, naming=naming
-    )
+    return StoreAccess(store, entry_format, view, label, encoding, keeps_prefixes, naming=naming)
 
 
 def label_tenant(key: ClusterKey, tenant_salt: str) -> TenantLabel:

@@ -171,7 +171,7 @@ class StoreJournal:
                 continue
             are_there = iter(place.check_each(names))
             for index, each in enumerate(parts):
-                if all([next(are_there) for _ in each]):
+                if sum(next(are_there) for _ in each) == len(each):
                     found[index] |= 1 << at
         if is_due:
             self._billed_at = Instant(self.clock.now() + BILLED_WAIT_S)
@@ -254,5 +254,5 @@ def open_store_journal(
     nothing of each other's there: their tiers have other ids.
     """
     form = entry_format.name(BlockHash(b""), 0) + fingerprint.encode()
-    places = [StorePlace(tier, form) for tier in store.places()]
+    places = [StorePlace(tier, form) for tier in store.places]
     return StoreJournal(journal, places, naming, entry_format.block_size, clock)

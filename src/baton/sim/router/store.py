@@ -74,9 +74,7 @@ class StoreReporter:
         events, self._events = self._events, []
         return events
 
-    def _report(
-        self, kind: type[EntriesStored | EntriesRemoved], names: Sequence[int]
-    ) -> None:
+    def _report(self, kind: type[EntriesStored | EntriesRemoved], names: Sequence[int]) -> None:
         if names:
             packed = pack_names(names)
             self._events.append(kind(self._tier, self._naming, self._block_size, packed))

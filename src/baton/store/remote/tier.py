@@ -70,7 +70,9 @@ class StartedFind:
 
 
 class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question to many servers
-    """See `Tier`, `RemoteLookup`, `ServerPlace`, `WritesBehind` and `DelaysPromotion`. Others use the server, too.
+    """See `Tier`, `RemoteLookup`, `ServerPlace`, `WritesBehind` and `DelaysPromotion`.
+
+    Others use the server, too.
 
     The server decides what it evicts. A server that fails or is late is reported as missing
     everything; `put` then raises StoreError at once.
@@ -157,9 +159,7 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
         except StoreError:
             return None
 
-    def _with_waiting(
-        self, names: Sequence[EntryName], found: Sequence[bool]
-    ) -> Sequence[bool]:
+    def _with_waiting(self, names: Sequence[EntryName], found: Sequence[bool]) -> Sequence[bool]:
         """Entries that wait to be written count as there."""
         waiting = self._behind.names()
         if not waiting:

@@ -83,7 +83,7 @@ class HostLease:
     def __exit__(self, *_: object) -> None: ...
 
 
-class HostTier:  # noqa: PLR0904 - two contracts
+class HostTier:
     """See `Tier` and `ServedEntries`. Peers are answered by another thread: a lock is between.
 
     The memory of an entry that made room is free once its leases are released.
