@@ -170,6 +170,8 @@ class HandoffCosts:
         cost = self.cost_of(source, decode)
         link = self.links.get((source.id, decode.id)) or self._link(self.distance(source, decode))
         moved_s = num_tokens * self._shape.bytes_per_token * link.kv_byte_s
+        if (source.id, decode.id) in self.links and not cost.line.num_workers:
+            return cost.predict(0) + moved_s  # the line is a guess from other links, too
         return max(cost.predict(num_tokens), cost.predict(0) + moved_s)
 
     def observe(self, cost: WorkerCost, num_tokens: float, seconds: float) -> None:

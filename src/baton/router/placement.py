@@ -41,7 +41,8 @@ class PlacementRequest:
     clock by which `FleetLoad` is kept. `failed_modes` may name modes that are not for this request.
     `cached`: tokens of the prompt that workers have, from the first on; others have none, as far as
     is known. `stored`: those that they can load from their stores. `full`: workers that are not
-    chosen while others are left. `ttft_s` and `tpot_s`: the request's own limits, None where the policy's hold.
+    chosen while others are left. `ttft_s` and `tpot_s`: the request's own limits, None where the
+    policy's hold.
     """
 
     model: str

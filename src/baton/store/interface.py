@@ -241,7 +241,10 @@ class ServerPlace(Protocol):
         ...
 
     def check_each(self, names: Sequence[EntryName]) -> Sequence[bool]:
-        """See `RemoteLookup.find_each`; they will not be read next, so none is fetched ahead."""
+        """Which names are there. They will not be read next: none is fetched ahead.
+
+        Where each look costs money, those beyond the first miss may be reported as missing, too.
+        """
         ...
 
 

@@ -56,8 +56,10 @@ class Server:
         self.inner = TIERS.build("host", {})(self.context)
 
     def check_each(self, names):
-        """Beyond the first that is missing none is looked for, as an object store does."""
+        """As an object store does: beyond the first that is missing none is looked for."""
         self.num_checked.append(len(names))
+        if not self.is_billed:
+            return [bool(self.inner.find((name,))) for name in names]
         found = self.inner.find(names)
         return [True] * found + [False] * (len(names) - found)
 
