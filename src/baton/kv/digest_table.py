@@ -39,6 +39,7 @@ class DigestTable:
         self._factor = secrets.randbits(64) | 1
         self._free = array("i")
         self._num_rows = 0
+        self._digests = memoryview(b"")
         self._allocate(_MIN_ROWS)
         self._rehash()
 
@@ -132,10 +133,10 @@ class DigestTable:
             raise AssertionError("a place names a row that is not in use")
 
     def _allocate(self, max_rows: int) -> None:
-        before: memoryview | bytes = self._digests if self._num_rows else b""
+        before = self._digests
         self._max_rows = max_rows
         self._words = np.empty((max_rows, DIGEST_BYTES // 8), np.uint64)
-        self._digests = memoryview(self._words).cast("B")
+        self._digests = self._words.data.cast("B")
         self._digests[: len(before)] = before
 
     def _rehash(self) -> None:
@@ -143,7 +144,7 @@ class DigestTable:
         num_places = 1 << (2 * _PLACES_PER_ROW * max(_MIN_ROWS, len(self)) - 1).bit_length()
         self._mask, self._shift = num_places - 1, 64 - num_places.bit_length() + 1
         self._by_place = np.full(num_places, NO_ROW, np.int32)
-        self._rows = memoryview(self._by_place)
+        self._rows = self._by_place.data
         is_used = np.ones(self._num_rows, dtype=bool)
         is_used[np.array(self._free, np.int64)] = False
         used = np.flatnonzero(is_used)

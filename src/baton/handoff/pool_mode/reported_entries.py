@@ -82,7 +82,8 @@ class ReportedEntries:
     def pack_names_at(self, place: int) -> bytes:
         """The names of all entries at the place of this bit."""
         is_there = np.array(self._places) & np.uint64(place) != 0
-        return np.array(self._names)[is_there].astype("<u8").tobytes()
+        packed: bytes = np.array(self._names)[is_there].astype("<u8").tobytes()
+        return packed
 
     def check_invariants(self) -> None:
         """Raise AssertionError where columns disagree.
