@@ -162,15 +162,14 @@ def fill_journal(num: int) -> object:
     tier = EverythingTier(HostTierOptions(), TierContext("bench", KEY, clock))
     place = StorePlace(tier, b"form", StoreId("0" * 32))
     reported = StoreJournal(CacheJournal(), [place], bytes(16), BLOCK_SIZE, clock)
-    names = list(make_names(num))
-    for at in range(0, num, 64):
+    names = make_names(num)
+    while batch := tuple(islice(names, 64)):
         segments = [
             TokenSegment(BlockHash(name), i * BLOCK_SIZE, (i + 1) * BLOCK_SIZE)
-            for i, name in enumerate(names[at : at + 64])
+            for i, name in enumerate(batch)
         ]
         ids = RNG.integers(0, 128_000, 64 * BLOCK_SIZE).astype(np.int32)
         reported.add_present(segments, ids, "", lambda block_hash: [EntryName(block_hash)])
-    names.clear()
     return reported
 
 
