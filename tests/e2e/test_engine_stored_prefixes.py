@@ -109,6 +109,8 @@ def test_what_one_worker_computed_another_reads_from_its_memory(
     of_one, of_two = listening_pair()
     one = nodes.enter_context(pooled("one", tmp_path, prefixes=True, tiers=of_one))
     two = nodes.enter_context(pooled("two", tmp_path, prefixes=True, tiers=of_two))
+    journal = store_of(one).access.journal
+    until(lambda: len(journal.list_reported()[0].tiers) == 2)  # it began before its peer did
     expected = ask(one)
     wait_until_kept(one)
     size = store_of(one).block_size
