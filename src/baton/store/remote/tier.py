@@ -358,7 +358,7 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
         try:
             self._report = asked.result(0)
         except (BatonError, TimeoutError) as exc:
-            logger.debug("store: %s does not answer: %s", self._kind, exc or "too late")
+            logger.debug("store: %s does not answer: %s", self._kind, str(exc) or "too late")
             self._fail(StoreError(str(exc) or f"{self._kind} does not answer"))
             return
         if not self._server.is_closed:
