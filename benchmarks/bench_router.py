@@ -6,6 +6,7 @@
     place       policy `cost` and `prefix` among 256 workers of both roles, half of them busy, half
                 of them with some of the prompt cached; and with a store for each 8 of them, that
                 has all or some of it
+    find        the same of a prompt of 16,000 tokens in stores, where it is cached nowhere
     ingest      stored blocks, 64 in an event: as plain objects, and from the publishers' bytes
 
 Where `dynamo._core` can be imported (ai-dynamo-runtime, for example installed by
@@ -22,7 +23,7 @@ import gc
 import json
 import statistics
 import time
-from dataclasses import replace
+from functools import partial
 from itertools import count, product
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,16 +34,24 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.auth.ticket import WorkerRef
-from baton.events.blocks import DEFAULT_MEDIUM, BlockStored, EventDomain, pack_ids
+from baton.events.blocks import (
+    DEFAULT_MEDIUM,
+    BlockStored,
+    EntriesStored,
+    EventDomain,
+    TiersListed,
+    pack_ids,
+    pack_names,
+)
 from baton.events.journal import JournalPage
 from baton.events.wire import decode_message, decode_page, encode_page
 from baton.ids import Epoch, StoreId, WorkerId
+from baton.kv.prefix_names import PrefixNames
 from baton.protocol.worker_http import Role
 from baton.router.fleet import Fleet, WorkerView
 from baton.router.load import FleetLoad
 from baton.router.placement import POLICIES, Placement, PlacementRequest
 from baton.router.prefix_index import PrefixIndex
-from baton.router.prefix_names import PrefixNames
 from baton.router.prefixes import ModelPrefixes
 
 if TYPE_CHECKING:
@@ -58,6 +67,7 @@ except ImportError:
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 1000
+ENTRY_SIZE = 64
 BLOCKS_PER_EVENT = 64
 MODEL = "demo"
 DOMAIN = EventDomain("bench/sha256")
@@ -136,23 +146,52 @@ def bench_find(figures: Figures, num_workers: int, kind: str) -> None:
     figures.add(arms)
 
 
+def bench_find_stored(figures: Figures) -> None:
+    """A prompt of 16,000 tokens in stores: 8 workers share one, or each has two tiers."""
+    ids = RNG.integers(0, 128_000, 16_000).astype(np.int32)
+    naming = bytes(16)
+    by = PrefixNames(naming)
+    names = by.of(ids[:-1], ENTRY_SIZE, by.root(""))
+    arms: dict[str, Callable[[], object]] = {}
+    for row, tiers_of in (
+        ("no store", lambda _: ()),
+        ("32 stores", lambda at: (_tier(at // 8),)),
+        ("256 tiers above one", lambda at: (_tier(1 + at), _tier(0))),
+    ):
+        prefixes = ModelPrefixes(NAMES)
+        for at in range(256):
+            feed, tiers = prefixes.follow(WorkerId(f"worker-{at}")), tiers_of(at)
+            feed.apply(TiersListed(tiers))
+            for tier in tiers:
+                num = int(RNG.integers(100, len(names)))
+                feed.apply(EntriesStored(tier, naming, ENTRY_SIZE, pack_names(names[:num])))
+        arms[f"find, 16,000 tokens, 256 workers, {row}"] = partial(prefixes.find, ids, "", 0.0)
+    figures.add(arms)
+
+
+def _tier(number: int) -> StoreId:
+    return StoreId(f"{number:032x}")
+
+
 def bench_place(figures: Figures) -> None:
     """The policies that look at what is cached."""
-    stores = [StoreId(f"{number:032x}") for number in range(32)]
-    fleet = Fleet.of(replace(_view(at), store=stores[at // 8]) for at in range(256))
+    fleet = Fleet.of(_view(at) for at in range(256))
     decodes, load, now = fleet.models[MODEL].decodes, FleetLoad(), 0.0
     for at, worker in enumerate(decodes):
         for _ in range(at % 8 if at % 2 else 0):
             running = load.begin(Placement(None, worker), 1000, now)
             running.first_token(now + 0.1)
     cached = {w.id: 16 * int(RNG.integers(1, 900)) for w in decodes[::2]}
-    stored = {store: 64 * int(RNG.integers(100, 249)) for store in stores}
+    of_stores = [64 * int(RNG.integers(100, 249)) for _ in range(32)]
+    stored = {w.id: of_stores[at // 8] for at, w in enumerate(decodes)}
     numbers = count()
     arms: dict[str, Callable[[], object]] = {}
     for name, found in product(("cost", "prefix"), ({}, stored)):
         policy = POLICIES.build(name, {})("auto")
 
-        def place(policy: PlacementPolicy = policy, found: Mapping[StoreId, int] = found) -> object:
+        def place(
+            policy: PlacementPolicy = policy, found: Mapping[WorkerId, int] = found
+        ) -> object:
             at = now + next(numbers) * 1e-3
             request = PlacementRequest(
                 MODEL, num_prompt_tokens=16_000, at=at, cached=cached, stored=found
@@ -168,18 +207,20 @@ def bench_ingest(figures: Figures) -> None:
     num_events, fresh = 64, count()
     payloads: list[bytes] = []
     pages: list[bytes] = []
+    of_store: list[bytes] = []
 
     def make() -> list[BlockStored]:
         events: list[BlockStored] = []
         payloads.clear()
         pages.clear()
+        of_store.clear()
         for _ in range(num_events):
             size = BLOCKS_PER_EVENT * BLOCK_SIZE
             ids = tuple(RNG.integers(0, 128_000, size).tolist())
             hashes = tuple(next(fresh) for _ in range(BLOCKS_PER_EVENT))
             packed = pack_ids(ids)
             events.append(BlockStored(DOMAIN, hashes, None, packed, BLOCK_SIZE, DEFAULT_MEDIUM, 0))
-            stored = {
+            event = {
                 "type": "BlockStored",
                 "block_hashes": hashes,
                 "parent_block_hash": None,
@@ -187,12 +228,15 @@ def bench_ingest(figures: Figures) -> None:
                 "block_size": BLOCK_SIZE,
                 "medium": DEFAULT_MEDIUM,
             }
-            payloads.append(msgspec.msgpack.encode((0.0, [stored], None)))
+            payloads.append(msgspec.msgpack.encode((0.0, [event], None)))
             pages.append(encode_page(JournalPage(1, is_whole=False, events=(events[-1],))))
+            names = pack_names(RNG.integers(0, 1 << 63, BLOCKS_PER_EVENT).tolist())
+            entries = EntriesStored(_tier(0), bytes(16), ENTRY_SIZE, names)
+            of_store.append(encode_page(JournalPage(1, is_whole=False, events=(entries,))))
         return events
 
     per = num_events * BLOCKS_PER_EVENT
-    objects, wire, own, peer = [], [], [], []
+    objects, wire, own, stored, peer = [], [], [], [], []
     for _ in range(figures.repetitions // 20 + 2):
         events = make()
         feed = ModelPrefixes(NAMES).follow(WorkerId("worker"))
@@ -201,6 +245,9 @@ def bench_ingest(figures: Figures) -> None:
         wire.append(_time(lambda f=feed: [_take(f, payload) for payload in payloads]))
         feed = ModelPrefixes(NAMES).follow(WorkerId("worker"))
         own.append(_time(lambda f=feed: [_take_page(f, page) for page in pages]))
+        feed = ModelPrefixes(NAMES).follow(WorkerId("worker"))
+        feed.apply(TiersListed((_tier(0),)))
+        stored.append(_time(lambda f=feed: [_take_page(f, page) for page in of_store]))
         if dynamo is not None:
             tree = dynamo.RadixTree()
             bodies = [
@@ -216,6 +263,7 @@ def bench_ingest(figures: Figures) -> None:
         "ingest, objects": objects,
         "ingest, vLLM's bytes": wire,
         "ingest, a Baton worker's bytes": own,
+        "ingest, entries of a store, bytes": stored,
         "ingest, bytes · Dynamo": peer,
     }
     for name, times in arms.items():
@@ -274,6 +322,7 @@ def main() -> None:
     for num_workers in (64, 512):
         for kind in ("all", "graded", "one"):
             bench_find(figures, num_workers, kind)
+    bench_find_stored(figures)
     bench_place(figures)
     bench_ingest(figures)
     table = Table("", "p50, us", "p99, us", "per second")

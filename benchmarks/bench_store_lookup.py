@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack, closing
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -35,21 +36,23 @@ import numpy as np
 from baton.clock import Instant, MachineClock
 from baton.events.journal import CacheJournal
 from baton.handoff.pool_mode.block_copier import TokenSegment
-from baton.handoff.pool_mode.side_entries import StoreIdentity
 from baton.handoff.pool_mode.store_journal import MAX_REPORTED, StoreJournal
+from baton.handoff.pool_mode.store_places import StorePlace
 from baton.ids import StoreId, WorkerId
 from baton.kv.identity import BlockHash, HashDomain, compute_block_hashes
 from baton.kv.layout import KVLayout
 from baton.router.prefix_index import PrefixIndex
+from baton.router.stored_entries import StoredEntries
 from baton.store.entry_format import EntryFormat
 from baton.store.folder.known_names import MAX_KNOWN, KnownNames
 from baton.store.interface import TIERS, EntryName, TierContext
+from baton.store.tiers.host import HostTier, HostTierOptions
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.store_servers import RedisServer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from baton.store.interface import Tier
 
@@ -145,26 +148,45 @@ def fill_router(num: int) -> object:
     return index
 
 
+class EverythingTier(HostTier):
+    """Has every entry, and keeps none: its own memory is not to be measured."""
+
+    def find(self, names: Sequence[EntryName]) -> int:
+        """All of them."""
+        return len(names)
+
+
 def fill_journal(num: int) -> object:
-    """What a worker has reported to gateways of the store, with its tokens: sequences of 64."""
-    clock, identity = MachineClock(), StoreIdentity(bytes(16))
-    tier = open_tier("host", {})
-    reported = StoreJournal(CacheJournal(), tier, identity, StoreId("0" * 32), clock)
-    names = list(make_names(num))
-    for at in range(0, num, 64):
+    """What a worker has reported to gateways of the store: sequences of 64."""
+    clock = MachineClock()
+    tier = EverythingTier(HostTierOptions(), TierContext("bench", KEY, clock))
+    place = StorePlace(tier, b"form", StoreId("0" * 32))
+    reported = StoreJournal(CacheJournal(), [place], bytes(16), BLOCK_SIZE, clock)
+    names = make_names(num)
+    while batch := tuple(islice(names, 64)):
         segments = [
             TokenSegment(BlockHash(name), i * BLOCK_SIZE, (i + 1) * BLOCK_SIZE)
-            for i, name in enumerate(names[at : at + 64])
+            for i, name in enumerate(batch)
         ]
         ids = RNG.integers(0, 128_000, 64 * BLOCK_SIZE).astype(np.int32)
-        reported.add_present(segments, None, ids, "")
+        reported.add_present(segments, ids, "", lambda block_hash: [EntryName(block_hash)])
     return reported
+
+
+def fill_stored(num: int) -> object:
+    """Entries of a store that one worker has reported, at a gateway."""
+    entries = StoredEntries()
+    names = (int.from_bytes(name[:8], "little") for name in make_names(num))
+    while batch := tuple(islice(names, 64)):
+        entries.store(WorkerId("worker"), StoreId("0" * 32), batch)
+    return entries
 
 
 INDEXES: Final[Mapping[str, tuple[Callable[[int], object], int]]] = {
     "names that a process has found": (fill_known, MAX_KNOWN),
     "host": (fill_host, 1_000_000),
     "gateway's index": (fill_router, 1_000_000),
+    "gateway's index of stores": (fill_stored, 1_000_000),
     "reported to gateways": (fill_journal, MAX_REPORTED),
 }
 

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from baton.engines.interface import Colocated, PrefillRequest, SamplingParams
 from baton.engines.lookup_cost import LookupCost
-from baton.router.prefix_names import PrefixNames
+from baton.kv.prefix_names import PrefixNames
 from baton.router.prefixes import ModelPrefixes
 from baton.store.folder.tier import FolderTier
 from baton.telemetry.trace import Stamp
@@ -110,8 +110,14 @@ def test_what_one_worker_computed_another_reads_from_its_memory(
     of_one, of_two = listening_pair()
     one = nodes.enter_context(pooled("one", tmp_path, prefixes=True, tiers=of_one))
     two = nodes.enter_context(pooled("two", tmp_path, prefixes=True, tiers=of_two))
+    journal = store_of(one).access.journal
+    until(lambda: len(journal.list_reported()[0].tiers) == 2)  # it began before its peer did
     expected = ask(one)
     wait_until_kept(one)
+    size = store_of(one).block_size
+    stored = {name: (len(ids) - 1) // size * size for name, ids in PROMPTS.items()}
+    until(lambda: count_stored([one, two]) == {"one": stored, "two": stored})
+    assert count_stored([two]) == {"two": dict.fromkeys(PROMPTS, 0)}, "it reports its own alone"
     assert ask(two) == expected
     assert all(trace.num_loaded_tokens > 100 for trace in two.traces.values())
     assert all(trace.fallbacks == [] for trace in two.traces.values())
@@ -120,32 +126,39 @@ def test_what_one_worker_computed_another_reads_from_its_memory(
     assert first.usage.peers.num_read >= num_entries - len(PROMPTS)
 
 
+def count_stored(readers: Sequence[Node]) -> dict[str, dict[str, int]]:
+    """By worker, how much of each prompt a gateway that follows these knows that it can load."""
+    prefixes = ModelPrefixes(PrefixNames(bytes(16)))
+    for node in readers:
+        followed = prefixes.follow(node.ref.worker)
+        for event in node.engine.journal.read(0).events:
+            followed.apply(event)
+    prefixes.check_invariants()
+    found = {name: prefixes.find(ids, "", 0.0).stored for name, ids in PROMPTS.items()}
+    return {
+        node.ref.worker: {name: stored.get(node.ref.worker, 0) for name, stored in found.items()}
+        for node in readers
+    }
+
+
 def test_what_is_in_the_store_is_found_by_way_of_the_workers_journals(
     nodes: ExitStack, tmp_path: Path
 ) -> None:
     one, two = (
         nodes.enter_context(pooled(name, tmp_path, prefixes=True)) for name in ("one", "two")
     )
-    journals = [store_of(node).access.journal for node in (one, two)]
-    store_id = journals[0].store_id
-    assert journals[1].store_id == store_id
     ask(one)
     wait_until_kept(one)
 
     def find(*readers: Node) -> dict[str, int]:
-        """How much of each prompt a gateway would know to be stored."""
-        prefixes = ModelPrefixes(PrefixNames(bytes(16)))
-        for node in readers:
-            followed = prefixes.follow(node.ref.worker, store_id)
-            for event in node.engine.journal.read(0).events:
-                followed.apply(event)
-        found = {name: prefixes.find(ids, "", 0.0) for name, ids in PROMPTS.items()}
-        return {name: match.stored.get(store_id, 0) for name, match in found.items()}
+        """How much of each prompt a gateway would know that the last of them can load."""
+        return count_stored(readers)[readers[-1].ref.worker]
 
     size = store_of(one).block_size
     expected = {name: (len(ids) - 1) // size * size for name, ids in PROMPTS.items()}
     assert find(one) == expected
     assert find(two) == dict.fromkeys(PROMPTS, 0), "it has not met them"
+    assert find(one, two) == expected, "both use one tier"
     ask(two)
     wait_until_kept(two)
     assert find(two) == expected, "it found them"

@@ -1,4 +1,4 @@
-"""A follow-up turn goes to a worker that is idle, which loads it from the store of its host."""
+"""A follow-up turn goes to a worker that is idle, which loads it from a tier that both use."""
 
 from __future__ import annotations
 
@@ -79,14 +79,15 @@ def prefilling(gateway: FleetProcess, worker: str) -> bool:
 
 def test_a_follow_up_turn_is_loaded_where_there_is_time(fleet: Fleet, tmp_path: Path) -> None:
     store = tmp_path / "store"
-    store.mkdir()
     settings = {
         "engine.dtype": "float32",
         "engine.num_threads": 1,
         "worker.model": str(DEMO_MODEL_PATH),
         "worker.served_model_name": "demo",
-        "store.tiers": ["shared"],
-        "store.options.shared.directory": str(store),
+        "store.tiers": ["host", "file"],
+        # Each has memory of its own above the folder: no entry fits, so that all are in the lower.
+        "store.options.host.capacity_bytes": 4096,
+        "store.options.file.directory": str(store),
     }
     workers = [fleet.start_worker(name, "both", settings) for name in ("one", "two")]
     for worker in workers:
@@ -113,6 +114,7 @@ def test_a_follow_up_turn_is_loaded_where_there_is_time(fleet: Fleet, tmp_path: 
     alone = {each["decode"]: each for each in explained["candidates"] if each["prefill"] is None}
     assert alone[busy]["figures"]["queue_s"] > alone[idle]["figures"]["load_s"] > 0
     assert alone[idle]["is_chosen"]
+    assert set(explained["stored_tokens"]) == {busy, idle}
     num_stored = alone[idle]["figures"]["stored_tokens"]
     assert NUM_STORED <= num_stored <= min(explained["stored_tokens"].values())
 
@@ -130,9 +132,9 @@ def test_a_follow_up_turn_is_loaded_where_there_is_time(fleet: Fleet, tmp_path: 
 
     assert metric(gateway, "baton_router_stored_blocks") > 0
 
-    options = {"shared": {"directory": str(store)}}
+    options = {"file": {"directory": str(store)}}
     with closing(
-        open_keyed_store(("shared",), options, key=KEY.key, clock=MachineClock())
+        open_keyed_store(("file",), options, key=KEY.key, clock=MachineClock())
     ) as other_user:
 
         def is_gone() -> bool:

@@ -154,7 +154,7 @@ def test_a_prompt_goes_to_a_server_that_can_load_it(
         answer = ask_one(gateway, prompt)
         stream.read()
     num_stored = count_full(len(prompt))
-    assert list(explained["stored_tokens"].values()) == [num_stored]
+    assert set(explained["stored_tokens"].values()) == {num_stored}
     trace = read_request(gateway, answer.request_id)
     assert trace["gateway"]["peer"] == idle, "the other one was not busy for long enough"
     assert any(f"can load {num_stored}" in line for line in trace["placement"])

@@ -55,9 +55,13 @@ from baton.errors import (
 from baton.events.blocks import (
     BlockRemoved,
     BlockStored,
+    EntriesRemoved,
+    EntriesStored,
     EventDomain,
+    TiersListed,
     WorkerBlockIndex,
     pack_ids,
+    pack_names,
 )
 from baton.events.journal import BATON_HASHES, JournalPage
 from baton.events.sequence import Deliver, Sequencer
@@ -91,6 +95,7 @@ from baton.handoff.pool_mode.side_entries import (
 )
 from baton.handoff.token_ranges import unpack_ranges
 from baton.ids import Epoch, TicketId, WorkerId
+from baton.kv.prefix_names import PrefixNames
 from baton.kv.sizing.config import read_config
 from baton.kv.sizing.families import read_shape
 from baton.launch.progress import count_up, first_model
@@ -101,7 +106,6 @@ from baton.protocol.worker_http import FirstToken, NextTokens, PrefillReply, Rol
 from baton.rig import backend
 from baton.rig.transport import PageAnnouncement, decode_announcement, map_announced
 from baton.router.health import DEFAULT_HEALTH
-from baton.router.prefix_names import PrefixNames
 from baton.router.prefixes import ModelPrefixes
 from baton.store.entry_format import DIGEST_BYTES, HEADER_BYTES, make_header, read_header
 from baton.store.interface import EntryName
@@ -659,7 +663,8 @@ def index_prefixes(events: Iterable[FeedEvent]) -> None:
         feed.apply(event)
         prefixes.check_invariants()
     prefixes.forget(WorkerId("w"))
-    assert prefixes.num_blocks == 0
+    prefixes.check_invariants()
+    assert prefixes.num_blocks == prefixes.num_stored_blocks == 0
 
 
 def read_journal(body: bytes) -> str:
@@ -1012,6 +1017,10 @@ TARGETS: Final = {
                 BlockStored(BATON_HASHES, (b"a" * 32, b"b" * 32), None, pack_ids((1, 2, 3, 4)), 2,
                             "GPU", 0),
                 BlockRemoved(BATON_HASHES, (b"b" * 32,), "GPU", 0)))),
+            encode_page(JournalPage(9, is_whole=True, events=(
+                TiersListed(("0" * 32,)),
+                EntriesStored("0" * 32, bytes(16), 64, pack_names((1, 2))),
+                EntriesRemoved("0" * 32, bytes(16), 64, pack_names((2,)))))),
             encode_page(JournalPage(0, is_whole=False, events=()))), "bytes"),
         Target("worker-info", read_worker_info, (ProtocolError, ConfigError),
                json_of(INFO, VLLM_INFO), "json"),

@@ -16,13 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
-import numpy as np
 import pytest
 
-from baton.events.blocks import STORE_MEDIUM
+from baton.events.blocks import EntriesRemoved, EntriesStored, TiersListed, pack_names
 from baton.events.journal import CacheJournal
 from baton.ids import StoreId
-from baton.kv.identity import BlockHash
 from tests.integration.gateway_cluster import Cluster, run, until, until_true, until_up
 from tests.integration.scripted_publisher import ScriptedPublisher, stored
 from tests.integration.scripted_vllm import ScriptedVllm, say_abc_as_vllm
@@ -137,12 +135,12 @@ def test_what_vllm_publishes_is_shown(ends, give_birth):
 
 
 def test_what_a_vllm_servers_store_holds_is_asked_for_beside_what_it_publishes(ends, give_birth):
-    publisher, store = give_birth(*ends), StoreId("5" * 32)
+    publisher, tier = give_birth(*ends), StoreId("5" * 32)
     server = server_of(publisher.source)
-    server.extra_info |= {"has_kv_journal": True, "store": store}
-    hashes = [BlockHash(bytes([i]) * 32) for i in range(3)]
-    ids = np.arange(3 * 64, dtype=np.int32)
-    server.journal.add_stored(hashes, None, ids, "", medium=STORE_MEDIUM)
+    server.extra_info |= {"has_kv_journal": True}
+    server.journal.add_of_store(TiersListed((tier,)))
+    names = pack_names([1, 2, 3])
+    server.journal.add_of_store(EntriesStored(tier, bytes(16), 64, names))
     in_store = 'baton_kv_blocks_held{group="0",medium="STORE",worker="vllm-d"}'
 
     async def until_known(cluster: Cluster, num_cached: int, num_stored: int) -> None:
@@ -158,14 +156,15 @@ def test_what_a_vllm_servers_store_holds_is_asked_for_beside_what_it_publishes(e
         publisher.publish(stored(5))
         await until_known(cluster, 1, 3)
         assert await cluster.metric(in_store) == 3
-        server.journal.add_removed(hashes[2], STORE_MEDIUM)
+        removed = EntriesRemoved(tier, bytes(16), 64, pack_names([3]))
+        server.journal.add_of_store(removed)
         await until_known(cluster, 1, 2)
         publisher.publish({"type": "AllBlocksCleared"})
         await until_known(cluster, 0, 2)
         worker = await shown(cluster)
         (blocks,) = worker["store_events"]["blocks"]
         assert (blocks["medium"], blocks["num_blocks"]) == ("STORE", 2)
-        assert worker["store_events"]["feed"]["last_seq"] == 4
+        assert worker["store_events"]["feed"]["last_seq"] == 3
         assert worker["kv_events"]["endpoint"] == ends[0]
         server.journal = CacheJournal()
         server.epoch = "9" * 32  # another life, which has reported nothing

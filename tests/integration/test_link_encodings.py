@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from baton.handoff.messages import TransferOp
+    from baton.handoff.peer_transports import LinkReport
     from baton.kv.copies import BlockTable
     from baton.testing.network_namespaces import FarHost
 
@@ -63,9 +64,9 @@ def read_numbers(node_: Node, blocks: BlockTable, num_tokens: int) -> np.ndarray
     return np.frombuffer(b"".join(parts), ml_dtypes.bfloat16).astype(np.float32)
 
 
-def read_encodings(node_: Node) -> list[str]:
-    """As the worker's page shows them, of its links."""
-    return [each.encoding for each in node_.agent.describe_links().result(timeout=5.0)]
+def read_links(node_: Node) -> list[LinkReport]:
+    """As the worker's page shows them."""
+    return node_.agent.describe_links().result(timeout=5.0)
 
 
 @pytest.mark.parametrize("op", ["WRITE", "READ"])
@@ -82,7 +83,8 @@ def test_kv_is_encoded_once_the_link_is_slow(op: TransferOp, far_cable: FarHost)
         fast = run_until_chosen(p, d)
         reporting = p if op == "WRITE" else d
         fast.check_bytes()
-        assert read_encodings(reporting) == ["raw"]
+        (link,) = read_links(reporting)
+        assert (link.encoding, link.kv_byte_s) == ("raw", None)
         estimate = fast.receiving.trace.encoding_estimate
         assert estimate is not None
         assert estimate.chosen == "raw"
@@ -97,7 +99,9 @@ def test_kv_is_encoded_once_the_link_is_slow(op: TransferOp, far_cable: FarHost)
                 if estimate is not None and estimate.raw_s > raw_s / 2:
                     break
         assert order.trace.encodings == ["handoff=int8/1"]
-        assert read_encodings(reporting) == ["int8/1"]
+        (link,) = read_links(reporting)
+        assert link.encoding == "int8/1"
+        assert 0.5 * link.byte_s < link.kv_byte_s < link.byte_s, "it is half as long, and encoded"
         assert estimate is not None
         assert estimate.raw_s == pytest.approx(raw_s, rel=0.5)
         assert estimate.encoded_s < 0.9 * estimate.raw_s

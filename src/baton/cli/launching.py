@@ -17,7 +17,16 @@ from baton.config.environment import read_environment
 from baton.config.logs import configure_logging
 from baton.errors import ConfigError, UnknownPluginError
 from baton.gateway.options import check_processes
-from baton.launch.plan import LaunchPlan, Pinning, plan_launch, share_cores, worker_groups
+from baton.launch.plan import (
+    LOOPBACK,
+    LaunchPlan,
+    Pinning,
+    count_peer_ports,
+    plan_launch,
+    share_cores,
+    worker_groups,
+)
+from baton.launch.ports import find_free_ports
 from baton.launch.progress import open_display
 from baton.launch.supervisor import LaunchContext, Service, Supervisor
 from baton.protocol.worker_http import Role
@@ -68,7 +77,13 @@ def _plan(resolved: Resolved, cores: Sequence[int], pinning: Pinning) -> LaunchP
     engine_keys = {
         group.engine: frozenset(engine_defaults(group.engine)) for group in worker_groups(config)
     }
-    plan = plan_launch(resolved, cores=cores, engine_keys=engine_keys, pinning=pinning)
+    plan = plan_launch(
+        resolved,
+        cores=cores,
+        engine_keys=engine_keys,
+        pinning=pinning,
+        peer_ports=find_free_ports(LOOPBACK, count_peer_ports(config)),
+    )
     policy = choose_policy(config.router.policy, [Role(each.role) for each in plan.workers])
     POLICIES.build(policy, config.router.options.get(policy, {}))
     return plan

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from baton.clock import UnixTime
+    from baton.ids import StoreId
 
 EventDomain = NewType("EventDomain", str)
 """Who computes the hashes and how, e.g. `vllm/sha256`: hashes of two domains never compare."""
@@ -26,7 +27,9 @@ DEFAULT_MEDIUM: Final = "GPU"
 """The medium of the engine's own pool. vLLM reports it on CPUs, too."""
 
 STORE_MEDIUM: Final = "STORE"
-"""The medium of the store that a Baton worker shares with others of its host."""
+"""What a Baton worker loads from besides: the tiers of its store."""
+
+ENTRY_NAME_BYTES: Final = 8
 
 
 def pack_ids(token_ids: Sequence[int]) -> bytes:
@@ -69,7 +72,47 @@ class AllBlocksCleared:
     """Nothing is cached any more, in any medium."""
 
 
-BlockEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+class EntriesStored(Record, frozen=True):
+    """Entries of `block_size` tokens each are in a tier now.
+
+    `tier` is where: workers that report the same one find each other's entries there. `names`
+    (`pack_names`) are `PrefixNames` of the secret `naming`: each stands for all tokens of a
+    sequence up to its entry's end, so that neither tokens nor parents are needed.
+    """
+
+    tier: StoreId
+    naming: bytes
+    block_size: int
+    names: bytes
+
+
+class EntriesRemoved(Record, frozen=True):
+    """Entries that are not in the tier any more."""
+
+    tier: StoreId
+    naming: bytes
+    block_size: int
+    names: bytes
+
+
+class TiersListed(Record, frozen=True):
+    """The tiers from which the worker loads, the quickest first: in place of those before."""
+
+    tiers: tuple[StoreId, ...]
+
+
+def pack_names(names: Sequence[int]) -> bytes:
+    """Names of entries as little-endian uint64."""
+    return struct.pack(f"<{len(names)}Q", *names)
+
+
+def unpack_names(packed: bytes) -> tuple[int, ...]:
+    """The inverse of `pack_names`."""
+    return struct.unpack(f"<{len(packed) // ENTRY_NAME_BYTES}Q", packed)
+
+
+StoreEvent: TypeAlias = EntriesStored | EntriesRemoved | TiersListed
+BlockEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared | StoreEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +193,8 @@ class KVEventFeed(Protocol):
 class WorkerBlockIndex:
     """Sets of hashes, one for each medium and group. One owner thread.
 
+    Of the store's tiers only the number of entries is kept.
+
     A set, not a count of copies: vLLM reports each copy of a block, and on request of blocks that
     it merely used again, so that counts would not return to zero. When one of two copies goes,
     the block counts as gone: a hit may be missed, none is made up.
@@ -158,6 +203,7 @@ class WorkerBlockIndex:
     def __init__(self, domain: EventDomain) -> None:
         self._domain = domain
         self._held: dict[tuple[str, int], set[ExternalHash]] = {}
+        self._num_entries = 0
 
     @property
     def domain(self) -> EventDomain:
@@ -166,8 +212,12 @@ class WorkerBlockIndex:
 
     @property
     def num_blocks(self) -> dict[tuple[str, int], int]:
-        """Blocks held by (medium, group), of all that were ever reported. Any thread may ask."""
-        return {key: len(held) for key, held in list(self._held.items())}
+        """Blocks held by (medium, group), of all that were ever reported. Any thread may ask.
+
+        An entry that is in two tiers of the store counts twice.
+        """
+        held = {key: len(blocks) for key, blocks in list(self._held.items())}
+        return held | {(STORE_MEDIUM, 0): self._num_entries} if self._num_entries else held
 
     def apply(self, event: FeedEvent) -> None:
         """Take up one event of the worker's feed. Those of another domain are ignored."""
@@ -178,6 +228,13 @@ class WorkerBlockIndex:
             case BlockRemoved():
                 if event.domain == self._domain:
                     self._of(event.medium, event.group).difference_update(event.hashes)
+            case EntriesStored():
+                self._num_entries += len(event.names) // ENTRY_NAME_BYTES
+            case EntriesRemoved():
+                num_gone = len(event.names) // ENTRY_NAME_BYTES
+                self._num_entries = max(0, self._num_entries - num_gone)
+            case TiersListed():
+                pass
             case AllBlocksCleared() | Restarted() | Lost():
                 self.clear()
             case _ as never:
@@ -185,6 +242,7 @@ class WorkerBlockIndex:
 
     def clear(self) -> None:
         """Forget every block."""
+        self._num_entries = 0
         for held in self._held.values():
             held.clear()
 

@@ -5,12 +5,21 @@ from __future__ import annotations
 import threading
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
-from baton.events.blocks import DEFAULT_MEDIUM, BlockRemoved, BlockStored, EventDomain
+from baton.events.blocks import (
+    DEFAULT_MEDIUM,
+    ENTRY_NAME_BYTES,
+    BlockRemoved,
+    BlockStored,
+    EntriesRemoved,
+    EntriesStored,
+    EventDomain,
+    StoreEvent,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -19,7 +28,9 @@ if TYPE_CHECKING:
 
 BATON_HASHES: Final = EventDomain("baton/sha256")
 NUM_REMEMBERED: Final = 8192
-"""Events; who asks for older ones gets all blocks that are held instead."""
+"""Blocks and entries, of the latest events; who asks for older ones gets all that is held."""
+
+JournalEvent: TypeAlias = BlockStored | BlockRemoved | StoreEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +39,7 @@ class JournalPage:
 
     last: int
     is_whole: bool
-    events: tuple[BlockStored | BlockRemoved, ...]
+    events: tuple[JournalEvent, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,26 +50,38 @@ class _Stored:
     parent: BlockHash | None
     packed_ids: bytes
     salt: str
-    medium: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Removed:
     block_hash: BlockHash
-    medium: str
+
+
+_Change: TypeAlias = _Stored | _Removed | StoreEvent
+
+
+class ReportedStore(Protocol):
+    """Who reports of a store, and knows all that it has reported and not taken back."""
+
+    def list_reported(self) -> Sequence[StoreEvent]:
+        """Events that give all of it. Called with the journal's lock held."""
+        ...
 
 
 class CacheJournal:
     """One worker's. Any thread reads and writes.
 
-    Each medium holds blocks of its own: a block may be in several.
+    Blocks of the cache are kept here; what is in the store by `store`, which holds `lock` while it
+    changes that and adds the event.
     """
 
     def __init__(self, num_remembered: int = NUM_REMEMBERED) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.RLock()
+        self.store: ReportedStore | None = None
         self._last = 0
-        self._latest: deque[_Stored | _Removed] = deque(maxlen=num_remembered)
-        self._held: dict[str, dict[BlockHash, _Stored]] = {}
+        self._latest: deque[_Change] = deque()
+        self._num_latest, self._num_remembered = 0, num_remembered
+        self._held: dict[BlockHash, _Stored] = {}
 
     @property
     def last(self) -> int:
@@ -71,44 +94,60 @@ class CacheJournal:
         parent: BlockHash | None,
         token_ids: NDArray[np.int32],
         tenant_salt: str,
-        *,
-        medium: str = DEFAULT_MEDIUM,
     ) -> None:
         """Blocks that follow one another were stored. `token_ids` `[num_blocks * block_size]`."""
         raw, num_bytes = token_ids.astype("<i4").tobytes(), token_ids.nbytes // len(hashes)
-        with self._lock:
-            held = self._held.setdefault(medium, {})
+        with self.lock:
             for at, block_hash in enumerate(hashes):
-                if block_hash not in held:
+                if block_hash not in self._held:
                     own = raw[at * num_bytes : (at + 1) * num_bytes]
                     salt = tenant_salt if parent is None else ""
-                    stored = held[block_hash] = _Stored(block_hash, parent, own, salt, medium)
+                    stored = self._held[block_hash] = _Stored(block_hash, parent, own, salt)
                     self._add(stored)
                 parent = block_hash
 
-    def add_removed(self, block_hash: BlockHash, medium: str = DEFAULT_MEDIUM) -> None:
+    def add_removed(self, block_hash: BlockHash) -> None:
         """A block is not there any more, because its room was needed."""
-        with self._lock:
-            if self._held.get(medium, {}).pop(block_hash, None) is not None:
-                self._add(_Removed(block_hash, medium))
+        with self.lock:
+            if self._held.pop(block_hash, None) is not None:
+                self._add(_Removed(block_hash))
+
+    def add_of_store(self, event: StoreEvent) -> None:
+        """Something changed in the store, as `store` knows already."""
+        with self.lock:
+            self._add(event)
 
     def read(self, after: int) -> JournalPage:
         """What happened since event number `after`; 0: from the beginning on."""
-        with self._lock:
+        with self.lock:
             last, first = self._last, self._last - len(self._latest)
             is_whole = not first <= after <= last
-            held = [each.copy() for each in self._held.values()] if is_whole else []
+            held = self._held.copy() if is_whole else {}
             latest = [] if is_whole else [*self._latest][after - first :]
-        found = [entry for each in held for entry in _parents_first(each)] if is_whole else latest
-        return JournalPage(last, is_whole, tuple(_as_events(found)))
+            of_store = self.store.list_reported() if is_whole and self.store is not None else ()
+        changes = [*_parents_first(held), *of_store] if is_whole else latest
+        return JournalPage(last, is_whole, tuple(_as_events(changes)))
 
-    def _add(self, entry: _Stored | _Removed) -> None:
-        self._latest.append(entry)
+    def _add(self, change: _Change) -> None:
+        """Remember it. Of as many blocks as are remembered in all the oldest are forgotten."""
+        self._latest.append(change)
         self._last += 1
+        self._num_latest += _count_named(change)
+        while self._num_latest > self._num_remembered:
+            gone = self._latest.popleft()
+            self._num_latest -= _count_named(gone)
+
+
+def _count_named(change: _Change) -> int:
+    if isinstance(change, _Stored):  # the usual case, on the engine's thread
+        return 1
+    if isinstance(change, EntriesStored | EntriesRemoved):
+        return len(change.names) // ENTRY_NAME_BYTES
+    return 1
 
 
 def _parents_first(held: Mapping[BlockHash, _Stored]) -> Iterator[_Stored]:
-    """One medium's blocks: one that was stored again after what follows it comes before that."""
+    """A block that was stored again after what follows it comes before that."""
     seen: set[BlockHash] = set()
     for entry in held.values():
         chain: list[_Stored] = []
@@ -120,36 +159,32 @@ def _parents_first(held: Mapping[BlockHash, _Stored]) -> Iterator[_Stored]:
         yield from reversed(chain)
 
 
-def _as_events(entries: Iterable[_Stored | _Removed]) -> Iterator[BlockStored | BlockRemoved]:
+def _as_events(changes: Iterable[_Change]) -> Iterator[JournalEvent]:
     """What follows one another, in one event: of a sequence's blocks, or of what was removed."""
-    run: list[_Stored] = []
+    stored: list[_Stored] = []
     removed: list[_Removed] = []
-    for entry in entries:
-        if isinstance(entry, _Removed):
-            if run:
-                yield _join(run)
-                run = []
-            if removed and removed[-1].medium != entry.medium:
-                yield _join_removed(removed)
-                removed = []
-            removed.append(entry)
-            continue
-        if removed:
+    for change in changes:
+        if removed and not isinstance(change, _Removed):
             yield _join_removed(removed)
             removed = []
-        if run and (run[-1].block_hash, run[-1].medium) != (entry.parent, entry.medium):
-            yield _join(run)
-            run = []
-        run.append(entry)
-    if run:
-        yield _join(run)
+        if stored and not (isinstance(change, _Stored) and change.parent == stored[-1].block_hash):
+            yield _join(stored)
+            stored = []
+        if isinstance(change, _Stored):
+            stored.append(change)
+        elif isinstance(change, _Removed):
+            removed.append(change)
+        else:
+            yield change
+    if stored:
+        yield _join(stored)
     if removed:
         yield _join_removed(removed)
 
 
 def _join_removed(run: list[_Removed]) -> BlockRemoved:
     hashes = tuple(each.block_hash for each in run)
-    return BlockRemoved(BATON_HASHES, hashes, run[0].medium, 0)
+    return BlockRemoved(BATON_HASHES, hashes, DEFAULT_MEDIUM, 0)
 
 
 def _join(run: list[_Stored]) -> BlockStored:
@@ -161,7 +196,7 @@ def _join(run: list[_Stored]) -> BlockStored:
         first.parent,
         packed_ids,
         len(first.packed_ids) // 4,
-        first.medium,
+        DEFAULT_MEDIUM,
         0,
         first.salt,
     )

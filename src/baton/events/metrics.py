@@ -18,7 +18,16 @@ if TYPE_CHECKING:
     from baton.events.blocks import FeedEvent, FeedHealth, KVEventFeed
     from baton.ids import WorkerId
 
-_TYPES: Final = ("BlockStored", "BlockRemoved", "AllBlocksCleared", "Restarted", "Lost")
+_TYPES: Final = (
+    "BlockStored",
+    "BlockRemoved",
+    "AllBlocksCleared",
+    "EntriesStored",
+    "EntriesRemoved",
+    "TiersListed",
+    "Restarted",
+    "Lost",
+)
 _COUNTS: Final = (
     ("gaps", "Times at which a live message was missing.", "num_gaps"),
     ("replays", "Times at which a worker was asked to repeat messages.", "num_replays"),

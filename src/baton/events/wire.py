@@ -18,16 +18,22 @@ from baton.clock import UnixTime
 from baton.errors import UNDECODABLE, ProtocolError
 from baton.events.blocks import (
     DEFAULT_MEDIUM,
+    ENTRY_NAME_BYTES,
     AllBlocksCleared,
     BlockEvent,
     BlockRemoved,
     BlockStored,
+    EntriesRemoved,
+    EntriesStored,
     EventBatch,
     EventDomain,
     NumberedBatch,
+    TiersListed,
     pack_ids,
 )
-from baton.events.journal import JournalPage
+from baton.events.journal import JournalEvent, JournalPage
+from baton.ids import StoreId
+from baton.kv.layout import MAX_BLOCK_SIZE
 
 MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
 """Set as the sockets' limit too, so that no larger message is ever held in memory."""
@@ -49,6 +55,12 @@ TokenIds: TypeAlias = (
 )
 """vLLM's are numbers, those of Baton's workers packed (`pack_ids`)."""
 Medium: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+MAX_TIERS: Final = 64
+MAX_ENTRIES: Final = 262_144
+NAMING_BYTES: Final = 16
+TierId: TypeAlias = Annotated[StoreId, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
+Naming: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=NAMING_BYTES, max_length=NAMING_BYTES)]
+EntryNames: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=ENTRY_NAME_BYTES * MAX_ENTRIES)]
 _NIL: Final = msgspec.Raw(b"\xc0")
 Index: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=65_536)]
 
@@ -82,6 +94,21 @@ class _Cleared(msgspec.Struct, frozen=True, tag="AllBlocksCleared"):
     pass
 
 
+class _EntriesStored(msgspec.Struct, frozen=True, tag="EntriesStored"):
+    tier: TierId
+    naming: Naming
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCK_SIZE)]
+    names: EntryNames
+
+
+class _EntriesRemoved(_EntriesStored, frozen=True, tag="EntriesRemoved"):
+    pass
+
+
+class _Tiers(msgspec.Struct, frozen=True, tag="TiersListed"):
+    tiers: Annotated[tuple[TierId, ...], msgspec.Meta(max_length=MAX_TIERS)]
+
+
 class _Typed(msgspec.Struct, frozen=True):
     type: str
 
@@ -92,9 +119,17 @@ class _Page(msgspec.Struct, frozen=True, array_like=True):
     events: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=1 << 22)]
 
 
-_KNOWN: Final = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
+_WireEvent: TypeAlias = _Stored | _Removed | _Cleared | _EntriesStored | _EntriesRemoved | _Tiers
+_KNOWN: Final = frozenset({
+    "BlockStored",
+    "BlockRemoved",
+    "AllBlocksCleared",
+    "EntriesStored",
+    "EntriesRemoved",
+    "TiersListed",
+})
 _batches = msgspec.msgpack.Decoder(_Batch)
-_events = msgspec.msgpack.Decoder(_Stored | _Removed | _Cleared)
+_events = msgspec.msgpack.Decoder(_WireEvent)
 _pages = msgspec.msgpack.Decoder(_Page)
 _encoder = msgspec.msgpack.Encoder()
 _extra_keys = msgspec.msgpack.Decoder(
@@ -119,21 +154,32 @@ def is_end_of_replay(frames: list[bytes]) -> bool:
 
 def encode_page(page: JournalPage) -> bytes:
     """What a Baton worker answers to who asks for its events: `[last, is_whole, [event, …]]`."""
-    events = [
-        _Stored(
-            event.hashes,
-            event.parent,
-            event.packed_ids,
-            event.block_size,
-            event.medium,
-            event.group,
-            salt=event.salt,
-        )
-        if isinstance(event, BlockStored)
-        else _Removed(event.hashes, event.medium, event.group)
-        for event in page.events
-    ]
+    events = [_for_wire(event) for event in page.events]
     return _encoder.encode((page.last, page.is_whole, events))
+
+
+def _for_wire(event: JournalEvent) -> _WireEvent:
+    match event:
+        case BlockStored():
+            return _Stored(
+                event.hashes,
+                event.parent,
+                event.packed_ids,
+                event.block_size,
+                event.medium,
+                event.group,
+                salt=event.salt,
+            )
+        case BlockRemoved():
+            return _Removed(event.hashes, event.medium, event.group)
+        case EntriesStored():
+            return _EntriesStored(event.tier, event.naming, event.block_size, event.names)
+        case EntriesRemoved():
+            return _EntriesRemoved(event.tier, event.naming, event.block_size, event.names)
+        case TiersListed():
+            return _Tiers(event.tiers)
+        case _ as never:
+            assert_never(never)
 
 
 def decode_page(body: bytes, domain: EventDomain) -> JournalPage:
@@ -144,7 +190,7 @@ def decode_page(body: bytes, domain: EventDomain) -> JournalPage:
     """
     page = _decode(_pages, body)
     events = [_decode_event(raw, domain) for raw in page.events]
-    known = tuple(each for each in events if isinstance(each, BlockStored | BlockRemoved))
+    known = tuple(each for each in events if not isinstance(each, AllBlocksCleared | None))
     return JournalPage(page.last, page.is_whole, known)
 
 
@@ -218,8 +264,21 @@ def _decode_event(raw: msgspec.Raw, domain: EventDomain) -> BlockEvent | None:
             )
         case _Cleared():
             return AllBlocksCleared()
+        case _EntriesRemoved():
+            _check_names(event.names)
+            return EntriesRemoved(event.tier, event.naming, event.block_size, event.names)
+        case _EntriesStored():
+            _check_names(event.names)
+            return EntriesStored(event.tier, event.naming, event.block_size, event.names)
+        case _Tiers():
+            return TiersListed(event.tiers)
         case _ as never:
             assert_never(never)
+
+
+def _check_names(names: bytes) -> None:
+    if len(names) % ENTRY_NAME_BYTES:
+        raise ProtocolError(f"{len(names)} bytes are no names of entries")
 
 
 def _pack(token_ids: TokenIds) -> bytes:

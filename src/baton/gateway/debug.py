@@ -337,7 +337,10 @@ class HandoffLine(msgspec.Struct, frozen=True):
 
 
 class ListedLink(msgspec.Struct, frozen=True, rename={"from_": "from"}):
-    """What two workers have measured: `latency_s + bytes / bytes_per_s`, one way."""
+    """What two workers have measured: `latency_s + bytes / bytes_per_s`, one way.
+
+    `kv_bytes_per_s` are bytes of KV as it goes now: what is encoded counts as raw.
+    """
 
     from_: str
     to: str
@@ -345,6 +348,7 @@ class ListedLink(msgspec.Struct, frozen=True, rename={"from_": "from"}):
     latency_s: float
     bytes_per_s: float
     encoding: str
+    kv_bytes_per_s: float
 
 
 class ModelLinks(msgspec.Struct, frozen=True):
@@ -381,7 +385,15 @@ class LinkList:
             for each, line in zip(Distance, costs.lines, strict=True)
         )
         links = (
-            ListedLink(one, other, link.transport, link.latency_s, 1 / link.byte_s, link.encoding)
+            ListedLink(
+                one,
+                other,
+                link.transport,
+                link.latency_s,
+                1 / link.byte_s,
+                link.encoding,
+                1 / link.kv_byte_s,
+            )
             for (one, other), link in islice(costs.links.items(), MOST_LINKS)
         )
         return ModelLinks(model, tuple(lines), tuple(links))

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from baton.gateway.prefixes import Prefixes
     from baton.gateway.upstream import Upstream
     from baton.gateway.workers import Worker, Workers
-    from baton.ids import Epoch, StoreId, WorkerId
+    from baton.ids import Epoch, WorkerId
     from baton.protocol.worker_http import KVEventsSource
     from baton.router.prefixes import WorkerPrefixes
 
@@ -169,16 +169,12 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Publisher:
-    """One incarnation of a worker, and where its events come from.
-
-    `store`: of which it reports, too.
-    """
+    """One incarnation of a worker, and where its events come from."""
 
     worker: WorkerId
     epoch: Epoch
     model: str
     sources: tuple[Source, ...]
-    store: StoreId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +289,7 @@ class KVEvents:
     def _begin(self, publisher: Publisher) -> FollowedWorker:
         prefixes = None
         if self._prefixes is not None:
-            prefixes = self._prefixes.follow(publisher.model, publisher.worker, publisher.store)
+            prefixes = self._prefixes.follow(publisher.model, publisher.worker)
         return FollowedWorker(publisher, prefixes)
 
     def _try_follow(self, worker: Worker, publisher: Publisher, source: Source) -> Following:
@@ -357,7 +353,7 @@ class KVEvents:
         if not sources:
             return None
         served = info.served_model_name
-        return Publisher(info.worker, info.epoch, served, tuple(sources), info.store)
+        return Publisher(info.worker, info.epoch, served, tuple(sources))
 
     async def _apply_events(self) -> None:
         for followed in list(self._following.values()):

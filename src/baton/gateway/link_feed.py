@@ -137,7 +137,9 @@ def _of_pairs(
         )
         if peer is not None and peer.model == view.model and peer.id != view.id:
             pair = (view, peer) if link.direction == "push" else (peer, view)
-            found[pair] = LinkCost(link.latency_s, link.byte_s, link.transport, link.encoding)
+            found[pair] = LinkCost(
+                link.latency_s, link.byte_s, link.transport, link.encoding, link.kv_byte_s
+            )
     return found
 
 

@@ -16,7 +16,7 @@ from baton.auth.ticket import hash_tenant
 from baton.config.cluster_key import is_loopback
 from baton.errors import ConfigError
 from baton.gateway.prompt_tokenizer import NUM_THREADS, PromptTokenizer
-from baton.router.prefix_names import PrefixNames
+from baton.kv.prefix_names import PrefixNames
 from baton.router.prefixes import ModelPrefixes, PromptMatch
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.gateway.request import CompletionBody
     from baton.gateway.workers import Worker, Workers
-    from baton.ids import StoreId, WorkerId
+    from baton.ids import WorkerId
     from baton.router.placement import Placement
     from baton.router.prefixes import WorkerPrefixes
 
@@ -70,7 +70,7 @@ class Prefixes:
         blocks.set_function(lambda: sum(model.num_blocks for model in self._models.values()))
         stored = Gauge(
             "baton_router_stored_blocks",
-            "Blocks of prefixes that some store is known to hold.",
+            "Entries of prefixes that some store is known to hold.",
             registry=registry,
         )
         stored.set_function(lambda: sum(m.num_stored_blocks for m in self._models.values()))
@@ -81,9 +81,9 @@ class Prefixes:
             task.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def follow(self, model: str, worker: WorkerId, store: StoreId | None) -> WorkerPrefixes:
-        """What a worker's KV events are applied to. `store`: which one it uses."""
-        return self._of(model).follow(worker, store)
+    def follow(self, model: str, worker: WorkerId) -> WorkerPrefixes:
+        """What a worker's KV events are applied to."""
+        return self._of(model).follow(worker)
 
     def forget(self, model: str, worker: WorkerId) -> None:
         """Its events are not followed any more."""

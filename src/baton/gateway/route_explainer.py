@@ -75,7 +75,7 @@ class RouteExplainer:
             num_prompt_tokens=request.num_prompt_tokens,
             is_tokenized=match is not None,
             cached_tokens={str(worker): num for worker, num in request.cached.items() if num},
-            stored_tokens={str(store): num for store, num in request.stored.items() if num},
+            stored_tokens={str(worker): num for worker, num in request.stored.items() if num},
             num_answers=num_answers,
             mode=None if placed is None else placed.mode,
             prefill=None if placed is None or placed.prefill is None else placed.prefill.id,

@@ -76,7 +76,6 @@ def worker_view(worker: Worker, info: WorkerInfo) -> WorkerView:
         resumes_streams=info.protocol == "baton" or info.resumes_streams,
         takes_unsigned_tickets=info.takes_unsigned_tickets and worker.url.scheme == "https",
         topology=info.topology,
-        store=info.store,
     )
 
 

@@ -152,7 +152,7 @@ class AgentLoop:
 
     def describe_links(self) -> list[LinkReport]:
         """See `PeerTransportTable.describe`; on this thread."""
-        return self._peer_transports.describe()
+        return self._peer_transports.describe(self._encodings.find_kv_byte_s)
 
     def call(self, command: Callable[[], object]) -> None:
         """Have the thread do something now: queues it, and wakes the thread. Thread-safe.

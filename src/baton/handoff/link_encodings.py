@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from baton.handoff.interface import ReceiveOrder
     from baton.handoff.kv_views import AgentContext
     from baton.handoff.messages import GrantOp, TransferOp
+    from baton.handoff.peer_transports import LinkReport
     from baton.handoff.peers import Peer
 
 TRANSFER_OPS: Final[tuple[TransferOp, ...]] = ("WRITE", "READ")
@@ -97,6 +98,24 @@ class LinkEncodings:
             return chosen
         return RAW
 
+    def find_kv_byte_s(self, peer: Peer, link: LinkReport) -> float | None:
+        """Seconds for a byte of raw KV over a link whose KV is encoded; None where it goes raw.
+
+        What the peer has not sent, or does not send (a prefill worker does not know how quickly the
+        peer decodes), is taken to be as here.
+        """
+        if link.encoding not in peer.encoded_views:
+            return None
+        now, rates = self._context.clock.now(), self._rates[link.encoding]
+        theirs = self._received.get((peer, link.encoding))
+        encode_byte_s = rates.encode.byte_s(now) if theirs is None else theirs.encode_byte_s
+        return LinkEncodingCosts(
+            link.byte_s,
+            encode_byte_s,
+            rates.decode.byte_s(now),
+            self._find_share(peer, link.encoding),
+        ).encoded_byte_s
+
     def _find_costs(self, peer: Peer, encoding: str, op: TransferOp) -> LinkEncodingCosts | None:
         """None where the link was not measured, or the peer has not sent its own costs."""
         theirs = self._received.get((peer, encoding))
@@ -107,14 +126,18 @@ class LinkEncodings:
             link_byte_s = self._context.peer_transports.find_bulk_byte_s(peer)
         if link_byte_s is None:
             return None
-        context = self._context
-        raw, encoded = (context.view_to(peer, each).view.layout for each in (RAW, encoding))
         return LinkEncodingCosts(
             link_byte_s,
             theirs.encode_byte_s,
-            self._rates[encoding].decode.byte_s(context.clock.now()),
-            encoded.bytes_per_token / raw.bytes_per_token,
+            self._rates[encoding].decode.byte_s(self._context.clock.now()),
+            self._find_share(peer, encoding),
         )
+
+    def _find_share(self, peer: Peer, encoding: str) -> float:
+        """Encoded bytes for each raw one."""
+        context = self._context
+        raw, encoded = (context.view_to(peer, each).view.layout for each in (RAW, encoding))
+        return encoded.bytes_per_token / raw.bytes_per_token
 
     def _has_room(self, peer: Peer, encoding: str, order: ReceiveOrder) -> bool:
         """Whether both have as many encoded pages, and KV begins with one."""

@@ -32,6 +32,7 @@ async def describe_links(agent: HandoffAgent) -> MeasuredLinks:
                 each.model.num_probes,
                 each.model.num_transfers,
                 each.encoding,
+                each.kv_byte_s,
             )
             for each in reports[-MAX_LINKS:]
         )

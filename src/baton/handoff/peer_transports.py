@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
@@ -32,7 +32,7 @@ from baton.transfer.links.cost_model import (
 from baton.transfer.links.probes import ProbeBounds
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     import numpy as np
     from numpy.typing import NDArray
@@ -220,7 +220,8 @@ LARGE: Final = TransferShape(TYPICAL.num_bytes << 4, TYPICAL.num_descriptors << 
 class LinkReport:
     """The measured way to a peer (`push`) or from it (`pull`) that large transfers take.
 
-    `encoding` is what the latest handoff's KV was written in.
+    `encoding` is what the latest handoff's KV was written in; where that is not raw, a byte of raw
+    KV takes `kv_byte_s` to be encoded, sent and decoded.
     """
 
     peer: str
@@ -228,6 +229,7 @@ class LinkReport:
     transport: str
     model: LinkModel
     encoding: str = RAW
+    kv_byte_s: float | None = None
 
     @property
     def byte_s(self) -> float:
@@ -512,14 +514,18 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             for lost in self._attach(known, peer_transport)
         ]
 
-    def describe(self) -> list[LinkReport]:
+    def describe(
+        self, find_kv_byte_s: Callable[[Peer, LinkReport], float | None]
+    ) -> list[LinkReport]:
         """What large transfers to, or from, each peer are predicted to take, if measured."""
         reports = []
         for known in self._by_peer.values():
             best = known.find_best_measured()
             if best is not None:
                 name, encoding = known.peer.name, known.encoding
-                reports.append(LinkReport(name, best.direction, best.kind, best.model, encoding))
+                report = LinkReport(name, best.direction, best.kind, best.model, encoding)
+                kv_byte_s = find_kv_byte_s(known.peer, report)
+                reports.append(replace(report, kv_byte_s=kv_byte_s))
         return reports
 
     def record_encoding(self, peer: Peer, encoding: str) -> None:

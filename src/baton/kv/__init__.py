@@ -11,8 +11,10 @@ File map:
     geometry.py   where a page's bytes are; the spans and heads that two pages share
     copies.py     `BlockTable`, pieces, `PageCopies`: what one write moves; a plain executor;
                   what a handoff's layers have in common, computed once
+    prefix_names.py  names of prefixes that need no state but the name before: what gateways use
     canonical.py  KV of a token range in canonical order, gathered and scattered
     digest.py     a digest for each piece, equal on both sides
+    digest_table.py, row_order.py  many digests in few bytes, and the order of their last use
     blocks.py     `BlockState`, the ledger; reserved → in flight → quiescent, quarantined
     pool.py       `BlockPool`: references, prefix cache, eviction
 """

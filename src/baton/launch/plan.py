@@ -33,6 +33,8 @@ def share_cores(cores: Sequence[int], num_workers: int) -> list[tuple[int, ...]]
     ]
 
 
+LOOPBACK: Final = "127.0.0.1"
+
 Settings: TypeAlias = "dict[str, object]"
 Pinning: TypeAlias = Literal["shared_cores", "own_cores"]
 
@@ -98,11 +100,14 @@ def plan_launch(
     cores: Sequence[int],
     engine_keys: Mapping[str, frozenset[str]],
     pinning: Pinning,
+    *,
+    peer_ports: Sequence[int] = (),
 ) -> LaunchPlan:
     """Decide on processes and their settings.
 
     `engine_keys` are the options that each chosen engine knows. With no prefill workers, or no
-    decode workers, the others do both parts.
+    decode workers, the others do both parts. `peer_ports`: where each worker's memory is read by
+    the others (`count_peer_ports`).
 
     Raises:
         ConfigError: there would be no worker at all.
@@ -112,16 +117,50 @@ def plan_launch(
     shares = share_cores(cores, len(positions))
     flags = _forwarded_settings(resolved)
     workers = []
-    for (name, role, group), share in zip(positions, shares, strict=True):
+    for at, ((name, role, group), share) in enumerate(zip(positions, shares, strict=True)):
         settings: ChainMap[str, object] = ChainMap(
             dict(_flattened(f"engine.{group.engine}", group.overrides)),
             {"worker.engine": group.engine},
             {"worker.cpu_affinity": share} if pinning == "own_cores" else {},
+            _peer_settings(peer_ports, at) if peer_ports else {},
             flags,
             _thread_default(config, engine_keys[group.engine], len(share)),
         )
         workers.append(WorkerPlan(name, role, dict(settings)))
     return LaunchPlan(config, resolved.file, tuple(workers), flags)
+
+
+def count_peer_ports(config: Config) -> int:
+    """How many ports the workers need to read each other's memory: none where peers are configured.
+
+    Raises:
+        ConfigError: there is no other worker to read from, or all would listen at one address.
+    """
+    store, num_workers = config.store, config.up.prefill + config.up.decode
+    listen = store.options.get("host", {}).get("listen")
+    if listen is not None and num_workers > 1:
+        raise ConfigError(
+            f"store.options.host.listen = {listen!r} is one address, and {num_workers} workers "
+            "would listen there: leave it out, and with tiers host and peer each gets its own"
+        )
+    has_urls = "urls" in store.options.get("peer", {})
+    if "peer" not in store.tiers or "host" not in store.tiers or has_urls:
+        return 0
+    if num_workers < 2:  # noqa: PLR2004 - a worker and another one
+        raise ConfigError(
+            "--store host,peer with one worker: there is no other one whose memory it could read; "
+            "start more workers, or set store.options.peer.urls to those of other hosts, or of "
+            "baton store serve"
+        )
+    return num_workers
+
+
+def _peer_settings(ports: Sequence[int], own: int) -> Settings:
+    others = [f"tcp://{LOOPBACK}:{port}" for at, port in enumerate(ports) if at != own]
+    return {
+        "store.options.host.listen": f"{LOOPBACK}:{ports[own]}",
+        "store.options.peer.urls": others,
+    }
 
 
 class WorkerGroup(NamedTuple):

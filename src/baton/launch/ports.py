@@ -1,10 +1,10 @@
-"""Is a port free, and who holds it."""
+"""Which ports are free, and who holds one that is not."""
 
 from __future__ import annotations
 
 import errno
 import socket
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from baton.errors import ConfigError
@@ -26,6 +26,13 @@ def require_free_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as exc:
             raise ConfigError(_refusal(host, port, exc)) from exc
+
+
+def find_free_ports(host: str, num_ports: int) -> list[int]:
+    """Ports that are free now, for processes that have to know each other's before they start."""
+    with ExitStack() as bound:
+        probes = [bound.enter_context(socket.create_server((host, 0))) for _ in range(num_ports)]
+        return [probe.getsockname()[1] for probe in probes]
 
 
 def find_listener(port: int) -> str | None:

@@ -25,9 +25,9 @@ class RouteCandidate(msgspec.Struct, frozen=True):
 class RouteExplanation(msgspec.Struct, frozen=True):
     """Nothing was placed. `candidates` from the best on, those that cannot be chosen last.
 
-    `num_prompt_tokens` is exact where the prompt `is_tokenized`; `cached_tokens` of it by worker,
-    `stored_tokens` by store.
-    `num_answers` that the request asks for: what is explained is the first prompt's. `mode` and
+    `num_prompt_tokens` is exact where the prompt `is_tokenized`; `cached_tokens` of it, and
+    `stored_tokens` that are in its store, by worker. `num_answers` that the request asks for: what
+    is explained is the first prompt's. `mode` and
     the workers are those that would be chosen, None if no worker can serve it; `why` gives the
     policy's lines.
     """

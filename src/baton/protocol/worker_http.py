@@ -13,7 +13,7 @@ from urllib.parse import quote
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from baton.ids import Epoch, StoreId, TicketId, WorkerId
+from baton.ids import Epoch, TicketId, WorkerId
 from baton.protocol.request_fields import TokenId
 
 CHAT_COMPLETIONS_PATH: Final = "/v1/chat/completions"
@@ -122,9 +122,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     worker knows its tokenizer's longest token. `takes_unsigned_tickets`: it knows by the connection
     that a gateway sends one, and needs no signature. `resumes_streams`: of a vLLM server, that it
     goes on with streams from token ids, as Baton's workers do. `topology` is
-    `zone/rack/host/device`, levels that are not known empty, or left out at the end. `store` names
-    the store in which it keeps prompts' beginnings, and from which it loads them: equal where
-    workers share one.
+    `zone/rack/host/device`, levels that are not known empty, or left out at the end.
     """
 
     worker: Annotated[WorkerId, NAME]
@@ -151,7 +149,6 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: Name | None = None
     modes: Annotated[tuple[str, ...], Meta(max_length=16)] = ("push",)
     topology: Topology = ""
-    store: Annotated[StoreId, Meta(pattern=r"^[0-9a-f]{32}\Z")] | None = None
 
     def __post_init__(self) -> None:
         if self.rank_addresses and self.rank_addresses[0] != self.handoff_address:
@@ -191,7 +188,8 @@ class MeasuredLink(msgspec.Struct, frozen=True):
     """One direction of the way to a peer: what a transfer of pages is predicted to take.
 
     `push`: to the peer; `pull`: from it. `latency_s + bytes * byte_s`, of the transport that large
-    transfers take, from so many probes and transfers; `encoding` is the latest handoff's.
+    transfers take, from so many probes and transfers; `encoding` is the latest handoff's. Where
+    that is not raw, a byte of raw KV takes `kv_byte_s`, encoding and decoding included.
     """
 
     peer: Name
@@ -202,6 +200,7 @@ class MeasuredLink(msgspec.Struct, frozen=True):
     num_probes: Annotated[int, Meta(ge=0)]
     num_transfers: Annotated[int, Meta(ge=0)]
     encoding: Name = "raw"
+    kv_byte_s: Annotated[float, Meta(gt=0, le=1)] | None = None
 
 
 class MeasuredLinks(msgspec.Struct, frozen=True):

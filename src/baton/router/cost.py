@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from baton.ids import StoreId
 from baton.protocol.worker_http import Role
 from baton.registry import Plugin
 from baton.router.cost_parts import (
@@ -74,7 +73,6 @@ PREFERRED_REPLICA: Final = 0.75
 cached: the next requests need both, too."""
 
 EQUAL: Final = 1.0 + 1e-9
-NO_STORE: Final = StoreId("")
 LOADING_MODES: Final = frozenset({"auto", "push"})
 
 
@@ -289,8 +287,6 @@ class CostPolicy:
         ]
         rows = load.rows(workers)
         places = load.costs(request.model).columns.place[rows].copy()
-        own_stores = [worker.store or NO_STORE for worker in workers]
-        stores = list(dict.fromkeys(own_stores))
         usable = Usable(
             served,
             prefills,
@@ -303,8 +299,6 @@ class CostPolicy:
             rows,
             places,
             bool((places != places[0]).any()),
-            stores,
-            np.array([stores.index(store) for store in own_stores], dtype=np.intp),
             any(worker.slow_start is not None for worker in workers),
         )
         if not (request.avoid or request.full):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from baton.ids import StoreId, WorkerId
+    from baton.ids import WorkerId
     from baton.router.fleet import ModelWorkers, WorkerView
     from baton.router.load import FleetLoad, ModelCosts, Rows
     from baton.router.placement import PlacementRequest
@@ -85,7 +85,7 @@ class Usable:
     """Who may serve: the first `num_decodes` of `workers` may answer, those at `helpers` prefill.
 
     Good for `served` and `prefills`; `rows` until `load` forgets workers. `is_spread`: they are
-    at more than one of the `places`. A worker's store is `stores[store_at[w]]`.
+    at more than one of the `places`.
     """
 
     served: ModelWorkers
@@ -99,8 +99,6 @@ class Usable:
     rows: Rows
     places: NDArray[np.intp]
     is_spread: bool
-    stores: Sequence[StoreId]
-    store_at: NDArray[np.intp]
     has_slow_starts: bool
 
 
@@ -210,9 +208,8 @@ def _weigh_loads(
     All that the store has and it has not cached, where a load takes less than `token_s` for each;
     else none, as the worker itself decides.
     """
-    find, stores = request.stored.get, usable.stores
-    by_store = np.fromiter(map(find, stores, repeat(0)), np.float64, len(stores))
-    num_stored = by_store[usable.store_at]
+    ids = usable.ids
+    num_stored = np.fromiter(map(request.stored.get, ids, repeat(0)), np.float64, len(ids))
     num_stored -= request.num_prompt_tokens - num_uncached
     num_stored = np.maximum(0.0, np.minimum(num_stored, num_uncached - 1.0))
     load_s = costs.load.factors(costs.columns.load_evidence[:, usable.rows])

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from baton.auth.ticket import HandoffMode, WorkerRef
-    from baton.ids import StoreId, WorkerId
+    from baton.ids import WorkerId
     from baton.protocol.worker_http import WorkerLoad, WorkerProtocol
     from baton.router.health import SlowStart
 
@@ -28,7 +28,7 @@ class WorkerView:
     `ejected`: it is up, but only used where there is no other. `slow_start` None: it is over.
     `takes_unsigned_tickets`: its connections to a gateway prove what that is.
     `resumes_streams`: it goes on from the token ids of an answer's beginning.
-    `topology` is where it is (`router/topology.py`). `store`: from which it loads what it lacks.
+    `topology` is where it is (`router/topology.py`).
     """
 
     ref: WorkerRef
@@ -47,7 +47,6 @@ class WorkerView:
     takes_unsigned_tickets: bool = False
     resumes_streams: bool = True
     topology: str = ""
-    store: StoreId | None = None
     id: WorkerId = field(init=False)
     """The worker's name, which survives a restart. Each request asks for it many times."""
 

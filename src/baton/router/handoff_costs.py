@@ -46,13 +46,20 @@ BATCH_BYTES: Final = 4 << 20
 class LinkCost:
     """`latency_s + bytes * byte_s`, of one direction between two workers.
 
-    `encoding` is what the latest handoff's KV was written in.
+    `encoding` is what the latest handoff's KV was written in, `encoded_byte_s` the seconds for a
+    byte of raw KV that is encoded so, sent and decoded; None where KV goes raw.
     """
 
     latency_s: float
     byte_s: float
     transport: str = ""
     encoding: str = "raw"
+    encoded_byte_s: float | None = None
+
+    @property
+    def kv_byte_s(self) -> float:
+        """Seconds for a byte of KV, as it goes over this link."""
+        return self.byte_s if self.encoded_byte_s is None else self.encoded_byte_s
 
 
 DEFAULTS: Final[Mapping[Distance, LinkCost]] = {
@@ -75,8 +82,8 @@ class KVShape:
 def guess_exposed(link: LinkCost, shape: KVShape, prefill_token_s: float) -> tuple[float, float]:
     """Of a handoff, what prefill does not hide: fixed seconds, and for each token."""
     num = TYPICAL_TOKENS
-    moved_s = num * shape.bytes_per_token * link.byte_s
-    batch_s = BATCH_BYTES * link.byte_s
+    moved_s = num * shape.bytes_per_token * link.kv_byte_s
+    batch_s = BATCH_BYTES * link.kv_byte_s
     least_s = min(moved_s, max(moved_s / shape.num_layers, batch_s))
     hidden_s = num * prefill_token_s * (shape.num_layers - 1) / shape.num_layers
     return MESSAGES_S + link.latency_s, max(least_s, moved_s - hidden_s) / num
@@ -104,7 +111,7 @@ class HandoffCosts:
             found.setdefault(self.distance(one, other), []).append(link)
         self._measured = {
             distance: LinkCost(
-                median(each.latency_s for each in alike), median(each.byte_s for each in alike)
+                median(each.latency_s for each in alike), median(each.kv_byte_s for each in alike)
             )
             for distance, alike in found.items()
         }
@@ -160,8 +167,11 @@ class HandoffCosts:
 
     def predict_load(self, source: WorkerView, decode: WorkerView, num_tokens: float) -> float:
         """Seconds for KV that is cached at `source`: no computation hides a part of it."""
-        cost, link = self.cost_of(source, decode), self._link(self.distance(source, decode))
-        moved_s = num_tokens * self._shape.bytes_per_token * link.byte_s
+        cost = self.cost_of(source, decode)
+        link = self.links.get((source.id, decode.id)) or self._link(self.distance(source, decode))
+        moved_s = num_tokens * self._shape.bytes_per_token * link.kv_byte_s
+        if (source.id, decode.id) in self.links and not cost.line.num_workers:
+            return cost.predict(0) + moved_s  # the line is a guess from other links, too
         return max(cost.predict(num_tokens), cost.predict(0) + moved_s)
 
     def observe(self, cost: WorkerCost, num_tokens: float, seconds: float) -> None:

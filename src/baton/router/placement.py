@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from baton.auth.ticket import HandoffMode
-    from baton.ids import StoreId, WorkerId
+    from baton.ids import WorkerId
     from baton.router.fleet import Fleet, WorkerView
     from baton.router.load import FleetLoad
     from baton.router.modes import ModeSetting
@@ -41,8 +41,9 @@ class PlacementRequest:
     `num_prompt_tokens` is an estimate where the prompt could not be tokenized, `at` the time on the
     clock by which `FleetLoad` is kept. `failed_modes` may name modes that are not for this request.
     `cached`: tokens of the prompt that workers have, from the first on; others have none, as far as
-    is known. `stored`: those that stores have. `full`: workers that are not chosen while others are
-    left. `ttft_s` and `tpot_s`: the request's own limits, None where the policy's hold.
+    is known. `stored`: those that they can load from their stores. `full`: workers that are not
+    chosen while others are left. `ttft_s` and `tpot_s`: the request's own limits, None where the
+    policy's hold.
     """
 
     model: str
@@ -52,7 +53,7 @@ class PlacementRequest:
     failed_modes: frozenset[HandoffMode] = frozenset()
     at: float = 0.0
     cached: Mapping[WorkerId, int] = field(default_factory=dict)
-    stored: Mapping[StoreId, int] = field(default_factory=dict)
+    stored: Mapping[WorkerId, int] = field(default_factory=dict)
     full: frozenset[WorkerId] = frozenset()
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -64,7 +65,7 @@ class PlacementRequest:
 
     def count_stored(self, worker: WorkerView) -> int:
         """Tokens that a worker has not cached, and could load: one is computed in any case."""
-        stored = 0 if worker.store is None else self.stored.get(worker.store, 0)
+        stored = self.stored.get(worker.id, 0)
         if not stored:
             return 0
         return max(0, min(stored, self.num_prompt_tokens - 1) - self.cached.get(worker.id, 0))

@@ -1,7 +1,8 @@
 """What the workers of one model have of a prompt: as their events report, and as is expected.
 
-Workers also report what the store holds that they share with others. It has what any of them
-reports: each takes back what it has reported itself and does not find any more.
+Workers also report what is in the tiers of their stores. A tier has what any of its workers
+reports: each takes back what it has reported itself and does not find any more. A prompt may be in
+several tiers in part: a worker loads each part from the quickest of its tiers that has it.
 
 A prompt that was just placed is expected to be held by its workers: their events come only once
 it is computed, and some workers publish none. What is expected is forgotten after a while.
@@ -21,20 +22,25 @@ from baton.events.blocks import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
+    EntriesRemoved,
+    EntriesStored,
     Lost,
     Restarted,
+    TiersListed,
+    unpack_names,
 )
+from baton.kv.prefix_names import PrefixNames
 from baton.router.prefix_index import PrefixIndex
+from baton.router.stored_entries import StoredEntries, TierLists
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from numpy.typing import NDArray
 
-    from baton.events.blocks import ExternalHash, FeedEvent
+    from baton.events.blocks import ExternalHash, FeedEvent, StoreEvent
     from baton.ids import StoreId, WorkerId
     from baton.router.placement import Placement
-    from baton.router.prefix_names import PrefixNames
 
 EXPECTED_WITH_EVENTS_S: Final = 10.0
 EXPECTED_WITHOUT_S: Final = 120.0
@@ -43,6 +49,8 @@ MAX_EXPECTED_BLOCKS: Final = 1 << 18
 DEFAULT_BLOCK_SIZE: Final = 16
 """Of workers that have not reported theirs: what vLLM and Baton's own engine use by default."""
 MAX_BLOCKS_OF_WORKER: Final = 1 << 21
+MAX_FORMS: Final = 8
+"""Of entries: by which secret they are named, and how many tokens they have."""
 MEDIA: Final = frozenset({DEFAULT_MEDIUM, STORE_MEDIUM})
 
 
@@ -50,13 +58,13 @@ MEDIA: Final = frozenset({DEFAULT_MEDIUM, STORE_MEDIUM})
 class PromptMatch:
     """A prompt of `num_tokens`, and how many of its first tokens each worker has.
 
-    `stored` is how many each store has. `names` are its blocks', by block size; `token_ids`
-    `[num_tokens]` by the tokenizer of that digest.
+    `stored` is how many each can load from its store. `names` are its blocks', by block size;
+    `token_ids` `[num_tokens]` by the tokenizer of that digest.
     """
 
     num_tokens: int
     cached: Mapping[WorkerId, int] = field(default_factory=dict)
-    stored: Mapping[StoreId, int] = field(default_factory=dict)
+    stored: Mapping[WorkerId, int] = field(default_factory=dict)
     names: Mapping[int, list[int]] = field(default_factory=dict)
     token_ids: NDArray[np.int32] | None = None
     tokenizer: str | None = None
@@ -68,7 +76,9 @@ class ModelPrefixes:
     def __init__(self, names: PrefixNames, max_expected: int = MAX_EXPECTED_BLOCKS) -> None:
         self._names, self._max_expected = names, max_expected
         self._indexes: dict[int, PrefixIndex] = {}
-        self._store_indexes: dict[int, PrefixIndex] = {}
+        self._stored: dict[tuple[bytes, int], StoredEntries] = {}
+        self._namings: dict[bytes, PrefixNames] = {}
+        self._tier_lists: TierLists | None = None
         self._followed: dict[WorkerId, WorkerPrefixes] = {}
         self._expected: deque[_Expected] = deque()
         self._num_expected = 0
@@ -80,13 +90,13 @@ class ModelPrefixes:
 
     @property
     def num_stored_blocks(self) -> int:
-        """Blocks that are in some store."""
-        return sum(index.num_blocks for index in self._store_indexes.values())
+        """Entries that are in some store."""
+        return sum(entries.num_entries for entries in self._stored.values())
 
-    def follow(self, worker: WorkerId, store: StoreId | None = None) -> WorkerPrefixes:
-        """What a worker's events are applied to, for one life of it. `store`: which one it uses."""
+    def follow(self, worker: WorkerId) -> WorkerPrefixes:
+        """What a worker's events are applied to, for one life of it."""
         self.forget(worker)
-        followed = WorkerPrefixes(worker, self, self._names, store)
+        followed = WorkerPrefixes(worker, self, self._names)
         self._followed[worker] = followed
         return followed
 
@@ -96,16 +106,30 @@ class ModelPrefixes:
         if followed is not None:
             followed.clear()
         self.drop_expected(worker)
-        for index in (*self._indexes.values(), *self._store_indexes.values()):
+        for index in self._indexes.values():
             index.forget(worker)
 
     def index_of(self, block_size: int) -> PrefixIndex:
         """Where blocks of that size in workers' caches are."""
         return _find_or_add(self._indexes, block_size)
 
-    def store_index_of(self, block_size: int) -> PrefixIndex:
-        """Where blocks of that size in stores are, by the workers that report them."""
-        return _find_or_add(self._store_indexes, block_size)
+    def stored_entries(self, naming: bytes, block_size: int) -> StoredEntries | None:
+        """Where entries of that size, so named, are; None: there are too many other forms."""
+        entries = self._stored.get((naming, block_size))
+        if entries is None and len(self._stored) < MAX_FORMS:
+            entries = self._stored[naming, block_size] = StoredEntries()
+            self._namings.setdefault(naming, PrefixNames(naming))
+        return entries
+
+    def note_tiers(self) -> None:
+        """Some worker loads from other tiers than before."""
+        self._tier_lists = None
+
+    def forget_stored(self, worker: WorkerId) -> None:
+        """Nothing that a worker has reported of its store counts any more."""
+        self.note_tiers()
+        for entries in self._stored.values():
+            entries.forget(worker)
 
     def find(self, token_ids: NDArray[np.int32], salt: str, now: float) -> PromptMatch:
         """Who has how much of a prompt `[num_tokens]`. `salt` is the tenant's, hashed."""
@@ -121,17 +145,29 @@ class ModelPrefixes:
             most = (len(token_ids) - 1) // size  # an engine computes the last token in any case
             for worker, num_blocks in index.find_matches(names[size]).items():
                 cached[worker] = min(num_blocks, most) * size
-        stored: dict[StoreId, int] = {}
-        for size, index in self._store_indexes.items():
-            if size not in names:
-                names[size] = self._names.of(token_ids, size, root)
-            most = (len(token_ids) - 1) // size
-            for worker, num_blocks in index.find_matches(names[size]).items():
-                followed = self._followed.get(worker)
-                if followed is not None and followed.store is not None:
-                    num = min(num_blocks, most) * size
-                    stored[followed.store] = max(num, stored.get(followed.store, 0))
-        return PromptMatch(len(token_ids), cached, stored, names)
+        return PromptMatch(len(token_ids), cached, self._find_stored(token_ids, salt), names)
+
+    def _find_stored(self, token_ids: NDArray[np.int32], salt: str) -> dict[WorkerId, int]:
+        """Tokens of a prompt, from the first on, that each worker can load from its tiers."""
+        stored: dict[WorkerId, int] = {}
+        for (naming, size), entries in self._stored.items():
+            if not entries.num_entries:
+                continue
+            whole = token_ids[: (len(token_ids) - 1) // size * size]  # the last one is computed
+            by = self._namings[naming]
+            matches = entries.find_matches(by.of(whole, size, by.root(salt)), self._list_tiers())
+            if not matches:
+                continue
+            for worker, followed in self._followed.items():
+                num = size * matches.get(followed.tiers, 0)
+                if num:
+                    stored[worker] = max(num, stored.get(worker, 0))
+        return stored
+
+    def _list_tiers(self) -> TierLists:
+        if self._tier_lists is None:
+            self._tier_lists = TierLists(each.tiers for each in self._followed.values())
+        return self._tier_lists
 
     def expect(self, match: PromptMatch, placement: Placement, now: float) -> None:
         """The prompt goes to these workers, which will hold it soon."""
@@ -174,11 +210,10 @@ class ModelPrefixes:
             for worker, held in index.holdings().items():
                 if not held <= known.get(worker, set()):
                     raise AssertionError(f"{worker} holds blocks of unknown origin")
-        for index in self._store_indexes.values():
-            index.check_invariants()
-            for worker, held in index.holdings().items():
-                if held and held != self._followed[worker].stored:
-                    raise AssertionError(f"a store holds other blocks than {worker} reports")
+        for entries in self._stored.values():
+            entries.check_invariants()
+            if any(worker not in self._followed for worker, _ in entries.holdings()):
+                raise AssertionError("a worker reports entries and is not followed")
 
     def _add(self, expected: _Expected) -> None:
         self._expected.append(expected)
@@ -207,7 +242,7 @@ class _Expected:
 
 
 class ReportedBlocks:
-    """One worker's blocks in one medium, by the reporter's hashes. Owner: the gateway's thread."""
+    """What one worker's cache holds, by the reporter's hashes. Owner: the gateway's thread."""
 
     def __init__(
         self, worker: WorkerId, find_index: Callable[[int], PrefixIndex], names: PrefixNames
@@ -260,16 +295,15 @@ class ReportedBlocks:
 class WorkerPrefixes:
     """What one worker reports of its own cache and of its store. Owner: the gateway's thread.
 
-    Only what is in the engine's own pool or in the store, and depends on nothing but tokens and the
+    Of the cache only what is in the engine's own pool, and depends on nothing but tokens and the
     tenant's salt, is taken up: of other blocks the tokens alone do not show who could use them.
     """
 
-    def __init__(
-        self, worker: WorkerId, model: ModelPrefixes, names: PrefixNames, store: StoreId | None
-    ) -> None:
-        self._worker, self._model, self.store = worker, model, store
+    def __init__(self, worker: WorkerId, model: ModelPrefixes, names: PrefixNames) -> None:
+        self._worker, self._model = worker, model
         self._cached = ReportedBlocks(worker, model.index_of, names)
-        self._stored = ReportedBlocks(worker, model.store_index_of, names)
+        self.tiers: tuple[StoreId, ...] = ()
+        """From which it loads, the quickest first."""
         self.num_ignored = 0
         self.reports_cache = True
         """Whether events of its own cache are followed: some workers report of a store alone."""
@@ -280,11 +314,6 @@ class WorkerPrefixes:
         return self._cached.names
 
     @property
-    def stored(self) -> set[int]:
-        """Names of the blocks that it reports of its store."""
-        return self._stored.names
-
-    @property
     def block_size(self) -> int:
         """Of its own cache's blocks; 0 before the first."""
         return self._cached.block_size
@@ -293,13 +322,14 @@ class WorkerPrefixes:
         """Take up one event of a feed that reports of these media alone."""
         match event:
             case BlockStored():
-                held = self._of(event.medium) if event.medium in media else None
-                if held is None or not held.store(event):
+                if not (self._is_of_cache(event, media) and self._cached.store(event)):
                     self.num_ignored += len(event.hashes)
             case BlockRemoved():
-                held = self._of(event.medium) if event.medium in media else None
-                if held is not None and not event.group:
-                    held.remove(event.hashes)
+                if self._is_of_cache(event, media) and not event.group:
+                    self._cached.remove(event.hashes)
+            case EntriesStored() | EntriesRemoved() | TiersListed():
+                if STORE_MEDIUM in media:
+                    self._apply_of_store(event)
             case AllBlocksCleared() | Restarted() | Lost():
                 self.clear(media)
             case _ as never:
@@ -311,12 +341,27 @@ class WorkerPrefixes:
             self._model.drop_expected(self._worker)
             self._cached.clear()
         if STORE_MEDIUM in media:
-            self._stored.clear()
+            self.tiers = ()
+            self._model.forget_stored(self._worker)
 
-    def _of(self, medium: str) -> ReportedBlocks | None:
-        if medium == DEFAULT_MEDIUM:
-            return self._cached
-        return self._stored if medium == STORE_MEDIUM and self.store is not None else None
+    def _apply_of_store(self, event: StoreEvent) -> None:
+        if isinstance(event, TiersListed):
+            self.tiers = event.tiers
+            self._model.note_tiers()
+            return
+        entries = self._model.stored_entries(event.naming, event.block_size)
+        names = unpack_names(event.names)
+        if isinstance(event, EntriesRemoved):
+            if entries is not None:
+                entries.remove(self._worker, event.tier, names)
+        elif entries is None or event.tier not in self.tiers:
+            self.num_ignored += len(names)
+        else:
+            self.num_ignored += len(names) - entries.store(self._worker, event.tier, names)
+
+    @staticmethod
+    def _is_of_cache(event: BlockStored | BlockRemoved, media: frozenset[str]) -> bool:
+        return event.medium == DEFAULT_MEDIUM and DEFAULT_MEDIUM in media
 
 
 def _find_or_add(indexes: dict[int, PrefixIndex], block_size: int) -> PrefixIndex:

@@ -119,11 +119,6 @@ class CountedTier:
         self._counts.read_bytes += lease.num_bytes
         return lease
 
-    @property
-    def is_billed(self) -> bool:
-        """Whether each look costs money: such a tier is not looked at in the background."""
-        return getattr(self.inner, "is_billed", False)
-
     def is_copied_up(self, name: EntryName) -> bool:
         """Whether the entry, which was read now, is to be copied into the first tier."""
         return not isinstance(self.inner, DelaysPromotion) or self.inner.count_read(name)

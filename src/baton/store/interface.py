@@ -248,6 +248,38 @@ class RemoteLookup(Protocol):
 
 
 @runtime_checkable
+class ServerPlace(Protocol):
+    """A tier on one server, as who keeps account of what is there sees it."""
+
+    @property
+    def is_billed(self) -> bool:
+        """Whether each look costs money."""
+        ...
+
+    @property
+    def is_read_only(self) -> bool:
+        """Whether only the server's own process puts entries there, and keeps account of them."""
+        ...
+
+    def check_each(self, names: Sequence[EntryName]) -> Sequence[bool]:
+        """Which names are there. They will not be read next: none is fetched ahead.
+
+        Where each look costs money, those beyond the first miss may be reported as missing, too.
+        """
+        ...
+
+
+@runtime_checkable
+class HasPlaces(Protocol):
+    """A tier on several servers, each of which has entries of its own."""
+
+    @property
+    def places(self) -> Sequence[Tier]:
+        """Each server by itself."""
+        ...
+
+
+@runtime_checkable
 class DelaysPromotion(Protocol):
     """A tier whose entries are copied into the first tier at some of their reads only."""
 

@@ -11,6 +11,7 @@ from baton.store.counted_tier import CountedTier
 from baton.store.interface import (
     NO_TENANT,
     TIERS,
+    HasPlaces,
     NamedBody,
     PutResult,
     TierContext,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         PeerAccess,
         PutOutcome,
         TenantLabel,
+        Tier,
     )
 
 logger = logging.getLogger(__name__)
@@ -46,6 +48,14 @@ class TieredStore:
     def __init__(self, tiers: Sequence[CountedTier]) -> None:
         """Take over open tiers, at least one; each hands down to the next already."""
         self.tiers = tuple(tiers)
+
+    @property
+    def places(self) -> list[Tier]:
+        """The tiers, the quickest first; of one on several servers, each server by itself."""
+        found: list[Tier] = []
+        for tier in self.tiers:
+            found += tier.inner.places if isinstance(tier.inner, HasPlaces) else [tier.inner]
+        return found
 
     def find(self, names: Sequence[EntryName]) -> int:
         lookups = [_Lookup(tier, names) for tier in self.tiers]

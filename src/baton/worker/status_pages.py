@@ -39,7 +39,6 @@ from baton.worker.http_exchange import UnknownPathError
 if TYPE_CHECKING:
     from baton.engines.interface import Engine
     from baton.handoff.dispatcher import HandoffDispatcher
-    from baton.ids import StoreId
     from baton.telemetry.trace import TraceRing
     from baton.worker.engine_client import EngineClient
     from baton.worker.http_exchange import HttpExchange
@@ -108,7 +107,6 @@ class StatusPages:
                 takes_unsigned_tickets=self.options.is_tls and self.options.credentials is not None,
                 tokenizer=self.tokenizer_digest,
                 topology=self.options.topology,
-                store=self._store_id(),
             ),
         )
 
@@ -176,11 +174,6 @@ class StatusPages:
             max_running=self.engine.info.max_running or UNSET,
             store_loads=stats.store_loads or UNSET,
         )
-
-    def _store_id(self) -> StoreId | None:
-        store = None if self.handoffs is None else self.handoffs.store
-        journal = None if store is None else store.access.journal
-        return None if journal is None else journal.store_id
 
 
 def _read_abort(body: bytes) -> AbortOrder:

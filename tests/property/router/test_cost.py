@@ -42,7 +42,6 @@ views = st.builds(
     available=st.booleans(),
     fingerprint=st.sampled_from(["f", "f", "g"]),
     topology=st.sampled_from(["", "z/r0/h0", "z/r0/h1", "z/r1/h2", "y/r0/h0"]),
-    store=st.sampled_from([None, "one", "other"]),
 )
 fleets = st.lists(views, max_size=5, unique_by=lambda each: each.id)
 work = st.lists(
@@ -75,7 +74,7 @@ requests = st.builds(
     cached=st.dictionaries(
         st.sampled_from([f"w{i}" for i in range(5)]), st.integers(0, 30_000), max_size=MOST_SOURCES
     ),
-    stored=st.dictionaries(st.sampled_from(["one", "other"]), st.integers(0, 30_000)),
+    stored=st.dictionaries(st.sampled_from([f"w{i}" for i in range(5)]), st.integers(0, 30_000)),
     ttft_s=st.none() | st.floats(0.05, 5.0),
     tpot_s=st.none() | st.floats(0.01, 0.5),
 )
@@ -102,7 +101,7 @@ def bend(share):
 def naive_load(worker, request_, load, wanted):
     """Tokens that a worker loads from its store, and the seconds that takes."""
     activity, uncached = load.of(worker.id, "demo"), request_.count_uncached(worker.id)
-    stored = request_.stored.get(worker.store, 0) if wanted.count_stored else 0
+    stored = request_.stored.get(worker.id, 0) if wanted.count_stored else 0
     num = max(0, min(stored - (request_.num_prompt_tokens - uncached), uncached - 1))
     load_s = activity.load_cost.predict(num)
     computed_s = activity.prefill_cost.predict(num) - activity.prefill_cost.predict(0)
@@ -277,13 +276,12 @@ def test_a_prefix_is_loaded_from_a_worker_that_is_busy(is_allowed):
     assert placement.computing is idle
 
 
-STORED = {"cached": {"busy": 3968}, "stored": {"one": 3968}}
+STORED = {"cached": {"busy": 3968}, "stored": {"busy": 3968, "idle": 3968}}
 
 
 def test_what_the_store_has_is_loaded_by_a_worker_that_is_idle():
     """Its store is that of the busy worker, which has the prompt cached; the third has another."""
-    busy, idle = view("busy", store="one"), view("idle", store="one")
-    apart = view("apart", store="other")
+    busy, idle, apart = view("busy"), view("idle"), view("apart")
     load = FleetLoad()
     load.begin(Placement(None, busy), 20_000, NOW)
     for count_stored in (True, False):
@@ -295,17 +293,17 @@ def test_what_the_store_has_is_loaded_by_a_worker_that_is_idle():
 
 
 def test_a_load_that_takes_longer_than_computing_is_not_counted_on():
-    load, worker = FleetLoad(), view("w", store="one")
+    load, worker = FleetLoad(), view("w")
     for _ in range(10):
         load.of(worker.id, "demo").observe_loads(1000, 1.0)
-    request = {"num_tokens": 4000, "stored": {"one": 3968}}
+    request = {"num_tokens": 4000, "stored": {"w": 3968}}
     placement = placed(CostPolicy(CostOptions()), [worker], load, **request)
     assert placement.num_stored_tokens == 0
     assert not any("stored" in line for line in placement.why)
 
 
 def test_a_prompt_that_was_loaded_teaches_nothing_about_computing():
-    load, worker = FleetLoad(), view("w", store="one")
+    load, worker = FleetLoad(), view("w")
     activity = load.of(worker.id, "demo")
     running = load.begin(Placement(None, worker, num_stored_tokens=3000), 1000, NOW)
     assert activity.prefill_tokens == 1000

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -136,3 +138,24 @@ def test_the_handoff_is_what_lies_between_the_prompts_end_and_the_first_token(is
     assert costs.handoffs.cost_of(P, FAR).predict(1000) == pytest.approx(0.5, rel=0.05)
     assert load.of(P.id, "demo").prefill_cost.predict(1000) == pytest.approx(0.1, rel=0.05)
     assert load.of(P.id, "demo").num_requests == 0
+
+
+def test_kv_that_is_encoded_on_a_link_is_predicted_as_it_goes_there():
+    """And a load of a prefix by the link of its own pair, not by all at that distance."""
+    shape, other = KVShape(8192, 4), view("other", "z/r9/h9")
+    encoded = replace(SLOW, encoding="int8/1", encoded_byte_s=SLOW.byte_s / 2)
+    raw, lossy = costs_of(), costs_of()
+    raw.note_links({(P, FAR): SLOW}, shape)
+    lossy.note_links({(P, FAR): encoded}, shape)
+    fixed = raw.cost_of(P, FAR).predict(0)
+    exposed = [costs.cost_of(P, FAR).predict(1000) - fixed for costs in (raw, lossy)]
+    assert exposed[0] == pytest.approx(8.192 / 12.5 - 0.0375)
+    assert exposed[1] == pytest.approx(8.192 / 25 - 0.0375)
+    loads = [costs.predict_load(P, FAR, 1000) - fixed for costs in (raw, lossy)]
+    assert loads == pytest.approx([8.192 / 12.5, 8.192 / 25])
+    both = costs_of()
+    both.note_links({(P, FAR): encoded, (P, other): SLOW}, shape)
+    fixed = both.cost_of(P, FAR).predict(0)
+    assert both.distance(P, FAR) == both.distance(P, other)
+    loads = [both.predict_load(P, decode, 1000) - fixed for decode in (FAR, other)]
+    assert loads == pytest.approx([8.192 / 25, 8.192 / 12.5])

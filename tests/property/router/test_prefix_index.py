@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from baton.kv.prefix_names import NUM_PLACES, PrefixNames
 from baton.router.prefix_index import PrefixIndex
-from baton.router.prefix_names import NUM_PLACES, PrefixNames
 
 NAMES = PrefixNames(b"a secret of sixteen bytes")
 WORKERS = [f"w{i}" for i in range(4)]

@@ -16,19 +16,24 @@ from baton.events.blocks import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
+    EntriesRemoved,
+    EntriesStored,
     EventDomain,
     Lost,
     Restarted,
+    TiersListed,
     pack_ids,
+    pack_names,
 )
 from baton.ids import Epoch, WorkerId
+from baton.kv.prefix_names import PrefixNames
 from baton.protocol.worker_http import Role
 from baton.router.fleet import WorkerView
 from baton.router.placement import Placement
-from baton.router.prefix_names import PrefixNames
 from baton.router.prefixes import (
     EXPECTED_WITH_EVENTS_S,
     EXPECTED_WITHOUT_S,
+    MAX_FORMS,
     MEDIA,
     ModelPrefixes,
 )
@@ -37,8 +42,11 @@ DOMAIN = EventDomain("test/sha256")
 NAMES = PrefixNames(b"a secret of sixteen bytes")
 SIZES = {"a": 2, "b": 2, "c": 3}
 """Block sizes; the events of `mute` are not followed."""
-STORES = {"a": "host", "b": "host", "c": "other host"}
 STORE_SIZE = 4
+NAMING = b"sixteen bytes of"
+"""The secret by which workers name entries."""
+ENTRY_NAMES = PrefixNames(NAMING)
+TIERS = ["memory of a", "memory of b", "server"]
 EVERY_WORKER = [*SIZES, "mute"]
 tokens = st.lists(st.integers(0, 1), min_size=1, max_size=13).map(tuple)
 salts = st.sampled_from(["", "tenant"])
@@ -61,9 +69,10 @@ class PrefixesMachine(RuleBasedStateMachine):
     @initialize(max_expected=st.sampled_from([4, 1000]))
     def begin(self, max_expected):
         self.prefixes = ModelPrefixes(NAMES, max_expected)
-        self.feeds = {w: self.prefixes.follow(WorkerId(w), STORES[w]) for w in SIZES}
+        self.feeds = {w: self.prefixes.follow(WorkerId(w)) for w in SIZES}
+        self.tiers: dict[str, tuple] = dict.fromkeys(EVERY_WORKER, ())
         self.reported: dict[str, set] = {w: set() for w in EVERY_WORKER}
-        self.stored: dict[str, set] = {w: set() for w in SIZES}
+        self.stored: dict[tuple[str, str], set] = {(w, t): set() for w in SIZES for t in TIERS}
         self.expected: list[Expectation] = []
         self.now = 0.0
 
@@ -102,27 +111,38 @@ class PrefixesMachine(RuleBasedStateMachine):
             self.feeds[worker].apply(BlockRemoved(DOMAIN, hashes, DEFAULT_MEDIUM, 0))
             self.reported[worker].difference_update(gone)
 
-    @rule(worker=followed, ids=tokens, salt=salts)
-    def keep(self, worker, ids, salt):
-        """A worker reports a whole sequence of its store, from its beginning on."""
-        ends = range(STORE_SIZE, len(ids) + 1, STORE_SIZE)
-        blocks = [(salt, ids[:end]) for end in ends]
-        if blocks:
-            packed = pack_ids(ids[: len(blocks) * STORE_SIZE])
-            hashes = tuple(map(engine_hash, blocks))
-            event = BlockStored(DOMAIN, hashes, None, packed, STORE_SIZE, STORE_MEDIUM, 0, salt)
-            self.feeds[worker].apply(event)
-            self.stored[worker].update(blocks)
+    @rule(worker=followed, tiers=st.lists(st.sampled_from(TIERS), unique=True))
+    def list_tiers(self, worker, tiers):
+        """A worker finds from which tiers it loads. What it has reported stays as it is."""
+        self.feeds[worker].apply(TiersListed(tuple(tiers)))
+        self.tiers[worker] = tuple(tiers)
 
-    @rule(worker=followed, data=st.data())
-    def evict(self, worker, data):
-        """A worker finds that some of what it reported is not in its store any more."""
-        if self.stored[worker]:
-            held = sorted(self.stored[worker])
-            gone = data.draw(st.lists(st.sampled_from(held), unique=True, max_size=4))
-            hashes = tuple(map(engine_hash, gone))
-            self.feeds[worker].apply(BlockRemoved(DOMAIN, hashes, STORE_MEDIUM, 0))
-            self.stored[worker].difference_update(gone)
+    @rule(
+        worker=followed,
+        tier=st.sampled_from(TIERS),
+        ids=tokens,
+        salt=salts,
+        start=st.integers(0, 2),
+    )
+    def keep(self, worker, tier, ids, salt, start):
+        """A worker reports a sequence's entries in one of its tiers, or some of them."""
+        blocks = [(salt, ids[:end]) for end in range(STORE_SIZE, len(ids) + 1, STORE_SIZE)][start:]
+        if blocks:
+            ignored = self.feeds[worker].num_ignored
+            self.feeds[worker].apply(entries(EntriesStored, tier, blocks))
+            is_known = tier in self.tiers[worker]
+            assert (self.feeds[worker].num_ignored == ignored) is is_known
+            if is_known:
+                self.stored[worker, tier].update(blocks)
+
+    @rule(worker=followed, tier=st.sampled_from(TIERS), data=st.data())
+    def evict(self, worker, tier, data):
+        """A worker finds that some of what it reported is not in a tier any more."""
+        held = sorted(set().union(*self.stored.values()))
+        if held:
+            gone = data.draw(st.lists(st.sampled_from(held), max_size=4))
+            self.feeds[worker].apply(entries(EntriesRemoved, tier, gone))
+            self.stored[worker, tier].difference_update(gone)
 
     @rule(
         worker=followed,
@@ -138,7 +158,7 @@ class PrefixesMachine(RuleBasedStateMachine):
     def forget(self, worker):
         self.prefixes.forget(WorkerId(worker))
         if worker in SIZES:
-            self.feeds[worker] = self.prefixes.follow(WorkerId(worker), STORES[worker])
+            self.feeds[worker] = self.prefixes.follow(WorkerId(worker))
         self.forget_model_of(worker)
 
     @rule(ids=tokens, salt=salts, worker=st.sampled_from(EVERY_WORKER))
@@ -161,13 +181,12 @@ class PrefixesMachine(RuleBasedStateMachine):
             hoped = self.reported[worker] | self.hopes_for(worker)
             least = self.longest(self.reported[worker], ids, salt, size)
             assert least <= cached <= self.longest(hoped, ids, salt, size)
-        for store in set(STORES.values()):
-            longest = max(
-                self.longest(held, ids, salt, STORE_SIZE)
-                for worker, held in self.stored.items()
-                if STORES[worker] == store
+        for worker in EVERY_WORKER:
+            reachable = set().union(
+                *(held for (_, tier), held in self.stored.items() if tier in self.tiers[worker])
             )
-            assert match.stored.get(store, 0) == longest
+            longest = self.longest(reachable, ids, salt, STORE_SIZE)
+            assert match.stored.get(WorkerId(worker), 0) == longest
 
     @rule(seconds=st.sampled_from([1.0, EXPECTED_WITH_EVENTS_S, EXPECTED_WITHOUT_S]))
     def wait(self, seconds):
@@ -182,25 +201,17 @@ class PrefixesMachine(RuleBasedStateMachine):
             len(set().union(*(self.reported[w] for w in SIZES if SIZES[w] == size)))
             for size in set(SIZES.values())
         )
-        assert self.prefixes.num_stored_blocks == len(self.with_parents())
+        assert self.prefixes.num_stored_blocks == len(set().union(*self.stored.values()))
 
     @invariant()
     def is_consistent(self):
         if hasattr(self, "prefixes"):
             self.prefixes.check_invariants()
 
-    def with_parents(self):
-        """Blocks of stores, and those before them, which the index keeps as long."""
-        held = set().union(*self.stored.values())
-        return {
-            (salt, ids[:end])
-            for salt, ids in held
-            for end in range(STORE_SIZE, len(ids) + 1, STORE_SIZE)
-        }
-
     def forget_model_of(self, worker, media=MEDIA):
         if worker in SIZES and STORE_MEDIUM in media:
-            self.stored[worker] = set()
+            self.tiers[worker] = ()
+            self.stored |= {(worker, tier): set() for tier in TIERS}
         if DEFAULT_MEDIUM in media:
             self.reported[worker] = set()
             self.expected = [each for each in self.expected if each.worker != worker]
@@ -216,6 +227,14 @@ class PrefixesMachine(RuleBasedStateMachine):
         while end + size < len(ids) and (salt, ids[: end + size]) in held:
             end += size
         return end
+
+
+def entries(kind, tier, blocks):
+    names = []
+    for salt, ids in blocks:
+        whole = np.array(ids, dtype=np.int32)
+        names += ENTRY_NAMES.of(whole, STORE_SIZE, ENTRY_NAMES.root(salt))[-1:]
+    return kind(tier, NAMING, STORE_SIZE, pack_names(names))
 
 
 def engine_hash(block) -> bytes:
@@ -242,25 +261,36 @@ def test_a_gap_in_what_is_held_ends_the_prefix():
 
 def test_a_feed_of_the_store_says_nothing_of_the_cache_and_the_other_way_round():
     prefixes = ModelPrefixes(NAMES)
-    feed = prefixes.follow(WorkerId("a"), "host")
+    feed = prefixes.follow(WorkerId("a"))
     prompt = np.arange(5, dtype=np.int32)
     of_cache, of_store = frozenset({DEFAULT_MEDIUM}), frozenset({STORE_MEDIUM})
-    for medium, foreign in ((DEFAULT_MEDIUM, of_store), (STORE_MEDIUM, of_cache)):
-        event = BlockStored(DOMAIN, (b"x", b"y"), None, pack_ids(range(4)), 2, medium, 0)
+    cached = BlockStored(DOMAIN, (b"x", b"y"), None, pack_ids(range(4)), 2, DEFAULT_MEDIUM, 0)
+    tiers, stored = TiersListed(("host",)), entries(EntriesStored, "host", [("", (0, 1, 2, 3))])
+    for event, foreign in ((cached, of_store), (tiers, of_cache), (stored, of_cache)):
         feed.apply(event, foreign)
         assert prefixes.find(prompt, "", 0.0).cached == prefixes.find(prompt, "", 0.0).stored == {}
-    assert feed.num_ignored == 4
-    for medium, media in ((DEFAULT_MEDIUM, of_cache), (STORE_MEDIUM, of_store)):
-        event = BlockStored(DOMAIN, (b"x", b"y"), None, pack_ids(range(4)), 2, medium, 0)
+    assert feed.num_ignored == 2
+    for event, media in ((cached, of_cache), (tiers, of_store), (stored, of_store)):
         feed.apply(event, media)
-    feed.apply(BlockRemoved(DOMAIN, (b"y",), STORE_MEDIUM, 0), of_cache)
+    feed.apply(entries(EntriesRemoved, "host", [("", (0, 1, 2, 3))]), of_cache)
     match = prefixes.find(prompt, "", 0.0)
-    assert (match.cached, match.stored) == ({"a": 4}, {"host": 4})
+    assert (match.cached, match.stored) == ({"a": 4}, {"a": 4})
+
+
+def test_forms_of_entries_are_bounded():
+    """A worker that makes up secrets or sizes takes no memory."""
+    prefixes = ModelPrefixes(NAMES)
+    feed = prefixes.follow(WorkerId("a"))
+    feed.apply(TiersListed(("host",)))
+    for number in range(MAX_FORMS + 3):
+        feed.apply(EntriesStored("host", bytes([number]) * 16, STORE_SIZE, pack_names([1])))
+    assert (prefixes.num_stored_blocks, feed.num_ignored) == (MAX_FORMS, 3)
+    prefixes.check_invariants()
 
 
 def test_what_a_worker_that_reports_of_a_store_alone_is_expected_to_hold_is_believed_longer():
     prefixes = ModelPrefixes(NAMES)
-    prefixes.follow(WorkerId("a"), "host").reports_cache = False
+    prefixes.follow(WorkerId("a")).reports_cache = False
     prompt = np.arange(33, dtype=np.int32)
     match = prefixes.find(prompt, "", 0.0)
     prefixes.expect(match, Placement(None, view("a")), 0.0)

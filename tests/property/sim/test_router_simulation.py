@@ -345,16 +345,17 @@ def test_what_stores_hold_is_known_in_the_end(asked, num_blocks, num_stored):
     assert len(simulation.outcomes) == sum(len(each.turns) for each in asked)
     for each in simulation.outcomes:
         assert 0 <= each.num_loaded <= each.num_saved < each.num_tokens
+    stored_by = {}
+    for entries in simulation._prefixes._stored.values():
+        stored_by |= entries.holdings()
     for store, held in simulation._stores.items():
         assert len(held._names) <= num_stored
         sharing = [w for w, own in simulation._store_of.items() if own == store]
-        known = [simulation._followed[worker].stored for worker in sharing]
+        known = [stored_by.get((worker, store), set()) for worker in sharing]
         assert set().union(*known) <= set(held._names), "what is gone counts as gone"
-        for worker in sharing:
-            reported = simulation._reporters[worker]._journal.read(-1).events
-            num_reported = sum(len(event.hashes) for event in reported)
-            followed = simulation._followed[worker]
-            assert len(followed.stored) == num_reported or followed.num_ignored
+        for worker, names in zip(sharing, known, strict=True):
+            assert simulation._followed[worker].tiers == (store,)
+            assert names == simulation._reporters[worker]._reported
 
 
 def pausing_conversations(num):

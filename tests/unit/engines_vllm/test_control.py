@@ -6,7 +6,6 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
@@ -14,11 +13,10 @@ from baton.auth.key import ClusterKey
 from baton.engines.vllm.control import ControlApp, RankView
 from baton.engines.vllm.identity import Identity, ModelFacts, RankFacts, describe_worker
 from baton.engines.vllm.step_orders import Occupancy
-from baton.events.blocks import STORE_MEDIUM, BlockRemoved, BlockStored
+from baton.events.blocks import EntriesRemoved, EntriesStored, pack_names
 from baton.events.journal import BATON_HASHES, CacheJournal
 from baton.events.wire import decode_page
 from baton.ids import Epoch, TicketId, WorkerId
-from baton.kv.identity import BlockHash
 from baton.kv.layout import KVLayout
 from baton.protocol.worker_http import MAX_ABORT_BYTES, MeasuredLink, MeasuredLinks, StoreLoads
 from baton.telemetry.trace import RequestSpan, TraceRing
@@ -110,16 +108,15 @@ def test_the_health_says_how_full_vllm_is_once_that_is_known() -> None:
 
 
 def test_what_the_store_has_is_reported() -> None:
-    client, ids = Client(), np.arange(128, dtype=np.int32)
-    hashes = [BlockHash(b"a" * 32), BlockHash(b"b" * 32)]
-    client.journal.add_stored(hashes, None, ids, "tenant", medium=STORE_MEDIUM)
+    client, names = Client(), pack_names([1, 2])
+    stored = EntriesStored("5" * 32, bytes(16), 64, names)
+    client.journal.add_of_store(stored)
     page = decode_page(client.ask("GET", "/baton/v1/kv_events/0").body, BATON_HASHES)
-    (event,) = page.events
-    assert isinstance(event, BlockStored)
-    assert (event.hashes, event.medium, event.salt) == (tuple(hashes), STORE_MEDIUM, "tenant")
-    client.journal.add_removed(hashes[1], STORE_MEDIUM)
+    assert page.events == (stored,)
+    removed = EntriesRemoved("5" * 32, bytes(16), 64, pack_names([2]))
+    client.journal.add_of_store(removed)
     page = decode_page(client.ask("GET", f"/baton/v1/kv_events/{page.last}").body, BATON_HASHES)
-    assert page.events == (BlockRemoved(BATON_HASHES, (hashes[1],), STORE_MEDIUM, 0),)
+    assert page.events == (removed,)
     for path in ("x", "-1", "9" * 19):
         assert client.ask("GET", f"/baton/v1/kv_events/{path}").status == 404
     assert client.ask("POST", "/baton/v1/kv_events/0").status == 405

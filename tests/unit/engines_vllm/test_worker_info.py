@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from baton.engines.vllm.identity import Identity, ModelFacts, RankFacts, describe_worker
-from baton.ids import Epoch, StoreId, WorkerId
+from baton.ids import Epoch, WorkerId
 from baton.kv.layout import KVLayout
 
 IDENTITY = Identity(WorkerId("v0"), Epoch("0" * 32), "both", 2)
@@ -29,12 +29,10 @@ def test_a_server_takes_part_in_the_modes_that_all_its_ranks_know() -> None:
 
 
 def test_a_server_reports_of_a_store_if_all_its_ranks_use_it() -> None:
-    first = replace(POOLED, store=StoreId("5" * 32))  # the others do not report of it
-    info = describe_worker(IDENTITY, MODEL, {0: first, 1: POOLED})
-    assert (info.store, info.has_kv_journal) == (first.store, True)
+    first = replace(POOLED, has_store_journal=True)  # the others do not report of it
+    assert describe_worker(IDENTITY, MODEL, {0: first, 1: POOLED}).has_kv_journal
     for ranks in ({0: POOLED, 1: POOLED}, {0: first, 1: PLAIN}):
-        info = describe_worker(IDENTITY, MODEL, ranks)
-        assert (info.store, info.has_kv_journal) == (None, False)
+        assert not describe_worker(IDENTITY, MODEL, ranks).has_kv_journal
 
 
 def test_a_server_whose_clients_are_gateways_takes_unsigned_tickets() -> None:

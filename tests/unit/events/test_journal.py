@@ -7,17 +7,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import ProtocolError
-from baton.events.blocks import DEFAULT_MEDIUM, STORE_MEDIUM, BlockRemoved, BlockStored
+from baton.events.blocks import (
+    BlockRemoved,
+    BlockStored,
+    EntriesRemoved,
+    EntriesStored,
+    TiersListed,
+    pack_names,
+    unpack_names,
+)
 from baton.events.journal import BATON_HASHES, CacheJournal
 from baton.events.wire import decode_page, encode_page
 
 BLOCK_SIZE = 2
 names = st.integers(0, 7).map(lambda i: bytes([i]) * 32)
 stored = st.lists(names, min_size=1, max_size=4, unique=True)
-media = st.sampled_from([DEFAULT_MEDIUM, STORE_MEDIUM])
 changes = st.lists(
-    st.tuples(stored, st.just("store"), media) | st.tuples(names, st.just("remove"), media)
+    st.tuples(stored, st.just("store"))
+    | st.tuples(names, st.just("remove"))
+    | st.tuples(st.sets(st.integers(0, 9), min_size=1), st.sampled_from(["keep", "evict"]))
 )
+TIER, NAMING = "0" * 32, bytes(16)
 
 
 def ids_of(hashes: list[bytes]) -> np.ndarray:
@@ -29,38 +39,74 @@ def apply(held: dict, page) -> None:
         held.clear()
     for event in page.events:
         match event:
-            case BlockStored(hashes=hashes, packed_ids=packed, medium=medium):
+            case BlockStored(hashes=hashes, packed_ids=packed):
                 ids = tuple(np.frombuffer(packed, "<i4").tolist())
                 assert len(ids) == BLOCK_SIZE * len(hashes)
                 for at, block_hash in enumerate(hashes):
-                    assert (medium, block_hash) not in held
+                    assert block_hash not in held
                     own = ids[at * BLOCK_SIZE : (at + 1) * BLOCK_SIZE]
-                    held[medium, block_hash] = own
-            case BlockRemoved(hashes=hashes, medium=medium):
+                    held[block_hash] = own
+            case BlockRemoved(hashes=hashes):
                 for block_hash in hashes:
-                    del held[medium, block_hash]
+                    del held[block_hash]
+            case EntriesStored(names=packed):
+                for name in unpack_names(packed):
+                    assert name not in held
+                    held[name] = True
+            case EntriesRemoved(names=packed):
+                for name in unpack_names(packed):
+                    del held[name]
+
+
+class Store:
+    """Reports names of entries, as `StoreJournal` does."""
+
+    def __init__(self, journal: CacheJournal) -> None:
+        self.journal, self.names = journal, set()
+        journal.store = self
+
+    def keep(self, names: set[int]) -> None:
+        self.change(EntriesStored, names - self.names)
+
+    def evict(self, names: set[int]) -> None:
+        self.change(EntriesRemoved, names & self.names)
+
+    def change(self, kind: type, names: set[int]) -> None:
+        if names:
+            with self.journal.lock:
+                self.names ^= names
+                self.journal.add_of_store(kind(TIER, NAMING, 64, pack_names([*names])))
+
+    def list_reported(self) -> list:
+        names = pack_names(sorted(self.names))
+        held = [EntriesStored(TIER, NAMING, 64, names)] if names else []
+        return [TiersListed((TIER,)), *held]
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(changes, max_size=6), st.sampled_from([3, 1000]))
 def test_who_reads_now_and_then_knows_what_is_held(rounds, num_remembered):
     journal, held, last, was_whole = CacheJournal(num_remembered), {}, 0, False
-    truth = {}
+    truth, store = {}, Store(journal)
     for each_round in rounds:
-        for what, kind, medium in each_round:
+        for what, kind in each_round:
             if kind == "store":
-                journal.add_stored(what, None, ids_of(what), "salt", medium=medium)
-                truth.update({(medium, h): (h[0],) * BLOCK_SIZE for h in what})
+                journal.add_stored(what, None, ids_of(what), "salt")
+                truth.update({h: (h[0],) * BLOCK_SIZE for h in what})
+            elif kind == "remove":
+                journal.add_removed(what)
+                truth.pop(what, None)
+            elif kind == "keep":
+                store.keep(what)
             else:
-                journal.add_removed(what, medium)
-                truth.pop((medium, what), None)
+                store.evict(what)
         page = decode_page(encode_page(journal.read(last)), BATON_HASHES)
         assert page == journal.read(last)
         assert page.last == journal.last
         apply(held, page)
         was_whole |= page.is_whole
         last = page.last
-        assert held == truth
+        assert held == truth | dict.fromkeys(store.names, True)
     assert num_remembered == 3 or not was_whole
 
 
@@ -84,9 +130,29 @@ def test_a_number_of_another_life_gives_everything():
     assert journal.read(1).events == ()
 
 
+def page_of(**fields) -> bytes:
+    event = {"type": "EntriesStored", "tier": TIER, "naming": NAMING, "block_size": 64} | fields
+    return msgspec.msgpack.encode((1, True, [event]))
+
+
+def test_a_page_of_entries_is_read():
+    page = decode_page(page_of(names=pack_names([1, 1 << 63])), BATON_HASHES)
+    assert page.events == (EntriesStored(TIER, NAMING, 64, pack_names([1, 1 << 63])),)
+
+
 @pytest.mark.parametrize(
     "body",
-    [b"", b"\xc0", msgspec.msgpack.encode((-1, True, [])), msgspec.msgpack.encode((1, True))],
+    [
+        b"",
+        b"\xc0",
+        msgspec.msgpack.encode((-1, True, [])),
+        msgspec.msgpack.encode((1, True)),
+        page_of(tier="x", names=b""),
+        page_of(naming=b"short", names=b""),
+        page_of(names=bytes(7)),
+        page_of(block_size=0, names=b""),
+        msgspec.msgpack.encode((1, True, [{"type": "TiersListed", "tiers": ["0" * 32] * 65}])),
+    ],
 )
 def test_what_is_no_page_is_refused(body):
     with pytest.raises(ProtocolError):
@@ -96,16 +162,30 @@ def test_what_is_no_page_is_refused(body):
 def test_a_block_that_was_stored_again_comes_before_what_follows_it():
     """A gateway that begins anew takes up no block whose parent it does not know."""
     journal, chain = CacheJournal(), [bytes([i]) * 32 for i in range(3)]
-    journal.add_stored(chain, None, ids_of(chain), "salt", medium=STORE_MEDIUM)
-    journal.add_removed(chain[0], STORE_MEDIUM)
-    journal.add_stored(chain, None, ids_of(chain), "salt", medium=STORE_MEDIUM)
+    journal.add_stored(chain, None, ids_of(chain), "salt")
+    journal.add_removed(chain[0])
+    journal.add_stored(chain, None, ids_of(chain), "salt")
     other = b"9" * 32
-    journal.add_stored([other], chain[0], ids_of([other]), "salt", medium=STORE_MEDIUM)
+    journal.add_stored([other], chain[0], ids_of([other]), "salt")
     whole = journal.read(17)
     assert whole.is_whole
     known = {None}
     for event in whole.events:
-        assert event.medium == STORE_MEDIUM
         assert event.parent in known
         known.update(event.hashes)
     assert known == {None, *chain, other}
+
+
+def test_entries_count_one_by_one_in_what_is_remembered():
+    """However many are in one event: the memory of the latest events is bounded."""
+    journal = CacheJournal(num_remembered=10)
+    store = Store(journal)
+    store.keep(set(range(6)))
+    store.keep(set(range(6, 10)))
+    assert not journal.read(journal.last - 2).is_whole
+    store.keep({10})
+    assert not journal.read(journal.last - 2).is_whole
+    assert journal.read(journal.last - 3).is_whole
+    store.keep(set(range(20, 40)))
+    assert journal.read(journal.last - 1).is_whole, "one event alone is more than is remembered"
+    assert journal.read(journal.last).events == ()

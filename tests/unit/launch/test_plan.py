@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from baton.cli.engine_options import engine_options
 from baton.config.resolve import CommandLine, resolve
 from baton.errors import ConfigError
-from baton.launch.plan import Ports, WorkerGroup, plan_launch, share_cores, worker_groups
+from baton.launch.plan import (
+    Ports,
+    WorkerGroup,
+    count_peer_ports,
+    plan_launch,
+    share_cores,
+    worker_groups,
+)
 
 ENGINE_KEYS = {
     "transformers": frozenset({"block_size", "num_threads"}),
@@ -205,3 +212,49 @@ def test_cores_are_shared_evenly(num_cores, num_workers):
     if num_workers <= num_cores:
         used = [core for share in shares for core in share]
         assert len(used) == len(set(used))
+
+
+TIERS = 'store.tiers=["host", "peer"]'
+PORTS = [7001, 7002, 7003]
+
+
+def config_of(*assignments):
+    return resolve(CommandLine(assignments=assignments), {}).to_config()
+
+
+def test_workers_that_read_each_others_memory_get_an_address_each():
+    assignments = (TIERS, "up.prefill=1", "up.decode=2", "store.options.host.capacity_bytes=5")
+    assert count_peer_ports(config_of(*assignments)) == 3
+    resolved = resolve(CommandLine(assignments=assignments), {})
+    planned = plan_launch(resolved, [0], ENGINE_KEYS, "shared_cores", peer_ports=PORTS)
+    workers = planned.workers
+    stores = [worker_config(worker).store.options for worker in workers]
+    urls = [f"tcp://127.0.0.1:{port}" for port in PORTS]
+    for at, store in enumerate(stores):
+        assert store["host"] == {"capacity_bytes": 5, "listen": f"127.0.0.1:{PORTS[at]}"}
+        assert store["peer"]["urls"] == [url for url in urls if url != urls[at]]
+
+
+@pytest.mark.parametrize(
+    "assignments",
+    [
+        (),
+        ('store.tiers=["host"]',),
+        (TIERS, 'store.options.peer.urls=["tcp://127.0.0.1:1"]'),
+        (TIERS, "up.prefill=0", 'store.options.peer.urls=["tcp://127.0.0.1:1"]'),
+    ],
+)
+def test_peers_that_are_configured_or_not_used_are_left_alone(assignments):
+    assert count_peer_ports(config_of(*assignments)) == 0
+
+
+@pytest.mark.parametrize(
+    ("assignments", "why"),
+    [
+        ((TIERS, "up.prefill=0", "up.decode=1"), "no other one"),
+        ((TIERS, "store.options.host.listen='127.0.0.1:1'"), "one address"),
+    ],
+)
+def test_peers_that_cannot_be_are_refused_before_anything_starts(assignments, why):
+    with pytest.raises(ConfigError, match=why):
+        count_peer_ports(config_of(*assignments))

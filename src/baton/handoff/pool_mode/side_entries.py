@@ -10,8 +10,7 @@ and its first token. So a decode worker knows what to wait for: what is missing 
 there will not come. It is an entry like others, named by the ticket's id and the part of the heads
 that its writer holds (docs/wire/store.md).
 
-**A store's identity**: random bytes that the first worker puts there. Two workers that read the
-same ones share a store, by whatever paths and mounts they reach it (docs/wire/store.md).
+**An identity**: random bytes that the first worker puts into each tier (docs/wire/store.md).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
-from typing import TYPE_CHECKING, Annotated, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Final, Self, TypeVar
 
 import msgspec
 
@@ -202,31 +201,29 @@ _IDENTITY_NAME: Final = EntryName(hashlib.sha256(b"baton/store-identity/1").dige
 
 
 class StoreIdentity(msgspec.Struct, frozen=True):
-    """The content of the entry by which a store is known."""
+    """The content of the entry by which a place of the store is known."""
 
     random: Annotated[bytes, msgspec.Meta(min_length=IDENTITY_BYTES, max_length=IDENTITY_BYTES)]
+
+    @classmethod
+    def new(cls) -> Self:
+        """A random one."""
+        return cls(secrets.token_bytes(IDENTITY_BYTES))
 
 
 _identity_decoder = msgspec.msgpack.Decoder(StoreIdentity)
 
 
-def open_identity(tier: Tier) -> StoreIdentity | None:
-    """The store's identity: that of the first worker that put one. None: none can be put.
+def keep_identity(tier: Tier, identity: StoreIdentity) -> StoreIdentity | None:
+    """The identity that is there, recently used now; `identity` is put there if there is none.
 
-    Of a store of several tiers, the first one's: a lower tier may be shared by more workers.
+    None where none can be read, or put.
     """
-    own = StoreIdentity(secrets.token_bytes(IDENTITY_BYTES))
-    keep_identity(tier, own)
-    return read_side_entry(tier, _IDENTITY_NAME, _identity_decoder)
-
-
-def keep_identity(tier: Tier, identity: StoreIdentity) -> None:
-    """Have it there, and recently used, unless another one is there or it cannot be written."""
-    lease = tier.try_lease(_IDENTITY_NAME) if tier.find((_IDENTITY_NAME,)) else None
-    if lease is not None:  # that was its last use
-        lease.release()
-        return
+    found = read_side_entry(tier, _IDENTITY_NAME, _identity_decoder)
+    if found is not None:  # that was its last use
+        return found
     try:
         tier.put(_IDENTITY_NAME, memoryview(msgspec.msgpack.encode(identity)))
     except StoreError as exc:
-        logger.debug("store: its identity is not kept: %s", exc)
+        logger.debug("store: an identity is not kept: %s", exc)
+    return read_side_entry(tier, _IDENTITY_NAME, _identity_decoder)

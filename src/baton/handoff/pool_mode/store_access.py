@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from baton.encodings.interface import RAW, open_encoding
 from baton.encodings.raw import RawEncoding
+from baton.events.wire import NAMING_BYTES
 from baton.handoff.pool_mode.store_journal import open_store_journal
 from baton.store.entry_format import EntryFormat
 from baton.store.interface import TENANT_BYTES, TenantLabel
@@ -66,8 +67,9 @@ class StoreAccess:
 
     The KV view shows the engine's blocks in an order that can be divided into tokens and heads.
     `encoding` writes the bodies of entries. `label_tenant` gives the label of a tenant's salt.
-    `keeps_prefixes`: what engines compute is kept, and looked for before it is computed. What is
-    kept is reported to gateways by way of `journal`, if there is one.
+    `naming`: the secret of the names by which gateways know entries. `keeps_prefixes`: what engines
+    compute is kept, and looked for before it is computed. What is kept is reported to gateways by
+    way of `journal`, if there is one.
     """
 
     store: TieredStore
@@ -80,10 +82,12 @@ class StoreAccess:
     counts: EntryCounts = field(default_factory=EntryCounts)
     encoded: EncodingCounts = field(default_factory=EncodingCounts)
     decoded: EncodingCounts = field(default_factory=EncodingCounts)
+    naming: bytes = b""
 
 
 _PURPOSE: Final = "store"
 _TENANT_TAG: Final = b"tenant/1"
+_NAMING_TAG: Final = b"prefix-names/1"
 _NAME_CHARS: Final = 16
 
 
@@ -114,7 +118,8 @@ def open_store_access(  # noqa: PLR0913 - what a worker's store is opened from
     entry_format = replace(entry_format, encodings=name_encodings(encoding, handoff_encoding))
     store = open_keyed_store(section.tiers, section.options, key=key, clock=clock, peers=peers)
     label = partial(label_tenant, key)
-    return StoreAccess(store, entry_format, view, label, encoding, keeps_prefixes)
+    naming = key.sign(_PURPOSE, _NAMING_TAG)[:NAMING_BYTES]
+    return StoreAccess(store, entry_format, view, label, encoding, keeps_prefixes, naming=naming)
 
 
 def label_tenant(key: ClusterKey, tenant_salt: str) -> TenantLabel:
@@ -142,14 +147,13 @@ def report_to(
     """With what is kept for models of `fingerprint` reported to `journal`, if anything is."""
     if access is None or not access.keeps_prefixes:
         return access
-    first = access.store.tiers[0].inner
     reported = open_store_journal(
-        first,
+        access.store,
         access.entry_format,
         journal,
+        naming=access.naming,
         fingerprint=fingerprint,
         clock=clock,
-        is_billed=any(tier.is_billed for tier in access.store.tiers),
     )
     return replace(access, journal=reported)
 

@@ -143,7 +143,7 @@ class StoreHandoff:
         self._commands.put(partial(self._abort_from_peer, ticket, reason))
 
     def _run(self) -> None:
-        wait_s: float | None = None
+        wait_s: float | None = 0.0  # the store is looked at before the first command, too
         while not self._is_stopping:
             wait_s = self.step(wait_s)
         self._heartbeat_writer.remove()

@@ -1,26 +1,27 @@
 """What the store holds, as far as this worker knows: for gateways, by way of the worker's journal.
 
-    kept, or found present ──► reported as stored ──not there any more──► reported as removed
+    kept, or found present ──► looked for in each place ──► reported there ──gone──► reported so
 
 Any process may evict an entry, and none reports that: names of entries do not show their tokens. So
 each worker looks again and again for the entries that it has reported itself, all of them within
-`ROUND_S` where that takes at most `BUSY_SHARE` of its thread's time; a batch in `BILLED_WAIT_S`
-where looking costs money. What a restarted worker does not report is reported again when a request
-finds it.
+`ROUND_S` where that takes at most `BUSY_SHARE` of its thread's time; in a place where looking costs
+money for a batch in `BILLED_WAIT_S`. What a restarted worker does not report is reported again when
+a request finds it.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections import OrderedDict
+from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from baton.clock import Instant
-from baton.events.blocks import STORE_MEDIUM
-from baton.handoff.pool_mode.side_entries import keep_identity, open_identity
-from baton.ids import StoreId
+from baton.events.blocks import EntriesRemoved, EntriesStored, TiersListed
+from baton.handoff.pool_mode.reported_entries import ReportedEntries
+from baton.handoff.pool_mode.store_places import StorePlace
+from baton.kv.digest_table import NO_ROW
 from baton.kv.identity import BlockHash
+from baton.kv.prefix_names import PrefixNames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,15 +30,18 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.clock import Clock
+    from baton.events.blocks import StoreEvent
     from baton.events.journal import CacheJournal
     from baton.handoff.pool_mode.block_copier import TokenSegment
-    from baton.handoff.pool_mode.side_entries import StoreIdentity
+    from baton.ids import StoreId
     from baton.store.entry_format import EntryFormat
-    from baton.store.interface import Tier
+    from baton.store.interface import EntryName
+    from baton.store.tiered import TieredStore
+
+    NameParts = Callable[[BlockHash], Sequence[EntryName]]
 
 MAX_REPORTED: Final = 1 << 16
-"""Entries; about 750 bytes for each, with its tokens. Beyond that the ones unused for longest are
-not reported."""
+"""Entries; about 120 bytes for each. Beyond that the ones unused for longest are not reported."""
 ROUND_S: Final = 2.0
 """In which every reported entry is looked for once."""
 BATCH_ENTRIES: Final = 64
@@ -49,101 +53,206 @@ BILLED_WAIT_S: Final = 60.0
 
 @dataclass(slots=True)
 class StoreJournal:
-    """Owner: the pool's thread. `store_id` does not change: any thread reads it.
+    """Owner: the pool's thread. `list_reported` is for whoever holds the journal's lock.
 
-    `tier` is the store's first one, where its identity is. `is_billed`: a look costs money.
+    `places` are the store's, the quickest first. Gateways know entries by names of `PrefixNames`
+    with the secret `naming`, which all workers of a cluster derive from its key.
     """
 
     journal: CacheJournal
-    tier: Tier
-    identity: StoreIdentity
-    store_id: StoreId
+    places: Sequence[StorePlace]
+    naming: bytes
+    block_size: int
     clock: Clock
-    is_billed: bool = False
-    _reported: OrderedDict[BlockHash, TokenSegment] = field(default_factory=OrderedDict)
-    _to_check: list[TokenSegment] = field(default_factory=list)
+    _names: PrefixNames = field(init=False)
+    _entries: ReportedEntries = field(default_factory=ReportedEntries)
+    _tiers: tuple[StoreId | None, ...] = ()
+    _to_check: array[int] = field(default_factory=lambda: array("i"))
     _checks_at: Instant = field(init=False)
+    _billed_at: Instant = field(init=False)
 
     def __post_init__(self) -> None:
-        self._checks_at = Instant(self.clock.now() + ROUND_S)
+        self._names = PrefixNames(self.naming)
+        self._checks_at = self._billed_at = Instant(self.clock.now() + ROUND_S)
+        self._tiers = (None,) * len(self.places)
+        self.journal.store = self
+        self._identify_places()
 
     def add_present(
         self,
         segments: Sequence[TokenSegment],
-        parent: TokenSegment | None,
         token_ids: NDArray[np.int32],
         tenant_salt: str,
+        name_parts: NameParts,
     ) -> None:
-        """The store has these full blocks of a sequence, which follow `parent`.
+        """The store has these full blocks of a sequence: report them where they are.
 
-        `token_ids` are the sequence's, from its first token on.
+        `token_ids` are the sequence's, from its first token on. `name_parts` gives the entries of a
+        block that this worker needs.
         """
         if not segments:
             return
-        ids = token_ids[segments[0].start : segments[-1].stop]
-        after = None if parent is None else parent.block_hash
-        hashes = [each.block_hash for each in segments]
-        self.journal.add_stored(hashes, after, ids, tenant_salt, medium=STORE_MEDIUM)
-        for segment in reversed(segments):  # a sequence's end is forgotten before its beginning
-            self._reported[segment.block_hash] = segment
-            self._reported.move_to_end(segment.block_hash)
-        while len(self._reported) > MAX_REPORTED:
-            self._remove(next(iter(self._reported)))
+        root = self._names.root(tenant_salt)
+        names = self._names.of(token_ids[: segments[-1].stop], self.block_size, root)
+        names = names[len(names) - len(segments) :]
+        with self.journal.lock:
+            # A sequence's end is forgotten before its beginning.
+            rows = [
+                self._entries.add(segment.block_hash, name)
+                for segment, name in zip(reversed(segments), reversed(names), strict=True)
+            ]
+        try:
+            self._check(rows, name_parts)
+        finally:
+            self._forget([row for row in rows if not self._entries.places(row)])
+        while len(self._entries) > MAX_REPORTED:
+            self._forget([self._entries.oldest])
 
     def note_missing(self, segment: TokenSegment) -> None:
         """The store was asked for it, and does not have it any more."""
-        self._remove(segment.block_hash)
+        row = self._entries.find(segment.block_hash)
+        if row != NO_ROW:
+            self._forget([row])
 
-    def step(self, count_present: Callable[[Sequence[TokenSegment]], int]) -> float:
-        """Look for the identity, and for some of what was reported, if it is time.
+    def step(self, name_parts: NameParts) -> float:
+        """Look for the places' identities, and for some of what was reported, if it is time.
 
-        `count_present` gives how many leading segments the store has. Returns in how many seconds
-        there is more to look for.
+        Returns in how many seconds there is more to look for.
         """
         began_at = self.clock.now()
         if began_at < self._checks_at:
             return self._checks_at - began_at
         self._checks_at = Instant(began_at + ROUND_S)  # also where the store cannot be looked at
         if not self._to_check:
-            self._to_check = [*self._reported.values()]
-            keep_identity(self.tier, self.identity)
+            self._to_check = self._entries.rows()
+            self._identify_places()
         batch = self._to_check[-BATCH_ENTRIES:]
         del self._to_check[-BATCH_ENTRIES:]
-        num_checked = 0
-        while num_checked < len(batch):
-            num_checked += count_present(batch[num_checked:])
-            for missing in batch[num_checked : num_checked + 1]:
-                self._remove(missing.block_hash)
-            num_checked += 1
+        rows = [row for row in batch if self._entries.places(row)]
+        if rows:
+            self._check(rows, name_parts)
+            self._forget([row for row in rows if not self._entries.places(row)])
         took_s = self.clock.now() - began_at
-        share = len(batch) / max(len(batch), len(self._reported)) if batch else 1.0
-        wait_s = max(share * ROUND_S, took_s / BUSY_SHARE, BILLED_WAIT_S * self.is_billed)
+        share = len(batch) / max(len(batch), len(self._entries)) if batch else 1.0
+        wait_s = max(share * ROUND_S, took_s / BUSY_SHARE)
         self._checks_at = Instant(began_at + wait_s)
         return wait_s
 
-    def _remove(self, block_hash: BlockHash) -> None:
-        if self._reported.pop(block_hash, None) is not None:
-            self.journal.add_removed(block_hash, STORE_MEDIUM)
+    def list_reported(self) -> list[StoreEvent]:
+        """See `ReportedStore`."""
+        events: list[StoreEvent] = [self._list_tiers()]
+        for at, tier in enumerate(self._tiers):
+            names = b"" if tier is None else self._entries.pack_names_at(1 << at)
+            if tier is not None and names:
+                events.append(EntriesStored(tier, self.naming, self.block_size, names))
+        return events
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError where an entry is kept that is reported nowhere."""
+        self._entries.check_invariants()
+        if not all(self._entries.places(row) for row in self._entries.rows()):
+            raise AssertionError("an entry is nowhere, and not forgotten")
+
+    def _check(self, rows: Sequence[int], name_parts: NameParts) -> None:
+        """Look for some entries in each place, and report what has changed.
+
+        What is in no other place counts as where looking costs money, until it is looked for there:
+        that is where entries go that made room.
+        """
+        parts = [name_parts(self._entries.block_hash(row)) for row in rows]
+        names = [name for each in parts for name in each]
+        is_due = self.clock.now() >= self._billed_at and len(rows) <= BATCH_ENTRIES
+        found, assumed = [0] * len(rows), 0
+        for at, place in enumerate(self.places):
+            if self._tiers[at] is None or not place.is_looked_at:
+                continue
+            if place.is_billed and not is_due:
+                assumed = assumed or 1 << at
+                continue
+            are_there = iter(place.check_each(names))
+            for index, each in enumerate(parts):
+                if sum(next(are_there) for _ in each) == len(each):
+                    found[index] |= 1 << at
+        if is_due:
+            self._billed_at = Instant(self.clock.now() + BILLED_WAIT_S)
+        kept = [self._entries.places(row) & assumed for row in rows]
+        self._set_places(
+            rows, [there | was or assumed for there, was in zip(found, kept, strict=True)]
+        )
+
+    def _forget(self, rows: Sequence[int]) -> None:
+        """They are nowhere, as far as gateways should know."""
+        with self.journal.lock:
+            self._set_places(rows, [0] * len(rows))
+            for row in rows:
+                self._entries.remove(row)
+
+    def _set_places(self, rows: Sequence[int], places: Sequence[int]) -> None:
+        before = [self._entries.places(row) for row in rows]
+        with self.journal.lock:
+            for row, bits in zip(rows, places, strict=True):
+                self._entries.set_places(row, bits)
+            changes = list(zip(rows, before, places, strict=True))
+            for at, tier in enumerate(self._tiers):
+                bit = 1 << at
+                new = [row for row, was, now in changes if now & ~was & bit]
+                gone = [row for row, was, now in changes if was & ~now & bit]
+                if tier is not None:
+                    self._report(EntriesStored, tier, new)
+                    self._report(EntriesRemoved, tier, gone)
+
+    def _report(
+        self, kind: type[EntriesStored | EntriesRemoved], tier: StoreId, rows: Sequence[int]
+    ) -> None:
+        if rows:
+            names = self._entries.pack_names(rows)
+            self.journal.add_of_store(kind(tier, self.naming, self.block_size, names))
+
+    def _identify_places(self) -> None:
+        """Read the places' identities, the lowest's first, and report which there are.
+
+        A lower tier gets what is put into the one above it, an identity, too, if it has none. Of
+        two places that are the same one the first counts.
+        """
+        for place in reversed(self.places):
+            if place.store_id is None or not place.is_billed:
+                place.identify()
+        tiers: list[StoreId | None] = []
+        for place in self.places:
+            tiers.append(None if place.store_id in tiers else place.store_id)
+        if tuple(tiers) != self._tiers:
+            with self.journal.lock:
+                for at, (before, now) in enumerate(zip(self._tiers, tiers, strict=True)):
+                    if before is not None and before != now:
+                        self._leave_place(at)
+                self._tiers = tuple(tiers)
+                self.journal.add_of_store(self._list_tiers())
+
+    def _leave_place(self, at: int) -> None:
+        """It is another one than before: what was there is reported as gone."""
+        rows = [row for row in self._entries.rows() if self._entries.places(row) & 1 << at]
+        places = [self._entries.places(row) & ~(1 << at) for row in rows]
+        self._set_places(rows, places)
+        self._forget([row for row, left in zip(rows, places, strict=True) if not left])
+
+    def _list_tiers(self) -> TiersListed:
+        return TiersListed(tuple(tier for tier in self._tiers if tier is not None))
 
 
 def open_store_journal(
-    tier: Tier,
+    store: TieredStore,
     entry_format: EntryFormat,
     journal: CacheJournal,
     *,
+    naming: bytes,
     fingerprint: str,
     clock: Clock,
-    is_billed: bool = False,
-) -> StoreJournal | None:
-    """Report to `journal` what a store holds for models of `fingerprint`; None: it has no identity.
+) -> StoreJournal:
+    """Report to `journal` what a store holds for models of `fingerprint`.
 
-    Workers of other models, or with entries of another form, may have the same store, but find
-    nothing of each other's there: it has another `store_id` for them.
+    Workers of other models, or with entries of another form, may have the same tiers, but find
+    nothing of each other's there: their tiers have other ids.
     """
-    identity = open_identity(tier)
-    if identity is None:
-        return None
-    form = entry_format.name(BlockHash(b""), 0)  # commits to all but model and tokens
-    digest = hashlib.sha256(identity.random + form + fingerprint.encode())
-    store_id = StoreId(digest.hexdigest()[:32])
-    return StoreJournal(journal, tier, identity, store_id, clock, is_billed)
+    form = entry_format.name(BlockHash(b""), 0) + fingerprint.encode()
+    places = [StorePlace(tier, form) for tier in store.places]
+    return StoreJournal(journal, places, naming, entry_format.block_size, clock)

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from baton.handoff.pool_mode.block_copier import BlockCopier, EntryBodies, TokenSegment
     from baton.handoff.pool_mode.store_access import StoreAccess
     from baton.kv.copies import BlockTable
+    from baton.kv.identity import BlockHash
+    from baton.store.interface import EntryName
 
 logger = logging.getLogger(__name__)
 
@@ -126,12 +128,12 @@ class StoreWriter:
 
     def count_present(self, batch: Sequence[TokenSegment]) -> int:
         """Leading pieces of which every part is in the store."""
-        names = [
-            self._entry_format.name(segment.block_hash, part)
-            for segment in batch
-            for part in self._copier.parts
-        ]
+        names = [name for segment in batch for name in self.name_parts(segment.block_hash)]
         return self._store.find(names) // len(self._copier.parts)
+
+    def name_parts(self, block_hash: BlockHash) -> list[EntryName]:
+        """The entries of a block that this worker holds heads of."""
+        return [self._entry_format.name(block_hash, part) for part in self._copier.parts]
 
     def _put_marker(self, store_write: StoreWrite, reason: str) -> None:
         order = store_write.order

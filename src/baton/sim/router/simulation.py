@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from baton.errors import BatonError
+from baton.events.blocks import TiersListed
 from baton.ids import StoreId
+from baton.kv.prefix_names import PrefixNames
 from baton.protocol.worker_http import WorkerLoad
 from baton.router.fleet import Fleet
 from baton.router.load import FleetLoad
 from baton.router.placement import PlacementRequest, Unplaceable
-from baton.router.prefix_names import PrefixNames
 from baton.router.prefixes import ModelPrefixes, PromptMatch
 from baton.sim.router.outcomes import RequestOutcome
 from baton.sim.router.sessions import TokenRun, TokenWriter
@@ -25,8 +26,6 @@ from baton.sim.router.worker import Job, Processors, SimulatedWorker, Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    from numpy.typing import NDArray
 
     from baton.events.blocks import BlockEvent
     from baton.ids import WorkerId
@@ -41,6 +40,7 @@ EVICTION_SEEN_S: Final = 1.0
 RAMP_S: Final = 0.01
 """Between the first requests of two clients."""
 NO_SALT: Final = ""
+NO_STORE: Final = StoreId("")
 
 
 class NoRoomError(BatonError):
@@ -66,19 +66,19 @@ class Simulation:
         self._stores: dict[StoreId, SimulatedStore] = {}
         room = WorkerLoad(0, costs.num_blocks, costs.num_blocks, costs.block_size)
         views = [replace(view, load=room) for view in views]
-        if costs.store_tokens:
-            views = self._add_stores(views)
         self.fleet, self.load = Fleet.of(views), FleetLoad()
         self.outcomes: list[RequestOutcome] = []
         self._timeline, self._tokens = Timeline(), TokenWriter(seed)
-        self._names = PrefixNames(seed.to_bytes(16, "little", signed=True))
+        self._naming = seed.to_bytes(16, "little", signed=True)
+        self._names = PrefixNames(self._naming)
         self._root = self._names.root(NO_SALT)
         self._prefixes = ModelPrefixes(self._names) if policy.uses_prefixes else None
         self._processors = Processors(costs, seed)
         self._followed: dict[WorkerId, WorkerPrefixes] = {}
-        self._store_of = {view.id: view.store for view in views if view.store is not None}
+        self._store_of = self._assign_stores(views) if costs.store_tokens else {}
         self._reporters = {
-            worker: StoreReporter(self._stores[store]) for worker, store in self._store_of.items()
+            worker: StoreReporter(store, self._stores[store], self._naming, costs.block_size)
+            for worker, store in self._store_of.items()
         }
         self._workers = {view.id: self._start(view) for view in views}
 
@@ -113,19 +113,21 @@ class Simulation:
         if self._prefixes is not None:
             self._prefixes.check_invariants()
 
-    def _add_stores(self, views: Sequence[WorkerView]) -> list[WorkerView]:
-        costs, found = self._costs, []
+    def _assign_stores(self, views: Sequence[WorkerView]) -> dict[WorkerId, StoreId]:
+        costs, found = self._costs, {}
         for at, view in enumerate(views):
             store = StoreId(f"{at // (costs.workers_per_store or len(views)):032x}")
             if store not in self._stores:
                 self._stores[store] = SimulatedStore(costs.store_tokens // costs.block_size)
-            found.append(replace(view, store=store))
+            found[view.id] = store
         return found
 
     def _start(self, view: WorkerView) -> SimulatedWorker:
         publish = None
         if self._prefixes is not None:
-            followed = self._followed[view.id] = self._prefixes.follow(view.id, view.store)
+            followed = self._followed[view.id] = self._prefixes.follow(view.id)
+            if view.id in self._store_of:
+                followed.apply(TiersListed((self._store_of[view.id],)))
 
             def publish(event: BlockEvent) -> None:
                 self._timeline.after(self._costs.event_delay_s, partial(followed.apply, event))
@@ -136,7 +138,7 @@ class Simulation:
             self._processors,
             computed=self._hand_over,
             publish=publish,
-            store=None if view.store is None else self._stores[view.store],
+            store=self._stores.get(self._store_of.get(view.id, NO_STORE)),
         )
 
     def _arrive(self, sessions: Iterator[Session], since: float) -> None:
@@ -234,10 +236,10 @@ class Simulation:
     def _finish(self, session: Session, at: int, more: Iterator[Session] | None, job: Job) -> None:
         """An answer is complete: its blocks are found by what follows, and its client goes on."""
         turn, now, placement = job.turn, self._timeline.now, job.placement
-        names, token_ids = job.names, job.token_ids
+        names = job.names
         if turn.answer_key is not None:
-            names, token_ids = self._keep_answer(job, turn.answer_key)
-        self._keep_in_store(placement.decode, names, token_ids)
+            names = self._keep_answer(job, turn.answer_key)
+        self._keep_in_store(placement.decode.id, names)
         num_steps = turn.num_answer_tokens - 1
         prefill = placement.prefill
         self.outcomes.append(
@@ -258,28 +260,26 @@ class Simulation:
         elif more is not None:
             self._timeline.after(0.0, partial(self._next, more))
 
-    def _keep_answer(self, job: Job, key: str) -> tuple[list[int], NDArray[np.int32]]:
-        """Blocks of prompt and answer, and their tokens."""
+    def _keep_answer(self, job: Job, key: str) -> list[int]:
+        """Names of the blocks of prompt and answer, which its worker has now."""
         answer = self._tokens.write([TokenRun(key, job.turn.num_answer_tokens)])
         token_ids = np.concatenate([job.token_ids, answer[:-1]])  # the last one was never read
         size, first = self._costs.block_size, len(job.names)
         after = job.names[-1] if job.names else self._root
         names = job.names + self._names.of(token_ids[first * size :], size, after)
         self._workers[job.placement.decode.id].store(job, names, token_ids, first)
-        return names, token_ids
+        return names
 
-    def _keep_in_store(
-        self, worker: WorkerView, names: list[int], token_ids: NDArray[np.int32]
-    ) -> None:
+    def _keep_in_store(self, worker: WorkerId, names: list[int]) -> None:
         """Its worker leaves what it has computed in its store, and reports that."""
-        if worker.store is None or not names:
+        store = self._store_of.get(worker)
+        if store is None or not names:
             return
-        gone = self._stores[worker.store].keep(names)
-        reporter = self._reporters[worker.id]
-        reporter.add(names, token_ids[: len(names) * self._costs.block_size], NO_SALT)
-        self._publish_stored(worker.id)
+        gone = self._stores[store].keep(names)
+        self._reporters[worker].add(names)
+        self._publish_stored(worker)
         if gone:
-            self._timeline.after(EVICTION_SEEN_S, partial(self._look_for, worker.store, gone))
+            self._timeline.after(EVICTION_SEEN_S, partial(self._look_for, store, gone))
 
     def _look_for(self, store: StoreId, names: list[int]) -> None:
         """All workers of a store have looked whether these are still there."""

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from baton.events.blocks import STORE_MEDIUM
-from baton.events.journal import CacheJournal
-from baton.kv.identity import BlockHash
+from baton.events.blocks import EntriesRemoved, EntriesStored, pack_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from baton.events.blocks import BlockRemoved, BlockStored
-
-NUM_REMEMBERED: Final = 1 << 20
-NAME_BYTES: Final = 8
+    from baton.ids import StoreId
 
 
 class SimulatedStore:
@@ -56,29 +48,33 @@ class SimulatedStore:
 
 
 class StoreReporter:
-    """What one worker reports of its store. Owner: one simulation."""
+    """What one worker reports of its store, whose entries are blocks. Owner: one simulation."""
 
-    def __init__(self, store: SimulatedStore) -> None:
-        self._store = store
-        self._journal, self._num_read = CacheJournal(NUM_REMEMBERED), 0
+    def __init__(
+        self, tier: StoreId, store: SimulatedStore, naming: bytes, block_size: int
+    ) -> None:
+        self._tier, self._store = tier, store
+        self._naming, self._block_size = naming, block_size
+        self._reported: set[int] = set()
+        self._events: list[EntriesStored | EntriesRemoved] = []
 
-    def add(self, names: Sequence[int], token_ids: NDArray[np.int32], salt: str) -> None:
-        """It has put a sequence's blocks there. `token_ids` `[len(names) * block_size]`."""
-        hashes = [_hash(name) for name in names]
-        self._journal.add_stored(hashes, None, token_ids, salt, medium=STORE_MEDIUM)
+    def add(self, names: Sequence[int]) -> None:
+        """It has put a sequence's blocks there."""
+        self._report(EntriesStored, [name for name in names if name not in self._reported])
+        self._reported.update(names)
 
     def look_for(self, names: Sequence[int]) -> None:
         """It looks whether these are still there, if it has reported them."""
-        for name in names:
-            if name not in self._store:
-                self._journal.add_removed(_hash(name), STORE_MEDIUM)
+        gone = [n for n in names if n in self._reported and n not in self._store]
+        self._report(EntriesRemoved, gone)
+        self._reported.difference_update(gone)
 
-    def take_events(self) -> tuple[BlockStored | BlockRemoved, ...]:
+    def take_events(self) -> list[EntriesStored | EntriesRemoved]:
         """What has changed since the last call."""
-        page = self._journal.read(self._num_read)
-        self._num_read = page.last
-        return page.events
+        events, self._events = self._events, []
+        return events
 
-
-def _hash(name: int) -> BlockHash:
-    return BlockHash(name.to_bytes(NAME_BYTES, "little"))
+    def _report(self, kind: type[EntriesStored | EntriesRemoved], names: Sequence[int]) -> None:
+        if names:
+            packed = pack_names(names)
+            self._events.append(kind(self._tier, self._naming, self._block_size, packed))

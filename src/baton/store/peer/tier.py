@@ -32,6 +32,11 @@ class PeersTier:
         self._holders: dict[EntryName, RemoteTier] = {}
         """Of the names of the last `find`."""
 
+    @property
+    def places(self) -> Sequence[RemoteTier]:
+        """See `HasPlaces`."""
+        return [peer for _, peer in self._peers]
+
     def find(self, names: Sequence[EntryName]) -> int:
         found = self.find_each(names)
         return next((at for at, is_there in enumerate(found) if not is_there), len(names))

@@ -70,7 +70,9 @@ class StartedFind:
 
 
 class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question to many servers
-    """See `Tier`, `RemoteLookup`, `WritesBehind` and `DelaysPromotion`. Others use the server, too.
+    """See `Tier`, `RemoteLookup`, `ServerPlace`, `WritesBehind` and `DelaysPromotion`.
+
+    Others use the server, too.
 
     The server decides what it evicts. A server that fails or is late is reported as missing
     everything; `put` then raises StoreError at once.
@@ -116,9 +118,19 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
         """Whether each look costs money."""
         return self._limits.is_billed
 
+    @property
+    def is_read_only(self) -> bool:
+        """See `ServerPlace`: as far as the server has reported of itself."""
+        return not self._report.takes_entries
+
     def find_each(self, names: Sequence[EntryName]) -> Sequence[bool]:
         """See `RemoteLookup`."""
         return self.end_find(self.begin_find(names))
+
+    def check_each(self, names: Sequence[EntryName]) -> Sequence[bool]:
+        """See `ServerPlace`."""
+        found = self._try_take_answer(self.begin_find(names))
+        return (False,) * len(names) if found is None else self._with_waiting(names, found)
 
     def begin_find(self, names: Sequence[EntryName]) -> StartedFind:
         """Ask, without waiting for the answer: several servers are asked at once."""
@@ -130,17 +142,25 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
 
     def end_find(self, started: StartedFind) -> Sequence[bool]:
         """Wait for the answer, until `timeout_s` after it was asked for: see `RemoteLookup`."""
-        names, missing = started.names, (False,) * len(started.names)
-        if started.answer is None:
-            return missing
-        try:
-            found = self._answer(started.answer, since=started.began_at)
-        except StoreError:
-            return missing
+        names, found = started.names, self._try_take_answer(started)
+        if found is None:
+            return (False,) * len(names)
         for name, is_there in zip(names, found, strict=True):
             self._note(name, is_known=is_there)
         if len(names) > 1:
             self._ahead.expect([n for n, is_there in zip(names, found, strict=True) if is_there])
+        return self._with_waiting(names, found)
+
+    def _try_take_answer(self, started: StartedFind) -> Sequence[bool] | None:
+        if started.answer is None:
+            return None
+        try:
+            return self._answer(started.answer, since=started.began_at)
+        except StoreError:
+            return None
+
+    def _with_waiting(self, names: Sequence[EntryName], found: Sequence[bool]) -> Sequence[bool]:
+        """Entries that wait to be written count as there."""
         waiting = self._behind.names()
         if not waiting:
             return found
@@ -338,6 +358,7 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
         try:
             self._report = asked.result(0)
         except (BatonError, TimeoutError) as exc:
+            logger.debug("store: %s does not answer: %s", self._kind, str(exc) or "too late")
             self._fail(StoreError(str(exc) or f"{self._kind} does not answer"))
             return
         if not self._server.is_closed:

@@ -10,19 +10,27 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter, OrderedDict
+from array import array
 from dataclasses import dataclass
 from functools import partial
-from itertools import filterfalse
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Final, Literal, Self
 
 import msgspec
 
 from baton.errors import ConfigError, StoreError, StoreFullError
+from baton.kv.digest_table import NO_ROW, DigestTable
+from baton.kv.row_order import RowOrder
 from baton.registry import Plugin
 from baton.store.capacity import Capacity, StoredEntry
 from baton.store.entry_format import HEADER_BYTES, has_digest, make_header, read_header
-from baton.store.interface import MAX_BODY_BYTES, NO_TENANT, NamedBody, PutResult, Usage
+from baton.store.interface import (
+    MAX_BODY_BYTES,
+    NO_TENANT,
+    EntryName,
+    NamedBody,
+    PutResult,
+    Usage,
+)
 from baton.store.peer.addresses import parse_listen
 from baton.store.peer.server import EntryServer, ServerOptions
 from baton.store.puts import put_each, take_one
@@ -30,15 +38,7 @@ from baton.store.puts import put_each, take_one
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from baton.clock import UnixTime
-    from baton.store.interface import (
-        Body,
-        EntryName,
-        PutOutcome,
-        TenantLabel,
-        TierContext,
-        TierFactory,
-    )
+    from baton.store.interface import Body, PutOutcome, TenantLabel, TierContext, TierFactory
 
 logger = logging.getLogger(__name__)
 
@@ -56,20 +56,24 @@ class HostTierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tenant_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
 
 
-@dataclass(slots=True)
-class _Entry:
-    body: bytes
-    used_at: UnixTime
-    tenant: TenantLabel
-    header: bytes | None = None
-    """Made when the first peer reads it: it costs as much as to copy the body."""
+@dataclass(slots=True, eq=False)
+class _Holder:
+    """A tenant, and what of the tier is its: bytes are of bodies."""
+
+    label: TenantLabel
+    held_bytes: int = 0
+    num_entries: int = 0
+
+
+_NO_HOLDER: Final = _Holder(NO_TENANT)
+"""Of rows that are free."""
 
 
 class HostLease:
     """See `EntryLease`: a reference to bytes that never change."""
 
-    def __init__(self, entry: _Entry) -> None:
-        self._body, self.tenant = entry.body, entry.tenant
+    def __init__(self, body: bytes, tenant: TenantLabel) -> None:
+        self._body, self.tenant = body, tenant
 
     @property
     def num_bytes(self) -> int:
@@ -101,16 +105,15 @@ class HostTier:
         """
         self._capacity_bytes, self._key = options.capacity_bytes, context.key
         self._tenant_bytes = int(options.tenant_share * options.capacity_bytes)
-        self._held_bytes: Counter[TenantLabel] = Counter()
         self._clock, self._below = context.clock, context.below
         self._lock = threading.Lock()
-        self._entries: OrderedDict[EntryName, _Entry] = OrderedDict()
-        self._used_bytes = self._num_dropped = 0
+        self._num_dropped = 0
+        self._clear()
         self._server = self._try_serve(options, context)
 
     def find(self, names: Sequence[EntryName]) -> int:
-        missing = next(filterfalse(self._entries.__contains__, names), None)
-        return len(names) if missing is None else names.index(missing)
+        with self._lock:
+            return self._table.count_leading(names)
 
     def put(self, name: EntryName, body: Body, tenant: TenantLabel = NO_TENANT) -> PutResult:
         return take_one(self.put_many((NamedBody(name, body),), tenant))
@@ -133,26 +136,32 @@ class HostTier:
 
     def try_lease(self, name: EntryName) -> HostLease | None:
         with self._lock:
-            entry = self._entries.get(name)
-            if entry is None:
+            row = self._table.find(name)
+            if row == NO_ROW:
                 return None
-            self._touch(name, entry)
-        return HostLease(entry)
+            self._touch(row)
+            return HostLease(self._bodies[row], self._holders[row].label)
 
     def discard(self, name: EntryName) -> None:
         with self._lock:
-            self._remove(name)
+            row = self._table.find(name)
+            if row != NO_ROW:
+                self._remove(row)
 
     def entries(self) -> list[StoredEntry]:
         with self._lock:
-            entries = [*self._entries.items()]
-        return [
-            StoredEntry(name, len(entry.body), entry.used_at, tenant=entry.tenant)
-            for name, entry in entries
-        ]
+            return [
+                StoredEntry(
+                    EntryName(self._table.digest(row)),
+                    len(self._bodies[row]),
+                    self._used_at[row],
+                    tenant=self._holders[row].label,
+                )
+                for row in self._order
+            ]
 
     def is_whole(self, name: EntryName) -> bool:
-        return name in self._entries
+        return bool(self.find((name,)))
 
     def usage(self) -> Usage:
         peers = None if self._server is None else self._server.counts
@@ -163,23 +172,29 @@ class HostTier:
         if self._server is not None:
             self._server.stop()
         with self._lock:
-            self._entries.clear()
-            self._held_bytes.clear()
-            self._used_bytes = 0
+            self._clear()
 
     def holds(self, names: Sequence[EntryName]) -> list[bool]:
-        return [name in self._entries for name in names]
+        with self._lock:
+            rows = self._table.find_each(names)
+        return [row != NO_ROW for row in rows.tolist()]
 
     def read_value(self, name: EntryName, *, is_use: bool) -> tuple[bytes, bytes] | None:
         with self._lock:
-            entry = self._entries.get(name)
-            if entry is None:
+            row = self._table.find(name)
+            if row == NO_ROW:
                 return None
             if is_use:
-                self._touch(name, entry)
-        if entry.header is None:
-            entry.header = make_header(self._key, name, entry.body, tenant=entry.tenant)
-        return entry.header, entry.body
+                self._touch(row)
+            header, body = self._headers.get(row), self._bodies[row]
+            tenant = self._holders[row].label
+        if header is None:
+            header = make_header(self._key, name, body, tenant=tenant)
+            with self._lock:
+                row = self._table.find(name)
+                if row != NO_ROW and self._bodies[row] is body:  # not replaced meanwhile
+                    self._headers[row] = header
+        return header, body
 
     def put_value(self, name: EntryName, value: memoryview) -> PutResult:
         header = read_header(name, bytes(value[:HEADER_BYTES]), len(value))
@@ -211,18 +226,29 @@ class HostTier:
 
     def _add(self, name: EntryName, body: Body, tenant: TenantLabel) -> PutResult:
         with self._lock:
-            if name in self._entries:
-                self._touch(name, self._entries[name])
+            row = self._table.find(name)
+            if row != NO_ROW:
+                self._touch(row)
                 return PutResult.EXISTS
         self._require_fit(len(body), tenant)
-        added = _Entry(bytes(body), self._clock.unix_now(), tenant)
+        kept = bytes(body)
         with self._lock:
-            if name in self._entries:  # a peer was quicker
+            if self._table.find(name) != NO_ROW:  # a peer was quicker
                 return PutResult.EXISTS
-            self._make_room(len(body), tenant)
-            self._entries[name] = added
-            self._used_bytes += len(body)
-            self._held_bytes[tenant] += len(body)
+            self._make_room(len(kept), tenant)
+            holder = self._tenants.setdefault(tenant, _Holder(tenant))
+            row = self._table.add(name)
+            if row == len(self._bodies):
+                self._bodies.append(kept)
+                self._holders.append(holder)
+                self._used_at.append(self._clock.unix_now())
+            else:
+                self._bodies[row], self._holders[row] = kept, holder
+                self._used_at[row] = self._clock.unix_now()
+            self._order.append(row)
+            self._used_bytes += len(kept)
+            holder.held_bytes += len(kept)
+            holder.num_entries += 1
         return PutResult.STORED
 
     def _require_fit(self, num_bytes: int, tenant: TenantLabel) -> None:
@@ -240,31 +266,48 @@ class HostTier:
         A tenant's own with some slack beyond need, since all entries are looked at for them. Under
         the lock, as `_remove`.
         """
-        shortage = Capacity(self._tenant_bytes, self._held_bytes[tenant]).shortage(num_bytes)
-        if tenant != NO_TENANT and shortage:
-            stop_at = self._held_bytes[tenant] - shortage
-            for name in [n for n, entry in self._entries.items() if entry.tenant == tenant]:
-                if self._held_bytes[tenant] <= stop_at:
-                    break
-                self._drop(name)
+        holder = self._tenants.get(tenant)
+        if holder is not None and tenant != NO_TENANT:
+            shortage = Capacity(self._tenant_bytes, holder.held_bytes).shortage(num_bytes)
+            stop_at = holder.held_bytes - shortage
+            if shortage:
+                for row in [row for row in self._order if self._holders[row] is holder]:
+                    if holder.held_bytes <= stop_at:
+                        break
+                    self._drop(row)
         while self._used_bytes + num_bytes > self._capacity_bytes:
-            self._drop(next(iter(self._entries)))
+            self._drop(self._order.first)
 
-    def _drop(self, name: EntryName) -> None:
-        self._remove(name)
+    def _drop(self, row: int) -> None:
+        self._remove(row)
         self._num_dropped += 1
 
-    def _remove(self, name: EntryName) -> None:
-        entry = self._entries.pop(name, None)
-        if entry is not None:
-            self._used_bytes -= len(entry.body)
-            self._held_bytes[entry.tenant] -= len(entry.body)
-            if not self._held_bytes[entry.tenant]:
-                del self._held_bytes[entry.tenant]
+    def _remove(self, row: int) -> None:
+        holder, num_bytes = self._holders[row], len(self._bodies[row])
+        self._table.remove(self._table.digest(row))
+        self._order.remove(row)
+        self._bodies[row], self._holders[row] = b"", _NO_HOLDER
+        self._headers.pop(row, None)
+        self._used_bytes -= num_bytes
+        holder.held_bytes -= num_bytes
+        holder.num_entries -= 1
+        if not holder.num_entries:
+            del self._tenants[holder.label]
 
-    def _touch(self, name: EntryName, entry: _Entry) -> None:
-        self._entries.move_to_end(name)
-        entry.used_at = self._clock.unix_now()
+    def _touch(self, row: int) -> None:
+        self._order.move_to_end(row)
+        self._used_at[row] = self._clock.unix_now()
+
+    def _clear(self) -> None:
+        """Begin with no entries: their names in a table, all else in columns by its rows."""
+        self._table, self._order = DigestTable(), RowOrder()
+        self._bodies: list[bytes] = []
+        self._holders: list[_Holder] = []
+        self._used_at = array("d")
+        self._headers: dict[int, bytes] = {}
+        """Made when the first peer reads an entry: a header costs as much as to copy the body."""
+        self._tenants: dict[TenantLabel, _Holder] = {}
+        self._used_bytes = 0
 
 
 def _build(options: HostTierOptions) -> TierFactory:

@@ -1,4 +1,4 @@
-"""Names of prefixes within one gateway: 64 bits for each full block, of all tokens up to its end.
+"""Names of prefixes by one secret: 64 bits for each full block, of all tokens up to its end.
 
 Engines name blocks in ways of their own, with hashes that are slow or seeded; their events carry
 the tokens, too. So a gateway names blocks itself, in numpy, for events and for prompts alike:
@@ -6,7 +6,8 @@ the tokens, too. So a gateway names blocks itself, in numpy, for events and for 
     term(i) = mix(sum over the block's tokens of token * factor  xor  place[i mod 4096])
     name(i) = upper 52 bits of (root + term(0) + … + term(i)), lower 12 bits: i mod 4096
 
-A name is all that is needed to go on from a block. The factors come from a secret of the process:
+A name is all that is needed to go on from a block. The factors come from a secret (of a gateway's
+process for what engines report, of the cluster for entries of stores, which workers name so):
 no client can construct prompts whose names collide (multilinear hashing; Carter and Wegman 1979). A
 collision by chance costs a wrong guess of what a worker has cached, never a wrong answer.
 """
