@@ -1,11 +1,11 @@
-"""`baton` and vLLM processes that begin with torch or vLLM loaded: forked from one that has it.
+"""`baton` and vLLM processes that begin with their modules loaded: forked from one that has them.
 
-To import torch and transformers takes seconds of processor time, and vLLM 12 s in each of the three
-processes of a server; the tests start tens of them. From its command line on, such a process is as
-any other: a session, a log and an exit status of its own, ended by the same signals. What differs:
-vLLM forks its engine and its worker, as it does by default where there are GPUs.
-tests/integration/test_worker_process.py, test_vllm_worker.py and test_up_demo.py start workers by
-their command.
+To import torch, transformers and Baton takes seconds of processor time, and vLLM 12 s in each of
+the three processes of a server; the tests start tens of them. From its command line on, such a
+process is as any other: a session, a log and an exit status of its own, ended by the same signals.
+What differs: vLLM forks its engine and its worker, as it does by default where there are GPUs.
+tests/integration/test_vllm_worker.py, test_up_demo.py and test_bench_architectures.py start workers
+by their command.
 """
 
 from __future__ import annotations
