@@ -39,8 +39,8 @@ GROUPS: Final[Sequence[tuple[str, tuple[str, ...]]]] = (
         ),
     ),
 )
-"""Each with the beginnings of its tests' paths; the first one that fits counts. They are the tests
-that share the servers of `tests/conftest.py`, `tests/chaos/conftest.py`, `tests/e2e/conftest.py`."""
+"""Each with the beginnings of its tests' paths; the first one that fits counts. These tests share
+the servers of `tests/conftest.py`, `tests/chaos/conftest.py` or `tests/e2e/conftest.py`."""
 
 LONG: Final = (
     "tests/property/sim/test_handoff_simulation.py",

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 PACKAGE = str(Path(baton.__file__).parent)
 NUM_ROUNDS = 20
 NUM_IN_ROUND = 10
-"""Requests, or events: so few that most rounds fall between two runs of a task that runs by time."""
+"""Requests, or events: so few that most rounds lie between two runs of a task that runs by time."""
 WARM_UP = 40
 PYTHON_CALLS = "Python calls"
 BUILTIN_CALLS = "calls of builtins"

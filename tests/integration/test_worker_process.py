@@ -124,9 +124,7 @@ def test_a_stop_string_is_kept_from_the_answer(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_frees_the_engine(
-    worker: WorkerProcess, stream: bool
-) -> None:
+def test_a_client_that_leaves_frees_the_engine(worker: WorkerProcess, stream: bool) -> None:
     async def scenario() -> None:
         # The event loop of this test stands in for the network: sockets close at once.
         async with aiohttp.ClientSession() as session:
