@@ -68,7 +68,7 @@ BEGIN = {
     "early_free_of_the_source": 760,
     "forgotten_grants": 130,
     "early_free": 320,
-    "any_peer_is_heard": 3_200,
+    "any_peer_is_heard": 930,
     "forgotten_graves": 1_040,
     "replayed_tickets": 420,
     "no_fence": 1_640,
