@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import shutil
 import signal
@@ -56,7 +57,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if not item.get_closest_marker("every")]
 
 
+def pytest_collection_finish() -> None:
+    """All modules are loaded: from now on garbage is searched for among what tests make.
+
+    Millions of objects of torch, vLLM and hypothesis take half a second each time.
+    """
+    gc.freeze()
+    gc.enable()
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()
     # A shell's background job ignores it, and so would each process that a test interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # A busy machine is slow, and how fast code is, is measured in benchmarks/.
