@@ -17,7 +17,7 @@ from baton.testing.network_namespaces import FarHost, NoNamespaceError, far_host
 from tests.scheduling import GroupScheduling, rank_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
     from xdist.remote import Producer
 
@@ -57,17 +57,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if not item.get_closest_marker("every")]
 
 
-def pytest_collection_finish() -> None:
-    """All modules are loaded: from now on garbage is searched for among what tests make.
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """From now on garbage is searched for only among what tests make.
 
-    Millions of objects of torch, vLLM and hypothesis take half a second each time.
+    To go through millions of objects of torch, vLLM and hypothesis takes half a second each time.
     """
-    gc.freeze()
-    gc.enable()
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    gc.disable()
     # A shell's background job ignores it, and so would each process that a test interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # A busy machine is slow, and how fast code is, is measured in benchmarks/.
