@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from types import FrameType
 
 PACKAGE = str(Path(baton.__file__).parent)
-NUM_ROUNDS = 20
-NUM_IN_ROUND = 10
+NUM_ROUNDS = 80
+NUM_IN_ROUND = 3
 """Requests, or events: so few that most rounds lie between two runs of a task that runs by time."""
 WARM_UP = 40
 PYTHON_CALLS = "Python calls"
