@@ -1,11 +1,11 @@
-"""`baton` and vLLM processes that begin with torch or vLLM loaded: forked from one that has it.
+"""`baton` and vLLM processes that begin with their modules loaded: forked from one that has them.
 
-To import torch and transformers takes seconds of processor time, and vLLM 12 s in each of the three
-processes of a server; the tests start tens of them. From its command line on, such a process is as
-any other: a session, a log and an exit status of its own, ended by the same signals. What differs:
-vLLM forks its engine and its worker, as it does by default where there are GPUs.
-tests/integration/test_worker_process.py, test_vllm_worker.py and test_up_demo.py start workers by
-their command.
+To import torch, transformers and Baton takes seconds of processor time, and vLLM 12 s in each of
+the three processes of a server; the tests start tens of them. From its command line on, such a
+process is as any other: a session, a log and an exit status of its own, ended by the same signals.
+What differs: vLLM forks its engine and its worker, as it does by default where there are GPUs.
+tests/integration/test_vllm_worker.py, test_up_demo.py and test_bench_architectures.py start workers
+by their command.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
+from baton.testing.network_namespaces import move_thread_into
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -31,10 +33,14 @@ VLLM_MAIN: Final = "vllm.entrypoints.launchers.api_server.entry"
 
 
 def start_preloaded(
-    arguments: Sequence[str], environment: Mapping[str, str], stderr: IO[bytes]
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    stderr: IO[bytes],
+    namespace: str | None = None,
 ) -> PreloadedProcess:
-    """Start `baton` with these arguments, torch loaded."""
-    return PreloadedProcess(TORCH, "baton.cli.main", arguments, environment, stderr)
+    """Start `baton` with these arguments, torch loaded; in a network namespace, if one is named."""
+    given = (arguments, environment, stderr)
+    return PreloadedProcess(TORCH, "baton.cli.main", *given, namespace=namespace)
 
 
 def start_preloaded_vllm(
@@ -65,11 +71,12 @@ class PreloadedProcess:
         arguments: Sequence[str],
         environment: Mapping[str, str],
         stderr: IO[bytes],
+        namespace: str | None = None,
     ) -> None:
         context = get_context("forkserver")
         context.set_forkserver_preload([loaded])
         read, write = os.pipe()
-        given = (module, list(arguments), dict(environment), str(Path.cwd()))
+        given = (module, list(arguments), dict(environment), str(Path.cwd()), namespace)
         self._process = context.Process(
             target=_run, args=(*given, _Inherited(write), _Inherited(stderr.fileno())), daemon=True
         )
@@ -122,11 +129,14 @@ def _run(
     arguments: list[str],
     environment: dict[str, str],
     folder: str,
+    namespace: str | None,
     stdout: int,
     stderr: int,
 ) -> None:
     os.setsid()
     os.chdir(folder)
+    if namespace is not None:
+        move_thread_into(namespace)
     for source, target in ((stdout, 1), (stderr, 2)):
         os.dup2(source, target)
         os.close(source)

@@ -18,6 +18,11 @@ with warnings.catch_warnings():
         "vllm.entrypoints.launchers.api_server.entry",
         "vllm.model_executor.models.llama",
         "vllm.v1.worker.cpu_worker",
+        "baton.cli.serving",
+        "baton.engines.vllm.connector",
+        "baton.engines.vllm.rank",
+        "baton.engines.vllm.serving",
+        "tests.preloaded_modules",
     ):
         import_module(_name)
     from vllm import plugins

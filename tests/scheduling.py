@@ -17,27 +17,45 @@ if TYPE_CHECKING:
     from xdist.remote import Producer
 
 GROUPS: Final[Sequence[tuple[str, tuple[str, ...]]]] = (
+    ("vLLM servers", ("tests/e2e_vllm/", "tests/chaos/test_vllm_faults.py")),
     (
-        "vLLM servers",
+        "workers under faults",
         (
-            "tests/e2e_vllm/",
-            "tests/chaos/test_vllm_faults.py",
-            # Sees files in /dev/shm that vLLM's servers make while they start.
-            "tests/integration/test_up_demo.py",
-            "tests/integration/test_vllm_worker.py",
+            "tests/chaos/test_client_disconnects.py",
+            "tests/chaos/test_matrix.py",
+            "tests/chaos/test_paused_workers.py",
+            "tests/chaos/test_random_faults.py",
+            "tests/chaos/test_untrusted_peers.py",
+            "tests/chaos/test_worker_crashes.py",
         ),
     ),
-    ("workers under faults", ("tests/chaos/",)),
-    ("workers", ("tests/e2e/",)),
+    (
+        "workers",
+        (
+            "tests/e2e/test_identities.py",
+            "tests/e2e/test_openai_client.py",
+            "tests/e2e/test_same_tokens.py",
+            "tests/e2e/test_several_answers.py",
+        ),
+    ),
 )
-"""Each with the beginnings of its tests' paths; the first one that fits counts."""
+"""Each with the beginnings of its tests' paths; the first one that fits counts. These tests share
+the servers of `tests/conftest.py`, `tests/chaos/conftest.py` or `tests/e2e/conftest.py`."""
 
 LONG: Final = (
     "tests/property/sim/test_handoff_simulation.py",
     "tests/integration/test_bench_link.py",
+    "tests/integration/test_vllm_worker.py",
+    "tests/integration/test_up_demo.py",
     "tests/integration/test_bench_architectures.py",
+    "tests/e2e/test_stream_moves.py",
+    "tests/chaos/test_resumed_streams.py",
+    "tests/abuse/",
+    "tests/e2e/test_prefix_routing.py",
     "tests/integration/test_doctor.py",
     "tests/integration/test_by_reference.py",
+    "tests/chaos/",
+    "tests/e2e/",
     "tests/integration/",
     "tests/gpu/",
     "tests/contract/",

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from baton.testing.fleet import Fleet, start_command
+from baton.testing.fleet import Fleet
 from baton.testing.network_namespaces import BridgedHost, NoNamespaceError, bridged_hosts
 from tests.chaos import failpoints
 from tests.chaos.clients import Prompts
 from tests.chaos.conftest import GATEWAY, KEY, ROLES, SEED, ChaosCluster, Pair
 from tests.chaos.failpoints import Failpoint
+from tests.preloaded import start_preloaded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,7 +62,7 @@ def open_far_cluster(folder: Path, oracle: FleetProcess) -> Iterator[ChaosCluste
             logs = folder / role
             logs.mkdir()
             fleets[role] = stack.enter_context(
-                Fleet(logs, environment, start=partial(start_command, prefix=host.prefix))
+                Fleet(logs, environment, start=partial(start_preloaded, namespace=host.namespace))
             )
         points = {role: Failpoint(folder / role) for role in ("prefill", "decode")}
         prefill = _start(fleets["prefill"], "prefill", by_role["prefill"], points["prefill"])

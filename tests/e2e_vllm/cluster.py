@@ -43,7 +43,7 @@ SPEC: Final = RandomModelSpec(
 )
 BLOCK_SIZE: Final = 32
 KV_BYTES_PER_TOKEN: Final = NUM_LAYERS * 2 * SPEC.num_kv_heads * SPEC.head_dim * 4
-POOL_TOKENS: Final = 32_768
+POOL_TOKENS: Final = 16_384
 CHUNK_TOKENS: Final = 256
 """A long prompt is computed in many chunks."""
 

@@ -1,6 +1,6 @@
 """Servers short of room: what they hold gives way, and the gateway knows how full they are.
 
-The fleet's pool has 1,023 blocks for requests; prompts here are long enough to fill it.
+The fleet's pool has 511 blocks for requests; prompts here are long enough to fill it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.vllm
 
 NUM_BLOCKS = POOL_TOKENS // BLOCK_SIZE - 1
-NUM_HOLDERS, HELD_TOKENS = 8, 3960
+NUM_HOLDERS, HELD_TOKENS = 4, 3960
 NUM_LEFT = NUM_BLOCKS - NUM_HOLDERS * -(-HELD_TOKENS // BLOCK_SIZE)
 SOON_S = 30.0
 
@@ -55,7 +55,7 @@ def test_computed_kv_that_nobody_takes_gives_way_to_who_has_no_room(cluster: Vll
     prefill, decode = Server.of(cluster.prefill), Server.of(cluster.decode)
     wait_idle(cluster.prefill, cluster.decode)
     (late,) = make_prompts(1, seed=42, shortest=4000, longest=4000)
-    prompts = make_prompts(8, seed=41, shortest=3640, longest=3640)
+    prompts = make_prompts(4, seed=41, shortest=3640, longest=3640)
     handoffs = [Handoff.make(prefill, decode, prompt, valid_s=240) for prompt in prompts]
 
     async def run() -> Answer:

@@ -17,6 +17,7 @@ import msgspec
 import pytest
 
 from baton.bench.link.report import Report
+from baton.cli.main import run as run_here
 from benchmarks import transport_choice_model
 from benchmarks.transport_choice_model import ChoiceReport
 
@@ -134,13 +135,23 @@ def test_peers_are_rows_or_are_skipped_with_a_reason(environment):
         assert "install" in skipped.reason or "load" in skipped.reason
 
 
-def test_two_listening_ends(environment):
+@pytest.fixture
+def without_nixl(environment, tmp_path):
+    """An environment whose processes find no NIXL: each of its agents takes a second to start."""
+    for name in ("nixl_cu12", "nixl_cu13"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError", "utf-8")
+    return environment | {"PYTHONPATH": str(tmp_path)}
+
+
+def test_two_listening_ends(without_nixl):
+    environment = without_nixl
     arguments = [*SMALL, "--transport", "tcp", "--transport", "shared", "--peers"]
     with listening(environment) as driver, listening(environment) as owner:
         report = measure([driver, owner, *arguments], environment)
         assert {row.name for row in report.rows} >= {"tcp", "shared", "socket", "memcpy"}
         reasons = {skipped.name: skipped.reason for skipped in report.skipped}
         assert "one host" in reasons["pickle"]
+        assert "not installed: pip install" in reasons["NIXL"]
 
         stranger = environment | {"BATON_CLUSTER_KEY": secrets.token_hex(32)}
         refused = run([driver, owner, *QUICK], stranger)
@@ -205,11 +216,15 @@ def wait_for_children(pid):
         (["--plot", "/nowhere/x.png"], "there is no directory /nowhere"),
     ],
 )
-def test_wrong_flags_are_refused_before_anything_is_measured(arguments, reported, environment):
-    ended = run(arguments, environment)
-    assert ended.returncode == 2
-    assert reported in ended.stderr
-    assert not ended.stdout
+def test_wrong_flags_are_refused_before_anything_is_measured(
+    arguments, reported, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.delenv("BATON_CLUSTER_KEY", raising=False)
+    assert run_here(["bench", "link", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert reported in printed.err
+    assert not printed.out
 
 
 def test_a_transport_that_cannot_be_built_is_skipped_with_the_reason(environment):

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -55,9 +54,11 @@ def of(report, area):
 
 
 def test_this_machine(tmp_path):
-    began = time.monotonic()
+    before = os.times()
     report, code = doctor(tmp_path)
-    assert time.monotonic() - began < 20, "a few seconds, on a machine that does other things too"
+    after = os.times()
+    cpu_s = sum(after[2:4]) - sum(before[2:4])  # of children: others may have the cores meanwhile
+    assert cpu_s < 20, "a few seconds"
     assert code == 0
     transports = of(report, Area.TRANSPORTS)
     assert transports["handoff path"].level is Level.OK

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+DRAIN_TIMEOUT_S = 10.0
+LEAVES_WITHIN_S = 0.8 * DRAIN_TIMEOUT_S
+"""Where nothing is waited for: in less than the time that a drain may take, on any machine."""
+
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -62,7 +66,7 @@ class Gateway:
 @contextlib.asynccontextmanager
 async def gateway_process(
     worker: ScriptedWorker,
-    drain_timeout_s: float = 10.0,
+    drain_timeout_s: float = DRAIN_TIMEOUT_S,
     management_port: str = "",
     tls: Sequence[Path] = (),
 ):
@@ -106,7 +110,7 @@ def test_an_idle_gateway_leaves_at_once(number):
         gateway.process.send_signal(number)
         began = time.monotonic()
         assert await gateway.process.wait() == 0
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < LEAVES_WITHIN_S
 
     run(scenario)
 
@@ -168,7 +172,7 @@ def test_a_second_signal_is_obeyed_at_once():
             gateway.process.send_signal(signal.SIGTERM)
             began = time.monotonic()
             assert await gateway.process.wait() == 128 + signal.SIGTERM
-            assert time.monotonic() - began < 1
+            assert time.monotonic() - began < LEAVES_WITHIN_S
         await until(lambda: worker.visits[0].left_at, within_s=1)
 
     run(scenario)

@@ -95,7 +95,7 @@ def double_completion(patch: pytest.MonkeyPatch) -> None:
 
 def no_digest_check(patch: pytest.MonkeyPatch) -> None:
     """What was stored is believed."""
-    patch.setattr(IncomingHandoff, "find_wrong_layers", lambda self, *_, is_keyed: [])
+    patch.setattr(IncomingHandoff, "find_wrong_layers", lambda self, *_, **__: [])
 
 
 def lost_wake(patch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,8 @@ def any_peer_is_heard(patch: pytest.MonkeyPatch) -> None:
     handle_message = DecodeReceiver.handle_message
 
     def handle_any(self, peer, message):
-        incoming = self._incoming.get(message.ticket)
+        ticket = getattr(message, "ticket", None)  # a keepalive is about none
+        incoming = None if ticket is None else self._incoming.get(ticket)
         handle_message(self, peer if incoming is None else incoming.peer, message)
 
     patch.setattr(DecodeReceiver, "handle_message", handle_any)
