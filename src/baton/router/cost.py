@@ -37,6 +37,7 @@ from baton.router.cost_parts import (
     weigh,
 )
 from baton.router.demand import Limits
+from baton.router.devices import DeviceSums
 from baton.router.division import Division
 from baton.router.explanation import ExplainedCandidate, why_unusable
 from baton.router.pair_search import MOST_OF_EACH, PairSearch
@@ -299,6 +300,7 @@ class CostPolicy:
             rows,
             places,
             bool((places != places[0]).any()),
+            DeviceSums.of(places, load.costs(request.model).handoffs.places.has_device),
             any(worker.slow_start is not None for worker in workers),
         )
         if not (request.avoid or request.full):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.ids import WorkerId
+    from baton.router.devices import DeviceSums
     from baton.router.fleet import ModelWorkers, WorkerView
     from baton.router.load import FleetLoad, ModelCosts, Rows
     from baton.router.placement import PlacementRequest
@@ -54,9 +55,15 @@ class CostOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def count_tpot(self, tpot_s: Number, request: PlacementRequest) -> Number:
         """What the time of a token counts, by the request's own limit if it has one."""
+        if self.objective == "throughput" or request.tpot_s is None:
+            return self.count_usual_tpot(tpot_s)
+        return bend(tpot_s / request.tpot_s)
+
+    def count_usual_tpot(self, tpot_s: Number) -> Number:
+        """What the time of a token counts, by the limit of all."""
         if self.objective == "throughput":
             return TYPICAL_ANSWER_TOKENS * tpot_s
-        return bend(tpot_s / (request.tpot_s or self.tpot_s))
+        return bend(tpot_s / self.tpot_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +92,7 @@ class Usable:
     """Who may serve: the first `num_decodes` of `workers` may answer, those at `helpers` prefill.
 
     Good for `served` and `prefills`; `rows` until `load` forgets workers. `is_spread`: they are
-    at more than one of the `places`.
+    at more than one of the `places`. `devices`: None where no two of them share one.
     """
 
     served: ModelWorkers
@@ -99,6 +106,7 @@ class Usable:
     rows: Rows
     places: NDArray[np.intp]
     is_spread: bool
+    devices: DeviceSums | None
     has_slow_starts: bool
 
 
@@ -152,6 +160,8 @@ def weigh(
     prefill_s = costs.prefill.factors(columns.prefill_evidence[:, rows])
     num_computed, load_s = num_uncached, np.zeros(len(num_uncached))
     queue_s = np.maximum(0.0, columns.free_at[rows] - now)
+    if usable.devices is not None:
+        queue_s = usable.devices.sum(queue_s)
     if request.stored and options.count_stored:
         token_s = prefill_s * costs.prefill.each
         num_stored, load_s = _weigh_loads(usable, request, costs, num_uncached, token_s=token_s)
@@ -231,19 +241,32 @@ def _weigh_answers(
     step_s, num = step.factors(columns.step_evidence[:, rows]), columns.num_decodes[rows]
     before_s, after_s = step_s * step.predict(num), step_s * step.predict(num + 1)
     share = columns.prefill_share[rows] * np.exp((columns.share_at[rows] - request.at) / WINDOW_S)
+    devices = usable.devices
+    if devices is not None:
+        num_busy, share = devices.sum(num > 0), devices.sum(share)
+        before_s *= np.maximum(1.0, num_busy)
+        after_s *= num_busy + (num == 0)
     left = 1.0 - np.minimum(MOST_SHARE, share)
     usual_s, tpot_s = before_s / left, after_s / left
     own = options.count_tpot(tpot_s, request)
     if options.objective == "throughput":
-        return num * prefill_s, tpot_s, own + num * (tpot_s - usual_s) * TYPICAL_ANSWER_TOKENS
-    limit = options.tpot_s
-    usual = bend(usual_s / limit)
-    left = 1.0 - np.minimum(MOST_SHARE, share + prefill_s / WINDOW_S)
-    # The share is of some seconds; over a whole answer no token waits for more than its part.
-    stalled_s = np.minimum(before_s / left, usual_s + prefill_s / costs.answer_tokens)
-    stall = num * (bend(stalled_s / limit) - usual)
-    slowed = own if request.tpot_s is None else bend(tpot_s / limit)
-    return stall, tpot_s, own + num * (slowed - usual)
+        stall, slowing = num * prefill_s, num * (tpot_s - usual_s) * TYPICAL_ANSWER_TOKENS
+    else:
+        limit = options.tpot_s
+        usual = bend(usual_s / limit)
+        left = 1.0 - np.minimum(MOST_SHARE, share + prefill_s / WINDOW_S)
+        # The share is of some seconds; over a whole answer no token waits for more than its part.
+        stalled_s = np.minimum(before_s / left, usual_s + prefill_s / costs.answer_tokens)
+        stall = num * (bend(stalled_s / limit) - usual)
+        slowed = own if request.tpot_s is None else bend(tpot_s / limit)
+        slowing = num * (slowed - usual)
+    if devices is not None:
+        # A prompt delays all answers of its device; an idle worker that gets one slows the others.
+        stall = devices.sum(stall)
+        with_one_more_s = usual_s * (1.0 + 1.0 / np.maximum(1.0, num_busy))
+        slower = options.count_usual_tpot(with_one_more_s) - options.count_usual_tpot(usual_s)
+        slowing += (num == 0) * devices.sum(num * slower)
+    return stall, tpot_s, own + slowing
 
 
 def bend(share: Number) -> Number:

@@ -20,6 +20,7 @@ from msgspec import UNSET
 
 from baton.protocol.worker_http import StoreLoads
 from baton.router.arrivals import Arrivals
+from baton.router.devices import SharedDevice
 from baton.router.handoff_costs import HandoffCosts
 from baton.router.learning import NOTHING_SEEN, LearnedLine, WorkerCost
 
@@ -110,10 +111,11 @@ class WorkerActivity:
     `num_decodes` answers are generated here, or will be. `free_at`: when the prompts will be done.
     `prefill_cost` gives seconds of a prompt's tokens, `step_cost` seconds of a step's answers,
     `load_cost` seconds of tokens that are loaded from the store. `row` is its row in the model's
-    columns, which follow whatever changes here.
+    columns, which follow whatever changes here. `device`: the one that it computes on, if known.
     """
 
     __slots__ = (
+        "_busy_on",
         "_columns",
         "_drift_s",
         "_last_done_at",
@@ -123,6 +125,7 @@ class WorkerActivity:
         "_share_at",
         "_stream_seconds",
         "_streams_at",
+        "device",
         "free_at",
         "load_cost",
         "num_decodes",
@@ -136,6 +139,8 @@ class WorkerActivity:
     def __init__(self, costs: ModelCosts) -> None:
         self.prefill_cost, self.step_cost = WorkerCost(costs.prefill), WorkerCost(costs.step)
         self.load_cost, self._loads = WorkerCost(costs.load), NO_LOADS
+        self.device: SharedDevice | None = None
+        self._busy_on: SharedDevice | None = None
         self._columns, self.row = costs.columns, costs.columns.add_row()
         self.num_prefills = self.prefill_tokens = self.num_decodes = self._num_streams = 0
         self.free_at = self._drift_s = self._last_done_at = 0.0
@@ -157,7 +162,10 @@ class WorkerActivity:
     def pace_s(self, more: int, now: float) -> float:
         """Of a token, with so many answers more."""
         share = min(MOST_SHARE, self.prefill_share(now))
-        return self.step_cost.predict(self.num_decodes + more) / (1.0 - share)
+        pace_s = self.step_cost.predict(self.num_decodes + more) / (1.0 - share)
+        if self.device is not None:
+            pace_s *= max(1, self.device.num_busy + (more > 0 and self._busy_on is None))
+        return pace_s
 
     def add_prefill(self, num_tokens: int, now: float, num_stored: int = 0) -> tuple[float, float]:
         """A prompt is given to it: when it should be done, and what that is relative to.
@@ -223,9 +231,19 @@ class WorkerActivity:
     def count_streams(self, change: int, now: float) -> float:
         """One answer more begins here, or ends: answers times seconds until now."""
         self._stream_seconds += self._num_streams * (now - self._streams_at)
+        if self._busy_on is None and self.device is not None:
+            self._busy_on = self.device
+            self._busy_on.count(+1, now)
         self._num_streams += change
         self._streams_at = now
+        if self._busy_on is not None and not self._num_streams:
+            self._busy_on.count(-1, now)
+            self._busy_on = None
         return self._stream_seconds
+
+    def busy_seconds(self, now: float) -> float:
+        """Seconds until now, times the workers of its device that had answers then."""
+        return now if self.device is None else self.device.busy_seconds(now)
 
     def count_decodes(self, change: int) -> None:
         """One answer more is to be generated here, or one less."""
@@ -291,6 +309,7 @@ class RunningRequest:
     _prefilled_at: float | None = None
     _first_at: float | None = None
     _stream_seconds: float = 0.0
+    _busy_seconds: float = 0.0
     _is_over: bool = False
 
     def prefilled(self, done_at: float) -> None:
@@ -318,6 +337,7 @@ class RunningRequest:
             self._leave_queue(now)
             self._learn_handoff()
         self._stream_seconds = self.decode.count_streams(+1, now)
+        self._busy_seconds = self.decode.busy_seconds(now)
 
     def end(self, now: float, num_streamed: int = 0) -> None:
         """It is over. `num_streamed` parts of the answer came one by one; 0: not known."""
@@ -349,7 +369,9 @@ class RunningRequest:
         """From a whole stream: a step's cost for as many answers as there were on the average."""
         pace_s = (now - first_at) / (num_streamed - 1)
         alone = 1.0 - min(MOST_SHARE, self.decode.prefill_share(now))
-        self.decode.observe_step(stream_seconds / (now - first_at), pace_s * alone)
+        num_busy = max(1.0, (self.decode.busy_seconds(now) - self._busy_seconds) / (now - first_at))
+        step_s = pace_s * alone / num_busy
+        self.decode.observe_step(stream_seconds / (now - first_at), step_s)
         ttft_s = self.waited_s + first_at - self.began_at
         tokens = self.num_tokens, self.num_cached
         self.costs.note_ended(EndedRequest(now, *tokens, num_streamed, ttft_s, pace_s))
@@ -373,7 +395,14 @@ class ModelCosts:
         self.arrivals = Arrivals()
         self.ended: deque[EndedRequest] = deque(maxlen=MOST_ENDED)
         self.columns = LoadColumns()
+        self._devices: dict[int, SharedDevice] = {}
         self._found = self._asked = 0.0
+
+    def find_device(self, place: int) -> SharedDevice | None:
+        """What workers at a place compute on, if it is a device."""
+        if not self.handoffs.places.has_device[place]:
+            return None
+        return self._devices.setdefault(place, SharedDevice())
 
     def note_ended(self, ended: EndedRequest) -> None:
         """A streamed answer is complete."""
@@ -415,10 +444,12 @@ class FleetLoad:
         return np.array(rows, dtype=np.intp)
 
     def _row(self, worker: WorkerView) -> int:
-        row, costs = self.of(worker.id, worker.model).row, self.costs(worker.model)
-        before, place = costs.columns.place[row], costs.handoffs.places.number(worker.topology)
+        activity, costs = self.of(worker.id, worker.model), self.costs(worker.model)
+        row, places = activity.row, costs.handoffs.places
+        before, place = costs.columns.place[row], places.number(worker.topology)
         if before != place:
             costs.columns.place[row] = place
+            activity.device = costs.find_device(place)
             if before != NO_PLACE:
                 costs.handoffs.forget_pairs()
         return row

@@ -7,9 +7,12 @@ both are known and differ decides; a name needs to be unique within the level ab
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 NUM_LEVELS: Final = 4
 MOST_PLACES: Final = 2048
@@ -93,6 +96,11 @@ class Places:
         self.distances[number, : number + 1] = row
         self.distances[: number + 1, number] = row
         return number
+
+    @property
+    def has_device(self) -> NDArray[np.bool_]:
+        """Whether a place is one known device `[place]`."""
+        return (self._levels[_HOST] != _UNKNOWN) & (self._levels[_DEVICE] != _UNKNOWN)
 
     def distance(self, one: str, other: str) -> Distance:
         """Of two workers, by their paths."""

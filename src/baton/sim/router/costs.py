@@ -19,8 +19,9 @@ class SimulatedCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `handoff_token_s` for each token that the decode worker has not cached. A worker holds the KV of
     `kv_tokens`, in blocks of `block_size`; the gateway receives its events after `event_delay_s`.
     All workers share `num_processors`: each is slower while more of them are busy; None: each has
-    its own. Each `workers_per_store` of them share a store of `store_tokens`; None: all share one.
-    To load from it takes `load_s`, and `load_token_s` for each token. `jitter` is the standard
+    its own. Each `workers_per_device` of them share a device of one processor, and report that
+    they do; None: that is not known of any. Each `workers_per_store` of them share a store of
+    `store_tokens`; None: all share one. To load from it takes `load_s`, and `load_token_s` for each token. `jitter` is the standard
     deviation of the logarithm of what each piece and step takes, over its mean.
     """
 
@@ -35,6 +36,7 @@ class SimulatedCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_tokens: _Count = 1 << 18
     event_delay_s: _Seconds = 0.05
     num_processors: _Count | None = None
+    workers_per_device: _Count | None = None
     store_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 0
     workers_per_store: _Count | None = None
     load_s: _Seconds = 0.005

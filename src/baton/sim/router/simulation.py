@@ -61,11 +61,13 @@ class Simulation:
         costs: SimulatedCosts,
         seed: int = 0,
     ) -> None:
-        self._policy, self._costs = policy, costs
+        self._policy, self._costs, self._seed = policy, costs, seed
         self._model = views[0].model
         self._stores: dict[StoreId, SimulatedStore] = {}
         room = WorkerLoad(0, costs.num_blocks, costs.num_blocks, costs.block_size)
         views = [replace(view, load=room) for view in views]
+        if costs.workers_per_device is not None:
+            views = _place_on_devices(views, costs.workers_per_device)
         self.fleet, self.load = Fleet.of(views), FleetLoad()
         self.outcomes: list[RequestOutcome] = []
         self._timeline, self._tokens = Timeline(), TokenWriter(seed)
@@ -73,7 +75,7 @@ class Simulation:
         self._names = PrefixNames(self._naming)
         self._root = self._names.root(NO_SALT)
         self._prefixes = ModelPrefixes(self._names) if policy.uses_prefixes else None
-        self._processors = Processors(costs, seed)
+        self._processors = {"": Processors(costs.num_processors, costs.jitter, seed)}
         self._followed: dict[WorkerId, WorkerPrefixes] = {}
         self._store_of = self._assign_stores(views) if costs.store_tokens else {}
         self._reporters = {
@@ -135,11 +137,18 @@ class Simulation:
         return SimulatedWorker(
             self._costs,
             self._timeline,
-            self._processors,
+            self._processors_of(view),
             computed=self._hand_over,
             publish=publish,
             store=self._stores.get(self._store_of.get(view.id, NO_STORE)),
         )
+
+    def _processors_of(self, view: WorkerView) -> Processors:
+        path = view.topology if self._costs.workers_per_device is not None else ""
+        if path not in self._processors:
+            seed = self._seed + len(self._processors)
+            self._processors[path] = Processors(1, self._costs.jitter, seed)
+        return self._processors[path]
 
     def _arrive(self, sessions: Iterator[Session], since: float) -> None:
         for session in islice(sessions, 1):
@@ -293,3 +302,11 @@ class Simulation:
         for event in self._reporters[worker].take_events():
             if followed is not None:
                 self._timeline.after(self._costs.event_delay_s, partial(followed.apply, event))
+
+
+def _place_on_devices(views: Sequence[WorkerView], num_each: int) -> list[WorkerView]:
+    """The first so many on one device, the next ones on another."""
+    return [
+        replace(view, topology=f"//simulated/device-{at // num_each}")
+        for at, view in enumerate(views)
+    ]
