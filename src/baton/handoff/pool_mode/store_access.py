@@ -66,8 +66,9 @@ class StoreAccess:
 
     The KV view shows the engine's blocks in an order that can be divided into tokens and heads.
     `encoding` writes the bodies of entries. `label_tenant` gives the label of a tenant's salt.
-    `keeps_prefixes`: what engines compute is kept, and looked for before it is computed. What is
-    kept is reported to gateways by way of `journal`, if there is one.
+    `keeps_prefixes`: what engines compute is kept, and looked for before it is computed; while they
+    compute, for `keep_share` of the time. What is kept is reported to gateways by way of `journal`,
+    if there is one.
     """
 
     store: TieredStore
@@ -76,6 +77,7 @@ class StoreAccess:
     label_tenant: Callable[[str], TenantLabel]
     encoding: KVEncoding = field(default_factory=RawEncoding)
     keeps_prefixes: bool = False
+    keep_share: float = 1.0
     journal: StoreJournal | None = None
     counts: EntryCounts = field(default_factory=EntryCounts)
     encoded: EncodingCounts = field(default_factory=EncodingCounts)
@@ -114,7 +116,9 @@ def open_store_access(  # noqa: PLR0913 - what a worker's store is opened from
     entry_format = replace(entry_format, encodings=name_encodings(encoding, handoff_encoding))
     store = open_keyed_store(section.tiers, section.options, key=key, clock=clock, peers=peers)
     label = partial(label_tenant, key)
-    return StoreAccess(store, entry_format, view, label, encoding, keeps_prefixes)
+    return StoreAccess(
+        store, entry_format, view, label, encoding, keeps_prefixes, section.keep_share
+    )
 
 
 def label_tenant(key: ClusterKey, tenant_salt: str) -> TenantLabel:

@@ -153,6 +153,11 @@ class CheckedPort:  # noqa: PLR0904 - two contracts
         """See `PrefixStore`."""
         return self._stored.block_size
 
+    @property
+    def steps(self) -> EngineSteps:
+        """See `PrefixStore`."""
+        return self._stored.steps
+
     def start_lookup(self, order: LookupOrder) -> None:
         """See `PrefixStore`."""
         self._stored.start_lookup(order)

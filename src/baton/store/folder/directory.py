@@ -10,7 +10,7 @@ import shutil
 import stat
 import time
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Final
 
 from baton.errors import ConfigError, StoreError, StoreFullError
@@ -278,18 +278,28 @@ def _try_open_unnamed(folder: int) -> int | None:
         if exc.errno in _UNSUPPORTED:
             return None
         raise
-    if os.path.lexists(f"/proc/self/fd/{fd}"):
+    if _have_paths():
         return fd
     os.close(fd)
     return None
 
 
+@lru_cache(maxsize=1)
+def _have_paths() -> bool:
+    """Whether open files have paths in this process: by those they are linked."""
+    return os.path.lexists("/proc/self/fd")
+
+
 def _write(buffers: Iterable[Body], min_bytes: int, fd: int) -> None:
-    for buffer in buffers:
-        rest = memoryview(buffer).cast("B")
-        while rest:
-            rest = rest[os.write(fd, rest) :]
-    if os.fstat(fd).st_size < min_bytes:
+    rest = [memoryview(buffer).cast("B") for buffer in buffers]
+    num_bytes = sum(map(len, rest))
+    while rest:
+        written = os.writev(fd, rest)
+        while rest and written >= len(rest[0]):
+            written -= len(rest.pop(0))
+        if rest:
+            rest[0] = rest[0][written:]
+    if num_bytes < min_bytes:
         os.ftruncate(fd, min_bytes)
 
 

@@ -75,13 +75,13 @@ class SharedCapacity:
         `try_take` takes the memory for it, under the lock; False: there is too little.
         """
         with self._locked():
-            _, held_bytes = self._tenants.find(tenant)
-            too_much = Capacity(self._tenant_bytes, held_bytes).shortage(num_bytes)
-            if too_much and tenant != NO_TENANT:
+            too_much = self._find_excess(num_bytes, tenant)
+            if too_much:
                 return Shortage(too_much, tenant)
-            if self._read().try_reserve(num_bytes) is None:
-                self._reservations.take_back()
             capacity = self._read()
+            if capacity.try_reserve(num_bytes) is None:
+                self._reservations.take_back()
+                capacity = self._read()
             reserved = capacity.try_reserve(num_bytes)
             if reserved is None:
                 return Shortage(capacity.shortage(num_bytes))
@@ -172,6 +172,13 @@ class SharedCapacity:
         os.close(self._fd)
         self._tenants.close()
         self._reservations.close()
+
+    def _find_excess(self, num_bytes: int, tenant: TenantLabel) -> int:
+        """Bytes of a tenant's own entries that must go first; 0 where it is not bounded."""
+        if tenant == NO_TENANT or self._tenant_bytes >= self._capacity_bytes:
+            return 0
+        _, held_bytes = self._tenants.find(tenant)
+        return Capacity(self._tenant_bytes, held_bytes).shortage(num_bytes)
 
     def _read(self) -> Capacity:
         raw = os.pread(self._fd, _COMMITTED.size, 0)

@@ -1,0 +1,75 @@
+"""When computed KV is copied into the store, and how much at once: as the engine leaves room.
+
+The engine's thread counts its steps, and this one looks at the counts: to tell that an engine is
+idle takes no wake-up and no call on the engine's side. Pure: its caller reads the clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from baton.clock import Instant
+
+if TYPE_CHECKING:
+    from baton.handoff.interface import EngineSteps
+
+IDLE_AFTER_S: Final = 0.02
+"""Without a step. Also the delay of what is kept first: the answer leaves before it."""
+IDLE_SHARE: Final = 0.5
+"""Of the thread's time, while the engine is idle: requests arrive on another thread of the same
+interpreter."""
+BUSY_BATCH_S: Final = 0.001
+IDLE_BATCH_S: Final = 0.004
+"""What a batch is to take: a step, or a lookup, that begins meanwhile waits for no more."""
+LEARNING: Final = 0.2
+"""Weight of the latest batch in what an entry is expected to take."""
+
+
+@dataclass(slots=True)
+class KeepPace:
+    """`share`: of the time in which the engine computes, for copies. Owner: the pool's thread."""
+
+    steps: EngineSteps
+    share: float
+    _entry_s: float = 0.0
+    _took_s: float = 0.0
+    _ended_at: Instant = Instant(0.0)
+    _starts_at: Instant = Instant(0.0)
+    _num_seen: int = field(default=0, init=False)
+    _busy_until: Instant = field(default=Instant(0.0), init=False)
+
+    def start(self, now: Instant) -> None:
+        """There is something to keep, after a time in which there was nothing."""
+        self._starts_at = Instant(now + IDLE_AFTER_S)
+
+    def is_busy(self, now: Instant) -> bool:
+        """Whether the engine computes, or has within `IDLE_AFTER_S`, as far as was seen."""
+        steps = self.steps
+        if steps.num_begun != self._num_seen or steps.num_ended != steps.num_begun:
+            self._num_seen = steps.num_begun
+            self._busy_until = Instant(now + IDLE_AFTER_S)
+        return now < self._busy_until
+
+    def compute_wait_s(self, now: Instant) -> float:
+        """Seconds until the next batch, or until an engine that is busy may be idle; 0: now."""
+        is_busy = self.is_busy(now)
+        share = self.share if is_busy else max(self.share, IDLE_SHARE)
+        next_at = self._ended_at + self._took_s * (1 / share - 1)
+        wait_s = max(0.0, next_at - now, self._starts_at - now)
+        return min(wait_s, IDLE_AFTER_S) if is_busy else wait_s
+
+    def count_at_once(self, now: Instant, most: int) -> int:
+        """How many entries to copy in one batch: at least one, at most `most`."""
+        batch_s = BUSY_BATCH_S if self.is_busy(now) else IDLE_BATCH_S
+        if not self._entry_s:
+            return 1
+        return max(1, min(most, int(batch_s / self._entry_s)))
+
+    def observe(self, began_at: Instant, now: Instant, num_entries: int) -> None:
+        """A batch of so many entries was copied; none: something else was done for them."""
+        self._took_s, self._ended_at = now - began_at, now
+        if num_entries:
+            each_s = self._took_s / num_entries
+            known_s = self._entry_s or each_s
+            self._entry_s = known_s + LEARNING * (each_s - known_s)

@@ -1,0 +1,145 @@
+"""What engines have computed, on its way into the store: one order after the other, in batches.
+
+    start_keep ──► queued ──► hashed, looked for ──batch, pause, batch, …──► KVSent
+                     └──── the engine takes its blocks back: dropped ────────┘
+
+What the store has is not copied. What it has then goes into its journal, if there is one. How much
+is copied at once, and when, is `keep_pace`'s.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from baton.handoff.interface import KVSent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from baton.clock import Clock
+    from baton.handoff.interface import HandoffEvent, KeepOrder
+    from baton.handoff.pool_mode.block_copier import TokenSegment
+    from baton.handoff.pool_mode.keep_pace import KeepPace
+    from baton.handoff.pool_mode.prefix_store import PrefixCounts
+    from baton.handoff.pool_mode.store_access import StoreAccess
+    from baton.handoff.pool_mode.store_writer import StoreWriter
+
+KEEP_BATCH_BYTES: Final = 1 << 20
+"""At most, of entries that are smaller: a lookup waits for one batch."""
+
+
+@dataclass(slots=True, eq=False)
+class _Keep:
+    order: KeepOrder
+    segments: Sequence[TokenSegment] | None = None
+    last_present: TokenSegment | None = None
+
+
+@dataclass(slots=True)
+class KeepQueue:
+    """Owner: the pool's thread. `find_segments` names an order's full blocks."""
+
+    access: StoreAccess
+    clock: Clock
+    pace: KeepPace
+    counts: PrefixCounts
+    writer: StoreWriter
+    find_segments: Callable[[KeepOrder], Sequence[TokenSegment]]
+    emit: Callable[[HandoffEvent], None]
+    log: Callable[[Exception], None]
+    _keeps: deque[_Keep] = field(default_factory=deque)
+
+    def add(self, order: KeepOrder) -> None:
+        """Keep what an engine has computed, after what was added before."""
+        if not self._keeps:
+            self.pace.start(self.clock.now())
+        self._keeps.append(_Keep(order))
+        self.counts.num_waiting += self._count_entries(order)
+
+    def step(self) -> float | None:
+        """Copy one batch, if it is time. Returns how long to wait then; None: nothing is left."""
+        if not self._keeps:
+            return None
+        began_at = self.clock.now()
+        wait_s = self.pace.compute_wait_s(began_at)
+        if wait_s > 0:
+            return wait_s
+        num_stored = self.counts.num_stored
+        self._advance(self._keeps[0])
+        now = self.clock.now()
+        self.pace.observe(began_at, now, self.counts.num_stored - num_stored)
+        self.counts.kept_s += now - began_at
+        return self.pace.compute_wait_s(now) if self._keeps else None
+
+    def stop(self) -> None:
+        """Answer all orders: their blocks are accessed no more."""
+        while self._keeps:
+            self._end(self._keeps[0])
+
+    def _advance(self, keep: _Keep) -> None:
+        """One batch of an order, which ends with the last one, and where it fails."""
+        if keep.order.guard.is_revoked:
+            self._end(keep)
+            return
+        try:
+            if keep.segments is None:
+                self._look_for(keep)
+            else:
+                self._copy_batch(keep, keep.segments)
+        except Exception as exc:  # noqa: BLE001 - full or broken: it costs caching only
+            self.log(exc)
+            self._end(keep)
+            return
+        if not keep.segments:
+            self._end(keep)
+
+    def _look_for(self, keep: _Keep) -> None:
+        """Leave out what the store has: the beginning of the sequence."""
+        segments = self.find_segments(keep.order)
+        num_present = self.writer.count_present(segments)
+        keep.segments = segments[num_present:]
+        self.counts.num_present += num_present
+        self._report(keep, segments[:num_present])
+
+    def _copy_batch(self, keep: _Keep, segments: Sequence[TokenSegment]) -> None:
+        order = keep.order
+        most = max(1, KEEP_BATCH_BYTES // self._entry_bytes)
+        batch = segments[: self.pace.count_at_once(self.clock.now(), most)]
+        num_kept, _ = self.writer.keep_segments(
+            batch, order.blocks, order.tenant_salt, order.guard
+        )
+        keep.segments = segments[num_kept:]
+        self.counts.num_stored += num_kept
+        self._report(keep, segments[:num_kept])
+
+    def _end(self, keep: _Keep) -> None:
+        """The first order is over: what is left of it is not kept."""
+        left = keep.segments
+        num_left = self._count_entries(keep.order) if left is None else len(left)
+        self.counts.num_dropped += num_left
+        self.counts.num_waiting -= num_left
+        self._keeps.popleft()
+        self.emit(KVSent(keep.order.id))
+
+    def _report(self, keep: _Keep, present: Sequence[TokenSegment]) -> None:
+        """The store has the next blocks of a sequence."""
+        self.counts.num_waiting -= len(present)
+        if self.access.journal is not None and present:
+            order = keep.order
+            self.access.journal.add_present(
+                present, keep.last_present, order.token_ids, order.tenant_salt
+            )
+            keep.last_present = present[-1]
+
+    def _count_entries(self, order: KeepOrder) -> int:
+        return len(order.token_ids) // self.access.entry_format.block_size
+
+    @property
+    def _entry_bytes(self) -> int:
+        """Of a full block, the parts that this worker holds."""
+        entry_format, shard = self.access.entry_format, self.access.view.layout.shard
+        parts = entry_format.parts_of_shard(shard)
+        size = entry_format.block_size
+        return sum(entry_format.body_bytes(part, size) for part in parts)
