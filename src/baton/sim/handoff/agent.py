@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from baton.auth.ticket import Ticket
     from baton.handoff.interface import (
+        EngineSteps,
         HandoffEvent,
         KeepOrder,
         LoadOrder,
