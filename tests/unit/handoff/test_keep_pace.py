@@ -61,6 +61,7 @@ def test_an_engine_is_busy_between_two_steps_and_idle_some_time_after_the_last()
     assert pace.is_busy(Instant(1.0))
     assert pace.is_busy(Instant(9.0)), "it is still in that step"
     steps.num_ended = 1
+    assert pace.is_busy(Instant(9.0)), "it has just ended"
     assert pace.is_busy(Instant(9.0 + 0.9 * IDLE_AFTER_S))
     assert not pace.is_busy(Instant(9.0 + IDLE_AFTER_S))
     steps.num_begun = steps.num_ended = 2  # a whole step since the last look

@@ -45,9 +45,9 @@ class KeepPace:
 
     def is_busy(self, now: Instant) -> bool:
         """Whether the engine computes, or has within `IDLE_AFTER_S`, as far as was seen."""
-        steps = self.steps
-        if steps.num_begun != self._num_seen or steps.num_ended != steps.num_begun:
-            self._num_seen = steps.num_begun
+        steps, num_seen = self.steps, self._num_seen
+        self._num_seen = steps.num_begun + steps.num_ended
+        if self._num_seen != num_seen or steps.num_ended != steps.num_begun:
             self._busy_until = Instant(now + IDLE_AFTER_S)
         return now < self._busy_until
 
