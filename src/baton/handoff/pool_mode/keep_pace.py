@@ -32,10 +32,10 @@ class KeepPace:
 
     steps: EngineSteps
     share: float
-    _entry_s: float = 0.0
-    _took_s: float = 0.0
-    _ended_at: Instant = Instant(0.0)
-    _starts_at: Instant = Instant(0.0)
+    _entry_s: float = field(default=0.0, init=False)
+    _took_s: float = field(default=0.0, init=False)
+    _ended_at: Instant = field(default=Instant(0.0), init=False)
+    _starts_at: Instant = field(default=Instant(0.0), init=False)
     _num_seen: int = field(default=0, init=False)
     _busy_until: Instant = field(default=Instant(0.0), init=False)
 

@@ -1,7 +1,8 @@
 """What engines have computed, on its way into the store: one order after the other, in batches.
 
-    start_keep ──► queued ──► hashed, looked for ──batch, pause, batch, …──► KVSent
-                     └──── the engine takes its blocks back: dropped ────────┘
+    start_keep ──► queued ──► named, looked for ──► copied, batch by batch ──► KVSent
+                     │                 └──── some blocks at a time ◄──┘         ▲
+                     └──── the engine has taken its blocks back: dropped ───────┘
 
 What the store has is not copied. What it has then goes into its journal, if there is one. How much
 is copied at once, and when, is `keep_pace`'s.
@@ -14,13 +15,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from baton.handoff.interface import KVSent
+from baton.handoff.pool_mode.block_copier import TokenSegment
+from baton.kv.identity import HashDomain, compute_block_hashes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from baton.clock import Clock
     from baton.handoff.interface import HandoffEvent, KeepOrder
-    from baton.handoff.pool_mode.block_copier import TokenSegment
     from baton.handoff.pool_mode.keep_pace import KeepPace
     from baton.handoff.pool_mode.prefix_store import PrefixCounts
     from baton.handoff.pool_mode.store_access import StoreAccess
@@ -28,35 +30,44 @@ if TYPE_CHECKING:
 
 KEEP_BATCH_BYTES: Final = 1 << 20
 """At most, of entries that are smaller: a lookup waits for one batch."""
+NAMED_ENTRIES: Final = 128
+"""Named, looked for and reported at once: some 4 us each, in which this thread holds the
+interpreter."""
 
 
 @dataclass(slots=True, eq=False)
 class _Keep:
+    """`num_named` of its blocks are named, `segments` are those that are to be copied next."""
+
     order: KeepOrder
-    segments: Sequence[TokenSegment] | None = None
+    num_left: int
+    num_named: int = 0
+    last_named: TokenSegment | None = None
+    segments: Sequence[TokenSegment] = ()
     last_present: TokenSegment | None = None
 
 
 @dataclass(slots=True)
 class KeepQueue:
-    """Owner: the pool's thread. `find_segments` names an order's full blocks."""
+    """Owner: the pool's thread."""
 
     access: StoreAccess
+    fingerprint: str
     clock: Clock
     pace: KeepPace
     counts: PrefixCounts
     writer: StoreWriter
-    find_segments: Callable[[KeepOrder], Sequence[TokenSegment]]
     emit: Callable[[HandoffEvent], None]
     log: Callable[[Exception], None]
-    _keeps: deque[_Keep] = field(default_factory=deque)
+    _keeps: deque[_Keep] = field(default_factory=deque, init=False)
 
     def add(self, order: KeepOrder) -> None:
         """Keep what an engine has computed, after what was added before."""
         if not self._keeps:
             self.pace.start(self.clock.now())
-        self._keeps.append(_Keep(order))
-        self.counts.num_waiting += self._count_entries(order)
+        keep = _Keep(order, len(order.token_ids) // self.access.entry_format.block_size)
+        self._keeps.append(keep)
+        self.counts.num_waiting += keep.num_left
 
     def step(self) -> float | None:
         """Copy one batch, if it is time. Returns how long to wait then; None: nothing is left."""
@@ -79,52 +90,61 @@ class KeepQueue:
             self._end(self._keeps[0])
 
     def _advance(self, keep: _Keep) -> None:
-        """One batch of an order, which ends with the last one, and where it fails."""
-        if keep.order.guard.is_revoked:
+        """One batch of the first order, which ends with the last one, and where it fails."""
+        if keep.order.guard.is_revoked or not keep.num_left:
             self._end(keep)
             return
         try:
-            if keep.segments is None:
-                self._look_for(keep)
+            if keep.segments:
+                self._copy_batch(keep)
             else:
-                self._copy_batch(keep, keep.segments)
+                self._name_next(keep)
         except Exception as exc:  # noqa: BLE001 - full or broken: it costs caching only
             self.log(exc)
             self._end(keep)
             return
-        if not keep.segments:
+        if not keep.num_left:
             self._end(keep)
 
-    def _look_for(self, keep: _Keep) -> None:
-        """Leave out what the store has: the beginning of the sequence."""
-        segments = self.find_segments(keep.order)
+    def _name_next(self, keep: _Keep) -> None:
+        """Name the next blocks of a sequence, and leave out those that the store has."""
+        order, size = keep.order, self.access.entry_format.block_size
+        start, last = keep.num_named * size, keep.last_named
+        hashes = compute_block_hashes(
+            HashDomain(self.fingerprint, order.tenant_salt, size),
+            order.token_ids[start : start + NAMED_ENTRIES * size],
+            None if last is None else last.block_hash,
+        )
+        segments = [
+            TokenSegment(each, at, at + size)
+            for each, at in zip(hashes, range(start, len(order.token_ids), size), strict=False)
+        ]
+        keep.num_named += len(segments)
+        keep.last_named = segments[-1]
         num_present = self.writer.count_present(segments)
-        keep.segments = segments[num_present:]
         self.counts.num_present += num_present
         self._report(keep, segments[:num_present])
+        keep.segments = segments[num_present:]
 
-    def _copy_batch(self, keep: _Keep, segments: Sequence[TokenSegment]) -> None:
-        order = keep.order
+    def _copy_batch(self, keep: _Keep) -> None:
+        order, segments = keep.order, keep.segments
         most = max(1, KEEP_BATCH_BYTES // self._entry_bytes)
         batch = segments[: self.pace.count_at_once(self.clock.now(), most)]
-        num_kept, _ = self.writer.keep_segments(
-            batch, order.blocks, order.tenant_salt, order.guard
-        )
-        keep.segments = segments[num_kept:]
+        num_kept, _ = self.writer.keep_segments(batch, order.blocks, order.tenant_salt, order.guard)
         self.counts.num_stored += num_kept
         self._report(keep, segments[:num_kept])
+        keep.segments = segments[num_kept:]
 
     def _end(self, keep: _Keep) -> None:
         """The first order is over: what is left of it is not kept."""
-        left = keep.segments
-        num_left = self._count_entries(keep.order) if left is None else len(left)
-        self.counts.num_dropped += num_left
-        self.counts.num_waiting -= num_left
+        self.counts.num_dropped += keep.num_left
+        self.counts.num_waiting -= keep.num_left
         self._keeps.popleft()
         self.emit(KVSent(keep.order.id))
 
     def _report(self, keep: _Keep, present: Sequence[TokenSegment]) -> None:
         """The store has the next blocks of a sequence."""
+        keep.num_left -= len(present)
         self.counts.num_waiting -= len(present)
         if self.access.journal is not None and present:
             order = keep.order
@@ -133,13 +153,9 @@ class KeepQueue:
             )
             keep.last_present = present[-1]
 
-    def _count_entries(self, order: KeepOrder) -> int:
-        return len(order.token_ids) // self.access.entry_format.block_size
-
     @property
     def _entry_bytes(self) -> int:
         """Of a full block, the parts that this worker holds."""
         entry_format, shard = self.access.entry_format, self.access.view.layout.shard
         parts = entry_format.parts_of_shard(shard)
-        size = entry_format.block_size
-        return sum(entry_format.body_bytes(part, size) for part in parts)
+        return sum(entry_format.body_bytes(part, entry_format.block_size) for part in parts)

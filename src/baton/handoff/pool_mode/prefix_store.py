@@ -95,7 +95,6 @@ class PrefixCounts:
     kept_s: float = 0.0
 
 
-
 @dataclass(slots=True, eq=False)
 class _Load:
     order: LoadOrder
@@ -117,9 +116,9 @@ class StoredPrefixes:
     put_command: Callable[[Callable[[], None]], None]
     counts: PrefixCounts = field(default_factory=PrefixCounts)
     cost: LoadCost = field(default_factory=LoadCost)
+    steps: EngineSteps = field(default_factory=EngineSteps)
     _found: OrderedDict[TicketId, Sequence[TokenSegment]] = field(default_factory=OrderedDict)
     _loads: dict[TicketId, _Load] = field(default_factory=dict)
-    steps: EngineSteps = field(default_factory=EngineSteps)
     _keeps: KeepQueue = field(init=False)
     _emit: Callable[[HandoffEvent], None] = field(init=False)
     _reader: StoreReader = field(init=False)
@@ -132,13 +131,13 @@ class StoredPrefixes:
         self._emit, self._reader, self._writer = emit, reader, writer
         self._keeps = KeepQueue(
             self.access,
+            self.fingerprint,
             self.clock,
             KeepPace(self.steps, self.access.keep_share),
             self.counts,
             writer,
-            find_segments=lambda order: self._hash(order.tenant_salt, order.token_ids),
-            emit=emit,
-            log=_log,
+            emit,
+            _log,
         )
 
     @property
