@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
@@ -13,13 +14,14 @@ from baton.store.interface import (
     NO_TENANT,
     DelaysPromotion,
     PutResult,
+    PutsMany,
     RemoteLookup,
     Usage,
     WritesBehind,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     from prometheus_client import Metric
 
@@ -67,6 +69,7 @@ class CountedTier:
     def __init__(self, kind: str, tier: Tier) -> None:
         self.inner, self.kind = tier, kind
         self.remote = tier if isinstance(tier, RemoteLookup) else None
+        self._puts_many = tier if isinstance(tier, PutsMany) else None
         self._counts = TierCounts()
         self._open = threading.Lock()
         self._last: Usage | None = None
@@ -76,6 +79,18 @@ class CountedTier:
 
     def put(self, name: EntryName, body: Body, tenant: TenantLabel = NO_TENANT) -> PutResult:
         return self._put(self.inner.put, name, body, tenant)
+
+    def put_many(
+        self, entries: Sequence[tuple[EntryName, Body]], tenant: TenantLabel = NO_TENANT
+    ) -> Sequence[PutResult]:
+        """See `PutsMany`: one after the other where the tier has no other way."""
+        if self._puts_many is None:
+            return [self.put(name, body, tenant) for name, body in entries]
+        with self._counting_failures():
+            done = self._puts_many.put_many(entries, tenant)
+        for (_, body), result in zip(entries, done, strict=True):
+            self._count_put(result, body)
+        return done
 
     def as_lower(self) -> PutsEntries:
         """Where the tier above puts its entries: without a wait, if this tier can take them so."""
@@ -88,21 +103,28 @@ class CountedTier:
         body: Body,
         tenant: TenantLabel,
     ) -> PutResult:
-        counts = self._counts
-        try:
+        with self._counting_failures():
             done = put(name, body, tenant)
+        self._count_put(done, body)
+        return done
+
+    def _count_put(self, done: PutResult, body: Body) -> None:
+        if done is PutResult.STORED:
+            self._counts.num_stored += 1
+            self._counts.written_bytes += len(body)
+        else:
+            self._counts.num_existing += 1
+
+    @contextmanager
+    def _counting_failures(self) -> Generator[None]:
+        try:
+            yield
         except StoreFullError:
-            counts.num_full += 1
+            self._counts.num_full += 1
             raise
         except StoreError:
-            counts.num_failed += 1
+            self._counts.num_failed += 1
             raise
-        if done is PutResult.STORED:
-            counts.num_stored += 1
-            counts.written_bytes += len(body)
-        else:
-            counts.num_existing += 1
-        return done
 
     def try_lease(self, name: EntryName) -> EntryLease | None:
         lease = self.inner.try_lease(name)

@@ -247,6 +247,22 @@ class LeasesNewest(Protocol):
         ...
 
 
+@runtime_checkable
+class PutsMany(Protocol):
+    """A tier that keeps several small entries in fewer steps than one after the other."""
+
+    def put_many(
+        self, entries: Sequence[tuple[EntryName, Body]], tenant: TenantLabel = NO_TENANT
+    ) -> Sequence[PutResult]:
+        """Keep bodies, at least one; what became of each. See `Tier.put`.
+
+        Raises:
+            StoreFullError: there is no room, and none can be made.
+            StoreError: they cannot be written. Some may be stored then.
+        """
+        ...
+
+
 class PutsEntries(Protocol):
     """Where a tier puts what it has no room for."""
 

@@ -34,7 +34,7 @@ from baton.store.folder import (
     tier,
 )
 from baton.store.folder.tier import FolderTier
-from baton.store.interface import TenantLabel
+from baton.store.interface import PutsMany, TenantLabel
 from baton.testing.store_contract import (
     BODY_BYTES,
     StoreContract,
@@ -58,6 +58,7 @@ CALLS: Final = (
 )
 MAX_CALLS: Final = 2000
 NUM_ENTRIES: Final = 3
+MANY: Final = ("one of two", "the other")
 TENANT: Final = TenantLabel(b"a tenant")
 
 
@@ -207,7 +208,10 @@ def work(tier: Tier) -> None:
     """Each operation; a failure is a miss, or a StoreError."""
     with suppress(StoreError):
         tier.put(name_of("new"), body_of("new"), TENANT)
-    for content in ("new", f"entry {NUM_ENTRIES - 1}"):
+    if isinstance(tier, PutsMany):
+        with suppress(StoreError):
+            tier.put_many([(name_of(each), body_of(each)) for each in MANY], TENANT)
+    for content in ("new", MANY[-1], f"entry {NUM_ENTRIES - 1}"):
         assert read(tier, content) in {None, body_of(content)}
     tier.discard(name_of("new"))
     with suppress(StoreError):
@@ -223,7 +227,7 @@ def check(tier: Tier) -> None:
         held_bytes = sum(each.num_bytes for each in tier.entries() if each.tenant == TENANT)
         assert tier._capacity.peek_held(TENANT) >= held_bytes  # noqa: SLF001 - of this tier alone
     assert all(tier.is_whole(entry.name) for entry in tier.entries())
-    for content in ("new", *(f"entry {i}" for i in range(NUM_ENTRIES))):
+    for content in ("new", *MANY, *(f"entry {i}" for i in range(NUM_ENTRIES))):
         assert read(tier, content) in {None, body_of(content)}
     put(tier, "after")
     assert read(tier, "after") == body_of("after")

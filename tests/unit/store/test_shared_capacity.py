@@ -27,11 +27,11 @@ def test_looking_at_all_entries_forgets_nobody_who_is_writing(tmp_path: Path) ->
     assert one.try_reserve(600, has_memory) is None
     other.recount(dict)
     assert other.try_reserve(600, has_memory) is not None
-    assert one.commit(600, lambda _: True)
+    assert one.commit(600, lambda _: 600) == 600
     assert other.try_reserve(600, has_memory) is not None
     other.recount(lambda: {0: 100})  # an operator has removed files
     assert other.try_reserve(600, has_memory) is None
-    assert not other.commit(600, lambda _: False)  # somebody else has the name
+    assert other.commit(600, lambda _: 0) == 0  # somebody else has the name
     assert one.try_reserve(900, has_memory) is None
     one.release(900, lambda: given_back.append(900))
     assert given_back == [900]

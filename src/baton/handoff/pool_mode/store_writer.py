@@ -97,9 +97,9 @@ class StoreWriter:
             gathered = self._copier.gather(batch, table)
         for bodies, part in zip(gathered, self._copier.parts, strict=True):
             encoded = self._encode(bodies)
-            for segment, body in zip(batch, encoded, strict=True):
-                name = self._entry_format.name(segment.block_hash, part)
-                self._store.put(name, body.data, tenant)
+            names = [self._entry_format.name(segment.block_hash, part) for segment in batch]
+            bodies_of_part = [body.data for body in encoded]
+            self._store.put_many(list(zip(names, bodies_of_part, strict=True)), tenant)
             num_bytes += sum(map(len, encoded))
         return len(batch), num_bytes
 

@@ -95,6 +95,10 @@ class FileBodies:
         """Bytes that an entry with such a body takes up."""
         return compute_cost(num_bytes)
 
+    def may_be_put_together(self, num_bytes: int) -> bool:  # noqa: ARG002 - of a pool they may not
+        """Whether several bodies of up to so many bytes may be taken memory for at once."""
+        return True
+
     def try_take(self, num_bytes: int) -> bool:  # noqa: ARG002 - a file's is its filesystem's
         """Take memory for a body, under the capacity's lock; False: there is too little."""
         return True
@@ -199,6 +203,9 @@ class PooledBodies(FileBodies):
 
     def compute_cost(self, num_bytes: int) -> int:
         return compute_pooled_cost(num_bytes) if self._holds(num_bytes) else compute_cost(num_bytes)
+
+    def may_be_put_together(self, num_bytes: int) -> bool:
+        return not self._holds(num_bytes)
 
     def try_take(self, num_bytes: int) -> bool:
         self._taken = ()  # of a body whose place could not be counted: `rebuild` frees it

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from baton.store.compression import CompressionChoice, compress
 from baton.store.folder.compressed_lease import CompressedEntryLease
 from baton.store.folder.tier import FolderTier
-from baton.store.interface import CompressionReport
+from baton.store.interface import NO_TENANT, CompressionReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import Literal
 
     from baton.store.folder.bodies import FileBodies
@@ -57,6 +57,13 @@ class CompressingTier(FolderTier):
             return super().usage()
         report = CompressionReport(choice.raw_bytes, choice.compressed_bytes, choice.is_on)
         return replace(super().usage(), compression=report)
+
+    def put_many(
+        self, entries: Sequence[tuple[EntryName, Body]], tenant: TenantLabel = NO_TENANT
+    ) -> Sequence[PutResult]:
+        if self._choice is None:
+            return super().put_many(entries, tenant)
+        return [self.put(name, body, tenant) for name, body in entries]  # each is compressed or not
 
     def _keep(
         self, name: EntryName, body: Body, tenant: TenantLabel, whole_bytes: int = 0

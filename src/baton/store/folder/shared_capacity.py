@@ -98,12 +98,13 @@ class SharedCapacity:
             self._write(capacity, capacity.release(num_bytes))
 
     def commit(
-        self, num_bytes: int, try_link: Callable[[int], bool], tenant: TenantLabel = NO_TENANT
-    ) -> bool:
-        """Link a reserved entry under its name unless it exists; whether it was linked.
+        self, num_bytes: int, link: Callable[[int], int], tenant: TenantLabel = NO_TENANT
+    ) -> int:
+        """Link reserved entries under their names, where those are not taken; the bytes of those.
 
-        It counts twice until it is linked: what is reserved is forgotten if its writer is killed.
-        `try_link` gets the place where the tenant is counted.
+        All count twice until they are linked: what is reserved is forgotten if its writer is
+        killed. `link` gets the place where the tenant is counted, and returns what the entries take
+        up that it has linked.
         """
         with self._locked():
             before = self._read()
@@ -112,18 +113,18 @@ class SharedCapacity:
             both = replace(before, committed_bytes=before.committed_bytes + num_bytes)
             self._write(before, both)
             try:
-                is_new = try_link(place)
+                new_bytes = link(place)
             except BaseException:
                 with suppress(OSError):
                     self._tenants.write(place, tenant, held_bytes)
                     self._write(both, before)
                 raise
-            after = before.commit(num_bytes) if is_new else before.release(num_bytes)
+            after = before.commit(new_bytes).release(num_bytes - new_bytes)
             with suppress(OSError):  # too much is counted then, for a while
                 self._write(both, after)
-                if not is_new:
-                    self._tenants.write(place, tenant, held_bytes)
-            return is_new
+                if new_bytes < num_bytes:
+                    self._tenants.write(place, tenant, held_bytes + new_bytes)
+            return new_bytes
 
     def remove(self, try_remove: Callable[[], Removed]) -> int:
         """Remove an entry: `try_remove` does, and states what it was; the bytes that it took up."""

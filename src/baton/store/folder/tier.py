@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Final
@@ -48,6 +48,8 @@ COUNT_TOLERANCE_PARTS: Final = 64
 """One part in so many of the capacity may be counted wrongly before all entries are counted."""
 EXPIRY_PARTS: Final = 20
 _MAX_ROUNDS: Final = 4
+MAX_TOGETHER: Final = 32
+"""Files that are open at once while entries are put together."""
 
 
 class FolderTierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -122,18 +124,52 @@ class FolderTier:
         self, name: EntryName, body: Body, tenant: TenantLabel, whole_bytes: int = 0
     ) -> PutResult:
         """Put an entry that was not found. `whole_bytes`: see `EntryHeader`."""
-        cost = self._bodies.compute_cost(len(body))
-        self._reserve(cost, len(body), tenant)
+        (done,) = self._keep_all(((name, body),), tenant, whole_bytes)
+        return done
+
+    def put_many(
+        self, entries: Sequence[tuple[EntryName, Body]], tenant: TenantLabel = NO_TENANT
+    ) -> Sequence[PutResult]:
+        """See `PutsMany`. They are not looked for before: whoever puts many has done that."""
+        most_bytes = max(len(body) for _, body in entries)
+        cost = len(entries) * self._bodies.compute_cost(most_bytes)
+        is_too_much = cost > min(self._capacity_bytes, self._tenant_bytes)
+        is_each_large = not self._bodies.may_be_put_together(most_bytes)
+        if is_too_much or is_each_large or self._ttl_s is not None:  # a name may be an old entry's
+            return [self.put(name, body, tenant) for name, body in entries]
+        done: list[PutResult] = []
+        for first in range(0, len(entries), MAX_TOGETHER):
+            done += self._keep_all(entries[first : first + MAX_TOGETHER], tenant)
+        return done
+
+    def _keep_all(
+        self,
+        entries: Sequence[tuple[EntryName, Body]],
+        tenant: TenantLabel,
+        whole_bytes: int = 0,
+    ) -> Sequence[PutResult]:
+        """Put entries that were not found: they are counted together. `whole_bytes`: of each."""
+        costs = [self._bodies.compute_cost(len(body)) for _, body in entries]
+        self._reserve(sum(costs), max(len(body) for _, body in entries), tenant)
+        done: list[PutResult] = []
         try:
-            with self._bodies.write(name, body, tenant, whole_bytes) as unnamed_file:
-                try_link = partial(self._try_link, unnamed_file, self._make_entry(name, cost))
-                is_new = self._capacity.commit(cost, try_link, tenant)
+            with ExitStack() as written:
+                files = [
+                    written.enter_context(self._bodies.write(name, body, tenant, whole_bytes))
+                    for name, body in entries
+                ]
+                names = (name for name, _ in entries)
+                made = map(self._make_entry, names, costs)
+                link = partial(self._link_all, list(zip(files, made, strict=True)), done)
+                self._capacity.commit(sum(costs), link, tenant)
         except StoreError:
-            self._capacity.release(cost, self._bodies.give_back)
+            self._capacity.release(sum(costs), self._bodies.give_back)
             raise
         finally:
             self._bodies.settle()
-        return PutResult.STORED if is_new else PutResult.EXISTS
+        if len(done) < len(entries):
+            raise StoreError(f"{len(entries) - len(done)} of {len(entries)} entries got no name")
+        return done
 
     def _make_entry(self, name: EntryName, cost: int) -> StoredEntry:
         now = self._clock.unix_now()
@@ -274,12 +310,31 @@ class FolderTier:
                 self._capacity.recount(self._count)
         raise StoreFullError(f"no room for {cost} bytes: others take what is freed")
 
-    def _try_link(self, unnamed_file: UnnamedFile, entry: StoredEntry, place: int) -> bool:
-        unnamed_file.set_times(to_times_ns(entry, place))
-        is_new = unnamed_file.try_link(entry.name.hex())
-        if not is_new:
-            self._bodies.give_back()
-        return is_new
+    def _link_all(
+        self, files: Sequence[tuple[UnnamedFile, StoredEntry]], done: list[PutResult], place: int
+    ) -> int:
+        """Name entries, up to one that cannot be named. What became of them goes into `done`.
+
+        Returns the bytes that the new ones take up.
+
+        Raises:
+            OSError: the first one cannot be named.
+        """
+        new_bytes = 0
+        for file, entry in files:
+            try:
+                file.set_times(to_times_ns(entry, place))
+                is_new = file.try_link(entry.name.hex())
+            except OSError:
+                if not done:
+                    raise
+                break  # those before it have their names, and are counted
+            if is_new:
+                new_bytes += entry.num_bytes
+            else:
+                self._bodies.give_back()
+            done.append(PutResult.STORED if is_new else PutResult.EXISTS)
+        return new_bytes
 
     def _evict(self, shortage: Shortage) -> None:
         """Make entries go, as the policy chooses; set the count right where it was too high.
