@@ -37,14 +37,15 @@ interpreter."""
 
 @dataclass(slots=True, eq=False)
 class _Keep:
-    """`num_named` of its blocks are named, `segments` are those that are to be copied next."""
+    """`num_named` of its blocks are named; of those, `segments` are to be copied next."""
 
     order: KeepOrder
     num_left: int
     num_named: int = 0
     last_named: TokenSegment | None = None
     segments: Sequence[TokenSegment] = ()
-    last_present: TokenSegment | None = None
+    unreported: list[TokenSegment] = field(default_factory=list)
+    last_reported: TokenSegment | None = None
 
 
 @dataclass(slots=True)
@@ -108,6 +109,7 @@ class KeepQueue:
 
     def _name_next(self, keep: _Keep) -> None:
         """Name the next blocks of a sequence, and leave out those that the store has."""
+        self._report(keep)
         order, size = keep.order, self.access.entry_format.block_size
         start, last = keep.num_named * size, keep.last_named
         hashes = compute_block_hashes(
@@ -123,7 +125,7 @@ class KeepQueue:
         keep.last_named = segments[-1]
         num_present = self.writer.count_present(segments)
         self.counts.num_present += num_present
-        self._report(keep, segments[:num_present])
+        self._note_present(keep, segments[:num_present])
         keep.segments = segments[num_present:]
 
     def _copy_batch(self, keep: _Keep) -> None:
@@ -132,26 +134,32 @@ class KeepQueue:
         batch = segments[: self.pace.count_at_once(self.clock.now(), most)]
         num_kept, _ = self.writer.keep_segments(batch, order.blocks, order.tenant_salt, order.guard)
         self.counts.num_stored += num_kept
-        self._report(keep, segments[:num_kept])
+        self._note_present(keep, segments[:num_kept])
         keep.segments = segments[num_kept:]
 
     def _end(self, keep: _Keep) -> None:
         """The first order is over: what is left of it is not kept."""
+        self._report(keep)
         self.counts.num_dropped += keep.num_left
         self.counts.num_waiting -= keep.num_left
         self._keeps.popleft()
         self.emit(KVSent(keep.order.id))
 
-    def _report(self, keep: _Keep, present: Sequence[TokenSegment]) -> None:
+    def _note_present(self, keep: _Keep, present: Sequence[TokenSegment]) -> None:
         """The store has the next blocks of a sequence."""
         keep.num_left -= len(present)
         self.counts.num_waiting -= len(present)
+        keep.unreported += present
+
+    def _report(self, keep: _Keep) -> None:
+        """To the journal, some at once: a gateway that waits for news asks again after each."""
+        present, order = keep.unreported, keep.order
         if self.access.journal is not None and present:
-            order = keep.order
             self.access.journal.add_present(
-                present, keep.last_present, order.token_ids, order.tenant_salt
+                present, keep.last_reported, order.token_ids, order.tenant_salt
             )
-            keep.last_present = present[-1]
+            keep.last_reported = present[-1]
+        keep.unreported = []
 
     @property
     def _entry_bytes(self) -> int:
