@@ -52,8 +52,7 @@ if TYPE_CHECKING:
 
 CALLS: Final = (
     *("open", "stat", "fstat", "scandir", "pread", "preadv"),
-    *("write", "writev", "pwrite", "utime", "link", "unlink", "ftruncate", "posix_fallocate"),
-    "fchmod",
+    *("write", "pwrite", "utime", "link", "unlink", "ftruncate", "posix_fallocate", "fchmod"),
     "fdatasync",
 )
 MAX_CALLS: Final = 2000
@@ -130,7 +129,7 @@ class SystemCallFaultContract(StoreContract):
 
     entry_bytes: ClassVar = bodies.compute_cost(BODY_BYTES)
     reads_by: ClassVar = "preadv"
-    writes_by: ClassVar = "writev"
+    writes_by: ClassVar = "write"
 
     @abstractmethod
     def folder(self, place: Path) -> Path:

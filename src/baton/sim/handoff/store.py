@@ -73,6 +73,12 @@ class SimStore:
             self._corrupt(name, how)
         return PutResult.STORED
 
+    def put_many(
+        self, entries: Sequence[tuple[EntryName, Body]], tenant: TenantLabel = NO_TENANT
+    ) -> Sequence[PutResult]:
+        """See `PutsMany`."""
+        return [self.put(name, body, tenant) for name, body in entries]
+
     def try_lease(self, name: EntryName) -> SimEntryLease | None:
         """See `Tier`."""
         entry = self._entries.get(name)

@@ -291,14 +291,12 @@ def _have_paths() -> bool:
 
 
 def _write(buffers: Iterable[Body], min_bytes: int, fd: int) -> None:
-    rest = [memoryview(buffer).cast("B") for buffer in buffers]
-    num_bytes = sum(map(len, rest))
-    while rest:
-        written = os.writev(fd, rest)
-        while rest and written >= len(rest[0]):
-            written -= len(rest.pop(0))
-        if rest:
-            rest[0] = rest[0][written:]
+    num_bytes = 0
+    for buffer in buffers:
+        rest = memoryview(buffer).cast("B")
+        num_bytes += len(rest)
+        while rest:
+            rest = rest[os.write(fd, rest) :]
     if num_bytes < min_bytes:
         os.ftruncate(fd, min_bytes)
 
