@@ -9,7 +9,8 @@ different blocks of the trace.
 
 - *admission*: what the lower of two tiers takes of the entries that make room in the upper one:
   all (as it is), those that were used again, or each entry at once when it is put (write-through)
-- *promotion*: what workers read from their own memory of what they find, above a server that keeps all,
+- *promotion*: what workers read from their own memory of what they find, above a server that keeps
+  all,
   where what they read from it is copied up at the first, or at the second read (`promote_at_read`)
 - *second time*: a tier into which a block is put only when it is computed for the second time
 - *ttl*: what is found where entries that were not used for so long are dropped, in a large tier

@@ -28,6 +28,7 @@ import threading
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -166,7 +167,9 @@ class Node:
     @property
     def counts(self) -> PrefixCounts:
         """Of the store."""
-        return PrefixCounts() if self.handoffs.store is None else self.handoffs.store.prefixes.counts
+        return (
+            PrefixCounts() if self.handoffs.store is None else self.handoffs.store.prefixes.counts
+        )
 
     def stop(self) -> None:
         """End all threads."""
@@ -177,7 +180,9 @@ class Node:
 def measure(node: Node, seconds: float, rng: np.random.Generator) -> Run:
     """One turn, and what it left to be kept afterwards."""
     decoding = [
-        node.submit(f"decoding-{rng.integers(1 << 60)}", rng.integers(300, 4000, 64, np.int32), 7000)
+        node.submit(
+            f"decoding-{rng.integers(1 << 60)}", rng.integers(300, 4000, 64, np.int32), 7000
+        )
         for _ in range(NUM_DECODING)
     ]
     wait_for(lambda: all(len(node.tokens[each]) > 5 for each in decoding))
@@ -199,7 +204,7 @@ def measure(node: Node, seconds: float, rng: np.random.Generator) -> Run:
         node.engine.cancel(each)
     wait_for(lambda: node.engine.stats().num_running == 0 and counts.num_waiting == 0)
     since = [[t for t in node.tokens[each] if t >= began] for each in decoding]
-    intervals = [1e3 * (b - a) for each in since for a, b in zip(each, each[1:], strict=False)]
+    intervals = [1e3 * (b - a) for each in since for a, b in pairwise(each)]
     num_kept = max(1, num_stored)
     return Run(
         node.arm,

@@ -97,7 +97,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Run:
-    """What one arm gave in one round. Entries: of embedded workers, that were kept, and were not."""
+    """What one arm gave in one round. Entries that embedded workers kept, and did not keep."""
 
     arm: str
     saved: float
@@ -158,14 +158,18 @@ def make_arms(
         arms[arm] = common
         if share is not None:
             (memory / arm).mkdir()
-            arms[arm] = common | PARTS.get(arm, {}) | {
-                "store.tiers": ["shared"],
-                "store.block_size": block_tokens,
-                "store.options.shared.directory": str(memory / arm),
-                "store.options.shared.capacity_bytes": int(
-                    share * sample.num_different_tokens * TOKEN_BYTES
-                ),
-            }
+            arms[arm] = (
+                common
+                | PARTS.get(arm, {})
+                | {
+                    "store.tiers": ["shared"],
+                    "store.block_size": block_tokens,
+                    "store.options.shared.directory": str(memory / arm),
+                    "store.options.shared.capacity_bytes": int(
+                        share * sample.num_different_tokens * TOKEN_BYTES
+                    ),
+                }
+            )
     return arms
 
 
@@ -296,7 +300,16 @@ def show(result: dict) -> None:
     """Medians over the rounds."""
     print(json.dumps({key: value for key, value in result.items() if key != "runs"}))
     runs = [Run(**run) for run in result["runs"]]
-    columns = "saved", "good", "good a second", "TTFT p50, ms", "p99, ms", "TPOT, ms", "kept", "failed"
+    columns = (
+        "saved",
+        "good",
+        "good a second",
+        "TTFT p50, ms",
+        "p99, ms",
+        "TPOT, ms",
+        "kept",
+        "failed",
+    )
     table = Table("store", *columns, box=box.MARKDOWN)
     for arm in dict.fromkeys(run.arm for run in runs):
         own = [run for run in runs if run.arm == arm]

@@ -38,7 +38,9 @@ class BlockGuard:
         self._lock.acquire()
         if self._is_revoked:
             self._lock.release()
-            raise StoreError("the engine has taken back its blocks: it needed them, or waited too long")
+            raise StoreError(
+                "the engine has taken back its blocks: it needed them, or waited too long"
+            )
         return self
 
     def __exit__(

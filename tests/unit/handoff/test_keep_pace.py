@@ -98,5 +98,5 @@ def test_a_batch_is_shorter_while_the_engine_computes() -> None:
 def test_what_is_kept_first_waits_until_the_answer_has_left() -> None:
     pace = KeepPace(EngineSteps(), 0.1)
     pace.start(Instant(5.0))
-    assert pace.compute_wait_s(Instant(5.0)) == IDLE_AFTER_S
+    assert pace.compute_wait_s(Instant(5.0)) == pytest.approx(IDLE_AFTER_S)
     assert pace.compute_wait_s(Instant(5.0 + IDLE_AFTER_S)) == pytest.approx(0.0, abs=1e-12)

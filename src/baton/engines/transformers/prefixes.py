@@ -60,7 +60,8 @@ class EnginePrefixes:
         """`store` None: nothing is ever asked for, or kept. A step computes `step_tokens`."""
         self._store, self._kept, self._clock = store, kept, clock
         self._step_tokens = step_tokens
-        self._steps = EngineSteps() if store is None else store.steps
+        self.steps = EngineSteps() if store is None else store.steps
+        """Counted by whoever computes them."""
         self._lookups: dict[TicketId, _Lookup] = {}
         self._loads: dict[TicketId, _Load] = {}
         self._late: set[TicketId] = set()
@@ -194,14 +195,6 @@ class EnginePrefixes:
             self._store.start_keep(order)
         elif refused := self._kept.take_refused_tokens():
             self._store.drop(refused)
-
-    def begin_step(self) -> None:
-        """From now on the engine computes."""
-        self._steps.num_begun += 1
-
-    def end_step(self) -> None:
-        """The step has ended, or has failed."""
-        self._steps.num_ended = self._steps.num_begun
 
     def observe_step(self, plan: Plan, seconds: float) -> None:
         """What a token of a prompt takes: learned from steps that are mostly prompts."""
