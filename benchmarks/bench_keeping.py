@@ -3,7 +3,7 @@
     python benchmarks/bench_keeping.py --json benchmarks/results/keeping.json
 
 Embedded engines of one random model, all in this process, without a gateway. While two requests are
-decoded, a prompt of 512 tokens that no engine has seen comes every 150 ms; its answer has one
+decoded, a prompt of 512 tokens that no engine has seen comes every 250 ms; its answer has one
 token, and then it is kept: 16 entries of 64 KiB in tier `shared`. Configurations:
 
     none       no store
@@ -13,7 +13,8 @@ token, and then it is kept: 16 entries of 64 KiB in tier `shared`. Configuration
 
 They take turns, in the other order every second round, and one alone has requests at a time.
 *Interval*: between two tokens of an answer, with the prompts that are computed in between. *CPU*
-and *time*: of the thread that keeps, for an entry; *share*: of the turn, that it took.
+and *time*: of the thread that keeps, for an entry; *share*: of the turn, that it took. *Waits*: how
+often the engine's thread slept, by the kernel's count: other work on the machine is not in them.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ if TYPE_CHECKING:
 CLOCK = MachineClock()
 BLOCK_TOKENS = 32
 PROMPT_TOKENS = 512
-EVERY_S = 0.15
+EVERY_S = 0.25
 NUM_DECODING = 2
 ARMS = ("none", "looked for", "paced", "unpaced")
 TIMEOUT_S = 60.0
@@ -87,6 +88,7 @@ class Run:
     share: float
     entry_ms: float
     entry_cpu_ms: float
+    waits_per_token: float
 
 
 class Node:
@@ -137,7 +139,9 @@ class Node:
         started = set(threading.enumerate()) - before
         self.pool_thread = next((t for t in started if t.name == "handoff-pool"), None)
         self.tokens: dict[RequestId, list[float]] = {}
+        before = set(threading.enumerate())
         self.engine.start(self.sink, self.handoffs)
+        (self.engine_thread,) = set(threading.enumerate()) - before
 
     def sink(self, updates: Sequence[EngineUpdate]) -> None:
         """Note when each token came; from the engine's thread."""
@@ -164,6 +168,11 @@ class Node:
             return 0.0
         return time.clock_gettime(time.pthread_getcpuclockid(self.pool_thread.ident))
 
+    def read_num_waits(self) -> int:
+        """How often the engine's thread has slept: for the interpreter, mostly."""
+        status = Path(f"/proc/self/task/{self.engine_thread.native_id}/status").read_text()
+        return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+
     @property
     def counts(self) -> PrefixCounts:
         """Of the store."""
@@ -188,6 +197,7 @@ def measure(node: Node, seconds: float, rng: np.random.Generator) -> Run:
     wait_for(lambda: all(len(node.tokens[each]) > 5 for each in decoding))
     counts = node.counts
     stored, dropped, kept_s = counts.num_stored, counts.num_dropped, counts.kept_s
+    num_waits = node.read_num_waits()
     cpu_s, began = node.read_cpu_s(), time.perf_counter()
     prompts: dict[RequestId, float] = {}
     for number in range(int(seconds / EVERY_S)):
@@ -218,6 +228,7 @@ def measure(node: Node, seconds: float, rng: np.random.Generator) -> Run:
         took_to_keep_s / took_s,
         1e3 * took_to_keep_s / num_kept,
         1e3 * took_cpu_s / num_kept,
+        (node.read_num_waits() - num_waits) / max(1, len(intervals)),
     )
 
 
@@ -233,7 +244,8 @@ def wait_for(condition) -> None:  # noqa: ANN001 - a function without arguments
 def show(runs: list[Run]) -> None:
     """Medians over the rounds; intervals also over those of `none`, round by round."""
     columns = "interval p50, ms", "p99", "mean", "mean, of none", "TTFT, ms", "stored", "dropped"
-    table = Table("store", *columns, "share", "ms an entry", "CPU ms", box=box.MARKDOWN)
+    parts = "share", "ms an entry", "CPU ms", "waits a token"
+    table = Table("store", *columns, *parts, box=box.MARKDOWN)
     base = [run.interval_mean_ms for run in runs if run.arm == "none"]
     for arm in dict.fromkeys(run.arm for run in runs):
         own = [run for run in runs if run.arm == arm]
@@ -250,6 +262,7 @@ def show(runs: list[Run]) -> None:
             f"{statistics.median(run.share for run in own):.1%}",
             f"{statistics.median(run.entry_ms for run in own):.2f}",
             f"{statistics.median(run.entry_cpu_ms for run in own):.2f}",
+            f"{statistics.median(run.waits_per_token for run in own):.1f}",
         )
     Console(width=140).print(table)
 
