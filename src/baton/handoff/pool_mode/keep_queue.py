@@ -62,6 +62,9 @@ class KeepQueue:
     log: Callable[[Exception], None]
     _keeps: deque[_Keep] = field(default_factory=deque, init=False)
 
+    def __len__(self) -> int:
+        return len(self._keeps)
+
     def add(self, order: KeepOrder) -> None:
         """Keep what an engine has computed, after what was added before."""
         if not self._keeps:
