@@ -93,18 +93,6 @@ def kept_blocks_are_freed_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KeptBlocks, "hold", hold_not)
 
 
-def kept_blocks_are_taken_back_while_they_are_copied(patch: pytest.MonkeyPatch) -> None:
-    """The store still copies blocks that were given to another request."""
-
-    def give_up_newest(self):
-        newest = next((kept for kept in reversed(self._kept.values()) if kept.blocks), None)
-        if newest is not None:
-            self._free(newest)
-        return newest is not None
-
-    patch.setattr(KeptBlocks, "give_up_newest", give_up_newest)
-
-
 def load_is_taken_for_whole(patch: pytest.MonkeyPatch) -> None:
     """What the store does not have of a prompt is not computed."""
 
@@ -130,7 +118,6 @@ PLANTED_IN_POOL: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         silent_abort,
         pooled_tickets_are_renewed,
         kept_blocks_are_freed_early,
-        kept_blocks_are_taken_back_while_they_are_copied,
         load_is_taken_for_whole,
     )
 }
