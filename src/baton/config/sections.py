@@ -176,8 +176,8 @@ class StoreSection(Struct, frozen=True, kw_only=True):
 
     The same for all workers that share it. An entry has `block_size` tokens, whatever an engine's
     blocks have, and `num_parts` shares of the heads: a multiple of every tensor-parallel size.
-    `encoding` is how its numbers are written (`baton.encodings`). `keep_share`: of the time in
-    which an engine computes, for keeping what it has computed; 1: all of it at once.
+    `encoding` is how its numbers are written (`baton.encodings`). `keep_share`: of a core,
+    while an engine computes, for keeping what it has computed; 1: all of it at once.
     """
 
     tiers: tuple[str, ...] = ()

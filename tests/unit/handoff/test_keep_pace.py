@@ -33,7 +33,7 @@ def copy_for(pace: KeepPace, seconds: float, entry_s: float = ENTRY_S) -> float:
             continue
         num_entries = pace.count_at_once(Instant(now), 1000)
         batch_s = num_entries * entry_s
-        pace.observe(Instant(now), Instant(now + batch_s), num_entries)
+        pace.observe(Instant(now + batch_s), batch_s, batch_s, num_entries)
         now, took_s = now + batch_s, took_s + batch_s
     return took_s
 
@@ -72,7 +72,7 @@ def test_an_engine_is_busy_between_two_steps_and_idle_some_time_after_the_last()
 def test_a_pause_ends_when_the_engine_becomes_idle() -> None:
     steps = computing()
     pace = KeepPace(steps, 0.01)
-    pace.observe(Instant(0.0), Instant(0.01), 1)
+    pace.observe(Instant(0.01), 0.01, 0.01, 1)
     wait_s = pace.compute_wait_s(Instant(0.01))
     assert wait_s == IDLE_AFTER_S, "it looks again before the pause of 1 s is over"
     steps.num_ended = 1
@@ -84,14 +84,14 @@ def test_a_batch_is_shorter_while_the_engine_computes() -> None:
     steps = computing()
     pace = KeepPace(steps, 0.1)
     assert pace.count_at_once(Instant(0.0), 1000) == 1, "what an entry takes is not known"
-    pace.observe(Instant(0.0), Instant(ENTRY_S), 1)
+    pace.observe(Instant(ENTRY_S), ENTRY_S, ENTRY_S, 1)
     assert pace.count_at_once(Instant(1.0), 1000) == pytest.approx(BUSY_BATCH_S / ENTRY_S, abs=1)
     steps.num_ended = 1
     pace.is_busy(Instant(1.0))
     in_idle_time = pace.count_at_once(Instant(2.0), 1000)
     assert in_idle_time == pytest.approx(IDLE_BATCH_S / ENTRY_S, abs=1)
     assert pace.count_at_once(Instant(2.0), 3) == 3
-    pace.observe(Instant(2.0), Instant(3.0), 1)
+    pace.observe(Instant(3.0), 1.0, 1.0, 1)
     assert pace.count_at_once(Instant(3.0), 1000) == 1
 
 
@@ -100,3 +100,9 @@ def test_what_is_kept_first_waits_until_the_answer_has_left() -> None:
     pace.start(Instant(5.0))
     assert pace.compute_wait_s(Instant(5.0)) == pytest.approx(IDLE_AFTER_S)
     assert pace.compute_wait_s(Instant(5.0 + IDLE_AFTER_S)) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_waiting_for_a_server_is_not_charged() -> None:
+    pace = KeepPace(computing(), 0.1)
+    pace.observe(Instant(1.0), 1.0, 0.001, 1)
+    assert pace.compute_wait_s(Instant(1.0)) == pytest.approx(0.009)

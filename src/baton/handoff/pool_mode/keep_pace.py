@@ -1,6 +1,6 @@
 """When computed KV is copied into the store, and how much at once: as the engine leaves room.
 
-The engine's thread counts its steps, and this one looks at the counts: to tell that an engine is
+The engine's thread counts its steps, and this one reads the counts: to know that an engine is
 idle takes no wake-up and no call on the engine's side. Pure: its caller reads the clock.
 """
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 IDLE_AFTER_S: Final = 0.02
 """Without a step. Also the delay of what is kept first: the answer leaves before it."""
 IDLE_SHARE: Final = 0.5
-"""Of the thread's time, while the engine is idle: requests arrive on another thread of the same
+"""Of a core, while the engine is idle: requests arrive on another thread of the same
 interpreter."""
 BUSY_BATCH_S: Final = 0.001
 IDLE_BATCH_S: Final = 0.004
@@ -28,12 +28,12 @@ LEARNING: Final = 0.2
 
 @dataclass(slots=True)
 class KeepPace:
-    """`share`: of the time in which the engine computes, for copies. Owner: the pool's thread."""
+    """`share`: of a core, while the engine computes, for copies. Owner: the pool's thread."""
 
     steps: EngineSteps
     share: float
     _entry_s: float = field(default=0.0, init=False)
-    _took_s: float = field(default=0.0, init=False)
+    _used_s: float = field(default=0.0, init=False)
     _ended_at: Instant = field(default=Instant(0.0), init=False)
     _starts_at: Instant = field(default=Instant(0.0), init=False)
     _num_seen: int = field(default=0, init=False)
@@ -55,7 +55,7 @@ class KeepPace:
         """Seconds until the next batch, or until an engine that is busy may be idle; 0: now."""
         is_busy = self.is_busy(now)
         share = self.share if is_busy else max(self.share, IDLE_SHARE)
-        next_at = self._ended_at + self._took_s * (1 / share - 1)
+        next_at = self._ended_at + self._used_s * (1 / share - 1)
         wait_s = max(0.0, next_at - now, self._starts_at - now)
         return min(wait_s, IDLE_AFTER_S) if is_busy else wait_s
 
@@ -66,10 +66,14 @@ class KeepPace:
             return 1
         return max(1, min(most, int(batch_s / self._entry_s)))
 
-    def observe(self, began_at: Instant, now: Instant, num_entries: int) -> None:
-        """A batch of so many entries was copied; none: something else was done for them."""
-        self._took_s, self._ended_at = now - began_at, now
+    def observe(self, now: Instant, took_s: float, used_s: float, num_entries: int) -> None:
+        """A batch of so many entries was copied; none: something else was done for them.
+
+        It took `took_s`, of which this thread computed for `used_s`: while it waits, for a server
+        or for the interpreter, it delays no step.
+        """
+        self._used_s, self._ended_at = used_s, now
         if num_entries:
-            each_s = self._took_s / num_entries
+            each_s = took_s / num_entries
             known_s = self._entry_s or each_s
             self._entry_s = known_s + LEARNING * (each_s - known_s)

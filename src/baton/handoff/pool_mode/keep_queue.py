@@ -81,11 +81,12 @@ class KeepQueue:
         wait_s = self.pace.compute_wait_s(began_at)
         if wait_s > 0:
             return wait_s
-        num_stored = self.counts.num_stored
+        used_s, num_stored = self.clock.thread_time_s(), self.counts.num_stored
         self._advance(self._keeps[0])
-        now = self.clock.now()
-        self.pace.observe(began_at, now, self.counts.num_stored - num_stored)
-        self.counts.kept_s += now - began_at
+        now, used_s = self.clock.now(), self.clock.thread_time_s() - used_s
+        num_stored = self.counts.num_stored - num_stored
+        self.pace.observe(now, now - began_at, used_s, num_stored)
+        self.counts.kept_s += used_s
         return self.pace.compute_wait_s(now) if self._keeps else None
 
     def stop(self) -> None:

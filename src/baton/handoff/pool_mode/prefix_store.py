@@ -78,7 +78,7 @@ class PrefixCounts:
     Loads by their outcome: `whole`: all that the store had, `given_up`: computing was quicker.
     `loaded_s` and `predicted_s` are of the loads for which there was a prediction. Entries that
     were to be kept: `num_dropped` found no room, in the engine or in the store; `num_waiting` are
-    in the queue now. To keep the others, and to look for them, took `kept_s`.
+    in the queue now. To keep the others, and to look for them, took `kept_s` of processor time.
     """
 
     num_whole: int = 0
