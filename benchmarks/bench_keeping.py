@@ -12,9 +12,9 @@ token, and then it is kept: 16 entries of 64 KiB in tier `shared`. Configuration
     unpaced    `store.keep_share = 1`: kept at once
 
 They take turns, in the other order every second round, and one alone has requests at a time.
-*Interval*: between two tokens of an answer, with the prompts that are computed in between. *Share*:
-of a core, for keeping. *ms an entry*: processor time of keeping it; *CPU ms*: of all that its thread
-did. *Waits*: how often the engine's thread slept, by the kernel's count: other work on the machine
+*Interval*: between two tokens of an answer, with prompts computed in between. *Share*:
+of a core, for keeping. *ms an entry*: processor time of keeping it; *CPU ms*: of all that its
+thread did. *Waits*: how often the engine's thread slept, by the kernel's count: other work on the machine
 is not in them.
 """
 
