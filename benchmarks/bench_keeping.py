@@ -14,8 +14,8 @@ token, and then it is kept: 16 entries of 64 KiB in tier `shared`. Configuration
 They take turns, in the other order every second round, and one alone has requests at a time.
 *Interval*: between two tokens of an answer, with prompts computed in between. *Share*:
 of a core, for keeping. *ms an entry*: processor time of keeping it; *CPU ms*: of all that its
-thread did. *Waits*: how often the engine's thread slept, by the kernel's count: other work on the machine
-is not in them.
+thread did. *Waits*: how often the engine's thread slept, by the kernel's count: other work on the
+machine is not in them.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ IDLE_AFTER_S: Final = 0.02
 IDLE_SHARE: Final = 0.5
 """Of a core, while the engine is idle: requests arrive on another thread of the same
 interpreter."""
-BUSY_BATCH_S: Final = 0.001
+BUSY_BATCH_S: Final = 0.003
 IDLE_BATCH_S: Final = 0.004
 """What a batch is to take: a step, or a lookup, that begins meanwhile waits for no more."""
 LEARNING: Final = 0.2
