@@ -8,6 +8,8 @@ File map:
     store_writer.py   prefill's half of one handoff (pure), and what carries it out
     store_reader.py   decode's half (pure), and what carries it out
     prefix_store.py   prompts' beginnings: loaded instead of computed, and kept
+    keep_queue.py    what engines have computed, on its way into the store
+    keep_pace.py     when, and how much at once
     store_journal.py  what the store holds, reported to gateways
     block_copier.py   between a worker's pages and bodies of entries
     side_entries.py   small entries: that prefill's engine computes, and its last word;
