@@ -9,6 +9,10 @@ different blocks of the trace.
 
 - *admission*: what the lower of two tiers takes of the entries that make room in the upper one:
   all (as it is), those that were used again, or each entry at once when it is put (write-through)
+- *promotion*: what workers read from their own memory of what they find, above a server that keeps
+  all,
+  where what they read from it is copied up at the first, or at the second read (`promote_at_read`)
+- *second time*: a tier into which a block is put only when it is computed for the second time
 - *ttl*: what is found where entries that were not used for so long are dropped, in a large tier
 - *making room*: how long puts take in a full tier of this host's memory, by wall-clock time (the
   one part that depends on the machine): what `baton store serve` saves workers. Alone without TRACE
@@ -23,6 +27,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,6 +42,7 @@ from baton.store.evictions.s3fifo import S3Fifo
 from baton.store.folder.bodies import compute_cost
 from baton.store.folder.evicted_names import EvictedNames
 from baton.store.interface import TIERS, EntryName, TierContext
+from baton.store.promotion import PromotionPolicy
 from baton.store.victims import WaitingVictims, is_unused
 
 if TYPE_CHECKING:
@@ -46,6 +52,10 @@ if TYPE_CHECKING:
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3)
 TIER_SHARES = ((0.02, 0.1), (0.02, 0.2), (0.05, 0.2))
 TTLS_S = (60.0, 300.0, 600.0, 1200.0, 2400.0)
+OWN_SHARES = (0.02, 0.1, 0.3)
+SECOND_TIME_SHARES = (0.02, 0.1, 0.3, 1.0)
+NUM_WORKERS = 4
+PARTS = ("evictions", "admission", "ttl", "promotion", "second_time", "making_room")
 NUM_ENTRIES = (1_000, 10_000, 100_000)
 ENTRY_BYTES = 32 << 10
 """A small model's: larger ones have more places in the table of evicted names, for each entry."""
@@ -156,14 +166,20 @@ def read_trace(path: Path) -> Trace:
     return Trace(requests, sum(len(each) for _, each in requests), len(names))
 
 
-def replay(trace: Trace, tier: Tier) -> float:
-    """The share of blocks that were found."""
+def replay(trace: Trace, tier: Tier, at_time: int = 1) -> float:
+    """The share of blocks that were found. What is computed is put the `at_time`-th time."""
+    num_computed: Counter[EntryName] = Counter()
     num_found = 0
     for now, names in trace.uses():
         found = next((i for i, name in enumerate(names) if not tier.has(name, now)), len(names))
         num_found += found
         for at, name in enumerate(names):
-            (tier.use if at < found else tier.put)(name, now + at * STEP_S)
+            if at < found:
+                tier.use(name, now + at * STEP_S)
+                continue
+            num_computed[name] += 1
+            if num_computed[name] >= at_time:
+                tier.put(name, now + at * STEP_S)
     return num_found / trace.num_blocks
 
 
@@ -200,35 +216,70 @@ def replay_two(trace: Trace, upper: Tier, lower: Tier, admission: Admission) -> 
     return num_found / trace.num_blocks
 
 
+def replay_promoting(
+    trace: Trace, workers: Sequence[Tier], at_read: int, *, sticky: bool
+) -> tuple[float, float]:
+    """Own memories above a server that keeps all; what is computed goes into both.
+
+    `sticky`: a conversation stays at one worker, else requests take turns. Returns, of the blocks
+    that were found, the share that was read from the own memory, and the share that was copied up.
+    """
+    on_server: set[EntryName] = set()
+    promotions = [PromotionPolicy(at_read) for _ in workers]
+    num_own = num_found = num_copied = 0
+    for number, (came_at, names) in enumerate(trace.uses()):
+        conversation = int.from_bytes(names[min(1, len(names) - 1)][:4], "little")
+        chosen = (conversation if sticky else number) % len(workers)
+        own, promotion = workers[chosen], promotions[chosen]
+        num_there = next((i for i, name in enumerate(names) if name not in on_server), len(names))
+        num_found += num_there
+        for at, name in enumerate(names):
+            now = came_at + at * STEP_S
+            if own.has(name, now):
+                num_own += at < num_there
+                own.use(name, now)
+            elif at >= num_there:
+                own.put(name, now)
+                on_server.add(name)
+            elif promotion.count_read(name):
+                num_copied += 1
+                own.put(name, now)
+    return num_own / num_found, num_copied / num_found
+
+
 def main() -> None:
     """Replay everything; print tables; with --json, keep them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trace", type=Path, nargs="?")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
     arguments = parser.parse_args()
-    results = {} if arguments.trace is None else replay_all(read_trace(arguments.trace))
-    results["making_room"] = [
-        measure_making_room(kind, num_entries)
-        for kind in ("lru", "s3fifo")
-        for num_entries in NUM_ENTRIES
-    ]
+    parts, results = arguments.parts, dict[str, object]()
+    if arguments.trace is not None:
+        results = replay_all(read_trace(arguments.trace), parts)
+    if "making_room" in parts:
+        results["making_room"] = [
+            measure_making_room(kind, num_entries)
+            for kind in ("lru", "s3fifo")
+            for num_entries in NUM_ENTRIES
+        ]
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
 
 
-def replay_all(trace: Trace) -> dict[str, object]:
-    """All parts that need a trace."""
+def replay_all(trace: Trace, parts: Sequence[str]) -> dict[str, object]:
+    """Those parts that need a trace."""
     best = 1 - trace.num_different / trace.num_blocks
     print(f"{trace.num_blocks:,} blocks, {trace.num_different:,} different: at most {best:.3f}")
-    return {
-        "num_blocks": trace.num_blocks,
-        "num_different": trace.num_different,
-        "evictions": [row for share in SHARES for row in compare_policies(trace, share)],
-        "admission": [
-            row for upper, lower in TIER_SHARES for row in compare_admission(trace, upper, lower)
-        ],
-        "ttl": [measure_ttl(trace, ttl_s) for ttl_s in TTLS_S],
+    rows: dict[str, Iterator[object]] = {
+        "evictions": (row for share in SHARES for row in compare_policies(trace, share)),
+        "admission": (row for pair in TIER_SHARES for row in compare_admission(trace, *pair)),
+        "ttl": (measure_ttl(trace, ttl_s) for ttl_s in TTLS_S),
+        "promotion": (row for share in OWN_SHARES for row in compare_promotion(trace, share)),
+        "second_time": (compare_times(trace, share) for share in SECOND_TIME_SHARES),
     }
+    counts = {"num_blocks": trace.num_blocks, "num_different": trace.num_different}
+    return counts | {part: list(rows[part]) for part in parts if part in rows}
 
 
 def compare_policies(trace: Trace, share: float) -> Iterator[dict[str, object]]:
@@ -257,6 +308,38 @@ def compare_admission(trace: Trace, upper: float, lower: float) -> Iterator[dict
             "found": round(found, 4),
             "written": round(written, 4),
         }
+
+
+def compare_promotion(trace: Trace, share: float) -> Iterator[dict[str, object]]:
+    """Workers with memory of that size together."""
+    for sticky in (True, False):
+        for at_read in (1, 2):
+            size = int(share * trace.num_different / NUM_WORKERS)
+            workers = [Tier(LRU, size) for _ in range(NUM_WORKERS)]
+            own, copied = replay_promoting(trace, workers, at_read, sticky=sticky)
+            print(
+                f"memory {share:4.0%} of {NUM_WORKERS} workers, sticky {sticky!s:5}, copied up at "
+                f"read {at_read}: own memory {own:.3f} of what is found, copied up {copied:.3f}"
+            )
+            yield {
+                "memory": share,
+                "sticky": sticky,
+                "at_read": at_read,
+                "own": round(own, 4),
+                "copied": round(copied, 4),
+            }
+
+
+def compare_times(trace: Trace, share: float) -> dict[str, object]:
+    """A tier of that size, put at the first and at the second time."""
+    row: dict[str, object] = {"size": share}
+    for at_time in (1, 2):
+        tier = Tier(LRU, int(share * trace.num_different) + 1)
+        found = replay(trace, tier, at_time)
+        written = tier.num_puts / trace.num_different
+        print(f"size {share:4.0%}  put at time {at_time}: found {found:.3f}  written {written:.2f}")
+        row |= {f"found_{at_time}": round(found, 4), f"written_{at_time}": round(written, 4)}
+    return row
 
 
 def measure_ttl(trace: Trace, ttl_s: float) -> dict[str, object]:

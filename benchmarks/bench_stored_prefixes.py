@@ -13,6 +13,10 @@ checked. Whether something is looked for and loaded is the worker's decision ("l
 "load / TTFT": what reading entries took of the time to the answer, and "held / TTFT": what waiting
 for the answer of a lookup took of it, of embedded workers: the load of the machine is in both.
 
+`--parts` shows what costs what of new prompts: it asks for those alone, and each tier has two more
+workers: `unkept`, which looks and keeps nothing, and `unused`, which has the store open and does
+neither. `none again` is as `none`: what it differs is noise.
+
 With `--engine vllm` the timed workers are vLLM servers; writers and checks are embedded workers.
 
     python benchmarks/bench_stored_prefixes.py --json benchmarks/results/stored-prefixes.json
@@ -47,6 +51,10 @@ DEFAULT_TIERS = {"transformers": ["shared", "file"], "vllm": ["file"]}
 """By engine: a vLLM server takes a GiB, and half a minute to start."""
 SHARE = 0.9
 IDLE_S = 1.0
+PARTS: dict[str, dict[str, object]] = {
+    "unkept": {"engine.max_kept_share": 0.0},
+    "unused": {"store.prefixes": False},
+}
 ENGINES: dict[str, dict[str, object]] = {
     "transformers": {
         "engine.num_threads": 1,
@@ -127,7 +135,7 @@ def measure_round(
         held_ms = read_held_ms(gateways[arm], request_id)
         runs.append(Run(arm, "cold", num_tokens, took_ms, cached, held_ms=held_ms))
         check(cached == 0 and token == ask(gateways["checks"], prompt)[2], arm)
-        if arm == "none":
+        if f"{arm} writer" not in gateways:
             continue
         prompt = rng.integers(300, 4000, num_tokens).tolist()
         beginning = prompt[: int(SHARE * num_tokens)]
@@ -164,7 +172,7 @@ def make_store(tier: str, folder: Path, stack: ExitStack) -> dict[str, object]:
 
 
 def start_fleet(
-    fleet: Fleet, folder: Path, stores: dict[str, dict[str, object]], engine: str
+    fleet: Fleet, folder: Path, stores: dict[str, dict[str, object]], engine: str, *, parts: bool
 ) -> dict[str, tuple[FleetProcess, FleetProcess]]:
     """A worker and its gateway, by the arm's name. `engine` is that of workers which are timed."""
     settings: dict[str, object] = {
@@ -172,7 +180,12 @@ def start_fleet(
         "worker.served_model_name": SERVED,
     }
     arms: dict[str, dict[str, object]] = {"none": {}, "checks": {}}
+    if parts:
+        arms["none again"] = {}
     for tier, store in stores.items():
+        if parts:
+            arms |= {tier: store, **{f"{tier} {part}": store | PARTS[part] for part in PARTS}}
+            continue
         arms |= {tier: store, f"{tier} writer": store}
     workers = {}
     for arm, store in arms.items():
@@ -195,6 +208,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tokens", type=int, nargs="*", default=[128, 512, 4000])
     parser.add_argument("--tiers", nargs="*", choices=TIERS)
+    parser.add_argument("--parts", action="store_true", help="what costs what, of new prompts")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     environment = dict(os.environ, BATON_CLUSTER_KEY=os.urandom(32).hex(), **S3_CREDENTIALS)
@@ -207,7 +221,7 @@ def main() -> None:
             for tier in options.tiers or DEFAULT_TIERS[options.engine]
         }
         fleet = stack.enter_context(Fleet(folder, environment))
-        arms = start_fleet(fleet, folder, stores, options.engine)
+        arms = start_fleet(fleet, folder, stores, options.engine, parts=options.parts)
         for _, gateway in arms.values():
             ask(gateway, rng.integers(300, 4000, 600).tolist())  # engines learn what tokens take
         for number in range(options.rounds):

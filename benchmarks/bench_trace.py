@@ -14,8 +14,14 @@ Arms, each a worker of both roles behind a gateway of its own, and no difference
     small    and a tier `shared` for a sixth of the different tokens that the sample has
     large    and one for all of them
 
+and, to see what costs what (`--arms none large large-unpaced large-unkept`),
+
+    large-unpaced   `large`, where all is kept at once (`store.keep_share = 1`)
+    large-unkept    `large`, where prompts are looked for and nothing is kept
+
 `baton bench serve` asks each arm the same, in another order every second round; each round has
-prompts of its own. *Saved*: prompt tokens that were not computed, of all. *Possible*: what a cache
+prompts of its own. *Saved*: prompt tokens that were not computed, of all. *Kept*: of the entries of
+what requests left and the store lacked, those that it then had. *Possible*: what a cache
 without limits finds in the sample. *Good*: answers that began within `--ttft-ms`.
 """
 
@@ -30,6 +36,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -48,8 +55,15 @@ CONTEXT_TOKENS = 8192
 TOKEN_BYTES = 2048
 """KV of a token of `make_model`'s model, in float32."""
 POOL_TOKENS = 16_384
-SHARES = {"none": None, "small": 1 / 6, "large": 1.5}
+ENTRIES = "baton_prefix_entries_total"
+LARGE = 1.5
+SHARES = {"none": None, "small": 1 / 6, "large": LARGE}
 """Capacity over the sample's different tokens: `large` has room for answers, too."""
+PARTS: dict[str, dict[str, object]] = {
+    "large-unpaced": {"store.keep_share": 1.0},
+    "large-unkept": {"engine.max_kept_share": 0.0},
+}
+"""Settings of arms that are `large` otherwise."""
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -83,7 +97,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Run:
-    """What one arm gave in one round."""
+    """What one arm gave in one round. Entries that embedded workers kept, and did not keep."""
 
     arm: str
     saved: float
@@ -94,6 +108,8 @@ class Run:
     tpot_p50_ms: float
     num_failed: int
     client_problems: list[str]
+    num_stored: float = 0.0
+    num_dropped: float = 0.0
 
 
 def take_sample(path: Path, one_of: int, divisor: int) -> Sample:
@@ -138,23 +154,28 @@ def make_arms(
         common["engine.num_blocks"] = POOL_TOKENS // block_tokens
         common["engine.max_batch_tokens"] = 512
     arms: dict[str, dict[str, object]] = {}
-    for arm, share in SHARES.items():
+    for arm, share in (SHARES | dict.fromkeys(PARTS, LARGE)).items():
         arms[arm] = common
         if share is not None:
             (memory / arm).mkdir()
-            arms[arm] = common | {
-                "store.tiers": ["shared"],
-                "store.block_size": block_tokens,
-                "store.options.shared.directory": str(memory / arm),
-                "store.options.shared.capacity_bytes": int(
-                    share * sample.num_different_tokens * TOKEN_BYTES
-                ),
-            }
+            arms[arm] = (
+                common
+                | PARTS.get(arm, {})
+                | {
+                    "store.tiers": ["shared"],
+                    "store.block_size": block_tokens,
+                    "store.options.shared.directory": str(memory / arm),
+                    "store.options.shared.capacity_bytes": int(
+                        share * sample.num_different_tokens * TOKEN_BYTES
+                    ),
+                }
+            )
     return arms
 
 
 def measure(
     arm: str,
+    worker: FleetProcess,
     gateway: FleetProcess,
     trace: Path,
     speed: float,
@@ -162,6 +183,7 @@ def measure(
     seed: str,
 ) -> Run:
     """One run of `baton bench serve`."""
+    entries = read_entries(worker)
     report = trace.with_name("report.json")
     command = [
         sys.executable, "-m", "baton.cli", "bench", "serve", "--url", gateway.url,
@@ -184,7 +206,20 @@ def measure(
         figures["tpot_s"]["p50"] * 1e3,
         figures["num_failed"],
         found["client"]["problems"],
+        *(after - before for before, after in zip(entries, read_entries(worker), strict=True)),
     )
+
+
+def read_entries(worker: FleetProcess) -> tuple[float, float]:
+    """Entries that a worker has kept since its start, and that it had no room to keep."""
+    with urllib.request.urlopen(f"{worker.url}/metrics", timeout=30) as reply:
+        lines = reply.read().decode().splitlines()
+    counted = [line.rpartition(" ") for line in lines if line.startswith(ENTRIES)]
+    stored, dropped = (
+        sum(float(value) for name, _, value in counted if f'result="{result}"' in name)
+        for result in ("stored", "dropped")
+    )
+    return stored, dropped
 
 
 def main() -> None:
@@ -193,7 +228,7 @@ def main() -> None:
     parser.add_argument("trace", type=Path, nargs="?")
     parser.add_argument("--read", type=Path, help="print the table of such a file again")
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
-    parser.add_argument("--arms", nargs="*", choices=tuple(SHARES), default=list(SHARES))
+    parser.add_argument("--arms", nargs="*", choices=(*SHARES, *PARTS), default=list(SHARES))
     parser.add_argument("--sample", type=int, default=32, help="take one of so many conversations")
     parser.add_argument("--divide", type=int, default=16, help="lengths by this")
     parser.add_argument("--duration", type=float, default=60.0, help="seconds, for the whole hour")
@@ -231,7 +266,8 @@ def main() -> None:
         for number in range(options.rounds):
             seed = os.urandom(4).hex()
             for arm in reversed(options.arms) if number % 2 else options.arms:
-                runs.append(measure(arm, gateways[arm], trace, speed, options, seed))
+                pair = workers[arm], gateways[arm]
+                runs.append(measure(arm, *pair, trace, speed, options, seed))
                 print(runs[-1], file=sys.stderr)
     result = describe(sample, options) | {"runs": [asdict(run) for run in runs]}
     show(result)
@@ -264,10 +300,21 @@ def show(result: dict) -> None:
     """Medians over the rounds."""
     print(json.dumps({key: value for key, value in result.items() if key != "runs"}))
     runs = [Run(**run) for run in result["runs"]]
-    columns = "saved", "good", "good a second", "TTFT p50, ms", "p99, ms", "TPOT, ms", "failed"
+    columns = (
+        "saved",
+        "good",
+        "good a second",
+        "TTFT p50, ms",
+        "p99, ms",
+        "TPOT, ms",
+        "kept",
+        "failed",
+    )
     table = Table("store", *columns, box=box.MARKDOWN)
     for arm in dict.fromkeys(run.arm for run in runs):
         own = [run for run in runs if run.arm == arm]
+        num_stored = sum(run.num_stored for run in own)
+        num_left = num_stored + sum(run.num_dropped for run in own)
         table.add_row(
             arm,
             f"{statistics.median(run.saved for run in own):.1%}",
@@ -276,6 +323,7 @@ def show(result: dict) -> None:
             f"{statistics.median(run.ttft_p50_ms for run in own):.0f}",
             f"{statistics.median(run.ttft_p99_ms for run in own):.0f}",
             f"{statistics.median(run.tpot_p50_ms for run in own):.1f}",
+            f"{num_stored / num_left:.0%}" if num_left else "",
             str(sum(run.num_failed for run in own)),
         )
     Console(width=100).print(table)

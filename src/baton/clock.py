@@ -45,12 +45,17 @@ class Clock(Protocol):
         """The current wall-clock time, for expiries that cross hosts and for people."""
         ...
 
+    def thread_time_s(self) -> float:
+        """Processor time that the calling thread has used, for what it may take of a core."""
+        ...
+
 
 class MachineClock:
     """The machine's clocks."""
 
     # The function itself: a wrapper would be a tenth of the calls of a layer's way.
     now = staticmethod(cast("Callable[[], Instant]", time.monotonic))  # noqa: TID251
+    thread_time_s = staticmethod(time.thread_time)
 
     def unix_now(self) -> UnixTime:
         """See `Clock`."""

@@ -20,8 +20,18 @@ from baton.store.folder.body_pool import (
     count_extents,
 )
 from baton.store.folder.directory import Folder, UnnamedFile, remove_if_abandoned
+from baton.store.folder.entry_writer import WINDOW_ENTRIES
 from baton.store.folder.shared_capacity import SharedCapacity
-from baton.store.interface import NO_TENANT, TIERS, PutResult, Tier, TierContext
+from baton.store.interface import (
+    NO_TENANT,
+    TIERS,
+    NamedBody,
+    PutResult,
+    PutsMany,
+    TenantLabel,
+    Tier,
+    TierContext,
+)
 from baton.store.tiered import TieredStore, open_store
 from baton.store.tiers.shared import SharedTier, SharedTierOptions
 from baton.testing.store_contract import (
@@ -38,7 +48,7 @@ from baton.testing.store_contract import (
     scan,
 )
 from baton.testing.store_faults import LARGE_BYTES, FolderFaultContract, flip_bit
-from baton.testing.store_syscalls import SystemCallFaultContract
+from baton.testing.store_syscalls import SystemCallFaultContract, failing
 from tests.contract.direct_tier import open_direct_tier
 
 CLOCK = MachineClock()
@@ -444,3 +454,48 @@ def test_of_tiers_that_cannot_all_be_opened_none_stays_open(tmp_path: Path) -> N
     with pytest.raises(ConfigError):
         open_store(("shared", "file"), options, **CONTRACT)
     assert Folder(tmp_path / "f").was_unused
+
+
+@pytest.mark.parametrize("kind", ["shared", "file"])
+def test_entries_that_are_put_together_are_as_others_and_take_fewer_system_calls(
+    kind: str, tmp_path: Path
+) -> None:
+    tenant, contents = (
+        TenantLabel(b"a tenant"),
+        [f"together {i}" for i in range(WINDOW_ENTRIES + 8)],
+    )
+    options = {"directory": str(tmp_path / kind), "capacity_bytes": MUCH_ROOM}
+    (tmp_path / kind).mkdir(mode=0o700)
+    with closing(TIERS.build(kind, options)(TierContext(**CONTRACT))) as tier:
+        assert isinstance(tier, PutsMany)
+        tier.put(name_of(contents[3]), body_of("first"), tenant)
+        with failing(None, lambda: None) as calls:
+            done = tier.put_many(
+                [NamedBody(name_of(each), body_of(each)) for each in contents], tenant
+            )
+        num_together = calls.num_calls
+        assert [at for at, each in enumerate(done) if each is PutResult.EXISTS] == [3]
+        assert read(tier, contents[3]) == body_of("first")
+        assert all(read(tier, each) == body_of(each) for each in contents if each != contents[3])
+        assert scan(tier).num_entries == len(contents)
+        assert tier.usage().used_bytes == scan(tier).used_bytes
+        assert {entry.tenant for entry in tier.entries()} == {tenant}
+        with failing(None, lambda: None) as calls:
+            for each in contents:
+                tier.put(name_of(f"alone {each}"), body_of(each), tenant)
+        assert 2 * num_together < calls.num_calls
+
+
+def test_what_is_put_together_goes_to_the_next_tier_where_there_is_no_room(tmp_path: Path) -> None:
+    options = {
+        "shared": {"directory": str(tmp_path), "capacity_bytes": BODY_BYTES},
+        "file": {"directory": str(tmp_path / "files"), "capacity_bytes": MUCH_ROOM},
+    }
+    with closing(open_store(tuple(options), options, **CONTRACT)) as store:
+        store.tiers[1].put(name_of("there"), body_of("there"))
+        contents = ["there", "new", "another"]
+        store.put_many([NamedBody(name_of(each), body_of(each)) for each in contents])
+        reports = store.reports()
+        assert [report.counts.num_stored for report in reports] == [0, 3]
+        assert reports[1].counts.num_existing == 0, "what a lower tier has is not put"
+        assert all(read(store, each) == body_of(each) for each in contents)

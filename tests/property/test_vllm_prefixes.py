@@ -24,7 +24,7 @@ from baton.engines.vllm.prefix_schedule import PrefixSchedule
 from baton.engines.vllm.rank_prefixes import KEEP_TIMEOUT_S, RankPrefixes
 from baton.engines.vllm.step_orders import StepReport
 from baton.errors import StoreError
-from baton.handoff.interface import KeepOrder, LoadOrder, LookupOrder
+from baton.handoff.interface import EngineSteps, KeepOrder, LoadOrder, LookupOrder
 from baton.testing.clocks import ManualClock
 
 if TYPE_CHECKING:
@@ -60,6 +60,9 @@ class Pool:
     @property
     def free(self) -> list[int]:
         return [block.number for block in self.blocks if not block.num_references]
+
+    def get_num_free_blocks(self) -> int:
+        return len(self.free)
 
     def touch(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
@@ -98,6 +101,7 @@ class Rank:
         self.kv = [[-1] * BLOCK_SIZE for _ in range(NUM_BLOCKS)]
         self.orders: dict[TicketId, LookupOrder | LoadOrder | KeepOrder] = {}
         self.num_kept = self.num_dropped_tokens = 0
+        self.steps = EngineSteps()
         self.prefixes = RankPrefixes(self, block_size=BLOCK_SIZE, clock=clock)
 
     # As `PrefixStore`.

@@ -178,7 +178,8 @@ class StoreSection(Struct, frozen=True, kw_only=True):
 
     The same for all workers that share it. An entry has `block_size` tokens, whatever an engine's
     blocks have, and `num_parts` shares of the heads: a multiple of every tensor-parallel size.
-    `encoding` is how its numbers are written (`baton.encodings`).
+    `encoding` is how its numbers are written (`baton.encodings`). `keep_share`: of a core,
+    while an engine computes, for keeping what it has computed; 1: all of it at once.
     """
 
     tiers: tuple[str, ...] = ()
@@ -186,6 +187,7 @@ class StoreSection(Struct, frozen=True, kw_only=True):
     block_size: Annotated[int, Meta(ge=1, le=65_536)] = 64
     num_parts: Annotated[int, Meta(ge=1, le=1024)] = 1
     prefixes: bool = True
+    keep_share: Annotated[float, Meta(gt=0, le=1)] = 0.05
     options: dict[str, Table] = {}
 
 

@@ -23,6 +23,11 @@ class BlockGuard:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _is_revoked: bool = False
 
+    @property
+    def is_revoked(self) -> bool:
+        """Whether the blocks are the engine's again."""
+        return self._is_revoked
+
     def revoke(self) -> None:
         """When this returns, the order's blocks are accessed no more."""
         with self._lock:
@@ -33,7 +38,9 @@ class BlockGuard:
         self._lock.acquire()
         if self._is_revoked:
             self._lock.release()
-            raise StoreError("the engine has taken back its blocks: it waited too long")
+            raise StoreError(
+                "the engine has taken back its blocks: it needed them, or waited too long"
+            )
         return self
 
     def __exit__(

@@ -254,6 +254,17 @@ class SharedBlockPort(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class EngineSteps:
+    """Steps that an engine has begun, and ended, since its start.
+
+    Its thread counts, others read: they learn whether it computes without a call for each step.
+    """
+
+    num_begun: int = 0
+    num_ended: int = 0
+
+
 class PrefixStore(Protocol):
     """Prompts' beginnings in the store, as an engine sees it. Thread-safe, never blocks.
 
@@ -268,6 +279,11 @@ class PrefixStore(Protocol):
     @property
     def block_size(self) -> int:
         """Tokens of an entry: shorter prompts are neither kept nor found."""
+        ...
+
+    @property
+    def steps(self) -> EngineSteps:
+        """Where the engine counts its steps: while it computes, less is kept at once."""
         ...
 
     def start_lookup(self, order: LookupOrder) -> None:

@@ -133,7 +133,7 @@ def plan_launch(
 def _core_settings(
     config: Config, share: Sequence[int], shares: Sequence[Sequence[int]]
 ) -> dict[str, object]:
-    """A worker's cores. One that it shares with others is its device: placement counts with that."""
+    """A worker's cores. One that it shares with others is its device, as placement knows it."""
     settings: dict[str, object] = {"worker.cpu_affinity": share}
     is_shared = sum(other == share for other in shares) > 1
     if len(share) == 1 and is_shared and config.worker.topology is None:

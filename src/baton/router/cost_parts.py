@@ -243,7 +243,7 @@ def _weigh_answers(
     share = columns.prefill_share[rows] * np.exp((columns.share_at[rows] - request.at) / WINDOW_S)
     devices = usable.devices
     if devices is not None:
-        num_busy, share = devices.sum(num > 0), devices.sum(share)
+        num_busy, share = devices.sum(np.minimum(1.0, num)), devices.sum(share)
         before_s *= np.maximum(1.0, num_busy)
         after_s *= num_busy + (num == 0)
     left = 1.0 - np.minimum(MOST_SHARE, share)
@@ -263,7 +263,8 @@ def _weigh_answers(
     if devices is not None:
         # A prompt delays all answers of its device; an idle worker that gets one slows the others.
         stall = devices.sum(stall)
-        with_one_more_s = usual_s * (1.0 + 1.0 / np.maximum(1.0, num_busy))
+        num_busy = np.maximum(1.0, devices.sum(np.minimum(1.0, num)))
+        with_one_more_s = usual_s * (1.0 + 1.0 / num_busy)
         slower = options.count_usual_tpot(with_one_more_s) - options.count_usual_tpot(usual_s)
         slowing += (num == 0) * devices.sum(num * slower)
     return stall, tpot_s, own + slowing

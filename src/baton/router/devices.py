@@ -51,6 +51,7 @@ class DeviceSums:
         found, devices = np.unique(keys, return_inverse=True)
         return cls(devices) if len(found) < len(keys) else None
 
-    def sum(self, values: NDArray[np.float64] | NDArray[np.bool_]) -> NDArray[np.float64]:
+    def sum(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """For each worker the sum over its device `[num_workers]`."""
-        return np.bincount(self._devices, values)[self._devices]
+        sums: NDArray[np.float64] = np.bincount(self._devices, values)
+        return sums[self._devices]

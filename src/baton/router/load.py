@@ -228,22 +228,22 @@ class WorkerActivity:
         self._drift_s += early_s
         self._set_free_at(max(now, self.free_at + early_s))
 
-    def count_streams(self, change: int, now: float) -> float:
-        """One answer more begins here, or ends: answers times seconds until now."""
+    def count_streams(self, change: int, now: float) -> tuple[float, float]:
+        """One answer more begins here, or ends: answers times seconds until now.
+
+        And workers of its device that had answers, times seconds.
+        """
         self._stream_seconds += self._num_streams * (now - self._streams_at)
-        if self._busy_on is None and self.device is not None:
-            self._busy_on = self.device
-            self._busy_on.count(+1, now)
+        device = self.device
+        if self._busy_on is None and device is not None:
+            self._busy_on = device
+            device.count(+1, now)
         self._num_streams += change
         self._streams_at = now
         if self._busy_on is not None and not self._num_streams:
             self._busy_on.count(-1, now)
             self._busy_on = None
-        return self._stream_seconds
-
-    def busy_seconds(self, now: float) -> float:
-        """Seconds until now, times the workers of its device that had answers then."""
-        return now if self.device is None else self.device.busy_seconds(now)
+        return self._stream_seconds, now if device is None else device.busy_seconds(now)
 
     def count_decodes(self, change: int) -> None:
         """One answer more is to be generated here, or one less."""
@@ -308,8 +308,7 @@ class RunningRequest:
     _is_prefilled: bool = False
     _prefilled_at: float | None = None
     _first_at: float | None = None
-    _stream_seconds: float = 0.0
-    _busy_seconds: float = 0.0
+    _seconds: tuple[float, float] = (0.0, 0.0)
     _is_over: bool = False
 
     def prefilled(self, done_at: float) -> None:
@@ -336,8 +335,7 @@ class RunningRequest:
         else:
             self._leave_queue(now)
             self._learn_handoff()
-        self._stream_seconds = self.decode.count_streams(+1, now)
-        self._busy_seconds = self.decode.busy_seconds(now)
+        self._seconds = self.decode.count_streams(+1, now)
 
     def end(self, now: float, num_streamed: int = 0) -> None:
         """It is over. `num_streamed` parts of the answer came one by one; 0: not known."""
@@ -346,9 +344,9 @@ class RunningRequest:
         if not self._is_prefilled:
             self.prefill.drop_prefill(self.num_tokens, self._expected, now)
         if self._first_at is not None:
-            stream_seconds = self.decode.count_streams(-1, now) - self._stream_seconds
+            seconds = self.decode.count_streams(-1, now)
             if num_streamed >= MIN_STREAMED and now > self._first_at:
-                self._learn(self._first_at, stream_seconds, now, num_streamed)
+                self._learn(self._first_at, seconds, now, num_streamed)
         self.decode.count_decodes(-1)
         self.costs.arrivals.end(now, now - self.began_at)
         self._is_over = True
@@ -365,13 +363,16 @@ class RunningRequest:
         exposed_s = max(0.0, self._first_at - self._prefilled_at)
         self.costs.handoffs.observe(self.handoff_cost, self.num_handed, exposed_s)
 
-    def _learn(self, first_at: float, stream_seconds: float, now: float, num_streamed: int) -> None:
+    def _learn(
+        self, first_at: float, seconds: tuple[float, float], now: float, num_streamed: int
+    ) -> None:
         """From a whole stream: a step's cost for as many answers as there were on the average."""
         pace_s = (now - first_at) / (num_streamed - 1)
         alone = 1.0 - min(MOST_SHARE, self.decode.prefill_share(now))
-        num_busy = max(1.0, (self.decode.busy_seconds(now) - self._busy_seconds) / (now - first_at))
-        step_s = pace_s * alone / num_busy
-        self.decode.observe_step(stream_seconds / (now - first_at), step_s)
+        num_streams = (seconds[0] - self._seconds[0]) / (now - first_at)
+        num_busy = (seconds[1] - self._seconds[1]) / (now - first_at)
+        step_s = pace_s * alone / num_busy if num_busy > 1.0 else pace_s * alone
+        self.decode.observe_step(num_streams, step_s)
         ttft_s = self.waited_s + first_at - self.began_at
         tokens = self.num_tokens, self.num_cached
         self.costs.note_ended(EndedRequest(now, *tokens, num_streamed, ttft_s, pace_s))

@@ -100,7 +100,8 @@ class Places:
     @property
     def has_device(self) -> NDArray[np.bool_]:
         """Whether a place is one known device `[place]`."""
-        return (self._levels[_HOST] != _UNKNOWN) & (self._levels[_DEVICE] != _UNKNOWN)
+        is_known = self._levels != _UNKNOWN
+        return np.logical_and(is_known[_HOST], is_known[_DEVICE])
 
     def distance(self, one: str, other: str) -> Distance:
         """Of two workers, by their paths."""

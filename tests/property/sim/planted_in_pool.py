@@ -87,8 +87,7 @@ def kept_blocks_are_freed_early(patch: pytest.MonkeyPatch) -> None:
     def hold_not(self, sequence, unit):
         order = hold(self, sequence, unit)
         if order is not None:
-            self._pool.release(self._kept[order.id])
-            self._kept[order.id] = []
+            self._free(self._kept[order.id])
         return order
 
     patch.setattr(KeptBlocks, "hold", hold_not)

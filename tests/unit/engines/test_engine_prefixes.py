@@ -19,7 +19,7 @@ from baton.engines.transformers.pinned_blocks import KeptBlocks
 from baton.engines.transformers.prefixes import EnginePrefixes
 from baton.engines.transformers.queued_prefixes import PendingLoad, PendingLookup
 from baton.engines.transformers.scheduler import Plan, Work
-from baton.handoff.interface import PrefixFound
+from baton.handoff.interface import EngineSteps, PrefixFound
 from baton.handoff.pool_mode.prefix_store import LoadCost
 from baton.ids import TicketId
 from baton.kv.identity import HashDomain, compute_block_hashes
@@ -39,6 +39,7 @@ class RecordingStore:
     block_size = 16
 
     def __init__(self) -> None:
+        self.steps = EngineSteps()
         self.asked: list[TicketId] = []
         self.loads: list[TicketId] = []
         self.aborted: list[TicketId] = []

@@ -25,7 +25,7 @@ from baton.engines.transformers.scheduler import Limits, Scheduler, Work
 from baton.engines.transformers.sequence import Sequence, Status
 from baton.handoff.interface import KVLanded
 from baton.ids import RequestId, TicketId
-from baton.kv.identity import HashDomain
+from baton.kv.identity import HashDomain, compute_block_hashes
 from baton.kv.layout import LayerLayout
 from baton.kv.pool import BlockPool
 from baton.telemetry.trace import RequestSpan
@@ -34,10 +34,17 @@ from tests.unit.handoff.orders import make_ticket
 if TYPE_CHECKING:
     from baton.auth.ticket import Ticket
     from baton.engines.transformers.queued_prefixes import PendingLoad, PendingLookup
+    from baton.handoff.interface import KeepOrder
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 14
-LIMITS = Limits(max_batch_tokens=13, max_num_seqs=4, min_handoff_tokens=4, max_held_blocks=24)
+LIMITS = Limits(
+    max_batch_tokens=13,
+    max_num_seqs=4,
+    min_handoff_tokens=4,
+    max_held_blocks=24,
+    max_kept_blocks=8,
+)
 FULL = LayerLayout.gqa(1, 8)
 WINDOWED = LayerLayout.gqa(1, 8, window_tokens=6)
 
@@ -66,16 +73,23 @@ def make_scheduler(num_blocks: int = NUM_BLOCKS, *layers: LayerLayout) -> Schedu
     return Scheduler(BlockPool(num_blocks), LIMITS, layers or (FULL,))
 
 
-def carry_out(scheduler: Scheduler, work: Work) -> None:
-    """What the engine does once a step is computed: token 1 is always sampled."""
+def carry_out(scheduler: Scheduler, work: Work) -> KeepOrder | None:
+    """What the engine does once a step is computed: token 1 is always sampled.
+
+    What a request leaves where that was its last token is to be kept.
+    """
     sequence, samples = work.sequence, work.samples
     scheduler.advance(work)
     if not samples:
-        return
+        return None
     if isinstance(sequence.kind, PrefillRequest):
         scheduler.hold(sequence)
-    elif sequence.append(1, ()) is not None:
-        scheduler.end(sequence)
+        return None
+    if sequence.append(1, ()) is None:
+        return None
+    order = scheduler.kept_blocks.hold(sequence, BLOCK_SIZE)
+    scheduler.end(sequence)
+    return order
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -93,6 +107,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.receiving: dict[TicketId, Sequence] = {}
         self.closing: set[TicketId] = set()
         self.sending: dict[TicketId, Sequence] = {}
+        self.keeps: dict[TicketId, KeepOrder] = {}
 
     @rule(
         num_tokens=st.integers(1, 30),
@@ -140,7 +155,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert 0 < work.sequence.num_computed + work.num_tokens <= room
             assert work.sequence.status is Status.RUNNING
         for work in plan.work:
-            carry_out(self.scheduler, work)
+            order = carry_out(self.scheduler, work)
+            if order is not None:
+                self.keeps[order.id] = order
         return plan.num_tokens
 
     @rule(data=st.data())
@@ -189,12 +206,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.sending:
             self._end_send(data.draw(st.sampled_from(sorted(self.sending))), good)
 
+    @rule(data=st.data())
+    def end_a_keep(self, data: st.DataObject) -> None:
+        if self.keeps:
+            self._end_keep(data.draw(st.sampled_from(sorted(self.keeps))))
+
     @invariant()
     def agrees(self) -> None:
         if not hasattr(self, "scheduler"):
             return
         self.scheduler.check_invariants()
         self.live = {i: s for i, s in self.live.items() if s.status is not Status.ENDED}
+        for order in self.keeps.values():
+            hashes = compute_block_hashes(HashDomain("m", "", BLOCK_SIZE), order.token_ids)
+            is_held = self.scheduler.pool.find_cached(hashes) == len(hashes)
+            assert is_held or order.guard.is_revoked
         held = [s for s in self.live.values() if s.blocks]
         for sequence in held:
             assert len(set(sequence.blocks)) == len(sequence.blocks)
@@ -211,6 +237,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.scheduler.find_stored(order, stop if turn % 2 else None)
             for order in sorted(self.loads):
                 self._end_load(order, num_lost=turn % 3)
+            for order in sorted(self.keeps):
+                self._end_keep(order)
             for ticket in sorted(self.receiving):
                 self._end_receive(ticket, good=turn % 2 == 0)
             for ticket in sorted(self.closing):
@@ -220,7 +248,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 if sequence.status is not Status.RUNNING:
                     self._end_send(ticket, good=True)
             self.agrees()
-            orders = self.lookups or self.loads or self.receiving or self.closing or self.sending
+            handoffs = self.receiving or self.closing or self.sending
+            orders = self.lookups or self.loads or self.keeps or handoffs
             if not (busy or self.live or orders):
                 break
         assert not self.live
@@ -236,6 +265,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.lookups.pop(load, None)
             if self.loads.pop(load, None) is not None:
                 self.closing.add(load)
+
+    def _end_keep(self, order: TicketId) -> None:
+        del self.keeps[order]
+        assert self.scheduler.kept_blocks.release(order)
 
     def _end_load(self, order: TicketId, num_lost: int) -> None:
         load = self.loads.pop(order)
@@ -301,6 +334,50 @@ def test_the_youngest_gives_way_and_the_oldest_goes_on() -> None:
         assert old.status is Status.RUNNING
     assert old.status is Status.ENDED
     assert scheduler.num_preemptions > 0
+
+
+def keep_one(scheduler: Scheduler, num_tokens: int) -> KeepOrder:
+    """Of a request that has ended."""
+    scheduler.add(make_sequence(num_tokens, 1, Colocated()))
+    (work,) = scheduler.schedule().work
+    order = carry_out(scheduler, work)
+    assert order is not None
+    return order
+
+
+def test_a_request_gets_the_blocks_of_what_is_to_be_kept_where_it_lacks_them() -> None:
+    scheduler = make_scheduler(4)
+    first, second = keep_one(scheduler, 4), keep_one(scheduler, 8)
+    scheduler.add(make_sequence(9, 1, Colocated(), start=50, number=1))
+    assert len(scheduler.schedule().work) == 1
+    assert (first.guard.is_revoked, second.guard.is_revoked) == (False, True)
+    assert scheduler.kept_blocks.num_blocks == 1
+    for order in (first, second):
+        assert scheduler.kept_blocks.release(order.id)
+        assert not scheduler.kept_blocks.release(order.id)
+
+
+def test_a_request_that_would_not_fit_in_any_case_takes_no_blocks_from_what_is_to_be_kept() -> None:
+    scheduler = make_scheduler(4)
+    order = keep_one(scheduler, 8)
+    scheduler.add(make_sequence(20, 1, Colocated(), start=50, number=1))
+    assert not scheduler.schedule().work
+    assert not order.guard.is_revoked
+
+
+def test_what_is_to_be_kept_gives_way_before_a_running_request_does() -> None:
+    scheduler = make_scheduler(5)
+    order = keep_one(scheduler, 8)
+    growing = make_sequence(4, 12, Colocated(), start=50, number=1)
+    scheduler.add(growing)
+    for _ in range(9):  # up to 12 tokens in the three blocks that are free
+        (work,) = scheduler.schedule().work
+        carry_out(scheduler, work)
+    assert not order.guard.is_revoked
+    (work,) = scheduler.schedule().work
+    assert order.guard.is_revoked
+    assert work.sequence is growing
+    assert scheduler.num_preemptions == 0
 
 
 def test_offered_blocks_are_never_taken_away() -> None:

@@ -41,9 +41,10 @@ class Pool:
     def __init__(self) -> None:
         self.blocks = list(range(100))
         self.references = [1] * 100
+        self.num_free = 50
 
     def get_num_free_blocks(self) -> int:
-        return 50
+        return self.num_free
 
     def touch(self, blocks: list[int]) -> None:
         for block in blocks:
@@ -268,3 +269,15 @@ def test_a_step_without_news_of_the_store_is_as_any_other(stored: Admission) -> 
     plan(stored)
     output = SimpleNamespace(**vars(step()), total_num_scheduled_tokens=0)
     assert stored.step(output) is NO_ORDERS
+
+
+def test_no_more_blocks_are_held_than_are_free_besides(stored: Admission, pool: Pool) -> None:
+    pool.num_free = 3
+    stored.finish(asking(), range(10, 16))
+    assert plan(stored) == PrefixOrders(num_dropped_tokens=16)
+    assert set(pool.references) == {1}
+    pool.num_free = 4
+    stored.finish(asking("another"), range(20, 26))
+    orders = plan(stored)
+    assert orders is not None
+    assert [keep.request for keep in orders.keeps] == ["another"]

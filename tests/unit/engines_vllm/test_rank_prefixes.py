@@ -21,6 +21,7 @@ from baton.engines.vllm.step_orders import (
 from baton.errors import StoreError
 from baton.handoff.interface import (
     BlocksQuiescent,
+    EngineSteps,
     HandoffEvent,
     KeepOrder,
     KVLanded,
@@ -48,6 +49,7 @@ class RecordingStore:
 
     def __init__(self) -> None:
         self.orders: list[LookupOrder | LoadOrder | KeepOrder] = []
+        self.steps = EngineSteps()
         self.aborted: list[TicketId] = []
         self.num_dropped_tokens = 0
 
@@ -235,3 +237,13 @@ def test_what_requests_waited_for_nothing_is_reported(
     run(stored, load("not asked for"))
     assert len(store.orders) == 1
     assert stored.rank.store_loads == StoreLoads(1, 0, LOAD_TIMEOUT_S)
+
+
+def test_the_store_can_see_whether_the_rank_computes(
+    stored: RankHarness, store: RecordingStore
+) -> None:
+    stored.rank.begin_step(NO_ORDERS)
+    assert (store.steps.num_begun, store.steps.num_ended) == (1, 0)
+    stored.rank.end_step()
+    stored.rank.get_finished(set(), 0.0)
+    assert (store.steps.num_begun, store.steps.num_ended) == (1, 1)

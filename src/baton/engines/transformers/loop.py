@@ -271,6 +271,7 @@ class EngineLoop:
     def _compute(self, plan: Plan) -> None:
         """Run the step; a failure fails the step's requests and nothing else."""
         began_at = self._clock.now()
+        self._prefixes.steps.num_begun += 1
         try:
             tokens = self._runner.compute(plan.work)
         except Exception:  # noqa: BLE001 - the engine survives whatever a model raises
@@ -278,6 +279,8 @@ class EngineLoop:
             for work in plan.work:
                 self._fail(work.sequence, EngineError("the engine failed while computing"))
             return
+        finally:
+            self._prefixes.steps.num_ended += 1
         self._prefixes.observe_step(plan, self._clock.now() - began_at)
         for work, token in zip(plan.work, tokens, strict=True):
             if work.is_prefill and work.stop >= work.sequence.num_prompt_tokens:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from baton.engines.transformers.sequence import is_pulled
+from baton.handoff.block_guard import BlockGuard
 from baton.handoff.interface import KeepOrder
 from baton.ids import TicketId
 from baton.kv.copies import BlockTable
@@ -99,16 +100,30 @@ class PinnedBlocks:
         return self._sending.pop(ticket, None)
 
 
+@dataclass(slots=True)
+class _Kept:
+    """`blocks`: none where they were given up, and the store has yet to answer."""
+
+    blocks: list[int]
+    guard: BlockGuard
+
+
 class KeptBlocks:
     """Blocks that are being copied into the store. Owned by the engine's thread.
 
-    They are full, so that nothing is written into them; a reference on each holds them.
+    They are full, so that nothing is written into them; a reference on each holds them, until they
+    are copied, or until a request needs the room.
     """
 
     def __init__(self, pool: BlockPool, max_blocks: int) -> None:
         self._pool, self._max_blocks = pool, max_blocks
-        self._kept: dict[TicketId, list[int]] = {}
+        self._kept: dict[TicketId, _Kept] = {}
         self._num_blocks = self._num_orders = self._num_refused_tokens = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """References that are held: others may use the same blocks."""
+        return self._num_blocks
 
     def hold(self, sequence: Sequence, unit: int) -> KeepOrder | None:
         """What a sequence that ends has computed: an order to keep it, in entries of `unit` tokens.
@@ -128,14 +143,16 @@ class KeptBlocks:
             return None
         self._num_orders += 1
         # Tickets' ids are random: one that begins so does not happen.
-        order = TicketId(b"keep" + self._num_orders.to_bytes(12, "big"))
-        self._kept[order] = blocks
+        name = TicketId(b"keep" + self._num_orders.to_bytes(12, "big"))
+        guard = BlockGuard()
+        self._kept[name] = _Kept(blocks, guard)
         self._num_blocks += len(blocks)
         return KeepOrder(
-            id=order,
+            id=name,
             tenant_salt=sequence.request.tenant_salt,
             token_ids=sequence.token_ids(0, num_tokens).copy(),
             blocks=BlockTable(0, np.array(blocks, np.int64)),
+            guard=guard,
         )
 
     def take_refused_tokens(self) -> int:
@@ -145,12 +162,28 @@ class KeptBlocks:
 
     def release(self, order: TicketId) -> bool:
         """It is kept, or cannot be: free its blocks. False where no such order is known."""
-        blocks = self._kept.pop(order, None)
-        if blocks is None:
+        kept = self._kept.pop(order, None)
+        if kept is None:
             return False
-        self._num_blocks -= len(blocks)
-        self._pool.release(blocks)
+        self._free(kept)
         return True
+
+    def give_up_newest(self) -> bool:
+        """Free the blocks of what was to be copied last; False: none are held.
+
+        A request needs them. What is not copied by now is not kept.
+        """
+        newest = next((kept for kept in reversed(self._kept.values()) if kept.blocks), None)
+        if newest is None:
+            return False
+        newest.guard.revoke()
+        self._free(newest)
+        return True
+
+    def _free(self, kept: _Kept) -> None:
+        self._num_blocks -= len(kept.blocks)
+        self._pool.release(kept.blocks)
+        kept.blocks = []
 
 
 class SharedBlocks:

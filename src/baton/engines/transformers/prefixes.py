@@ -10,6 +10,7 @@ from baton.engines.interface import PrefillRequest
 from baton.engines.lookup_cost import LOAD_TIMEOUT_S, LookupCost
 from baton.engines.transformers.orders import make_load_order, make_lookup_order
 from baton.engines.transformers.queued_prefixes import WorthAsking
+from baton.handoff.interface import EngineSteps
 from baton.protocol.worker_http import StoreLoads
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ class EnginePrefixes:
         """`store` None: nothing is ever asked for, or kept. A step computes `step_tokens`."""
         self._store, self._kept, self._clock = store, kept, clock
         self._step_tokens = step_tokens
+        self.steps = EngineSteps() if store is None else store.steps
+        """Counted by whoever computes them."""
         self._lookups: dict[TicketId, _Lookup] = {}
         self._loads: dict[TicketId, _Load] = {}
         self._late: set[TicketId] = set()

@@ -351,6 +351,8 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
             if fresh is not None:
                 sequence.blocks += fresh
                 break
+            if self.kept_blocks.give_up_newest():
+                continue
             self._preempt_youngest()
             if sequence.status is not Status.RUNNING:
                 return
@@ -373,6 +375,7 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         """Take the first waiting sequence in, if there is room for it."""
         if self._num_active >= self.limits.max_num_seqs:
             return False
+        self._take_back_kept(sequence)
         match sequence.kind:
             case DecodeRequest(ticket):
                 if self._count_missing(sequence, ticket) >= self.limits.min_handoff_tokens:
@@ -396,6 +399,19 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         plan.work.append(Work(sequence, min(budget, sequence.num_uncomputed)))
         self._offer(sequence, plan)
         return True
+
+    def _take_back_kept(self, sequence: Sequence) -> None:
+        """Where a request lacks blocks that are being copied into the store, and no others."""
+        kept = self.kept_blocks
+        if not kept.num_blocks:
+            return
+        cached = self.pool.acquire_cached(sequence.reusable_hashes())
+        num_missing = sequence.num_blocks_for(sequence.num_tokens) - len(cached)
+        num_needed = num_missing + len(self._running)
+        if num_needed <= self.pool.num_free + kept.num_blocks:
+            while num_needed > self.pool.num_free and kept.give_up_newest():
+                pass
+        self.pool.release(cached)
 
     @property
     def _num_active(self) -> int:

@@ -14,9 +14,16 @@ VllmBlock = TypeVar("VllmBlock")
 
 
 class CountedBlocks(Protocol[VllmBlock]):
-    """What is used of vLLM's `BlockPool`: it counts the references to each block."""
+    """What is used of vLLM's `BlockPool`: it counts the references to each block.
+
+    A block that is only cached is free.
+    """
 
     blocks: Sequence[VllmBlock]
+
+    def get_num_free_blocks(self) -> int:
+        """Blocks that the next request may have."""
+        ...
 
     def touch(self, blocks: Sequence[VllmBlock]) -> None:
         """Add a reference to each."""
@@ -38,7 +45,7 @@ class KeptBlocks:
 
     Each has a reference of its own in vLLM's pool, so that vLLM ends the request as any other and
     need not make steps until the copy is done: an idle server stays idle. What was copied meanwhile
-    is released in the next step.
+    is released in the next step. They are never more than are free besides.
     """
 
     def __init__(self, max_blocks: int, num_ranks: int) -> None:
@@ -56,7 +63,10 @@ class KeptBlocks:
 
     def try_hold(self, request: VllmRequestId, blocks: Sequence[int]) -> bool:
         """Hold a finished request's blocks until every rank reports it, if there is room for it."""
-        if self._pool is None or self._num_blocks + len(blocks) > self._max_blocks:
+        num_held = self._num_blocks + len(blocks)
+        if self._pool is None or num_held > self._max_blocks:
+            return False
+        if num_held > self._pool.get_num_free_blocks():  # others wait for room, or will soon
             return False
         held = [self._pool.blocks[block] for block in blocks]
         self._pool.touch(held)

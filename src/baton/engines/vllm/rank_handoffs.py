@@ -23,6 +23,7 @@ from baton.engines.vllm.step_orders import NO_ORDERS, StepOrders, StepReport
 from baton.errors import HandoffError
 from baton.handoff.interface import (
     BlocksQuiescent,
+    EngineSteps,
     ExportReleased,
     ImportRevoked,
     KVExported,
@@ -80,6 +81,7 @@ class RankHandoffs:
         self._prefixes = RankPrefixes(
             port.prefixes, block_size=setting.layout.block_size, clock=clock
         )
+        self._steps = EngineSteps() if port.prefixes is None else port.prefixes.steps
         self._uses_store = False
         self.follows_layers = False
         """Whether this step wants the next `layer_done`."""
@@ -120,6 +122,7 @@ class RankHandoffs:
 
     def begin_step(self, orders: StepOrders) -> None:
         """Carry out a step's orders, as early as vLLM reports them."""
+        self._steps.num_begun += 1
         self._is_computing = False
         if orders is not NO_ORDERS:
             self._carry_out(orders)
@@ -190,6 +193,7 @@ class RankHandoffs:
         `finished` are requests that vLLM's scheduler finished. Waits at most `wait_s`, where
         handoffs are all that could happen, for their next event.
         """
+        self._steps.num_ended = self._steps.num_begun
         sends, loads, prefixes = self._sends.table, self._loads.table, self._prefixes
         if finished:
             sends.finish(finished)

@@ -16,13 +16,9 @@ if TYPE_CHECKING:
 
 
 class VllmBlockPool(CountedBlocks[object], Protocol):
-    """What is used of vLLM's `BlockPool`. A block that is only cached is free."""
+    """What is used of vLLM's `BlockPool`."""
 
     num_gpu_blocks: int
-
-    def get_num_free_blocks(self) -> int:
-        """Blocks that the next request may have."""
-        ...
 
 
 TOLERATED_PART: Final = 32

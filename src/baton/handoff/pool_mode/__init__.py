@@ -8,6 +8,8 @@ File map:
     store_writer.py   prefill's half of one handoff (pure), and what carries it out
     store_reader.py   decode's half (pure), and what carries it out
     prefix_store.py   prompts' beginnings: loaded instead of computed, and kept
+    keep_queue.py    what engines have computed, on its way into the store
+    keep_pace.py     when, and how much at once
     store_journal.py  what the store holds, and where, reported to gateways
     reported_entries.py  what was reported, in columns
     store_places.py   its tiers and servers, each with an identity

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from prometheus_client.metrics_core import CounterMetricFamily
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from baton.errors import StoreError
@@ -94,4 +94,8 @@ def _prefix_families(counts: PrefixCounts) -> Iterator[Metric]:
     entries.add_metric(["dropped"], counts.num_dropped)
     tokens = CounterMetricFamily("baton_prefix_loaded_tokens", "Tokens loaded instead of computed.")
     tokens.add_metric([], counts.loaded_tokens)
-    yield from (loads, seconds, entries, tokens)
+    waiting = GaugeMetricFamily("baton_prefix_waiting_entries", "Entries that are to be kept.")
+    waiting.add_metric([], counts.num_waiting)
+    kept = CounterMetricFamily("baton_prefix_keep_seconds", "What keeping entries took.")
+    kept.add_metric([], counts.kept_s)
+    yield from (loads, seconds, entries, tokens, waiting, kept)

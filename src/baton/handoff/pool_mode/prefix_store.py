@@ -6,23 +6,22 @@ A lookup finds what is there, from the prompt's first missing token on, until th
 is not. A load takes it. It is given up where to compute would be quicker: before it begins, by what
 loads have taken lately, and between two batches, by what this one takes: a load is charged its own
 batches, not those of others that load meanwhile. What an engine has computed is kept in the
-background, when nothing is being loaded: a little later, so that the answer leaves first, and with
-pauses, since this thread and the engine's share one interpreter. What the store has then goes into
-its journal, if there is one (`store_journal`).
+background (`keep_queue`), when nothing is being loaded.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from baton.clock import Instant
 from baton.errors import BatonError
-from baton.handoff.interface import BlocksQuiescent, KVLanded, KVSent, PrefixFound
+from baton.handoff.interface import BlocksQuiescent, EngineSteps, KVLanded, PrefixFound
 from baton.handoff.pool_mode.block_copier import hash_segments
+from baton.handoff.pool_mode.keep_pace import KeepPace
+from baton.handoff.pool_mode.keep_queue import KeepQueue
 from baton.handoff.pool_mode.store_access import note_store_encoding
 from baton.kv.identity import HashDomain
 
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from baton.clock import Clock
+    from baton.clock import Clock, Instant
     from baton.handoff.interface import HandoffEvent, KeepOrder, LoadOrder, LookupOrder
     from baton.handoff.pool_mode.block_copier import TokenSegment
     from baton.handoff.pool_mode.store_access import StoreAccess
@@ -48,12 +47,6 @@ FORGETTING: Final = 0.9
 """What remains of a load's expected time whenever it was too long: it is tried again some time."""
 MAX_FOUND: Final = 64
 """Lookups whose answer is remembered for the load that follows it."""
-KEEP_DELAY_S: Final = 0.02
-KEEP_BATCH_BYTES: Final = 1 << 20
-KEEP_BATCH_ENTRIES: Final = 8
-"""Kept at once where that is more bytes: large entries take few steps of this thread each."""
-PAUSE_SHARE: Final = 1.0
-"""Of what a batch took, so long nothing is kept after it."""
 ERROR_PAUSE_S: Final = 1.0
 """Until a store that could not be looked at is looked at again."""
 
@@ -84,7 +77,8 @@ class PrefixCounts:
 
     Loads by their outcome: `whole`: all that the store had, `given_up`: computing was quicker.
     `loaded_s` and `predicted_s` are of the loads for which there was a prediction. Entries that
-    were to be kept: `num_dropped` found no room, in the engine's share for it or in the store.
+    were to be kept: `num_dropped` found no room, in the engine or in the store; `num_waiting` are
+    in the queue now. To keep the others, and to look for them, took `kept_s` of processor time.
     """
 
     num_whole: int = 0
@@ -97,6 +91,8 @@ class PrefixCounts:
     num_stored: int = 0
     num_present: int = 0
     num_dropped: int = 0
+    num_waiting: int = 0
+    kept_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -105,12 +101,6 @@ class _Load:
     segments: Sequence[TokenSegment] | None = None
     own_s: float = 0.0
     num_tokens: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Keep:
-    order: KeepOrder
-    segments: Sequence[TokenSegment] | None = None
 
 
 @dataclass(slots=True)
@@ -126,10 +116,10 @@ class StoredPrefixes:
     put_command: Callable[[Callable[[], None]], None]
     counts: PrefixCounts = field(default_factory=PrefixCounts)
     cost: LoadCost = field(default_factory=LoadCost)
+    steps: EngineSteps = field(default_factory=EngineSteps)
     _found: OrderedDict[TicketId, Sequence[TokenSegment]] = field(default_factory=OrderedDict)
     _loads: dict[TicketId, _Load] = field(default_factory=dict)
-    _keeps: deque[_Keep] = field(default_factory=deque)
-    _keeps_at: Instant = field(init=False)
+    _keeps: KeepQueue = field(init=False)
     _emit: Callable[[HandoffEvent], None] = field(init=False)
     _reader: StoreReader = field(init=False)
     _writer: StoreWriter = field(init=False)
@@ -139,7 +129,16 @@ class StoredPrefixes:
     ) -> None:
         """Set the receiver of events. Once."""
         self._emit, self._reader, self._writer = emit, reader, writer
-        self._keeps_at = self.clock.now()
+        self._keeps = KeepQueue(
+            self.access,
+            self.fingerprint,
+            self.clock,
+            KeepPace(self.steps, self.access.keep_share),
+            self.counts,
+            writer,
+            emit,
+            _log,
+        )
 
     @property
     def block_size(self) -> int:
@@ -156,7 +155,7 @@ class StoredPrefixes:
 
     def start_keep(self, order: KeepOrder) -> None:
         """See `PrefixStore`."""
-        self.put_command(partial(self._begin_keep, _Keep(order)))
+        self.put_command(lambda: self._keeps.add(order))
 
     def drop(self, num_tokens: int) -> None:
         """See `PrefixStore`."""
@@ -176,14 +175,7 @@ class StoredPrefixes:
             self._advance_load(load)
         if self._loads:
             return 0.0
-        began_at = self.clock.now()
-        if self._keeps and began_at >= self._keeps_at:
-            self._advance_keep(self._keeps[0])
-            now = self.clock.now()
-            self._keeps_at = Instant(now + PAUSE_SHARE * (now - began_at))
-        waits = [self._check_reported()]
-        if self._keeps:
-            waits.append(max(0.0, self._keeps_at - self.clock.now()))
+        waits = (self._keeps.step(), self._check_reported())
         return min((each for each in waits if each is not None), default=None)
 
     def _check_reported(self) -> float | None:
@@ -198,13 +190,7 @@ class StoredPrefixes:
         """Answer all orders: nothing is accessed any more."""
         for load in tuple(self._loads.values()):
             self._end_load(load)
-        while self._keeps:
-            self._emit(KVSent(self._keeps.popleft().order.id))
-
-    def _begin_keep(self, keep: _Keep) -> None:
-        if not self._keeps:
-            self._keeps_at = Instant(max(self._keeps_at, self.clock.now() + KEEP_DELAY_S))
-        self._keeps.append(keep)
+        self._keeps.stop()
 
     def _begin_load(self, load: _Load) -> None:
         self._loads[load.order.id] = load
@@ -299,53 +285,8 @@ class StoredPrefixes:
             note_store_encoding(order.trace, self.access.encoding)
         self._emit(KVLanded(order.id, None, max(order.start, load.num_tokens)))
 
-    def _advance_keep(self, keep: _Keep) -> None:
-        try:
-            is_over = self._keep_batch(keep)
-        except Exception as exc:  # noqa: BLE001 - full or broken: it costs caching only
-            _log(exc)
-            self.counts.num_dropped += len(keep.segments or ())
-            is_over = True
-        if is_over:
-            self._keeps.popleft()
-            self._emit(KVSent(keep.order.id))
-
-    def _keep_batch(self, keep: _Keep) -> bool:
-        """Whether all is kept."""
-        order = keep.order
-        if keep.segments is None:
-            segments = self._hash(order.tenant_salt, order.token_ids)
-            num_present = self._writer.count_present(segments)
-            self.counts.num_present += num_present
-            self._report(keep, segments[:num_present])
-            keep.segments = segments[num_present:]
-        if keep.segments:
-            at_once = max(KEEP_BATCH_ENTRIES, KEEP_BATCH_BYTES // self._entry_bytes)
-            num_kept, _ = self._writer.keep_segments(
-                keep.segments[:at_once], order.blocks, order.tenant_salt, order.guard
-            )
-            self.counts.num_stored += num_kept
-            self._report(keep, keep.segments[:num_kept])
-            keep.segments = keep.segments[num_kept:]
-        return not keep.segments
-
-    def _report(self, keep: _Keep, present: Sequence[TokenSegment]) -> None:
-        """The store has the next blocks of a sequence."""
-        if self.access.journal is not None and present:
-            order = keep.order
-            self.access.journal.add_present(
-                present, order.token_ids, order.tenant_salt, self._writer.name_parts
-            )
-
     def _count_dropped(self, num_entries: int) -> None:
         self.counts.num_dropped += num_entries
-
-    @property
-    def _entry_bytes(self) -> int:
-        """Of a full block, the parts that this worker holds."""
-        entry_format, shard = self.access.entry_format, self.access.view.layout.shard
-        parts = entry_format.parts_of_shard(shard)
-        return sum(entry_format.body_bytes(part, self.block_size) for part in parts)
 
     def _hash(self, tenant_salt: str, token_ids: NDArray[np.int32]) -> Sequence[TokenSegment]:
         """The full blocks."""

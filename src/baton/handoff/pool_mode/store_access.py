@@ -68,8 +68,8 @@ class StoreAccess:
     The KV view shows the engine's blocks in an order that can be divided into tokens and heads.
     `encoding` writes the bodies of entries. `label_tenant` gives the label of a tenant's salt.
     `naming`: the secret of the names by which gateways know entries. `keeps_prefixes`: what engines
-    compute is kept, and looked for before it is computed. What is kept is reported to gateways by
-    way of `journal`, if there is one.
+    compute is kept, and looked for before it is computed; while they compute, for `keep_share` of
+    the time. What is kept is reported to gateways by way of `journal`, if there is one.
     """
 
     store: TieredStore
@@ -78,6 +78,7 @@ class StoreAccess:
     label_tenant: Callable[[str], TenantLabel]
     encoding: KVEncoding = field(default_factory=RawEncoding)
     keeps_prefixes: bool = False
+    keep_share: float = 1.0
     journal: StoreJournal | None = None
     counts: EntryCounts = field(default_factory=EntryCounts)
     encoded: EncodingCounts = field(default_factory=EncodingCounts)
@@ -119,7 +120,16 @@ def open_store_access(  # noqa: PLR0913 - what a worker's store is opened from
     store = open_keyed_store(section.tiers, section.options, key=key, clock=clock, peers=peers)
     label = partial(label_tenant, key)
     naming = key.sign(_PURPOSE, _NAMING_TAG)[:NAMING_BYTES]
-    return StoreAccess(store, entry_format, view, label, encoding, keeps_prefixes, naming=naming)
+    return StoreAccess(
+        store,
+        entry_format,
+        view,
+        label,
+        encoding,
+        keeps_prefixes,
+        section.keep_share,
+        naming=naming,
+    )
 
 
 def label_tenant(key: ClusterKey, tenant_salt: str) -> TenantLabel:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from baton.auth.ticket import Ticket
     from baton.handoff.interface import (
+        EngineSteps,
         HandoffEvent,
         KeepOrder,
         LoadOrder,
@@ -152,6 +153,11 @@ class CheckedPort:  # noqa: PLR0904 - two contracts
     def block_size(self) -> int:
         """See `PrefixStore`."""
         return self._stored.block_size
+
+    @property
+    def steps(self) -> EngineSteps:
+        """See `PrefixStore`."""
+        return self._stored.steps
 
     def start_lookup(self, order: LookupOrder) -> None:
         """See `PrefixStore`."""

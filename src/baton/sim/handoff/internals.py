@@ -133,7 +133,7 @@ def outgoing_blocks(pinned_blocks: PinnedBlocks, ticket: TicketId) -> list[int]:
 
 def kept_blocks(scheduler: Scheduler) -> set[int]:
     """The blocks that are held to be copied into the store."""
-    return {block for blocks in scheduler.kept_blocks._kept.values() for block in blocks}
+    return {block for kept in scheduler.kept_blocks._kept.values() for block in kept.blocks}
 
 
 def is_ending(agent: HandoffAgent, ticket: TicketId) -> bool:

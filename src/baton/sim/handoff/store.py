@@ -15,6 +15,7 @@ from baton.errors import StoreError, StoreFullError
 from baton.store import entry_format
 from baton.store.capacity import Capacity, StoredEntry, choose_victims
 from baton.store.interface import NO_TENANT, PutResult, Usage
+from baton.store.puts import put_each
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from baton.sim.handoff.plan import StorePlan
     from baton.sim.handoff.timeline import Timeline
     from baton.store.entry_format import EntryHeader
-    from baton.store.interface import Body, EntryName, TenantLabel
+    from baton.store.interface import Body, EntryName, NamedBody, PutOutcome, TenantLabel
 
 EntryFaultKind: TypeAlias = Literal["refuse", "lose", "flip", "cut", "swap"]
 """What befalls an entry: it is not kept, or goes, or its bytes change, are cut, or another's."""
@@ -72,6 +73,12 @@ class SimStore:
         if how is not None:
             self._corrupt(name, how)
         return PutResult.STORED
+
+    def put_many(
+        self, entries: Sequence[NamedBody], tenant: TenantLabel = NO_TENANT
+    ) -> Sequence[PutOutcome]:
+        """See `PutsMany`."""
+        return put_each(self.put, entries, tenant)
 
     def try_lease(self, name: EntryName) -> SimEntryLease | None:
         """See `Tier`."""

@@ -86,6 +86,10 @@ class SkewedClock:
         """See `Clock`."""
         return Instant(self.offset_s + self.timeline.now_s * self.rate)
 
+    def thread_time_s(self) -> float:
+        """See `Clock`."""
+        return self.timeline.now_s
+
     def unix_now(self) -> UnixTime:
         """See `Clock`."""
         return UnixTime(EPOCH_S + self.timeline.now_s + self.unix_skew_s)

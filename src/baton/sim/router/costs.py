@@ -21,8 +21,9 @@ class SimulatedCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     All workers share `num_processors`: each is slower while more of them are busy; None: each has
     its own. Each `workers_per_device` of them share a device of one processor, and report that
     they do; None: that is not known of any. Each `workers_per_store` of them share a store of
-    `store_tokens`; None: all share one. To load from it takes `load_s`, and `load_token_s` for each token. `jitter` is the standard
-    deviation of the logarithm of what each piece and step takes, over its mean.
+    `store_tokens`; None: all share one. To load from it takes `load_s`, and `load_token_s` for each
+    token. `jitter` is the standard deviation of the logarithm of what each piece and step takes,
+    over its mean.
     """
 
     prefill_s: _Seconds = 0.0
