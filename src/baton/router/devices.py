@@ -53,5 +53,4 @@ class DeviceSums:
 
     def sum(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """For each worker the sum over its device `[num_workers]`."""
-        sums: NDArray[np.float64] = np.bincount(self._devices, values)
-        return sums[self._devices]
+        return np.asarray(np.bincount(self._devices, values), np.float64)[self._devices]

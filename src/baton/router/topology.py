@@ -100,8 +100,8 @@ class Places:
     @property
     def has_device(self) -> NDArray[np.bool_]:
         """Whether a place is one known device `[place]`."""
-        is_known = self._levels != _UNKNOWN
-        return np.logical_and(is_known[_HOST], is_known[_DEVICE])
+        is_known: NDArray[np.bool_] = (self._levels[[_HOST, _DEVICE]] != _UNKNOWN).all(0)
+        return is_known
 
     def distance(self, one: str, other: str) -> Distance:
         """Of two workers, by their paths."""
