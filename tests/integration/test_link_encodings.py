@@ -101,8 +101,8 @@ def test_kv_is_encoded_once_the_link_is_slow(op: TransferOp, far_cable: FarHost)
         assert order.trace.encodings == ["handoff=int8/1"]
         (link,) = read_links(reporting)
         assert link.encoding == "int8/1"
-        assert 0.5 * link.byte_s < link.kv_byte_s < link.byte_s, "it is half as long, and encoded"
         assert estimate is not None
+        assert link.kv_byte_s * raw_bytes == pytest.approx(estimate.encoded_s, rel=0.5)
         assert estimate.raw_s == pytest.approx(raw_s, rel=0.5)
         assert estimate.encoded_s < 0.9 * estimate.raw_s
         received = read_numbers(d, order.blocks, order.num_tokens)

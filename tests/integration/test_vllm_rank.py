@@ -81,6 +81,6 @@ def test_the_mode_pool_is_announced_where_there_is_a_store_that_takes_the_pages(
         _, facts = rank.open(tensors)
         assert facts.modes == modes
         # Without recomputing, prompts are neither loaded nor kept: there is nothing to report.
-        assert (facts.store is not None) is (recomputes and "pool" in modes)
+        assert facts.has_store_journal is (recomputes and "pool" in modes)
     finally:
         rank.close()

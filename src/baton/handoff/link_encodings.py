@@ -108,9 +108,10 @@ class LinkEncodings:
             return None
         now, rates = self._context.clock.now(), self._rates[link.encoding]
         theirs = self._received.get((peer, link.encoding))
+        link_byte_s = self._context.peer_transports.find_bulk_byte_s(peer)  # as for the choice
         encode_byte_s = rates.encode.byte_s(now) if theirs is None else theirs.encode_byte_s
         return LinkEncodingCosts(
-            link.byte_s,
+            link.byte_s if link_byte_s is None else link_byte_s,
             encode_byte_s,
             rates.decode.byte_s(now),
             self._find_share(peer, link.encoding),
