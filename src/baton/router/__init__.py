@@ -16,7 +16,8 @@ File map:
     pairing.py      `PairingPolicy`: a decode worker, then a prefill worker for it
     simple.py       `RoundRobin`, `LeastLoaded`, `RandomChoice`
     cost.py         `CostPolicy`: one worker or two, by what the client will see
-                    cost_parts.py: what each worker adds to a cost; pair_search.py: likely pairs
+                    cost_parts.py: what each worker adds to a cost; pair_search.py: likely pairs;
+                    devices.py: workers that share a GPU or a core
     division.py     `Division`: how many workers only prefill at present; demand.py: predictions;
                     arrivals.py: whether requests come independently of the answers
     prefixes.py     `ModelPrefixes`: who has, and can load from a store, how much of a prompt;
