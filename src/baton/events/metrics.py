@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from baton.events.blocks import WorkerBlockIndex
+from baton.events.wire import EVENT_TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,16 +19,7 @@ if TYPE_CHECKING:
     from baton.events.blocks import FeedEvent, FeedHealth, KVEventFeed
     from baton.ids import WorkerId
 
-_TYPES: Final = (
-    "BlockStored",
-    "BlockRemoved",
-    "AllBlocksCleared",
-    "EntriesStored",
-    "EntriesRemoved",
-    "TiersListed",
-    "Restarted",
-    "Lost",
-)
+_TYPES: Final = (*EVENT_TYPES, "Restarted", "Lost")
 _COUNTS: Final = (
     ("gaps", "Times at which a live message was missing.", "num_gaps"),
     ("replays", "Times at which a worker was asked to repeat messages.", "num_replays"),

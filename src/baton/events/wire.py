@@ -120,14 +120,15 @@ class _Page(msgspec.Struct, frozen=True, array_like=True):
 
 
 _WireEvent: TypeAlias = _Stored | _Removed | _Cleared | _EntriesStored | _EntriesRemoved | _Tiers
-_KNOWN: Final = frozenset({
+EVENT_TYPES: Final = (
     "BlockStored",
     "BlockRemoved",
     "AllBlocksCleared",
     "EntriesStored",
     "EntriesRemoved",
     "TiersListed",
-})
+)
+"""Of events that workers publish; others are skipped."""
 _batches = msgspec.msgpack.Decoder(_Batch)
 _events = msgspec.msgpack.Decoder(_WireEvent)
 _pages = msgspec.msgpack.Decoder(_Page)
@@ -241,7 +242,7 @@ def _decode_event(raw: msgspec.Raw, domain: EventDomain) -> BlockEvent | None:
     try:
         event = _decode(_events, raw)
     except ProtocolError:
-        if _decode(_types, raw).type in _KNOWN:
+        if _decode(_types, raw).type in EVENT_TYPES:
             raise
         return None
     match event:

@@ -154,6 +154,14 @@ def test_no_division_is_tried_for_independent_arrivals_that_are_good_without(
     assert found >= replicated > 0.9
 
 
+def test_a_clear_case_is_divided_before_a_whole_window_has_passed():
+    """Replicas keep the limits of one request in ten. A window of 8 s begins after 3 s."""
+    policy = CostPolicy(CostOptions(ttft_s=2.0, tpot_s=0.022))
+    world = World(policy, replicas(2), 2048, 32)
+    world.run(4, 9.5)
+    assert len(policy._divisions["demo"].prefills) == 1
+
+
 def test_it_follows_a_load_that_changes_and_does_not_swing():
     policy = CostPolicy(CostOptions(ttft_s=2.0, tpot_s=0.022))
     world, seen = World(policy, replicas(2), 2048, 32), []
