@@ -1,0 +1,1 @@
+"""Where a gateway learns which workers there are, while it runs."""

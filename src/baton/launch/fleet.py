@@ -1,0 +1,79 @@
+"""What an operator may ask of a running fleet, on one machine, Ray or Kubernetes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+MemberRole: TypeAlias = Literal["gateway", "prefill", "decode", "both"]
+MemberState: TypeAlias = Literal["starting", "ready", "draining", "ended", "failed"]
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=10_000)]
+
+
+class FleetMember(msgspec.Struct, frozen=True, kw_only=True):
+    """One process of a fleet. `host` is a host's name or address; `reason` explains its state."""
+
+    name: str
+    role: MemberRole
+    state: MemberState
+    host: str
+    url: str | None = None
+    pid: int | None = None
+    num_restarts: Count = 0
+    up_s: float | None = None
+    labels: dict[str, str] = {}
+    reason: str = ""
+
+
+class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A fleet at one moment."""
+
+    fleet: str
+    backend: str
+    version: str
+    members: tuple[FleetMember, ...]
+
+
+class FleetSize(msgspec.Struct, frozen=True, kw_only=True):
+    """How many workers of each role are wanted; None leaves a role as it is."""
+
+    prefill: Count | None = None
+    decode: Count | None = None
+    both: Count | None = None
+
+
+class FleetControl(Protocol):
+    """A running fleet, as its operator controls it. Every method has a deadline of its own.
+
+    Raises (all methods):
+        FleetError: the fleet cannot be reached, or refuses; the message has cause and remedy.
+    """
+
+    async def status(self) -> FleetStatus:
+        """All processes and their states."""
+        ...
+
+    def scale(self, size: FleetSize) -> AsyncIterator[str]:
+        """Start or drain workers until each role has so many; yields lines of progress."""
+        ...
+
+    def drain(self, worker: str) -> AsyncIterator[str]:
+        """Take a worker out: it finishes what it has, ends, and is not started again."""
+        ...
+
+    def upgrade(self) -> AsyncIterator[str]:
+        """Replace each process by a new one, one after the other, without a failed request."""
+        ...
+
+    def down(self) -> AsyncIterator[str]:
+        """Drain and end everything."""
+        ...
+
+    def logs(self, member: str, num_lines: int) -> AsyncIterator[str]:
+        """The last lines of a process, and those that follow."""
+        ...
