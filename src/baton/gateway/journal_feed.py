@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from baton.gateway.upstream import Upstream
 
 ANSWER_TIMEOUT_S: Final = 10.0
+PAGE_INTERVAL_S: Final = 0.1
+"""A worker that generates has news in each step, and each answer takes of its processor's time."""
 RETRY_AFTER_S: Final = 0.5
 MAX_PENDING: Final = 1 << 16
 """Events not polled yet: it does not ask for more until they are."""
@@ -56,6 +58,7 @@ class JournalFeed:
             try:
                 if len(self._events) < MAX_PENDING:
                     self._take(await self._ask())
+                    await asyncio.sleep(PAGE_INTERVAL_S)
                     continue
             except ProtocolError:
                 unreadable = self.health.num_unreadable + 1
