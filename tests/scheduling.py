@@ -17,7 +17,14 @@ if TYPE_CHECKING:
     from xdist.remote import Producer
 
 GROUPS: Final[Sequence[tuple[str, tuple[str, ...]]]] = (
-    ("vLLM servers", ("tests/e2e_vllm/", "tests/chaos/test_vllm_faults.py")),
+    (
+        "vLLM servers",
+        (
+            "tests/e2e_vllm/",
+            "tests/chaos/test_vllm_faults.py",
+            "tests/integration/test_vllm_worker.py",
+        ),
+    ),
     (
         "workers under faults",
         (
@@ -45,7 +52,6 @@ the servers of `tests/conftest.py`, `tests/chaos/conftest.py` or `tests/e2e/conf
 LONG: Final = (
     "tests/property/sim/test_handoff_simulation.py",
     "tests/integration/test_bench_link.py",
-    "tests/integration/test_vllm_worker.py",
     "tests/integration/test_up_demo.py",
     "tests/integration/test_bench_architectures.py",
     "tests/e2e/test_stream_moves.py",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import pickle
 import subprocess
 import sys
 import warnings
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -93,13 +95,20 @@ def test_importing_the_package_loads_no_framework() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def import_connector_alone() -> None:
+    """In a process that has loaded vLLM: as if it had none of Baton's modules."""
+    warnings.simplefilter("ignore")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "baton"]:
+        del sys.modules[name]
+    assert importlib.import_module("baton.engines.vllm").BatonConnector is not CONNECTOR
+    assert "baton.handoff.agent" not in sys.modules
+
+
 def test_the_connector_itself_loads_no_agent() -> None:
-    code = (
-        "import sys, warnings; warnings.simplefilter('ignore');"
-        "from baton.engines.vllm import BatonConnector;"
-        "sys.exit('baton.handoff.agent' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    process = get_context("fork").Process(target=import_connector_alone)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
 
 
 def test_what_crosses_between_vllms_processes_is_pickled() -> None:
