@@ -138,16 +138,22 @@ class Relay:
 
     def __init__(self, publisher_end: str, own_end: str) -> None:
         context = zmq.Context.instance()
-        self._sub, self._pub = context.socket(zmq.SUB), context.socket(zmq.PUB)
+        self._sub, self._pub = context.socket(zmq.SUB), context.socket(zmq.XPUB)
         self._sub.subscribe(b"")
         self._sub.connect(publisher_end)
         self._pub.bind(own_end)
         self.swallowed, self.passed = [], []
 
+    def wait_for_subscribers(self) -> None:
+        """Until the subscriber's subscription is here; nothing tells that of the relay itself."""
+        assert self._pub.poll(20_000), "nobody has subscribed"
+        self._pub.recv()
+        time.sleep(0.3)
+
     def move(self, num: int, lose=lambda seq: False, copies: int = 1) -> None:
         """Carry the next `num` messages on, but for those to lose."""
         for _ in range(num):
-            assert self._sub.poll(5_000), "nothing to carry"
+            assert self._sub.poll(20_000), "nothing to carry"
             frames = self._sub.recv_multipart()
             seq = int.from_bytes(frames[1], "big")
             (self.swallowed if lose(seq) else self.passed).append(seq)
@@ -166,7 +172,7 @@ def relayed(ends, tmp_path, give_birth, closing):
     life = give_birth(*ends)
     relay = closing(Relay(ends[0], f"ipc://{tmp_path}/relay"))
     consumer = closing(Consumer(f"ipc://{tmp_path}/relay", ends[1]).connect())
-    time.sleep(0.3)  # until both subscriptions are in effect: nothing tells
+    relay.wait_for_subscribers()
     life.publish([stored(0)])
     relay.move(1)
     consumer.follow(life)
@@ -210,7 +216,7 @@ def test_what_is_out_of_the_buffer_is_lost_and_the_rest_is_right(tmp_path, give_
     life = give_birth(*ends, buffer_steps=5)
     relay = closing(Relay(ends[0], f"ipc://{tmp_path}/relay"))
     consumer = closing(Consumer(f"ipc://{tmp_path}/relay", ends[1]).connect())
-    time.sleep(0.3)
+    relay.wait_for_subscribers()
     life.publish([stored(1000)])
     relay.move(1)
     consumer.follow(life)
@@ -290,7 +296,7 @@ def test_without_a_replay_endpoint_a_gap_is_a_loss(tmp_path, give_birth, closing
     life = give_birth(end, None)
     relay = closing(Relay(end, f"ipc://{tmp_path}/relay"))
     consumer = closing(Consumer(f"ipc://{tmp_path}/relay", None).connect())
-    time.sleep(0.3)
+    relay.wait_for_subscribers()
     life.publish(*chain(0, 6))
     relay.move(6, lose=lambda seq: seq == 3)
     wait_until(lambda: consumer.take() == {4, 5}, consumer.take)
