@@ -90,6 +90,13 @@ async def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
         await asyncio.sleep(0.01)
 
 
+async def until_true(condition: Callable[[], Awaitable[bool]], within_s: float = 30.0) -> None:
+    ends_at = time.monotonic() + within_s
+    while not await condition():
+        assert time.monotonic() < ends_at, "it did not happen in time"
+        await asyncio.sleep(0.02)
+
+
 async def read_counts(session: aiohttp.ClientSession, gateway: FleetProcess) -> dict[str, float]:
     async with session.get(gateway.url + "/metrics") as response:
         lines = (await response.text()).splitlines()
@@ -164,10 +171,7 @@ async def drain(
         counts = await read_counts(session, gateway)
         return counts[f"baton_gateway_worker_state{{{line}}}"] == 1
 
-    ends_at = time.monotonic() + 20
-    while not await is_known():
-        assert time.monotonic() < ends_at
-        await asyncio.sleep(0.02)
+    await until_true(is_known)
 
 
 async def check(
@@ -362,7 +366,11 @@ def test_the_client_leaves_in_mid_move(workers: Workers, target: FleetProcess) -
         await until(lambda: not source.is_alive)
         assert source.popen.poll() == 0
         target.send(signal.SIGCONT)
-        assert moved(await read_counts(session, gateway), "ended") == 1
+
+        async def is_counted() -> bool:
+            return moved(await read_counts(session, gateway), "ended") == 1
+
+        await until_true(is_counted)
         assert await count_streams(session, gateway, target) == 0
 
     run(scenario)
