@@ -59,7 +59,7 @@ class Workers:
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
     environment = dict(os.environ, BATON_CLUSTER_KEY=KEY.key.secret.hex())
     model = tmp_path_factory.mktemp("model") / "demo"
-    make_random_model(model, SPEC)
+    make_random_model(model, replace(SPEC, num_layers=6))  # streams that last
     engine = ENGINE | {"worker.model": str(model), "worker.served_model_name": "demo"} | TLS
     with Fleet(tmp_path_factory.mktemp("logs"), environment, start=start_preloaded) as fleet:
         yield Workers(fleet, engine)
