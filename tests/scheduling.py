@@ -22,6 +22,7 @@ GROUPS: Final[Sequence[tuple[str, tuple[str, ...]]]] = (
         (
             "tests/e2e_vllm/",
             "tests/chaos/test_vllm_faults.py",
+            "tests/integration/test_kv_events.py",
             "tests/integration/test_vllm_worker.py",
         ),
     ),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import select
+import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -16,12 +17,12 @@ import zmq
 
 from baton.events.blocks import AllBlocksCleared, BlockStored, Lost, Restarted
 from tests.integration.following_kv_events import Consumer, Life, wait_until
+from tests.preloaded import VLLM, PreloadedProcess
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 START_S = 120.0
-PUBLISHER = Path(__file__).with_name("kv_event_publisher.py")
 GOLDEN = Path(__file__).parents[1] / "vectors" / "events" / "vllm-0.32.json"
 
 
@@ -43,23 +44,18 @@ def nursery():
     """The socket where lives of a publisher are born."""
     with tempfile.TemporaryDirectory() as folder:
         path, log = Path(folder) / "nursery", Path(folder) / "log"
-        with log.open("w") as output:
-            process = subprocess.Popen(
-                [sys.executable, str(PUBLISHER), str(path)],
-                stdout=output,
-                stderr=output,
-            )
+        program = "tests.integration.kv_event_publisher"
+        with log.open("wb") as output:
+            process = PreloadedProcess(VLLM, program, [str(path)], os.environ, output)
         try:
-            deadline = time.monotonic() + START_S
-            while not path.exists():
-                assert process.poll() is None, log.read_text()
-                assert time.monotonic() < deadline, log.read_text()
-                time.sleep(0.05)
-            time.sleep(0.05)  # between bind and listen
+            listens, _, _ = select.select([process.stdout], [], [], START_S)
+            assert listens, log.read_text()
+            assert process.stdout.readline() == b"listening\n", log.read_text()
             yield str(path)
         finally:
-            process.kill()
-            process.wait()
+            process.send_signal(signal.SIGKILL)
+            process.wait(10)
+            process.stdout.close()
 
 
 @pytest.fixture
