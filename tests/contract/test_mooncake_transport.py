@@ -1,11 +1,7 @@
-"""`mooncake` against the public contract; skipped where Mooncake does not load.
-
-(It needs libibverbs, also for TCP.)
-"""
+"""`mooncake` against the public contract; skipped where Mooncake does not load."""
 
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,12 +10,7 @@ from baton.testing.transport_contract import NetworkReadingContract, NetworkTran
 from baton.transfer.transports.mooncake import session as session_module
 from baton.transfer.transports.mooncake.session import MooncakeSession
 
-LOADS = subprocess.run(
-    [sys.executable, "-c", "import mooncake.engine"], capture_output=True, check=False
-)
-if LOADS.returncode != 0:
-    reason = LOADS.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-    pytest.skip(f"Mooncake does not load: {reason}", allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("mooncake")
 
 
 class TestMooncake(NetworkTransportContract, NetworkReadingContract):
