@@ -1,8 +1,8 @@
-"""`python -m MODULE`, forked from a process that has the module's imports loaded.
+"""`python -m MODULE ARGUMENTS`, forked from a process that has the module's imports loaded.
 
-The contract suites start hundreds of small processes: Mooncake's, and peers that are killed or
-stopped. What they do takes milliseconds, and to start Python and import what they need, a third of
-a second of processor time.
+Hundreds of small processes are started: Mooncake's, peers that are killed or stopped, commands.
+What they do takes milliseconds, and to start Python and import what they need, a third of a second
+of processor time and more.
 """
 
 from __future__ import annotations
@@ -11,20 +11,24 @@ import os
 import runpy
 import subprocess
 import sys
+import tempfile
 from multiprocessing import forkserver, get_context
 from typing import IO, TYPE_CHECKING, Final
 
-from tests.preloaded import Inherited, forget_the_tests
+from tests.preloaded import TORCH, Inherited, forget_the_tests
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 LOADED: Final = (
+    TORCH,  # other tests of this process may fork workers from it
+    "baton.cli.bench_serve",
+    "baton.cli.doctor",
+    "baton.cli.store",
+    "baton.ops.store",
     "baton.testing.transport_peer",
     "baton.transfer.transports.file",
     "baton.transfer.transports.mooncake.child",
-    "baton.transfer.transports.shared",
-    "baton.transfer.transports.tcp",
 )
 
 
@@ -35,7 +39,7 @@ class ForkingSubprocess:
 
     @staticmethod
     def ensure_running() -> None:
-        """Start the process that the others are forked from, once."""
+        """Start the process that the others are forked from, unless this one has it."""
         get_context("forkserver").set_forkserver_preload(list(LOADED))
         forkserver.ensure_running()
 
@@ -49,45 +53,63 @@ class ForkingSubprocess:
     ) -> ForkedModule | subprocess.Popen[bytes]:
         """A module of this same Python is forked; another program is started."""
         match command:
-            case [sys.executable, "-m", str(module)]:
-                return ForkedModule(module, (stdin, stdout, stderr), env)
+            case [sys.executable, "-m", *words]:
+                ForkingSubprocess.ensure_running()
+                return ForkedModule(words, (stdin, stdout, stderr), env)
             case _:
                 return subprocess.Popen(command, stdin=stdin, stdout=stdout, stderr=stderr, env=env)
+
+
+def run_forked(
+    command: Sequence[str], env: Mapping[str, str] | None = None, timeout_s: float = 60.0
+) -> subprocess.CompletedProcess[str]:
+    """Run `python -m …` to its end; as `subprocess.run` with `capture_output` and `text`."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        files = {"stdout": out.fileno(), "stderr": err.fileno()}
+        process = ForkingSubprocess.Popen(command, subprocess.DEVNULL, **files, env=env)
+        try:
+            status = process.wait(timeout_s)
+        finally:
+            process.kill()
+            process.wait()
+        printed = []
+        for file in (out, err):
+            file.seek(0)
+            printed.append(file.read().decode())
+    return subprocess.CompletedProcess(list(command), status, *printed)
 
 
 class ForkedModule:
     """What is used of a `subprocess.Popen[bytes]`."""
 
     def __init__(
-        self, module: str, streams: tuple[int | None, ...], env: Mapping[str, str] | None
+        self, words: Sequence[str], streams: tuple[int | None, ...], env: Mapping[str, str] | None
     ) -> None:
         self.stdin: IO[bytes] | None = None
         self.stdout: IO[bytes] | None = None
         self.returncode: int | None = None
-        inherited, ours_too = [], []
+        inherited, opened = [], []
         for number, stream in enumerate(streams):
-            if stream == subprocess.PIPE:
-                read, write = os.pipe()
-                theirs = read if number == 0 else write
-                if number == 0:
-                    self.stdin = os.fdopen(write, "wb")
-                else:
-                    self.stdout = os.fdopen(read, "rb")
-                ours_too.append(theirs)
-            elif stream == subprocess.DEVNULL:
+            theirs = number if stream is None else stream
+            if stream == subprocess.DEVNULL:
                 theirs = os.open(os.devnull, os.O_RDWR)
-                ours_too.append(theirs)
-            else:
-                theirs = number if stream is None else stream
+                opened.append(theirs)
+            elif stream == subprocess.PIPE:
+                read, write = os.pipe()
+                if number == 0:
+                    theirs, self.stdin = read, os.fdopen(write, "wb")
+                else:
+                    theirs, self.stdout = write, os.fdopen(read, "rb")
+                opened.append(theirs)
             inherited.append(Inherited(theirs))
         environment = dict(os.environ if env is None else env)
         self._process = get_context("forkserver").Process(
-            target=_run, args=(module, environment, *inherited), daemon=True
+            target=_run, args=(list(words), environment, os.getcwd(), *inherited), daemon=True
         )
         try:
             self._process.start()
         finally:
-            for fd in ours_too:
+            for fd in opened:
                 os.close(fd)
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -117,7 +139,8 @@ class ForkedModule:
             self._process.kill()
 
 
-def _run(module: str, environment: dict[str, str], *streams: int) -> None:
+def _run(words: list[str], environment: dict[str, str], folder: str, *streams: int) -> None:
+    os.chdir(folder)
     for target, source in enumerate(streams):
         os.dup2(source, target)
         os.close(source)
@@ -125,5 +148,7 @@ def _run(module: str, environment: dict[str, str], *streams: int) -> None:
     os.environ.clear()
     os.environ.update(environment)
     forget_the_tests()
-    sys.modules.pop(module, None)  # it runs as `__main__`
+    module, *sys.argv[1:] = words
+    if not hasattr(sys.modules.get(module), "__path__"):
+        sys.modules.pop(module, None)  # it runs as `__main__`
     runpy.run_module(module, run_name="__main__", alter_sys=True)

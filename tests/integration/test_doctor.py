@@ -22,6 +22,7 @@ from baton.ops.doctor.finding import Area, Level, Report
 from baton.protocol.worker_http import Role
 from baton.telemetry.trace import RequestSpan, summarize
 from baton.transfer.devices.table import TABLE_BYTES, read_table
+from tests.forked_module import run_forked
 from tests.integration.broken_transports import install_broken_transports
 from tests.integration.gateway_cluster import run, until_true
 
@@ -46,6 +47,13 @@ def doctor(tmp_path, *arguments, paths=(), before=()):
         env=environment(tmp_path, *paths),
     )
     assert done.stderr == b"", done.stderr.decode()
+    return msgspec.json.decode(done.stdout, type=Report), done.returncode
+
+
+def ask_about(tmp_path, gateway):
+    """Its report on this gateway's fleet, and its exit code."""
+    done = run_forked([*DOCTOR, "--json", "--gateway", gateway], environment(tmp_path), TIMEOUT_S)
+    assert done.stderr == ""
     return msgspec.json.decode(done.stdout, type=Report), done.returncode
 
 
@@ -209,16 +217,10 @@ def test_64_mib_of_shared_memory(tmp_path):
     ],
 )
 def test_a_wrong_command_line_exits_with_2(tmp_path, arguments):
-    done = subprocess.run(
-        [*DOCTOR, *arguments],
-        check=False,
-        capture_output=True,
-        timeout=TIMEOUT_S,
-        env=environment(tmp_path),
-    )
+    done = run_forked([*DOCTOR, *arguments], environment(tmp_path), TIMEOUT_S)
     assert done.returncode == 2
-    assert done.stdout == b"" or b"Error" in done.stdout
-    assert b"Traceback" not in done.stderr
+    assert not done.stdout or "Error" in done.stdout
+    assert "Traceback" not in done.stderr
 
 
 async def doctor_of(url, tmp_path):
@@ -308,7 +310,7 @@ def test_handoffs_by_another_transport_than_expected(tmp_path):
     for i, kind in enumerate(used):  # the fifth is forgotten
         pages[f"/debug/requests/r%20{i}"] = trace_page(f"r {i}", kind, kind and "shared")
     with gateway_that_says(pages) as url:
-        report, code = doctor(tmp_path, "--gateway", url)
+        report, code = ask_about(tmp_path, url)
     assert code == 0
     mismatch = of(report, Area.FLEET)["transport mismatch"]
     assert mismatch.level is Level.WARNING
@@ -323,7 +325,7 @@ def test_a_gateway_that_counts_trouble(tmp_path):
     refusal = {"error": {"message": "not ready: no decode \x1b[2Jworker"}}
     pages = {"/ready": (503, json.dumps(refusal).encode()), "/metrics": (200, metrics.exposition())}
     with gateway_that_says(pages) as url:
-        report, code = doctor(tmp_path, "--gateway", url)
+        report, code = ask_about(tmp_path, url)
     seen = of(report, Area.FLEET)
     assert code == 1
     assert seen["gateway"].level is Level.PROBLEM
@@ -340,13 +342,13 @@ def test_a_gateway_that_counts_trouble(tmp_path):
 def test_a_gateway_that_talks_nonsense(tmp_path, body):
     pages = dict.fromkeys(("/ready", "/metrics", "/debug/requests"), (200, body))
     with gateway_that_says(pages) as url:
-        report, code = doctor(tmp_path, "--gateway", url)
+        report, code = ask_about(tmp_path, url)
     assert code == 0
     assert of(report, Area.FLEET)["transports used"].level is Level.NOTE
 
 
 def test_no_gateway(tmp_path):
-    report, code = doctor(tmp_path, "--gateway", "http://127.0.0.1:1")
+    report, code = ask_about(tmp_path, "http://127.0.0.1:1")
     (finding,) = report.findings
     assert (finding.level, code) == (Level.PROBLEM, 1)
     assert "Connection refused" in finding.found
