@@ -1,6 +1,6 @@
 """Modules that the first test that needs them imports, and not the collection of all tests.
 
-To import vLLM takes six seconds of processor time, and each of xdist's processes collects all tests.
+To import vLLM takes six seconds of processor time, and each process of xdist collects all tests.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ import pytest
 def skip_without_vllm() -> None:
     """Skip the module that is being collected where vLLM is not installed; it is not imported."""
     if importlib.util.find_spec("vllm") is None:
-        pytest.skip(
-            "vLLM is not installed: make install ENGINE=vllm", allow_module_level=True
-        )
+        pytest.skip("vLLM is not installed: make install ENGINE=vllm", allow_module_level=True)
 
 
 class LazyModule:

@@ -120,9 +120,7 @@ def read_terminal(fd):
 def test_transports_that_are_broken_are_reported_with_the_reason(tmp_path):
     broken = ("crashing", "lying", "misnamed", "unpackaged", "unlinked", "device")
     install_broken_transports(tmp_path, *broken)
-    report, code = doctor(
-        tmp_path, "--set", "transfer.transports=lying,tcp", paths=(tmp_path,)
-    )
+    report, code = doctor(tmp_path, "--set", "transfer.transports=lying,tcp", paths=(tmp_path,))
     seen = of(report, Area.TRANSPORTS)
     assert code == 0
     assert seen["shared"].level is Level.OK

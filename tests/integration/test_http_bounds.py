@@ -36,9 +36,7 @@ OTHER_HOST = "127.0.0.2"
 class Bounded:
     """A server that answers each request with the length of its body."""
 
-    def __init__(
-        self, port: int, registry: CollectorRegistry, connections: Connections
-    ) -> None:
+    def __init__(self, port: int, registry: CollectorRegistry, connections: Connections) -> None:
         self.port, self._registry, self.connections = port, registry, connections
         self._clients: list[Client] = []
 

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-
-
 from baton.config.sections import StoreSection
 from baton.engines.vllm.identity import Identity
 from baton.engines.vllm.options import ConnectorOptions
@@ -25,7 +23,6 @@ from tests.unit.engines_vllm.caches import (
     plan,
     write_model,
 )
-
 
 if TYPE_CHECKING:
     from pathlib import Path

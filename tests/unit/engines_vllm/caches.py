@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-
 from tests.lazy_modules import LazyModule, skip_without_vllm
 
 skip_without_vllm()
