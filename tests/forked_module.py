@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from multiprocessing import forkserver, get_context
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
 from tests.preloaded import TORCH, Inherited, forget_the_tests
@@ -104,7 +105,7 @@ class ForkedModule:
             inherited.append(Inherited(theirs))
         environment = dict(os.environ if env is None else env)
         self._process = get_context("forkserver").Process(
-            target=_run, args=(list(words), environment, os.getcwd(), *inherited), daemon=True
+            target=_run, args=(list(words), environment, str(Path.cwd()), *inherited), daemon=True
         )
         try:
             self._process.start()
