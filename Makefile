@@ -7,6 +7,8 @@ ARGS ?=
 ENGINE ?=
 # Extra arguments of the one `pip install torch==…`, e.g. where to find a CPU-only build.
 TORCH_ARGS ?=
+# Of each pip install. CI: --no-compile, since of all modules a quarter is ever imported.
+INSTALL_ARGS ?=
 PYTEST_ARGS ?=
 # Of `make simulate` and `make fuzz`: other seeds each night find more than the same ones again.
 SCHEDULES ?= 100000
@@ -31,6 +33,7 @@ RUNTIME := $(VENV)/.installed-runtime
 VLLM := $(VENV)/.installed-vllm
 DEV := $(VENV)/.installed-dev
 DOCS := $(VENV)/.installed-docs
+COLLECTED := $(VENV)/.collected
 
 .PHONY: help up test bench-control-short chaos simulate fuzz abuse soak store-kills explore check lint types words docs docs-serve install install-dev format clean
 .DEFAULT_GOAL := help
@@ -67,7 +70,8 @@ up: $(ENGINE_INSTALLED)
 
 # On two cores, four processes: vLLM's servers, other servers and all else (tests/scheduling.py) wait
 # for much of their time. Hundreds of processes start: none compiles again what another did.
-test: check $(VLLM)
+test: $(DEV) $(DOCS)
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target $(COLLECTED) types docs words lint
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 4 --durations 20 --dist loadscope $(PYTEST_ARGS)
 
 # For CI, which prints it and never fails by it. On a machine that is too slow it ends early.
@@ -143,20 +147,26 @@ $(CREATED):
 
 $(RUNTIME): requirements.txt pyproject.toml | $(CREATED)
 	@echo "Installing into $(VENV); the first time this takes some minutes."
-	$(PIP) install --quiet $(TORCH_ARGS) $(shell grep '^torch==' requirements.txt)
-	$(PIP) install --quiet -r requirements.txt
-	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	$(PIP) install --quiet $(INSTALL_ARGS) $(TORCH_ARGS) $(shell grep '^torch==' requirements.txt)
+	$(PIP) install --quiet $(INSTALL_ARGS) -r requirements.txt
+	$(PIP) install --quiet $(INSTALL_ARGS) --no-deps --no-build-isolation --editable .
 	@touch $@
 
 $(VLLM): requirements-vllm.txt $(RUNTIME)
 	@echo "Installing vLLM into $(VENV): 1.6 GB, two minutes or more."
-	$(PIP) install --quiet --no-deps -r requirements-vllm.txt
+	$(PIP) install --quiet $(INSTALL_ARGS) --no-deps -r requirements-vllm.txt
 	@touch $@
 
 $(DEV): requirements-dev.txt $(RUNTIME)
-	$(PIP) install --quiet -r requirements-dev.txt
+	$(PIP) install --quiet $(INSTALL_ARGS) -r requirements-dev.txt
 	@touch $@
 
 $(DOCS): requirements-docs.txt | $(CREATED)
-	$(PIP) install --quiet -r requirements-docs.txt
+	$(PIP) install --quiet $(INSTALL_ARGS) -r requirements-docs.txt
+	@touch $@
+
+# What the four processes of `make test` import as they collect the tests is compiled before, by one.
+# (What fails here fails there, and is shown.)
+$(COLLECTED): $(VLLM) $(DEV)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q --collect-only >/dev/null || true
 	@touch $@

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import os
 import shutil
 import signal
 import tempfile
@@ -72,6 +73,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Several of these run at once: a second thread of torch would only wait, and spins meanwhile.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     # A shell's background job ignores it, and so would each process that a test interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # A busy machine is slow, and how fast code is, is measured in benchmarks/.

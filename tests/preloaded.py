@@ -78,7 +78,7 @@ class PreloadedProcess:
         read, write = os.pipe()
         given = (module, list(arguments), dict(environment), str(Path.cwd()), namespace)
         self._process = context.Process(
-            target=_run, args=(*given, _Inherited(write), _Inherited(stderr.fileno())), daemon=True
+            target=_run, args=(*given, Inherited(write), Inherited(stderr.fileno())), daemon=True
         )
         try:
             self._process.start()
@@ -111,7 +111,7 @@ class PreloadedProcess:
 
 
 @dataclass(frozen=True)
-class _Inherited:
+class Inherited:
     """A file descriptor that the new process gets; there, its number."""
 
     number: int
@@ -145,11 +145,11 @@ def _run(
     places = environment.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [place for place in places if place and place not in sys.path]
     sys.argv = [module, *arguments]
-    _forget_the_tests()
+    forget_the_tests()
     import_module(module).main()
 
 
-def _forget_the_tests() -> None:
+def forget_the_tests() -> None:
     """As for a process that a command began: it may have children, and is nobody's."""
     multiprocessing.current_process()._config["daemon"] = False
     multiprocessing.process._parent_process = None

@@ -17,7 +17,15 @@ if TYPE_CHECKING:
     from xdist.remote import Producer
 
 GROUPS: Final[Sequence[tuple[str, tuple[str, ...]]]] = (
-    ("vLLM servers", ("tests/e2e_vllm/", "tests/chaos/test_vllm_faults.py")),
+    (
+        "vLLM servers",
+        (
+            "tests/e2e_vllm/",
+            "tests/chaos/test_vllm_faults.py",
+            "tests/integration/test_kv_events.py",
+            "tests/integration/test_vllm_worker.py",
+        ),
+    ),
     (
         "workers under faults",
         (
@@ -25,6 +33,7 @@ GROUPS: Final[Sequence[tuple[str, tuple[str, ...]]]] = (
             "tests/chaos/test_matrix.py",
             "tests/chaos/test_paused_workers.py",
             "tests/chaos/test_random_faults.py",
+            "tests/chaos/test_resumed_streams.py",
             "tests/chaos/test_untrusted_peers.py",
             "tests/chaos/test_worker_crashes.py",
         ),
@@ -45,11 +54,9 @@ the servers of `tests/conftest.py`, `tests/chaos/conftest.py` or `tests/e2e/conf
 LONG: Final = (
     "tests/property/sim/test_handoff_simulation.py",
     "tests/integration/test_bench_link.py",
-    "tests/integration/test_vllm_worker.py",
     "tests/integration/test_up_demo.py",
     "tests/integration/test_bench_architectures.py",
     "tests/e2e/test_stream_moves.py",
-    "tests/chaos/test_resumed_streams.py",
     "tests/abuse/",
     "tests/e2e/test_prefix_routing.py",
     "tests/integration/test_doctor.py",

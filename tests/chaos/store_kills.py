@@ -88,25 +88,31 @@ def start(folder: Path, eviction: str, seed: int) -> int:
     return child
 
 
-def run(folder: Path, num_kills: int, eviction: str, seed: int = 1) -> Kills:
+def run(
+    folder: Path,
+    num_kills: int,
+    eviction: str,
+    seed: int = 1,
+    num_processes: int = NUM_PROCESSES,
+) -> Kills:
     """Kill that often; AssertionError where anything is wrong."""
     chance, kills = random.Random(seed), Kills()
     store = open_files(folder, eviction)  # it is never unused meanwhile
     (tier,) = store.tiers
-    children = [start(folder, eviction, seed + i) for i in range(NUM_PROCESSES)]
+    children = [start(folder, eviction, seed + i) for i in range(num_processes)]
     try:
         for number in range(num_kills):
             time.sleep(chance.random() * MAX_LIFE_S)
-            index = chance.randrange(NUM_PROCESSES)
+            index = chance.randrange(num_processes)
             kills.num_mid_write += stop(children[index])
             kill(children[index])
-            children[index] = start(folder, eviction, seed + NUM_PROCESSES + number)
+            children[index] = start(folder, eviction, seed + num_processes + number)
             kills.num_kills += 1
             (checked,) = ops.verify([tier], remove=False)
             assert checked.num_damaged == 0
             # The list is not of one moment: it may have a victim, and what was put for it.
             used_bytes = sum(entry.num_bytes for entry in tier.entries())
-            assert used_bytes <= CAPACITY_BYTES + NUM_PROCESSES * compute_cost(BODY_BYTES)
+            assert used_bytes <= CAPACITY_BYTES + num_processes * compute_cost(BODY_BYTES)
             kills.max_used_bytes = max(kills.max_used_bytes, used_bytes)
     finally:
         for child in children:

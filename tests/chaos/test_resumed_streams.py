@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     import aiohttp
 
+    from baton.config.sections import Role
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 NUM_TOKENS = 200
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": NUM_TOKENS}
@@ -40,6 +42,9 @@ class Decodes:
     gateway: FleetProcess = field(init=False)
 
     def settle(self) -> None:
+        """Start others in the place of those that have died, and a fresh gateway."""
+        self.prefills = [self._renew(worker, "prefill") for worker in self.prefills]
+        self.decodes = [self._renew(worker, "decode") for worker in self.decodes]
         for worker in (*self.prefills, *self.decodes):
             worker.wait_ready()
         self.start_gateway()
@@ -49,19 +54,29 @@ class Decodes:
             self.prefills, self.decodes, settings=GATEWAY | settings
         )
 
+    def _renew(self, worker: FleetProcess, role: Role) -> FleetProcess:
+        if worker.is_alive:
+            return worker
+        return self.fleet.start_worker(f"{role}-{len(self.fleet.processes)}", role, ENGINE)
 
-@pytest.fixture
-def workers(tmp_path: Any) -> Iterator[Decodes]:
+
+@pytest.fixture(scope="module")
+def standing_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decodes]:
     environment = dict(os.environ, BATON_CLUSTER_KEY=KEY)
-    with Fleet(tmp_path, environment, start=start_preloaded, tls="control") as fleet:
-        started = Decodes(
+    logs = tmp_path_factory.mktemp("logs")
+    with Fleet(logs, environment, start=start_preloaded, tls="control") as fleet:
+        yield Decodes(
             fleet,
             [fleet.start_worker(f"p{i}", "prefill", ENGINE) for i in range(2)],
             [fleet.start_worker(f"d{i}", "decode", ENGINE) for i in range(2)],
         )
-        started.settle()
-        yield started
         fleet.stop()
+
+
+@pytest.fixture
+def workers(standing_workers: Decodes) -> Decodes:
+    standing_workers.settle()
+    return standing_workers
 
 
 async def read_counts(session: aiohttp.ClientSession, gateway: FleetProcess) -> dict[str, float]:

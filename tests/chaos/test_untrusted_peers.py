@@ -155,7 +155,7 @@ def test_garbage_at_every_port(cluster: ChaosCluster) -> None:
                 await asyncio.wrap_future(attack)
         for worker in pids:
             assert worker.is_alive
-            await until_footprint(worker, before[worker], within_s=2.0)
+            await until_footprint(worker, before[worker], within_s=6.0)
         await until_idle(session, *pids, within_s=10.0)
 
     run_on_both(cluster, scenario)

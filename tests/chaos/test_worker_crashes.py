@@ -60,7 +60,7 @@ async def until_mapped(session: aiohttp.ClientSession, pair: Pair, request_id: s
         return read_memories(pair.prefill.pid) > own
 
     try:
-        await until("decode's memory is mapped", mapped, 2.0)
+        await until("decode's memory is mapped", mapped, 8.0)
     except AssertionError as exc:
         exc.add_note(f"the handoff: {await find_trace(session, pair.prefill, request_id)}")
         raise

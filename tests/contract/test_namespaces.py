@@ -1,8 +1,6 @@
 """Every transport that works between hosts, between two network namespaces."""
 
 import importlib.util
-import subprocess
-import sys
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -26,16 +24,7 @@ class TestNixl(NamespaceContract):
     notices_cuts = False
 
 
-def why_mooncake_does_not_load() -> str:
-    command = [sys.executable, "-c", "import mooncake.engine"]
-    loads = subprocess.run(command, capture_output=True, check=False)
-    return loads.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-
-
-WHY_NOT = why_mooncake_does_not_load()
-
-
-@pytest.mark.skipif(bool(WHY_NOT), reason=f"Mooncake does not load: {WHY_NOT}")
+@pytest.mark.usefixtures("mooncake")
 class TestMooncake(NamespaceContract):
     kind = "mooncake"
     peer_writes = True

@@ -32,7 +32,7 @@ ENGINE: dict[str, object] = {
     "engine.num_blocks": 1600,
 }
 SPEC = RandomModelSpec(
-    num_layers=6,
+    num_layers=3,
     hidden_size=256,
     num_heads=8,
     num_kv_heads=2,

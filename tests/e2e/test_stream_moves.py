@@ -59,7 +59,7 @@ class Workers:
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
     environment = dict(os.environ, BATON_CLUSTER_KEY=KEY.key.secret.hex())
     model = tmp_path_factory.mktemp("model") / "demo"
-    make_random_model(model, SPEC)
+    make_random_model(model, replace(SPEC, num_layers=6))  # streams that last
     engine = ENGINE | {"worker.model": str(model), "worker.served_model_name": "demo"} | TLS
     with Fleet(tmp_path_factory.mktemp("logs"), environment, start=start_preloaded) as fleet:
         yield Workers(fleet, engine)
@@ -88,6 +88,13 @@ async def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < ends_at, "it did not happen in time"
         await asyncio.sleep(0.01)
+
+
+async def until_true(condition: Callable[[], Awaitable[bool]], within_s: float = 30.0) -> None:
+    ends_at = time.monotonic() + within_s
+    while not await condition():
+        assert time.monotonic() < ends_at, "it did not happen in time"
+        await asyncio.sleep(0.02)
 
 
 async def read_counts(session: aiohttp.ClientSession, gateway: FleetProcess) -> dict[str, float]:
@@ -164,10 +171,7 @@ async def drain(
         counts = await read_counts(session, gateway)
         return counts[f"baton_gateway_worker_state{{{line}}}"] == 1
 
-    ends_at = time.monotonic() + 20
-    while not await is_known():
-        assert time.monotonic() < ends_at
-        await asyncio.sleep(0.02)
+    await until_true(is_known)
 
 
 async def check(
@@ -362,7 +366,11 @@ def test_the_client_leaves_in_mid_move(workers: Workers, target: FleetProcess) -
         await until(lambda: not source.is_alive)
         assert source.popen.poll() == 0
         target.send(signal.SIGCONT)
-        assert moved(await read_counts(session, gateway), "ended") == 1
+
+        async def is_counted() -> bool:
+            return moved(await read_counts(session, gateway), "ended") == 1
+
+        await until_true(is_counted)
         assert await count_streams(session, gateway, target) == 0
 
     run(scenario)

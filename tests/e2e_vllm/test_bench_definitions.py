@@ -10,9 +10,15 @@ from baton.bench.load.stream import Tokens
 from baton.kv.sizing.parts import State
 from baton.kv.sizing.sizes import Terms, compute_sizes
 from baton.planner.sizing import find_model
+from tests.lazy_modules import LazyModule, skip_without_vllm
 
-pytest.importorskip("vllm")
+skip_without_vllm()
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of vLLM's imports
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quietly_loaded():
+    assert LazyModule("vllm").__version__
 
 
 def make_records(num=60):

@@ -124,7 +124,7 @@ async def until_up(running: Cluster, num_workers: int) -> None:
 
 async def until_true(
     condition: Callable[[], Awaitable[bool]],
-    within_s: float = 5.0,
+    within_s: float = 20.0,
     why: Callable[[], object] = lambda: "it did not come true in time",
 ) -> float:
     """Wait for a condition; the seconds it took."""
@@ -136,7 +136,7 @@ async def until_true(
 
 
 async def until(
-    condition: Callable[[], object], within_s: float = 5.0, **why: Callable[[], object]
+    condition: Callable[[], object], within_s: float = 20.0, **why: Callable[[], object]
 ) -> float:
     """Wait for a plain condition; the seconds it took."""
 

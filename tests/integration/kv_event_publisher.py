@@ -1,8 +1,9 @@
 """vLLM's own publisher, each of its lives in a process of its own.
 
-vLLM takes seconds to import: this program does it once, then forks a life for each connection to
-its Unix socket. A life reads JSON lines: first the publisher's arguments, answered with its pid,
-then lists of batches, each answered when the last one is sent. At the end of input it shuts down.
+vLLM takes seconds to import: this program has it loaded (`tests.preloaded`), and forks a life for
+each connection to the Unix socket that its argument names. A life reads JSON lines: first the
+publisher's arguments, answered with its pid, then lists of batches, each answered when the last one
+is sent. At the end of input it shuts down.
 """
 
 from __future__ import annotations
@@ -62,10 +63,11 @@ def reply(stream, value) -> None:
     stream.flush()
 
 
-def main(path: str) -> None:
+def main() -> None:
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
+        listener.bind(sys.argv[1])
         listener.listen()
+        print("listening", flush=True)
         while True:
             connection, _ = listener.accept()
             if os.fork() == 0:
@@ -86,4 +88,4 @@ def reap() -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

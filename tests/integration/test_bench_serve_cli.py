@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from baton.bench.load.job import Report
+from tests.forked_module import run_forked
 from tests.integration.worker_process import starting
 
 if TYPE_CHECKING:
@@ -47,10 +48,8 @@ def url():
 
 
 def serve(url, *flags):
-    return subprocess.run(
-        [*BENCH, "serve", "--url", url, "--output-len", "4", "--input-len", "8", *flags],
-        capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
-    )  # fmt: skip
+    command = [*BENCH, "serve", "--url", url, "--output-len", "4", "--input-len", "8", *flags]
+    return run_forked(command, timeout_s=TIMEOUT_S)
 
 
 def test_a_run_its_file_and_a_comparison(url, tmp_path):
@@ -63,15 +62,15 @@ def test_a_run_its_file_and_a_comparison(url, tmp_path):
     report = msgspec.json.decode(paths[0].read_bytes(), type=Report)
     assert len(report.records) == 24  # with the warm-up
     assert report.manifest.command[:2] == ("bench", "serve")
-    compared = subprocess.run(
+    compared = run_forked(
         [*BENCH, "compare", *map(str, paths), "--fail-if-worse", "500%"],
-        capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
-    )  # fmt: skip
+        timeout_s=TIMEOUT_S,
+    )
     assert compared.returncode == 2  # a share of more than 1
-    compared = subprocess.run(
+    compared = run_forked(
         [*BENCH, "compare", *map(str, paths), "--json"],
-        capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
-    )  # fmt: skip
+        timeout_s=TIMEOUT_S,
+    )
     assert compared.returncode == 0, compared.stderr
     assert msgspec.json.decode(compared.stdout)["num_requests"] == [20, 20]
 

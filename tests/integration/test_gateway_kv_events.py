@@ -297,6 +297,16 @@ def test_a_publisher_on_every_interface_is_found_at_its_host(give_birth):
     run_with(publisher.source, scenario)
 
 
+async def until_problem(cluster: Cluster, part: str) -> None:
+    """Until the gateway tells why it does not follow the server's events."""
+
+    async def is_told() -> bool:
+        events = (await shown(cluster))["kv_events"]
+        return events is not None and part in (events["problem"] or "")
+
+    await until_true(is_told)
+
+
 def test_a_port_that_the_gateway_must_bind_is_waited_for_and_changes_hands(give_birth, caplog):
     live, replay = free_ports(2)
     publisher = give_birth(f"tcp://127.0.0.1:{live}", f"tcp://127.0.0.1:{replay}")
@@ -304,9 +314,9 @@ def test_a_port_that_the_gateway_must_bind_is_waited_for_and_changes_hands(give_
     holder = socket.create_server(("127.0.0.1", live))
 
     async def scenario(cluster: Cluster, server: ScriptedVllm):
-        await asyncio.sleep(1.3)  # a second attempt, which fails too
-        problem = (await shown(cluster))["kv_events"]["problem"]
-        assert str(live) in problem
+        await until_problem(cluster, str(live))
+        await asyncio.sleep(1.2)  # a second attempt, which fails too
+        await until_problem(cluster, str(live))
         assert await cluster.metric(NOT_FOLLOWED) == 1
         holder.close()
         await until_held(cluster, 1)
@@ -331,13 +341,15 @@ def test_a_port_that_the_gateway_must_bind_is_waited_for_and_changes_hands(give_
 )
 def test_an_endpoint_that_is_not_believed_is_told_once_in_each_life(source, caplog):
     async def scenario(cluster: Cluster, server: ScriptedVllm):
-        await until(lambda: server.controls[0].num_info_reads >= 4)
-        await asyncio.sleep(1.2)
+        told = repr(list(source.values())[-1])
+        await until_problem(cluster, told)
+        num_reads = server.controls[0].num_info_reads
+        await until(lambda: server.controls[0].num_info_reads >= num_reads + 2)
         worker = await shown(cluster)
         assert worker["state"] == "up"
         assert worker["kv_events"]["blocks"] == []
         assert worker["kv_events"]["feed"] is None
-        assert repr(list(source.values())[-1]) in worker["kv_events"]["problem"]
+        assert told in worker["kv_events"]["problem"]
         assert await cluster.metric(NOT_FOLLOWED) == 1
         assert following_threads() == []
         assert caplog.text.count("are not followed") == 1

@@ -164,8 +164,11 @@ def test_a_producer_in_the_place_of_a_decode_server_is_told_of_kv_role():
 def test_an_answer_to_the_probe_that_makes_no_sense_is_not_believed(info):
     async def scenario(cluster: Cluster, server: ScriptedVllm):
         await until(lambda: server.num_discoveries)
-        await asyncio.sleep(0.05)
-        assert "not asked yet" not in await why_not_ready(cluster)
+
+        async def is_judged() -> bool:
+            return "not asked yet" not in await why_not_ready(cluster)
+
+        await until_true(is_judged)
 
     run_alone(vllm_decode(**info), scenario, wait=False)
 

@@ -280,7 +280,7 @@ def test_writes_that_a_stalled_peer_does_not_take_are_cut_when_their_pages_are_n
             prefill.agent.abort(ticket, "preempted")
             assert prefill.stays_silent(), "the writes are done: the peer did not stall"
             prefill.agent.cut_writes(ticket)
-            (failed,) = prefill.wait_for(timeout_s=1.0)
+            (failed,) = prefill.wait_for()
             assert isinstance(failed, SendFailed)
             assert prefill.agent.loop.sending.transports_of(ticket) == []
         finally:

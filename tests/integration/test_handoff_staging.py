@@ -122,7 +122,7 @@ def test_one_that_ends_while_it_waits_leaves_its_place(
         for handoff in (first, second, third):
             handoff.start_receive()
             handoff.start_send()
-        failed, quiescent = decode.wait_for(2, timeout_s=1.0)
+        failed, quiescent = decode.wait_for(2)
         assert isinstance(failed, KVFailed)
         assert quiescent == BlocksQuiescent(second.sending.ticket.id)
         prefill.agent.abort(second.sending.ticket.id, "its other half failed")
@@ -148,7 +148,7 @@ def test_one_that_could_never_fit_fails_at_once(kinds: tuple[str, str], key: Cre
         handoff = make_handoff(prefill, decode)
         handoff.start_send()
         handoff.start_receive()
-        failed, quiescent = decode.wait_for(2, timeout_s=1.0)
+        failed, quiescent = decode.wait_for(2)
         assert isinstance(failed, KVFailed)
         assert quiescent == BlocksQuiescent(handoff.sending.ticket.id)
         assert "needs 7 staging pages where there are 4" in str(failed.error)

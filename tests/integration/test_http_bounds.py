@@ -36,8 +36,8 @@ OTHER_HOST = "127.0.0.2"
 class Bounded:
     """A server that answers each request with the length of its body."""
 
-    def __init__(self, port: int, registry: CollectorRegistry) -> None:
-        self.port, self._registry = port, registry
+    def __init__(self, port: int, registry: CollectorRegistry, connections: Connections) -> None:
+        self.port, self._registry, self.connections = port, registry, connections
         self._clients: list[Client] = []
 
     async def connect(self, sent: bytes = b"", host: str = "127.0.0.1") -> Client:
@@ -108,6 +108,12 @@ async def answer_with_length(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
 @contextlib.asynccontextmanager
 async def serving(limits: HttpLimits = LIMITS) -> AsyncGenerator[Bounded]:
     registry = CollectorRegistry()
@@ -120,13 +126,13 @@ async def serving(limits: HttpLimits = LIMITS) -> AsyncGenerator[Bounded]:
         server.lifespan = config.lifespan_class(config)
         await server.startup(sockets=[listener])
         try:
-            bounded = Bounded(listener.getsockname()[1], registry)
+            bounded = Bounded(listener.getsockname()[1], registry, connections)
             yield bounded
         finally:
             await bounded.close()
             await server.shutdown(sockets=[listener])
-        await asyncio.sleep(0.05)  # a close is reported by the loop's next turns
-        assert connections.num_open == 0
+        # A close is reported by the loop's next turns.
+        await until(lambda: connections.num_open == 0)
 
 
 def run(scenario: Callable[[Bounded], Awaitable[None]], limits: HttpLimits = LIMITS) -> None:
@@ -191,18 +197,18 @@ def test_half_a_head_ends_in_time_however_slowly_it_grows() -> None:
 
 def test_a_body_must_move() -> None:
     async def scenario(server: Bounded) -> None:
-        head = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5000\r\n\r\n"
+        head = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 50000\r\n\r\n"
         slow = await server.connect(head)
         for _ in range(8):
             await slow.send(b"x")
             await asyncio.sleep(0.05)
         status, body = await slow.read_answer()
         assert (status, body["error"]["code"]) == (408, "body_timeout")
-        steady = await server.connect(head)  # longer than a window, and fast enough
+        steady = await server.connect(head)  # longer than a window, and each part is enough for one
         for _ in range(10):
-            await steady.send(b"x" * 500)
+            await steady.send(b"x" * 5000)
             await asyncio.sleep(0.1)
-        assert await steady.read_answer() == (200, 5000)
+        assert await steady.read_answer() == (200, 50_000)
         assert server.num_refused("body_timeout") == 1
 
     run(scenario)
@@ -232,7 +238,8 @@ def test_requests_that_run_keep_their_places(caplog: pytest.LogCaptureFixture) -
     async def scenario(server: Bounded) -> None:
         head = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n"
         running = [await server.connect(head) for _ in range(6)]
-        await asyncio.sleep(0.05)
+        connections = server.connections
+        await until(lambda: connections.num_open == 6 and not connections._new)
         refused = await server.connect()
         status, body = await refused.read_answer()
         assert (status, body["error"]["type"]) == (503, "overloaded_error")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import select
+import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -16,12 +17,12 @@ import zmq
 
 from baton.events.blocks import AllBlocksCleared, BlockStored, Lost, Restarted
 from tests.integration.following_kv_events import Consumer, Life, wait_until
+from tests.preloaded import VLLM, PreloadedProcess
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 START_S = 120.0
-PUBLISHER = Path(__file__).with_name("kv_event_publisher.py")
 GOLDEN = Path(__file__).parents[1] / "vectors" / "events" / "vllm-0.32.json"
 
 
@@ -43,23 +44,18 @@ def nursery():
     """The socket where lives of a publisher are born."""
     with tempfile.TemporaryDirectory() as folder:
         path, log = Path(folder) / "nursery", Path(folder) / "log"
-        with log.open("w") as output:
-            process = subprocess.Popen(
-                [sys.executable, str(PUBLISHER), str(path)],
-                stdout=output,
-                stderr=output,
-            )
+        program = "tests.integration.kv_event_publisher"
+        with log.open("wb") as output:
+            process = PreloadedProcess(VLLM, program, [str(path)], os.environ, output)
         try:
-            deadline = time.monotonic() + START_S
-            while not path.exists():
-                assert process.poll() is None, log.read_text()
-                assert time.monotonic() < deadline, log.read_text()
-                time.sleep(0.05)
-            time.sleep(0.05)  # between bind and listen
+            listens, _, _ = select.select([process.stdout], [], [], START_S)
+            assert listens, log.read_text()
+            assert process.stdout.readline() == b"listening\n", log.read_text()
             yield str(path)
         finally:
-            process.kill()
-            process.wait()
+            process.send_signal(signal.SIGKILL)
+            process.wait(10)
+            process.stdout.close()
 
 
 @pytest.fixture
@@ -138,16 +134,22 @@ class Relay:
 
     def __init__(self, publisher_end: str, own_end: str) -> None:
         context = zmq.Context.instance()
-        self._sub, self._pub = context.socket(zmq.SUB), context.socket(zmq.PUB)
+        self._sub, self._pub = context.socket(zmq.SUB), context.socket(zmq.XPUB)
         self._sub.subscribe(b"")
         self._sub.connect(publisher_end)
         self._pub.bind(own_end)
         self.swallowed, self.passed = [], []
 
+    def wait_for_subscribers(self) -> None:
+        """Until the subscriber's subscription is here; nothing tells that of the relay itself."""
+        assert self._pub.poll(20_000), "nobody has subscribed"
+        self._pub.recv()
+        time.sleep(0.3)
+
     def move(self, num: int, lose=lambda seq: False, copies: int = 1) -> None:
         """Carry the next `num` messages on, but for those to lose."""
         for _ in range(num):
-            assert self._sub.poll(5_000), "nothing to carry"
+            assert self._sub.poll(20_000), "nothing to carry"
             frames = self._sub.recv_multipart()
             seq = int.from_bytes(frames[1], "big")
             (self.swallowed if lose(seq) else self.passed).append(seq)
@@ -166,7 +168,7 @@ def relayed(ends, tmp_path, give_birth, closing):
     life = give_birth(*ends)
     relay = closing(Relay(ends[0], f"ipc://{tmp_path}/relay"))
     consumer = closing(Consumer(f"ipc://{tmp_path}/relay", ends[1]).connect())
-    time.sleep(0.3)  # until both subscriptions are in effect: nothing tells
+    relay.wait_for_subscribers()
     life.publish([stored(0)])
     relay.move(1)
     consumer.follow(life)
@@ -210,7 +212,7 @@ def test_what_is_out_of_the_buffer_is_lost_and_the_rest_is_right(tmp_path, give_
     life = give_birth(*ends, buffer_steps=5)
     relay = closing(Relay(ends[0], f"ipc://{tmp_path}/relay"))
     consumer = closing(Consumer(f"ipc://{tmp_path}/relay", ends[1]).connect())
-    time.sleep(0.3)
+    relay.wait_for_subscribers()
     life.publish([stored(1000)])
     relay.move(1)
     consumer.follow(life)
@@ -290,7 +292,7 @@ def test_without_a_replay_endpoint_a_gap_is_a_loss(tmp_path, give_birth, closing
     life = give_birth(end, None)
     relay = closing(Relay(end, f"ipc://{tmp_path}/relay"))
     consumer = closing(Consumer(f"ipc://{tmp_path}/relay", None).connect())
-    time.sleep(0.3)
+    relay.wait_for_subscribers()
     life.publish(*chain(0, 6))
     relay.move(6, lose=lambda seq: seq == 3)
     wait_until(lambda: consumer.take() == {4, 5}, consumer.take)

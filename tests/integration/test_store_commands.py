@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from json import loads as parse
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from baton.clock import MachineClock
 from baton.handoff.pool_mode.store_access import label_tenant, open_keyed_store
 from baton.store.interface import NO_TENANT, TenantLabel
 from baton.testing.store_contract import BODY_BYTES, body_of, name_of
+from tests.forked_module import run_forked
 from tests.store_servers import S3_CREDENTIALS, RedisServer, S3Server
 
 if TYPE_CHECKING:
@@ -46,13 +46,9 @@ def run(folder: Path, *arguments: str, key: str = KEY, json: bool = True) -> tup
     """Exit code, what was printed, and what was said on standard error."""
     command = [sys.executable, "-m", "baton.cli", "store", *arguments, "--store", "file"]
     command += ["--json"] if json else []
-    done = subprocess.run(
+    done = run_forked(
         [*command, "--set", f"store.options.file.directory={folder}"],
         env=dict(os.environ, BATON_CLUSTER_KEY=key),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
     )
     return done.returncode, parse(done.stdout) if done.stdout else [], done.stderr
 
@@ -217,7 +213,7 @@ def test_what_makes_no_sense_is_refused(
 
 def test_without_a_store_it_says_what_to_give() -> None:
     command = [sys.executable, "-m", "baton.cli", "store", "stats"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = run_forked(command)
     assert done.returncode == 2
     assert "--store" in done.stderr
 
@@ -249,13 +245,9 @@ def run_on_server(
     settings = [f"store.options.{kind}.{name}={value}" for name, value in options.items()]
     settings.append(f'store.tiers=["{kind}"]')
     flags = [text for setting in settings for text in ("--set", setting)]
-    done = subprocess.run(
+    done = run_forked(
         [sys.executable, "-m", "baton.cli", *command, *flags, "--json"],
         env=dict(os.environ, BATON_CLUSTER_KEY=key),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
     )
     return done.returncode, parse(done.stdout) if done.stdout else None, done.stderr
 

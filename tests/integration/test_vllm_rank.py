@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING
 
 import pytest
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    pytest.importorskip("vllm._custom_ops")
-    from vllm.config import KVTransferConfig
-    from vllm.v1.kv_cache_interface import SlidingWindowSpec
-
 import torch
 
 from baton.config.sections import StoreSection
@@ -20,11 +12,13 @@ from baton.engines.vllm.identity import Identity
 from baton.engines.vllm.options import ConnectorOptions
 from baton.engines.vllm.rank import Rank, RankPlan
 from baton.ids import Epoch, WorkerId
+from tests.lazy_modules import LazyModule
 from tests.unit.engines_vllm.caches import (
     BLOCK_SIZE,
     allocate,
     announce,
     configure,
+    kv_cache_interface,
     main_layers,
     plan,
     write_model,
@@ -34,9 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 IDENTITY = Identity(WorkerId("v0"), Epoch("0" * 32), "both", 1)
-WINDOW = SlidingWindowSpec(
-    block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=64
-)
+vllm_config = LazyModule("vllm.config")
 
 
 @pytest.mark.parametrize(
@@ -66,10 +58,13 @@ def test_the_mode_pool_is_announced_where_there_is_a_store_that_takes_the_pages(
     )
     config = configure(write_model(tmp_path / "model"))
     policy = "recompute" if recomputes else "fail"
-    config.kv_transfer_config = KVTransferConfig(
+    config.kv_transfer_config = vllm_config.KVTransferConfig(
         kv_connector="BatonConnector", kv_role="kv_both", kv_load_failure_policy=policy
     )
-    specs = dict.fromkeys(main_layers(), WINDOW) if has_window else main_layers()
+    window = kv_cache_interface.SlidingWindowSpec(
+        block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=64
+    )
+    specs = dict.fromkeys(main_layers(), window) if has_window else main_layers()
     cache = plan(config, specs)
     announce(config, tuple(specs))
     rank = Rank(RankPlan(config, cache, options, IDENTITY, rank=0))

@@ -1,4 +1,7 @@
-"""`baton worker --engine vllm`: why it does not start, how it starts, and how it ends."""
+"""`baton worker --engine vllm`: why it does not start, how it starts, and how it ends.
+
+One test starts it to the end by its command; others take processes that have vLLM loaded.
+"""
 
 import json
 import os
@@ -20,6 +23,8 @@ import pytest
 from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.net.tls import ClusterTls
+from baton.testing.fleet import start_command
+from tests.preloaded import start_preloaded_vllm
 
 START_TIMEOUT_S = 240
 POOL = "engine.kv_cache_bytes=134217728"
@@ -34,25 +39,22 @@ def runtime():
 
 
 @contextmanager
-def worker(runtime, *arguments):
+def worker(runtime, *arguments, start=start_command):
     """A running worker; it and what it started are killed at the end whatever happened."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
+    environment = {**kept, "XDG_STATE_HOME": str(runtime), "XDG_RUNTIME_DIR": str(runtime)}
     with (runtime / "stderr").open("wb") as stderr:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "baton.cli", "worker", "--engine", "vllm", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            env={**kept, "XDG_STATE_HOME": str(runtime), "XDG_RUNTIME_DIR": str(runtime)},
-            start_new_session=True,
-        )
-    watchdog = threading.Timer(START_TIMEOUT_S, process.kill)  # ends what waits for a line
+        process = start(["worker", "--engine", "vllm", *arguments], environment, stderr)
+    # Ends what waits for a line.
+    watchdog = threading.Timer(START_TIMEOUT_S, process.send_signal, [signal.SIGKILL])
     watchdog.start()
     try:
         yield process
     finally:
         watchdog.cancel()
-        process.kill()
-        process.communicate()
+        process.send_signal(signal.SIGKILL)
+        process.wait(timeout=10)
+        process.stdout.close()
 
 
 def until_said(process, runtime, event, phase=None):
@@ -87,9 +89,9 @@ def until_gone(pids, timeout_s=5):
     return [pid for pid in pids if not is_gone(pid)]
 
 
-def refused(runtime, *arguments):
+def refused(runtime, *arguments, start=start_command):
     """What a worker writes that does not start."""
-    with worker(runtime, *arguments) as process:
+    with worker(runtime, *arguments, start=start) as process:
         said = process.stdout.read()
         assert process.wait(timeout=60) == 2
     assert b"ready" not in said
@@ -119,15 +121,35 @@ def test_a_taken_port_is_said_before_anything_loads(runtime):
 
 
 def test_a_flag_that_vllm_does_not_know_is_said_by_vllm(runtime):
-    said = refused(runtime, "--set", 'engine.arguments=["--warp-speed"]')
+    warp = 'engine.arguments=["--warp-speed"]'
+    said = refused(runtime, "--set", warp, start=start_preloaded_vllm)
     assert "unrecognized arguments: --warp-speed" in said
 
 
-@pytest.mark.parametrize("phase", ["importing vLLM", "starting vLLM's engine"])
-def test_ctrl_c_while_loading_leaves_at_once_and_nothing_behind(runtime, phase):
-    with worker(runtime, "--set", POOL) as process:
+def is_importing(process):
+    """Whether it has begun with vLLM: what it imports first maps torch."""
+    return "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()
+
+
+def has_engine(process):
+    return bool(descendants(process.pid))
+
+
+@pytest.mark.parametrize(
+    ("phase", "is_reached", "start"),
+    [
+        ("importing vLLM", is_importing, start_command),
+        ("starting vLLM's engine", has_engine, start_preloaded_vllm),
+    ],
+    ids=["importing", "starting"],
+)
+def test_ctrl_c_while_loading_leaves_at_once_and_nothing_behind(runtime, phase, is_reached, start):
+    with worker(runtime, "--set", POOL, start=start) as process:
         until_said(process, runtime, "loading", phase)
-        time.sleep(1.5)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not is_reached(process):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         children = descendants(process.pid)
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=10) == 0

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-
 import numpy as np
 import pytest
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    ops = pytest.importorskip("vllm._custom_ops")
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +15,12 @@ from baton.kv.copies import BlockTable, PagedSequence
 from baton.kv.layout import DTYPE_BYTES, DType, KVLayout, LayerLayout, TensorParallelShard
 from baton.transfer.region import allocate_host_region, view_pages
 from tests.cpu import needs_fp8
+from tests.lazy_modules import LazyModule, skip_without_vllm
+
+skip_without_vllm()
+
+
+ops = LazyModule("vllm._custom_ops")
 
 TORCH: dict[DType, torch.dtype] = {
     "float32": torch.float32,

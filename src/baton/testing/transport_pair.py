@@ -37,7 +37,8 @@ if TYPE_CHECKING:
         Transport,
     )
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 20.0
+"""A bound: other processes have the cores meanwhile. On an idle machine all takes milliseconds."""
 BLIND_POLL_S = 0.001
 
 E = TypeVar("E")

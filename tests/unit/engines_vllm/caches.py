@@ -7,24 +7,24 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import pytest
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    pytest.importorskip("vllm._custom_ops")
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-    from vllm.v1.kv_cache_layout import KVCacheLayout
-    from vllm.v1.worker.utils import allocate_kv_cache
-
 import torch
+
+from tests.lazy_modules import LazyModule, skip_without_vllm
+
+skip_without_vllm()
+
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
+
+arg_utils = LazyModule("vllm.engine.arg_utils")
+kv_cache_utils = LazyModule("vllm.v1.core.kv_cache_utils")
+kv_cache_interface = LazyModule("vllm.v1.kv_cache_interface")
+kv_cache_layout = LazyModule("vllm.v1.kv_cache_layout")
+worker_utils = LazyModule("vllm.v1.worker.utils")
 
 BLOCK_SIZE = 32
 POOL_BYTES = 4 << 20
@@ -33,7 +33,7 @@ POOL_BYTES = 4 << 20
 def attention(**changes: Any) -> FullAttentionSpec:
     """The spec of an ordinary layer."""
     fields = {"block_size": BLOCK_SIZE, "num_kv_heads": 2, "head_size": 32}
-    return FullAttentionSpec(**({**fields, "dtype": torch.float32} | changes))
+    return kv_cache_interface.FullAttentionSpec(**({**fields, "dtype": torch.float32} | changes))
 
 
 def write_model(folder: Path, **changes: Any) -> str:
@@ -59,7 +59,7 @@ def configure(model: str, **arguments: Any) -> VllmConfig:
     """vLLM's own configuration of a server of that model."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        config = EngineArgs(
+        config = arg_utils.EngineArgs(
             model=model,
             dtype="float32",
             block_size=BLOCK_SIZE,
@@ -73,7 +73,7 @@ def configure(model: str, **arguments: Any) -> VllmConfig:
 
 def plan(config: VllmConfig, specs: dict[str, KVCacheSpec]) -> KVCacheConfig:
     """How vLLM would keep KV for these layers."""
-    return get_kv_cache_configs(config, [specs], [POOL_BYTES])[0]
+    return kv_cache_utils.get_kv_cache_configs(config, [specs], [POOL_BYTES])[0]
 
 
 def main_layers(num_layers: int = 3, **changes: Any) -> dict[str, KVCacheSpec]:
@@ -84,7 +84,8 @@ def main_layers(num_layers: int = 3, **changes: Any) -> dict[str, KVCacheSpec]:
 def allocate(config: KVCacheConfig) -> dict[str, torch.Tensor]:
     """What vLLM's worker does, inside the connector's context."""
     sizes = [group.kv_cache_spec.block_size for group in config.kv_cache_groups]
-    return allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout.LBHNC, sizes)
+    layout = kv_cache_layout.KVCacheLayout.LBHNC
+    return worker_utils.allocate_kv_cache(config, torch.device("cpu"), layout, sizes)
 
 
 class Backend:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import pickle
 import subprocess
 import sys
 import warnings
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -17,18 +19,14 @@ from baton.engines.vllm.compatibility import check_hooks
 from baton.engines.vllm.rank_observer import HandoffRecord
 from baton.engines.vllm.step_orders import Decline, Prompt, StepOrders, StepReport
 from baton.errors import ConfigError
+from tests.lazy_modules import LazyModule, skip_without_vllm
 from tests.unit.engines_vllm.test_handoff_schedule import prompt
 
-with warnings.catch_warnings():
-    # What vLLM and torch say of themselves while they load is not ours to repair.
-    warnings.simplefilter("ignore")
-    pytest.importorskip("vllm")
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+skip_without_vllm()
 
-    from baton.engines.vllm.connector import RankReport, StepMetadata
-    from baton.engines.vllm.stats import BatonPromMetrics, BatonStats
-
-CONNECTOR = baton.engines.vllm.BatonConnector
+base = LazyModule("vllm.distributed.kv_transfer.kv_connector.v1.base")
+connector = LazyModule("baton.engines.vllm.connector")
+vllm_stats = LazyModule("baton.engines.vllm.stats")
 SENT = HandoffRecord(
     side="sent",
     transport="shared",
@@ -58,18 +56,21 @@ LOST = HandoffRecord(
 
 
 def test_it_is_what_vllm_asks_for() -> None:
-    assert issubclass(CONNECTOR, KVConnectorBase_V1)
-    assert issubclass(CONNECTOR, SupportsHMA)
-    assert not inspect.isabstract(CONNECTOR)
-    parameters = inspect.signature(CONNECTOR).parameters
+    asked_for = connector.BatonConnector
+    assert baton.engines.vllm.BatonConnector is asked_for
+    assert issubclass(asked_for, base.KVConnectorBase_V1)
+    assert issubclass(asked_for, base.SupportsHMA)
+    assert not inspect.isabstract(asked_for)
+    parameters = inspect.signature(asked_for).parameters
     assert list(parameters) == ["vllm_config", "role", "kv_cache_config"]
     with pytest.raises(AttributeError, match="no attribute 'Other'"):
         _ = baton.engines.vllm.Other  # type: ignore[attr-defined]
 
 
 def test_every_hook_takes_what_vllms_own_takes() -> None:
-    for name, ours in vars(CONNECTOR).items():
-        theirs = getattr(KVConnectorBase_V1, name, None) or getattr(SupportsHMA, name, None)
+    vllms = base.KVConnectorBase_V1, base.SupportsHMA
+    for name, ours in vars(connector.BatonConnector).items():
+        theirs = getattr(vllms[0], name, None) or getattr(vllms[1], name, None)
         if name.startswith("_") or not inspect.isfunction(ours) or not inspect.isfunction(theirs):
             continue
         needed = [p for p in inspect.signature(theirs).parameters if p != "kwargs"]
@@ -82,7 +83,7 @@ def test_a_vllm_without_a_needed_hook_is_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"bind_connector_metadata.*0\.32"):
         check_hooks(Old)
-    check_hooks(KVConnectorBase_V1)
+    check_hooks(base.KVConnectorBase_V1)
 
 
 def test_importing_the_package_loads_no_framework() -> None:
@@ -93,34 +94,46 @@ def test_importing_the_package_loads_no_framework() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def import_connector_alone() -> None:
+    """In a process that has loaded vLLM: as if it had none of Baton's modules."""
+    warnings.simplefilter("ignore")
+    before = sys.modules["baton.engines.vllm.connector"]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "baton"]:
+        del sys.modules[name]
+    anew = importlib.import_module("baton.engines.vllm").BatonConnector
+    assert anew is not before.BatonConnector
+    assert "baton.handoff.agent" not in sys.modules
+
+
 def test_the_connector_itself_loads_no_agent() -> None:
-    code = (
-        "import sys, warnings; warnings.simplefilter('ignore');"
-        "from baton.engines.vllm import BatonConnector;"
-        "sys.exit('baton.handoff.agent' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert connector.BatonConnector, "it is loaded before the fork"
+    process = get_context("fork").Process(target=import_connector_alone)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
 
 
 def test_what_crosses_between_vllms_processes_is_pickled() -> None:
     told: Prompt = prompt(9)
     orders = StepOrders(declined=(Decline(told, "cached"),), preempted=("r",))
-    assert pickle.loads(pickle.dumps(StepMetadata(orders))).orders == orders
-    first, second = RankReport(StepReport((("a", "x"),))), RankReport(StepReport((("b", "y"),)))
+    assert pickle.loads(pickle.dumps(connector.StepMetadata(orders))).orders == orders
+    first, second = (
+        connector.RankReport(StepReport(((name, why),))) for name, why in (("a", "x"), ("b", "y"))
+    )
     both = first.aggregate(pickle.loads(pickle.dumps(second)))
     assert both.report.failed_sends == (("a", "x"), ("b", "y"))
 
 
-def stats(*records: HandoffRecord, **refused: int) -> BatonStats:
-    found = BatonStats.of(records, refused)
+def stats(*records: HandoffRecord, **refused: int) -> Any:
+    found = vllm_stats.BatonStats.of(records, refused)
     assert found is not None
     return found
 
 
 def test_statistics_add_up_over_ranks_and_steps() -> None:
-    assert BatonStats.of((), {}) is None
+    assert vllm_stats.BatonStats.of((), {}) is None
     whole = stats(SENT, stale_ticket=1).aggregate(stats(RECEIVED, LOST, stale_ticket=2))
-    rebuilt = CONNECTOR.build_kv_connector_stats(data=whole.to_dict())
+    rebuilt = connector.BatonConnector.build_kv_connector_stats(data=whole.to_dict())
     assert not rebuilt.is_empty()
     assert rebuilt.reduce() == {
         "baton sent": 1,
@@ -146,7 +159,7 @@ def test_statistics_become_metrics_with_vllms_labels() -> None:
     class Config:
         kv_transfer_config = None
 
-    metrics = BatonPromMetrics(
+    metrics = vllm_stats.BatonPromMetrics(
         Config(),
         {kind: made(kind) for kind in (Counter, Gauge, Histogram)},
         ["model_name", "engine"],

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 from baton.engines.vllm.layouts import pages_of, read_layers
 from baton.errors import ConfigError
@@ -16,6 +15,7 @@ from tests.unit.engines_vllm.caches import (
     allocate,
     attention,
     configure,
+    kv_cache_interface,
     main_layers,
     plan,
     write_model,
@@ -94,7 +94,7 @@ def test_the_whole_models_heads_and_this_ranks_shard(
 
 def test_latent_attention(tmp_path: Path) -> None:
     config = configure(write_model(tmp_path / "m"))
-    spec = MLAAttentionSpec(
+    spec = kv_cache_interface.MLAAttentionSpec(
         block_size=BLOCK_SIZE, num_kv_heads=1, head_size=576, dtype=torch.bfloat16
     )
     layers = read_layers(config, plan(config, dict.fromkeys(main_layers(), spec)), ALONE)
@@ -103,7 +103,7 @@ def test_latent_attention(tmp_path: Path) -> None:
 
 def test_a_window_counts_only_where_vllm_drops_what_is_behind_it(tmp_path: Path) -> None:
     config = configure(write_model(tmp_path / "m"))
-    window = SlidingWindowSpec(
+    window = kv_cache_interface.SlidingWindowSpec(
         block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=64
     )
     layers = read_layers(config, plan(config, dict.fromkeys(main_layers(), window)), ALONE)
@@ -114,7 +114,7 @@ def test_a_window_counts_only_where_vllm_drops_what_is_behind_it(tmp_path: Path)
 
 def test_two_groups_of_blocks_are_refused_with_what_helps(tmp_path: Path) -> None:
     config = configure(write_model(tmp_path / "m"))
-    window = SlidingWindowSpec(
+    window = kv_cache_interface.SlidingWindowSpec(
         block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=64
     )
     specs = main_layers() | {"model.layers.1.self_attn.attn": window}
@@ -135,7 +135,7 @@ def test_layers_of_two_dtypes_are_refused(tmp_path: Path) -> None:
     config = configure(write_model(tmp_path / "m"))
     cache = plan(config, main_layers())
     specs = main_layers() | {"model.layers.1.self_attn.attn": attention(dtype=torch.float16)}
-    cache.kv_cache_groups[0].kv_cache_spec = UniformTypeKVCacheSpecs(
+    cache.kv_cache_groups[0].kv_cache_spec = kv_cache_interface.UniformTypeKVCacheSpecs(
         BLOCK_SIZE, kv_cache_specs=specs
     )
     with pytest.raises(ConfigError, match="dtypes"):

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from vllm.sampling_params import (
-    RepetitionDetectionParams,
-    RequestOutputKind,
-    SamplingParams,
-    StructuredOutputsParams,
-)
 
 from baton.engines.vllm.resumed_streams import CARRIED_ON, find_obstacle
+from tests.lazy_modules import LazyModule, skip_without_vllm
+
+skip_without_vllm()
+
+sampling_params = LazyModule("vllm.sampling_params")
 
 TOKENS = {"type": "token", "prompt_token_ids": [1, 2]}
 GOES_ON: list[dict[str, Any]] = [
@@ -22,7 +21,10 @@ GOES_ON: list[dict[str, Any]] = [
     {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1},
     {"repetition_penalty": 1.2, "logit_bias": {3: 1.0}, "allowed_token_ids": [3, 4]},
     {"stop": ["x"], "stop_token_ids": [3], "ignore_eos": True, "max_tokens": 9, "min_tokens": 2},
-    {"extra_args": {"kv_transfer_params": {}}, "output_kind": RequestOutputKind.DELTA},
+    {
+        "extra_args": {"kv_transfer_params": {}},
+        "output_kind": lambda: sampling_params.RequestOutputKind.DELTA,
+    },
 ]
 STAYS: dict[str, dict[str, Any]] = {
     "seed": {"seed": 7},
@@ -32,29 +34,39 @@ STAYS: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 0},
     "prompt_logprobs": {"prompt_logprobs": 0},
     "bad_words": {"bad_words": ["no"]},
-    "structured_outputs": {"structured_outputs": StructuredOutputsParams(regex="a")},
+    "structured_outputs": {
+        "structured_outputs": lambda: sampling_params.StructuredOutputsParams(regex="a")
+    },
     "thinking_token_budget": {"thinking_token_budget": 9},
     "repetition_detection": {
-        "repetition_detection": RepetitionDetectionParams(max_pattern_size=2, min_count=3)
+        "repetition_detection": lambda: sampling_params.RepetitionDetectionParams(
+            max_pattern_size=2, min_count=3
+        )
     },
 }
 
 
+def make_params(**fields: Any) -> Any:
+    """Values that are functions are called: they need vLLM."""
+    called = {name: value() if callable(value) else value for name, value in fields.items()}
+    return sampling_params.SamplingParams(**called)
+
+
 def test_the_parameters_that_are_carried_on_are_vllms() -> None:
-    assert set(SamplingParams.__struct_fields__) >= CARRIED_ON
+    assert set(sampling_params.SamplingParams.__struct_fields__) >= CARRIED_ON
 
 
 @pytest.mark.parametrize("fields", GOES_ON)
 def test_what_depends_on_all_tokens_before_it_goes_on(fields: dict[str, Any]) -> None:
-    assert find_obstacle(SamplingParams(**fields), None, TOKENS) is None
+    assert find_obstacle(make_params(**fields), None, TOKENS) is None
 
 
 @pytest.mark.parametrize("name", STAYS)
 def test_what_depends_on_the_answer_alone_does_not(name: str) -> None:
-    assert find_obstacle(SamplingParams(**STAYS[name]), None, TOKENS) == name
+    assert find_obstacle(make_params(**STAYS[name]), None, TOKENS) == name
 
 
 def test_neither_adapters_nor_images_go_on() -> None:
-    assert find_obstacle(SamplingParams(), object(), TOKENS) == "LoRA"
-    assert find_obstacle(SamplingParams(), None, {"type": "multimodal"}) is not None
-    assert find_obstacle(SamplingParams(), None, "text") is not None
+    assert find_obstacle(make_params(), object(), TOKENS) == "LoRA"
+    assert find_obstacle(make_params(), None, {"type": "multimodal"}) is not None
+    assert find_obstacle(make_params(), None, "text") is not None
