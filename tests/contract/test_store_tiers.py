@@ -237,7 +237,7 @@ class TestFileTier(FolderFaultContract):
     """Past the page cache; `TestSharedTier` has files of the page cache."""
 
     kind = "file"
-    writes_by = "posix_fallocate"
+    writes_by = "rename"
 
     def options(self, place: Path, capacity_bytes: int) -> Mapping[str, object]:
         return {"directory": str(place / "files"), "capacity_bytes": capacity_bytes}

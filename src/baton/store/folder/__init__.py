@@ -5,6 +5,8 @@ File map:
     shared_capacity.py  its usage, counted by all processes
     body_pool.py        memory for bodies that every process maps once
     direct_files.py     large files past the page cache
+    direct_bodies.py    bodies in such files
+    spare_files.py      files of removed entries that are written again
     bodies.py           where a body lies: in its entry's file, or in the pool
     entry_writer.py     keeps new entries, some at a time
     demotion.py         puts victims into the tier below, some at once
