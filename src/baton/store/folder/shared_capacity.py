@@ -107,9 +107,10 @@ class SharedCapacity:
             too_much = Capacity(self._tenant_bytes, held_bytes).shortage(num_bytes)
             if too_much and tenant != NO_TENANT:
                 return Shortage(too_much, tenant)
-            if self._read().try_reserve(added_bytes) is None:
-                self._reservations.take_back()
             capacity = self._read()
+            if capacity.try_reserve(added_bytes) is None:
+                self._reservations.take_back()
+                capacity = self._read()
             reserved = capacity.try_reserve(added_bytes)
             if reserved is None:
                 return Shortage(capacity.shortage(added_bytes, slack_entries))

@@ -70,11 +70,11 @@ class SpareFiles:
             os.close(fd)
             raise
         # Locked after it was renamed: who opens the entry meanwhile finds that it has no name.
-        if not _try_own(fd):
+        size = _try_own(fd)
+        if size is None:
             os.close(fd)
             remove_if_there(self._folder, unfinished)
             return False
-        size = os.fstat(fd).st_size
         self._wanted[size] -= 1
         self._files.setdefault(size, []).append((fd, unfinished))
         return True
@@ -114,9 +114,10 @@ class SpareFiles:
         return is_whole and is_ours and self._wanted[status.st_size] > 0
 
 
-def _try_own(fd: int) -> bool:
-    """Lock a file without a reader, unless it was taken for a dead writer's and removed."""
+def _try_own(fd: int) -> int | None:
+    """Lock a file; its size. None: somebody reads it, or took it for a dead writer's."""
     try:
-        return try_lock_alone(fd) and os.fstat(fd).st_nlink == 1
+        status = os.fstat(fd) if try_lock_alone(fd) else None
     except OSError:
-        return False
+        return None
+    return status.st_size if status is not None and status.st_nlink == 1 else None
