@@ -167,18 +167,24 @@ class FolderFaultContract(SystemCallFaultContract):  # noqa: PLR0904 - a test fo
         def fail() -> None:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-        with self.opened(tmp_path) as tier:
+        with self.opened(tmp_path) as tier, self.opened(tmp_path) as other:
             put(tier, "a")
+            assert tier.find([name_of("a")]) == 1
             with failing(0, fail, (call,)) as calls:
                 assert read(tier, "a") is None
             assert calls.has_failed
-            assert tier.usage().num_read_errors == 1
             with failing(0, fail, (call,)) as calls, pytest.raises(StoreError, match="read"):
                 tier.is_whole(name_of("a"))
             assert calls.has_failed
             assert scan(tier).num_damaged == 0
-            assert read(tier, "a") == body_of("a")
+            assert tier.usage().num_read_errors == 1
             assert tier.is_whole(name_of("a"))
+            assert read(other, "a") == body_of("a")
+            assert tier.find([name_of("a")]) == 0, "it is left alone for a while"
+            assert read(tier, "a") is None
+            assert put(tier, "a") is PutResult.STORED, "it was computed again"
+            assert read(tier, "a") == body_of("a")
+            assert scan(tier).used_bytes == tier.usage().used_bytes
             assert tier.usage().num_read_errors == 1
 
     def test_an_entry_under_another_name_is_a_miss(self, tmp_path: Path) -> None:

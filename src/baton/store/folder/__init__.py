@@ -17,6 +17,7 @@ File map:
     tenant_counts.py    how much each tenant holds
     evicted_names.py    names that were evicted lately
     known_names.py      names that this process has found, and that were not removed since
+    unreadable_entries.py   entries that the disk refused to read lately
     tier.py             `FolderTier`
     compressing_tier.py, compressed_lease.py    the same where bodies may be compressed
 """

@@ -32,6 +32,7 @@ from baton.store.folder.known_names import KnownNames
 from baton.store.folder.leases import ReadFaults
 from baton.store.folder.listing import iter_files
 from baton.store.folder.shared_capacity import NOTHING_REMOVED, Removed, SharedCapacity
+from baton.store.folder.unreadable_entries import UnreadableEntries
 from baton.store.interface import NO_TENANT, EntryName, NamedBody, PutResult, Usage
 from baton.store.puts import take_one
 from baton.store.victims import WaitingVictims, is_unused
@@ -87,8 +88,8 @@ class FolderTier:
         tenant_bytes = int(options.tenant_share * options.capacity_bytes)
         self._clock, self._below = context.clock, context.below
         self._num_damaged = self._num_demoted = self._num_dropped = self._num_expired = 0
-        self._num_read_errors = 0
-        self._is_loss_reported = False
+        self._unreadable = UnreadableEntries(folder.path, context.clock)
+        self._is_reported = False
         self._looks_again_at = 0.0
         self._policy = EVICTIONS.build(options.eviction, {})
         with mapped({OSError: ConfigError, StoreError: ConfigError}):
@@ -136,6 +137,9 @@ class FolderTier:
 
     def _use_if_there(self, name: EntryName) -> bool:
         """Whether an entry is there, which counts as its last use."""
+        if name in self._unreadable:  # it was computed again: that can be read
+            self._unreadable.remove(name)
+            self._remove(name)
         status = self._find(name)
         if status is not None:
             self._mark_use(name, status)
@@ -238,9 +242,9 @@ class FolderTier:
             return False
 
     def _faults_of(self, name: EntryName) -> ReadFaults:
-        """A damaged entry is removed; one that cannot be read stays."""
+        """A damaged entry is removed; one that cannot be read stays, and is not read for a while."""
         return ReadFaults(
-            partial(self._remove_damaged, name), partial(self._count_read_error, name)
+            partial(self._remove_damaged, name), partial(self._leave_alone, name)
         )
 
     def discard(self, name: EntryName) -> None:
@@ -267,7 +271,7 @@ class FolderTier:
             num_dropped=self._num_dropped,
             num_damaged=self._num_damaged,
             num_expired=self._num_expired,
-            num_read_errors=self._num_read_errors,
+            num_read_errors=self._unreadable.num_errors,
         )
 
     def close(self) -> None:
@@ -425,24 +429,19 @@ class FolderTier:
         logger.warning("store: entry %s in %s is damaged: removed", name.hex(), self._folder.path)
         self._remove(name)
 
-    def _count_read_error(self, name: EntryName, error: OSError) -> None:
-        self._num_read_errors += 1
-        if self._num_read_errors == 1:
-            logger.warning(
-                "store: entry %s in %s cannot be read (%s). It stays, and is a miss for now. Does "
-                "the kernel's log report errors of this disk? (logged once)",
-                name.hex(),
-                self._folder.path,
-                error.strerror,
-            )
+    def _leave_alone(self, name: EntryName, error: OSError) -> None:
+        self._known.forget(name)
+        self._unreadable.add(name, error)
 
     def _report(self, error: StoreError) -> None:
-        if not self._is_loss_reported:
-            self._is_loss_reported = True
+        if not self._is_reported:
+            self._is_reported = True
             logger.warning("store: %s lost an entry (logged once): %s", self._folder.path, error)
 
     def _find(self, name: EntryName) -> os.stat_result | None:
         """The status of an entry that is there, and is not too old."""
+        if name in self._unreadable:
+            return None
         try:
             status = self._stat(name)
         except OSError:
