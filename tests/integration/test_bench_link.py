@@ -167,9 +167,7 @@ def test_two_listening_ends(without_nixl):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_that_ends_it_keeps_what_was_measured_and_leaves_no_process(
-    environment, number
-):
+def test_a_signal_that_ends_it_keeps_what_was_measured_and_leaves_no_process(environment, number):
     arguments = ["--sizes", "4096", "--quick", "--rounds", "1000", "--transport", "shared"]
     process = subprocess.Popen(
         [*LINK, *arguments, "--json"],

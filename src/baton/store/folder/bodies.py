@@ -191,9 +191,7 @@ class FileBodies:
     def settle(self) -> None:
         """The bodies that memory was taken for have their names, or were given back."""
 
-    def try_lease(
-        self, fd: int, name: EntryName, faults: ReadFaults
-    ) -> FileEntryLease | None:
+    def try_lease(self, fd: int, name: EntryName, faults: ReadFaults) -> FileEntryLease | None:
         """A lease, which owns the open file `fd` then.
 
         None: it is damaged, or no entry; or it was removed, and has no name any more.
@@ -282,9 +280,7 @@ class PooledBodies(FileBodies):
             self._taken = ()
             self._pool.end_claim()
 
-    def try_lease(
-        self, fd: int, name: EntryName, faults: ReadFaults
-    ) -> FileEntryLease | None:
+    def try_lease(self, fd: int, name: EntryName, faults: ReadFaults) -> FileEntryLease | None:
         status = os.fstat(fd)
         num_bytes = count_body_bytes(status)
         if not stat.S_ISREG(status.st_mode) or not self._holds(num_bytes):

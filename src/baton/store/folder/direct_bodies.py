@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from baton.store.folder.bodies import BegunFile, FileBodies
 from baton.store.folder.directory import open_unnamed
-from baton.store.folder.leases import UncachedEntryLease
+from baton.store.folder.leases import FileEntryLease, UncachedEntryLease
 from baton.store.folder.spare_files import SpareFiles
 
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from baton.store.folder.bodies import NewEntry
     from baton.store.folder.direct_files import DirectFiles
-    from baton.store.folder.leases import FileEntryLease
     from baton.store.interface import EntryName, TenantLabel
 
 

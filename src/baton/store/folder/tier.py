@@ -242,10 +242,8 @@ class FolderTier:
             return False
 
     def _faults_of(self, name: EntryName) -> ReadFaults:
-        """A damaged entry is removed; one that cannot be read stays, and is not read for a while."""
-        return ReadFaults(
-            partial(self._remove_damaged, name), partial(self._leave_alone, name)
-        )
+        """A damaged entry is removed; one that cannot be read stays, and is left alone."""
+        return ReadFaults(partial(self._remove_damaged, name), partial(self._leave_alone, name))
 
     def discard(self, name: EntryName) -> None:
         self._remove(name)
