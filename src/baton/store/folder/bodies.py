@@ -27,6 +27,7 @@ from baton.store.entry_format import (
     read_header,
 )
 from baton.store.folder.body_pool import (
+    COPIED_IN_BYTES,
     EXTENT_BYTES,
     copy_in,
     count_extents,
@@ -264,7 +265,8 @@ class PooledBodies(FileBodies):
         if not runs:
             return super()._begin(index, entry, tenant, stack)
         seal, num_bytes = self._begin_seal(entry, tenant), len(entry.body)
-        for piece in copy_in(self._pool.views(runs, num_bytes), entry.body):
+        views = self._pool.views(runs, num_bytes, COPIED_IN_BYTES)
+        for piece in copy_in(views, entry.body):
             seal.add(piece.data)
         file = open_unnamed(self._folder, stack)
         head = seal.make_header(POOLED_MAGIC) + pack_runs(runs)
