@@ -24,10 +24,11 @@ def test_a_store_in_use_is_right_whoever_is_killed(tmp_path: Path, eviction: str
     assert verify_as_a_user(folder, eviction) == 0
 
 
+@pytest.mark.every
 @pytest.mark.usefixtures("direct_disk")
 def test_files_that_are_written_again_are_right_whoever_is_killed(tmp_path: Path) -> None:
     folder = tmp_path / "kv"
-    kills = run(folder, 12, "lru", LARGE)
+    kills = run(folder, 30, "lru", LARGE)
     assert kills.num_in_old_file > 0, "some were killed while they wrote into an old file"
     assert kills.max_used_bytes > 0.8 * LARGE.capacity_bytes, "the store was full"
     assert verify_as_a_user(folder, "lru", LARGE) == 0
