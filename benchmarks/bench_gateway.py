@@ -22,6 +22,7 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import signal
 import socket
 import statistics
 import time
@@ -374,6 +375,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=40.0, help="events per second and stream")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the servers are ended, too
     servers: list[ServerProcess] = []
     try:
         results = measure(start_configurations(servers), args)

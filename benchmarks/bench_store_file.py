@@ -10,6 +10,8 @@ of `fio, depth N`, or for writes that are durable to `fio, each flushed`.
 - `fio, a file each`: O_DIRECT into a new file for each request, flushed when it is closed
 - `direct`: the tier as it is by default, past the page cache, as a worker puts what a request
   leaves: `put_many` of 8 MiB at once, each entry on the disk before it has its name
+- `direct, full`: the same in a tier that is full, so that the entries of the round before make
+  room; what is removed and looked for in advance for that is in the time, too
 - `direct, all at once`: one `put_many` of all entries
 - `direct, one by one`: a `put` of each
 - `direct, not durable`: as `direct`, with `durable = "none"`
@@ -40,6 +42,7 @@ import numpy as np
 
 from baton.clock import MachineClock
 from baton.handoff.pool_mode.block_copier import BATCH_BYTES
+from baton.store.folder.bodies import compute_cost
 from baton.store.interface import EntryName, NamedBody, PutResult, TierContext
 from baton.store.tiers.file import FileTier, FileTierOptions
 
@@ -52,16 +55,21 @@ ByOp: TypeAlias = "dict[Op, dict[str, dict[str, float]]]"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How a tier is opened, and how many bytes of bodies are put at once (at least one entry)."""
+    """How a tier is opened, and how many bytes of bodies are put at once (at least one entry).
+
+    `is_full`: it has room for the entries of one round.
+    """
 
     direct_io: bool = True
     durable: Literal["large", "none"] = "large"
     at_once_bytes: int = BATCH_BYTES
+    is_full: bool = False
 
 
 KEY: Final = bytes(32)
 SETTINGS: Final[Mapping[str, Setting]] = {
     "direct": Setting(),
+    "direct, full": Setting(is_full=True),
     "direct, all at once": Setting(at_once_bytes=1 << 40),
     "direct, one by one": Setting(at_once_bytes=0),
     "direct, not durable": Setting(durable="none"),
@@ -117,25 +125,35 @@ class TierRun:
 
     def __init__(self, folder: Path, source: np.ndarray, setting: Setting) -> None:
         self.folder, self.source, self.target = folder, source, np.empty_like(source)
+        num_rounds = 1 if setting.is_full else 4
         options = FileTierOptions(
             directory=str(folder),
-            capacity_bytes=4 * source.nbytes,
+            capacity_bytes=num_rounds * len(source) * compute_cost(source.shape[1]),
             direct_io=setting.direct_io,
             durable=setting.durable,
         )
         self.tier = FileTier(options, TierContext("bench", KEY, MachineClock()))
         assert self.tier.usage().direct_io == setting.direct_io, "this filesystem refuses O_DIRECT"
-        self.names = [EntryName(hashlib.sha256(b"%d" % i).digest()) for i in range(len(source))]
-        entries = [
-            NamedBody(*each) for each in zip(self.names, (r.data for r in source), strict=True)
-        ]
-        num_at_once = max(1, setting.at_once_bytes // len(source[0]))
-        self.batches = [
-            entries[at : at + num_at_once] for at in range(0, len(entries), num_at_once)
-        ]
+        self.num_at_once = max(1, setting.at_once_bytes // len(source[0]))
+        self.is_full, self.num_written = setting.is_full, 0
+        self.names: list[EntryName] = []
+        self.batches: list[list[NamedBody]] = []
+        if self.is_full:
+            self.name_entries()
+            self.write()
+
+    def name_entries(self) -> None:
+        """Give the entries new names."""
+        self.num_written += 1
+        texts = (b"%d %d" % (self.num_written, i) for i in range(len(self.source)))
+        self.names = [EntryName(hashlib.sha256(text).digest()) for text in texts]
+        rows = (row.data for row in self.source)
+        entries = [NamedBody(*each) for each in zip(self.names, rows, strict=True)]
+        starts = range(0, len(entries), self.num_at_once)
+        self.batches = [entries[at : at + self.num_at_once] for at in starts]
 
     def run(self, op: Op) -> float:
-        """Seconds for all entries. They are removed before they are written."""
+        """Seconds for all entries, under new names if they are written."""
         self.prepare(op)
         began_at = time.perf_counter()
         if op == "write":
@@ -161,10 +179,12 @@ class TierRun:
                 assert lease.try_read(into.data)
 
     def prepare(self, op: Op) -> None:
-        """Before the time is taken: remove the entries, or drop their pages."""
+        """Before the time is taken: remove the entries, unless they make room; or drop pages."""
         if op == "write":
-            for name in self.names:
-                self.tier.discard(name)
+            if not self.is_full:
+                for name in self.names:
+                    self.tier.discard(name)
+            self.name_entries()
             return
         self.target[:] = 0
         os.sync()

@@ -30,6 +30,7 @@ import importlib.util
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -313,6 +314,7 @@ def main() -> None:
     parser.add_argument("--own", help=argparse.SUPPRESS)
     parser.add_argument("--contained", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the servers are ended, too
     if options.own is not None:
         port, segment_bytes = map(int, options.own.split(":"))
         store = open_store(port, segment_bytes, f"127.0.0.1:{port + 2}")

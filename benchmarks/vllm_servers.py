@@ -14,10 +14,13 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
+
+from baton.testing.fleet import sigterm_as_ctrl_c
 
 START_TIMEOUT_S = 180.0
 
@@ -84,11 +87,18 @@ class Servers:
     python_path: str = ""
     arguments: tuple[str, ...] = ("--no-enable-prefix-caching",)
     started: list[Server] = field(default_factory=list)
+    ending: ExitStack = field(default_factory=ExitStack, init=False)
 
     def __enter__(self) -> Self:
+        self.ending.enter_context(sigterm_as_ctrl_c())
+        self.ending.callback(self.close)
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.ending.close()
+
+    def close(self) -> None:
+        """End all servers."""
         for server in self.started:
             server.send(signal.SIGCONT)
             server.send(signal.SIGTERM)

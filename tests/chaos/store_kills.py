@@ -2,6 +2,8 @@
 
 Each puts, reads, evicts and maintains at random; what it reads must be what was put. After each
 kill every entry is read and compared with its digest, beside the processes that go on.
+
+Small entries have new files; large ones (`LARGE`) are written into files of those that make room.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +28,7 @@ from baton.errors import StoreError
 from baton.handoff.pool_mode.store_access import open_keyed_store
 from baton.ops import store as ops
 from baton.store.folder.bodies import compute_cost
+from baton.store.folder.directory import UNFINISHED
 from baton.store.folder.tier import COUNT_TOLERANCE_PARTS
 from baton.testing.store_contract import body_of, name_of, read
 
@@ -33,56 +37,85 @@ if TYPE_CHECKING:
 
 KEY = "5" * 64
 NUM_PROCESSES = 8
-NUM_CONTENTS = 128
-BODY_BYTES = 100_000
-NUM_ENTRIES = 64
-CAPACITY_BYTES = NUM_ENTRIES * compute_cost(BODY_BYTES)
 MAX_LIFE_S = 0.05
 WRONG, BROKEN = 3, 4
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A store of `num_entries` bodies; twice as many are put in turn."""
+
+    body_bytes: int
+    num_entries: int
+
+    @property
+    def entry_bytes(self) -> int:
+        return compute_cost(self.body_bytes)
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self.num_entries * self.entry_bytes
+
+    def body(self, content: str) -> bytes:
+        """A body that no other content has."""
+        return _body(content, self.body_bytes)
+
+
+@lru_cache(maxsize=512)
+def _body(content: str, num_bytes: int) -> bytes:
+    return body_of(content, num_bytes)
+
+
+SMALL = Load(100_000, 64)
+LARGE = Load((1 << 20) + 100, 24)
+
+
 @dataclass(slots=True)
 class Kills:
-    """What was seen; `num_mid_write`: processes that were killed with an entry half written."""
+    """What was seen; `num_mid_write`: processes that were killed with an entry half written.
+
+    `num_in_old_file`: those that were writing into the file of an entry that had made room.
+    """
 
     num_kills: int = 0
     num_mid_write: int = 0
+    num_in_old_file: int = 0
     max_used_bytes: int = 0
 
 
-def options(folder: Path, eviction: str) -> dict[str, object]:
-    return {"directory": str(folder), "capacity_bytes": CAPACITY_BYTES, "eviction": eviction}
+def options(folder: Path, eviction: str, load: Load) -> dict[str, object]:
+    return {"directory": str(folder), "capacity_bytes": load.capacity_bytes, "eviction": eviction}
 
 
-def open_files(folder: Path, eviction: str) -> TieredStore:
+def open_files(folder: Path, eviction: str, load: Load) -> TieredStore:
     key = ClusterKey.from_hex(KEY)
-    settings = {"file": options(folder, eviction)}
+    settings = {"file": options(folder, eviction, load)}
     return open_keyed_store(("file",), settings, key=key, clock=MachineClock())
 
 
-def use(folder: Path, eviction: str, seed: int) -> None:
+def use(folder: Path, eviction: str, load: Load, seed: int) -> None:
     """One process, until it is killed. Exits with WRONG for a wrong answer."""
     chance = random.Random(seed)
-    (tier,) = open_files(folder, eviction).tiers
+    (tier,) = open_files(folder, eviction, load).tiers
     while True:
-        content = f"entry {chance.randrange(NUM_CONTENTS)}"
+        content = f"entry {chance.randrange(2 * load.num_entries)}"
         found = read(tier, content)
-        if found not in {None, body_of(content, BODY_BYTES)}:
+        if found not in {None, load.body(content)}:
             os._exit(WRONG)
         with suppress(StoreError):  # others take what is freed, or hold the lock
             if found is None:
-                tier.put(name_of(content), body_of(content, BODY_BYTES))
+                tier.put(name_of(content), load.body(content))
             if chance.random() < 0.05:
                 tier.discard(name_of(content))
             if chance.random() < 0.02:
                 tier.inner.maintain()
 
 
-def start(folder: Path, eviction: str, seed: int) -> int:
+def start(folder: Path, eviction: str, load: Load, seed: int) -> int:
     child = os.fork()
     if child == 0:
         try:
-            use(folder, eviction, seed)
+            use(folder, eviction, load, seed)
         finally:
             os._exit(BROKEN)
     return child
@@ -92,49 +125,54 @@ def run(
     folder: Path,
     num_kills: int,
     eviction: str,
+    load: Load = SMALL,
     seed: int = 1,
+    *,
     num_processes: int = NUM_PROCESSES,
 ) -> Kills:
     """Kill that often; AssertionError where anything is wrong."""
     chance, kills = random.Random(seed), Kills()
-    store = open_files(folder, eviction)  # it is never unused meanwhile
+    store = open_files(folder, eviction, load)  # it is never unused meanwhile
     (tier,) = store.tiers
-    children = [start(folder, eviction, seed + i) for i in range(num_processes)]
+    for i in range(2 * load.num_entries):
+        load.body(f"entry {i}")  # children that are forked have it
+    children = [start(folder, eviction, load, seed + i) for i in range(num_processes)]
     try:
         for number in range(num_kills):
             time.sleep(chance.random() * MAX_LIFE_S)
             index = chance.randrange(num_processes)
-            kills.num_mid_write += stop(children[index])
+            opened = stop(children[index])
+            kills.num_mid_write += any("/#" in path for path in opened)
+            kills.num_in_old_file += any(f"/{UNFINISHED}" in path for path in opened)
             kill(children[index])
-            children[index] = start(folder, eviction, seed + num_processes + number)
+            children[index] = start(folder, eviction, load, seed + num_processes + number)
             kills.num_kills += 1
             (checked,) = ops.verify([tier], remove=False)
             assert checked.num_damaged == 0
             # The list is not of one moment: it may have a victim, and what was put for it.
             used_bytes = sum(entry.num_bytes for entry in tier.entries())
-            assert used_bytes <= CAPACITY_BYTES + num_processes * compute_cost(BODY_BYTES)
+            assert used_bytes <= load.capacity_bytes + num_processes * load.entry_bytes
             kills.max_used_bytes = max(kills.max_used_bytes, used_bytes)
     finally:
         for child in children:
             kill(child)
-    assert sum(entry.num_bytes for entry in tier.entries()) <= CAPACITY_BYTES
-    for i in range(2 * NUM_ENTRIES):  # all of the capacity can be used
-        tier.put(name_of(f"last {i}"), body_of(f"last {i}", BODY_BYTES))
+    assert sum(entry.num_bytes for entry in tier.entries()) <= load.capacity_bytes
+    for i in range(2 * load.num_entries):  # all of the capacity can be used
+        tier.put(name_of(f"last {i}"), load.body(f"last {i}"))
         used_bytes = sum(entry.num_bytes for entry in tier.entries())
-        assert used_bytes <= CAPACITY_BYTES
-    tolerated_bytes = CAPACITY_BYTES // COUNT_TOLERANCE_PARTS
+        assert used_bytes <= load.capacity_bytes
+    tolerated_bytes = load.capacity_bytes // COUNT_TOLERANCE_PARTS
     assert used_bytes <= tier.usage().used_bytes <= used_bytes + tolerated_bytes
-    assert used_bytes > 0.9 * CAPACITY_BYTES
+    assert used_bytes > 0.9 * load.capacity_bytes
     store.close()
     return kills
 
 
-def stop(child: int) -> bool:
-    """Stop a process; whether it has a file open that has no name yet."""
+def stop(child: int) -> list[str]:
+    """Stop a process; the files that it has open."""
     os.kill(child, signal.SIGSTOP)
     os.waitpid(child, os.WUNTRACED)
-    opened = [str(path.readlink()) for path in Path(f"/proc/{child}/fd").iterdir()]
-    return any("/#" in path for path in opened)
+    return [str(path.readlink()) for path in Path(f"/proc/{child}/fd").iterdir()]
 
 
 def kill(child: int) -> None:
@@ -143,11 +181,10 @@ def kill(child: int) -> None:
     assert status == -signal.SIGKILL, f"a process ended by itself with {status}"
 
 
-def verify_as_a_user(folder: Path, eviction: str) -> int:
+def verify_as_a_user(folder: Path, eviction: str, load: Load = SMALL) -> int:
     """The exit code of `baton store verify`."""
-    settings = [
-        f"store.options.file.{key}={value}" for key, value in options(folder, eviction).items()
-    ]
+    chosen = options(folder, eviction, load)
+    settings = [f"store.options.file.{key}={value}" for key, value in chosen.items()]
     command = [sys.executable, "-m", "baton.cli", "store", "verify", "--store", "file"]
     return subprocess.run(
         [*command, *(f"--set={setting}" for setting in settings)],
@@ -163,12 +200,12 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    for eviction in ("lru", "s3fifo"):
+    for eviction, load in (("lru", SMALL), ("s3fifo", SMALL), ("lru", LARGE)):
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place) / "kv"
-            kills = run(folder, arguments.kills, eviction, arguments.seed)
-            assert verify_as_a_user(folder, eviction) == 0
-            print(f"{eviction}: {kills}, of {CAPACITY_BYTES} bytes; nothing wrong, nothing damaged")
+            kills = run(folder, arguments.kills, eviction, load, arguments.seed)
+            assert verify_as_a_user(folder, eviction, load) == 0
+            print(f"{eviction}, {load}: {kills}; nothing wrong, nothing damaged")
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.chaos.store_kills import CAPACITY_BYTES, run, verify_as_a_user
+from baton.store.folder.direct_files import try_direct
+from tests.chaos.store_kills import LARGE, SMALL, run, verify_as_a_user
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,5 +20,26 @@ def test_a_store_in_use_is_right_whoever_is_killed(tmp_path: Path, eviction: str
     kills = run(folder, 12, eviction, num_processes=3)  # they take all cores
     assert kills.num_kills == 12
     assert kills.num_mid_write > 0, "some were killed while they wrote"
-    assert kills.max_used_bytes > 0.8 * CAPACITY_BYTES, "the store was full"
+    assert kills.max_used_bytes > 0.8 * SMALL.capacity_bytes, "the store was full"
     assert verify_as_a_user(folder, eviction) == 0
+
+
+@pytest.mark.every
+@pytest.mark.usefixtures("direct_disk")
+def test_files_that_are_written_again_are_right_whoever_is_killed(tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    kills = run(folder, 30, "lru", LARGE)
+    assert kills.num_in_old_file > 0, "some were killed while they wrote into an old file"
+    assert kills.max_used_bytes > 0.8 * LARGE.capacity_bytes, "the store was full"
+    assert verify_as_a_user(folder, "lru", LARGE) == 0
+
+
+@pytest.fixture(name="direct_disk")
+def direct_disk_fixture(tmp_path: Path) -> None:
+    """Files can be written past the page cache here."""
+    folder = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if not try_direct(folder):
+            pytest.skip(f"the filesystem of {tmp_path} refuses O_DIRECT")
+    finally:
+        os.close(folder)

@@ -17,9 +17,10 @@ from baton.errors import StoreError
 from baton.ops.doctor.finding import Level
 from baton.ops.doctor.store import check_tier
 from baton.store.entry_format import HEADER_BYTES
+from baton.store.folder import bodies
 from baton.store.folder.direct_files import ALIGNMENT_BYTES, NUM_SLOTS, align
-from baton.testing.store_contract import body_of, name_of, put, read, read_lease
-from baton.testing.store_syscalls import failing
+from baton.testing.store_contract import BODY_BYTES, body_of, name_of, put, read, read_lease
+from baton.testing.store_syscalls import count_descriptors, failing
 from tests.contract.direct_tier import Durable, open_direct_tier
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 NO_HOST: Any = None
 """A tier is looked at on this machine, not on the recorded ones of the doctor's tests."""
+ROOM_FOR_TWO = 2 * bodies.compute_cost(BODY_BYTES)
+OWN_FILES = {"users", "capacity", "reserved", "tenants", "removed"}
 
 
 @pytest.fixture(name="place")
@@ -71,6 +74,65 @@ def test_tiers_with_and_without_read_each_others_entries(place: Path) -> None:
         for tier in (direct, cached):
             assert read(tier, "a") == body_of("a")
             assert read(tier, "b") == body_of("b")
+
+
+def test_a_new_entry_is_written_into_the_file_of_the_one_that_makes_room(place: Path) -> None:
+    paths = {content: place / "files" / name_of(content).hex() for content in "abcd"}
+    calls: list[str] = []
+    with closing(open_direct_tier(place, ROOM_FOR_TWO, durable="all")) as tier:
+        put(tier, "a")
+        put(tier, "b")
+        first, num_open = paths["a"].stat(), count_descriptors()
+        kinds = ("posix_fallocate", "rename", "fdatasync", "link")
+        with failing(None, lambda: calls.append(seen.name), kinds) as seen:
+            put(tier, "c")
+        assert calls == ["rename", "fdatasync", "link"]
+        assert (paths["c"].stat().st_ino, paths["c"].stat().st_nlink) == (first.st_ino, 1)
+        assert count_descriptors() == num_open
+        assert not paths["a"].exists()
+        assert [read(tier, content) for content in "abc"] == [None, body_of("b"), body_of("c")]
+        tier.put(name_of("d"), body_of("d", ROOM_FOR_TWO - HEADER_BYTES))  # of another size
+        assert tier.usage().used_bytes == ROOM_FOR_TWO
+    assert {path.name for path in (place / "files").iterdir()} - OWN_FILES == {paths["d"].name}
+
+
+def test_the_file_of_an_entry_that_is_read_is_not_written(place: Path) -> None:
+    with closing(open_direct_tier(place, ROOM_FOR_TWO)) as tier:
+        put(tier, "a")
+        put(tier, "b")
+        first = (place / "files" / name_of("a").hex()).stat()
+        lease = tier.try_lease(name_of("a"))
+        assert lease is not None
+        with lease:
+            assert read(tier, "b") == body_of("b")  # so that "a" is what was used least recently
+            put(tier, "c")
+            assert (place / "files" / name_of("c").hex()).stat().st_ino != first.st_ino
+            assert read_lease(lease) == body_of("a")
+        assert tier.find([name_of("a")]) == 0
+
+
+def test_an_entry_whose_file_is_written_again_while_it_is_opened_is_a_miss(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the file was opened by name, before it is locked; it is no damage."""
+    try_share = bodies.try_share
+    with (
+        closing(open_direct_tier(place, ROOM_FOR_TWO)) as tier,
+        closing(open_direct_tier(place, ROOM_FOR_TWO)) as reader,
+    ):
+        put(tier, "a")
+        put(tier, "b")
+
+        def share_late(fd: int) -> bool:
+            monkeypatch.setattr(bodies, "try_share", try_share)
+            put(tier, "c")
+            assert os.fstat(fd).st_ino == (place / "files" / name_of("c").hex()).stat().st_ino
+            return try_share(fd)
+
+        monkeypatch.setattr(bodies, "try_share", share_late)
+        assert read(reader, "a") is None
+        assert reader.usage().num_damaged == 0
+        assert read(reader, "c") == body_of("c")
 
 
 def is_cached(path: Path) -> bool:

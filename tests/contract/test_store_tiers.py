@@ -1,5 +1,7 @@
 """Both tiers, and the two of them as one store."""
 
+import errno
+import os
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
@@ -10,9 +12,14 @@ import pytest
 
 from baton.clock import MachineClock
 from baton.errors import ConfigError, StoreFullError
-from baton.store.counted_tier import make_families
+from baton.store.counted_tier import CountedTier, make_families
 from baton.store.entry_format import HEADER_BYTES
-from baton.store.folder.bodies import NewEntry, PooledBodies, compute_pooled_cost
+from baton.store.folder.bodies import (
+    NewEntry,
+    PooledBodies,
+    compute_cost,
+    compute_pooled_cost,
+)
 from baton.store.folder.body_pool import (
     EXTENT_BYTES,
     MAX_PACKED_BYTES,
@@ -237,7 +244,7 @@ class TestFileTier(FolderFaultContract):
     """Past the page cache; `TestSharedTier` has files of the page cache."""
 
     kind = "file"
-    writes_by = "posix_fallocate"
+    writes_by = "rename"
 
     def options(self, place: Path, capacity_bytes: int) -> Mapping[str, object]:
         return {"directory": str(place / "files"), "capacity_bytes": capacity_bytes}
@@ -333,6 +340,27 @@ class TestTiers(StoreContract):
                 body_of(f"entry {i}") for i in range(12)
             ]
 
+    def test_an_entry_that_one_disk_does_not_read_comes_from_another(self, tmp_path: Path) -> None:
+        def fail() -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        context = TierContext("contract", CONTRACT_KEY, CLOCK)
+        places = [tmp_path / name for name in ("above", "first", "second")]
+        places[0].mkdir()
+        tiers = [
+            CountedTier(kind, TIERS.build(kind, {"directory": str(place)})(context))
+            for kind, place in zip(("shared", "file", "file"), places, strict=True)
+        ]
+        with closing(TieredStore(tiers)) as store:
+            for tier in tiers[1:]:
+                put(tier, "a")
+            with failing(0, fail, ("preadv",)) as calls:
+                assert read(store, "a") == body_of("a")
+            assert calls.has_failed
+            assert [tier.usage().num_read_errors for tier in tiers] == [0, 1, 0]
+            assert tiers[0].find([name_of("a")]) == 1, "it was copied up"
+            assert tiers[1].is_whole(name_of("a")), "it stays"
+
     def test_a_full_first_tier_is_passed_over(self, tmp_path: Path) -> None:
         options = {
             "shared": {"directory": str(tmp_path), "capacity_bytes": 4096},
@@ -393,17 +421,24 @@ def test_what_is_asked_of_each_tier_is_counted(tmp_path: Path) -> None:
     assert found["bytes_total", "file", "read"] == BODY_BYTES
 
 
-def test_a_damaged_entry_is_counted(tmp_path: Path) -> None:
+def test_a_damaged_entry_is_counted_and_so_is_one_that_is_not_read(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
     files = TestFileTier()
     options = {"file": files.options(tmp_path, 1_000_000)}
     with closing(open_store(("file",), options, **CONTRACT)) as store:
-        put(store, "a")
+        for content in "ab":
+            put(store, content)
+        with failing(0, fail, ("preadv",)):
+            assert read(store, "b") is None
+        assert counted(store)["read_errors_total", "file"] == 1
         path = files.entry(tmp_path, "a")
         path.write_bytes(path.read_bytes()[:-1] + b"?")
         assert read(store, "a") is None
         found = counted(store)
         assert found["damaged_total", "file"] == 1
-        assert ("used_bytes", "file") not in found
+        assert found["used_bytes", "file"] == scan(store).used_bytes == compute_cost(BODY_BYTES)
 
 
 @pytest.fixture(name="tiny_disk")

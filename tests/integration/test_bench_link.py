@@ -182,7 +182,8 @@ def test_two_listening_ends(without_nixl):
     assert f"baton bench link --listen {driver}" in gone.stderr
 
 
-def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process(environment):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_ends_it_keeps_what_was_measured_and_leaves_no_process(environment, number):
     arguments = ["--sizes", "4096", "--quick", "--rounds", "1000", "--transport", "shared"]
     process = subprocess.Popen(
         [*LINK, *arguments, "--json"],
@@ -196,7 +197,7 @@ def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process(environment):
         if "round 2: shared" in line:
             break
     children = wait_for_children(process.pid)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     stdout, stderr = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 130
     assert "Traceback" not in stderr

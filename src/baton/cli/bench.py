@@ -1,5 +1,6 @@
 """`baton bench link` and `baton bench compare`."""
 
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -83,6 +84,8 @@ def link(
     Two hosts: run `baton bench link --listen HOST:PORT` on both, with one BATON_CLUSTER_KEY, then
     `baton bench link A B` anywhere.
     """
+    # As Ctrl-C: with a report of what was measured, and with the processes of the measurement.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     flags = flags or LinkFlags()
     config = flags.resolve().to_config()
     clock = MachineClock()

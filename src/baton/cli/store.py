@@ -80,7 +80,7 @@ def verify(
     ] = False,
     json: Json = False,
 ) -> int:
-    """Read every entry and compare it with its digest. Exit code 1: some are damaged.
+    """Read every entry and compare it with its digest. Exit code 1: some are damaged or unreadable.
 
     The digests are keyed: with another cluster key than the workers' every entry looks damaged.
     """
@@ -95,7 +95,7 @@ def verify(
     num_damaged = sum(each.num_damaged for each in found)
     if num_damaged and num_damaged == sum(each.num_entries for each in found):
         print(ALL_DAMAGED, file=sys.stderr)
-    return FAILED if num_damaged else 0
+    return FAILED if num_damaged + sum(each.num_unreadable for each in found) else 0
 
 
 @app.command

@@ -12,6 +12,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from baton.clock import MachineClock
+from baton.errors import StoreError
 from baton.handoff.pool_mode.store_access import open_keyed_store
 from baton.store.capacity import choose_victims
 from baton.store.interface import NO_TENANT, PinsEntries
@@ -69,12 +70,16 @@ class ListedEntry(msgspec.Struct, frozen=True):
 
 
 class TierCheck(msgspec.Struct, frozen=True):
-    """What was found in one tier; `num_removed` of the damaged ones."""
+    """What was found in one tier; `num_removed` of the damaged ones.
+
+    `num_unreadable`: entries that the system refused to read (EIO). They stay.
+    """
 
     tier: str
     num_entries: int
     num_damaged: int
     num_removed: int
+    num_unreadable: int = 0
 
 
 class TierEviction(msgspec.Struct, frozen=True):
@@ -197,9 +202,9 @@ def verify(tiers: Sequence[CountedTier], *, remove: bool) -> list[TierCheck]:
 
 def print_checks(found: Sequence[TierCheck]) -> None:
     """For people."""
-    table = Table("tier", "entries", "damaged", "removed")
+    table = Table("tier", "entries", "damaged", "removed", "unreadable")
     for each in found:
-        numbers = each.num_entries, each.num_damaged, each.num_removed
+        numbers = each.num_entries, each.num_damaged, each.num_removed, each.num_unreadable
         table.add_row(each.tier, *(f"{number:,}" for number in numbers))
     Console().print(table)
 
@@ -295,17 +300,21 @@ def _find_tenant(tier: CountedTier, entry: StoredEntry) -> TenantLabel:
 
 
 def _check(tier: CountedTier, *, remove: bool) -> TierCheck:
-    entries = tier.entries()
+    entries, num_unreadable = tier.entries(), 0
+    damaged: list[StoredEntry] = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        damaged = [
-            entry
-            for entry in progress.track(entries, description=f"reading {tier.kind}")
-            if _is_damaged(tier, entry.name)
-        ]
+        for entry in progress.track(entries, description=f"reading {tier.kind}"):
+            try:
+                if _is_damaged(tier, entry.name):
+                    damaged.append(entry)
+            except StoreError:
+                if tier.remote is not None:  # its server does not answer
+                    raise
+                num_unreadable += 1
     removed = damaged if remove and len(damaged) < len(entries) else []
     for entry in removed:
         tier.discard(entry.name)
-    return TierCheck(tier.kind, len(entries), len(damaged), len(removed))
+    return TierCheck(tier.kind, len(entries), len(damaged), len(removed), num_unreadable)
 
 
 def _is_damaged(tier: CountedTier, name: EntryName) -> bool:

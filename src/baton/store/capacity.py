@@ -89,10 +89,10 @@ class Capacity:
     def _with(self, committed_bytes: int, reserved_bytes: int) -> Self:
         return type(self)(self.capacity_bytes, max(0, committed_bytes), max(0, reserved_bytes))
 
-    def shortage(self, num_bytes: int) -> int:
+    def shortage(self, num_bytes: int, slack_entries: int = SLACK_ENTRIES) -> int:
         """Bytes that must go before so much may be taken, with some slack; 0 for none."""
         missing = num_bytes - self.free_bytes
-        slack = min(SLACK_ENTRIES * num_bytes, self.capacity_bytes // MAX_SLACK_PARTS)
+        slack = min(slack_entries * num_bytes, self.capacity_bytes // MAX_SLACK_PARTS)
         return missing + slack if missing > 0 else 0
 
     @property

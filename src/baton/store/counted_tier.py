@@ -222,13 +222,19 @@ def _lost(reports: Sequence[TierReport]) -> Iterator[Metric]:
     damaged = CounterMetricFamily(
         "baton_store_damaged", "Entries that were not what was put; removed.", labels=["tier"]
     )
+    unread = CounterMetricFamily(
+        "baton_store_read_errors",
+        "Reads of entries that the system refused (EIO); the entries stay.",
+        labels=["tier"],
+    )
     for report in reports:
         kind, usage = report.kind, report.usage
         evictions.add_metric([kind, "demoted"], usage.num_demoted)
         evictions.add_metric([kind, "dropped"], usage.num_dropped)
         evictions.add_metric([kind, "expired"], usage.num_expired)
         damaged.add_metric([kind], usage.num_damaged)
-    yield from (evictions, damaged)
+        unread.add_metric([kind], usage.num_read_errors)
+    yield from (evictions, damaged, unread)
 
 
 def _compressed(reports: Sequence[TierReport]) -> Iterator[Metric]:

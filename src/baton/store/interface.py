@@ -98,7 +98,8 @@ class Usage:
     """How full a tier is, as its users count it, and what this process made go since it opened it.
 
     `used_bytes` is of all processes; too high for a while after one was killed. Entries that had to
-    make room went to the tier below, or were dropped; damaged ones were removed. `capacity_bytes`
+    make room went to the tier below, or were dropped; damaged ones were removed. `num_read_errors`:
+    attempts to read an entry that the system refused (EIO); the entry stays. `capacity_bytes`
     is 0 where nothing is known to limit it. `server`: of a tier on a server. `direct_io`: of a
     tier on a disk, whether large bodies are written past the page cache and do not stay in it.
     `peers`: of a tier that this process shows to others. `compression`: of one that may compress.
@@ -114,6 +115,7 @@ class Usage:
     direct_io: bool | None = None
     peers: PeerCounts | None = None
     compression: CompressionReport | None = None
+    num_read_errors: int = 0
 
 
 class EntryLease(Protocol):
@@ -132,7 +134,8 @@ class EntryLease(Protocol):
     def try_read(self, into: memoryview) -> bool:
         """Copy the body into `num_bytes` writable bytes; whether it is what was put.
 
-        If not (flipped, torn, cut short), the entry is removed and `into` holds anything.
+        If not (flipped, torn, cut short), the entry is removed and `into` holds anything. Where the
+        disk fails, the entry stays, and `into` holds anything.
         """
         ...
 

@@ -102,8 +102,10 @@ class TieredStore:
             return lease
         for tier in others:
             lease = tier.try_lease(name)
+            if lease is not None and tier.is_copied_up(name):
+                lease = self._promote(name, lease)
             if lease is not None:
-                return self._promote(name, lease) if tier.is_copied_up(name) else lease
+                return lease
         return None
 
     def try_lease_newest(self, name: EntryName) -> EntryLease | None:
@@ -136,6 +138,7 @@ class TieredStore:
             num_dropped=sum(usage.num_dropped for usage in usages),
             num_damaged=sum(usage.num_damaged for usage in usages),
             num_expired=sum(usage.num_expired for usage in usages),
+            num_read_errors=sum(usage.num_read_errors for usage in usages),
         )
 
     def reports(self) -> list[TierReport]:

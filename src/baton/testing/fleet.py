@@ -12,6 +12,8 @@ import select
 import signal
 import subprocess
 import sys
+import threading
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
@@ -26,7 +28,7 @@ from baton.errors import BatonError
 from baton.telemetry.process_status import Ready, read_status
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Generator, Mapping, Sequence
     from types import TracebackType
 
     from baton.clock import Clock
@@ -186,6 +188,24 @@ class FleetProcess:
             self.popen.stdout.close()
 
 
+@contextmanager
+def sigterm_as_ctrl_c() -> Generator[None]:
+    """Within the block SIGTERM raises KeyboardInterrupt, as SIGINT does: children are ended.
+
+    Its default action would end this process at once, and leave children that have sessions of
+    their own. Nothing changes in other threads than the main one, or where the signal is handled.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 @dataclass
 class Fleet:
     """Processes that share a cluster key. Use as a context manager; `logs` is a folder.
@@ -201,9 +221,12 @@ class Fleet:
     start: StartChild = start_command
     tls: Tls = "off"
     """Off, since tests and benchmarks ask workers themselves."""
+    _ending: ExitStack = field(default_factory=ExitStack, init=False, repr=False)
 
     def __enter__(self) -> Self:
-        """Nothing is started yet."""
+        """Nothing is started yet. SIGTERM ends this process with all that will be."""
+        self._ending.enter_context(sigterm_as_ctrl_c())
+        self._ending.callback(self.close)
         return self
 
     def __exit__(
@@ -213,7 +236,7 @@ class Fleet:
         trace: TracebackType | None,
     ) -> None:
         """End every process that still lives."""
-        self.close()
+        self._ending.close()
 
     def start_worker(
         self,

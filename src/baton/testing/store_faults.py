@@ -5,6 +5,7 @@ Whatever happens, an entry is what was put, or it is missing (invariant I8).
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -31,7 +32,7 @@ from baton.testing.store_contract import (
     read,
     scan,
 )
-from baton.testing.store_syscalls import SystemCallFaultContract
+from baton.testing.store_syscalls import SystemCallFaultContract, failing
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
@@ -160,6 +161,31 @@ class FolderFaultContract(SystemCallFaultContract):  # noqa: PLR0904 - a test fo
             with lease:
                 os.truncate(self.entry(tmp_path, "a"), HEADER_BYTES + 10)
                 assert not lease.try_read(memoryview(bytearray(lease.num_bytes)))
+
+    @pytest.mark.parametrize("call", ["open", "fstat", "pread", "preadv"])
+    def test_an_entry_that_the_disk_does_not_read_stays(self, tmp_path: Path, call: str) -> None:
+        def fail() -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        with self.opened(tmp_path) as tier, self.opened(tmp_path) as other:
+            put(tier, "a")
+            assert tier.find([name_of("a")]) == 1
+            with failing(0, fail, (call,)) as calls:
+                assert read(tier, "a") is None
+            assert calls.has_failed
+            with failing(0, fail, (call,)) as calls, pytest.raises(StoreError, match="read"):
+                tier.is_whole(name_of("a"))
+            assert calls.has_failed
+            assert scan(tier).num_damaged == 0
+            assert tier.usage().num_read_errors == 1
+            assert tier.is_whole(name_of("a"))
+            assert read(other, "a") == body_of("a")
+            assert tier.find([name_of("a")]) == 0, "it is left alone for a while"
+            assert read(tier, "a") is None
+            assert put(tier, "a") is PutResult.STORED, "it was computed again"
+            assert read(tier, "a") == body_of("a")
+            assert scan(tier).used_bytes == tier.usage().used_bytes
+            assert tier.usage().num_read_errors == 1
 
     def test_an_entry_under_another_name_is_a_miss(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:

@@ -23,6 +23,7 @@ from baton.errors import StoreError
 from baton.store.folder import (
     bodies,
     body_pool,
+    direct_bodies,
     direct_files,
     directory,
     evicted_names,
@@ -31,6 +32,7 @@ from baton.store.folder import (
     listing,
     reservations,
     shared_capacity,
+    spare_files,
     tenant_counts,
     tier,
 )
@@ -55,7 +57,7 @@ if TYPE_CHECKING:
 CALLS: Final = (
     *("open", "stat", "fstat", "scandir", "pread", "preadv"),
     *("write", "pwrite", "utime", "link", "unlink", "ftruncate", "posix_fallocate", "fchmod"),
-    "fdatasync",
+    *("fdatasync", "rename"),
 )
 MAX_CALLS: Final = 2000
 NUM_ENTRIES: Final = 3
@@ -110,6 +112,7 @@ def failing(
     modules = (
         bodies,
         body_pool,
+        direct_bodies,
         direct_files,
         directory,
         evicted_names,
@@ -118,6 +121,7 @@ def failing(
         listing,
         reservations,
         shared_capacity,
+        spare_files,
         tenant_counts,
         tier,
     )

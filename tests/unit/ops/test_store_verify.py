@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from typing import TYPE_CHECKING
 
 from baton.clock import MachineClock
 from baton.ops.store import verify
 from baton.store.tiered import TieredStore, open_store
 from baton.testing.store_contract import body_of, name_of
+from baton.testing.store_syscalls import failing
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,4 +60,19 @@ def test_an_entry_whose_bytes_changed_is_damaged_at_each_look(tmp_path: Path) ->
     assert (checked.num_entries, checked.num_damaged, checked.num_removed) == (2, 1, 1)
     assert store.find([name_of("two")]) == 1
     assert store.find([name_of("one")]) == 0
+    store.close()
+
+
+def test_an_entry_that_the_disk_does_not_read_is_reported_and_stays(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    store = open_files(tmp_path / "kv")
+    for content in ("one", "two"):
+        store.put(name_of(content), body_of(content))
+    with failing(0, fail, ("preadv",)) as calls:
+        (checked,) = verify(store.tiers, remove=True)
+    assert calls.has_failed
+    assert (checked.num_entries, checked.num_damaged, checked.num_unreadable) == (2, 0, 1)
+    assert store.find([name_of("one"), name_of("two")]) == 2
     store.close()

@@ -5,6 +5,8 @@ File map:
     shared_capacity.py  its usage, counted by all processes
     body_pool.py        memory for bodies that every process maps once
     direct_files.py     large files past the page cache
+    direct_bodies.py    bodies in such files
+    spare_files.py      files of removed entries that are written again
     bodies.py           where a body lies: in its entry's file, or in the pool
     entry_writer.py     keeps new entries, some at a time
     demotion.py         puts victims into the tier below, some at once
@@ -15,6 +17,7 @@ File map:
     tenant_counts.py    how much each tenant holds
     evicted_names.py    names that were evicted lately
     known_names.py      names that this process has found, and that were not removed since
+    unreadable_entries.py   entries that the disk refused to read lately
     tier.py             `FolderTier`
     compressing_tier.py, compressed_lease.py    the same where bodies may be compressed
 """

@@ -27,6 +27,7 @@ from baton.store.entry_format import (
     read_header,
 )
 from baton.store.folder.body_pool import (
+    COPIED_IN_BYTES,
     EXTENT_BYTES,
     copy_in,
     count_extents,
@@ -38,7 +39,6 @@ from baton.store.folder.leases import (
     FileEntryLease,
     PooledBody,
     PooledEntryLease,
-    UncachedEntryLease,
     free_unless_read,
     read_runs,
     try_share,
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
 
     from baton.store.folder.body_pool import BodyPool, Run
-    from baton.store.folder.direct_files import DirectFiles
     from baton.store.folder.directory import UnnamedFile
+    from baton.store.folder.leases import ReadFaults
     from baton.store.folder.shared_capacity import SharedCapacity
     from baton.store.interface import Body, EntryName, TenantLabel
 
@@ -126,6 +126,21 @@ class FileBodies:
         """Take memory for bodies of these sizes, under the capacity's lock; False: too little."""
         return True
 
+    def want_spares(self, sizes: Sequence[int]) -> bool:  # noqa: ARG002 - a new file for each
+        """Keep files of entries that are removed now, for bodies of these sizes.
+
+        Until `settle` or `drop_spares`. Whether there are bodies that could use some.
+        """
+        return False
+
+    @property
+    def spare_bytes(self) -> int:
+        """What files that are kept so take up."""
+        return 0
+
+    def drop_spares(self) -> None:
+        """Remove these files. Idempotent."""
+
     def write(
         self, entries: Sequence[NewEntry], tenant: TenantLabel, stack: ExitStack
     ) -> list[UnnamedFile | StoreError]:
@@ -177,9 +192,7 @@ class FileBodies:
     def settle(self) -> None:
         """The bodies that memory was taken for have their names, or were given back."""
 
-    def try_lease(
-        self, fd: int, name: EntryName, on_damage: Callable[[], None]
-    ) -> FileEntryLease | None:
+    def try_lease(self, fd: int, name: EntryName, faults: ReadFaults) -> FileEntryLease | None:
         """A lease, which owns the open file `fd` then.
 
         None: it is damaged, or no entry; or it was removed, and has no name any more.
@@ -189,6 +202,10 @@ class FileBodies:
         """
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
+            return None
+        # What was written past the page cache may be written again once it is removed: the lock
+        # prevents that while it is read. Its length is such a multiple.
+        if status.st_size % ALLOCATION_BYTES == 0 and not try_share(fd):
             return None
         header = parse_header(os.pread(fd, HEADER_BYTES, 0))
         if header is None or header.name != name:
@@ -200,65 +217,25 @@ class FileBodies:
         }:
             return None
         begin_check = partial(BodyCheck, self._key, header)
-        return self._choose_lease(header.num_bytes)(fd, header, begin_check, on_damage)
+        return self._choose_lease(header.num_bytes)(fd, header, begin_check, faults)
 
     def _choose_lease(self, num_bytes: int) -> type[FileEntryLease]:  # noqa: ARG002 - direct ones
         return FileEntryLease
 
-    def unlink(self, name: EntryName, num_bytes: int) -> None:  # noqa: ARG002 - goes with the file
-        """Remove an entry with a body of so many bytes, under the capacity's lock.
+    def unlink(self, name: EntryName, num_bytes: int) -> bool:  # noqa: ARG002 - goes with the file
+        """Remove an entry, under the capacity's lock; whether its file is kept (`want_spares`).
 
         Raises:
             OSError: it is not there, or cannot be removed.
         """
         os.unlink(name.hex(), dir_fd=self._folder)
+        return False
 
     def recount(self, entries: Iterable[tuple[EntryName, int]]) -> None:
         """Free what is no entry's, under the lock. `entries`: names, and bytes of bodies."""
 
     def close(self) -> None:
         """Close what was opened for bodies. Idempotent."""
-
-
-class DirectBodies(FileBodies):
-    """The same, but large bodies are written past the page cache, and do not stay in it.
-
-    While the disk writes some of them, others are copied and get their tags.
-    """
-
-    def __init__(
-        self,
-        folder: int,
-        key: bytes,
-        files: DirectFiles,
-        *,
-        min_body_bytes: int,
-        min_durable_bytes: float,
-    ) -> None:
-        """Bodies of `min_body_bytes` or more are large."""
-        super().__init__(folder, key, min_durable_bytes)
-        self._files, self._min_body_bytes = files, min_body_bytes
-
-    def _begin(
-        self, index: int, entry: NewEntry, tenant: TenantLabel, stack: ExitStack
-    ) -> BegunFile:
-        if len(entry.body) < self._min_body_bytes:
-            return super()._begin(index, entry, tenant, stack)
-        file = open_unnamed(self._folder, stack, os.O_DIRECT)
-        write = self._files.begin(
-            file.fd,
-            entry.body,
-            self._begin_seal(entry, tenant),
-            is_durable=self._is_durable(entry.body),
-        )
-        stack.callback(write.settle)  # before the file is closed
-        return BegunFile(file, write.finish)
-
-    def _choose_lease(self, num_bytes: int) -> type[FileEntryLease]:
-        return UncachedEntryLease if num_bytes >= self._min_body_bytes else FileEntryLease
-
-    def close(self) -> None:
-        self._files.close()
 
 
 class PooledBodies(FileBodies):
@@ -288,7 +265,8 @@ class PooledBodies(FileBodies):
         if not runs:
             return super()._begin(index, entry, tenant, stack)
         seal, num_bytes = self._begin_seal(entry, tenant), len(entry.body)
-        for piece in copy_in(self._pool.views(runs, num_bytes), entry.body):
+        views = self._pool.views(runs, num_bytes, COPIED_IN_BYTES)
+        for piece in copy_in(views, entry.body):
             seal.add(piece.data)
         file = open_unnamed(self._folder, stack)
         head = seal.make_header(POOLED_MAGIC) + pack_runs(runs)
@@ -304,13 +282,11 @@ class PooledBodies(FileBodies):
             self._taken = ()
             self._pool.end_claim()
 
-    def try_lease(
-        self, fd: int, name: EntryName, on_damage: Callable[[], None]
-    ) -> FileEntryLease | None:
+    def try_lease(self, fd: int, name: EntryName, faults: ReadFaults) -> FileEntryLease | None:
         status = os.fstat(fd)
         num_bytes = count_body_bytes(status)
         if not stat.S_ISREG(status.st_mode) or not self._holds(num_bytes):
-            return super().try_lease(fd, name, on_damage)
+            return super().try_lease(fd, name, faults)
         if not try_share(fd):
             return None
         raw = os.pread(fd, HEADER_BYTES, 0)
@@ -319,22 +295,21 @@ class PooledBodies(FileBodies):
             return None
         begin_check = partial(BodyCheck, self._key, header)
         body = PooledBody(self._pool, runs, partial(self._free_late, self._pool.generation))
-        return PooledEntryLease(fd, header, begin_check, on_damage, body)
+        return PooledEntryLease(fd, header, begin_check, faults, body)
 
-    def unlink(self, name: EntryName, num_bytes: int) -> None:
+    def unlink(self, name: EntryName, num_bytes: int) -> bool:
         if not self._holds(num_bytes):
-            super().unlink(name, num_bytes)
-            return
+            return super().unlink(name, num_bytes)
         try:
             fd = open_unnoticed(name.hex(), self._folder)
         except OSError:
-            super().unlink(name, num_bytes)
-            return
+            return super().unlink(name, num_bytes)
         try:
             super().unlink(name, num_bytes)
             free_unless_read(fd, self._pool)
         finally:
             os.close(fd)
+        return False
 
     def recount(self, entries: Iterable[tuple[EntryName, int]]) -> None:
         self._pool.rebuild(self._iter_runs(name for name, size in entries if self._holds(size)))

@@ -40,7 +40,10 @@ MAX_RUNS: Final = 256
 """Runs of extents that a body may consist of: they have room in the first page of its file."""
 GROWTH_BYTES: Final = 8 << 20
 PIECE_BYTES: Final = 1 << 20
-"""Copied and checked at once: calls do not count, and it is in the second cache of most CPUs."""
+"""Copied out and checked at once: calls do not count, and it fits the second cache of most CPUs."""
+COPIED_IN_BYTES: Final = 2 << 20
+"""Tagged and copied in at once: the C library copies shorter pieces more slowly, and what was
+tagged is copied from the last cache."""
 POOL_FILE: Final = "pool"
 EXTENTS_FILE: Final = "extents"
 CLAIM_PREFIX: Final = "claim-"
@@ -169,8 +172,10 @@ class BodyPool:
         """Grows with each `rebuild`: who holds extents since before owns nothing any more."""
         return self._read_counts()[1]
 
-    def views(self, runs: Sequence[Run], num_bytes: int) -> Iterator[NDArray[np.uint8]]:
-        """The body's bytes, uint8, in pieces of at most `PIECE_BYTES`, in order. Writable.
+    def views(
+        self, runs: Sequence[Run], num_bytes: int, max_piece_bytes: int = PIECE_BYTES
+    ) -> Iterator[NDArray[np.uint8]]:
+        """The body's bytes, uint8, in pieces of at most so many bytes, in order. Writable.
 
         Raises:
             StoreError: the extents are not this pool's, or are not as many as the body needs.
@@ -183,7 +188,7 @@ class BodyPool:
             stop = min(stop, at + num_bytes)
             num_bytes -= stop - at
             while at < stop:
-                piece_bytes = min(PIECE_BYTES, stop - at)
+                piece_bytes = min(max_piece_bytes, stop - at)
                 yield np.frombuffer(memory, np.uint8, piece_bytes, at)
                 at += piece_bytes
 

@@ -58,7 +58,7 @@ class CompressedEntryLease:
         try:
             decompress(stored, into)
         except ProtocolError:  # it is authentic, and nothing that `compress` makes
-            self.inner.on_damage()
+            self.inner.faults.on_damage()
             return False
         if self.choice is not None:
             self.choice.observe_decompression(len(into), self.clock.now() - began_at)

@@ -142,11 +142,12 @@ class DirectFiles:
         self._threads = RequestThreads("baton-store-disk", NUM_THREADS)
 
     def begin(self, fd: int, body: Body, seal: BodySeal, *, is_durable: bool) -> DirectWrite:
-        """Write header and body into an empty file that was opened with O_DIRECT.
+        """Write header and body into a file that was opened with O_DIRECT.
 
-        Zeros follow up to a multiple of `ALIGNMENT_BYTES`. The body is not needed any more then;
-        the file must stay open until `DirectWrite.settle`. The header has the body's tag: the first
-        piece is written last.
+        Zeros follow up to a multiple of `ALIGNMENT_BYTES`: so long the file must be, with all of
+        its blocks, so that pieces need no lock of its length. The body is not needed any more then;
+        the file must stay open until `DirectWrite.settle`. The header has the body's tag: the
+        first piece is written last.
 
         Raises:
             OSError: the disk is full, or fails.
@@ -154,7 +155,6 @@ class DirectFiles:
         source = np.frombuffer(body, np.uint8)
         in_first = min(len(source), self._piece_bytes - HEADER_BYTES)
         starts = range(in_first, len(source), self._piece_bytes)
-        os.posix_fallocate(fd, 0, align(HEADER_BYTES + len(source)))
         write = DirectWrite(fd, 1 + len(starts), is_durable=is_durable)
         first = self._take_slot()
         is_given = False

@@ -118,7 +118,7 @@ def _try_join(path: Path, fd: int) -> tuple[int, bool] | None:
         return None
     except OSError as exc:
         raise ConfigError(f"cannot keep KV in {path}: {exc.strerror}") from exc
-    was_unused = _try_lock_alone(users)
+    was_unused = try_lock_alone(users)
     if not _try_share(users):
         os.close(users)
         raise ConfigError(
@@ -131,9 +131,10 @@ def _try_join(path: Path, fd: int) -> tuple[int, bool] | None:
     return None
 
 
-def _try_lock_alone(users: int) -> bool:
+def try_lock_alone(fd: int) -> bool:
+    """Lock an open file; False where another process has it locked, or reads it."""
     try:
-        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
@@ -225,13 +226,28 @@ def open_unnamed(folder: int, stack: ExitStack, flags: int = 0) -> UnnamedFile:
         return UnnamedFile(folder, fd, f"/proc/self/fd/{fd}")
     flags |= os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     while True:
-        unfinished = f"{UNFINISHED}{secrets.token_hex(16)}"
+        unfinished = make_unfinished_name()
         fd = os.open(unfinished, flags, FILE_MODE, dir_fd=folder)
-        if _try_lock_alone(fd) and os.fstat(fd).st_nlink:
-            stack.callback(os.close, fd)
-            stack.callback(_remove, folder, unfinished)
-            return UnnamedFile(folder, fd, unfinished)
+        if try_lock_alone(fd) and os.fstat(fd).st_nlink:
+            return adopt_unfinished(folder, fd, unfinished, stack)
         os.close(fd)  # another process met it before it was locked, and takes it for abandoned
+
+
+def make_unfinished_name() -> str:
+    """A name that no other file has."""
+    return f"{UNFINISHED}{secrets.token_hex(16)}"
+
+
+def adopt_unfinished(folder: int, fd: int, unfinished: str, stack: ExitStack) -> UnnamedFile:
+    """A locked file under such a name, to be written: `stack` removes the name, and closes it."""
+    stack.callback(os.close, fd)
+    stack.callback(_remove_or_leave, folder, unfinished)
+    return UnnamedFile(folder, fd, unfinished)
+
+
+def _remove_or_leave(folder: int, unfinished: str) -> None:
+    with suppress(OSError):  # `remove_unfinished` will
+        remove_if_there(folder, unfinished)
 
 
 def write_all(fd: int, buffers: Iterable[Body], min_bytes: int = 0) -> None:
@@ -262,7 +278,12 @@ def remove_unfinished(folder: int) -> int:
     return sum(_remove_if_abandoned(folder, name) for name in names)
 
 
-def _remove(folder: int, name: str) -> None:
+def remove_if_there(folder: int, name: str) -> None:
+    """Take away a name.
+
+    Raises:
+        OSError: it is there, and cannot be taken away.
+    """
     with suppress(FileNotFoundError):
         os.unlink(name, dir_fd=folder)
 
@@ -293,7 +314,7 @@ def _remove_if_abandoned(folder: int, name: str) -> bool:
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _remove(folder, name)
+        remove_if_there(folder, name)
     except BlockingIOError:
         return False
     finally:

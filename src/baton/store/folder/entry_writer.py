@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from baton.errors import StoreError, StoreFullError
+from baton.store.capacity import SLACK_ENTRIES
 from baton.store.folder.directory import to_store_error
 from baton.store.folder.entry_times import to_times_ns
 from baton.store.interface import PutResult
@@ -60,7 +61,7 @@ class EntryWriter:
     def _write_window(self, entries: Sequence[NewEntry], tenant: TenantLabel) -> list[PutOutcome]:
         costs = [self.bodies.compute_cost(len(entry.body)) for entry in entries]
         try:
-            self._reserve(entries, sum(costs), tenant)
+            self._reserve_or_drop_spares(entries, sum(costs), tenant)
         except StoreFullError as exc:
             if len(entries) == 1:
                 return [exc]
@@ -85,17 +86,41 @@ class EntryWriter:
         finally:
             self.bodies.settle()
 
+    def _reserve_or_drop_spares(
+        self, entries: Sequence[NewEntry], cost: int, tenant: TenantLabel
+    ) -> None:
+        """See `_reserve`. Where it fails, files that were kept for these entries go."""
+        try:
+            self._reserve(entries, cost, tenant)
+        except StoreError:
+            if self.bodies.spare_bytes:
+                with suppress(StoreError):  # too much is counted then
+                    self.capacity.release(self.bodies.spare_bytes, self.bodies.drop_spares)
+            self.bodies.drop_spares()
+            raise
+
     def _reserve(self, entries: Sequence[NewEntry], cost: int, tenant: TenantLabel) -> None:
         """Count entries as about to be kept, and take memory for their bodies; make room first.
+
+        Where files of removed entries are written again, no more entries go than make room for
+        these: what went for later ones could not be kept for them.
 
         Raises:
             StoreFullError: they are too large, or others fill what is freed.
             StoreError: the entries cannot be counted.
         """
         self.capacity.check_fits(cost, tenant)
-        try_take = partial(self.bodies.try_take, [len(entry.body) for entry in entries])
+        sizes = [len(entry.body) for entry in entries]
+        try_take = partial(self.bodies.try_take, sizes)
+        slack_entries = 0 if self.bodies.want_spares(sizes) else SLACK_ENTRIES
         for num_rounds in range(1, _MAX_ROUNDS + 1):
-            shortage = self.capacity.try_reserve(cost, try_take, tenant)
+            shortage = self.capacity.try_reserve(
+                cost,
+                try_take,
+                tenant,
+                spare_bytes=self.bodies.spare_bytes,
+                slack_entries=slack_entries,
+            )
             if shortage is None:
                 return
             self.make_room(shortage)

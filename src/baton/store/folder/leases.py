@@ -28,9 +28,20 @@ FREED_MODE: Final = 0
 """Of the file of a removed entry whose extents are free."""
 
 
+@dataclass(frozen=True, slots=True)
+class ReadFaults:
+    """What is called when an entry cannot be read: once for each attempt.
+
+    `on_damage`: it is not what was put. `on_io_error`: the system refuses; it may be whole.
+    """
+
+    on_damage: Callable[[], None]
+    on_io_error: Callable[[OSError], None]
+
+
 @dataclass(slots=True, eq=False)
 class FileEntryLease:
-    """See `EntryLease`. `on_damage` is called once, if the body turns out not to be what was put.
+    """See `EntryLease`.
 
     The body is read, not mapped: what is verified is this process's own copy, which no process can
     change any more, and a file that is cut short is a short read, not a SIGBUS. It is verified
@@ -40,7 +51,7 @@ class FileEntryLease:
     fd: int
     header: EntryHeader
     begin_check: Callable[[], BodyCheck]
-    on_damage: Callable[[], None]
+    faults: ReadFaults
 
     @property
     def num_bytes(self) -> int:
@@ -54,10 +65,14 @@ class FileEntryLease:
         if self.fd < 0 or len(into) != self.num_bytes:
             raise ValueError(f"{len(into)} bytes for a body of {self.num_bytes}, or released")
         check = self.begin_check()
-        if self._read(into, check) and check.is_passed():
-            return True
-        self._report_damage()
-        return False
+        try:
+            is_whole = self._read(into, check) and check.is_passed()
+        except OSError as exc:
+            self.faults.on_io_error(exc)
+            return False
+        if not is_whole:
+            self._report_damage()
+        return is_whole
 
     def release(self) -> None:
         fd, self.fd = self.fd, -1
@@ -71,13 +86,11 @@ class FileEntryLease:
         self.release()
 
     def _read(self, into: memoryview, check: BodyCheck) -> bool:
+        """Read the body; False where there is too little of it. Raises OSError."""
         at = 0
         while at < self.num_bytes:
             piece = into[at : at + PIECE_BYTES]
-            try:
-                num_read = os.preadv(self.fd, [piece], HEADER_BYTES + at)
-            except OSError:
-                return False
+            num_read = os.preadv(self.fd, [piece], HEADER_BYTES + at)
             if num_read == 0:
                 return False
             check.add(piece[:num_read])
@@ -85,7 +98,7 @@ class FileEntryLease:
         return True
 
     def _report_damage(self) -> None:
-        self.on_damage()
+        self.faults.on_damage()
 
     def _close(self, fd: int) -> None:
         os.close(fd)
@@ -139,7 +152,7 @@ class PooledEntryLease(FileEntryLease):
 
     def _report_damage(self) -> None:
         if has_name(self.fd):
-            self.on_damage()
+            self.faults.on_damage()
 
     def _close(self, fd: int) -> None:
         fcntl.flock(fd, fcntl.LOCK_UN)

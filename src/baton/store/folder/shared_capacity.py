@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from baton.errors import StoreError, StoreFullError, mapped
-from baton.store.capacity import Capacity, Shortage
+from baton.store.capacity import SLACK_ENTRIES, Capacity, Shortage
 from baton.store.folder.directory import FILE_MODE
 from baton.store.folder.reservations import Reservations
 from baton.store.folder.tenant_counts import TenantCounts
@@ -37,10 +37,15 @@ _COMMITTED: Final = struct.Struct("<Q")
 
 
 class Removed(NamedTuple):
-    """Bytes that a removed entry took up, and the place where its tenant is counted."""
+    """Bytes that a removed entry took up, and the place where its tenant is counted.
+
+    `spare_bytes`: what its file takes up still, since this process keeps it and is about to write
+    another entry into it.
+    """
 
     num_bytes: int
     place: int
+    spare_bytes: int = 0
 
 
 NOTHING_REMOVED: Final = Removed(0, 0)
@@ -82,23 +87,33 @@ class SharedCapacity:
             )
 
     def try_reserve(
-        self, num_bytes: int, try_take: Callable[[], bool], tenant: TenantLabel = NO_TENANT
+        self,
+        num_bytes: int,
+        try_take: Callable[[], bool],
+        tenant: TenantLabel = NO_TENANT,
+        *,
+        spare_bytes: int = 0,
+        slack_entries: int = SLACK_ENTRIES,
     ) -> Shortage | None:
         """So much is about to be kept, if there is room: None then, else what must go first.
 
         `try_take` takes the memory for it, under the lock; False: there is too little.
+        `spare_bytes` of it are in files that this process keeps, and are counted already.
+        `slack_entries`: for so many like it room is made besides.
         """
+        added_bytes = num_bytes - spare_bytes
         with self._locked():
             _, held_bytes = self._tenants.find(tenant)
             too_much = Capacity(self._tenant_bytes, held_bytes).shortage(num_bytes)
             if too_much and tenant != NO_TENANT:
                 return Shortage(too_much, tenant)
-            if self._read().try_reserve(num_bytes) is None:
-                self._reservations.take_back()
             capacity = self._read()
-            reserved = capacity.try_reserve(num_bytes)
+            if capacity.try_reserve(added_bytes) is None:
+                self._reservations.take_back()
+                capacity = self._read()
+            reserved = capacity.try_reserve(added_bytes)
             if reserved is None:
-                return Shortage(capacity.shortage(num_bytes))
+                return Shortage(capacity.shortage(added_bytes, slack_entries))
             if not try_take():
                 return Shortage(num_bytes)
             self._write(capacity, reserved)
@@ -149,7 +164,9 @@ class SharedCapacity:
         with self._locked():
             removed = try_remove()
             capacity = self._read()
-            self._write(capacity, capacity.remove(removed.num_bytes))
+            after = capacity.remove(removed.num_bytes)
+            reserved_bytes = after.reserved_bytes + removed.spare_bytes
+            self._write(capacity, replace(after, reserved_bytes=reserved_bytes))
             self._tenants.subtract(removed.place, removed.num_bytes)
             return removed.num_bytes
 
@@ -199,10 +216,13 @@ class SharedCapacity:
 
     def _write(self, before: Capacity, after: Capacity) -> None:
         """What becomes more, then what becomes less: the sum is never too low in between."""
+        added_bytes = after.reserved_bytes - before.reserved_bytes
+        if added_bytes > 0:
+            self._reservations.add(added_bytes)
         if after.committed_bytes != before.committed_bytes:
             os.pwrite(self._fd, _COMMITTED.pack(after.committed_bytes), 0)
-        if after.reserved_bytes != before.reserved_bytes:
-            self._reservations.add(after.reserved_bytes - before.reserved_bytes)
+        if added_bytes < 0:
+            self._reservations.add(added_bytes)
 
     @contextmanager
     def _locked(self) -> Generator[None]:

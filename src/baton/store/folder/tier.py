@@ -29,9 +29,10 @@ from baton.store.folder.entry_times import (
 from baton.store.folder.entry_writer import EntryWriter
 from baton.store.folder.evicted_names import EvictedNames
 from baton.store.folder.known_names import KnownNames
-from baton.store.folder.leases import has_name
+from baton.store.folder.leases import ReadFaults
 from baton.store.folder.listing import iter_files
 from baton.store.folder.shared_capacity import NOTHING_REMOVED, Removed, SharedCapacity
+from baton.store.folder.unreadable_entries import UnreadableEntries
 from baton.store.interface import NO_TENANT, EntryName, NamedBody, PutResult, Usage
 from baton.store.puts import take_one
 from baton.store.victims import WaitingVictims, is_unused
@@ -87,6 +88,7 @@ class FolderTier:
         tenant_bytes = int(options.tenant_share * options.capacity_bytes)
         self._clock, self._below = context.clock, context.below
         self._num_damaged = self._num_demoted = self._num_dropped = self._num_expired = 0
+        self._unreadable = UnreadableEntries(folder.path, context.clock)
         self._is_reported = False
         self._looks_again_at = 0.0
         self._policy = EVICTIONS.build(options.eviction, {})
@@ -135,6 +137,9 @@ class FolderTier:
 
     def _use_if_there(self, name: EntryName) -> bool:
         """Whether an entry is there, which counts as its last use."""
+        if name in self._unreadable:  # it was computed again: that can be read
+            self._unreadable.remove(name)
+            self._remove(name)
         status = self._find(name)
         if status is not None:
             self._mark_use(name, status)
@@ -153,7 +158,7 @@ class FolderTier:
         status = self._find(name)
         lease = None
         if status is not None:
-            lease = self._try_open(name, partial(self._remove_damaged, name))
+            lease = self._try_open(name, self._faults_of(name))
         if status is None or lease is None:
             self._known.forget(name)
             return None
@@ -208,21 +213,37 @@ class FolderTier:
             if self._is_expired(entry):
                 self._expire(entry)
 
-    def _try_open(self, name: EntryName, on_damage: Callable[[], None]) -> FileEntryLease | None:
+    def _try_open(self, name: EntryName, faults: ReadFaults) -> FileEntryLease | None:
         try:
             fd = open_unnoticed(name.hex(), self._fd)
-        except OSError:
+        except FileNotFoundError:
+            return None
+        except OSError as exc:
+            faults.on_io_error(exc)
             return None
         try:
-            lease = self._bodies.try_lease(fd, name, on_damage)
-        except OSError:
-            lease = None
+            lease = self._bodies.try_lease(fd, name, faults)
+        except OSError as exc:
+            os.close(fd)
+            faults.on_io_error(exc)
+            return None
         if lease is None:
-            is_there = has_name(fd)
+            is_there = self._is_file_of(name, fd)
             os.close(fd)
             if is_there:
-                on_damage()
+                faults.on_damage()
         return lease
+
+    def _is_file_of(self, name: EntryName, fd: int) -> bool:
+        """Whether an open file is still that entry's: not if it was removed since, or replaced."""
+        try:
+            return os.path.samestat(self._stat(name), os.fstat(fd))
+        except OSError:
+            return False
+
+    def _faults_of(self, name: EntryName) -> ReadFaults:
+        """A damaged entry is removed; one that cannot be read stays, and is left alone."""
+        return ReadFaults(partial(self._remove_damaged, name), partial(self._leave_alone, name))
 
     def discard(self, name: EntryName) -> None:
         self._remove(name)
@@ -232,7 +253,7 @@ class FolderTier:
             return list(self._iter_entries())
 
     def is_whole(self, name: EntryName) -> bool:
-        lease = self._try_open(name, on_damage=_do_nothing)
+        lease = self._try_open(name, ReadFaults(_do_nothing, _raise_unreadable))
         if lease is None:
             self._known.forget(name)  # its removal may not be reported yet: `find` looks again
             return False
@@ -248,6 +269,7 @@ class FolderTier:
             num_dropped=self._num_dropped,
             num_damaged=self._num_damaged,
             num_expired=self._num_expired,
+            num_read_errors=self._unreadable.num_errors,
         )
 
     def close(self) -> None:
@@ -343,7 +365,7 @@ class FolderTier:
         status = self._find(victim.name)
         if status is None or not is_unused(victim, self._read_entry(victim.name, status)):
             return None
-        opened = self._try_open(victim.name, partial(self._remove_damaged, victim.name))
+        opened = self._try_open(victim.name, self._faults_of(victim.name))
         if opened is None:
             return None
         with self._to_entry_lease(opened) as lease:
@@ -373,9 +395,10 @@ class FolderTier:
 
     def _unlink_found(self, name: EntryName, status: os.stat_result) -> Removed:
         num_bytes = count_body_bytes(status)
-        self._bodies.unlink(name, num_bytes)
+        cost = self._bodies.compute_cost(num_bytes)
+        is_spare = self._bodies.unlink(name, num_bytes)
         self._known.report_removed(name)
-        return Removed(self._bodies.compute_cost(num_bytes), read_place(status))
+        return Removed(cost, read_place(status), cost if is_spare else 0)
 
     def _expire(self, entry: StoredEntry) -> None:
         self._num_expired += 1
@@ -383,6 +406,7 @@ class FolderTier:
 
     def _count(self) -> Mapping[int, int]:
         """Bytes that entries take up, by the places of their tenants."""
+        remove_unfinished(self._fd)
         self._bodies.recount((n, count_body_bytes(status)) for n, status in iter_files(self._fd))
         held_bytes: Counter[int] = Counter()
         for _, status in iter_files(self._fd):
@@ -403,6 +427,10 @@ class FolderTier:
         logger.warning("store: entry %s in %s is damaged: removed", name.hex(), self._folder.path)
         self._remove(name)
 
+    def _leave_alone(self, name: EntryName, error: OSError) -> None:
+        self._known.forget(name)
+        self._unreadable.add(name, error)
+
     def _report(self, error: StoreError) -> None:
         if not self._is_reported:
             self._is_reported = True
@@ -410,6 +438,8 @@ class FolderTier:
 
     def _find(self, name: EntryName) -> os.stat_result | None:
         """The status of an entry that is there, and is not too old."""
+        if name in self._unreadable:
+            return None
         try:
             status = self._stat(name)
         except OSError:
@@ -484,3 +514,7 @@ class FolderTier:
 
 def _do_nothing() -> None:
     """What is damaged stays."""
+
+
+def _raise_unreadable(error: OSError) -> None:
+    raise StoreError(f"an entry cannot be read: {error.strerror}") from error

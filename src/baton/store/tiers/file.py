@@ -13,8 +13,9 @@ import msgspec
 
 from baton.errors import ConfigError, StoreError, mapped
 from baton.registry import Plugin
-from baton.store.folder.bodies import DirectBodies, FileBodies
+from baton.store.folder.bodies import FileBodies
 from baton.store.folder.compressing_tier import CompressingTier
+from baton.store.folder.direct_bodies import DirectBodies
 from baton.store.folder.direct_files import PIECE_BYTES, DirectFiles, DiskReport, try_direct
 from baton.store.folder.directory import USERS, Folder
 from baton.store.folder.tier import FolderTierOptions
