@@ -359,7 +359,7 @@ class KVEvents:
         for followed in list(self._following.values()):
             for source, feed in list(followed.feeds.items()):
                 if isinstance(feed, Followed):
-                    await _apply(feed, followed.prefixes, source.media)
+                    await _apply(feed, followed.prefixes, source.media, self._clock.now())
 
 
 async def _all(stops: list[Awaitable[None]]) -> None:
@@ -367,11 +367,11 @@ async def _all(stops: list[Awaitable[None]]) -> None:
 
 
 async def _apply(
-    followed: Followed, prefixes: WorkerPrefixes | None, media: frozenset[str]
+    followed: Followed, prefixes: WorkerPrefixes | None, media: frozenset[str], now: float
 ) -> None:
     for num_taken, event in enumerate(followed.feed.poll(), start=1):
         followed.block_index.apply(event)
         if prefixes is not None:
-            prefixes.apply(event, media)
+            prefixes.apply(event, media, now)
         if num_taken % EVENTS_PER_TURN == 0:
             await asyncio.sleep(0)

@@ -132,6 +132,15 @@ class PrefixIndex:
             self._free.append(bit.bit_length() - 1)
             self._members.cache_clear()
 
+    def count_held(self, worker: WorkerId, names: Sequence[int]) -> int:
+        """How many of these a worker holds, from the first on, whatever comes before that."""
+        bit, get = self._bits.get(worker, 0), self._nodes.get
+        for num, name in enumerate(names):
+            node = get(name)
+            if node is None or not node.held & bit:
+                return num
+        return len(names)
+
     def find_matches(self, names: Sequence[int]) -> dict[WorkerId, int]:
         """How many of these each worker holds from the first on; those that hold none are left out.
 

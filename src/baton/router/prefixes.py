@@ -4,8 +4,10 @@ Workers also report what is in the tiers of their stores. A tier has what any of
 reports: each takes back what it has reported itself and does not find any more. A prompt may be in
 several tiers in part: a worker loads each part from the quickest of its tiers that has it.
 
-A prompt that was just placed is expected to be held by its workers: their events come only once
-it is computed, and some workers publish none. What is expected is forgotten after a while.
+A prompt that was just placed is expected to be held by its workers: they report its blocks only
+once they are computed, and some workers publish no events. Baton's own also report prompts that
+are queued there, so that what one gateway has placed is expected by the others, too. What is
+expected is forgotten after a while.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from baton.events.blocks import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
+    BlocksExpected,
     EntriesRemoved,
     EntriesStored,
     Lost,
@@ -133,8 +136,7 @@ class ModelPrefixes:
 
     def find(self, token_ids: NDArray[np.int32], salt: str, now: float) -> PromptMatch:
         """Who has how much of a prompt `[num_tokens]`. `salt` is the tenant's, hashed."""
-        while self._expected and self._expected[0].until <= now:
-            self._drop(self._expected.popleft())
+        self._drop_late(now)
         root = self._names.root(salt)
         cached: dict[WorkerId, int] = {}
         names = {
@@ -186,6 +188,23 @@ class ModelPrefixes:
                 self.index_of(size).store(worker, names[known:], after)
                 self._add(_Expected(now + lasts_s, worker, size, names[known:]))
 
+    def expect_queued(
+        self, worker: WorkerId, block_size: int, names: list[int], after: int | None, now: float
+    ) -> None:
+        """A worker reports that these blocks of a queued prompt will be stored there.
+
+        `after` is the block before the first; None: they begin the prompt. What is held or expected
+        already, of a prompt that was placed here for instance, stays as it is.
+        """
+        self._drop_late(now)
+        index = self.index_of(block_size)
+        known = index.count_held(worker, names)
+        if known:
+            names, after = names[known:], names[known - 1]
+        if 0 < len(names) <= self._max_expected:
+            index.store(worker, names, after)
+            self._add(_Expected(now + EXPECTED_WITH_EVENTS_S, worker, block_size, names))
+
     def drop_expected(self, worker: WorkerId) -> None:
         """What was expected of a worker will not come."""
         of_it = [each for each in self._expected if each.worker == worker]
@@ -219,6 +238,11 @@ class ModelPrefixes:
         self._expected.append(expected)
         self._num_expected += len(expected.names)
         while self._num_expected > self._max_expected:
+            self._drop(self._expected.popleft())
+
+    def _drop_late(self, now: float) -> None:
+        """Forget what was expected by now."""
+        while self._expected and self._expected[0].until <= now:
             self._drop(self._expected.popleft())
 
     def _drop(self, expected: _Expected) -> None:
@@ -264,19 +288,29 @@ class ReportedBlocks:
         )
         if not is_usable or self.block_size not in {0, size}:
             return False
+        names = self.name_blocks(event)
+        if names is None:
+            return False
+        self.block_size = size
+        self._find_index(size).store(self._worker, names, self.name_of(event.parent))
+        self._name_of.update(zip(event.hashes, names, strict=True))
+        self.names.update(names)
+        return True
+
+    def name_blocks(self, event: BlockStored | BlocksExpected) -> list[int] | None:
+        """Names of an event's blocks; None where they follow one that is not known."""
         if event.parent is None:
             after = self._names.root(event.salt)
         elif event.parent in self._name_of:
             after = self._name_of[event.parent]
         else:
-            return False
-        self.block_size = size
-        names = self._names.of(np.frombuffer(event.packed_ids, "<i4"), size, after)
-        index = self._find_index(size)
-        index.store(self._worker, names, None if event.parent is None else after)
-        self._name_of.update(zip(event.hashes, names, strict=True))
-        self.names.update(names)
-        return True
+            return None
+        ids = np.frombuffer(event.packed_ids, "<i4")
+        return self._names.of(ids, event.block_size, after)
+
+    def name_of(self, known: ExternalHash | None) -> int | None:
+        """The name of a known block; None of none."""
+        return None if known is None else self._name_of[known]
 
     def remove(self, hashes: Iterable[ExternalHash]) -> None:
         """They are not there any more."""
@@ -318,8 +352,13 @@ class WorkerPrefixes:
         """Of its own cache's blocks; 0 before the first."""
         return self._cached.block_size
 
-    def apply(self, event: FeedEvent, media: frozenset[str] = MEDIA) -> None:
-        """Take up one event of a feed that reports of these media alone."""
+    def apply(
+        self, event: FeedEvent, media: frozenset[str] = MEDIA, now: float = 0.0
+    ) -> None:
+        """Take up one event of a feed that reports of these media alone.
+
+        `now`: by the clock of `ModelPrefixes.find`.
+        """
         match event:
             case BlockStored():
                 if not (self._is_of_cache(event, media) and self._cached.store(event)):
@@ -327,6 +366,9 @@ class WorkerPrefixes:
             case BlockRemoved():
                 if self._is_of_cache(event, media) and not event.group:
                     self._cached.remove(event.hashes)
+            case BlocksExpected():
+                if DEFAULT_MEDIUM in media:
+                    self._expect(event, now)
             case EntriesStored() | EntriesRemoved() | TiersListed():
                 if STORE_MEDIUM in media:
                     self._apply_of_store(event)
@@ -343,6 +385,16 @@ class WorkerPrefixes:
         if STORE_MEDIUM in media:
             self.tiers = ()
             self._model.forget_stored(self._worker)
+
+    def _expect(self, event: BlocksExpected, now: float) -> None:
+        cached, size = self._cached, event.block_size
+        names = cached.name_blocks(event) if cached.block_size in {0, size} else None
+        if names is None:
+            self.num_ignored += len(event.packed_ids) // (4 * size)
+            return
+        cached.block_size = size
+        after = cached.name_of(event.parent)
+        self._model.expect_queued(self._worker, size, names, after, now)
 
     def _apply_of_store(self, event: StoreEvent) -> None:
         if isinstance(event, TiersListed):
