@@ -200,6 +200,39 @@ def test_costs_are_no_worse_than_prefixes_where_caches_decide(
     assert cost[3] >= 0.98 * prefix[3]
 
 
+def changing_beginnings(num, seed):
+    """Of 8 beginnings, in random order; each 96 requests there are 8 others."""
+    rng, order = Random(seed), []
+    for number in range(num):
+        if not order:
+            order = [f"{number // 96}/{each}" for each in range(8)]
+            rng.shuffle(order)
+        yield Session((Turn((TokenRun(order.pop(), 1024), TokenRun(f"own/{number}", 64)), 16),))
+
+
+def saved_by_gateways(make, num_gateways, *, reports_queued, seed):
+    """The share of prompt tokens that were not computed, with so many gateways."""
+    costs = msgspec.structs.replace(SMALL, num_processors=2, reports_queued=reports_queued)
+    policies = [make() for _ in range(num_gateways)]
+    simulation = Simulation(policies, make_workers("both", 4), costs, seed)
+    simulation.add_clients(changing_beginnings(960, seed), 8)
+    simulation.run()
+    simulation.check_invariants()
+    found = summarize(simulation.outcomes, 2.0, 0.1)
+    return found.saved_tokens / found.prompt_tokens
+
+
+@pytest.mark.parametrize("name", ["prefix", "cost"])
+def test_two_gateways_save_as_much_as_one(name):
+    """They agree on new beginnings because workers report prompts that are queued."""
+    make, seeds = POLICIES[name], range(3)
+    one = [saved_by_gateways(make, 1, reports_queued=True, seed=seed) for seed in seeds]
+    two = [saved_by_gateways(make, 2, reports_queued=True, seed=seed) for seed in seeds]
+    blind = [saved_by_gateways(make, 2, reports_queued=False, seed=seed) for seed in seeds]
+    assert median(two) >= 0.97 * median(one), (one, two)
+    assert median(blind) < 0.95 * median(one), "what this test is worth"
+
+
 def long_prompts(num, seed):
     """Nearly all that eight workers can do, lengths as in Mooncake's trace of conversations."""
     rng, at = Random(seed), 0.0
