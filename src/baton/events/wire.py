@@ -204,7 +204,9 @@ def decode_page(body: bytes, domain: EventDomain) -> JournalPage:
     """
     page = _decode(_pages, body)
     events = [_decode_event(raw, domain) for raw in page.events]
-    known = tuple(each for each in events if not isinstance(each, AllBlocksCleared | None))
+    known = tuple([
+        each for each in events if each is not None and not isinstance(each, AllBlocksCleared)
+    ])
     return JournalPage(page.last, page.is_whole, known)
 
 

@@ -6,7 +6,8 @@ Leaves: a `Placement` (prefill worker or none, decode worker, mode, reasons), or
 
 File map:
     fleet.py        `WorkerView`, `Fleet`: an immutable snapshot, indexed by served model
-    load.py         `FleetLoad`, `RunningRequest`: the requests under way, worker by worker
+    load.py         `FleetLoad`, `RunningRequest`: the requests under way;
+                    worker_activity.py: what one worker has to do, and how fast it does it
     learning.py     `LearnedLine`: seconds for a size, learned from what was seen
     topology.py     `Distance`: how far apart two workers are, by the paths that they report
     handoff_costs.py      what handoffs cost, by distance: learned, measured or a default

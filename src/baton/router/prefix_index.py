@@ -91,16 +91,9 @@ class PrefixIndex:
         if node is None:
             self.num_refused += len(names)
             return
-        nodes, most = self._nodes, self._max_blocks
-        for at, name in enumerate(names):
-            if name not in nodes and len(nodes) < most:  # the usual case, and the hot one
-                child = nodes[name] = _Node(name, node, bit, node.whole & bit)
-                if node.children is None:
-                    node.children = child
-                else:
-                    node.add(child)
-                node = child
-                continue
+        fresh = self._list_fresh(names)
+        num_walked = len(names) - len(fresh)
+        for at, name in enumerate(names[:num_walked]):
             found = self._find_or_add(name, node)
             if found is None:
                 self.num_refused += len(names) - at
@@ -112,6 +105,31 @@ class PrefixIndex:
                 if found.children is not None:
                     self._complete(found, bit)
             node = found
+        self._append(node, fresh, bit)
+
+    def _list_fresh(self, names: Sequence[int]) -> Sequence[int]:
+        """The last ones of these, of which none is known here: mostly all, or none.
+
+        Empty where they cannot be appended as they are.
+        """
+        nodes = self._nodes
+        first = next((at for at, name in enumerate(names) if name not in nodes), len(names))
+        fresh = names[first:]
+        has_room = len(nodes) + len(fresh) <= self._max_blocks
+        if has_room and len({*fresh}) == len(fresh) and nodes.keys().isdisjoint(fresh):
+            return fresh
+        return ()
+
+    def _append(self, node: _Node, names: Sequence[int], bit: int) -> None:
+        """Blocks of which none is known yet: the usual case, and the hot one."""
+        nodes, whole = self._nodes, node.whole & bit
+        for name in names[:1]:
+            child = nodes[name] = _Node(name, node, bit, whole)
+            node.add(child)
+            node = child
+        for name in names[1:]:
+            child = nodes[name] = node.children = _Node(name, node, bit, whole)
+            node = child
 
     def remove(self, worker: WorkerId, names: Iterable[int]) -> None:
         """It does not hold these any more."""
