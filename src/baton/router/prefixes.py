@@ -12,8 +12,9 @@ expected is forgotten after a while.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from itertools import count
 from typing import TYPE_CHECKING, Final, assert_never
 
 import numpy as np
@@ -83,7 +84,8 @@ class ModelPrefixes:
         self._namings: dict[bytes, PrefixNames] = {}
         self._tier_lists: TierLists | None = None
         self._followed: dict[WorkerId, WorkerPrefixes] = {}
-        self._expected: deque[_Expected] = deque()
+        self._expected: list[_Expected] = []  # a heap: what ends first comes first
+        self._numbers = count()
         self._num_expected = 0
 
     @property
@@ -186,7 +188,7 @@ class ModelPrefixes:
             if known < len(names) <= self._max_expected:
                 after = names[known - 1] if known else None
                 self.index_of(size).store(worker, names[known:], after)
-                self._add(_Expected(now + lasts_s, worker, size, names[known:]))
+                self._add(worker, size, names[known:], now + lasts_s)
 
     def expect_queued(
         self, worker: WorkerId, block_size: int, names: list[int], after: int | None, now: float
@@ -203,13 +205,14 @@ class ModelPrefixes:
             names, after = names[known:], names[known - 1]
         if 0 < len(names) <= self._max_expected:
             index.store(worker, names, after)
-            self._add(_Expected(now + EXPECTED_WITH_EVENTS_S, worker, block_size, names))
+            self._add(worker, block_size, names, now + EXPECTED_WITH_EVENTS_S)
 
     def drop_expected(self, worker: WorkerId) -> None:
         """What was expected of a worker will not come."""
         of_it = [each for each in self._expected if each.worker == worker]
         if of_it:
-            self._expected = deque(each for each in self._expected if each.worker != worker)
+            self._expected = [each for each in self._expected if each.worker != worker]
+            heapify(self._expected)
             for each in of_it:
                 self._drop(each)
 
@@ -234,16 +237,17 @@ class ModelPrefixes:
             if any(worker not in self._followed for worker, _ in entries.holdings()):
                 raise AssertionError("a worker reports entries and is not followed")
 
-    def _add(self, expected: _Expected) -> None:
-        self._expected.append(expected)
-        self._num_expected += len(expected.names)
+    def _add(self, worker: WorkerId, block_size: int, names: list[int], until: float) -> None:
+        number = next(self._numbers)
+        heappush(self._expected, _Expected(until, number, worker, block_size, names))
+        self._num_expected += len(names)
         while self._num_expected > self._max_expected:
-            self._drop(self._expected.popleft())
+            self._drop(heappop(self._expected))
 
     def _drop_late(self, now: float) -> None:
         """Forget what was expected by now."""
         while self._expected and self._expected[0].until <= now:
-            self._drop(self._expected.popleft())
+            self._drop(heappop(self._expected))
 
     def _drop(self, expected: _Expected) -> None:
         """It was not reported within its time, or was, and counts as that."""
@@ -255,11 +259,12 @@ class ModelPrefixes:
         self._indexes[expected.block_size].remove(expected.worker, reversed(gone))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class _Expected:
-    """Blocks that a worker will hold if all goes well."""
+    """Blocks that a worker will hold if all goes well; ordered by its end, then by `number`."""
 
     until: float
+    number: int
     worker: WorkerId
     block_size: int
     names: list[int]

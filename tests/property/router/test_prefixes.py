@@ -350,3 +350,13 @@ def test_what_is_placed_here_and_reported_as_queued_is_expected_once():
     prefixes.expect(match, Placement(None, view("a")), 0.0)
     feed.apply(BlocksExpected(None, pack_ids(range(16)), 2), now=0.0)
     assert prefixes.find(prompt, "", 1.0).cached == {"a": 16}, "8 blocks, as many as may be"
+
+
+def test_what_is_expected_of_a_silent_worker_does_not_delay_the_end_of_other_expectations():
+    prefixes = ModelPrefixes(NAMES)
+    prefixes.follow(WorkerId("a"))
+    prompt = np.arange(33, dtype=np.int32)
+    for worker in ("mute", "a"):
+        match = prefixes.find(prompt, "", 0.0)
+        prefixes.expect(match, Placement(None, view(worker)), 0.0)
+    assert prefixes.find(prompt, "", EXPECTED_WITH_EVENTS_S).cached == {"mute": 32}
