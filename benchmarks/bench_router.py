@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from baton.router.placement import PlacementPolicy
-    from baton.router.prefixes import WorkerPrefixes
+    from baton.router.worker_prefixes import WorkerPrefixes
 
 try:
     from dynamo import _core as dynamo

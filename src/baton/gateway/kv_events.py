@@ -24,7 +24,7 @@ from baton.events.journal import BATON_HASHES
 from baton.events.metrics import KVEventCollector
 from baton.gateway.journal_feed import JournalFeed
 from baton.gateway.workers import is_same_host
-from baton.router.prefixes import MEDIA
+from baton.router.worker_prefixes import MEDIA
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from baton.gateway.workers import Worker, Workers
     from baton.ids import Epoch, WorkerId
     from baton.protocol.worker_http import KVEventsSource
-    from baton.router.prefixes import WorkerPrefixes
+    from baton.router.worker_prefixes import WorkerPrefixes
 
 
 IPC: Final = "ipc://"

@@ -22,7 +22,8 @@ File map:
     division.py     `Division`: how many workers only prefill at present; demand.py: predictions;
                     arrivals.py: whether requests come independently of the answers
     prefixes.py     `ModelPrefixes`: who has, and can load from a store, how much of a prompt;
-                    prefix_index.py, stored_entries.py: its indexes of caches and of tiers
+                    worker_prefixes.py: what one worker reports; prefix_index.py,
+                    stored_entries.py: the indexes of caches and of tiers
     room.py         `FleetRoom`: how many more requests the workers can use
     admission.py    `AdmissionQueue`: those that wait for that, and who is refused early;
                     fair_queue.py: whose turn it is; drain_rate.py: how fast they are taken

@@ -35,9 +35,10 @@ from baton.router.prefixes import (
     EXPECTED_WITH_EVENTS_S,
     EXPECTED_WITHOUT_S,
     MAX_FORMS,
-    MEDIA,
     ModelPrefixes,
 )
+
+from baton.router.worker_prefixes import MEDIA
 
 DOMAIN = EventDomain("test/sha256")
 NAMES = PrefixNames(b"a secret of sixteen bytes")

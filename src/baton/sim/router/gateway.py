@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from baton.router.fleet import Fleet
     from baton.router.load import RunningRequest
     from baton.router.placement import Placement, PlacementPolicy
-    from baton.router.prefixes import WorkerPrefixes
+    from baton.router.worker_prefixes import WorkerPrefixes
 
 NO_SALT: Final = ""
 
