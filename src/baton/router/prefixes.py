@@ -17,7 +17,6 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING, Final
 
-
 from baton.kv.prefix_names import PrefixNames
 from baton.router.prefix_index import PrefixIndex
 from baton.router.stored_entries import StoredEntries, TierLists

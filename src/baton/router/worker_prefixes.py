@@ -121,9 +121,7 @@ class WorkerPrefixes:
         """Of its own cache's blocks; 0 before the first."""
         return self._cached.block_size
 
-    def apply(
-        self, event: FeedEvent, media: frozenset[str] = MEDIA, now: float = 0.0
-    ) -> None:
+    def apply(self, event: FeedEvent, media: frozenset[str] = MEDIA, now: float = 0.0) -> None:
         """Take up one event of a feed that reports of these media alone.
 
         `now`: by the clock of `ModelPrefixes.find`.

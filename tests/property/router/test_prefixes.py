@@ -37,7 +37,6 @@ from baton.router.prefixes import (
     MAX_FORMS,
     ModelPrefixes,
 )
-
 from baton.router.worker_prefixes import MEDIA
 
 DOMAIN = EventDomain("test/sha256")

@@ -78,9 +78,7 @@ class SimulatedGateway:
             return placement
         if self.prefixes is not None:
             self.prefixes.expect(match, placement, now)
-        num_cached = max(
-            match.cached.get(placement.computing.id, 0), placement.num_prefix_tokens
-        )
+        num_cached = max(match.cached.get(placement.computing.id, 0), placement.num_prefix_tokens)
         num_handed = placement.num_prefix_tokens or num_tokens
         running = self.load.begin(
             placement,
