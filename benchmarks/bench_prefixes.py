@@ -109,7 +109,7 @@ def measure(
             sys.executable, "-m", "baton.cli", "bench", "serve", "--url", url, "--model", SERVED,
             "--endpoint", "chat", "--workload", load, *LOADS[load],
             "--concurrency", str(options.concurrency), "--duration", str(options.duration),
-            "--output", str(report),
+            "--warm-up", "0", "--output", str(report),
         ]  # fmt: skip
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         figures = json.loads(report.read_bytes())["figures"]

@@ -174,7 +174,7 @@ class ModelPrefixes:
                 self._add(worker, size, names[known:], now + lasts_s)
 
     def expect_queued(
-        self, worker: WorkerId, block_size: int, names: list[int], after: int | None, now: float
+        self, worker: WorkerId, block_size: int, names: list[int], after: int | None, *, now: float
     ) -> None:
         """A worker reports that these blocks of a queued prompt will be stored there.
 

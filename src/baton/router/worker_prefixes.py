@@ -161,7 +161,7 @@ class WorkerPrefixes:
             return
         cached.block_size = size
         after = cached.name_of(event.parent)
-        self._model.expect_queued(self._worker, size, names, after, now)
+        self._model.expect_queued(self._worker, size, names, after, now=now)
 
     def _apply_of_store(self, event: StoreEvent) -> None:
         if isinstance(event, TiersListed):

@@ -10,7 +10,7 @@ from baton.router.placement import PlacementRequest, Unplaceable
 from baton.router.prefixes import ModelPrefixes, PromptMatch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
 
     import numpy as np
     from numpy.typing import NDArray
@@ -28,11 +28,11 @@ NO_SALT: Final = ""
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A request that was given to workers. `names` are its prompt's blocks, if they are known."""
+    """A request that was given to workers. `names` are its prompt's blocks', by block size."""
 
     placement: Placement
     running: RunningRequest
-    names: Sequence[int]
+    names: Mapping[int, list[int]]
 
 
 class SimulatedGateway:
@@ -59,7 +59,7 @@ class SimulatedGateway:
             followed.apply(event, now=now)
 
     def place(
-        self, fleet: Fleet, model: str, token_ids: NDArray[np.int32], block_size: int, now: float
+        self, fleet: Fleet, model: str, token_ids: NDArray[np.int32], now: float
     ) -> Placed | Unplaceable:
         """Place a prompt `[num_tokens]`, and count it in."""
         num_tokens = len(token_ids)
@@ -87,7 +87,7 @@ class SimulatedGateway:
             num_handed - match.cached.get(placement.decode.id, 0),
             num_cached=num_cached,
         )
-        return Placed(placement, running, match.names.get(block_size, ()))
+        return Placed(placement, running, match.names)
 
     def check_invariants(self) -> None:
         """Raise AssertionError where its indexes are inconsistent."""

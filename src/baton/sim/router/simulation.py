@@ -190,10 +190,10 @@ class Simulation:
                 f"holds {self._costs.kv_tokens}: set kv_tokens in --costs"
             )
         token_ids, size = self._tokens.write(turn.prompt), self._costs.block_size
-        placed = client.gateway.place(self.fleet, self._model, token_ids, size, now)
+        placed = client.gateway.place(self.fleet, self._model, token_ids, now)
         if isinstance(placed, Unplaceable):
             raise NoRoomError(placed.reason)
-        names = [*placed.names] or self._names.of(token_ids, size, self._root)
+        names = placed.names.get(size) or self._names.of(token_ids, size, self._root)
         finish = partial(self._finish, session, at, client)
         job = Job(turn, token_ids, names, placed.placement, placed.running, now, finish)
         if placed.placement.num_prefix_tokens:
