@@ -1,6 +1,7 @@
 """Which workers hold which prefixes: a tree of named blocks, each with sets of workers as bits.
 
-    held    workers that hold the block
+    held    workers that hold the block, or are expected to
+    expected    of these, workers that have not reported it
     whole   workers that hold it and every block before it: what a prompt can be served from
 
 `whole` only shrinks on the way from a root to a leaf, so that the blocks of a prompt at which it
@@ -39,6 +40,7 @@ class _Node(msgspec.Struct, eq=False):
     held: int
     whole: int
     children: dict[int, _Node] | _Node | None = None
+    expected: int = 0
 
     def add(self, child: _Node) -> None:
         """Most blocks have one successor: a dict only where there are more."""
@@ -91,45 +93,48 @@ class PrefixIndex:
         if node is None:
             self.num_refused += len(names)
             return
-        fresh = self._list_fresh(names)
-        num_walked = len(names) - len(fresh)
-        for at, name in enumerate(names[:num_walked]):
+        nodes, most = self._nodes, self._max_blocks
+        for at, name in enumerate(names):
+            if name not in nodes and len(nodes) < most:  # the usual case, and the hot one
+                child = nodes[name] = _Node(name, node, bit, node.whole & bit)
+                if node.children is None:
+                    node.children = child
+                else:
+                    node.add(child)
+                node = child
+                continue
             found = self._find_or_add(name, node)
             if found is None:
                 self.num_refused += len(names) - at
                 self._prune(node)
                 return
             found.held |= bit
+            found.expected &= ~bit
             if node.whole & bit and not found.whole & bit:
                 found.whole |= bit
                 if found.children is not None:
                     self._complete(found, bit)
             node = found
-        self._append(node, fresh, bit)
 
-    def _list_fresh(self, names: Sequence[int]) -> Sequence[int]:
-        """The last ones of these, of which none is known here: mostly all, or none.
+    def expect(self, worker: WorkerId, names: Sequence[int], after: int | None) -> None:
+        """As `store`, of blocks that it has not reported: they count until `drop_expected`."""
+        bit, get = self._bit_of(worker), self._nodes.get
+        reported = {
+            name
+            for name in names
+            if (node := get(name)) is not None and node.held & ~node.expected & bit
+        }
+        self.store(worker, names, after)
+        for name in names:
+            node = get(name)
+            if node is not None and name not in reported:
+                node.expected |= node.held & bit
 
-        Empty where they cannot be appended as they are.
-        """
-        nodes = self._nodes
-        first = next((at for at, name in enumerate(names) if name not in nodes), len(names))
-        fresh = names[first:]
-        has_room = len(nodes) + len(fresh) <= self._max_blocks
-        if has_room and len({*fresh}) == len(fresh) and nodes.keys().isdisjoint(fresh):
-            return fresh
-        return ()
-
-    def _append(self, node: _Node, names: Sequence[int], bit: int) -> None:
-        """Blocks of which none is known yet: the usual case, and the hot one."""
-        nodes, whole = self._nodes, node.whole & bit
-        for name in names[:1]:
-            child = nodes[name] = _Node(name, node, bit, whole)
-            node.add(child)
-            node = child
-        for name in names[1:]:
-            child = nodes[name] = node.children = _Node(name, node, bit, whole)
-            node = child
+    def drop_expected(self, worker: WorkerId, names: Iterable[int]) -> None:
+        """It has not stored these, as far as it has not reported them since."""
+        bit, get = self._bits.get(worker, 0), self._nodes.get
+        late = [n for n in names if (node := get(n)) is not None and node.expected & bit]
+        self.remove(worker, late)
 
     def remove(self, worker: WorkerId, names: Iterable[int]) -> None:
         """It does not hold these any more."""
@@ -139,6 +144,7 @@ class PrefixIndex:
             if node is None or not node.held & bit:
                 continue
             node.held &= ~bit
+            node.expected &= ~bit
             if node.whole & bit:
                 _break(node, bit)
             self._prune(node)
@@ -214,6 +220,8 @@ class PrefixIndex:
             before = 0 if node.parent is None else node.parent.whole
             if node.whole != node.held & before:
                 raise AssertionError(f"block {name:x}: whole {node.whole:x} of held {node.held:x}")
+            if node.expected & ~node.held:
+                raise AssertionError(f"block {name:x} is expected of a worker and not counted")
             if not node.held and node.children is None:
                 raise AssertionError(f"block {name:x} is held by no worker and nothing follows it")
             if any(child.parent is not node for child in node.each_child()):

@@ -170,7 +170,7 @@ class ModelPrefixes:
             names, known = match.names.get(size, []), match.cached.get(worker, 0) // size
             if known < len(names) <= self._max_expected:
                 after = names[known - 1] if known else None
-                self.index_of(size).store(worker, names[known:], after)
+                self.index_of(size).expect(worker, names[known:], after)
                 self._add(worker, size, names[known:], now + lasts_s)
 
     def expect_queued(
@@ -187,7 +187,7 @@ class ModelPrefixes:
         if known:
             names, after = names[known:], names[known - 1]
         if 0 < len(names) <= self._max_expected:
-            index.store(worker, names, after)
+            index.expect(worker, names, after)
             self._add(worker, block_size, names, now + EXPECTED_WITH_EVENTS_S)
 
     def drop_expected(self, worker: WorkerId) -> None:
@@ -235,11 +235,8 @@ class ModelPrefixes:
     def _drop(self, expected: _Expected) -> None:
         """It was not reported within its time, or was, and counts as that."""
         self._num_expected -= len(expected.names)
-        followed = self._followed.get(expected.worker)
-        gone = expected.names
-        if followed is not None:
-            gone = [name for name in gone if name not in followed.reported]
-        self._indexes[expected.block_size].remove(expected.worker, reversed(gone))
+        index = self._indexes[expected.block_size]
+        index.drop_expected(expected.worker, reversed(expected.names))
 
 
 @dataclass(frozen=True, slots=True, order=True)

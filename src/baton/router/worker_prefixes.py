@@ -42,7 +42,6 @@ class ReportedBlocks:
     ) -> None:
         self._worker, self._find_index, self._names = worker, find_index, names
         self._name_of: dict[ExternalHash, int] = {}
-        self.names: set[int] = set()
         self.block_size = 0
 
     def store(self, event: BlockStored) -> bool:
@@ -53,7 +52,7 @@ class ReportedBlocks:
             and event.is_plain
             and num > 0
             and len(event.packed_ids) == num * size * 4
-            and len(self.names) + num <= MAX_BLOCKS_OF_WORKER
+            and len(self._name_of) + num <= MAX_BLOCKS_OF_WORKER
         )
         if not is_usable or self.block_size not in {0, size}:
             return False
@@ -63,7 +62,6 @@ class ReportedBlocks:
         self.block_size = size
         self._find_index(size).store(self._worker, names, self.name_of(event.parent))
         self._name_of.update(zip(event.hashes, names, strict=True))
-        self.names.update(names)
         return True
 
     def name_blocks(self, event: BlockStored | BlocksExpected) -> list[int] | None:
@@ -85,14 +83,17 @@ class ReportedBlocks:
         """They are not there any more."""
         gone = [self._name_of.pop(each) for each in hashes if each in self._name_of]
         if gone:
-            self.names.difference_update(gone)
             self._find_index(self.block_size).remove(self._worker, gone)
+
+    def list_names(self) -> set[int]:
+        """Names of what is there."""
+        return set(self._name_of.values())
 
     def clear(self) -> None:
         """Nothing is there."""
         if self.block_size:
-            self._find_index(self.block_size).remove(self._worker, self.names)
-        self._name_of, self.names = {}, set()
+            self._find_index(self.block_size).remove(self._worker, self._name_of.values())
+        self._name_of = {}
 
 
 class WorkerPrefixes:
@@ -113,8 +114,8 @@ class WorkerPrefixes:
 
     @property
     def reported(self) -> set[int]:
-        """Names of the blocks that its own cache holds."""
-        return self._cached.names
+        """Names of the blocks that its own cache holds; for checks."""
+        return self._cached.list_names()
 
     @property
     def block_size(self) -> int:
