@@ -3,15 +3,17 @@
 Arms, each in front of the same four embedded workers of both roles:
 
     round_robin, prefix, cost       Baton's gateway with that policy
-    prefix x2                       two gateway processes on one port, which share nothing
+    prefix x2, cost x2              two gateway processes on one port, which share nothing
     vllm-router, sglang-router      cache-aware (`--peers FOLDER`, as in bench_control.py)
 
 Loads: conversations (`multi-turn`), common beginnings (`shared-prefix`), and prompts that share
 nothing (`fixed`), where no policy can win and none should lose. Prompts are text of chats, which
 the gateways tokenize and the routers compare as characters. What all prompts of a load need does
 not fit one worker's pool, so a worker that sees all of them forgets. Arms are interleaved, in the
-other order every second round; prompts are new in each. Medians over the rounds, "saved" is the
-share of prompt tokens that workers had cached.
+other order every second round; prompts are new in each. Medians over the rounds. "cached": the
+share of prompt tokens that the answering workers had cached, as their answers state; "loaded": that
+they received from other workers' caches; "computed": that some worker computed. The latter two are
+from the workers' counters (`baton_worker_prompt_tokens_total`), of whole runs.
 
     python benchmarks/bench_prefixes.py --peers FOLDER --json benchmarks/results/prefixes.json
 """
@@ -21,11 +23,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,7 +40,7 @@ from rich.console import Console
 from rich.table import Table
 from vllm_servers import find_free_port
 
-from baton.testing.fleet import Fleet
+from baton.testing.fleet import Fleet, FleetProcess
 
 NUM_WORKERS = 4
 SERVED = "unknown"
@@ -48,6 +52,8 @@ ARMS: dict[str, dict[str, object]] = {
     "cost": {"router.policy": "cost"},
     "cost, no loading": {"router.policy": "cost", "router.options.cost.load_prefixes": "false"},
 }
+TWICE = {"prefix x2": "prefix", "cost x2": "cost"}
+"""Policies of two gateway processes."""
 LOADS = {
     "multi-turn": (
         "--turns", "5", "--prefix-len", "256", "--input-len", "96", "--output-len", "24",
@@ -63,40 +69,61 @@ ENGINE: dict[str, object] = {
     "engine.num_blocks": 480,
     "engine.max_batch_tokens": 512,
 }
+SOURCE = re.compile(r'^baton_worker_prompt_tokens_total\{source="(\w+)"\} (\S+)$', re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one arm gave under one load, in one round."""
+    """What one arm gave under one load, in one round. Shares are of the prompts' tokens."""
 
     arm: str
     load: str
     requests_per_s: float
     ttft_p50_ms: float
     ttft_p99_ms: float
-    saved: float
+    ttft_mean_ms: float
+    cached: float
+    loaded: float
+    computed: float
     num_failed: int
 
 
-def measure(arm: str, url: str, load: str, options: argparse.Namespace) -> Run:
+def count_tokens(workers: list[FleetProcess]) -> dict[str, float]:
+    """Prompt tokens since the workers' start, by where their KV came from."""
+    counts = {"computed": 0.0, "received": 0.0}
+    for worker in workers:
+        with urllib.request.urlopen(f"{worker.url}/metrics", timeout=30) as reply:
+            for source, value in SOURCE.findall(reply.read().decode()):
+                counts[source] = counts.get(source, 0.0) + float(value)
+    return counts
+
+
+def measure(
+    arm: str, url: str, load: str, workers: list[FleetProcess], options: argparse.Namespace
+) -> Run:
     """One run of `baton bench serve`."""
+    before = count_tokens(workers)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [
             sys.executable, "-m", "baton.cli", "bench", "serve", "--url", url, "--model", SERVED,
             "--endpoint", "chat", "--workload", load, *LOADS[load],
             "--concurrency", str(options.concurrency), "--duration", str(options.duration),
-            "--output", str(report),
+            "--warm-up", "0", "--output", str(report),
         ]  # fmt: skip
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         figures = json.loads(report.read_bytes())["figures"]
+    after, num_tokens = count_tokens(workers), figures["num_prompt_tokens"]
     return Run(
         arm,
         load,
         figures["requests_per_s"],
         figures["ttft_s"]["p50"] * 1e3,
         figures["ttft_s"]["p99"] * 1e3,
-        (figures["num_cached_tokens"] or 0) / figures["num_prompt_tokens"],
+        figures["ttft_s"]["mean"] * 1e3,
+        (figures["num_cached_tokens"] or 0) / num_tokens,
+        (after["received"] - before["received"]) / num_tokens,
+        (after["computed"] - before["computed"]) / num_tokens,
         figures["num_failed"],
     )
 
@@ -130,6 +157,7 @@ def main() -> None:
     parser.add_argument("--duration", type=float, default=15.0, help="seconds of each run")
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--loads", nargs="*", choices=LOADS, default=list(LOADS))
+    parser.add_argument("--arms", nargs="*", help="all unless named")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.peers is not None:
@@ -146,13 +174,14 @@ def main() -> None:
         workers = [fleet.start_worker(f"w{i}", "both", settings) for i in range(NUM_WORKERS)]
         for worker in workers:
             worker.wait_ready()
-        arms = {
-            name: fleet.start_gateway([], [], both=workers, settings=settings).url
-            for name, settings in ARMS.items()
-        }
-        port = {"gateway.management_port": find_free_ports(2), "gateway.processes": 2}
-        twice = {"router.policy": "prefix", **port}
-        arms["prefix x2"] = fleet.start_gateway([], [], both=workers, settings=twice).url
+        gateways = dict(ARMS)
+        for name, policy in TWICE.items():
+            port = {"gateway.management_port": find_free_ports(2), "gateway.processes": 2}
+            gateways[name] = {"router.policy": policy, **port}
+        arms = {}
+        for name, own in gateways.items():
+            if not options.arms or name in options.arms:
+                arms[name] = fleet.start_gateway([], [], both=workers, settings=own).url
         if options.peers is not None:
             urls = [worker.url for worker in workers]
             for name in PEERS:
@@ -161,7 +190,7 @@ def main() -> None:
         for number in range(options.rounds):
             for load in options.loads:
                 for arm in list(arms) if number % 2 else reversed(arms):
-                    runs.append(measure(arm, arms[arm], load, options))
+                    runs.append(measure(arm, arms[arm], load, workers, options))
                     print(runs[-1], file=sys.stderr)
     show(runs, list(arms), options.loads)
     if options.json is not None:
@@ -172,7 +201,17 @@ def main() -> None:
 def show(runs: list[Run], arms: list[str], loads: list[str]) -> None:
     """Medians over the rounds."""
     for load in loads:
-        table = Table(load, "requests/s", "TTFT p50, ms", "TTFT p99, ms", "saved", "failed")
+        table = Table(
+            load,
+            "requests/s",
+            "TTFT p50, ms",
+            "TTFT p99, ms",
+            "mean",
+            "cached",
+            "loaded",
+            "computed",
+            "failed",
+        )
         for arm in arms:
             own = [run for run in runs if (run.arm, run.load) == (arm, load)]
             table.add_row(
@@ -180,7 +219,11 @@ def show(runs: list[Run], arms: list[str], loads: list[str]) -> None:
                 f"{statistics.median(run.requests_per_s for run in own):.1f}",
                 f"{statistics.median(run.ttft_p50_ms for run in own):.0f}",
                 f"{statistics.median(run.ttft_p99_ms for run in own):.0f}",
-                f"{statistics.median(run.saved for run in own):.0%}",
+                f"{statistics.median(run.ttft_mean_ms for run in own):.0f}",
+                *(
+                    f"{statistics.median(getattr(run, share) for run in own):.0%}"
+                    for share in ("cached", "loaded", "computed")
+                ),
                 str(sum(run.num_failed for run in own)),
             )
         Console().print(table)

@@ -45,6 +45,7 @@ from baton.events.blocks import (
 )
 from baton.events.journal import JournalPage
 from baton.events.wire import decode_message, decode_page, encode_page
+from baton.gateway.process import YOUNG_OBJECTS
 from baton.ids import Epoch, StoreId, WorkerId
 from baton.kv.prefix_names import PrefixNames
 from baton.protocol.worker_http import Role
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from baton.router.placement import PlacementPolicy
-    from baton.router.prefixes import WorkerPrefixes
+    from baton.router.worker_prefixes import WorkerPrefixes
 
 try:
     from dynamo import _core as dynamo
@@ -317,6 +318,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=400)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])  # as in a gateway
     figures = Figures(options.repetitions)
     bench_hash(figures)
     for num_workers in (64, 512):

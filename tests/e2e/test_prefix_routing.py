@@ -116,6 +116,27 @@ def test_turns_of_conversations_go_where_their_kv_is(fleet, workers, policy):
     assert actual > 4 * 450
 
 
+def test_what_one_gateway_placed_is_known_to_another_before_it_is_computed(fleet, workers):
+    both = [workers["one"], workers["two"]]
+    settings = {**TLS, "router.policy": "prefix"}
+    first, second = (fleet.start_gateway([], [], both=both, settings=settings) for _ in range(2))
+    queued = 'baton_kv_events_total{type="BlocksExpected",worker="two"}'
+    until(lambda: metric(second, 'baton_kv_event_connected{worker="two"}') == 1)
+    before = metric(second, queued)
+    messages = [{"role": "user", "content": f"which of two? {TEXT * 5}"}]
+    chat(first, [{"role": "user", "content": "the first turn is the other worker's"}])
+    with ThreadPoolExecutor(1) as pool:
+        placed = pool.submit(chat, first, messages)
+        until(lambda: metric(second, queued) == before + 1)
+        answer, worker = chat(second, messages)  # its own first turn is the other worker's, too
+        expected, same = placed.result()
+    assert worker == same == "two"
+    assert cached(answer) > 150
+    assert answer["choices"] == expected["choices"]
+    for gateway in (first, second):
+        gateway.stop()
+
+
 def test_kv_on_a_decode_worker_is_found(fleet, workers):
     """`cost`: the second turn is served where the first was answered, without a handoff."""
     settings = {**TLS, "router.policy": "cost", "gateway.mode": "push"}

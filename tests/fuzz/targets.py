@@ -54,6 +54,7 @@ from baton.errors import (
 )
 from baton.events.blocks import (
     BlockRemoved,
+    BlocksExpected,
     BlockStored,
     EntriesRemoved,
     EntriesStored,
@@ -1016,6 +1017,7 @@ TARGETS: Final = {
             encode_page(JournalPage(7, is_whole=True, events=(
                 BlockStored(BATON_HASHES, (b"a" * 32, b"b" * 32), None, pack_ids((1, 2, 3, 4)), 2,
                             "GPU", 0),
+                BlocksExpected(b"b" * 32, pack_ids((5, 6)), 2),
                 BlockRemoved(BATON_HASHES, (b"b" * 32,), "GPU", 0)))),
             encode_page(JournalPage(9, is_whole=True, events=(
                 TiersListed(("0" * 32,)),

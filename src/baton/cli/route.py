@@ -150,6 +150,9 @@ class FleetFlags:
     roles: Annotated[
         str, Parameter(help="both, or prefill and decode workers such as 2p2d.", group=FLEET)
     ] = "both"
+    gateways: Annotated[
+        int, Parameter(help="Gateways, which clients use in turns.", group=FLEET)
+    ] = 1
     policy: Annotated[
         list[str],
         Parameter(
@@ -211,7 +214,12 @@ def _plan(
     trace: Path | None, load: ReplayFlags, fleet: FleetFlags, flags: ConfigFlags
 ) -> "ReplayPlan":
     from baton.bench.replay.costs import read_costs  # noqa: PLC0415 - too heavy for --help
-    from baton.bench.replay.plan import PolicyChoice, ReplayPlan, make_workers  # noqa: PLC0415
+    from baton.bench.replay.plan import (  # noqa: PLC0415
+        PolicyChoice,
+        ReplayPlan,
+        check_gateways,
+        make_workers,
+    )
 
     _check(load)
     config = flags.resolve().to_config()
@@ -223,6 +231,7 @@ def _plan(
         arrivals=_arrivals(load, workload),
         num_requests=load.requests or workload.num_requests or DEFAULT_REQUESTS,
         workers=make_workers(fleet.roles, fleet.workers),
+        num_gateways=check_gateways(fleet.gateways),
         policies=tuple(
             PolicyChoice(name, {**own.get(name, {}), **config.router.options.get(name, {})})
             for name in fleet.policy or DEFAULT_POLICIES

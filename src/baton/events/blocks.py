@@ -72,6 +72,20 @@ class AllBlocksCleared:
     """Nothing is cached any more, in any medium."""
 
 
+class BlocksExpected(Record, frozen=True):
+    """A prompt is queued whose blocks from `parent` on (None: all) are not cached yet.
+
+    They are stored once they are computed; if the request ends before, they never are. So a gateway
+    that did not place the request learns where its prompt will be cached. `packed_ids` (`pack_ids`)
+    are those of full blocks; `salt` as in `BlockStored`.
+    """
+
+    parent: ExternalHash | None
+    packed_ids: bytes
+    block_size: int
+    salt: str = ""
+
+
 class EntriesStored(Record, frozen=True):
     """Entries of `block_size` tokens each are in a tier now.
 
@@ -112,7 +126,7 @@ def unpack_names(packed: bytes) -> tuple[int, ...]:
 
 
 StoreEvent: TypeAlias = EntriesStored | EntriesRemoved | TiersListed
-BlockEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared | StoreEvent
+BlockEvent: TypeAlias = BlockStored | BlockRemoved | BlocksExpected | AllBlocksCleared | StoreEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +247,7 @@ class WorkerBlockIndex:
             case EntriesRemoved():
                 num_gone = len(event.names) // ENTRY_NAME_BYTES
                 self._num_entries = max(0, self._num_entries - num_gone)
-            case TiersListed():
+            case TiersListed() | BlocksExpected():
                 pass
             case AllBlocksCleared() | Restarted() | Lost():
                 self.clear()

@@ -11,6 +11,7 @@ from baton.events.blocks import (
     DEFAULT_MEDIUM,
     ENTRY_NAME_BYTES,
     BlockRemoved,
+    BlocksExpected,
     BlockStored,
     EntriesRemoved,
     EntriesStored,
@@ -30,7 +31,13 @@ BATON_HASHES: Final = EventDomain("baton/sha256")
 NUM_REMEMBERED: Final = 8192
 """Blocks and entries, of the latest events; who asks for older ones gets all that is held."""
 
-JournalEvent: TypeAlias = BlockStored | BlockRemoved | StoreEvent
+LEAST_EXPECTED_TOKENS: Final = 128
+"""Fewer tokens of a queued prompt are not worth an event."""
+MOST_EXPECTED_BLOCKS: Final = 1024
+"""Of one queued prompt. One that filled the memory of the journal would make every gateway ask for
+all that is held."""
+
+JournalEvent: TypeAlias = BlockStored | BlockRemoved | BlocksExpected | StoreEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +64,7 @@ class _Removed:
     block_hash: BlockHash
 
 
-_Change: TypeAlias = _Stored | _Removed | StoreEvent
+_Change: TypeAlias = _Stored | _Removed | BlocksExpected | StoreEvent
 
 
 class ReportedStore(Protocol):
@@ -106,6 +113,23 @@ class CacheJournal:
                     self._add(stored)
                 parent = block_hash
 
+    def add_expected(
+        self,
+        parent: BlockHash | None,
+        token_ids: NDArray[np.int32],
+        block_size: int,
+        tenant_salt: str,
+    ) -> None:
+        """A prompt is queued whose full blocks `[num_blocks * block_size]` after `parent` it lacks.
+
+        Forgotten like any event, and not among what is held. Of a long prompt the first
+        `MOST_EXPECTED_BLOCKS` alone.
+        """
+        raw = token_ids[: MOST_EXPECTED_BLOCKS * block_size].astype("<i4").tobytes()
+        salt = tenant_salt if parent is None else ""
+        with self.lock:
+            self._add(BlocksExpected(parent, raw, block_size, salt))
+
     def add_removed(self, block_hash: BlockHash) -> None:
         """A block is not there any more, because its room was needed."""
         with self.lock:
@@ -143,6 +167,8 @@ def _count_named(change: _Change) -> int:
         return 1
     if isinstance(change, EntriesStored | EntriesRemoved):
         return len(change.names) // ENTRY_NAME_BYTES
+    if isinstance(change, BlocksExpected):
+        return len(change.packed_ids) // (4 * change.block_size)
     return 1
 
 

@@ -22,6 +22,7 @@ from baton.events.blocks import (
     AllBlocksCleared,
     BlockEvent,
     BlockRemoved,
+    BlocksExpected,
     BlockStored,
     EntriesRemoved,
     EntriesStored,
@@ -94,6 +95,13 @@ class _Cleared(msgspec.Struct, frozen=True, tag="AllBlocksCleared"):
     pass
 
 
+class _Expected(msgspec.Struct, frozen=True, tag="BlocksExpected"):
+    parent_block_hash: int | HashBytes | None
+    token_ids: Annotated[bytes, msgspec.Meta(max_length=4 * MAX_TOKENS)]
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCK_SIZE)]
+    salt: Annotated[str, msgspec.Meta(max_length=128)] = ""
+
+
 class _EntriesStored(msgspec.Struct, frozen=True, tag="EntriesStored"):
     tier: TierId
     naming: Naming
@@ -119,11 +127,14 @@ class _Page(msgspec.Struct, frozen=True, array_like=True):
     events: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=1 << 22)]
 
 
-_WireEvent: TypeAlias = _Stored | _Removed | _Cleared | _EntriesStored | _EntriesRemoved | _Tiers
+_WireEvent: TypeAlias = (
+    _Stored | _Removed | _Cleared | _Expected | _EntriesStored | _EntriesRemoved | _Tiers
+)
 EVENT_TYPES: Final = (
     "BlockStored",
     "BlockRemoved",
     "AllBlocksCleared",
+    "BlocksExpected",
     "EntriesStored",
     "EntriesRemoved",
     "TiersListed",
@@ -173,6 +184,8 @@ def _for_wire(event: JournalEvent) -> _WireEvent:
             )
         case BlockRemoved():
             return _Removed(event.hashes, event.medium, event.group)
+        case BlocksExpected():
+            return _Expected(event.parent, event.packed_ids, event.block_size, event.salt)
         case EntriesStored():
             return _EntriesStored(event.tier, event.naming, event.block_size, event.names)
         case EntriesRemoved():
@@ -191,7 +204,9 @@ def decode_page(body: bytes, domain: EventDomain) -> JournalPage:
     """
     page = _decode(_pages, body)
     events = [_decode_event(raw, domain) for raw in page.events]
-    known = tuple(each for each in events if not isinstance(each, AllBlocksCleared | None))
+    known = tuple([
+        each for each in events if each is not None and not isinstance(each, AllBlocksCleared)
+    ])
     return JournalPage(page.last, page.is_whole, known)
 
 
@@ -265,6 +280,13 @@ def _decode_event(raw: msgspec.Raw, domain: EventDomain) -> BlockEvent | None:
             )
         case _Cleared():
             return AllBlocksCleared()
+        case _Expected():
+            return BlocksExpected(
+                event.parent_block_hash,
+                _pack(event.token_ids),
+                event.block_size,
+                event.salt,
+            )
         case _EntriesRemoved():
             _check_names(event.names)
             return EntriesRemoved(event.tier, event.naming, event.block_size, event.names)

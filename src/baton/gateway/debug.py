@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from baton.router.learning import WorkerCost
     from baton.router.load import FleetLoad
     from baton.router.placement import Placement
-    from baton.router.prefixes import WorkerPrefixes
+    from baton.router.worker_prefixes import WorkerPrefixes
 
 
 @dataclass(frozen=True, slots=True)

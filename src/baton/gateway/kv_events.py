@@ -24,7 +24,7 @@ from baton.events.journal import BATON_HASHES
 from baton.events.metrics import KVEventCollector
 from baton.gateway.journal_feed import JournalFeed
 from baton.gateway.workers import is_same_host
-from baton.router.prefixes import MEDIA
+from baton.router.worker_prefixes import MEDIA
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from baton.gateway.workers import Worker, Workers
     from baton.ids import Epoch, WorkerId
     from baton.protocol.worker_http import KVEventsSource
-    from baton.router.prefixes import WorkerPrefixes
+    from baton.router.worker_prefixes import WorkerPrefixes
 
 
 IPC: Final = "ipc://"
@@ -359,7 +359,7 @@ class KVEvents:
         for followed in list(self._following.values()):
             for source, feed in list(followed.feeds.items()):
                 if isinstance(feed, Followed):
-                    await _apply(feed, followed.prefixes, source.media)
+                    await _apply(feed, followed.prefixes, source.media, self._clock.now())
 
 
 async def _all(stops: list[Awaitable[None]]) -> None:
@@ -367,11 +367,11 @@ async def _all(stops: list[Awaitable[None]]) -> None:
 
 
 async def _apply(
-    followed: Followed, prefixes: WorkerPrefixes | None, media: frozenset[str]
+    followed: Followed, prefixes: WorkerPrefixes | None, media: frozenset[str], now: float
 ) -> None:
     for num_taken, event in enumerate(followed.feed.poll(), start=1):
         followed.block_index.apply(event)
         if prefixes is not None:
-            prefixes.apply(event, media)
+            prefixes.apply(event, media, now)
         if num_taken % EVENTS_PER_TURN == 0:
             await asyncio.sleep(0)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from baton.gateway.workers import Worker, Workers
     from baton.ids import WorkerId
     from baton.router.placement import Placement
-    from baton.router.prefixes import WorkerPrefixes
+    from baton.router.worker_prefixes import WorkerPrefixes
 
 SECRET_BYTES: Final = 32
 

@@ -51,7 +51,7 @@ class PrefixNames:
         """Name the full blocks among `token_ids` `[num_tokens]`, which follow the block `after`."""
         num_blocks = len(token_ids) // block_size
         blocks = token_ids[: num_blocks * block_size].reshape(num_blocks, block_size)
-        terms = np.matmul(blocks.view(np.uint32), self._factors(block_size))
+        terms = blocks.astype(np.uint64).dot(self._factors(block_size))
         first = ((after & _BEFORE_FIRST) + 1) & _BEFORE_FIRST
         if num_blocks > NUM_PLACES:
             places = np.arange(first, first + num_blocks, dtype=np.uint64) & _PLACE_MASK
@@ -63,8 +63,8 @@ class PrefixNames:
             terms *= factor
             terms ^= terms >> _HALF
         terms &= _UPPER_MASK
-        terms[:1] += np.uint64(after & _UPPER)
         names = terms.cumsum()
+        names += np.uint64(after & _UPPER)
         names |= places
         named: list[int] = names.tolist()
         return named

@@ -6,7 +6,8 @@ Leaves: a `Placement` (prefill worker or none, decode worker, mode, reasons), or
 
 File map:
     fleet.py        `WorkerView`, `Fleet`: an immutable snapshot, indexed by served model
-    load.py         `FleetLoad`, `RunningRequest`: the requests under way, worker by worker
+    load.py         `FleetLoad`, `RunningRequest`: the requests under way;
+                    worker_activity.py: what one worker has to do, and how fast it does it
     learning.py     `LearnedLine`: seconds for a size, learned from what was seen
     topology.py     `Distance`: how far apart two workers are, by the paths that they report
     handoff_costs.py      what handoffs cost, by distance: learned, measured or a default
@@ -21,7 +22,8 @@ File map:
     division.py     `Division`: how many workers only prefill at present; demand.py: predictions;
                     arrivals.py: whether requests come independently of the answers
     prefixes.py     `ModelPrefixes`: who has, and can load from a store, how much of a prompt;
-                    prefix_index.py, stored_entries.py: its indexes of caches and of tiers
+                    worker_prefixes.py: what one worker reports; prefix_index.py,
+                    stored_entries.py: the indexes of caches and of tiers
     room.py         `FleetRoom`: how many more requests the workers can use
     admission.py    `AdmissionQueue`: those that wait for that, and who is refused early;
                     fair_queue.py: whose turn it is; drain_rate.py: how fast they are taken

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias, TypeVar
 import msgspec
 import numpy as np
 
-from baton.router.load import MOST_SHARE, TYPICAL_ANSWER_TOKENS, WINDOW_S
+from baton.router.load import TYPICAL_ANSWER_TOKENS
+from baton.router.worker_activity import MOST_SHARE, WINDOW_S
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

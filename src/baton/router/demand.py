@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 from msgspec import UNSET
 
-from baton.router.load import MOST_SHARE
+from baton.router.worker_activity import MOST_SHARE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

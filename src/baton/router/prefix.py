@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
     from baton.ids import WorkerId
     from baton.router.fleet import Fleet, WorkerView
-    from baton.router.load import FleetLoad, WorkerActivity
+    from baton.router.load import FleetLoad
     from baton.router.modes import ModeSetting
     from baton.router.placement import Placement, PlacementRequest, PolicyFactory
+    from baton.router.worker_activity import WorkerActivity
 
 
 class PrefixOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

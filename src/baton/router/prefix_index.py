@@ -1,6 +1,7 @@
 """Which workers hold which prefixes: a tree of named blocks, each with sets of workers as bits.
 
-    held    workers that hold the block
+    held    workers that hold the block, or are expected to
+    expected    of these, workers that have not reported it
     whole   workers that hold it and every block before it: what a prompt can be served from
 
 `whole` only shrinks on the way from a root to a leaf, so that the blocks of a prompt at which it
@@ -39,6 +40,7 @@ class _Node(msgspec.Struct, eq=False):
     held: int
     whole: int
     children: dict[int, _Node] | _Node | None = None
+    expected: int = 0
 
     def add(self, child: _Node) -> None:
         """Most blocks have one successor: a dict only where there are more."""
@@ -107,11 +109,32 @@ class PrefixIndex:
                 self._prune(node)
                 return
             found.held |= bit
+            found.expected &= ~bit
             if node.whole & bit and not found.whole & bit:
                 found.whole |= bit
                 if found.children is not None:
                     self._complete(found, bit)
             node = found
+
+    def expect(self, worker: WorkerId, names: Sequence[int], after: int | None) -> None:
+        """As `store`, of blocks that it has not reported: they count until `drop_expected`."""
+        bit, get = self._bit_of(worker), self._nodes.get
+        reported = {
+            name
+            for name in names
+            if (node := get(name)) is not None and node.held & ~node.expected & bit
+        }
+        self.store(worker, names, after)
+        for name in names:
+            node = get(name)
+            if node is not None and name not in reported:
+                node.expected |= node.held & bit
+
+    def drop_expected(self, worker: WorkerId, names: Iterable[int]) -> None:
+        """It has not stored these, as far as it has not reported them since."""
+        bit, get = self._bits.get(worker, 0), self._nodes.get
+        late = [n for n in names if (node := get(n)) is not None and node.expected & bit]
+        self.remove(worker, late)
 
     def remove(self, worker: WorkerId, names: Iterable[int]) -> None:
         """It does not hold these any more."""
@@ -121,6 +144,7 @@ class PrefixIndex:
             if node is None or not node.held & bit:
                 continue
             node.held &= ~bit
+            node.expected &= ~bit
             if node.whole & bit:
                 _break(node, bit)
             self._prune(node)
@@ -131,6 +155,15 @@ class PrefixIndex:
         if bit:
             self._free.append(bit.bit_length() - 1)
             self._members.cache_clear()
+
+    def count_held(self, worker: WorkerId, names: Sequence[int]) -> int:
+        """How many of these a worker holds, from the first on, whatever comes before that."""
+        bit, get = self._bits.get(worker, 0), self._nodes.get
+        for num, name in enumerate(names):
+            node = get(name)
+            if node is None or not node.held & bit:
+                return num
+        return len(names)
 
     def find_matches(self, names: Sequence[int]) -> dict[WorkerId, int]:
         """How many of these each worker holds from the first on; those that hold none are left out.
@@ -187,6 +220,8 @@ class PrefixIndex:
             before = 0 if node.parent is None else node.parent.whole
             if node.whole != node.held & before:
                 raise AssertionError(f"block {name:x}: whole {node.whole:x} of held {node.held:x}")
+            if node.expected & ~node.held:
+                raise AssertionError(f"block {name:x} is expected of a worker and not counted")
             if not node.held and node.children is None:
                 raise AssertionError(f"block {name:x} is held by no worker and nothing follows it")
             if any(child.parent is not node for child in node.each_child()):

@@ -4,42 +4,31 @@ Workers also report what is in the tiers of their stores. A tier has what any of
 reports: each takes back what it has reported itself and does not find any more. A prompt may be in
 several tiers in part: a worker loads each part from the quickest of its tiers that has it.
 
-A prompt that was just placed is expected to be held by its workers: their events come only once
-it is computed, and some workers publish none. What is expected is forgotten after a while.
+A prompt that was just placed is expected to be held by its workers: they report its blocks only
+once they are computed, and some workers publish no events. Baton's own also report prompts that
+are queued there, so that what one gateway has placed is expected by the others, too. What is
+expected is forgotten after a while.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, assert_never
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
-from baton.events.blocks import (
-    DEFAULT_MEDIUM,
-    STORE_MEDIUM,
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    EntriesRemoved,
-    EntriesStored,
-    Lost,
-    Restarted,
-    TiersListed,
-    unpack_names,
-)
 from baton.kv.prefix_names import PrefixNames
 from baton.router.prefix_index import PrefixIndex
 from baton.router.stored_entries import StoredEntries, TierLists
+from baton.router.worker_prefixes import WorkerPrefixes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Mapping
 
+    import numpy as np
     from numpy.typing import NDArray
 
-    from baton.events.blocks import ExternalHash, FeedEvent, StoreEvent
-    from baton.ids import StoreId, WorkerId
+    from baton.ids import WorkerId
     from baton.router.placement import Placement
 
 EXPECTED_WITH_EVENTS_S: Final = 10.0
@@ -48,10 +37,8 @@ EXPECTED_WITHOUT_S: Final = 120.0
 MAX_EXPECTED_BLOCKS: Final = 1 << 18
 DEFAULT_BLOCK_SIZE: Final = 16
 """Of workers that have not reported theirs: what vLLM and Baton's own engine use by default."""
-MAX_BLOCKS_OF_WORKER: Final = 1 << 21
 MAX_FORMS: Final = 8
 """Of entries: by which secret they are named, and how many tokens they have."""
-MEDIA: Final = frozenset({DEFAULT_MEDIUM, STORE_MEDIUM})
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +67,8 @@ class ModelPrefixes:
         self._namings: dict[bytes, PrefixNames] = {}
         self._tier_lists: TierLists | None = None
         self._followed: dict[WorkerId, WorkerPrefixes] = {}
-        self._expected: deque[_Expected] = deque()
+        self._expected: list[_Expected] = []  # a heap: what ends first comes first
+        self._numbers = count()
         self._num_expected = 0
 
     @property
@@ -133,8 +121,7 @@ class ModelPrefixes:
 
     def find(self, token_ids: NDArray[np.int32], salt: str, now: float) -> PromptMatch:
         """Who has how much of a prompt `[num_tokens]`. `salt` is the tenant's, hashed."""
-        while self._expected and self._expected[0].until <= now:
-            self._drop(self._expected.popleft())
+        self._drop_late(now)
         root = self._names.root(salt)
         cached: dict[WorkerId, int] = {}
         names = {
@@ -183,14 +170,32 @@ class ModelPrefixes:
             names, known = match.names.get(size, []), match.cached.get(worker, 0) // size
             if known < len(names) <= self._max_expected:
                 after = names[known - 1] if known else None
-                self.index_of(size).store(worker, names[known:], after)
-                self._add(_Expected(now + lasts_s, worker, size, names[known:]))
+                self.index_of(size).expect(worker, names[known:], after)
+                self._add(worker, size, names[known:], now + lasts_s)
+
+    def expect_queued(
+        self, worker: WorkerId, block_size: int, names: list[int], after: int | None, *, now: float
+    ) -> None:
+        """A worker reports that these blocks of a queued prompt will be stored there.
+
+        `after` is the block before the first; None: they begin the prompt. What is held or expected
+        already, of a prompt that was placed here for instance, stays as it is.
+        """
+        self._drop_late(now)
+        index = self.index_of(block_size)
+        known = index.count_held(worker, names)
+        if known:
+            names, after = names[known:], names[known - 1]
+        if 0 < len(names) <= self._max_expected:
+            index.expect(worker, names, after)
+            self._add(worker, block_size, names, now + EXPECTED_WITH_EVENTS_S)
 
     def drop_expected(self, worker: WorkerId) -> None:
         """What was expected of a worker will not come."""
         of_it = [each for each in self._expected if each.worker == worker]
         if of_it:
-            self._expected = deque(each for each in self._expected if each.worker != worker)
+            self._expected = [each for each in self._expected if each.worker != worker]
+            heapify(self._expected)
             for each in of_it:
                 self._drop(each)
 
@@ -215,153 +220,34 @@ class ModelPrefixes:
             if any(worker not in self._followed for worker, _ in entries.holdings()):
                 raise AssertionError("a worker reports entries and is not followed")
 
-    def _add(self, expected: _Expected) -> None:
-        self._expected.append(expected)
-        self._num_expected += len(expected.names)
+    def _add(self, worker: WorkerId, block_size: int, names: list[int], until: float) -> None:
+        number = next(self._numbers)
+        heappush(self._expected, _Expected(until, number, worker, block_size, names))
+        self._num_expected += len(names)
         while self._num_expected > self._max_expected:
-            self._drop(self._expected.popleft())
+            self._drop(heappop(self._expected))
+
+    def _drop_late(self, now: float) -> None:
+        """Forget what was expected by now."""
+        while self._expected and self._expected[0].until <= now:
+            self._drop(heappop(self._expected))
 
     def _drop(self, expected: _Expected) -> None:
         """It was not reported within its time, or was, and counts as that."""
         self._num_expected -= len(expected.names)
-        followed = self._followed.get(expected.worker)
-        gone = expected.names
-        if followed is not None:
-            gone = [name for name in gone if name not in followed.reported]
-        self._indexes[expected.block_size].remove(expected.worker, reversed(gone))
+        index = self._indexes[expected.block_size]
+        index.drop_expected(expected.worker, reversed(expected.names))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class _Expected:
-    """Blocks that a worker will hold if all goes well."""
+    """Blocks that a worker will hold if all goes well; ordered by its end, then by `number`."""
 
     until: float
+    number: int
     worker: WorkerId
     block_size: int
     names: list[int]
-
-
-class ReportedBlocks:
-    """What one worker's cache holds, by the reporter's hashes. Owner: the gateway's thread."""
-
-    def __init__(
-        self, worker: WorkerId, find_index: Callable[[int], PrefixIndex], names: PrefixNames
-    ) -> None:
-        self._worker, self._find_index, self._names = worker, find_index, names
-        self._name_of: dict[ExternalHash, int] = {}
-        self.names: set[int] = set()
-        self.block_size = 0
-
-    def store(self, event: BlockStored) -> bool:
-        """Take up blocks that follow known ones; whether they could be."""
-        size, num = event.block_size, len(event.hashes)
-        is_usable = (
-            not event.group
-            and event.is_plain
-            and num > 0
-            and len(event.packed_ids) == num * size * 4
-            and len(self.names) + num <= MAX_BLOCKS_OF_WORKER
-        )
-        if not is_usable or self.block_size not in {0, size}:
-            return False
-        if event.parent is None:
-            after = self._names.root(event.salt)
-        elif event.parent in self._name_of:
-            after = self._name_of[event.parent]
-        else:
-            return False
-        self.block_size = size
-        names = self._names.of(np.frombuffer(event.packed_ids, "<i4"), size, after)
-        index = self._find_index(size)
-        index.store(self._worker, names, None if event.parent is None else after)
-        self._name_of.update(zip(event.hashes, names, strict=True))
-        self.names.update(names)
-        return True
-
-    def remove(self, hashes: Iterable[ExternalHash]) -> None:
-        """They are not there any more."""
-        gone = [self._name_of.pop(each) for each in hashes if each in self._name_of]
-        if gone:
-            self.names.difference_update(gone)
-            self._find_index(self.block_size).remove(self._worker, gone)
-
-    def clear(self) -> None:
-        """Nothing is there."""
-        if self.block_size:
-            self._find_index(self.block_size).remove(self._worker, self.names)
-        self._name_of, self.names = {}, set()
-
-
-class WorkerPrefixes:
-    """What one worker reports of its own cache and of its store. Owner: the gateway's thread.
-
-    Of the cache only what is in the engine's own pool, and depends on nothing but tokens and the
-    tenant's salt, is taken up: of other blocks the tokens alone do not show who could use them.
-    """
-
-    def __init__(self, worker: WorkerId, model: ModelPrefixes, names: PrefixNames) -> None:
-        self._worker, self._model = worker, model
-        self._cached = ReportedBlocks(worker, model.index_of, names)
-        self.tiers: tuple[StoreId, ...] = ()
-        """From which it loads, the quickest first."""
-        self.num_ignored = 0
-        self.reports_cache = True
-        """Whether events of its own cache are followed: some workers report of a store alone."""
-
-    @property
-    def reported(self) -> set[int]:
-        """Names of the blocks that its own cache holds."""
-        return self._cached.names
-
-    @property
-    def block_size(self) -> int:
-        """Of its own cache's blocks; 0 before the first."""
-        return self._cached.block_size
-
-    def apply(self, event: FeedEvent, media: frozenset[str] = MEDIA) -> None:
-        """Take up one event of a feed that reports of these media alone."""
-        match event:
-            case BlockStored():
-                if not (self._is_of_cache(event, media) and self._cached.store(event)):
-                    self.num_ignored += len(event.hashes)
-            case BlockRemoved():
-                if self._is_of_cache(event, media) and not event.group:
-                    self._cached.remove(event.hashes)
-            case EntriesStored() | EntriesRemoved() | TiersListed():
-                if STORE_MEDIUM in media:
-                    self._apply_of_store(event)
-            case AllBlocksCleared() | Restarted() | Lost():
-                self.clear(media)
-            case _ as never:
-                assert_never(never)
-
-    def clear(self, media: frozenset[str] = MEDIA) -> None:
-        """Forget every block of these media."""
-        if DEFAULT_MEDIUM in media:
-            self._model.drop_expected(self._worker)
-            self._cached.clear()
-        if STORE_MEDIUM in media:
-            self.tiers = ()
-            self._model.forget_stored(self._worker)
-
-    def _apply_of_store(self, event: StoreEvent) -> None:
-        if isinstance(event, TiersListed):
-            self.tiers = event.tiers
-            self._model.note_tiers()
-            return
-        entries = self._model.stored_entries(event.naming, event.block_size)
-        names = unpack_names(event.names)
-        if isinstance(event, EntriesRemoved):
-            if entries is not None:
-                entries.remove(self._worker, event.tier, names)
-        elif entries is None or event.tier not in self.tiers:
-            self.num_ignored += len(names)
-        else:
-            self.num_ignored += len(names) - entries.store(self._worker, event.tier, names)
-
-    @staticmethod
-    def _is_of_cache(event: BlockStored | BlockRemoved, media: frozenset[str]) -> bool:
-        return event.medium == DEFAULT_MEDIUM and DEFAULT_MEDIUM in media
 
 
 def _find_or_add(indexes: dict[int, PrefixIndex], block_size: int) -> PrefixIndex:

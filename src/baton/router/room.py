@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from baton.ids import WorkerId
     from baton.protocol.worker_http import WorkerLoad
     from baton.router.fleet import ModelWorkers, WorkerView
-    from baton.router.load import FleetLoad, WorkerActivity
+    from baton.router.load import FleetLoad
+    from baton.router.worker_activity import WorkerActivity
 
 AHEAD_S: Final = 0.5
 """Of prompts at a worker: more need not be there, as it reports each one that is computed."""

@@ -45,7 +45,7 @@ def view(name, role=Role.BOTH, topology=""):
 def simulate(policy, views, load):
     """Requests a second, after a beginning in which costs are learned."""
     num_tokens, num_answer_tokens, num_clients = load
-    simulation = Simulation(policy, views, COSTS)
+    simulation = Simulation([policy], views, COSTS)
     sessions = (
         Session((Turn((TokenRun(str(number), num_tokens),), num_answer_tokens),))
         for number in range(1 << 30)

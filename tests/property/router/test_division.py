@@ -46,7 +46,7 @@ class World:
     """Clients that ask for prompts without a common beginning, one after another."""
 
     def __init__(self, policy, views, num_tokens, num_answer_tokens):
-        self.simulation = Simulation(policy, views, COSTS)
+        self.simulation = Simulation([policy], views, COSTS)
         self.views, self.num_clients = views, 0
         self.num_tokens, self.num_answer_tokens = num_tokens, num_answer_tokens
         self.asked = self.sessions()
@@ -115,7 +115,7 @@ def independent(num, seed, per_s, num_tokens, num_answer_tokens):
 
 def replay(policy, views, requests, ttft_s, tpot_s):
     """The share of good requests, and the numbers of workers that only prefilled at some time."""
-    simulation, seen = Simulation(policy, views, COSTS), set()
+    simulation, seen = Simulation([policy], views, COSTS), set()
     requests = list(requests)
     simulation.replay(iter(requests))
     for until_s in range(1, int(requests[-1].arrival_s)):

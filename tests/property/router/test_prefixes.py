@@ -15,6 +15,7 @@ from baton.events.blocks import (
     STORE_MEDIUM,
     AllBlocksCleared,
     BlockRemoved,
+    BlocksExpected,
     BlockStored,
     EntriesRemoved,
     EntriesStored,
@@ -34,9 +35,9 @@ from baton.router.prefixes import (
     EXPECTED_WITH_EVENTS_S,
     EXPECTED_WITHOUT_S,
     MAX_FORMS,
-    MEDIA,
     ModelPrefixes,
 )
+from baton.router.worker_prefixes import MEDIA
 
 DOMAIN = EventDomain("test/sha256")
 NAMES = PrefixNames(b"a secret of sixteen bytes")
@@ -101,6 +102,29 @@ class PrefixesMachine(RuleBasedStateMachine):
         assert (self.feeds[worker].num_ignored == ignored) is is_known
         if is_known:
             self.reported[worker].update(blocks[start:])
+
+    @rule(worker=followed, ids=tokens, salt=salts, start=st.integers(0, 3))
+    def queue(self, worker, ids, salt, start):
+        """A worker reports a prompt that another gateway has placed there."""
+        size = SIZES[worker]
+        blocks = [(salt, ids[:end]) for end in range(size, len(ids) + 1, size)]
+        start = min(start, len(blocks) - 1)
+        if start < 0:
+            return
+        parent = blocks[start - 1] if start else None
+        event = BlocksExpected(
+            engine_hash(parent) if parent else None,
+            pack_ids(ids[start * size : len(blocks) * size]),
+            size,
+            "" if parent else salt,
+        )
+        ignored = self.feeds[worker].num_ignored
+        self.feeds[worker].apply(event, now=self.now)
+        is_known = parent is None or parent in self.reported[worker]
+        assert (self.feeds[worker].num_ignored == ignored) is is_known
+        if is_known:
+            until = self.now + EXPECTED_WITH_EVENTS_S
+            self.expected.append(Expectation(until, worker, frozenset(blocks[start:])))
 
     @rule(worker=followed, data=st.data())
     def remove(self, worker, data):
@@ -296,3 +320,43 @@ def test_what_a_worker_that_reports_of_a_store_alone_is_expected_to_hold_is_beli
     prefixes.expect(match, Placement(None, view("a")), 0.0)
     assert prefixes.find(prompt, "", EXPECTED_WITHOUT_S - 1).cached == {"a": 32}
     assert prefixes.find(prompt, "", EXPECTED_WITHOUT_S).cached == {}
+
+
+def test_a_prompt_that_another_gateway_placed_is_expected_for_a_while():
+    prefixes = ModelPrefixes(NAMES)
+    feed = prefixes.follow(WorkerId("a"))
+    prompt, ids = np.arange(9, dtype=np.int32), pack_ids(range(8))
+    feed.apply(BlocksExpected(None, ids, 2), frozenset({STORE_MEDIUM}), 5.0)
+    assert prefixes.find(prompt, "", 5.0).cached == {}
+    feed.apply(BlocksExpected(None, ids, 2), now=5.0)
+    assert prefixes.find(prompt, "", 5.0).cached == {"a": 8}
+    assert prefixes.find(prompt, "tenant", 5.0).cached == {}
+    feed.apply(BlocksExpected(None, ids, 2), now=9.0)  # the same prompt again: it does not last
+    assert prefixes.find(prompt, "", 5.0 + EXPECTED_WITH_EVENTS_S).cached == {}
+    feed.apply(BlocksExpected(None, ids, 2), now=20.0)
+    feed.apply(BlockStored(DOMAIN, (b"x", b"y"), None, ids[:16], 2, DEFAULT_MEDIUM, 0))
+    feed.apply(BlocksExpected(b"z", ids, 2), now=20.0)
+    assert feed.num_ignored == 4, "what follows an unknown block"
+    assert prefixes.find(prompt, "", 21.0).cached == {"a": 8}
+    assert prefixes.find(prompt, "", 20.0 + EXPECTED_WITH_EVENTS_S).cached == {"a": 4}
+
+
+def test_what_is_placed_here_and_reported_as_queued_is_expected_once():
+    prefixes = ModelPrefixes(NAMES, max_expected=8)
+    feed = prefixes.follow(WorkerId("a"))
+    prompt = np.arange(17, dtype=np.int32)
+    feed.apply(BlocksExpected(None, pack_ids(range(8)), 2), now=0.0)
+    match = prefixes.find(prompt, "", 0.0)
+    prefixes.expect(match, Placement(None, view("a")), 0.0)
+    feed.apply(BlocksExpected(None, pack_ids(range(16)), 2), now=0.0)
+    assert prefixes.find(prompt, "", 1.0).cached == {"a": 16}, "8 blocks, as many as may be"
+
+
+def test_what_is_expected_of_a_silent_worker_does_not_delay_the_end_of_other_expectations():
+    prefixes = ModelPrefixes(NAMES)
+    prefixes.follow(WorkerId("a"))
+    prompt = np.arange(33, dtype=np.int32)
+    for worker in ("mute", "a"):
+        match = prefixes.find(prompt, "", 0.0)
+        prefixes.expect(match, Placement(None, view(worker)), 0.0)
+    assert prefixes.find(prompt, "", EXPECTED_WITH_EVENTS_S).cached == {"mute": 32}

@@ -53,7 +53,7 @@ sessions = st.lists(
 
 
 def outcomes_of(policy, asked, costs=None, *, roles="both", seed=0, num_clients=None):
-    simulation = Simulation(policy, make_workers(roles, None), costs or SimulatedCosts(), seed)
+    simulation = Simulation([policy], make_workers(roles, None), costs or SimulatedCosts(), seed)
     if num_clients is None:
         simulation.replay(iter(sorted(asked, key=lambda each: each.arrival_s)))
     else:
@@ -87,7 +87,7 @@ def test_events_name_what_a_worker_holds(asked):
     """What was stored and not removed, by the events alone, is what its cache finds."""
     policy = PrefixPolicy(PrefixOptions())
     costs = SimulatedCosts(kv_tokens=16 * 90, event_delay_s=0.0)
-    simulation = Simulation(policy, make_workers("both", 2), costs)
+    simulation = Simulation([policy], make_workers("both", 2), costs)
     held = {name: set() for name in simulation._workers}
     for name, worker in simulation._workers.items():
 
@@ -105,8 +105,8 @@ def test_events_name_what_a_worker_holds(asked):
     simulation.run()
     for name, worker in simulation._workers.items():
         assert held[name] == {*worker.cache._idle, *worker.cache._held}
-        assert simulation._prefixes._followed[name].reported == held[name]
-        assert simulation._prefixes._followed[name].num_ignored == 0
+        assert simulation.gateways[0].followed[name].reported == held[name]
+        assert simulation.gateways[0].followed[name].num_ignored == 0
 
 
 def shared_prefixes(num):
@@ -204,6 +204,41 @@ def test_costs_are_no_worse_than_prefixes_where_caches_decide(
     assert cost[3] >= 0.98 * prefix[3]
 
 
+def shuffled_beginnings(num, seed):
+    """Of 8 beginnings, each once before one comes again, in random order."""
+    rng, order = Random(seed), []
+    for number in range(num):
+        if not order:
+            order = [str(each) for each in range(8)]
+            rng.shuffle(order)
+        yield Session((Turn((TokenRun(order.pop(), 1024), TokenRun(f"own/{number}", 64)), 16),))
+
+
+def num_computed(make, num_gateways, *, reports_queued):
+    """How often 8 beginnings are computed in all, in six runs with so many gateways."""
+    costs = msgspec.structs.replace(
+        SHARED, reports_queued=reports_queued, event_delay_s=0.3, chunk_tokens=512
+    )
+    num_tokens = 0
+    for seed in range(6):
+        policies = [make() for _ in range(num_gateways)]
+        simulation = Simulation(policies, make_workers("both", 4), costs, seed)
+        simulation.add_clients(shuffled_beginnings(64, seed), 8)
+        simulation.run()
+        simulation.check_invariants()
+        num_tokens += sum(each.num_tokens - each.num_saved - 64 for each in simulation.outcomes)
+    return num_tokens / 1024
+
+
+@pytest.mark.parametrize("name", ["prefix", "cost"])
+def test_two_gateways_compute_a_new_beginning_once(name):
+    """They agree because workers report prompts that are queued."""
+    make, each_once = POLICIES[name], 6 * 8
+    agreed = num_computed(make, 2, reports_queued=True)
+    assert agreed <= 1.1 * each_once
+    assert num_computed(make, 2, reports_queued=False) > 1.1 * agreed, "what this test is worth"
+
+
 def long_prompts(num, seed):
     """Nearly all that eight workers can do, lengths as in Mooncake's trace of conversations."""
     rng, at = Random(seed), 0.0
@@ -220,7 +255,7 @@ def test_near_saturation_costs_leave_no_prompt_waiting(seed):
     costs = SimulatedCosts(prefill_token_s=5e-5, block_size=512, kv_tokens=300_000)
     found = {}
     for name in ("prefix", "cost"):
-        simulation = Simulation(POLICIES[name](), make_workers("both", 8), costs)
+        simulation = Simulation([POLICIES[name]()], make_workers("both", 8), costs)
         simulation.replay(long_prompts(400, seed))
         simulation.run()
         found[name] = summarize(simulation.outcomes, 2.0, 0.1)
@@ -271,7 +306,7 @@ def test_a_prompt_is_computed_in_pieces_between_the_steps_of_answers():
     ]
     answering, waiting = outcomes_of(RoundRobin(), asked, costs, roles="1p1d")
     assert answering.tpot_s == pytest.approx(0.05)
-    simulation = Simulation(RoundRobin(), make_workers("both", 1), costs)
+    simulation = Simulation([RoundRobin()], make_workers("both", 1), costs)
     simulation.replay(iter(asked))
     simulation.run()
     second, first = simulation.outcomes
@@ -342,7 +377,7 @@ def test_what_stores_hold_is_known_in_the_end(asked, num_blocks, num_stored):
         load_s=1e-4,
         load_token_s=1e-5,
     )
-    simulation = Simulation(POLICIES["cost"](), make_workers("both", 4), costs)
+    simulation = Simulation([POLICIES["cost"]()], make_workers("both", 4), costs)
     simulation.replay(iter(sorted(asked, key=lambda each: each.arrival_s)))
     simulation.run()
     simulation.check_invariants()
@@ -350,7 +385,7 @@ def test_what_stores_hold_is_known_in_the_end(asked, num_blocks, num_stored):
     for each in simulation.outcomes:
         assert 0 <= each.num_loaded <= each.num_saved < each.num_tokens
     stored_by = {}
-    for entries in simulation._prefixes._stored.values():
+    for entries in simulation.gateways[0].prefixes._stored.values():
         stored_by |= entries.holdings()
     for store, held in simulation._stores.items():
         assert len(held._names) <= num_stored
@@ -358,7 +393,7 @@ def test_what_stores_hold_is_known_in_the_end(asked, num_blocks, num_stored):
         known = [stored_by.get((worker, store), set()) for worker in sharing]
         assert set().union(*known) <= set(held._names), "what is gone counts as gone"
         for worker, names in zip(sharing, known, strict=True):
-            assert simulation._followed[worker].tiers == (store,)
+            assert simulation.gateways[0].followed[worker].tiers == (store,)
             assert names == simulation._reporters[worker]._reported
 
 

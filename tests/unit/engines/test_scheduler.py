@@ -23,6 +23,8 @@ from baton.engines.interface import (
 from baton.engines.transformers.queued_prefixes import WorthAsking
 from baton.engines.transformers.scheduler import Limits, Scheduler, Work
 from baton.engines.transformers.sequence import Sequence, Status
+from baton.events.blocks import BlocksExpected
+from baton.events.journal import LEAST_EXPECTED_TOKENS, CacheJournal
 from baton.handoff.interface import KVLanded
 from baton.ids import RequestId, TicketId
 from baton.kv.identity import HashDomain, compute_block_hashes
@@ -541,3 +543,28 @@ def test_a_prompt_for_which_a_step_has_no_room_is_not_held() -> None:
     assert plan.held == []
     carry_out(scheduler, plan.work[0])
     assert scheduler.schedule().held == [sequence]
+
+
+def test_what_a_new_prompt_will_store_is_reported_before_it_is_computed():
+    journal = CacheJournal()
+    scheduler = Scheduler(BlockPool(100), LIMITS, (FULL,), journal)
+    num_tokens = LEAST_EXPECTED_TOKENS + 2 * BLOCK_SIZE
+    scheduler.add(make_sequence(num_tokens, 1, Colocated()))
+    (event,) = journal.read(0).events
+    ids = np.arange(num_tokens - BLOCK_SIZE, dtype="<i4")  # the last token is computed in any case
+    assert event == BlocksExpected(None, ids.tobytes(), BLOCK_SIZE)
+    while scheduler.num_waiting or scheduler.num_running:
+        for work in scheduler.schedule().work:
+            carry_out(scheduler, work)
+    last = journal.last
+    scheduler.add(make_sequence(num_tokens, 1, Colocated(), number=1))
+    scheduler.add(make_sequence(LEAST_EXPECTED_TOKENS - 1, 1, Colocated(), start=500, number=2))
+    assert journal.last == last, "what is cached, or is little, is not reported"
+    scheduler.add(make_sequence(2 * num_tokens, 1, Colocated(), number=3))
+    (event,) = journal.read(last).events
+    hashes = compute_block_hashes(
+        HashDomain("m", "", BLOCK_SIZE), np.arange(num_tokens, dtype=np.int32), None
+    )
+    assert event.parent == hashes[-1]
+    rest = np.arange(num_tokens, 2 * num_tokens - BLOCK_SIZE, dtype="<i4")
+    assert event.packed_ids == rest.tobytes()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from baton.errors import ProtocolError
 from baton.events.blocks import (
     BlockRemoved,
+    BlocksExpected,
     BlockStored,
     EntriesRemoved,
     EntriesStored,
@@ -16,7 +17,7 @@ from baton.events.blocks import (
     pack_names,
     unpack_names,
 )
-from baton.events.journal import BATON_HASHES, CacheJournal
+from baton.events.journal import BATON_HASHES, MOST_EXPECTED_BLOCKS, CacheJournal
 from baton.events.wire import decode_page, encode_page
 
 BLOCK_SIZE = 2
@@ -24,6 +25,7 @@ names = st.integers(0, 7).map(lambda i: bytes([i]) * 32)
 stored = st.lists(names, min_size=1, max_size=4, unique=True)
 changes = st.lists(
     st.tuples(stored, st.just("store"))
+    | st.tuples(stored, st.just("expect"))
     | st.tuples(names, st.just("remove"))
     | st.tuples(st.sets(st.integers(0, 9), min_size=1), st.sampled_from(["keep", "evict"]))
 )
@@ -93,6 +95,8 @@ def test_who_reads_now_and_then_knows_what_is_held(rounds, num_remembered):
             if kind == "store":
                 journal.add_stored(what, None, ids_of(what), "salt")
                 truth.update({h: (h[0],) * BLOCK_SIZE for h in what})
+            elif kind == "expect":
+                journal.add_expected(what[0], ids_of(what), BLOCK_SIZE, "salt")
             elif kind == "remove":
                 journal.add_removed(what)
                 truth.pop(what, None)
@@ -108,6 +112,26 @@ def test_who_reads_now_and_then_knows_what_is_held(rounds, num_remembered):
         last = page.last
         assert held == truth | dict.fromkeys(store.names, True)
     assert num_remembered == 3 or not was_whole
+
+
+def test_what_a_queued_prompt_will_store_is_reported_and_is_not_held():
+    journal = CacheJournal()
+    journal.add_expected(None, np.arange(5, dtype=np.int32)[:4], BLOCK_SIZE, "salt")
+    journal.add_expected(b"1" * 32, np.arange(2, dtype=np.int32), BLOCK_SIZE, "salt")
+    first, second = journal.read(0).events
+    assert first == BlocksExpected(None, np.arange(4, dtype="<i4").tobytes(), BLOCK_SIZE, "salt")
+    assert (second.parent, second.salt) == (b"1" * 32, "")
+    assert journal.read(17).is_whole
+    assert journal.read(17).events == ()
+
+
+def test_one_long_prompt_does_not_push_all_other_events_out():
+    journal = CacheJournal(2 * MOST_EXPECTED_BLOCKS)
+    ids = np.zeros(BLOCK_SIZE * 10 * MOST_EXPECTED_BLOCKS, dtype=np.int32)
+    journal.add_expected(None, ids, BLOCK_SIZE, "")
+    page = journal.read(0)
+    assert not page.is_whole
+    assert len(page.events[0].packed_ids) == 4 * BLOCK_SIZE * MOST_EXPECTED_BLOCKS
 
 
 def test_blocks_follow_one_another_and_the_first_has_the_salt():
@@ -151,6 +175,8 @@ def test_a_page_of_entries_is_read():
         page_of(naming=b"short", names=b""),
         page_of(names=bytes(7)),
         page_of(block_size=0, names=b""),
+        page_of(type="BlocksExpected", parent_block_hash=None, token_ids=bytes(7), block_size=2),
+        page_of(type="BlocksExpected", parent_block_hash=None, token_ids=b"", block_size=0),
         msgspec.msgpack.encode((1, True, [{"type": "TiersListed", "tiers": ["0" * 32] * 65}])),
     ],
 )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 MODEL: Final = "simulated"
 MAX_WORKERS: Final = 1024
+MAX_GATEWAYS: Final = 64
 DEFAULT_WORKERS: Final = 4
 _SPLIT: Final = re.compile(r"(\d{1,4})p(\d{1,4})d")
 
@@ -57,12 +58,16 @@ class PolicyChoice:
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:
-    """`num_requests` None: all of the workload. A request within `ttft_s` and `tpot_s` is good."""
+    """`num_requests` None: all of the workload. A request within `ttft_s` and `tpot_s` is good.
+
+    Clients, or recorded sessions, use `num_gateways` gateways in turns.
+    """
 
     workload: Workload
     arrivals: Arrivals
     num_requests: int | None
     workers: tuple[WorkerView, ...]
+    num_gateways: int
     policies: tuple[PolicyChoice, ...]
     mode: ModeSetting
     costs: SimulatedCosts
@@ -94,6 +99,17 @@ def make_workers(roles: str, num_workers: int | None) -> tuple[WorkerView, ...]:
         *(_view(f"prefill-{n}", Role.PREFILL) for n in range(num_prefill)),
         *(_view(f"decode-{n}", Role.DECODE) for n in range(num_decode)),
     )
+
+
+def check_gateways(num_gateways: int) -> int:
+    """The number itself.
+
+    Raises:
+        ConfigError: it is out of bounds.
+    """
+    if not 1 <= num_gateways <= MAX_GATEWAYS:
+        raise ConfigError(f"--gateways: {num_gateways} is not in [1, {MAX_GATEWAYS}]")
+    return num_gateways
 
 
 def _check(num_workers: int) -> None:

@@ -34,7 +34,9 @@ def print_replay(report: ReplayReport, out: TextIO) -> None:
     console = Console(file=out, markup=False, highlight=False, soft_wrap=True, width=WIDTH)
     roles = ", ".join(f"{num} {role}" for role, num in Counter(report.workers.values()).items())
     num = report.policies[0].summary.num_requests
-    console.print(f"{report.workload} ({report.description}): {num} requests, workers: {roles}")
+    several = f", gateways: {report.num_gateways}" if report.num_gateways > 1 else ""
+    load = f"{report.workload} ({report.description})"
+    console.print(f"{load}: {num} requests, workers: {roles}{several}")
     for warning in report.warnings:
         console.print(f"warning: {warning}")
     table = Table(box=None, pad_edge=False, header_style="bold")

@@ -34,6 +34,7 @@ class ReplayReport(msgspec.Struct, frozen=True):
     warnings: tuple[str, ...]
     workers: dict[str, str]
     costs: SimulatedCosts
+    num_gateways: int
     ttft_s: float
     tpot_s: float
     seed: int
@@ -54,6 +55,7 @@ def run_replay(plan: ReplayPlan) -> ReplayReport:
         warnings=workload.warnings,
         workers={str(view.id): view.role.value for view in plan.workers},
         costs=plan.costs,
+        num_gateways=plan.num_gateways,
         ttft_s=plan.ttft_s,
         tpot_s=plan.tpot_s,
         seed=plan.seed,
@@ -62,8 +64,9 @@ def run_replay(plan: ReplayPlan) -> ReplayReport:
 
 
 def _run(plan: ReplayPlan, choice: PolicyChoice) -> PolicyReplay:
-    policy = POLICIES.build(choice.name, choice.options)(plan.mode)
-    simulation = Simulation(policy, plan.workers, plan.costs, plan.seed)
+    build = POLICIES.build(choice.name, choice.options)
+    policies = [build(plan.mode) for _ in range(plan.num_gateways)]
+    simulation = Simulation(policies, plan.workers, plan.costs, plan.seed)
     sessions = make_sessions(plan)
     if isinstance(plan.arrivals, Clients):
         simulation.add_clients(sessions, plan.arrivals.num)

@@ -16,6 +16,7 @@ from baton.engines.transformers.sequence import (
     is_pulled,
     is_pushed_prefix,
 )
+from baton.events.journal import LEAST_EXPECTED_TOKENS
 from baton.kv.layout import needed_tokens
 
 if TYPE_CHECKING:
@@ -167,6 +168,7 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         if is_pushed_prefix(sequence):
             self._new_prefixes.append(sequence)
         else:
+            self._report_expected(sequence)
             self._waiting.append(sequence)
 
     def schedule(self) -> Plan:
@@ -506,6 +508,22 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
     def _run(self, sequence: Sequence) -> None:
         sequence.status = Status.RUNNING
         self._running.append(sequence)
+
+    def _report_expected(self, sequence: Sequence) -> None:
+        """What a new prompt will store, for gateways that did not place it: it may wait long."""
+        if self._journal is None:
+            return
+        hashes, size = sequence.reusable_hashes(), sequence.block_size
+        num_cached = self.pool.find_cached(hashes)
+        if (len(hashes) - num_cached) * size < LEAST_EXPECTED_TOKENS:
+            return
+        parent = hashes[num_cached - 1] if num_cached else None
+        self._journal.add_expected(
+            parent,
+            sequence.token_ids(num_cached * size, len(hashes) * size),
+            size,
+            sequence.request.tenant_salt,
+        )
 
     def _publish(self, sequence: Sequence) -> None:
         self._publish_run(sequence, sequence.take_publishable())

@@ -17,7 +17,8 @@ class SimulatedCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     It is computed in equal pieces of about `chunk_tokens`, with a step between two of them:
     `step_s`, and `step_answer_s` for each answer. A handoff takes `handoff_s`, and
     `handoff_token_s` for each token that the decode worker has not cached. A worker holds the KV of
-    `kv_tokens`, in blocks of `block_size`; the gateway receives its events after `event_delay_s`.
+    `kv_tokens`, in blocks of `block_size`; gateways receive its events after `event_delay_s`,
+    among them what its queued prompts will store if it `reports_queued`, as embedded workers do.
     All workers share `num_processors`: each is slower while more of them are busy; None: each has
     its own. Each `workers_per_device` of them share a device of one processor, and report that
     they do; None: that is not known of any. Each `workers_per_store` of them share a store of
@@ -36,6 +37,7 @@ class SimulatedCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 16
     kv_tokens: _Count = 1 << 18
     event_delay_s: _Seconds = 0.05
+    reports_queued: bool = True
     num_processors: _Count | None = None
     workers_per_device: _Count | None = None
     store_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 0

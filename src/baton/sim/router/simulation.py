@@ -1,10 +1,10 @@
-"""Clients, a policy and its workers, in virtual time."""
+"""Clients, gateways and their workers, in virtual time."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import cycle, islice
 from math import inf
 from typing import TYPE_CHECKING, Final
 
@@ -16,9 +16,8 @@ from baton.ids import StoreId
 from baton.kv.prefix_names import PrefixNames
 from baton.protocol.worker_http import WorkerLoad
 from baton.router.fleet import Fleet
-from baton.router.load import FleetLoad
-from baton.router.placement import PlacementRequest, Unplaceable
-from baton.router.prefixes import ModelPrefixes, PromptMatch
+from baton.router.placement import Unplaceable
+from baton.sim.router.gateway import NO_SALT, SimulatedGateway
 from baton.sim.router.outcomes import RequestOutcome
 from baton.sim.router.sessions import TokenRun, TokenWriter
 from baton.sim.router.store import SimulatedStore, StoreReporter
@@ -30,8 +29,8 @@ if TYPE_CHECKING:
     from baton.events.blocks import BlockEvent
     from baton.ids import WorkerId
     from baton.router.fleet import WorkerView
+    from baton.router.load import FleetLoad
     from baton.router.placement import PlacementPolicy
-    from baton.router.prefixes import WorkerPrefixes
     from baton.sim.router.costs import SimulatedCosts
     from baton.sim.router.sessions import Session
 
@@ -39,7 +38,6 @@ EVICTION_SEEN_S: Final = 1.0
 """Until a worker finds that what it has reported is not in the store any more, on the average."""
 RAMP_S: Final = 0.01
 """Between the first requests of two clients."""
-NO_SALT: Final = ""
 NO_STORE: Final = StoreId("")
 
 
@@ -47,36 +45,45 @@ class NoRoomError(BatonError):
     """A request needs more than a simulated worker holds, or no worker takes it."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Client:
+    """Who asks: by way of which gateway, and what it asks when a session is over; None: no more."""
+
+    gateway: SimulatedGateway
+    sessions: Iterator[Session] | None = None
+
+
 class Simulation:
     """One run: deterministic, the same seed gives the same outcomes. Owner: one thread.
 
-    `fleet` is what placement sees, and may be replaced between two calls of `run`; workers that are
-    not in it any more finish what they have. `load` is kept as a gateway keeps it.
+    Each of `policies` is that of one gateway; clients, or the sessions of a replay, use them in
+    turns. `fleet` is what placement sees, and may be replaced between two calls of `run`; workers
+    that are not in it any more finish what they have.
     """
 
     def __init__(
         self,
-        policy: PlacementPolicy,
+        policies: Sequence[PlacementPolicy],
         views: Sequence[WorkerView],
         costs: SimulatedCosts,
         seed: int = 0,
     ) -> None:
-        self._policy, self._costs, self._seed = policy, costs, seed
+        self._costs, self._seed = costs, seed
         self._model = views[0].model
         self._stores: dict[StoreId, SimulatedStore] = {}
         room = WorkerLoad(0, costs.num_blocks, costs.num_blocks, costs.block_size)
         views = [replace(view, load=room) for view in views]
         if costs.workers_per_device is not None:
             views = _place_on_devices(views, costs.workers_per_device)
-        self.fleet, self.load = Fleet.of(views), FleetLoad()
+        self.fleet = Fleet.of(views)
         self.outcomes: list[RequestOutcome] = []
         self._timeline, self._tokens = Timeline(), TokenWriter(seed)
         self._naming = seed.to_bytes(16, "little", signed=True)
         self._names = PrefixNames(self._naming)
         self._root = self._names.root(NO_SALT)
-        self._prefixes = ModelPrefixes(self._names) if policy.uses_prefixes else None
+        self.gateways = [SimulatedGateway(policy, self._names) for policy in policies]
+        self._in_turns = cycle(self.gateways)
         self._processors = {"": Processors(costs.num_processors, costs.jitter, seed)}
-        self._followed: dict[WorkerId, WorkerPrefixes] = {}
         self._store_of = self._assign_stores(views) if costs.store_tokens else {}
         self._reporters = {
             worker: StoreReporter(store, self._stores[store], self._naming, costs.block_size)
@@ -89,10 +96,16 @@ class Simulation:
         """Virtual seconds since the beginning."""
         return self._timeline.now
 
+    @property
+    def load(self) -> FleetLoad:
+        """As the first gateway keeps it."""
+        return self.gateways[0].load
+
     def add_clients(self, sessions: Iterator[Session], num_clients: int) -> None:
         """Closed loops: each client asks for one session after another, until there are no more."""
-        for client in range(num_clients):
-            self._timeline.after(RAMP_S * client, partial(self._next, sessions))
+        for number in range(num_clients):
+            client = _Client(next(self._in_turns), sessions)
+            self._timeline.after(RAMP_S * number, partial(self._next, client))
 
     def replay(self, sessions: Iterator[Session]) -> None:
         """Each session begins at its `arrival_s`, in seconds from now; they come in this order."""
@@ -112,8 +125,8 @@ class Simulation:
         """Raise AssertionError where blocks are counted wrongly."""
         for worker in self._workers.values():
             worker.cache.check_invariants()
-        if self._prefixes is not None:
-            self._prefixes.check_invariants()
+        for gateway in self.gateways:
+            gateway.check_invariants()
 
     def _assign_stores(self, views: Sequence[WorkerView]) -> dict[WorkerId, StoreId]:
         costs, found = self._costs, {}
@@ -125,23 +138,26 @@ class Simulation:
         return found
 
     def _start(self, view: WorkerView) -> SimulatedWorker:
-        publish = None
-        if self._prefixes is not None:
-            followed = self._followed[view.id] = self._prefixes.follow(view.id)
-            if view.id in self._store_of:
-                followed.apply(TiersListed((self._store_of[view.id],)))
-
-            def publish(event: BlockEvent) -> None:
-                self._timeline.after(self._costs.event_delay_s, partial(followed.apply, event))
-
+        for gateway in self.gateways:
+            gateway.follow(view.id)
+        is_followed = any(gateway.prefixes is not None for gateway in self.gateways)
+        if view.id in self._store_of:
+            self._apply(view.id, TiersListed((self._store_of[view.id],)))
         return SimulatedWorker(
             self._costs,
             self._timeline,
             self._processors_of(view),
             computed=self._hand_over,
-            publish=publish,
+            publish=partial(self._publish, view.id) if is_followed else None,
             store=self._stores.get(self._store_of.get(view.id, NO_STORE)),
         )
+
+    def _publish(self, worker: WorkerId, event: BlockEvent) -> None:
+        self._timeline.after(self._costs.event_delay_s, partial(self._apply, worker, event))
+
+    def _apply(self, worker: WorkerId, event: BlockEvent) -> None:
+        for gateway in self.gateways:
+            gateway.apply(worker, event, self._timeline.now)
 
     def _processors_of(self, view: WorkerView) -> Processors:
         path = view.topology if self._costs.workers_per_device is not None else ""
@@ -158,56 +174,32 @@ class Simulation:
             )
 
     def _arrived(self, session: Session, sessions: Iterator[Session], since: float) -> None:
-        self._begin(session, 0, None)
+        self._begin(session, 0, _Client(next(self._in_turns)))
         self._arrive(sessions, since)
 
-    def _next(self, sessions: Iterator[Session]) -> None:
-        for session in islice(sessions, 1):
-            self._begin(session, 0, sessions)
+    def _next(self, client: _Client) -> None:
+        for session in islice(client.sessions or (), 1):
+            self._begin(session, 0, client)
 
-    def _begin(self, session: Session, at: int, more: Iterator[Session] | None) -> None:
-        """Place a turn, and give it to its workers. `more` is what its client asks afterwards."""
+    def _begin(self, session: Session, at: int, client: _Client) -> None:
+        """Place a turn, and give it to its workers."""
         turn, now = session.turns[at], self._timeline.now
         if self._costs.count_blocks(turn.num_tokens) > self._costs.num_blocks:
             raise NoRoomError(
                 f"a request of {turn.num_tokens} tokens does not fit in a simulated worker, which "
                 f"holds {self._costs.kv_tokens}: set kv_tokens in --costs"
             )
-        token_ids = self._tokens.write(turn.prompt)
-        num_tokens = len(token_ids)
-        match = PromptMatch(num_tokens)
-        if self._prefixes is not None:
-            match = self._prefixes.find(token_ids, NO_SALT, now)
-        request = PlacementRequest(
-            self._model,
-            num_prompt_tokens=num_tokens,
-            at=now,
-            cached=match.cached,
-            stored=match.stored,
-        )
-        placement = self._policy.place(self.fleet, request, self.load)
-        if isinstance(placement, Unplaceable):
-            raise NoRoomError(placement.reason)
-        computing = placement.computing
-        if self._prefixes is not None:
-            self._prefixes.expect(match, placement, now)
-        num_cached = max(match.cached.get(computing.id, 0), placement.num_prefix_tokens)
-        num_handed = placement.num_prefix_tokens or num_tokens
-        running = self.load.begin(
-            placement,
-            num_tokens - num_cached - placement.num_stored_tokens,
-            now,
-            num_handed - match.cached.get(placement.decode.id, 0),
-            num_cached=num_cached,
-        )
-        size = self._costs.block_size
-        names = match.names.get(size) or self._names.of(token_ids, size, self._root)
-        finish = partial(self._finish, session, at, more)
-        job = Job(turn, token_ids, names, placement, running, now, finish)
-        if placement.num_prefix_tokens:
+        token_ids, size = self._tokens.write(turn.prompt), self._costs.block_size
+        placed = client.gateway.place(self.fleet, self._model, token_ids, now)
+        if isinstance(placed, Unplaceable):
+            raise NoRoomError(placed.reason)
+        names = placed.names.get(size) or self._names.of(token_ids, size, self._root)
+        finish = partial(self._finish, session, at, client)
+        job = Job(turn, token_ids, names, placed.placement, placed.running, now, finish)
+        if placed.placement.num_prefix_tokens:
             self._load_prefix(job)
         else:
-            self._workers[computing.id].compute(job)
+            self._workers[placed.placement.computing.id].compute(job)
 
     def _load_prefix(self, job: Job) -> None:
         """Its beginning is loaded from the worker that has it, as far as that still does."""
@@ -242,7 +234,7 @@ class Simulation:
             self._workers[placement.prefill.id].release(job)
         self._workers[placement.decode.id].receive(job)
 
-    def _finish(self, session: Session, at: int, more: Iterator[Session] | None, job: Job) -> None:
+    def _finish(self, session: Session, at: int, client: _Client, job: Job) -> None:
         """An answer is complete: its blocks are found by what follows, and its client goes on."""
         turn, now, placement = job.turn, self._timeline.now, job.placement
         names = job.names
@@ -265,9 +257,9 @@ class Simulation:
             )
         )
         if at + 1 < len(session.turns):
-            self._timeline.after(session.pause_s, partial(self._begin, session, at + 1, more))
-        elif more is not None:
-            self._timeline.after(0.0, partial(self._next, more))
+            self._timeline.after(session.pause_s, partial(self._begin, session, at + 1, client))
+        else:
+            self._timeline.after(0.0, partial(self._next, client))
 
     def _keep_answer(self, job: Job, key: str) -> list[int]:
         """Names of the blocks of prompt and answer, which its worker has now."""
@@ -298,10 +290,8 @@ class Simulation:
                 self._publish_stored(worker)
 
     def _publish_stored(self, worker: WorkerId) -> None:
-        followed = self._followed.get(worker)
         for event in self._reporters[worker].take_events():
-            if followed is not None:
-                self._timeline.after(self._costs.event_delay_s, partial(followed.apply, event))
+            self._publish(worker, event)
 
 
 def _place_on_devices(views: Sequence[WorkerView], num_each: int) -> list[WorkerView]:

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Final
 
-from baton.events.blocks import DEFAULT_MEDIUM, BlockRemoved, BlockStored, EventDomain
+from baton.events.blocks import (
+    DEFAULT_MEDIUM,
+    BlockRemoved,
+    BlocksExpected,
+    BlockStored,
+    EventDomain,
+)
+from baton.events.journal import LEAST_EXPECTED_TOKENS
 from baton.sim.router.cache import SimulatedCache
 
 if TYPE_CHECKING:
@@ -127,6 +134,7 @@ class SimulatedWorker:
 
     def compute(self, job: Job) -> None:
         """A prompt to compute here, or to load as far as the store has it."""
+        self._report_expected(job)
         if not self._start_load(job):
             self._prompts.append(job)
         self.wake()
@@ -155,8 +163,22 @@ class SimulatedWorker:
 
     def receive(self, job: Job) -> None:
         """KV from another worker is here: the answer begins when there is room."""
+        self._report_expected(job)
         self._arriving.append(job)
         self.wake()
+
+    def _report_expected(self, job: Job) -> None:
+        """What a queued prompt will store, as the embedded engine reports it."""
+        if self._publish is None or not self._costs.reports_queued:
+            return
+        names, size = job.names[: self.count_findable(job)], self._costs.block_size
+        num_cached = self.cache.count_cached(names)
+        if (len(names) - num_cached) * size < LEAST_EXPECTED_TOKENS:
+            return
+        parent = names[num_cached - 1] if num_cached else None
+        token_ids = job.token_ids[num_cached * size : len(names) * size]
+        packed_ids = token_ids.astype("<i4").tobytes()
+        self._publish(BlocksExpected(parent, packed_ids, size))
 
     def answer(self, job: Job) -> None:
         """The first token is there; the others come with steps."""

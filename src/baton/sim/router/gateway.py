@@ -1,0 +1,95 @@
+"""One gateway of a simulation: its policy, and what it knows of the workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from baton.router.load import FleetLoad
+from baton.router.placement import PlacementRequest, Unplaceable
+from baton.router.prefixes import ModelPrefixes, PromptMatch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from baton.events.blocks import BlockEvent
+    from baton.ids import WorkerId
+    from baton.kv.prefix_names import PrefixNames
+    from baton.router.fleet import Fleet
+    from baton.router.load import RunningRequest
+    from baton.router.placement import Placement, PlacementPolicy
+    from baton.router.worker_prefixes import WorkerPrefixes
+
+NO_SALT: Final = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A request that was given to workers. `names` are its prompt's blocks', by block size."""
+
+    placement: Placement
+    running: RunningRequest
+    names: Mapping[int, list[int]]
+
+
+class SimulatedGateway:
+    """Places requests as a gateway does. Owner: one simulation.
+
+    It knows of other gateways only what the workers' events report. `prefixes` None: its policy
+    does not look at caches.
+    """
+
+    def __init__(self, policy: PlacementPolicy, names: PrefixNames) -> None:
+        self._policy, self.load = policy, FleetLoad()
+        self.prefixes = ModelPrefixes(names) if policy.uses_prefixes else None
+        self.followed: dict[WorkerId, WorkerPrefixes] = {}
+
+    def follow(self, worker: WorkerId) -> None:
+        """Take up a worker's events from now on."""
+        if self.prefixes is not None:
+            self.followed[worker] = self.prefixes.follow(worker)
+
+    def apply(self, worker: WorkerId, event: BlockEvent, now: float) -> None:
+        """An event of a worker arrives."""
+        followed = self.followed.get(worker)
+        if followed is not None:
+            followed.apply(event, now=now)
+
+    def place(
+        self, fleet: Fleet, model: str, token_ids: NDArray[np.int32], now: float
+    ) -> Placed | Unplaceable:
+        """Place a prompt `[num_tokens]`, and count it in."""
+        num_tokens = len(token_ids)
+        match = PromptMatch(num_tokens)
+        if self.prefixes is not None:
+            match = self.prefixes.find(token_ids, NO_SALT, now)
+        request = PlacementRequest(
+            model,
+            num_prompt_tokens=num_tokens,
+            at=now,
+            cached=match.cached,
+            stored=match.stored,
+        )
+        placement = self._policy.place(fleet, request, self.load)
+        if isinstance(placement, Unplaceable):
+            return placement
+        if self.prefixes is not None:
+            self.prefixes.expect(match, placement, now)
+        num_cached = max(match.cached.get(placement.computing.id, 0), placement.num_prefix_tokens)
+        num_handed = placement.num_prefix_tokens or num_tokens
+        running = self.load.begin(
+            placement,
+            num_tokens - num_cached - placement.num_stored_tokens,
+            now,
+            num_handed - match.cached.get(placement.decode.id, 0),
+            num_cached=num_cached,
+        )
+        return Placed(placement, running, match.names)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError where its indexes are inconsistent."""
+        if self.prefixes is not None:
+            self.prefixes.check_invariants()
