@@ -85,11 +85,6 @@ class SourceSetup:
     interval_s: float
     tls: Tls
 
-    @property
-    def scheme(self) -> str:
-        """Of the URLs of workers of which only host and port are known."""
-        return "http" if self.tls == "off" else "https"
-
 
 SourceFactory: TypeAlias = "Callable[[SourceSetup], WorkerSource]"
 """Builds a source; opens nothing yet. Raises ConfigError for an argument that it cannot use."""
