@@ -74,8 +74,8 @@ def test_a_worker_that_proves_nothing_is_listed_only_where_tls_is_off():
     ("members", "why"),
     [
         (("file:/a", "file:/a"), "names a source twice"),
-        (("etcd:/a",), r"unknown baton\.worker_sources 'etcd'; installed: .*dns, file"),
-        (("/run/members.json",), r"unknown baton\.worker_sources '/run/members\.json'"),
+        (("etcd:/a",), r"names no source; write it as KIND:ARGUMENT, with a KIND of: .*dns.*file"),
+        (("/run/members.json",), "names no source"),
         (("file:members.json",), "no absolute path"),
         (("dns:workers:8100",), "is not dns:ROLE=HOST:PORT"),
     ],

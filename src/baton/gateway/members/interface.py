@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 import msgspec
 
+from baton.errors import ConfigError
 from baton.registry import Registry
 
 if TYPE_CHECKING:
@@ -126,6 +127,11 @@ def build_source(text: str, clock: Clock, interval_s: float, tls: Tls) -> NamedS
         ConfigError: no such kind is installed, or its argument cannot be used.
     """
     kind, _, argument = text.partition(":")
+    if kind not in (kinds := WORKER_SOURCES.kinds()):
+        raise ConfigError(
+            f"gateway.members: {text!r} names no source; write it as KIND:ARGUMENT, with a KIND of: "
+            f"{', '.join(kinds)}"
+        )
     status = SourceStatus(text, clock)
     factory = WORKER_SOURCES.build(kind, {})
     return NamedSource(status, factory(SourceSetup(argument, status, clock, interval_s, tls)))
