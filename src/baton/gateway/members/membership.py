@@ -91,6 +91,7 @@ class Membership:
         """Forget workers that have left and have no request; give up those that take too long."""
         services = self._services
         workers, now = services.workers, services.clock.now()
+        self._names |= self._current_names()
         for worker in workers.all:
             if worker.sources:
                 self._leaving.pop(worker, None)
@@ -100,7 +101,8 @@ class Membership:
         for worker in ended:
             del self._leaving[worker]
         for worker, until in self._leaving.items():
-            if now >= until:
+            if now >= until and worker.is_waited_for:
+                log.warning("%s left, and has requests still: they are given up", worker)
                 worker.abandon(f"it left, and has had {services.options.drain_timeout_s:g} s")
         if ended:
             workers.remove(ended)
@@ -121,6 +123,7 @@ class Membership:
         while True:
             try:
                 async for addresses in source.source.watch():
+                    source.status.note_read()
                     self.apply(source, addresses)
                 source.status.note_error("it ended")
             except Exception:
@@ -161,19 +164,21 @@ class Membership:
         activity = self._services.load.find(worker, model)
         return activity is not None and activity.num_requests > 0
 
+    def _current_names(self) -> frozenset[Name]:
+        infos = [worker.info for worker in self._services.workers.all]
+        return frozenset((info.served_model_name, info.worker) for info in infos if info)
+
     def _forget_names(self) -> None:
         """Forget what was learned of names that no worker has any more.
 
         A worker may have got another name, too: it was started again as another one.
         """
-        infos = [worker.info for worker in self._services.workers.all]
-        current = frozenset((info.served_model_name, info.worker) for info in infos if info)
         gone = frozenset(
             name
-            for name in self._names - current
+            for name in self._names - self._current_names()
             if not (self._has_requests(name) or self._events.follows(name[1]))
         )
-        self._names = (self._names | current) - gone
+        self._names -= gone
         if gone:
             self._forget(gone, frozenset(worker for _, worker in self._names))
 
@@ -196,8 +201,7 @@ class Membership:
             status = source.status
             if (reason := status.problem or status.refused) is not None:
                 lines.append(f"{source.name} ({reason})")
-            elif status.read_at is None:
-                lines.append(f"{source.name} (not read yet)")
             elif not self.num_listed(source.name):
-                lines.append(f"{source.name} (it lists no worker)")
+                why = "it lists no worker" if status.read_at is not None else "not read yet"
+                lines.append(f"{source.name} ({why})")
         return lines
