@@ -315,7 +315,8 @@ def test_the_configuration_decides_where_sources_disagree(
     with caplog.at_level(logging.WARNING, logger="baton.gateway.members"):
         settings = {"members": (f"file:{path}",), "policy": "round_robin"}
         run(scenario, prefills=0, decodes=[decode], **settings)
-    (conflict,) = {r.getMessage() for r in caplog.records if "list it with one role" in r.message}
+    logged = [record.getMessage() for record in caplog.records]
+    (conflict,) = (text for text in logged if "list it with one role" in text)
     assert conflict.startswith(f"{decode.url} is a decode worker by configuration")
 
 
@@ -358,9 +359,9 @@ def test_who_is_no_worker_of_the_cluster_gets_no_bearer(path: Path) -> None:
 def test_a_worker_is_found_by_dns() -> None:
     """By the machine's resolver, over TLS."""
     worker = ScriptedWorker("d", "decode", say_abc)
-    connections = Connections(HttpLimits(), MachineClock(), lambda _: None, ClusterTls(KEY))
 
     async def scenario(cluster: Cluster) -> None:
+        connections = Connections(HttpLimits(), MachineClock(), lambda _: None, ClusterTls(KEY))
         async with serving(worker, worker._sock, http=bounded_protocol(connections)):
 
             async def is_up() -> bool:
