@@ -40,14 +40,22 @@ log = logging.getLogger(__name__)
 
 
 class Membership:
-    """An asynchronous context manager: it follows within. Owner: the event loop's thread."""
+    """An asynchronous context manager: it follows within. Owner: the event loop's thread.
 
-    def __init__(self, services: Services, events: KVEvents, room: FleetRoom) -> None:
-        options = services.options
+    `sources` are in the order in which they decide on roles, after the configuration's own lists.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        events: KVEvents,
+        room: FleetRoom,
+        sources: tuple[NamedSource, ...],
+    ) -> None:
         self._services, self._events, self._room = services, events, room
-        self.sources: tuple[NamedSource, ...] = options.build_sources(services.clock)
-        self._members = MemberSet((CONFIGURED, *(source.name for source in self.sources)))
-        self._members.update(CONFIGURED, options.workers)
+        self.sources = sources
+        self._members = MemberSet((CONFIGURED, *(source.name for source in sources)))
+        self._members.update(CONFIGURED, services.options.workers)
         self._leaving: dict[Worker, Instant] = {}
         self._names: frozenset[Name] = frozenset()
         self._tasks: list[asyncio.Task[None]] = []
