@@ -24,8 +24,8 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
@@ -34,9 +34,13 @@ from baton.gateway import process
 from baton.gateway.health_monitor import HealthMonitor
 from baton.gateway.members.membership import Membership
 from baton.gateway.options import GatewayOptions, WorkerAddress
-from baton.gateway.workers import Workers
 from baton.ids import WorkerId, new_epoch
 from baton.protocol.worker_http import Role, WorkerInfo, WorkerLoad
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from baton.gateway.workers import Workers
 
 ROLES = (Role.PREFILL, Role.DECODE, Role.DECODE, Role.BOTH)
 Figures = dict[str, list[float]]

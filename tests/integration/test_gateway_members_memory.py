@@ -10,12 +10,13 @@ import asyncio
 import gc
 import logging
 import tracemalloc
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
-import pytest
 
 from baton.clock import MachineClock
 from baton.gateway import process
+from baton.gateway.members import membership
 from baton.gateway.members.membership import Membership
 from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.ids import new_epoch
@@ -25,8 +26,11 @@ from baton.router.placement import Placement, PlacementRequest
 from tests.integration.scripted_worker import KEY
 from tests.unit.gateway.test_workers import info
 
+if TYPE_CHECKING:
+    import pytest
+
 NUM_AT_ONCE = 4
-NUM_BEFORE, NUM_ROUNDS = 300, 700
+NUM_BEFORE, NUM_ROUNDS = 100, 400
 MAX_BYTES_OF_EACH = 24
 """Less than the least entry of a dictionary."""
 
@@ -34,8 +38,8 @@ MAX_BYTES_OF_EACH = 24
 class Fleet:
     """Workers that come and go at one gateway, and what they leave in each of its parts."""
 
-    def __init__(self, membership: Membership) -> None:
-        self.membership, self.services = membership, membership._services
+    def __init__(self, opened: Membership) -> None:
+        self.membership, self.services = opened, opened._services
         self.number = 0
 
     def replace_all(self) -> None:
@@ -44,7 +48,9 @@ class Fleet:
         numbers = range(self.number, self.number + NUM_AT_ONCE)
         self.number += NUM_AT_ONCE
         addresses = frozenset(
-            WorkerAddress(f"http://127.{1 + n // 62500}.{n // 250 % 250}.{1 + n % 250}:9", Role.BOTH)
+            WorkerAddress(
+                f"http://127.{1 + n // 62500}.{n // 250 % 250}.{1 + n % 250}:9", Role.BOTH
+            )
             for n in numbers
         )
         self.membership.apply(self.membership.sources[0], addresses)
@@ -93,11 +99,12 @@ def test_workers_that_came_and_went_leave_nothing(
     opened: list[Membership] = []
 
     class Opened(Membership):
-        async def __aenter__(self) -> Opened:
+        async def __aenter__(self) -> Self:
             opened.append(self)
             return await super().__aenter__()
 
     monkeypatch.setattr(process, "Membership", Opened)
+    monkeypatch.setattr(membership, "LOOK_S", 0.05)
     options = GatewayOptions(
         workers=(), credentials=KEY, tls="off", policy="prefix", members=("file:/nowhere/at/all",)
     )
@@ -107,7 +114,7 @@ def test_workers_that_came_and_went_leave_nothing(
             fleet.replace_all()
             # Now and then they stay for long enough that their events are followed.
             await asyncio.sleep(0.15 if number % 100 == 50 else 0)
-        await asyncio.sleep(0.7)
+        await asyncio.sleep(0.3)
         gc.collect()
         return tracemalloc.get_traced_memory()[0]
 

@@ -272,9 +272,7 @@ class HealthMonitor:
         new = [worker for worker in self._workers.all if worker not in self._probers]
         apart_s = self._options.probe_interval_s / len(new) if len(new) > NUM_AT_ONCE else 0.0
         for at, worker in enumerate(new):
-            prober = Prober(
-                worker, self._workers, self._upstream, self._options, clock=self._clock
-            )
+            prober = Prober(worker, self._workers, self._upstream, self._options, clock=self._clock)
             self._probers[worker] = prober
             self._tasks[worker] = asyncio.create_task(prober.run(at * apart_s))
         for worker in [worker for worker in self._probers if worker.is_gone]:

@@ -122,7 +122,10 @@ class Worker:
     """
 
     def __init__(
-        self, address: WorkerAddress, health: HealthOptions, sources: tuple[str, ...] = (CONFIGURED,)
+        self,
+        address: WorkerAddress,
+        health: HealthOptions,
+        sources: tuple[str, ...] = (CONFIGURED,),
     ) -> None:
         self.address, self.health, self.sources = address, WorkerHealth(health), sources
         self.why_withdrawn: str | None = None
@@ -265,19 +268,6 @@ class Workers:
                 known = lengths.get(info.served_model_name, info.max_context_tokens)
                 lengths[info.served_model_name] = min(known, info.max_context_tokens)
         return lengths
-
-    def largest_context(self, model: str) -> int:
-        """Tokens that some worker of a model has room for."""
-        infos = (worker.info for worker in self.all)
-        return max(
-            (i.max_context_tokens for i in infos if i and i.served_model_name == model), default=0
-        )
-
-    def longest_prompt_chars(self, model: str) -> int | None:
-        """Characters of a text that some worker of a model may have room for; None: not known."""
-        infos = [worker.info for worker in self.all]
-        known = [i.max_prompt_chars for i in infos if i and i.served_model_name == model]
-        return None if None in known else max(filter(None, known), default=None)
 
     def register(self, worker: Worker, info: WorkerInfo) -> None:
         """It identified itself: it is up, unless it cannot be used as listed."""

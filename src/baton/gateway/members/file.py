@@ -78,6 +78,8 @@ class FileSource:
         if self._reading is None:
             loop = asyncio.get_running_loop()
             self._reading = loop.run_in_executor(None, read_bounded, self._path)
+            # Whoever waits for it may be cancelled.
+            self._reading.add_done_callback(lambda done: done.cancelled() or done.exception())
         async with asyncio.timeout(READ_TIMEOUT_S):
             await asyncio.wait({self._reading})
         done, self._reading = self._reading, None

@@ -1,9 +1,9 @@
 """Follows the sources of workers, and forgets the workers that have left.
 
-    listed by a source ──► pending, probed ──► used
-    listed by none ──► draining: nothing new, its streams move ──► no request left ──► forgotten
-            └ listed again meanwhile: used again          └ after `gateway.drain_timeout_s`: requests
-                                                            that are left go on elsewhere, or fail
+listed by a source ──► pending, probed ──► used
+listed by none ──► draining: nothing new, its streams move ──► no request left ──► forgotten
+        └ listed again meanwhile: used again          └ after `gateway.drain_timeout_s`: requests
+                                                        that are left go on elsewhere, or fail
 """
 
 from __future__ import annotations
@@ -144,12 +144,14 @@ class Membership:
     ) -> frozenset[WorkerAddress] | None:
         """The workers that may be asked; None where the list before is to stay."""
         if len(addresses) > MAX_MEMBERS:
-            refused = f"{len(addresses)} workers are too many, at most {MAX_MEMBERS} are followed"
-            source.status.note_list(f"{refused}; those that it listed before stay")
+            source.status.note_list(
+                f"{len(addresses)} workers are too many, at most {MAX_MEMBERS} are followed; those "
+                "that it listed before stay"
+            )
             return None
         is_tls = self._services.options.tls != "off"
         plain = frozenset(each for each in addresses if is_tls and each.is_plain)
-        refused = None
+        refused: str | None = None
         if plain:
             refused = (
                 f"{min(each.url for each in plain)} is not used: it does not prove who answers "
@@ -163,9 +165,10 @@ class Membership:
         if worker.is_waited_for:
             return True
         info = worker.info
-        return not (worker.is_gone or info is None) and self._has_requests(
-            (info.served_model_name, info.worker)
-        )
+        return not (worker.is_gone or info is None) and self._has_requests((
+            info.served_model_name,
+            info.worker,
+        ))
 
     def _has_requests(self, name: Name) -> bool:
         model, worker = name
