@@ -39,6 +39,7 @@ from baton.gateway.health_monitor import HealthMonitor
 from baton.gateway.kv_events import KVEvents
 from baton.gateway.learned_costs import keep_costs
 from baton.gateway.link_feed import LinkFeed
+from baton.gateway.members.listener import open_announcements
 from baton.gateway.metrics import GatewayMetrics, HealthCollector, RouterCollector
 from baton.gateway.prefixes import Prefixes
 from baton.gateway.process_group import ProcessGroup
@@ -158,6 +159,7 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
         async with (
             keep_costs(options.costs_file, load),
             LinkFeed(workers, upstream, load, clock),
+            open_announcements(options, clock, metrics.registry),
         ):
             yield GatewayApp(
                 Completions(services, records),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         SampledToken,
         SendOrder,
     )
-    from baton.handoff.options import AgentOptions
+    from baton.handoff.options import AgentOptions, WriteLease
     from baton.handoff.pool_mode.store_access import StoreAccess
     from baton.ids import TicketId
 
@@ -83,6 +83,11 @@ class HandoffDispatcher:  # noqa: PLR0904 - the engine's contract
     def address(self) -> str:
         """Where peers reach this worker: `host:port`, known after `start`."""
         return self.agent.address
+
+    @property
+    def write_lease(self) -> WriteLease:
+        """Until when this worker may write to others."""
+        return self.agent.options.write_lease
 
     @property
     def is_alive(self) -> bool:
@@ -179,6 +184,10 @@ class HandoffDispatcher:  # noqa: PLR0904 - the engine's contract
         if self.store is not None:
             self.store.abort_from_peer(ticket, reason)
         self.agent.abort_from_peer(ticket, reason)
+
+    def abort_all(self, reason: str) -> None:
+        """See `HandoffAgent.abort_all`; what goes into the store is named by its content."""
+        self.agent.abort_all(reason)
 
     def cut_writes(self, ticket: TicketId) -> None:
         """See `HandoffAgent.cut_writes`; copies into the store end by themselves."""

@@ -9,6 +9,7 @@ from baton.errors import ConfigError
 from baton.handoff.io_backend import OS_BACKEND
 from baton.handoff.peer_transports import LinkOptions
 from baton.handoff.verify import VerificationPolicy
+from baton.record import MutableRecord
 from baton.transfer.adaptive_wait import MAX_SPIN_S
 
 if TYPE_CHECKING:
@@ -16,12 +17,22 @@ if TYPE_CHECKING:
 
     from baton.auth.credentials import Credentials
     from baton.auth.ticket import HandoffMode
-    from baton.clock import Clock
+    from baton.clock import Clock, Instant
     from baton.handoff.io_backend import IoBackend
     from baton.handoff.kv_views import KVView
     from baton.handoff.messages import TransferOp
     from baton.ids import Epoch, WorkerId
     from baton.transfer.interface import Transport
+
+
+class WriteLease(MutableRecord):
+    """Until when this worker may begin to write to others; None: without limit.
+
+    One thread sets it and the agent's reads it: a worker that was stopped past its lease writes
+    nothing when it goes on, whichever of its threads runs first.
+    """
+
+    until: Instant | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +65,7 @@ class AgentOptions:
     io_backend: IoBackend = OS_BACKEND
     verification: VerificationPolicy = field(default_factory=VerificationPolicy)
     spin_s: float = MAX_SPIN_S
+    write_lease: WriteLease = field(default_factory=WriteLease)
 
     @property
     def modes(self) -> tuple[HandoffMode, ...]:
