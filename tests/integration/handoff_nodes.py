@@ -286,6 +286,14 @@ class Handoff:
             threading.Event().wait(0.01)
         threading.Event().wait(0.1)  # for its way to the other side
 
+    def wait_until_written(self) -> None:
+        """Until some of what was computed was sent."""
+        deadline = CLOCK.now() + 5.0
+        while not self.sending.trace.num_bytes:
+            assert CLOCK.now() < deadline, "nothing was written in 5 s"
+            threading.Event().wait(0.01)
+        threading.Event().wait(0.1)  # the other layers
+
     def compute(self, *stops: int) -> None:
         for stop in stops:
             for layer in range(NUM_LAYERS):

@@ -251,7 +251,8 @@ class LeaseTable:
             if announcement.sequence <= past.sequences[announcement.epoch]:
                 return Verdict(Outcome.REPEATED)
         if announcement.is_farewell:
-            self._remember(announcement, has_ended=True)
+            if past is not None and past.last == announcement.epoch:
+                past.note(announcement, has_ended=True)
             return Verdict(Outcome.ACCEPTED)
         holder = self._by_url.get(announcement.url)
         if holder is not None:
@@ -301,7 +302,7 @@ class LeaseTable:
         past = self._past.setdefault(announcement.worker, _Past())
         past.note(announcement, has_ended=has_ended)
         self._past.move_to_end(announcement.worker)
-        while len(self._past) > self._max_names:
+        while len(self._past) > 2 * self._max_names:
             self._past.popitem(last=False)
 
 
