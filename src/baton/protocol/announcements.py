@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -42,6 +42,8 @@ MAX_RELAYED: Final = 512
 """Announcements in one message between gateways: what is left follows in the next one."""
 MAX_EXCHANGE_BYTES: Final = 4 << 20
 KEY_BYTES: Final = 8
+T = TypeVar("T")
+
 _PURPOSE: Final = b"baton/announcement/1|"
 
 Url: TypeAlias = Annotated[str, Meta(min_length=8, max_length=300)]
@@ -145,6 +147,9 @@ class _Versioned(msgspec.Struct, frozen=True):
 
 
 _decoder = msgspec.msgpack.Decoder(Announcement)
+_reply_decoder = msgspec.msgpack.Decoder(AnnouncementReply)
+_exchange_decoder = msgspec.msgpack.Decoder(Exchange)
+_exchange_reply_decoder = msgspec.msgpack.Decoder(ExchangeReply)
 _version_decoder = msgspec.msgpack.Decoder(_Versioned)
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -171,8 +176,8 @@ def read_announcement(
     if not author.may_be(announcement.worker):
         raise AnnouncementError(
             RefusalReason.NAME,
-            f"{author} announces itself as {announcement.worker!r}; its certificate must have that "
-            "name",
+            f"{author} announces itself as {announcement.worker!r}, which its certificate does not "
+            f"allow; issue one with: baton key issue --role worker --name {announcement.worker}",
         )
     if not _is_origin(announcement.url):
         raise AnnouncementError(
@@ -181,6 +186,28 @@ def read_announcement(
             "https://host:port",
         )
     return announcement
+
+
+def read_reply(body: bytes) -> AnnouncementReply:
+    """Raises ProtocolError: it does not decode."""
+    return _read(_reply_decoder, body)
+
+
+def read_exchange(body: bytes) -> Exchange:
+    """Raises ProtocolError: it does not decode."""
+    return _read(_exchange_decoder, body)
+
+
+def read_exchange_reply(body: bytes) -> ExchangeReply:
+    """Raises ProtocolError: it does not decode."""
+    return _read(_exchange_reply_decoder, body)
+
+
+def _read(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
+    try:
+        return decoder.decode(body)
+    except UNDECODABLE as exc:
+        raise ProtocolError(f"not what gateways and workers send here: {exc}") from exc
 
 
 def _read_sealed(sealed: bytes) -> SealedMessage:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from baton.auth.certificates import IdentityRole
-from baton.errors import UNDECODABLE, BatonError, ConfigError
+from baton.errors import BatonError, ConfigError, ProtocolError
 from baton.net.cluster_client import ClusterClient, NoAnswerError
 from baton.net.tls import ClusterTls
 from baton.protocol.announcements import (
@@ -26,6 +26,7 @@ from baton.protocol.announcements import (
     RENEWALS_PER_LEASE,
     Announcement,
     AnnouncementReply,
+    read_reply,
     require_https,
     seal_announcement,
 )
@@ -45,7 +46,6 @@ MAX_FAILURES: Final = 30
 """In succession, after which a gateway that was learned is forgotten."""
 
 logger = logging.getLogger(__name__)
-_decoder = msgspec.msgpack.Decoder(AnnouncementReply)
 
 
 class SupersededError(BatonError):
@@ -164,8 +164,8 @@ class Announcer:
         try:
             # A little less than the interval, so that the next one finds it free.
             body = await gateway.client.post(ANNOUNCEMENTS_PATH, sealed, 0.9 * self._interval_s)
-            reply = _decoder.decode(body)
-        except (NoAnswerError, *UNDECODABLE) as exc:
+            reply = read_reply(body)
+        except (NoAnswerError, ProtocolError) as exc:
             gateway.num_failures += 1
             self._log.warning("gateway", f"announced to no effect: {exc}")
             if not gateway.is_configured and gateway.num_failures >= MAX_FAILURES:

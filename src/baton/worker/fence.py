@@ -1,4 +1,4 @@
-"""When a worker must stop by itself, since gateways may think that it is gone. Pure.
+"""When a worker must stop by itself, since gateways may give its name away. Pure.
 
     waiting ──accepted──► serving ──no acceptance in time──► fenced ──accepted──► serving
        │                     │                                 │

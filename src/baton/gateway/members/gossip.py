@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from baton.auth.certificates import IdentityRole
-from baton.errors import UNDECODABLE, InvalidRequestError
+from baton.errors import ProtocolError
 from baton.net.cluster_client import ClusterClient, NoAnswerError
 from baton.protocol.announcements import (
     EXCHANGES_PATH,
@@ -26,6 +26,8 @@ from baton.protocol.announcements import (
     MAX_RELAYED,
     Exchange,
     ExchangeReply,
+    read_exchange,
+    read_exchange_reply,
 )
 from baton.telemetry.log_limit import LimitedLog
 
@@ -46,8 +48,6 @@ MAX_ROUNDS: Final = 1 + 20
 """Of one exchange: each has as many announcements as a message may have."""
 
 log = logging.getLogger(__name__)
-_exchange_decoder = msgspec.msgpack.Decoder(Exchange)
-_reply_decoder = msgspec.msgpack.Decoder(ExchangeReply)
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -121,12 +121,9 @@ class Gossip:
         """Another gateway's `Exchange`: the `ExchangeReply`.
 
         Raises:
-            InvalidRequestError: it does not decode.
+            ProtocolError: it does not decode.
         """
-        try:
-            exchange = _exchange_decoder.decode(body)
-        except UNDECODABLE as exc:
-            raise InvalidRequestError(f"no exchange of announcements: {exc}") from exc
+        exchange = read_exchange(body)
         if exchange.gateway is not None:
             self._peers.note(exchange.gateway, self._clock.now())
         await self._members.take_relayed(exchange.relayed)
@@ -147,7 +144,7 @@ class Gossip:
         """Whether the peer answered."""
         try:
             await self._talk(url)
-        except (NoAnswerError, *UNDECODABLE) as exc:
+        except (NoAnswerError, ProtocolError) as exc:
             self._metrics.exchanged(is_ok=False)
             self._log.warning("peer", f"no exchange of announcements with a gateway: {exc}")
         except Exception:
@@ -176,4 +173,5 @@ class Gossip:
             client = self._clients[url] = ClusterClient(
                 url, IdentityRole.GATEWAY, self._tls, max_answer_bytes=MAX_EXCHANGE_BYTES
             )
-        return _reply_decoder.decode(await client.post(EXCHANGES_PATH, _encode(exchange), TIMEOUT_S))
+        body = await client.post(EXCHANGES_PATH, _encode(exchange), TIMEOUT_S)
+        return read_exchange_reply(body)

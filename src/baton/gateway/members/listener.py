@@ -14,7 +14,12 @@ import msgspec
 import uvicorn
 
 from baton.auth.certificates import IdentityRole
-from baton.errors import AuthenticationError, BatonError
+from baton.errors import (
+    AuthenticationError,
+    BatonError,
+    InvalidRequestError,
+    ProtocolError,
+)
 from baton.gateway.asgi import BodyBudget, BodyLimit, read_body, send_error, send_whole
 from baton.gateway.errors import PathNotFoundError, answer_for
 from baton.gateway.members.announced import AnnouncedWorkers
@@ -105,7 +110,10 @@ class MembershipApp:
             sender: bytes = scope["extensions"][EXTENSION].peer_certificate or b""
             return _encode(await self._members.receive(body, sender))
         if path == EXCHANGES_PATH:
-            return await self._gossip.answer(await self._read(receive, MAX_EXCHANGE_BYTES))
+            try:
+                return await self._gossip.answer(await self._read(receive, MAX_EXCHANGE_BYTES))
+            except ProtocolError as exc:
+                raise InvalidRequestError(str(exc), code="invalid_value") from exc
         raise PathNotFoundError(f"{path[:200]} does not exist here")
 
     async def _read(self, receive: Receive, max_bytes: int) -> bytes:
