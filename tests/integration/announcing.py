@@ -24,6 +24,7 @@ from baton.worker.fence import Fence, Standing
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
+    from baton.config.sections import Tls
     from baton.gateway.members.announced import AnnouncedWorkers
 
 KEY = Credentials.of(ClusterKey(b"k" * 32))
@@ -52,7 +53,7 @@ class Gateway:
 
 @contextlib.asynccontextmanager
 async def gateway(
-    *peers: str, credentials: Credentials = KEY, port: int | None = None
+    *peers: str, credentials: Credentials = KEY, port: int | None = None, tls: Tls = "control"
 ) -> AsyncGenerator[Gateway]:
     """A gateway's source `announced`, without the rest of a gateway."""
     port = port or free_port()
@@ -62,6 +63,7 @@ async def gateway(
         key_origin="configured",
         announce_port=port,
         peers=peers,
+        tls=tls,
     )
     registry = CollectorRegistry()
     async with open_announcements(options, MachineClock(), registry) as members:

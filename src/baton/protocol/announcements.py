@@ -139,12 +139,9 @@ class ExchangeReply(msgspec.Struct, frozen=True, kw_only=True):
 
     relayed: Announcements = ()
     wanted: Annotated[tuple[Key, ...], Meta(max_length=MAX_RELAYED)] = ()
-    gateways: Annotated[tuple[Url, ...], Meta(max_length=MAX_GATEWAYS)] = ()
-
 
 class _Versioned(msgspec.Struct, frozen=True):
     version: int = 0
-
 
 _decoder = msgspec.msgpack.Decoder(Announcement)
 _reply_decoder = msgspec.msgpack.Decoder(AnnouncementReply)
@@ -153,11 +150,9 @@ _exchange_reply_decoder = msgspec.msgpack.Decoder(ExchangeReply)
 _version_decoder = msgspec.msgpack.Decoder(_Versioned)
 _encode = msgspec.msgpack.Encoder().encode
 
-
 def seal_announcement(announcement: Announcement, credentials: Credentials) -> bytes:
     """Sign an announcement as the worker that it is about."""
     return encode_sealed(SealedMessage.sign(_PURPOSE, _encode(announcement), credentials))
-
 
 def read_announcement(
     sealed: bytes, credentials: Credentials, sender: bytes | None = None
@@ -187,21 +182,17 @@ def read_announcement(
         )
     return announcement
 
-
 def read_reply(body: bytes) -> AnnouncementReply:
     """Raises ProtocolError: it does not decode."""
     return _read(_reply_decoder, body)
-
 
 def read_exchange(body: bytes) -> Exchange:
     """Raises ProtocolError: it does not decode."""
     return _read(_exchange_decoder, body)
 
-
 def read_exchange_reply(body: bytes) -> ExchangeReply:
     """Raises ProtocolError: it does not decode."""
     return _read(_exchange_reply_decoder, body)
-
 
 def _read(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
     try:
@@ -209,6 +200,13 @@ def _read(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
     except UNDECODABLE as exc:
         raise ProtocolError(f"not what gateways and workers send here: {exc}") from exc
 
+def decode_unverified(sealed: bytes) -> Announcement:
+    """Decode and bounds-check alone: whether it is worth the time to verify it.
+
+    Raises:
+        AnnouncementError: malformed, or of another version.
+    """
+    return _decode(_read_sealed(sealed).body)
 
 def _read_sealed(sealed: bytes) -> SealedMessage:
     if len(sealed) > MAX_ANNOUNCEMENT_BYTES:
@@ -220,7 +218,6 @@ def _read_sealed(sealed: bytes) -> SealedMessage:
         return decode_sealed(sealed)
     except UNDECODABLE as exc:
         raise AnnouncementError(RefusalReason.MALFORMED, f"no announcement: {exc}") from exc
-
 
 def _find_author(
     message: SealedMessage, credentials: Credentials, sender: bytes | None
@@ -239,7 +236,6 @@ def _find_author(
         )
     return author
 
-
 def _decode(body: bytes) -> Announcement:
     try:
         version = _version_decoder.decode(body).version
@@ -253,7 +249,6 @@ def _decode(body: bytes) -> Announcement:
         "older one of the two",
     )
 
-
 def _is_origin(url: str) -> bool:
     try:
         parts = urlsplit(url)
@@ -262,7 +257,6 @@ def _is_origin(url: str) -> bool:
         return False
     is_origin = parts.path in {"", "/"} and not (parts.query or parts.fragment or parts.username)
     return parts.scheme in {"http", "https"} and bool(parts.hostname) and has_port and is_origin
-
 
 def require_https(setting: str, urls: Iterable[str]) -> None:
     """Pass, or raise.
@@ -276,7 +270,6 @@ def require_https(setting: str, urls: Iterable[str]) -> None:
                 f"{setting}: {url!r} is not where a gateway takes announcements; write it as "
                 "https://host:port, with that gateway's gateway.announce_port"
             )
-
 
 def key_of(text: str) -> bytes:
     """By what gateways compare names and epochs: 8 bytes of BLAKE2b."""

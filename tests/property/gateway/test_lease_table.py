@@ -75,12 +75,14 @@ class Leases(RuleBasedStateMachine):
             is_farewell=is_farewell,
         )
         model, key = self.model, (name, epoch)
+        self.table.lapse(self.now)
+        is_news = self.table.is_news(announcement)
         verdict = self.table.offer(announcement, b"sealed", self.now, age_s)
-        if is_farewell or age_s < LEASE_S:
-            self._forget_lapsed()
+        self._forget_lapsed()
         owner = model.owners.get(name)
         if verdict.outcome is not Outcome.ACCEPTED:
             return
+        assert is_news, "what changes something was not news"
         assert sequence > model.taken.get(key, 0), "an announcement was taken twice"
         assert epoch not in model.lost.get(name, set()), "an epoch that lost its name has it again"
         assert owner is None or owner.epoch == epoch, "a name changed hands under a lease"
@@ -107,7 +109,6 @@ class Leases(RuleBasedStateMachine):
         owner = self.model.owners.pop(name)
         assert self.table.end(WorkerId(name), Epoch(owner.epoch))
         assert not self.table.end(WorkerId(name), Epoch(owner.epoch))
-        self.model.lost.setdefault(name, set()).add(owner.epoch)
 
     @invariant()
     def each_name_and_each_address_has_one_owner(self) -> None:

@@ -22,7 +22,9 @@ from baton.net.cluster_client import ClusterClient, NoAnswerError
 from baton.protocol.announcements import (
     AnnouncementError,
     AnnouncementReply,
+    RENEWALS_PER_LEASE,
     RefusalReason,
+    decode_unverified,
     read_announcement,
 )
 from baton.protocol.worker_http import INFO_PATH
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 SWEEP_S: Final = 0.1
 STALL_S: Final = 1.0
 """Without a sweep: this process did not run, and announcements wait in its sockets."""
-CHECK_TIMEOUT_S: Final = 1.0
+MAX_CHECK_S: Final = 1.0
 MAX_CHECKS: Final = 16
 """At once, of addresses whose worker may be gone."""
 MAX_INFO_BYTES: Final = 1 << 20
@@ -133,18 +135,29 @@ class AnnouncedWorkers:
                 verdict = self._offer(announcement, sealed, 0.0)
         return self._answer(announcement, verdict)
 
-    async def take_relayed(self, relayed: Iterable[Relayed]) -> None:
-        """Announcements that another gateway has received: each signature is checked."""
+    async def take_relayed(self, relayed: Iterable[Relayed]) -> int:
+        """Announcements that another gateway has received; how many of them were accepted.
+
+        The signature of each that may change something is checked.
+        """
+        num_accepted = 0
         for number, each in enumerate(relayed, start=1):
             if not number % VERIFIED_AT_ONCE:
                 await asyncio.sleep(0)  # requests of clients take their turn
             try:
-                announcement = self._read(each.sealed, None)
+                outcome = self._take_relayed(each)
             except AnnouncementError as exc:
                 self._refuse(exc.reason, str(exc))
                 continue
-            verdict = self._offer(announcement, each.sealed, each.age_s)
-            self._metrics.relayed(verdict.outcome)
+            self._metrics.relayed(outcome)
+            num_accepted += outcome is Outcome.ACCEPTED
+        return num_accepted
+
+    def _take_relayed(self, relayed: Relayed) -> Outcome:
+        if not self.table.is_news(decode_unverified(relayed.sealed)):
+            return Outcome.REPEATED
+        announcement = self._read(relayed.sealed, None)
+        return self._offer(announcement, relayed.sealed, relayed.age_s).outcome
 
     def _read(self, sealed: bytes, sender: bytes | None) -> Announcement:
         announcement = read_announcement(sealed, self._credentials, sender)
@@ -286,7 +299,9 @@ async def find_why_gone(held: Announcement, tls: ClusterTls) -> str | None:
     """
     client = ClusterClient(held.url, IdentityRole.WORKER, tls, max_answer_bytes=MAX_INFO_BYTES)
     try:
-        status, body = await client.request("GET", INFO_PATH, b"", CHECK_TIMEOUT_S)
+        # In time for the answer to an announcement that waits for it.
+        timeout_s = min(MAX_CHECK_S, held.lease_s / RENEWALS_PER_LEASE / 2)
+        status, body = await client.request("GET", INFO_PATH, b"", timeout_s)
         if status != HTTPStatus.OK:
             return None
         info = read_info(body)

@@ -54,8 +54,8 @@ _encode = msgspec.msgpack.Encoder().encode
 class Peers:
     """The other gateways: configured ones, and those that have been in contact."""
 
-    def __init__(self, own: str | None, configured: Iterable[str]) -> None:
-        self._own = own
+    def __init__(self, own: str, configured: Iterable[str]) -> None:
+        self.own = own
         self._configured = dict.fromkeys(
             url.rstrip("/") for url in configured if url.rstrip("/") != own
         )
@@ -64,7 +64,7 @@ class Peers:
     def note(self, url: str, now: Instant) -> None:
         """A gateway that is to be reached at `url` has been in contact."""
         url = url.rstrip("/")
-        is_known = url in self._configured or url == self._own
+        is_known = url in self._configured or url == self.own
         has_room = url in self._learned or len(self.all()) < MAX_GATEWAYS - 1
         if url.startswith("https://") and not is_known and has_room:
             self._learned[url] = now
@@ -80,8 +80,7 @@ class Peers:
 
     def with_own(self) -> tuple[str, ...]:
         """All gateways, this one too, as workers and gateways get to know them."""
-        own = () if self._own is None else (self._own,)
-        return (*own, *self.all())[:MAX_GATEWAYS]
+        return (self.own, *self.all())[:MAX_GATEWAYS]
 
 
 class Gossip:
@@ -93,12 +92,11 @@ class Gossip:
         peers: Peers,
         tls: ClusterTls,
         *,
-        own: str | None,
         clock: Clock,
         metrics: AnnouncementMetrics,
     ) -> None:
         self._members, self._peers, self._tls = members, peers, tls
-        self._own, self._clock, self._metrics = own, clock, metrics
+        self._clock, self._metrics = clock, metrics
         self._clients: dict[str, ClusterClient] = {}
         self._log = LimitedLog(log, clock)
         self._random = random.Random()  # noqa: S311 - which peer is asked is no secret
@@ -109,8 +107,7 @@ class Gossip:
             await self._learn()
             while True:
                 await asyncio.sleep(INTERVAL_S * self._random.uniform(0.9, 1.1))
-                self._peers.forget_old(self._clock.now())
-                peers = self._peers.all()
+                peers = self._find_peers()
                 chosen = self._random.sample(peers, min(NUM_PEERS, len(peers)))
                 await asyncio.gather(*map(self._exchange, chosen))
         finally:
@@ -127,11 +124,18 @@ class Gossip:
         if exchange.gateway is not None:
             self._peers.note(exchange.gateway, self._clock.now())
         await self._members.take_relayed(exchange.relayed)
-        reply = ExchangeReply(gateways=self._peers.with_own())
-        if exchange.known is not None:
-            relayed, wanted = self._members.table.compare(exchange.known, self._members.now())
-            reply = msgspec.structs.replace(reply, relayed=tuple(relayed), wanted=tuple(wanted))
-        return _encode(reply)
+        if exchange.known is None:
+            return _encode(ExchangeReply())
+        relayed, wanted = self._members.table.compare(exchange.known, self._members.now())
+        return _encode(ExchangeReply(relayed=tuple(relayed), wanted=tuple(wanted)))
+
+    def _find_peers(self) -> tuple[str, ...]:
+        """All peers; of those that are forgotten no connection is kept."""
+        self._peers.forget_old(self._clock.now())
+        peers = self._peers.all()
+        for url in [url for url in self._clients if url not in peers]:
+            self._clients.pop(url).close()
+        return peers
 
     async def _learn(self) -> None:
         """Ask peers until one has answered: it knows what all know."""
@@ -159,12 +163,12 @@ class Gossip:
         """Exchange until both know the same, as far as one message after the other can do it."""
         members = self._members
         for _ in range(MAX_ROUNDS):
-            reply = await self._ask(url, Exchange(gateway=self._own, known=members.table.known()))
-            await members.take_relayed(reply.relayed)
+            reply = await self._ask(url, Exchange(gateway=self._peers.own, known=members.table.known()))
+            num_accepted = await members.take_relayed(reply.relayed)
             if reply.wanted:
                 relayed = tuple(members.table.relay(reply.wanted, members.now()))
                 await self._ask(url, Exchange(relayed=relayed))
-            if max(len(reply.relayed), len(reply.wanted)) < MAX_RELAYED:
+            if len(reply.relayed) < MAX_RELAYED or not num_accepted:
                 return
 
     async def _ask(self, url: str, exchange: Exchange) -> ExchangeReply:

@@ -167,6 +167,15 @@ class LeaseTable:
             return Verdict(Outcome.SUPERSEDED, lease, lease.announcement.epoch)
         return Verdict(Outcome.NAME_HELD, lease, lease.announcement.epoch)
 
+    def is_news(self, announcement: Announcement) -> bool:
+        """Whether `offer` may change something: what is not news need not be verified."""
+        lease = self._leases.get(announcement.worker)
+        if lease is not None:
+            held = lease.announcement
+            return held.epoch == announcement.epoch and announcement.sequence > held.sequence
+        past = self._past.get(announcement.worker)
+        return past is None or announcement.sequence > past.sequences.get(announcement.epoch, 0)
+
     def lapse(self, now: Instant) -> list[Announcement]:
         """Free every name whose lease is over; their last announcements."""
         lapsed: list[Announcement] = []
@@ -183,11 +192,14 @@ class LeaseTable:
         return lapsed
 
     def end(self, worker: WorkerId, epoch: Epoch) -> bool:
-        """An epoch is certainly gone: free its name. Whether it held it."""
+        """An epoch is gone, as it seems: free its name. Whether it held it.
+
+        If it is not gone after all, and no other one has the name, its next announcement is taken.
+        """
         lease = self._leases.get(worker)
         if lease is None or lease.announcement.epoch != epoch:
             return False
-        self._free(lease, has_ended=True)
+        self._free(lease, has_ended=False)
         return True
 
     def take_overdue(self, now: Instant) -> list[Lease]:

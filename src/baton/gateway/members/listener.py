@@ -149,7 +149,7 @@ async def open_announcements(
             takes_plain=options.tls == "off",
             list_gateways=peers.with_own,
         )
-        gossip = Gossip(members, peers, tls, own=own, clock=clock, metrics=metrics)
+        gossip = Gossip(members, peers, tls, clock=clock, metrics=metrics)
         connections = Connections(
             allow_descriptors(LIMITS),
             clock,
