@@ -57,7 +57,7 @@ from baton.protocol.announcements import (
     seal_announcement,
 )
 from baton.protocol.worker_http import Role
-from baton.worker.fence import Fence, Standing
+from baton.worker.fence import MembershipFence, Standing
 
 KEY = ClusterKey(b"m" * 32)
 STATIC = (WorkerAddress("https://127.0.0.1:1", Role.BOTH),)
@@ -97,7 +97,7 @@ class SimulatedWorker:
     template: Announcement
     credentials: Credentials
     reached: list[int]
-    fence: Fence
+    fence: MembershipFence
     next_at: float
     sequence: int = 0
 
@@ -144,7 +144,9 @@ class SimulatedFleet:
             topology=f"zone-a/rack-{number % 20}/host-{number}",
         )
         start_s = self.rng.uniform(0, lease_s / RENEWALS_PER_LEASE)
-        return SimulatedWorker(template, Credentials.of(KEY), reached, Fence(lease_s), start_s)
+        return SimulatedWorker(
+            template, Credentials.of(KEY), reached, MembershipFence(lease_s), start_s
+        )
 
     def run(self, until_s: float) -> None:
         """Go on to a time, in steps of 50 ms."""
@@ -221,9 +223,7 @@ def simulate(args: argparse.Namespace) -> Simulation:
     size, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     learned_s = fleet.learn()
-    result = Simulation(
-        args.workers, args.gateways, args.lease, args.unreached, args.simulated_s
-    )
+    result = Simulation(args.workers, args.gateways, args.lease, args.unreached, args.simulated_s)
     fleet.cpu.spent_s.clear()
     fleet.num_direct = fleet.num_relayed = fleet.num_false_ends = 0
     fleet.run(warm_up_s + args.simulated_s)
@@ -416,7 +416,9 @@ def free_port() -> int:
 def print_table(results: dict[str, dict[str, float]]) -> None:
     """As docs/clusters/leases.md has it."""
     simulations = results["simulation"]
-    print("| 1,000 workers and 20 gateways, share of a core of one gateway | every worker reaches every gateway | a tenth reach one |")
+    print(
+        "| 1,000 workers and 20 gateways, share of a core of one gateway | every worker reaches every gateway | a tenth reach one |"
+    )
     print("|---|---|---|")
     every, some = simulations
     for name, label in (
@@ -426,23 +428,36 @@ def print_table(results: dict[str, dict[str, float]]) -> None:
         ("sweep_share", "looking for leases that are over"),
     ):
         print(f"| {label} | {every[name]:.2%} | {some[name]:.2%} |")
-    total = [sum(each[n] for n in each if n.endswith("_share") and n != "unreached_share") for each in simulations]
+    total = [
+        sum(each[n] for n in each if n.endswith("_share") and n != "unreached_share")
+        for each in simulations
+    ]
     print(f"| **all of that** | {total[0]:.2%} | {total[1]:.2%} |")
-    print(f"| memory of the leases | {every['gateway_mib']:.1f} MiB | {some['gateway_mib']:.1f} MiB |")
+    print(
+        f"| memory of the leases | {every['gateway_mib']:.1f} MiB | {some['gateway_mib']:.1f} MiB |"
+    )
     listener, deaths = results["listener"], results["death"]
     print()
     print("| real listener | |")
     print("|---|---|")
     print(f"| CPU for one announcement over TLS and HTTP | {listener['cpu_us']:.0f} us |")
-    print(f"| of a core, for 1,000 workers with leases of {deaths['lease_s']:g} s | {listener['share_of_1000']:.1%} |")
-    print(f"| memory of the process with {listener['num_connections']:.0f} connections, and without | {listener['rss_mib']:.0f} and {listener['base_mib']:.0f} MiB |")
-    print(f"| a killed worker is taken out after (median of {deaths['num_trials']:.0f}) | {deaths['killed_s']:.2f} s |")
+    print(
+        f"| of a core, for 1,000 workers with leases of {deaths['lease_s']:g} s | {listener['share_of_1000']:.1%} |"
+    )
+    print(
+        f"| memory of the process with {listener['num_connections']:.0f} connections, and without | {listener['rss_mib']:.0f} and {listener['base_mib']:.0f} MiB |"
+    )
+    print(
+        f"| a killed worker is taken out after (median of {deaths['num_trials']:.0f}) | {deaths['killed_s']:.2f} s |"
+    )
     print(f"| a silent one | {deaths['silent_s']:.2f} s |")
 
 
 def main() -> None:
     """Run the parts, print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--workers", type=int, default=1000)
     parser.add_argument("--gateways", type=int, default=20)
     parser.add_argument("--lease", type=float, default=6.0)

@@ -19,7 +19,7 @@ from baton.net.http_server import bind
 from baton.protocol.announcements import Announcement
 from baton.protocol.worker_http import Role
 from baton.worker.announcer import Announcer
-from baton.worker.fence import Fence, Standing
+from baton.worker.fence import MembershipFence, Standing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -77,7 +77,7 @@ class Life:
 
     epoch: Epoch
     announcer: Announcer
-    fence: Fence
+    fence: MembershipFence
     standings: list[Standing] = field(default_factory=list)
     running: asyncio.Task[None] | None = None
 
@@ -104,7 +104,7 @@ async def life(
     epoch = new_epoch()
     given: dict[str, Any] = {"role": Role.BOTH, "lease_s": LEASE_S, "sequence": 1}
     template = Announcement(worker=WorkerId(name), epoch=epoch, url=url, **(given | fields))
-    fence, standings = Fence(template.lease_s), list[Standing]()
+    fence, standings = MembershipFence(template.lease_s), list[Standing]()
     announcer = Announcer(
         template,
         gateways,
@@ -112,7 +112,6 @@ async def life(
         clock=MachineClock(),
         fence=fence,
         on_change=standings.append,
-        on_renewed=lambda _: None,
     )
     alive = Life(epoch, announcer, fence, standings)
     alive.running = asyncio.create_task(announcer.run())

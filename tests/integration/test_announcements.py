@@ -1,4 +1,4 @@
-"""Workers announce themselves to gateways over real connections; gateways exchange what they know."""
+"""Workers announce themselves to gateways over real connections; gateways exchange that."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from baton.auth.certificates import IdentityRole
-from baton.auth.credentials import Credentials
 from baton.gateway.options import WorkerAddress
 from baton.ids import WorkerId
 from baton.net.cluster_client import ClusterClient, NoAnswerError
@@ -25,6 +24,8 @@ from tests.integration.identities import Identities
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Generator
     from pathlib import Path
+
+    from baton.auth.credentials import Credentials
 
 
 @pytest.fixture
@@ -178,9 +179,7 @@ def test_who_may_send_what(tmp_path: Path) -> None:
 
             async def post(credentials: Credentials, path: str) -> bytes:
                 tls = ClusterTls(credentials)
-                client = ClusterClient(
-                    one.url, IdentityRole.GATEWAY, tls, max_answer_bytes=1 << 16
-                )
+                client = ClusterClient(one.url, IdentityRole.GATEWAY, tls, max_answer_bytes=1 << 16)
                 try:
                     return await client.post(path, b"garbage", 2.0)
                 finally:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
 
 from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
+from baton.clock import Instant
 from baton.handoff.interface import BlocksQuiescent, KVFailed, KVSent, SendFailed
 from baton.handoff.prefill_sender import LEASE_OVER
 from baton.handoff.session.lease import LAPSED_REASON, LEASE_STAGE
@@ -23,6 +26,14 @@ if TYPE_CHECKING:
 
 KEY = Credentials.of(ClusterKey(b"k" * 32))
 LEASE_S = 0.6
+NEVER = Instant(math.inf)
+
+
+@dataclass
+class MutableLease:
+    """A `WriteLease` that a test ends."""
+
+    until: Instant = NEVER
 
 
 class Directions(NullObserver):
@@ -155,8 +166,17 @@ def test_a_request_that_is_taken_ends_its_lease(pair: tuple[Node, Node]) -> None
     assert KVSent(handoff.sending.ticket.id)
 
 
-def test_nothing_is_written_past_the_membership_lease(pair: tuple[Node, Node]) -> None:
-    prefill, decode = pair
+@pytest.mark.parametrize("kind", ["shared", "tcp"])
+def test_nothing_is_written_past_the_membership_lease(kind: str) -> None:
+    lease = MutableLease()
+    with (
+        node("p", kinds=(kind,), key=KEY, write_lease=lease) as prefill,
+        node("d", kinds=(kind,), key=KEY) as decode,
+    ):
+        end_lease_in_mid_handoff(prefill, decode, lease)
+
+
+def end_lease_in_mid_handoff(prefill: Node, decode: Node, lease: MutableLease) -> None:
     prefill.scribble(1)
     handoff = make_handoff(prefill, decode)
     handoff.start_receive()
@@ -165,7 +185,7 @@ def test_nothing_is_written_past_the_membership_lease(pair: tuple[Node, Node]) -
     handoff.compute(48)
     handoff.wait_until_written()
     num_bytes = handoff.sending.trace.num_bytes
-    prefill.agent.options.write_lease.until = CLOCK.now()
+    lease.until = CLOCK.now()
     handoff.compute(101)
     handoff.prefill_done()
     (event,) = prefill.wait_for()

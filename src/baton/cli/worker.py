@@ -22,7 +22,6 @@ from baton.models import DEMO_MODEL_PATH
 from baton.net.credentials import find_credentials
 from baton.worker.options import ProcessOptions
 
-
 SUPERSEDED: Final = 76
 """Exit code of a worker whose name another epoch has: a supervisor must not restart it."""
 

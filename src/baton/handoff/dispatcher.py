@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         SampledToken,
         SendOrder,
     )
-    from baton.handoff.options import AgentOptions, WriteLease
+    from baton.handoff.options import AgentOptions
     from baton.handoff.pool_mode.store_access import StoreAccess
     from baton.ids import TicketId
 
@@ -83,11 +83,6 @@ class HandoffDispatcher:  # noqa: PLR0904 - the engine's contract
     def address(self) -> str:
         """Where peers reach this worker: `host:port`, known after `start`."""
         return self.agent.address
-
-    @property
-    def write_lease(self) -> WriteLease:
-        """Until when this worker may write to others."""
-        return self.agent.options.write_lease
 
     @property
     def is_alive(self) -> bool:

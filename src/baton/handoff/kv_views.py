@@ -311,7 +311,7 @@ class AgentContext:
 
     `op` is the operation that this worker prefers as a receiver. All views have as many layers.
     `lease_s` is how long this worker, as a sender, holds what was computed without a renewal;
-    `write_lease`, how long it may write to others at all.
+    `write_lease`, how long it may write to others at all (None: without limit).
     """
 
     me: WorkerRef
@@ -326,7 +326,7 @@ class AgentContext:
     lease_s: float
     verification: VerificationPolicy
     emit: Callable[[HandoffEvent], None]
-    write_lease: WriteLease
+    write_lease: WriteLease | None
 
     @cached_property
     def num_layers(self) -> int:

@@ -462,8 +462,8 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         session, granted = outgoing.session, outgoing.granted
         if session.phase not in _WRITING or granted is None:
             return  # an earlier write of the same batch failed
-        until = self._context.write_lease.until
-        if until is not None and self._context.clock.now() >= until:
+        lease = self._context.write_lease
+        if lease is not None and self._context.clock.now() >= lease.until:
             self._perform(outgoing, session.fail(LEASE_OVER, stage="submit"))
             return
         peer_transports = self._context.peer_transports

@@ -99,7 +99,9 @@ class ClusterClient:
         if opened is not None:
             opened[1].transport.abort()
 
-    async def _ask(self, method: str, path: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
+    async def _ask(
+        self, method: str, path: str, body: bytes, timeout_s: float
+    ) -> tuple[int, bytes]:
         reader, writer = await self._connection(timeout_s)
         head = (
             f"{method} {path} HTTP/1.1\r\nhost: {self._authority}\r\n"
@@ -151,7 +153,7 @@ class ClusterClient:
         error = OSError(f"{self._host} has no address")
         for family, kind, protocol, _, address in found:
             sock = socket.socket(family, kind, protocol)
-            sock.setblocking(False)
+            sock.settimeout(0)
             try:
                 await loop.sock_connect(sock, address)
             except OSError as exc:
@@ -165,6 +167,8 @@ class ClusterClient:
         raise error
 
 
-def _close_unused(making: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]) -> None:
+def _close_unused(
+    making: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]],
+) -> None:
     if not making.cancelled() and making.exception() is None:
         making.result()[1].transport.abort()

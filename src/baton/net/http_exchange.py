@@ -46,8 +46,8 @@ class HttpExchange:
     """Owner: the event loop's thread.
 
     `on_disconnect` is called once, if the client leaves before the response is complete.
-    `is_gateway`: a gateway has proved over this connection that it is one; `peer_certificate` (DER) is
-    what the client has proved to be its own, where both sides show one.
+    `is_gateway`: a gateway has proved over this connection that it is one. `peer_certificate`: in
+    DER, what the client has proved to be its own, where both sides show one.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ from baton.auth.certificates import IdentityRole
 from baton.auth.sealed import SealedMessage, decode_sealed, encode_sealed
 from baton.errors import UNDECODABLE, AuthenticationError, ConfigError, ProtocolError
 from baton.ids import Epoch, WorkerId
-from baton.protocol.worker_http import EPOCH_CHARS, MAX_REASON_CHARS, Name, Role, Topology
+from baton.protocol.worker_http import EPOCH_CHARS, MAX_REASON_CHARS, Role, Topology
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -140,8 +140,10 @@ class ExchangeReply(msgspec.Struct, frozen=True, kw_only=True):
     relayed: Announcements = ()
     wanted: Annotated[tuple[Key, ...], Meta(max_length=MAX_RELAYED)] = ()
 
+
 class _Versioned(msgspec.Struct, frozen=True):
     version: int = 0
+
 
 _decoder = msgspec.msgpack.Decoder(Announcement)
 _reply_decoder = msgspec.msgpack.Decoder(AnnouncementReply)
@@ -150,9 +152,11 @@ _exchange_reply_decoder = msgspec.msgpack.Decoder(ExchangeReply)
 _version_decoder = msgspec.msgpack.Decoder(_Versioned)
 _encode = msgspec.msgpack.Encoder().encode
 
+
 def seal_announcement(announcement: Announcement, credentials: Credentials) -> bytes:
     """Sign an announcement as the worker that it is about."""
     return encode_sealed(SealedMessage.sign(_PURPOSE, _encode(announcement), credentials))
+
 
 def read_announcement(
     sealed: bytes, credentials: Credentials, sender: bytes | None = None
@@ -182,23 +186,28 @@ def read_announcement(
         )
     return announcement
 
+
 def read_reply(body: bytes) -> AnnouncementReply:
     """Raises ProtocolError: it does not decode."""
     return _read(_reply_decoder, body)
+
 
 def read_exchange(body: bytes) -> Exchange:
     """Raises ProtocolError: it does not decode."""
     return _read(_exchange_decoder, body)
 
+
 def read_exchange_reply(body: bytes) -> ExchangeReply:
     """Raises ProtocolError: it does not decode."""
     return _read(_exchange_reply_decoder, body)
+
 
 def _read(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
     try:
         return decoder.decode(body)
     except UNDECODABLE as exc:
         raise ProtocolError(f"not what gateways and workers send here: {exc}") from exc
+
 
 def decode_unverified(sealed: bytes) -> Announcement:
     """Decode and bounds-check alone: whether it is worth the time to verify it.
@@ -207,6 +216,7 @@ def decode_unverified(sealed: bytes) -> Announcement:
         AnnouncementError: malformed, or of another version.
     """
     return _decode(_read_sealed(sealed).body)
+
 
 def _read_sealed(sealed: bytes) -> SealedMessage:
     if len(sealed) > MAX_ANNOUNCEMENT_BYTES:
@@ -218,6 +228,7 @@ def _read_sealed(sealed: bytes) -> SealedMessage:
         return decode_sealed(sealed)
     except UNDECODABLE as exc:
         raise AnnouncementError(RefusalReason.MALFORMED, f"no announcement: {exc}") from exc
+
 
 def _find_author(
     message: SealedMessage, credentials: Credentials, sender: bytes | None
@@ -236,6 +247,7 @@ def _find_author(
         )
     return author
 
+
 def _decode(body: bytes) -> Announcement:
     try:
         version = _version_decoder.decode(body).version
@@ -249,6 +261,7 @@ def _decode(body: bytes) -> Announcement:
         "older one of the two",
     )
 
+
 def _is_origin(url: str) -> bool:
     try:
         parts = urlsplit(url)
@@ -257,6 +270,7 @@ def _is_origin(url: str) -> bool:
         return False
     is_origin = parts.path in {"", "/"} and not (parts.query or parts.fragment or parts.username)
     return parts.scheme in {"http", "https"} and bool(parts.hostname) and has_port and is_origin
+
 
 def require_https(setting: str, urls: Iterable[str]) -> None:
     """Pass, or raise.
@@ -270,6 +284,7 @@ def require_https(setting: str, urls: Iterable[str]) -> None:
                 f"{setting}: {url!r} is not where a gateway takes announcements; write it as "
                 "https://host:port, with that gateway's gateway.announce_port"
             )
+
 
 def key_of(text: str) -> bytes:
     """By what gateways compare names and epochs: 8 bytes of BLAKE2b."""

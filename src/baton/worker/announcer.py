@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from baton.auth.credentials import Credentials
     from baton.clock import Clock, Instant
-    from baton.worker.fence import Fence
+    from baton.worker.fence import MembershipFence
 
 FAREWELL_TIMEOUT_S: Final = 1.0
 MAX_REPLY_BYTES: Final = 64 << 10
@@ -70,7 +70,7 @@ class Announcer:
     """Of one epoch of a worker. Owner: the event loop's thread.
 
     `template` is what is announced, with other numbers each time. `on_change` is called with each
-    new standing, and `on_renewed` with the time until which this worker may serve now.
+    new standing.
     """
 
     def __init__(
@@ -80,13 +80,12 @@ class Announcer:
         credentials: Credentials,
         *,
         clock: Clock,
-        fence: Fence,
+        fence: MembershipFence,
         on_change: Callable[[Standing], None],
-        on_renewed: Callable[[Instant], None],
     ) -> None:
         self._template, self._credentials = template, credentials
         self._clock, self._fence = clock, fence
-        self._on_change, self._on_renewed = on_change, on_renewed
+        self._on_change = on_change
         self._tls = ClusterTls(credentials)
         self._sequence = 0
         self._interval_s = template.lease_s / RENEWALS_PER_LEASE
@@ -182,7 +181,6 @@ class Announcer:
         match reply.result:
             case "accepted":
                 self._fence.accepted(sequence, self._clock.now())
-                self._on_renewed(self._fence.until)
             case "superseded":
                 self._fence.superseded(reply.owner)
             case "waiting":

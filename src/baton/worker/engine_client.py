@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from baton.engines.interface import Engine, EngineUpdate, GenerationRequest
     from baton.errors import BatonError
     from baton.ids import RequestId
-    from baton.worker.fence import Fence
+    from baton.worker.fence import MembershipFence
 
 DEADLINE_MARGIN_S: Final = 0.05
 """Deadlines are kept here, a little before the engine keeps them: its error has no status."""
@@ -107,7 +107,7 @@ class AnswerStream:
 class EngineClient:
     """Owned by the event loop's thread; `sink` alone is called on the engine's."""
 
-    def __init__(self, engine: Engine, clock: Clock, fence: Fence | None = None) -> None:
+    def __init__(self, engine: Engine, clock: Clock, fence: MembershipFence | None = None) -> None:
         """Without a `fence` the worker announces itself to no gateway, and is never fenced."""
         self._engine, self._clock, self.fence = engine, clock, fence
         self._streams: dict[RequestId, AnswerStream] = {}

@@ -4,8 +4,8 @@
        │                     │                                 │
        └─────────────────────┴──────── superseded ◄────────────┘   the end
 
-A gateway counts a lease from when it received an announcement, this worker from when it sent it, and
-ends it earlier: so the fence comes first, whatever a message takes. No clocks are compared.
+A gateway counts a lease from the receipt of an announcement; this worker counts from its sending,
+and ends earlier: so the fence comes first, whatever a message takes. No clocks are compared.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Standing(StrEnum):
     SUPERSEDED = "superseded"
 
 
-class Fence:
+class MembershipFence:
     """One epoch of a worker. Every `now` is by this worker's own monotonic clock."""
 
     def __init__(self, lease_s: float) -> None:

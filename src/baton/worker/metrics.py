@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from baton.clock import Clock, Instant
     from baton.engines.interface import EngineStats
     from baton.telemetry.metrics import WorkerMetrics
-    from baton.worker.fence import Fence
+    from baton.worker.fence import MembershipFence
 
 
 class TokenClock:
@@ -128,7 +128,7 @@ class LeaseCollector(Collector):
 class FenceCollector(Collector):
     """Whether a worker that announces itself is fenced."""
 
-    def __init__(self, fence: Fence, clock: Clock) -> None:
+    def __init__(self, fence: MembershipFence, clock: Clock) -> None:
         self._fence, self._clock = fence, clock
 
     def collect(self) -> Iterable[Metric]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from baton.auth.ticket import HandoffMode
     from baton.config.sections import Tls
     from baton.ids import Epoch, WorkerId
-    from baton.worker.fence import Fence
+    from baton.worker.fence import MembershipFence
 
 Role: TypeAlias = Literal["prefill", "decode", "both"]
 
@@ -49,7 +49,7 @@ class WorkerOptions:
     transports: tuple[str, ...] = ()
     topology: str = ""
     modes: tuple[HandoffMode, ...] = ("push", "pull")
-    fence: Fence | None = None
+    fence: MembershipFence | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

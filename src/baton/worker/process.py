@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import math
 import os
 import select
 import signal
@@ -17,7 +16,7 @@ import uvicorn
 import uvloop
 from prometheus_client import disable_created_metrics
 
-from baton.clock import Instant, MachineClock
+from baton.clock import MachineClock
 from baton.config.cluster_key import is_loopback
 from baton.config.environment import pin_to
 from baton.engines.interface import ENGINES, EngineContext
@@ -30,7 +29,7 @@ from baton.handoff.encoded_view import (
     open_handoff_encoding,
 )
 from baton.handoff.kv_views import KVView
-from baton.handoff.options import AgentOptions, WriteLease
+from baton.handoff.options import AgentOptions
 from baton.handoff.peer_transports import LinkOptions
 from baton.handoff.pool_mode.store_access import open_store_access, report_to
 from baton.ids import new_epoch
@@ -44,7 +43,7 @@ from baton.transfer.devices.extents import choose_allocation
 from baton.transfer.interface import TransportContext, build_transports
 from baton.transfer.links.probes import ProbeBounds
 from baton.worker.announcer import Announcer, SupersededError
-from baton.worker.fence import Fence, Standing
+from baton.worker.fence import MembershipFence, Standing
 from baton.worker.options import WorkerOptions
 from baton.worker.worker import Worker, build_worker
 
@@ -204,7 +203,6 @@ class ProcessLife:
             clock=MachineClock(),
             fence=fence,
             on_change=self._on_standing,
-            on_renewed=self._on_renewed,
         )
 
     async def _announce(self, announcer: Announcer) -> None:
@@ -215,10 +213,6 @@ class ProcessLife:
             self._superseded = exc
             await self._worker.drain(0.0)
             self._server.should_exit = True
-
-    def _on_renewed(self, until: Instant) -> None:
-        if self._worker.handoffs is not None:
-            self._worker.handoffs.write_lease.until = until
 
     def _on_standing(self, standing: Standing) -> None:
         if standing is Standing.SERVING:
@@ -281,7 +275,8 @@ def _load(options: ProcessOptions, clock: Clock) -> tuple[Worker, Epoch]:
     model = options.model.resolve()
     factory = ENGINES.build(options.engine, options.engine_options)
     engine = factory(EngineContext(model, clock, choose_allocation(options.transport_options)))
-    handoffs = _handoffs(options, engine, epoch, clock)
+    fence = MembershipFence(options.announce_lease_s) if options.announce_to else None
+    handoffs = _handoffs(options, engine, epoch, clock, fence=fence)
     served_model_name = options.served_model_name or model.name
     worker_options = WorkerOptions(
         worker=options.worker,
@@ -295,13 +290,18 @@ def _load(options: ProcessOptions, clock: Clock) -> tuple[Worker, Epoch]:
         transports=options.transports,
         topology=options.topology,
         modes=handoffs.modes,
-        fence=Fence(options.announce_lease_s) if options.announce_to else None,
+        fence=fence,
     )
     return build_worker(worker_options, engine, handoffs, clock), epoch
 
 
 def _handoffs(
-    options: ProcessOptions, engine: Engine, epoch: Epoch, clock: Clock
+    options: ProcessOptions,
+    engine: Engine,
+    epoch: Epoch,
+    clock: Clock,
+    *,
+    fence: MembershipFence | None,
 ) -> HandoffDispatcher:
     view = KVView(engine.info.layout, engine.region, peer_mappings=engine.peer_mappings)
     encoding = open_handoff_encoding(options.handoff_encoding, view.layout)
@@ -338,8 +338,7 @@ def _handoffs(
                 options.transport_choice, ProbeBounds(options.probe_time_s, options.probe_bytes)
             ),
             spin_s=options.spin_s,
-            # Nothing is written before a gateway has accepted a worker that announces itself.
-            write_lease=WriteLease(Instant(-math.inf) if options.announce_to else None),
+            write_lease=fence,
         ),
         report_to(engine.journal, access, fingerprint=engine.info.fingerprint, clock=clock),
     )

@@ -18,7 +18,7 @@ from baton.gateway.members.lease_table import SETTLE_S, LeaseTable, Outcome
 from baton.ids import Epoch, WorkerId
 from baton.protocol.announcements import Announcement
 from baton.protocol.worker_http import Role
-from baton.worker.fence import Fence, Standing
+from baton.worker.fence import MembershipFence, Standing
 
 LEASE_S = 3.0
 INTERVAL_S = LEASE_S / 3
@@ -49,7 +49,7 @@ class Life:
     start_s: float
     offset_s: float
     rate: float
-    fence: Fence = field(default_factory=lambda: Fence(LEASE_S))
+    fence: MembershipFence = field(default_factory=lambda: MembershipFence(LEASE_S))
     sequence: int = 0
     next_at: float = 0.0
 
@@ -71,14 +71,12 @@ class Life:
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_a_worker_is_fenced_before_a_gateway_that_accepted_it_gives_its_name_away(
     data: st.DataObject,
 ) -> None:
     offset = st.floats(-5000, 5000)
-    gateways = [
-        Gateway(10_000 + data.draw(offset), data.draw(DRIFT)) for _ in range(NUM_GATEWAYS)
-    ]
+    gateways = [Gateway(10_000 + data.draw(offset), data.draw(DRIFT)) for _ in range(NUM_GATEWAYS)]
     lives = [
         Life(letter * 32, start_s, data.draw(offset), data.draw(DRIFT))
         for letter, start_s in (("a", 0.0), ("b", 4.0))
@@ -149,7 +147,7 @@ def check_held(
     known=st.lists(st.lists(st.integers(1, 5), min_size=4, max_size=4), min_size=2, max_size=5),
     pairs=st.randoms(use_true_random=False),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_gateways_that_exchange_come_to_know_the_same(known: list[list[int]], pairs) -> None:
     """Each gateway begins with other announcements of four workers; then pairs exchange."""
     tables = [LeaseTable() for _ in known]

@@ -128,4 +128,4 @@ class Leases(RuleBasedStateMachine):
 
 
 TestLeases = Leases.TestCase
-TestLeases.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestLeases.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

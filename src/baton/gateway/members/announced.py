@@ -1,8 +1,8 @@
 """The source of workers `announced`: those that announce themselves, here or at another gateway.
 
-    worker ──announcement──► receive ─► LeaseTable ─► addresses ─► watch()
-    other gateway ──relayed──► take_relayed ─┘  ▲
-                                      sweep ────┘ lapsed leases; overdue ones are looked at
+worker ──announcement──► receive ─► LeaseTable ─► addresses ─► watch()
+other gateway ──relayed──► take_relayed ─┘  ▲
+                                  sweep ────┘ lapsed leases; overdue ones are looked at
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from baton.gateway.options import WorkerAddress
 from baton.gateway.workers import read_info
 from baton.net.cluster_client import ClusterClient, NoAnswerError
 from baton.protocol.announcements import (
+    RENEWALS_PER_LEASE,
     AnnouncementError,
     AnnouncementReply,
-    RENEWALS_PER_LEASE,
     RefusalReason,
     decode_unverified,
     read_announcement,

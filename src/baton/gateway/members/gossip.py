@@ -3,8 +3,8 @@
     each second, with two peers:  what I know ─►  ◄─ what I lack, and what you lack
                                   that ─►
 
-Workers announce to every gateway, so that an exchange finds nothing missing as a rule. It fills what
-a gateway lacks that has just started, or that some workers do not reach.
+Workers announce to every gateway, so that an exchange finds nothing missing as a rule. It is for a
+gateway that has just started, or that some workers do not reach.
 """
 
 from __future__ import annotations
@@ -163,7 +163,9 @@ class Gossip:
         """Exchange until both know the same, as far as one message after the other can do it."""
         members = self._members
         for _ in range(MAX_ROUNDS):
-            reply = await self._ask(url, Exchange(gateway=self._peers.own, known=members.table.known()))
+            reply = await self._ask(
+                url, Exchange(gateway=self._peers.own, known=members.table.known())
+            )
             num_accepted = await members.take_relayed(reply.relayed)
             if reply.wanted:
                 relayed = tuple(members.table.relay(reply.wanted, members.now()))

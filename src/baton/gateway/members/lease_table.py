@@ -1,4 +1,4 @@
-"""Which epoch of a worker holds its name at one gateway, until when. Pure: the caller has the clock.
+"""Which epoch of a worker holds its name at one gateway, and until when. Pure.
 
     free ──offer──► held by an epoch ──renewal──► held longer
       ▲               │ lapse: no renewal in time, by this gateway's clock
@@ -42,7 +42,7 @@ LOOK_S: Final = 0.5
 SETTLE_S: Final = 0.5
 """An announcement so young is on its way to the other gateways still: it is not relayed."""
 MIN_INTERVAL_S: Final = 0.05
-"""Between two announcements of one epoch: others are refused."""
+"""Between two announcements of one epoch that it sends itself: others are refused."""
 
 
 class Outcome(StrEnum):
@@ -161,6 +161,9 @@ class LeaseTable:
         if lease is None:
             return self._offer_free(announcement, sealed, granted_at)
         if lease.announcement.epoch == announcement.epoch:
+            is_soon = not age_s and now - lease.granted_at < MIN_INTERVAL_S
+            if is_soon and not announcement.is_farewell:
+                return Verdict(Outcome.TOO_OFTEN)
             return self._offer_renewal(lease, announcement, sealed, granted_at)
         past = self._past.get(announcement.worker)
         if past is not None and announcement.epoch in past.sequences:
@@ -186,7 +189,7 @@ class LeaseTable:
                 continue  # of a lease that was freed, or has another entry by now
             if lease.lapses_at <= now:
                 lapsed.append(lease.announcement)
-                self._free(lease, has_ended=False)
+                self._free(lease)
             else:
                 self._schedule(lease)
         return lapsed
@@ -199,7 +202,7 @@ class LeaseTable:
         lease = self._leases.get(worker)
         if lease is None or lease.announcement.epoch != epoch:
             return False
-        self._free(lease, has_ended=False)
+        self._free(lease)
         return True
 
     def take_overdue(self, now: Instant) -> list[Lease]:
@@ -220,7 +223,7 @@ class LeaseTable:
         return tuple(lease.known for lease in self._leases.values())
 
     def compare(self, theirs: Iterable[Known], now: Instant) -> tuple[list[Relayed], list[bytes]]:
-        """What another gateway lacks of what is known here, and which workers are known there alone.
+        """What another gateway lacks of what is known here; and of which workers it knows more.
 
         A name that another epoch holds there is left alone: it has to lapse at one of the two.
         """
@@ -284,11 +287,9 @@ class LeaseTable:
         if announcement.sequence <= before.sequence:
             return Verdict(Outcome.REPEATED)
         if announcement.is_farewell:
-            lease.renew(announcement, sealed, granted_at)
-            self._free(lease, has_ended=True)
+            self._free(lease)
+            self._remember(announcement, has_ended=True)
             return Verdict(Outcome.ACCEPTED)
-        if 0 <= granted_at - lease.granted_at < MIN_INTERVAL_S:
-            return Verdict(Outcome.TOO_OFTEN)
         if announcement.url != before.url:
             if announcement.url in self._by_url:
                 return Verdict(Outcome.ADDRESS_HELD, self._leases[self._by_url[announcement.url]])
@@ -303,12 +304,12 @@ class LeaseTable:
         lease.due_at = lease.lapses_at
         heapq.heappush(self._due, _Due(lease.due_at, lease.announcement.worker))
 
-    def _free(self, lease: Lease, *, has_ended: bool) -> None:
+    def _free(self, lease: Lease) -> None:
         announcement = lease.announcement
         del self._leases[announcement.worker]
         self._by_url.pop(announcement.url, None)
         self._by_key.pop(lease.known.worker, None)
-        self._remember(announcement, has_ended=has_ended)
+        self._remember(announcement, has_ended=False)
 
     def _remember(self, announcement: Announcement, *, has_ended: bool) -> None:
         past = self._past.setdefault(announcement.worker, _Past())
