@@ -99,7 +99,7 @@ class AnnouncementReply(msgspec.Struct, frozen=True, kw_only=True):
 
     result: Literal["accepted", "waiting", "superseded", "refused"]
     reason: Annotated[str, Meta(max_length=MAX_REASON_CHARS)] = ""
-    owner: Annotated[str, Meta(max_length=EPOCH_CHARS)] = ""
+    owner: Annotated[Epoch, Meta(max_length=EPOCH_CHARS)] = Epoch("")
     wait_s: Annotated[float, Meta(ge=0)] = 0.0
     gateways: Annotated[tuple[Url, ...], Meta(max_length=MAX_GATEWAYS)] = ()
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from baton.auth.certificates import IdentityRole
+from baton.clock import Instant
 from baton.errors import BatonError, ConfigError, ProtocolError
 from baton.net.cluster_client import ClusterClient, NoAnswerError
 from baton.net.tls import ClusterTls
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from baton.auth.credentials import Credentials
-    from baton.clock import Clock, Instant
+    from baton.clock import Clock
     from baton.worker.fence import MembershipFence
 
 FAREWELL_TIMEOUT_S: Final = 1.0
@@ -113,7 +114,7 @@ class Announcer:
                 )
             if now >= next_at:
                 self._announce(now)
-                next_at = now + self._interval_s
+                next_at = Instant(now + self._interval_s)
             is_serving = self._fence.standing is Standing.SERVING
             wake_at = min(next_at, self._fence.until) if is_serving else next_at
             with suppress(TimeoutError):

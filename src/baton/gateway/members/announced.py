@@ -18,6 +18,7 @@ from baton.errors import ProtocolError
 from baton.gateway.members.lease_table import LeaseTable, Outcome
 from baton.gateway.options import WorkerAddress
 from baton.gateway.workers import read_info
+from baton.ids import Epoch
 from baton.net.cluster_client import ClusterClient, NoAnswerError
 from baton.protocol.announcements import (
     RENEWALS_PER_LEASE,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.gateway.members.announced_metrics import AnnouncementMetrics
     from baton.gateway.members.lease_table import Lease, Verdict
-    from baton.ids import Epoch, WorkerId
+    from baton.ids import WorkerId
     from baton.net.tls import ClusterTls
     from baton.protocol.announcements import Announcement, Relayed
 
@@ -200,7 +201,7 @@ class AnnouncedWorkers:
             case Outcome.SUPERSEDED:
                 self._metrics.answered("superseded")
                 return AnnouncementReply(
-                    result="superseded", owner=verdict.owner or "", gateways=gateways
+                    result="superseded", owner=verdict.owner or Epoch(""), gateways=gateways
                 )
             case Outcome.NAME_HELD | Outcome.ADDRESS_HELD:
                 return self._ask_to_wait(announcement, verdict, gateways)
@@ -213,7 +214,7 @@ class AnnouncedWorkers:
     ) -> AnnouncementReply:
         self._metrics.answered("waiting")
         holder = verdict.holder
-        owner, wait_s, reason = "", 0.0, ""
+        owner, wait_s, reason = Epoch(""), 0.0, ""
         if holder is not None:
             held = holder.announcement
             owner, wait_s = held.epoch, max(0.0, holder.lapses_at - self.now())
