@@ -27,6 +27,7 @@ from baton.auth.certificates import Trust, derive_authority
 from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.auth.replay import TicketUse, UsedTickets
+from baton.auth.sealed import SealedMessage, encode_sealed
 from baton.auth.ticket import Ticket, TicketIssue, WorkerRef, seal, unseal
 from baton.bench.compare import _read as read_report
 from baton.bench.load.stream import Answer, EventParser
@@ -106,6 +107,8 @@ from baton.launch.progress import count_up, first_model
 from baton.net import framing
 from baton.ops.doctor import fleet
 from baton.planner.links import read_links
+from baton.protocol import announcements
+from baton.protocol.announcements import AnnouncementError
 from baton.protocol.worker_http import FirstToken, NextTokens, PrefillReply, Role
 from baton.rig import backend
 from baton.rig.transport import PageAnnouncement, decode_announcement, map_announced
@@ -420,6 +423,11 @@ def sign(body: bytes) -> bytes:
     signer = KEY.signer
     parts = [body, signer.certificate, signer.sign(b"baton/ticket/2|" + body)]
     return base64.urlsafe_b64encode(msgspec.msgpack.encode(parts)).rstrip(b"=")
+
+
+def read_signed_announcement(body: bytes) -> object:
+    sealed = SealedMessage.sign(b"baton/announcement/1|", body, KEY)
+    return announcements.read_announcement(encode_sealed(sealed), KEY)
 
 
 def read_envelope(data: bytes) -> object:
@@ -915,6 +923,16 @@ _commands: Final = msgspec.msgpack.Decoder(backend.Command)
 _replies: Final = msgspec.msgpack.Decoder(backend.Reply)
 NO_ERROR: Final = ()
 PROTOCOL: Final = (ProtocolError,)
+ANNOUNCEMENT: Final = announcements.Announcement(
+    worker=WorkerId("w"),
+    epoch=Epoch("e" * 32),
+    url="https://127.0.0.1:8100",
+    role=Role.BOTH,
+    lease_s=6.0,
+    sequence=3,
+)
+KNOWN: Final = announcements.Known(bytes(8), bytes(8), 3)
+RELAYED: Final = announcements.Relayed(b"sealed", 0.5)
 CONFIG_ERROR: Final = (ConfigError,)
 
 TARGETS: Final = {
@@ -945,6 +963,16 @@ TARGETS: Final = {
                seeds_of(TICKET), encode=msgspec.msgpack.encode),
         Target("ticket-envelope", read_envelope, (TicketError,),
                (msgspec.msgpack.encode([b"body", KEY.signer.certificate, bytes(64)]),)),
+        Target("announcement", lambda data: announcements.read_announcement(data, KEY),
+               (AnnouncementError,), (announcements.seal_announcement(ANNOUNCEMENT, KEY),)),
+        Target("announcement-signed", read_signed_announcement, (AnnouncementError,),
+               seeds_of(ANNOUNCEMENT), encode=msgspec.msgpack.encode),
+        Target("announcement-reply", announcements.read_reply, PROTOCOL,
+               seeds_of(announcements.AnnouncementReply(result="waiting", wait_s=1.5))),
+        Target("announcement-exchange", announcements.read_exchange, PROTOCOL,
+               seeds_of(announcements.Exchange(known=(KNOWN,), relayed=(RELAYED,)))),
+        Target("announcement-exchange-reply", announcements.read_exchange_reply, PROTOCOL,
+               seeds_of(announcements.ExchangeReply(relayed=(RELAYED,), wanted=(bytes(8),)))),
         Target("certificate", KEY.find_peer, (AuthenticationError,), (KEY.signer.certificate,)),
         Target("certificate-files", read_files, CONFIG_ERROR,
                (KEY.identity.authorities + AUTHORITY.revoke((1, 2), NOW),), "text"),

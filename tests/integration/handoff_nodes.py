@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from baton.auth.credentials import Credentials
     from baton.auth.ticket import HandoffMode
     from baton.handoff.messages import TransferOp
+    from baton.handoff.options import WriteLease
     from baton.transfer.links.choice import LinkObserver
 
 CLOCK = MachineClock()
@@ -201,6 +202,7 @@ def node(
     verification: VerificationPolicy | None = None,
     is_stepped: bool = False,
     host: str = "127.0.0.1",
+    write_lease: WriteLease | None = None,
 ) -> Iterator[Node]:
     """A worker whose agent has a thread, unless the test steps it itself."""
     if pages is None:
@@ -211,7 +213,7 @@ def node(
                 op=op, clock=clock, timeout_s=timeout_s, lease_s=lease_s,
                 layer_batch_bytes=layer_batch_bytes, wrap=wrap,
                 links=links, observer=observer, verification=verification, is_stepped=is_stepped,
-                host=host,
+                host=host, write_lease=write_lease,
             ) as running,
         ):  # fmt: skip
             yield running
@@ -236,6 +238,7 @@ def node(
             traits=traits or {},
             links=links,
             verification=verification or VerificationPolicy(),
+            write_lease=write_lease,
         )
     )
     if observer is not None:
@@ -285,6 +288,14 @@ class Handoff:
             assert CLOCK.now() < deadline, "no grant in 5 s"
             threading.Event().wait(0.01)
         threading.Event().wait(0.1)  # for its way to the other side
+
+    def wait_until_written(self) -> None:
+        """Until some of what was computed was sent."""
+        deadline = CLOCK.now() + 5.0
+        while not self.sending.trace.num_bytes:
+            assert CLOCK.now() < deadline, "nothing was written in 5 s"
+            threading.Event().wait(0.01)
+        threading.Event().wait(0.1)  # the other layers
 
     def compute(self, *stops: int) -> None:
         for stop in stops:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
 
 from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
+from baton.clock import Instant
 from baton.handoff.interface import BlocksQuiescent, KVFailed, KVSent, SendFailed
+from baton.handoff.prefill_sender import LEASE_OVER
 from baton.handoff.session.lease import LAPSED_REASON, LEASE_STAGE
 from baton.transfer.links.choice import NullObserver
-from tests.integration.handoff_nodes import Handoff, Node, make_handoff, node
+from tests.integration.handoff_nodes import CLOCK, Handoff, Node, make_handoff, node
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -22,6 +26,14 @@ if TYPE_CHECKING:
 
 KEY = Credentials.of(ClusterKey(b"k" * 32))
 LEASE_S = 0.6
+NEVER = Instant(math.inf)
+
+
+@dataclass
+class MutableLease:
+    """A `WriteLease` that a test ends."""
+
+    until: Instant = NEVER
 
 
 class Directions(NullObserver):
@@ -152,3 +164,48 @@ def test_a_request_that_is_taken_ends_its_lease(pair: tuple[Node, Node]) -> None
     handoff.check_landed()
     assert handoff.prefill.stays_silent(2 * LEASE_S)
     assert KVSent(handoff.sending.ticket.id)
+
+
+@pytest.mark.parametrize("kind", ["shared", "tcp"])
+def test_nothing_is_written_past_the_membership_lease(kind: str) -> None:
+    lease = MutableLease()
+    with (
+        node("p", kinds=(kind,), key=KEY, write_lease=lease) as prefill,
+        node("d", kinds=(kind,), key=KEY) as decode,
+    ):
+        end_lease_in_mid_handoff(prefill, decode, lease)
+
+
+def end_lease_in_mid_handoff(prefill: Node, decode: Node, lease: MutableLease) -> None:
+    prefill.scribble(1)
+    handoff = make_handoff(prefill, decode)
+    handoff.start_receive()
+    handoff.start_send()
+    handoff.wait_until_granted()
+    handoff.compute(48)
+    handoff.wait_until_written()
+    num_bytes = handoff.sending.trace.num_bytes
+    lease.until = CLOCK.now()
+    handoff.compute(101)
+    handoff.prefill_done()
+    (event,) = prefill.wait_for()
+    assert isinstance(event, SendFailed)
+    assert (event.error.stage, str(event.error)) == ("submit", LEASE_OVER)
+    expect_failure(handoff)
+    assert handoff.sending.trace.num_bytes == num_bytes
+
+
+def test_a_fenced_worker_gives_up_what_it_sends_receives_and_holds(
+    pair: tuple[Node, Node],
+) -> None:
+    prefill, decode = pair
+    holding = held(pair)
+    granting = make_handoff(prefill, decode)
+    granting.start_receive()
+    granting.wait_until_granted()
+    prefill.agent.abort_all("fenced")
+    (event,) = prefill.wait_for()
+    assert isinstance(event, SendFailed)
+    assert event.ticket == holding.sending.ticket.id
+    decode.agent.abort_all("fenced")
+    expect_failure(granting)

@@ -23,6 +23,7 @@ from baton.handoff.interface import SampledToken
 from baton.ids import WorkerId
 from baton.net.http_server import bind, start_listening
 from baton.telemetry.process_status import StatusReporter
+from baton.worker.fence import MembershipFence
 from baton.worker.options import ProcessOptions, WorkerOptions
 from baton.worker.process import ProcessLife
 from baton.worker.worker import Worker, build_worker
@@ -46,8 +47,12 @@ async def living(
     key = Credentials.of(ClusterKey(b"k" * 32))
     names: dict[str, Any] = {"worker": WorkerId("w0"), "credentials": key}
     at = ProcessOptions(tls="off", model=Path(engine.info.model_path), **names, **options)
+    fence = MembershipFence(at.announce_lease_s) if at.announce_to else None
     worker = build_worker(
-        WorkerOptions(epoch=EPOCH, served_model_name="demo", **names), engine, None, MachineClock()
+        WorkerOptions(epoch=EPOCH, served_model_name="demo", fence=fence, **names),
+        engine,
+        None,
+        MachineClock(),
     )
     read_fd, write_fd = os.pipe()
     with bind("127.0.0.1", 0) as listener, os.fdopen(read_fd) as announced:

@@ -7,6 +7,7 @@ File map:
     key.py        `ClusterKey`: derives one sub-key for each purpose, signs, compares
     certificates.py  authorities, identities with roles, who is trusted
     credentials.py   `Credentials`: this process's identity and trust, as their files change
+    sealed.py     `SealedMessage`: bytes with the signature and the certificate of their author
     ticket.py     `Ticket`: what one handoff is authorised to touch; `seal` and `unseal`
     verified_tickets.py  `VerifiedTickets`: a text that was verified is not verified again
     replay.py     `UsedTickets`: no ticket is used twice

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from baton.auth.certificates import MAX_CERTIFICATE_BYTES, IdentityRole
+from baton.auth.certificates import IdentityRole
+from baton.auth.sealed import SealedMessage, decode_sealed, encode_sealed
 from baton.errors import UNDECODABLE, AuthenticationError, TicketError
 from baton.ids import Epoch, TicketId, WorkerId, new_epoch
 
@@ -114,17 +115,8 @@ class Ticket(msgspec.Struct, frozen=True, tag="ticket", tag_field="t", dict=True
         return _restore, (_encoder.encode(self), vars(self).get(_READ_FROM))
 
 
-class _SealedTicket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What stands on the wire: nothing in `body` is believed before its signature is checked."""
-
-    body: bytes
-    certificate: Annotated[bytes, Meta(max_length=MAX_CERTIFICATE_BYTES)]
-    signature: Annotated[bytes, Meta(min_length=64, max_length=64)]
-
-
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Ticket)
-_sealed_decoder = msgspec.msgpack.Decoder(_SealedTicket)
 _READ_FROM: Final = "read_from"
 """In a ticket that was read: its text. No part of its value."""
 UNSIGNED: Final = "unsigned."
@@ -161,9 +153,8 @@ def seal(ticket: Ticket, credentials: Credentials) -> str:
     read = text_of(ticket)
     if read is not None:
         return read
-    body, signer = _encoder.encode(ticket), credentials.signer
-    sealed = _SealedTicket(body, signer.certificate, signer.sign(_PURPOSE + body))
-    return _to_text(_encoder.encode(sealed))
+    sealed = SealedMessage.sign(_PURPOSE, _encoder.encode(ticket), credentials)
+    return _to_text(encode_sealed(sealed))
 
 
 def write_unsigned(ticket: Ticket) -> str:
@@ -212,7 +203,7 @@ def _read_body(text: str, credentials: Credentials, *, is_from_gateway: bool) ->
     try:
         if not is_signed(text):
             return _from_text(text[len(UNSIGNED) :])
-        sealed = _sealed_decoder.decode(_from_text(text))
+        sealed = decode_sealed(_from_text(text))
     except (ValueError, *UNDECODABLE) as exc:
         raise TicketError("the ticket is not base64url text of a ticket") from exc
     if not is_from_gateway:
@@ -228,10 +219,9 @@ def _from_text(text: str) -> bytes:
     return base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
 
 
-def _check_signature(sealed: _SealedTicket, credentials: Credentials) -> None:
-    message = _PURPOSE + sealed.body
+def _check_signature(sealed: SealedMessage, credentials: Credentials) -> None:
     try:
-        credentials.verify(IdentityRole.GATEWAY, sealed.certificate, message, sealed.signature)
+        sealed.verify(_PURPOSE, IdentityRole.GATEWAY, credentials)
     except AuthenticationError as exc:
         raise TicketError(f"the ticket was not signed by a gateway of this cluster: {exc}") from exc
 

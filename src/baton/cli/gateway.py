@@ -67,6 +67,16 @@ class GatewayFlags(ConfigFlags):
     ] = None
     gateways: Gateways = None
     management_port: ManagementPort = None
+    announce_port: Annotated[
+        int | None,
+        Sets("gateway.announce_port"),
+        Parameter(help="Port where workers announce themselves, of process i plus i."),
+    ] = None
+    peer: Annotated[
+        list[str] | None,
+        Sets("gateway.peers"),
+        Parameter(help="Where another gateway takes announcements; may be repeated.", negative=""),
+    ] = None
     tls_certificate: TlsCertificate = None
     tls_key: TlsKey = None
     client_keys: ClientKeys = None
@@ -91,7 +101,9 @@ def gateway(flags: GatewayFlags | None = None) -> int:
 
 def _options(config: Config, status_fd: int) -> GatewayOptions:
     section = config.gateway
-    found = find_credentials(config.cluster, config.security, read_environment(), (section.host,))
+    announces = section.announce_port is not None
+    hosts = (section.host, *((section.announce_host,) if announces else ()))
+    found = find_credentials(config.cluster, config.security, read_environment(), hosts)
     found.credentials.require(IdentityRole.GATEWAY)
     return GatewayOptions(
         workers=(
@@ -148,6 +160,10 @@ def _options(config: Config, status_fd: int) -> GatewayOptions:
         audit_log=Path(section.audit_log) if section.audit_log else None,
         management_host=section.management_host,
         management_port=section.management_port,
+        announce_host=section.announce_host,
+        announce_port=section.announce_port,
+        announce_url=section.announce_url,
+        peers=section.peers,
         allowed_hosts=section.allowed_hosts,
         allowed_origins=section.allowed_origins,
         members=section.members,

@@ -1,8 +1,9 @@
 """`baton worker`."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 from cyclopts import Parameter
 
@@ -15,10 +16,14 @@ from baton.config.environment import change_environment, read_environment
 from baton.config.logs import configure_logging
 from baton.config.sections import Config, Role
 from baton.config.topology import find_topology
+from baton.errors import ConfigError
 from baton.ids import WorkerId
 from baton.models import DEMO_MODEL_PATH
 from baton.net.credentials import find_credentials
 from baton.worker.options import ProcessOptions
+
+SUPERSEDED: Final = 76
+"""Exit code of a worker whose name another epoch has: a supervisor must not restart it."""
 
 
 @Parameter(name="*")
@@ -57,6 +62,11 @@ class WorkerFlags(ConfigFlags):
         Sets("worker.topology"),
         Parameter(help="Where it is: ZONE/RACK/HOST [default: found out]."),
     ] = None
+    announce_to: Annotated[
+        list[str] | None,
+        Sets("worker.announce_to"),
+        Parameter(help="Where a gateway takes announcements; may be repeated.", negative=""),
+    ] = None
     transport: Transport = None
     store: Store = None
     status_fd: StatusFd = 1
@@ -72,13 +82,24 @@ def worker(flags: WorkerFlags | None = None) -> int:
     if config.worker.engine in ENGINE_SERVERS.kinds():
         from baton.cli.serving import run_engine_server  # noqa: PLC0415
 
+        if config.worker.announce_to:
+            raise ConfigError(
+                f"a worker with engine {config.worker.engine} cannot announce itself: its agents "
+                "could not be fenced; list it at the gateways (--prefill, --decode, --worker), and "
+                "leave worker.announce_to out"
+            )
         run_engine_server(config, _credentials(config), flags.status_fd)
     else:
+        from baton.worker.announcer import SupersededError  # noqa: PLC0415
         from baton.worker.process import run_worker  # noqa: PLC0415
 
         options = _options(config, flags.status_fd)
         change_environment({}, (KEY_VARIABLE,))  # what a worker starts needs no key
-        run_worker(options)
+        try:
+            run_worker(options)
+        except SupersededError as exc:
+            print(f"baton: {exc}", file=sys.stderr)
+            return SUPERSEDED
     return 0
 
 
@@ -129,5 +150,8 @@ def _options(config: Config, status_fd: int) -> ProcessOptions:
         drain_timeout_s=section.drain_timeout_s,
         num_traces=config.trace.ring_size,
         cpu_affinity=section.cpu_affinity,
+        announce_to=section.announce_to,
+        announce_url=section.announce_url,
+        announce_lease_s=section.announce_lease_s,
         status_fd=status_fd,
     )

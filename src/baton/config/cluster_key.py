@@ -75,6 +75,14 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def is_wildcard(host: str) -> bool:
+    """Whether it is every address of this machine, so that no peer can use it to reach it."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        return False
+
+
 def find_configured_key(
     section: ClusterSection, environment: Mapping[str, str]
 ) -> ClusterKeyText | None:

@@ -92,6 +92,10 @@ class GatewaySection(Struct, frozen=True, kw_only=True):
     audit_log: str | None = None
     management_host: Host = "127.0.0.1"
     management_port: Port | None = None
+    announce_host: Host = "127.0.0.1"
+    announce_port: Port | None = None
+    announce_url: str | None = None
+    peers: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
 
@@ -111,6 +115,9 @@ class WorkerSection(Struct, frozen=True, kw_only=True):
     engine: str = "transformers"
     cpu_affinity: tuple[Count, ...] = ()
     drain_timeout_s: Seconds = 30.0
+    announce_to: tuple[str, ...] = ()
+    announce_url: str | None = None
+    announce_lease_s: Annotated[float, Meta(ge=0.5, le=3600)] = 10.0
 
 
 class HandoffSection(Struct, frozen=True, kw_only=True):

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 from yarl import URL
 
 from baton.clock import MachineClock
-from baton.config.cluster_key import is_loopback
+from baton.config.cluster_key import is_loopback, is_wildcard
 from baton.errors import ConfigError
-from baton.gateway.members.interface import build_source
+from baton.gateway.members.interface import NamedSource, SourceStatus, build_source
 from baton.gateway.targets import NO_TARGETS
+from baton.protocol.announcements import require_https
 from baton.protocol.worker_http import Role
 from baton.router.health import DEFAULT_HEALTH, HealthOptions
 from baton.router.placement import POLICIES, choose_policy
@@ -24,12 +25,14 @@ if TYPE_CHECKING:
     from baton.auth.credentials import Credentials
     from baton.clock import Clock
     from baton.config.sections import MoveStreams, Tls
-    from baton.gateway.members.interface import NamedSource
+    from baton.gateway.members.announced import AnnouncedWorkers
     from baton.gateway.targets import Targets
     from baton.router.modes import ModeSetting
     from baton.router.placement import PlacementPolicy
 
 MIB = 1 << 20
+ANNOUNCED = "announced"
+"""The source of workers that needs `announce_port`."""
 ANY_MODEL = "*"
 
 
@@ -94,6 +97,9 @@ class GatewayOptions:
     `client_keys_file`: see `baton.gateway.clients`; beyond loopback it is needed unless `insecure`.
     `management_port` None: /metrics and /debug on the gateway's own port, if that is loopback's
     or `insecure`. Of several processes, which share the gateway's port, each has its own one.
+    `announce_port`: workers announce themselves there, and gateways exchange what they know; None:
+    nowhere. Of several processes each has its own one. `announce_url` is how others reach it (None:
+    by `announce_host`), `peers` are those of other gateways.
     `tls_certificate` and `tls_key`: PEM files, with which the gateway's own port speaks TLS.
     `wait_for_worker_s`: how long a request waits where no worker can serve it; 0: not at all.
     `max_running_per_worker` None: as workers report; `max_queued_…`: what may wait for them.
@@ -152,6 +158,10 @@ class GatewayOptions:
     audit_log: Path | None = None
     management_host: str = "127.0.0.1"
     management_port: int | None = None
+    announce_host: str = "127.0.0.1"
+    announce_port: int | None = None
+    announce_url: str | None = None
+    peers: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     tls_certificate: Path | None = None
@@ -174,6 +184,7 @@ class GatewayOptions:
             raise ConfigError("gateway.members names a source twice")
         self._check_limits()
         self.build_policy()
+        self._check_announcements()
         self.build_sources(MachineClock())
         check_processes(self.num_processes, self.management_port)
         if (self.tls_certificate is None) != (self.tls_key is None):
@@ -220,19 +231,81 @@ class GatewayOptions:
         name = self.policy_name
         return POLICIES.build(name, self.policy_options.get(name, {}))(self.mode)
 
-    def build_sources(self, clock: Clock) -> tuple[NamedSource, ...]:
+    def build_sources(
+        self, clock: Clock, announced: AnnouncedWorkers | None = None
+    ) -> tuple[NamedSource, ...]:
         """New ones of the sources of workers, in the operator's order; nothing is opened yet.
+
+        `announced` is the source of that name, which takes announcements already.
 
         Raises:
             ConfigError: there is no such source, or its argument cannot be used.
         """
-        interval_s = self.members_interval_s
-        return tuple(build_source(text, clock, interval_s, self.tls) for text in self.members)
+        sources: list[NamedSource] = []
+        for text in self.members:
+            if text != ANNOUNCED or self.announce_port is None:
+                sources.append(build_source(text, clock, self.members_interval_s, self.tls))
+            elif announced is not None:
+                announced.status = SourceStatus(text, clock)
+                sources.append(NamedSource(announced.status, announced))
+        return tuple(sources)
 
     @property
     def is_managed_here(self) -> bool:
         """Whether /metrics and /debug are answered on the gateway's own port."""
         return self.management_port is None and (is_loopback(self.host) or self.insecure)
+
+    def of_process(self, index: int, status_fd: int) -> GatewayOptions:
+        """Of process `index` of several, which has own ports beside the shared one.
+
+        They exchange announcements with each other.
+        """
+        own_port, announced = self.management_port, self._announced_urls()
+        return replace(
+            self,
+            status_fd=status_fd,
+            num_processes=1,
+            management_port=own_port and own_port + index,
+            announce_port=self.announce_port and self.announce_port + index,
+            announce_url=announced[index] if announced else None,
+            peers=(*self.peers, *(url for i, url in enumerate(announced) if i != index)),
+        )
+
+    def _announced_urls(self) -> list[str]:
+        """Where each process takes announcements; none where they do not."""
+        if self.announce_port is None:
+            return []
+        host = f"[{self.announce_host}]" if ":" in self.announce_host else self.announce_host
+        first = URL(self.announce_url or f"https://{host}:{self.announce_port}").origin()
+        return [str(first.with_port((first.port or 0) + i)) for i in range(self.num_processes)]
+
+    def _check_announcements(self) -> None:
+        if (self.announce_port is not None) != (ANNOUNCED in self.members):
+            raise ConfigError(
+                "gateway.announce_port and the source announced go together: give "
+                "--members announced and --announce-port, or neither"
+            )
+        if self.announce_port is None:
+            if self.peers:
+                raise ConfigError(
+                    "gateway.peers exchange announcements: give gateway.announce_port, too"
+                )
+            return
+        require_https("gateway.peers", self.peers)
+        if self.announce_url is not None:
+            require_https("gateway.announce_url", (self.announce_url,))
+        elif is_wildcard(self.announce_host):
+            raise ConfigError(
+                f"no other process can reach {self.announce_host}: give gateway.announce_url, as "
+                "https://host:port, or a gateway.announce_host that others can reach"
+            )
+        if self.num_processes > 1 and self.announce_port == 0:
+            raise ConfigError("several gateway processes need a fixed gateway.announce_port")
+        if self.key_origin == "generated" and not is_loopback(self.announce_host):
+            raise ConfigError(
+                f"refusing to take announcements at {self.announce_host} without a configured "
+                "cluster key; set BATON_CLUSTER_KEY"
+            )
 
     def _check_limits(self) -> None:
         for name in (

@@ -39,6 +39,7 @@ from baton.gateway.health_monitor import HealthMonitor
 from baton.gateway.kv_events import KVEvents
 from baton.gateway.learned_costs import keep_costs
 from baton.gateway.link_feed import LinkFeed
+from baton.gateway.members.listener import open_announcements
 from baton.gateway.members.membership import Membership
 from baton.gateway.metrics import GatewayMetrics, HealthCollector, RouterCollector
 from baton.gateway.prefixes import Prefixes
@@ -157,7 +158,8 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
     try:
         async with (
             keep_costs(options.costs_file, load),
-            Membership(services, events, room, options.build_sources(clock)),
+            open_announcements(options, clock, metrics.registry) as announced,
+            Membership(services, events, room, options.build_sources(clock, announced)),
             LinkFeed(workers, upstream, load, clock),
         ):
             yield GatewayApp(

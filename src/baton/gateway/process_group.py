@@ -5,7 +5,7 @@
             SIGTERM, SIGINT ─► all drain ──another signal──► all end at once
 
 Each has its own tickets' issuer, placement, limits, quotas, retry budget and management listener
-(`management_port` plus its index).
+(`management_port` plus its index). They exchange announcements of workers with each other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import signal
 import time
 from collections import deque
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from baton.errors import BatonError, ProtocolError
@@ -146,13 +146,7 @@ class ProcessGroup:
                 if other is not member:
                     other.listener.close()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-            own_port = self._options.management_port
-            options = replace(
-                self._options,
-                status_fd=status_fd,
-                num_processes=1,
-                management_port=own_port and own_port + member.index,
-            )
+            options = self._options.of_process(member.index, status_fd)
             start_listening(member.listener)
             # One that replaces another has clients already, which could be served elsewhere.
             self._serve(options, member.listener, FIND_WORKERS_S if self._ended_at else 0.0)

@@ -253,6 +253,13 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         """See `HandoffPort`."""
         self.loop.call(partial(self.loop.abort, ticket, reason))
 
+    def abort_all(self, reason: str) -> None:
+        """Fail every handoff of this worker, on either side; those that come later are as before.
+
+        Thread-safe. Pages that a peer may still write to stay quarantined, as after any abort.
+        """
+        self.loop.call(partial(self.loop.abort_all, reason))
+
     def cut_writes(self, ticket: TicketId) -> None:
         """Its pages are needed: end the connections over which its writes are under way.
 

@@ -130,6 +130,7 @@ class AgentLoop:
             lease_s=options.lease_s,
             verification=options.verification,
             emit=emit,
+            write_lease=options.write_lease,
         )
         self._probe_target.connect(self._peers)
         self._prober = LinkProber(
@@ -377,6 +378,12 @@ class AgentLoop:
         """See `HandoffAgent.abort_from_peer`."""
         if not self.sending.abort(ticket, reason):
             self.receiving.abort_from_peer(ticket, reason)
+
+    def abort_all(self, reason: str) -> None:
+        """Fail every handoff: close what was granted, write nothing more, hold nothing."""
+        self.receiving.stop(reason)
+        self.sending.stop(reason)
+        self.exporter.revoke_exported()
 
     def begin_stop(self) -> None:
         """Fail every handoff; `close` follows."""

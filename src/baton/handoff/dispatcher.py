@@ -180,6 +180,10 @@ class HandoffDispatcher:  # noqa: PLR0904 - the engine's contract
             self.store.abort_from_peer(ticket, reason)
         self.agent.abort_from_peer(ticket, reason)
 
+    def abort_all(self, reason: str) -> None:
+        """See `HandoffAgent.abort_all`; what goes into the store is named by its content."""
+        self.agent.abort_all(reason)
+
     def cut_writes(self, ticket: TicketId) -> None:
         """See `HandoffAgent.cut_writes`; copies into the store end by themselves."""
         self.agent.cut_writes(ticket)

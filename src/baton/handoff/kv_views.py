@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.handoff.interface import HandoffEvent
     from baton.handoff.messages import TransferOp
+    from baton.handoff.options import WriteLease
     from baton.handoff.peer_transports import PeerTransportTable
     from baton.handoff.peers import Peer, PeerTable
     from baton.handoff.verify import VerificationPolicy
@@ -309,7 +310,8 @@ class AgentContext:
     """The parts of one agent. `emit` queues an event for the engine.
 
     `op` is the operation that this worker prefers as a receiver. All views have as many layers.
-    `lease_s` is how long this worker, as a sender, holds what was computed without a renewal.
+    `lease_s` is how long this worker, as a sender, holds what was computed without a renewal;
+    `write_lease`, how long it may write to others at all (None: without limit).
     """
 
     me: WorkerRef
@@ -324,6 +326,7 @@ class AgentContext:
     lease_s: float
     verification: VerificationPolicy
     emit: Callable[[HandoffEvent], None]
+    write_lease: WriteLease | None
 
     @cached_property
     def num_layers(self) -> int:

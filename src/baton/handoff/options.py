@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from baton.errors import ConfigError
 from baton.handoff.io_backend import OS_BACKEND
@@ -16,12 +16,25 @@ if TYPE_CHECKING:
 
     from baton.auth.credentials import Credentials
     from baton.auth.ticket import HandoffMode
-    from baton.clock import Clock
+    from baton.clock import Clock, Instant
     from baton.handoff.io_backend import IoBackend
     from baton.handoff.kv_views import KVView
     from baton.handoff.messages import TransferOp
     from baton.ids import Epoch, WorkerId
     from baton.transfer.interface import Transport
+
+
+class WriteLease(Protocol):
+    """Until when this worker may begin to write to others.
+
+    Another thread sets it and the agent's reads it: a worker that was stopped past its lease writes
+    nothing when it goes on, whichever of its threads runs first.
+    """
+
+    @property
+    def until(self) -> Instant:
+        """As it is now; it may be extended."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +45,8 @@ class AgentOptions:
     `traits` are readable properties that explain why two workers cannot exchange KV (engine,
     version, dtype …): at most 32, names of 64 characters and values of 256. `lease_s` is how long
     a computed prompt is held for a decode worker that does not renew it. A prompt's computed layers
-    are sent together once they exceed `layer_batch_bytes`, and the rest with its end.
+    are sent together once they exceed `layer_batch_bytes`, and the rest with its end. Without
+    `write_lease` this worker may always write to others.
     """
 
     worker: WorkerId
@@ -54,6 +68,7 @@ class AgentOptions:
     io_backend: IoBackend = OS_BACKEND
     verification: VerificationPolicy = field(default_factory=VerificationPolicy)
     spin_s: float = MAX_SPIN_S
+    write_lease: WriteLease | None = None
 
     @property
     def modes(self) -> tuple[HandoffMode, ...]:

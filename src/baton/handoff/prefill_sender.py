@@ -74,6 +74,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LEASE_OVER: Final = "this worker did not renew its membership lease, and may not write"
 _WRITING: Final = frozenset({SendPhase.SENDING, SendPhase.DRAINING})
 
 
@@ -461,6 +462,10 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         session, granted = outgoing.session, outgoing.granted
         if session.phase not in _WRITING or granted is None:
             return  # an earlier write of the same batch failed
+        lease = self._context.write_lease
+        if lease is not None and self._context.clock.now() >= lease.until:
+            self._perform(outgoing, session.fail(LEASE_OVER, stage="submit"))
+            return
         peer_transports = self._context.peer_transports
         peer, avoided = granted.peer, session.excluded
         if (

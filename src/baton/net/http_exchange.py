@@ -46,7 +46,8 @@ class HttpExchange:
     """Owner: the event loop's thread.
 
     `on_disconnect` is called once, if the client leaves before the response is complete.
-    `is_gateway`: a gateway has proved over this connection that it is one.
+    `is_gateway`: a gateway has proved over this connection that it is one. `peer_certificate`: in
+    DER, what the client has proved to be its own, where both sides show one.
     """
 
     def __init__(
@@ -57,10 +58,12 @@ class HttpExchange:
         keep_alive: bool,
         expects_continue: bool,
         is_gateway: bool = False,
+        peer_certificate: bytes | None = None,
     ) -> None:
         self._path, self._transport, self._flow = path, path.transport, path.flow
         self._is_head, self.keep_alive = is_head, keep_alive
         self._waits_for_continue, self.is_gateway = expects_continue, is_gateway
+        self.peer_certificate = peer_certificate
         self.on_disconnect: Callable[[], None] | None = None
         self.disconnected = self.response_started = self.response_complete = False
         self.more_body = True

@@ -20,7 +20,7 @@ from baton.engines.interface import (
     TokensComputed,
 )
 from baton.errors import InvalidRequestError
-from baton.worker.http_exchange import DeadlineError, DrainingError
+from baton.worker.http_exchange import DeadlineError, DrainingError, FencedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from baton.engines.interface import Engine, EngineUpdate, GenerationRequest
     from baton.errors import BatonError
     from baton.ids import RequestId
+    from baton.worker.fence import MembershipFence
 
 DEADLINE_MARGIN_S: Final = 0.05
 """Deadlines are kept here, a little before the engine keeps them: its error has no status."""
@@ -106,8 +107,9 @@ class AnswerStream:
 class EngineClient:
     """Owned by the event loop's thread; `sink` alone is called on the engine's."""
 
-    def __init__(self, engine: Engine, clock: Clock) -> None:
-        self._engine, self._clock = engine, clock
+    def __init__(self, engine: Engine, clock: Clock, fence: MembershipFence | None = None) -> None:
+        """Without a `fence` the worker announces itself to no gateway, and is never fenced."""
+        self._engine, self._clock, self.fence = engine, clock, fence
         self._streams: dict[RequestId, AnswerStream] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining = False
@@ -128,6 +130,15 @@ class EngineClient:
         """Whether new requests are refused."""
         return self._draining
 
+    def why_fenced(self) -> str | None:
+        """Why nothing is served, now; None where it is."""
+        return None if self.fence is None else self.fence.explain(self._clock.now())
+
+    def fail_all(self, error: BatonError) -> None:
+        """End every unfinished answer with an error, in the engine too."""
+        for request, stream in self._streams.items():
+            stream.fail(request, error)
+
     @property
     def num_open(self) -> int:
         """Requests that are being answered."""
@@ -138,6 +149,7 @@ class EngineClient:
         """Submit a request; leaving cancels it if it is unfinished, its deadline fails it.
 
         Raises:
+            FencedError: this worker has no membership lease, or has it no more.
             DrainingError: no new requests are taken, but those that move a stream elsewhere.
             OverloadedError: the engine's queue is full.
             ContextLengthError: the request can never fit.
@@ -145,6 +157,8 @@ class EngineClient:
         """
         if request.is_standby and not isinstance(self._engine, StandbyEngine):
             raise InvalidRequestError("this worker's engine takes no standby requests")
+        if (reason := self.why_fenced()) is not None:
+            raise FencedError(reason)
         if self._draining and not (self._streams and _is_leaving(request)):
             raise DrainingError("this worker is ending; send the request to another one")
         stream = AnswerStream(partial(self._engine.cancel, request.id))
@@ -176,9 +190,9 @@ class EngineClient:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
         except TimeoutError:
-            error = DrainingError(f"this worker ended before the answer did, after {timeout_s:g} s")
-            for request, stream in self._streams.items():
-                stream.fail(request, error)
+            self.fail_all(
+                DrainingError(f"this worker ended before the answer did, after {timeout_s:g} s")
+            )
 
     def _expire_later(
         self, request: GenerationRequest, stream: AnswerStream

@@ -190,6 +190,12 @@ class DrainingError(BatonError):
     retryable = True
 
 
+class FencedError(BatonError):
+    """No gateway has accepted this worker's announcements in time: it serves nothing."""
+
+    retryable = True
+
+
 class DeadlineError(BatonError):
     """The request's time was over before its answer."""
 
@@ -233,6 +239,7 @@ _ERROR_STATUSES: Final[tuple[tuple[type[BatonError], _ErrorStatus], ...]] = (
     (HandoffError, _ErrorStatus(502, "upstream_error", "handoff_failed")),
     (OverloadedError, _ErrorStatus(503, "overloaded_error", "overloaded")),
     (DrainingError, _ErrorStatus(503, "overloaded_error", "draining")),
+    (FencedError, _ErrorStatus(503, "overloaded_error", "fenced")),
     (DeadlineError, _ErrorStatus(504, "timeout_error", "deadline_exceeded")),
     (EngineError, _ErrorStatus(500, "engine_error", "engine_failed")),
 )
@@ -278,7 +285,7 @@ def _headers(error: BatonError) -> Headers:
     match error:
         case OverloadedError(retry_after_s=seconds):
             return ((b"retry-after", str(max(1, math.ceil(seconds))).encode()),)
-        case DrainingError():
+        case DrainingError() | FencedError():
             return ((b"retry-after", b"1"),)
         case WrongMethodError(allowed=allowed):
             return ((b"allow", ", ".join(allowed).encode()),)

@@ -10,6 +10,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from baton.telemetry.trace import RequestSpan, Stamp
+from baton.worker.fence import Standing
 from baton.worker.http_exchange import was_declined
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from baton.clock import Clock, Instant
     from baton.engines.interface import EngineStats
     from baton.telemetry.metrics import WorkerMetrics
+    from baton.worker.fence import MembershipFence
 
 
 class TokenClock:
@@ -116,6 +118,28 @@ class LeaseCollector(Collector):
             "baton_handoff_leases_lapsed",
             "Computed prompts whose decode worker did not renew their lease.",
             self._read_num_lapsed(),
+        )
+
+    def describe(self) -> Iterable[Metric]:
+        """See `Collector`."""
+        return ()
+
+
+class FenceCollector(Collector):
+    """Whether a worker that announces itself is fenced."""
+
+    def __init__(self, fence: MembershipFence, clock: Clock) -> None:
+        self._fence, self._clock = fence, clock
+
+    def collect(self) -> Iterable[Metric]:
+        """See `Collector`."""
+        yield GaugeMetricFamily(
+            "baton_worker_fenced",
+            "1 while no gateway has accepted this worker in time, so that it serves nothing.",
+            self._fence.look(self._clock.now()) is not Standing.SERVING,
+        )
+        yield CounterMetricFamily(
+            "baton_worker_fences", "Times that this worker was fenced.", self._fence.num_fenced
         )
 
     def describe(self) -> Iterable[Metric]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from baton.config.cluster_key import is_wildcard
 from baton.config.sections import StoreSection
+from baton.errors import ConfigError
 from baton.handoff.verify import VerificationPolicy
+from baton.protocol.announcements import require_https
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
     from baton.auth.ticket import HandoffMode
     from baton.config.sections import Tls
     from baton.ids import Epoch, WorkerId
+    from baton.worker.fence import MembershipFence
 
 Role: TypeAlias = Literal["prefill", "decode", "both"]
 
@@ -28,7 +32,7 @@ class WorkerOptions:
     `require_bearer` is for listeners beyond loopback.
     `topology` is where it is (`config/topology.py`).
     `max_default_tokens` bounds chat answers whose request sets no limit. `modes` are the ways of
-    handing over that it takes part in, on either side.
+    handing over that it takes part in, on either side. `fence`: of one that announces itself.
     """
 
     worker: WorkerId
@@ -45,6 +49,7 @@ class WorkerOptions:
     transports: tuple[str, ...] = ()
     topology: str = ""
     modes: tuple[HandoffMode, ...] = ("push", "pull")
+    fence: MembershipFence | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +57,11 @@ class ProcessOptions:
     """The process that one worker lives in. `port` 0 takes a free one.
 
     `status_fd` is where JSON lines report to a launcher what happens (1: standard output).
-    `parent_pid` set: the worker ends when that process does.
+    `parent_pid` set: the worker ends when that process does. `announce_to` are gateways to which it
+    announces itself, as reached at `announce_url` (None: where it listens).
+
+    Raises:
+        ConfigError: it would announce an address that no gateway can use.
     """
 
     worker: WorkerId
@@ -85,5 +94,16 @@ class ProcessOptions:
     drain_timeout_s: float = 30.0
     num_traces: int = 1024
     cpu_affinity: tuple[int, ...] = ()
+    announce_to: tuple[str, ...] = ()
+    announce_url: str | None = None
+    announce_lease_s: float = 10.0
     parent_pid: int | None = None
     status_fd: int = 1
+
+    def __post_init__(self) -> None:
+        require_https("worker.announce_to", self.announce_to)
+        if self.announce_to and self.announce_url is None and is_wildcard(self.host):
+            raise ConfigError(
+                f"no gateway can reach {self.host}: give worker.announce_url, as "
+                "https://host:port, or a worker.host that gateways can reach"
+            )

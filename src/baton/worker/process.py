@@ -9,7 +9,7 @@ import os
 import select
 import signal
 import threading
-from contextlib import closing, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from typing import TYPE_CHECKING, Final
 
 import uvicorn
@@ -35,17 +35,21 @@ from baton.handoff.pool_mode.store_access import open_store_access, report_to
 from baton.ids import new_epoch
 from baton.net.http_server import bind, make_server_config, start_listening, url_of
 from baton.net.tls import ClusterTls
+from baton.protocol.announcements import Announcement
+from baton.protocol.worker_http import Role
 from baton.store.interface import PeerAccess
 from baton.telemetry.process_status import Draining, Loading, Ready, StatusReporter
 from baton.transfer.devices.extents import choose_allocation
 from baton.transfer.interface import TransportContext, build_transports
 from baton.transfer.links.probes import ProbeBounds
+from baton.worker.announcer import Announcer, SupersededError
+from baton.worker.fence import MembershipFence, Standing
 from baton.worker.options import WorkerOptions
 from baton.worker.worker import Worker, build_worker
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Generator
+    from collections.abc import AsyncGenerator, Generator
 
     from baton.clock import Clock
     from baton.encodings.interface import KVEncoding
@@ -101,6 +105,7 @@ def run_worker(options: ProcessOptions) -> None:
     Raises:
         ConfigError: the port is taken, a core does not exist, or the model cannot be served.
         EngineError: the engine's thread ended by itself.
+        SupersededError: another epoch has this worker's name.
     """
     if options.parent_pid is not None:
         exit_with_process(options.parent_pid)
@@ -130,18 +135,27 @@ class ProcessLife:
             make_server_config(worker.app, worker.connections, drain_timeout_s=FLUSH_TIMEOUT_S)
         )
         self._ending: asyncio.Task[None] | None = None
+        self._failure: Exception | None = None
 
     async def run(self, listener: socket.socket) -> None:
-        """Serve until a signal, or until the engine ends by itself."""
+        """Serve until a signal, until the engine ends by itself, or until it is superseded.
+
+        Raises:
+            EngineError: the engine ended.
+            SupersededError: another epoch has this worker's name.
+        """
         try:
             await self._worker.start()
             start_listening(listener)
             with self._signals():
                 watching = asyncio.create_task(self._watch_engine())
                 self._report_ready(listener)
-                await self._server.serve(sockets=[listener])
+                async with self._announcing(listener):
+                    await self._server.serve(sockets=[listener])
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
+            if self._failure is not None:
+                raise self._failure
             if not self._worker.engine.is_alive():
                 raise EngineError("the engine's thread ended by itself; the log has the reason")
         finally:
@@ -153,6 +167,62 @@ class ProcessLife:
         address = "" if handoffs is None else handoffs.address
         self._status_reporter.report(Ready(url, options.worker, self._epoch, options.role, address))
         logger.info("%s answers at %s, hands over at %s", options.worker, url, address)
+
+    @asynccontextmanager
+    async def _announcing(self, listener: socket.socket) -> AsyncGenerator[None]:
+        """The worker is announced to gateways, if it is to be, for as long as the block runs."""
+        announcer = self._make_announcer(listener)
+        if announcer is None:
+            yield
+            return
+        running = asyncio.create_task(self._announce(announcer))
+        try:
+            yield
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            await announcer.leave()
+
+    def _make_announcer(self, listener: socket.socket) -> Announcer | None:
+        options, fence = self._options, self._worker.engine_client.fence
+        if fence is None:
+            return None
+        url = options.announce_url or url_of(listener, options.host, is_tls=options.tls != "off")
+        return Announcer(
+            Announcement(
+                worker=options.worker,
+                epoch=self._epoch,
+                url=url.rstrip("/"),
+                role=Role(options.role),
+                lease_s=options.announce_lease_s,
+                sequence=1,
+                topology=options.topology,
+            ),
+            options.announce_to,
+            options.credentials,
+            clock=MachineClock(),
+            fence=fence,
+            on_change=self._on_standing,
+        )
+
+    async def _announce(self, announcer: Announcer) -> None:
+        try:
+            await announcer.run()
+        except Exception as exc:
+            is_expected = isinstance(exc, SupersededError)
+            logger.critical("announcing has ended: %s", exc, exc_info=not is_expected)
+            self._failure = exc
+            await self._worker.drain(0.0)
+            self._server.should_exit = True
+
+    def _on_standing(self, standing: Standing) -> None:
+        if standing is Standing.SERVING:
+            logger.info("a gateway has accepted %s: it serves", self._options.worker)
+            return
+        reason = self._worker.engine_client.why_fenced() or standing
+        num_open = self._worker.engine_client.num_open
+        logger.error("%s; %d requests are ended", reason, num_open)
+        self._worker.fence(reason)
 
     async def _watch_engine(self) -> None:
         # An engine that ends by itself sends no event: polling is all there is.
@@ -206,7 +276,8 @@ def _load(options: ProcessOptions, clock: Clock) -> tuple[Worker, Epoch]:
     model = options.model.resolve()
     factory = ENGINES.build(options.engine, options.engine_options)
     engine = factory(EngineContext(model, clock, choose_allocation(options.transport_options)))
-    handoffs = _handoffs(options, engine, epoch, clock)
+    fence = MembershipFence(options.announce_lease_s) if options.announce_to else None
+    handoffs = _handoffs(options, engine, epoch, clock, fence=fence)
     served_model_name = options.served_model_name or model.name
     worker_options = WorkerOptions(
         worker=options.worker,
@@ -220,12 +291,18 @@ def _load(options: ProcessOptions, clock: Clock) -> tuple[Worker, Epoch]:
         transports=options.transports,
         topology=options.topology,
         modes=handoffs.modes,
+        fence=fence,
     )
     return build_worker(worker_options, engine, handoffs, clock), epoch
 
 
 def _handoffs(
-    options: ProcessOptions, engine: Engine, epoch: Epoch, clock: Clock
+    options: ProcessOptions,
+    engine: Engine,
+    epoch: Epoch,
+    clock: Clock,
+    *,
+    fence: MembershipFence | None,
 ) -> HandoffDispatcher:
     view = KVView(engine.info.layout, engine.region, peer_mappings=engine.peer_mappings)
     encoding = open_handoff_encoding(options.handoff_encoding, view.layout)
@@ -262,6 +339,7 @@ def _handoffs(
                 options.transport_choice, ProbeBounds(options.probe_time_s, options.probe_bytes)
             ),
             spin_s=options.spin_s,
+            write_lease=fence,
         ),
         report_to(engine.journal, access, fingerprint=engine.info.fingerprint, clock=clock),
     )

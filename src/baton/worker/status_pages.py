@@ -156,6 +156,8 @@ class StatusPages:
         await exchange.send_json(200, self.engine.commit_first_token(_read_ticket_id(text), token))
 
     def _health(self) -> Health:
+        if (reason := self.engine_client.why_fenced()) is not None:
+            return Health("fenced", reason)
         if self.engine_client.draining:
             return Health("draining")
         if self.handoffs is not None and not self.handoffs.is_alive:

@@ -45,7 +45,13 @@ from baton.tokenizer.tokenizer import load_tokenizer
 from baton.worker.app import Bearer, PatternRoute, Routes, WorkerApp
 from baton.worker.engine_client import EngineClient
 from baton.worker.generation import GenerationContext, GenerationService
-from baton.worker.metrics import EngineCollector, LeaseCollector, RequestObserver
+from baton.worker.http_exchange import FencedError
+from baton.worker.metrics import (
+    EngineCollector,
+    FenceCollector,
+    LeaseCollector,
+    RequestObserver,
+)
 from baton.worker.prompts import NUM_THREADS, PromptReader
 from baton.worker.replies import ChatAdapter, CompletionAdapter
 from baton.worker.status_pages import StatusPages
@@ -158,6 +164,12 @@ class Worker:
         while self.engine.stats().num_held_blocks and now() < until:  # noqa: ASYNC110
             await asyncio.sleep(HELD_LOOK_S)
 
+    def fence(self, reason: str) -> None:
+        """Give up all that is under way; what comes is refused by the fence itself."""
+        self.engine_client.fail_all(FencedError(reason))
+        if self.handoffs is not None:
+            self.handoffs.abort_all(reason)
+
     async def stop(self, timeout_s: float) -> None:
         """End the handoffs, whose transports expose the engine's memory, then the engine."""
         if self.handoffs is not None:
@@ -184,6 +196,8 @@ def build_worker(
     registry.register(EngineCollector(engine.stats))
     registry.register(HeldBlockTimeCollector(lambda: engine.stats().held_block_s))
     set_worker_info(registry, _facts(options, engine))
+    if options.fence is not None:
+        registry.register(FenceCollector(options.fence, clock))
     if handoffs is not None:
         handoffs.agent.observe_links(LinkInstruments(registry, options.transports))
         registry.register(LeaseCollector(lambda: handoffs.agent.num_lapsed_leases))
@@ -191,7 +205,8 @@ def build_worker(
             registry.register(
                 PoolModeCollector(handoffs.store.access, handoffs.store.prefixes.counts)
             )
-    engine_client, traces = EngineClient(engine, clock), TraceRing(options.num_traces)
+    engine_client = EngineClient(engine, clock, options.fence)
+    traces = TraceRing(options.num_traces)
     reader = PromptReader(
         served_model_name=options.served_model_name,
         tokenizer=load_tokenizer(model),

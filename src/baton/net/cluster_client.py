@@ -1,0 +1,174 @@
+"""Small HTTP requests to one process of the cluster: announcements, and exchanges of gateways.
+
+One connection, which is kept; one request at a time. A TLS handshake that is under way is never
+cancelled, but ends by its own time limit: uvloop 0.23 keeps the TLS state (120 KB) of each that is
+cancelled until exit, and a peer that hangs is asked again and again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
+
+from baton.errors import BatonError
+
+if TYPE_CHECKING:
+    import ssl
+
+    from baton.auth.certificates import IdentityRole
+    from baton.net.tls import ClusterTls
+
+_HEAD_END: Final = b"\r\n\r\n"
+_STATUS: Final = re.compile(rb"HTTP/1\.1 (\d{3}) ")
+_LENGTH: Final = re.compile(rb"\r\ncontent-length: *(\d{1,9})\r\n", re.IGNORECASE)
+_PORTS: Final = {"http": 80, "https": 443}
+
+
+class NoAnswerError(BatonError):
+    """The other process did not answer. `is_refused`: nothing listens at its address."""
+
+    retryable = True
+
+    def __init__(self, message: str, *, is_refused: bool = False) -> None:
+        super().__init__(message)
+        self.is_refused = is_refused
+
+
+class ClusterClient:
+    """Of the process at `url` (https://host:port), which must have `role`.
+
+    Owner: the event loop's thread. A URL with http has no TLS, and nothing is proved.
+    """
+
+    def __init__(
+        self, url: str, role: IdentityRole, tls: ClusterTls, *, max_answer_bytes: int
+    ) -> None:
+        self.url, self._role, self._tls = url, role, tls
+        self._max_answer_bytes = max_answer_bytes
+        parts = urlsplit(url)
+        self._host = parts.hostname or ""
+        self._port = parts.port or _PORTS.get(parts.scheme, 0)
+        self._is_tls = parts.scheme == "https"
+        self._authority = parts.netloc
+        self._open: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._made_with: ssl.SSLContext | None = None
+
+    async def post(self, path: str, body: bytes, timeout_s: float) -> bytes:
+        """Post msgpack; the answer's body.
+
+        Raises:
+            NoAnswerError: no connection, no answer in time, or one with another status than 200.
+        """
+        status, answer = await self.request("POST", path, body, timeout_s)
+        if status != HTTPStatus.OK:
+            text = answer[:300].decode("utf-8", "replace")
+            raise NoAnswerError(f"{self.url} answered {status} to {path}: {text}")
+        return answer
+
+    async def request(
+        self, method: str, path: str, body: bytes, timeout_s: float
+    ) -> tuple[int, bytes]:
+        """Send a request; status and body of its answer.
+
+        Raises:
+            NoAnswerError: no connection, no answer in time, or too long a one.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._ask(method, path, body, timeout_s)
+        except TimeoutError as exc:
+            self.close()
+            raise NoAnswerError(f"{self.url} did not answer within {timeout_s:g} s") from exc
+        except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as exc:
+            self.close()
+            raise NoAnswerError(
+                f"{self.url} cannot be reached: {exc}",
+                is_refused=isinstance(exc, ConnectionRefusedError),
+            ) from exc
+        except BaseException:
+            self.close()  # an answer that was not read would be taken for the next one
+            raise
+
+    def close(self) -> None:
+        """Close the connection; the next request makes another one."""
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened[1].transport.abort()
+
+    async def _ask(
+        self, method: str, path: str, body: bytes, timeout_s: float
+    ) -> tuple[int, bytes]:
+        reader, writer = await self._connection(timeout_s)
+        head = (
+            f"{method} {path} HTTP/1.1\r\nhost: {self._authority}\r\n"
+            f"content-type: application/msgpack\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        writer.write(head.encode("ascii") + body)
+        answer = await reader.readuntil(_HEAD_END)
+        status, length = _STATUS.match(answer), _LENGTH.search(answer)
+        if status is None or length is None or int(length[1]) > self._max_answer_bytes:
+            raise NoAnswerError(f"{self.url} answered what cannot be read: {answer[:100]!r}")
+        content = await reader.readexactly(int(length[1]))
+        if b"\r\nconnection: close\r\n" in answer.lower():
+            self.close()
+        return int(status[1]), content
+
+    async def _connection(
+        self, timeout_s: float
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        context = self._tls.requesting if self._is_tls else None
+        if self._open is not None:
+            is_usable = context is self._made_with and not self._open[0].at_eof()
+            if is_usable and not self._open[1].is_closing():
+                return self._open
+            self.close()
+        sock = await self._connect()
+        if context is None:
+            self._open = await asyncio.open_connection(sock=sock)
+        else:
+            making = asyncio.ensure_future(
+                asyncio.open_connection(
+                    sock=sock,
+                    ssl=context,
+                    server_hostname=self._role.dns_name,
+                    ssl_handshake_timeout=timeout_s,
+                )
+            )
+            try:
+                self._open = await asyncio.shield(making)
+            except asyncio.CancelledError:
+                making.add_done_callback(_close_unused)
+                raise
+        self._made_with = context
+        return self._open
+
+    async def _connect(self) -> socket.socket:
+        """A TCP connection to one of the addresses of the host."""
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+        error = OSError(f"{self._host} has no address")
+        for family, kind, protocol, _, address in found:
+            sock = socket.socket(family, kind, protocol)
+            sock.settimeout(0)
+            try:
+                await loop.sock_connect(sock, address)
+            except OSError as exc:
+                sock.close()
+                error = exc
+            except BaseException:
+                sock.close()
+                raise
+            else:
+                return sock
+        raise error
+
+
+def _close_unused(
+    making: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]],
+) -> None:
+    if not making.cancelled() and making.exception() is None:
+        making.result()[1].transport.abort()

@@ -1,0 +1,210 @@
+"""Announces a worker to gateways, and fences it when none of them takes that in time.
+
+    each lease / 3: sign once, post to every gateway ──accepted──► serve for the lease's length
+                                                     └─superseded─► end: see `Announcer.run`
+
+Gateways that are not configured are learned from the replies of others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from baton.auth.certificates import IdentityRole
+from baton.clock import Instant
+from baton.errors import BatonError, ConfigError, ProtocolError
+from baton.net.cluster_client import ClusterClient, NoAnswerError
+from baton.net.tls import ClusterTls
+from baton.protocol.announcements import (
+    ANNOUNCEMENTS_PATH,
+    MAX_GATEWAYS,
+    RENEWALS_PER_LEASE,
+    Announcement,
+    AnnouncementReply,
+    read_reply,
+    require_https,
+    seal_announcement,
+)
+from baton.telemetry.log_limit import LimitedLog
+from baton.worker.fence import Standing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from baton.auth.credentials import Credentials
+    from baton.clock import Clock
+    from baton.worker.fence import MembershipFence
+
+FAREWELL_TIMEOUT_S: Final = 1.0
+MAX_REPLY_BYTES: Final = 64 << 10
+MAX_FAILURES: Final = 30
+"""In succession, after which a gateway that was learned is forgotten."""
+
+logger = logging.getLogger(__name__)
+
+
+class SupersededError(BatonError):
+    """Another epoch has this worker's name: this one must not go on."""
+
+
+@dataclass(slots=True, eq=False)
+class _Gateway:
+    """One gateway, and the post to it that is under way."""
+
+    client: ClusterClient
+    is_configured: bool
+    posting: asyncio.Task[None] | None = None
+    num_failures: int = 0
+
+    @property
+    def is_busy(self) -> bool:
+        return self.posting is not None and not self.posting.done()
+
+
+class Announcer:
+    """Of one epoch of a worker. Owner: the event loop's thread.
+
+    `template` is what is announced, with other numbers each time. `on_change` is called with each
+    new standing.
+    """
+
+    def __init__(
+        self,
+        template: Announcement,
+        gateways: Iterable[str],
+        credentials: Credentials,
+        *,
+        clock: Clock,
+        fence: MembershipFence,
+        on_change: Callable[[Standing], None],
+    ) -> None:
+        self._template, self._credentials = template, credentials
+        self._clock, self._fence = clock, fence
+        self._on_change = on_change
+        self._tls = ClusterTls(credentials)
+        self._sequence = 0
+        self._interval_s = template.lease_s / RENEWALS_PER_LEASE
+        self._news = asyncio.Event()
+        self._log = LimitedLog(logger, clock)
+        self._reported = fence.standing
+        self._gateways: dict[str, _Gateway] = {}
+        for url in gateways:
+            self._add(url, is_configured=True)
+
+    async def run(self) -> None:
+        """Announce until cancelled.
+
+        Raises:
+            SupersededError: another epoch has the name.
+        """
+        next_at = self._clock.now()
+        while True:
+            now = self._clock.now()
+            if self._report(self._fence.look(now)) is Standing.SUPERSEDED:
+                raise SupersededError(
+                    f"{self._template.worker} runs elsewhere: its name was given to epoch "
+                    f"{self._fence.superseded_by} while this one, {self._template.epoch}, did not "
+                    "renew its lease; this process ends, and must not be started again beside it"
+                )
+            if now >= next_at:
+                self._announce(now)
+                next_at = Instant(now + self._interval_s)
+            is_serving = self._fence.standing is Standing.SERVING
+            wake_at = min(next_at, self._fence.until) if is_serving else next_at
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, wake_at - self._clock.now())):
+                    await self._news.wait()
+            self._news.clear()
+
+    async def leave(self) -> None:
+        """Report the end of this epoch to every gateway, once; close all connections."""
+        posting = [each.posting for each in self._gateways.values() if each.posting is not None]
+        for task in posting:
+            task.cancel()
+        await asyncio.gather(*posting, return_exceptions=True)
+        self._sequence += 1
+        farewell = self._seal(is_farewell=True)
+        posts = (
+            gateway.client.post(ANNOUNCEMENTS_PATH, farewell, FAREWELL_TIMEOUT_S)
+            for gateway in self._gateways.values()
+        )
+        await asyncio.gather(*posts, return_exceptions=True)
+        for gateway in self._gateways.values():
+            gateway.client.close()
+
+    def _report(self, standing: Standing) -> Standing:
+        if standing is not self._reported:
+            self._reported = standing
+            self._on_change(standing)
+        return standing
+
+    def _announce(self, now: Instant) -> None:
+        """Post the next announcement to each gateway that has answered the one before."""
+        self._sequence += 1
+        sealed = self._seal(is_farewell=False)
+        self._fence.sent(self._sequence, now)
+        for gateway in tuple(self._gateways.values()):
+            if not gateway.is_busy:
+                post = self._post(gateway, sealed, self._sequence)
+                gateway.posting = asyncio.create_task(post)
+
+    def _seal(self, *, is_farewell: bool) -> bytes:
+        announcement = msgspec.structs.replace(
+            self._template, sequence=self._sequence, is_farewell=is_farewell
+        )
+        return seal_announcement(announcement, self._credentials)
+
+    async def _post(self, gateway: _Gateway, sealed: bytes, sequence: int) -> None:
+        try:
+            # A little less than the interval, so that the next one finds it free.
+            body = await gateway.client.post(ANNOUNCEMENTS_PATH, sealed, 0.9 * self._interval_s)
+            reply = read_reply(body)
+        except (NoAnswerError, ProtocolError) as exc:
+            gateway.num_failures += 1
+            self._log.warning("gateway", f"announced to no effect: {exc}")
+            if not gateway.is_configured and gateway.num_failures >= MAX_FAILURES:
+                gateway.client.close()
+                del self._gateways[gateway.client.url]
+            return
+        gateway.num_failures = 0
+        self._take(gateway, reply, sequence)
+
+    def _take(self, gateway: _Gateway, reply: AnnouncementReply, sequence: int) -> None:
+        for url in reply.gateways:
+            self._learn(url)
+        url, name = gateway.client.url, self._template.worker
+        match reply.result:
+            case "accepted":
+                self._fence.accepted(sequence, self._clock.now())
+            case "superseded":
+                self._fence.superseded(reply.owner)
+            case "waiting":
+                self._log.warning(
+                    "waiting",
+                    f"{url}: the name {name} is another epoch's ({reply.owner}) for up to "
+                    f"{reply.wait_s:.1f} s more: {reply.reason}",
+                )
+            case "refused":
+                self._log.warning("refused", f"{url} refuses {name}: {reply.reason}")
+        self._news.set()
+
+    def _learn(self, url: str) -> None:
+        if url in self._gateways or len(self._gateways) >= MAX_GATEWAYS:
+            return
+        with suppress(ConfigError):
+            require_https("a gateway's reply", (url,))
+            logger.info("announcing to %s too, which another gateway knows", url)
+            self._add(url, is_configured=False)
+
+    def _add(self, url: str, *, is_configured: bool) -> None:
+        url = url.rstrip("/")
+        client = ClusterClient(
+            url, IdentityRole.GATEWAY, self._tls, max_answer_bytes=MAX_REPLY_BYTES
+        )
+        self._gateways[url] = _Gateway(client, is_configured)

@@ -1,0 +1,206 @@
+"""Workers announce themselves to gateways over real connections; gateways exchange that."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import TYPE_CHECKING
+
+import pytest
+
+from baton.auth.certificates import IdentityRole
+from baton.gateway.options import WorkerAddress
+from baton.ids import WorkerId
+from baton.net.cluster_client import ClusterClient, NoAnswerError
+from baton.net.tls import ClusterTls
+from baton.protocol.announcements import ANNOUNCEMENTS_PATH, EXCHANGES_PATH
+from baton.protocol.worker_http import Role
+from baton.worker.announcer import SupersededError
+from baton.worker.fence import Standing
+from tests.integration.announcing import KEY, LEASE_S, Life, free_port, gateway, life
+from tests.integration.gateway_cluster import until
+from tests.integration.identities import Identities
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Generator
+    from pathlib import Path
+
+    from baton.auth.credentials import Credentials
+
+
+@pytest.fixture
+def silent_url() -> Generator[str]:
+    """An address that takes connections and never answers, as a stopped process's does."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"https://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def run(scenario: Awaitable[None]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(20):
+            await scenario
+
+    asyncio.run(main())
+
+
+async def until_serving(alive: Life) -> None:
+    await until(lambda: alive.standing is Standing.SERVING)
+
+
+def test_a_worker_is_known_while_it_announces_itself(silent_url: str) -> None:
+    async def scenario() -> None:
+        async with gateway() as one:
+            watching = one.members.watch()
+            assert await anext(watching) == frozenset()
+            async with life("w", silent_url, one.url, role=Role.PREFILL) as alive:
+                expected = frozenset({WorkerAddress(silent_url, Role.PREFILL)})
+                assert await anext(watching) == expected
+                await until_serving(alive)
+                await asyncio.sleep(1.5 * LEASE_S)
+                assert one.members.addresses() == expected, "its lease was not renewed"
+                assert alive.standings == [Standing.SERVING]
+            assert await anext(watching) == frozenset(), "its farewell was not taken"
+            assert one.count("baton_gateway_ended_leases_total", cause="farewell") == 1
+
+    run(scenario())
+
+
+def test_one_that_ends_silently_is_known_to_be_gone(silent_url: str) -> None:
+    async def scenario() -> None:
+        async with gateway() as one:
+            refusing = [f"https://127.0.0.1:{free_port()}" for _ in range(2)]
+            async with (
+                life("killed", refusing[0], one.url, takes_leave=False, lease_s=60.0) as killed,
+                life("vanished", refusing[1], one.url, takes_leave=False) as vanished,
+                life("stopped", silent_url, one.url, takes_leave=False) as stopped,
+            ):
+                for each in (killed, vanished, stopped):
+                    await until_serving(each)
+                killed.kill()  # its connection ends
+            await until(lambda: one.epoch_of("killed") is None)
+            await until(lambda: one.epoch_of("vanished") is None)  # its renewal is overdue
+            assert one.epoch_of("stopped") == stopped.epoch, "a silent address may be alive"
+            assert one.count("baton_gateway_ended_leases_total", cause="gone") == 2
+            await until(lambda: stopped.standing is Standing.FENCED, LEASE_S)
+            assert one.epoch_of("stopped") == stopped.epoch, "it was taken out before its fence"
+            await until(lambda: one.epoch_of("stopped") is None)
+            assert one.count("baton_gateway_ended_leases_total", cause="lapsed") == 1
+
+    run(scenario())
+
+
+def test_a_second_life_waits_and_the_first_is_superseded(silent_url: str) -> None:
+    async def scenario() -> None:
+        async with gateway() as one, life("w", silent_url, one.url) as first:
+            await until_serving(first)
+            with socket.create_server(("127.0.0.1", 0)) as other:
+                url = f"https://127.0.0.1:{other.getsockname()[1]}"
+                async with life("w", url, one.url) as second:
+                    await until(
+                        lambda: one.count("baton_gateway_announcements_total", result="waiting")
+                    )
+                    assert second.standing is Standing.WAITING
+                    assert one.epoch_of("w") == first.epoch
+                    first.stop()
+                    await until_serving(second)
+                    assert first.standing is Standing.FENCED
+                    assert one.epoch_of("w") == second.epoch
+                    first.running = asyncio.create_task(first.announcer.run())
+                    with pytest.raises(SupersededError, match=second.epoch):
+                        await first.running
+                    assert first.standings[-1] is Standing.SUPERSEDED
+                    assert one.epoch_of("w") == second.epoch
+                    assert second.standings == [Standing.SERVING]
+
+    run(scenario())
+
+
+def test_a_worker_that_restarted_at_its_address_need_not_wait() -> None:
+    async def scenario() -> None:
+        url = f"https://127.0.0.1:{free_port()}"  # refuses: the first life is gone
+        async with gateway() as one:
+            async with life("w", url, one.url, takes_leave=False, lease_s=60.0) as first:
+                await until_serving(first)
+            async with life("w", url, one.url, lease_s=60.0) as second:
+                assert await until(lambda: second.standing is Standing.SERVING) < 5.0
+                assert one.epoch_of("w") == second.epoch
+
+    run(scenario())
+
+
+def test_a_worker_that_no_gateway_answers_is_fenced_and_comes_back(silent_url: str) -> None:
+    async def scenario() -> None:
+        port = free_port()
+        async with life("w", silent_url, f"https://127.0.0.1:{port}") as alive:
+            async with gateway(port=port):
+                await until_serving(alive)
+            await until(lambda: alive.standing is Standing.FENCED, LEASE_S)
+            async with gateway(port=port):
+                await until_serving(alive)
+            assert alive.standings == [Standing.SERVING, Standing.FENCED, Standing.SERVING]
+
+    run(scenario())
+
+
+def test_gateways_learn_from_each_other(silent_url: str) -> None:
+    async def scenario() -> None:
+        async with gateway() as one, life("w", silent_url, one.url, lease_s=30.0) as alive:
+            await until_serving(alive)
+            alive.stop()
+            async with gateway(one.url) as two:
+                learned_s = await until(lambda: two.epoch_of("w") == alive.epoch, 3.0)
+                assert learned_s < 3.0
+                leases = [each.members.table.find(WorkerId("w")) for each in (one, two)]
+                ends = [lease.lapses_at for lease in leases if lease is not None]
+                assert abs(ends[0] - ends[1]) < 0.5, "the age of what was relayed is not counted"
+                # `two` has told `one` where it is, so that workers get to know it.
+                await until(lambda: two.url in one.members._list_gateways())
+
+    run(scenario())
+
+
+def test_a_worker_learns_of_gateways_from_others(silent_url: str) -> None:
+    async def scenario() -> None:
+        async with gateway() as one, gateway(one.url) as two:
+            await until(lambda: two.url in one.members._list_gateways())
+            async with life("w", silent_url, one.url):
+                await until(
+                    lambda: two.count("baton_gateway_announcements_total", result="accepted")
+                )
+
+    run(scenario())
+
+
+def test_who_may_send_what(tmp_path: Path) -> None:
+    """Over TLS: workers announce themselves, gateways exchange; others get nowhere."""
+
+    async def scenario() -> None:
+        identities = Identities(tmp_path)
+        worker, other = identities.of("worker", "w"), identities.of("gateway", "g2")
+        async with gateway(credentials=identities.of("gateway", "g")) as one:
+
+            async def post(credentials: Credentials, path: str) -> bytes:
+                tls = ClusterTls(credentials)
+                client = ClusterClient(one.url, IdentityRole.GATEWAY, tls, max_answer_bytes=1 << 16)
+                try:
+                    return await client.post(path, b"garbage", 2.0)
+                finally:
+                    client.close()
+
+            assert b"refused" in await post(worker, ANNOUNCEMENTS_PATH)
+            malformed = "baton_gateway_refused_announcements_total"
+            assert one.count(malformed, reason="malformed") == 1
+            for credentials, path in (
+                (worker, EXCHANGES_PATH),
+                (other, ANNOUNCEMENTS_PATH),
+                (identities.of("monitor", "m"), ANNOUNCEMENTS_PATH),
+                (worker, "/metrics"),
+            ):
+                with pytest.raises(NoAnswerError, match="403"):
+                    await post(credentials, path)
+            with pytest.raises(NoAnswerError, match="400"):
+                await post(other, EXCHANGES_PATH)
+            with pytest.raises(NoAnswerError):
+                await post(KEY, ANNOUNCEMENTS_PATH)  # of another cluster
+
+    run(scenario())
