@@ -98,7 +98,7 @@ from baton.ids import Epoch, TicketId, WorkerId
 from baton.kv.prefix_names import PrefixNames
 from baton.kv.sizing.config import read_config
 from baton.kv.sizing.families import read_shape
-from baton.launch.progress import count_up, first_model
+from baton.launch.gateways import find_requests, find_up, first_model
 from baton.net import framing
 from baton.ops.doctor import fleet
 from baton.planner.links import read_links
@@ -763,7 +763,8 @@ class FakeUpstream:
 def read_gateway_pages(body: bytes) -> str:
     """`baton doctor` and `baton up` ask a gateway."""
     asked = cast("Any", FakeGateway(body))
-    count_up(body)
+    find_up(body)
+    find_requests(body)
     return answers(
         (fleet.PageError, ProtocolError),
         lambda: fleet._read_metrics(asked),

@@ -37,6 +37,10 @@ StatusFd = Annotated[
     int,
     Parameter(help="File descriptor that gets JSON lines for a launcher.", show=False),
 ]
+InheritedFds = Annotated[
+    str,
+    Parameter(help="Bound sockets of a launcher: numbers with commas between.", show=False),
+]
 Mode = Annotated[
     Literal["auto", "push", "pull", "pool", "reference", "colocated"] | None,
     Sets("gateway.mode"),

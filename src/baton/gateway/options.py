@@ -66,7 +66,9 @@ class GatewayOptions:
 
     `key_origin` is whether an operator configured the cluster key or a launcher made it up for
     this machine: a gateway that others can reach insists on the former. `status_fd` is the file
-    descriptor that gets the line `{"event":"ready",...}`. `mode` is how KV is handed over,
+    descriptor that gets the line `{"event":"ready",...}`. `listen_fds` and `management_fds`: bound
+    sockets of a launcher, one for each process, in place of the ports. `mode` is how KV is handed
+    over,
     `policy` how workers are chosen, one of `POLICIES` (None: see `choose_policy`), and
     `policy_options` those of each policy by its name;
     `first_token_early` lets streams begin with the prefill worker's token; `move_streams`: when
@@ -92,6 +94,8 @@ class GatewayOptions:
     port: int = 8000
     num_processes: int = 1
     status_fd: int = 1
+    listen_fds: tuple[int, ...] = ()
+    management_fds: tuple[int, ...] = ()
     max_connections: int = 4096
     max_connections_per_address: int = 1024
     max_inflight_requests: int = 1024
