@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Final, Literal, Protocol, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 MemberRole: TypeAlias = Literal["gateway", "prefill", "decode", "both"]
 MemberState: TypeAlias = Literal["starting", "ready", "draining", "ended", "failed"]
-Count: TypeAlias = Annotated[int, Meta(ge=0, le=10_000)]
+MAX_COUNT: Final = 10_000
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 
 
 class FleetMember(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 MAX_LOG_BYTES: Final = 8 << 20
 """Of a file; the one before it is kept as well, as NAME.log.1."""
-MAX_OLD_LOGS: Final = 32
-"""Logs that are kept of workers which the launch does not have any more."""
+MAX_OPEN_LOGS: Final = 64
+"""As many are kept besides: of workers that the launch does not have any more."""
 FOLLOW_S: Final = 0.2
 MAX_TAIL_BYTES: Final = 1 << 20
 LAUNCHER: Final = "launcher"
@@ -85,14 +85,16 @@ class LogFolder:
         found = self._files.get(name)
         if found is None:
             found = self._files[name] = LogFile(log_path(self._path, name))
+            self._remove_old()
         return found
 
-    def forget(self, name: str) -> None:
-        """The process is gone: its lines may be read until those of many others came after."""
-        if (file := self._files.pop(name, None)) is not None:
-            file.close()
-        old = [p for p in self._path.glob("*.log") if p.stem not in self._files]
-        for path in sorted(old, key=lambda p: p.stat().st_mtime)[:-MAX_OLD_LOGS]:
+    def _remove_old(self) -> None:
+        """Close and remove the logs of workers that were replaced long ago."""
+        for name in list(self._files)[:-MAX_OPEN_LOGS]:
+            if name != LAUNCHER:
+                self._files.pop(name).close()
+        closed = [path for path in self._path.glob("*.log") if path.stem not in self._files]
+        for path in sorted(closed, key=lambda each: each.stat().st_mtime)[:-MAX_OPEN_LOGS]:
             for each in (path, path.with_name(f"{path.name}.1")):
                 each.unlink(missing_ok=True)
 

@@ -5,7 +5,9 @@ Progress and log lines go to standard error; the address to use goes to standard
 
 from __future__ import annotations
 
+import asyncio
 import sys
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final, Protocol
 
 from rich.console import Console
@@ -13,11 +15,12 @@ from rich.console import Console
 from baton.clock import Instant
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncGenerator, Callable, Sequence
 
     from baton.clock import Clock
 
 REPEAT_S: Final = 5.0
+TICK_S: Final = 0.25
 
 
 class Display(Protocol):
@@ -112,3 +115,20 @@ class TerminalDisplay:
 
 def _waiting_text(names: Sequence[str], elapsed_s: float) -> str:
     return f"waiting for {', '.join(names)} ({elapsed_s:.0f} s)"
+
+
+@asynccontextmanager
+async def showing(display: Display, pending: Callable[[], list[str]]) -> AsyncGenerator[None]:
+    """Show what is waited for, as long as the block runs."""
+
+    async def show() -> None:
+        while True:
+            display.waiting_for(pending())
+            await asyncio.sleep(TICK_S)
+
+    ticker = asyncio.create_task(show())
+    try:
+        yield
+    finally:
+        ticker.cancel()
+        display.waiting_for(())
