@@ -37,6 +37,9 @@ StatusFd = Annotated[
     int,
     Parameter(help="File descriptor that gets JSON lines for a launcher.", show=False),
 ]
+Fleet = Annotated[
+    str, Parameter(help="Name of the fleet; several may run on one machine under different names.")
+]
 InheritedFds = Annotated[
     str,
     Parameter(help="Bound sockets of a launcher: numbers with commas between.", show=False),

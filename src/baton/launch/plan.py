@@ -82,7 +82,7 @@ class WorkerPlan:
             "worker.port": ports.http,
             "worker.handoff_port": ports.handoff,
         }
-        return _command("worker", file, self.settings | own)
+        return command_line("worker", file, self.settings | own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class LaunchPlan:
             }
         else:
             own |= self._worker_lists(workers)
-        return _command("gateway", self.file, self.gateway_settings | own)
+        return command_line("gateway", self.file, self.gateway_settings | own)
 
     def _worker_lists(self, urls: Mapping[str, str]) -> Settings:
         return {
@@ -273,15 +273,22 @@ def _thread_default(config: Config, engine_keys: frozenset[str], num_cores: int)
     return {"engine.num_threads": num_cores}
 
 
-def _forwarded_settings(resolved: Resolved) -> Settings:
+def flag_settings(resolved: Resolved) -> Settings:
+    """What was given by flags."""
     return {
         name: value.value
         for name, value in resolved.values.items()
-        if isinstance(value.origin, FromFlag) and not name.startswith(LAUNCHER_ONLY)
+        if isinstance(value.origin, FromFlag)
     }
 
 
-def _command(command: str, file: Path | None, settings: Settings) -> tuple[str, ...]:
+def _forwarded_settings(resolved: Resolved) -> Settings:
+    given = flag_settings(resolved)
+    return {name: value for name, value in given.items() if not name.startswith(LAUNCHER_ONLY)}
+
+
+def command_line(command: str, file: Path | None, settings: Settings) -> tuple[str, ...]:
+    """The command line of a process of ours that is to have these settings."""
     words = [sys.executable, "-m", "baton.cli", command]
     if file is not None:
         words += ["--config", str(file.absolute())]

@@ -6,18 +6,23 @@ Progress and log lines go to standard error; the address to use goes to standard
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
 from rich.console import Console
 
 from baton.clock import Instant
+from baton.launch.logs import LAUNCHER
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
     from baton.clock import Clock
+    from baton.launch.logs import LogFolder
 
 REPEAT_S: Final = 5.0
 TICK_S: Final = 0.25
@@ -132,3 +137,46 @@ async def showing(display: Display, pending: Callable[[], list[str]]) -> AsyncGe
     finally:
         ticker.cancel()
         display.waiting_for(())
+
+
+class LoggedDisplay:
+    """See `Display`: the lines also go to log files, and after `leave_terminal` only there.
+
+    `shows_children`: whether the lines of processes are shown as well.
+    """
+
+    def __init__(
+        self, shown: Display, logs: LogFolder, clock: Clock, *, shows_children: bool
+    ) -> None:
+        self._shown: Display | None = shown
+        self._logs, self._clock, self._shows_children = logs, clock, shows_children
+
+    def print_line(self, line: str) -> None:
+        """See `Display`."""
+        at = datetime.fromtimestamp(self._clock.unix_now(), UTC).isoformat(" ", "seconds")
+        self._logs.write_line(LAUNCHER, f"{at} {line}")
+        if self._shown is not None:
+            self._shown.print_line(line)
+
+    def child_line(self, child: str, line: str) -> None:
+        """See `Display`."""
+        self._logs.write_line(child, line)
+        if self._shown is not None and self._shows_children:
+            self._shown.child_line(child, line)
+
+    def waiting_for(self, names: Sequence[str]) -> None:
+        """See `Display`."""
+        if self._shown is not None:
+            self._shown.waiting_for(names)
+
+    def announce(self, text: str) -> None:
+        """See `Display`."""
+        if self._shown is not None:
+            self._shown.announce(text)
+
+    def leave_terminal(self) -> None:
+        """Show nothing more; standard error goes to the launcher's log, standard output nowhere."""
+        self._shown = None
+        self._logs.file(LAUNCHER).take_standard_error()
+        with Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), 1)

@@ -77,6 +77,8 @@ class Supervisor:
         self._operation: asyncio.Task[None] | None = None
         self._num_stop_requests = 0
         self._stop_requested = asyncio.Event()
+        self.ended = asyncio.Event()
+        """Set when all processes have ended."""
 
     async def run(self, on_ready: Callable[[Service], None]) -> Ending:
         """The same as `serve`, and a signal asks to stop."""
@@ -104,6 +106,7 @@ class Supervisor:
         finally:
             self._sockets.close()
         ending = await self._stop_all()
+        self.ended.set()
         if isinstance(outcome, Exception):
             raise outcome
         return ending
@@ -120,6 +123,11 @@ class Supervisor:
         if url is None or self._sockets is None:
             return ()
         return self._sockets.metrics_urls(url)
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether it was asked to stop, or has to."""
+        return self._stop_requested.is_set()
 
     def request_stop(self) -> None:
         """The first time: drain. The second time: kill."""
