@@ -1,8 +1,10 @@
 """`baton status`, `logs`, `scale`, `drain`, `upgrade`, `down`: control of a fleet that runs."""
 
 # Annotations are read at run time here: cyclopts parses by them.
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import TYPE_CHECKING, Annotated, Any
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from cyclopts import Parameter
 
@@ -10,11 +12,17 @@ from baton.cli.flags import Fleet
 from baton.launch.fleet import DEFAULT_FLEET
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Coroutine
+    from typing import Any
+
     from baton.launch.fleet import FleetControl, FleetMember, FleetStatus
 
 On = Annotated[str, Parameter(help="Where the fleet runs: local is this machine.")]
 LOCAL = "local"
 NUM_LINES = 100
+WIDE_COLUMNS = 160
+"""Of a table that is written to a file or another program."""
+T = TypeVar("T")
 
 
 def status(
@@ -113,13 +121,18 @@ def _print_lines(
 ) -> int:
     async def run(control: "FleetControl") -> int:
         async for line in begin(control):
-            print(line, flush=True)
+            try:
+                print(line, flush=True)
+            except BrokenPipeError:  # `| head` has what it wanted
+                with Path(os.devnull).open("wb") as nowhere:
+                    os.dup2(nowhere.fileno(), sys.stdout.fileno())
+                return 0
         return 0
 
     return _run(fleet, on, run)
 
 
-def _run[T](
+def _run(
     fleet: str, on: str, ask: "Callable[[FleetControl], Coroutine[Any, Any, T]]"
 ) -> T:
     import asyncio  # noqa: PLC0415 - too heavy for --help
@@ -142,7 +155,10 @@ def _print_status(found: "FleetStatus") -> None:
         table.add_column(column)
     for member in found.members:
         table.add_row(*_cells(member))
-    Console(highlight=False, markup=False).print(table)
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = WIDE_COLUMNS
+    console.print(table)
 
 
 def _cells(member: "FleetMember") -> tuple[str, ...]:

@@ -97,5 +97,10 @@ def up(flags: UpFlags | None = None) -> int:
         return launch_in_background(flags.resolve(), [*pinned, "--fleet", flags.fleet])
     from baton.cli.launching import launch  # noqa: PLC0415 - too heavy for --help
 
-    pinning = "own_cores" if flags.pin else "shared_cores"
-    return launch(flags.resolve(), pinning, flags.fleet, in_background=flags.background)
+    resolved = flags.resolve()
+    return launch(
+        resolved,
+        "own_cores" if flags.pin else "shared_cores",
+        flags.fleet,
+        in_background=flags.background,
+    )

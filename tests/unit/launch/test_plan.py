@@ -194,12 +194,12 @@ def test_pinned_workers_have_cores_of_their_own():
 def test_the_gateway_gets_its_workers_by_role_and_keeps_its_port():
     launch = plan("up.decode=2", "gateway.workers=http://old:1", "gateway.port=0")
     urls = {worker.name: f"http://127.0.0.1:{i}" for i, worker in enumerate(launch.workers)}
-    first = child_config(launch.gateway_command(urls, Ports())).gateway
+    first = child_config(launch.gateway_command(urls, 0)).gateway
     assert first.prefill == ("http://127.0.0.1:0",)
     assert first.decode == ("http://127.0.0.1:1", "http://127.0.0.1:2")
     assert first.workers == ()
     assert first.port == 0
-    assert child_config(launch.gateway_command(urls, Ports(http=81))).gateway.port == 81
+    assert child_config(launch.gateway_command(urls, 81)).gateway.port == 81
 
 
 @given(st.integers(1, 64), st.integers(1, 80))
