@@ -134,8 +134,8 @@ def _read_tail(file: BinaryIO) -> list[str]:
     num_bytes = file.seek(0, os.SEEK_END)
     start = max(0, num_bytes - MAX_TAIL_BYTES)
     file.seek(start)
-    text = file.read(num_bytes - start).decode(errors="replace")
-    return text.splitlines()[1 if start else 0 :]
+    lines = file.read(num_bytes - start).decode(errors="replace").split("\n")
+    return lines[1 if start else 0 : -1]  # behind the last line's end there is nothing
 
 
 def _is_rotated(file: BinaryIO, path: Path) -> bool:
