@@ -15,7 +15,6 @@ from baton.clock import MachineClock
 from baton.config.cluster_key import KEY_VARIABLE, ephemeral_cluster_key, find_cluster_key
 from baton.config.environment import read_environment
 from baton.config.logs import configure_logging
-from baton.config.resolve import closed_keys
 from baton.errors import ConfigError, UnknownPluginError
 from baton.gateway.options import check_processes
 from baton.launch.control import Control
@@ -127,7 +126,7 @@ async def _launch(plan: LaunchPlan, folder: FleetFolder, *, in_background: bool)
         shows_children=not in_background,
     )
     context = LaunchContext(
-        server_environment(plan.config), clock, display, members=_members_file(folder)
+        server_environment(plan.config), clock, display, members=folder.members
     )
     supervisor = Supervisor(plan, context)
     operations = FleetOperations(folder.fleet, supervisor)
@@ -140,11 +139,6 @@ async def _launch(plan: LaunchPlan, folder: FleetFolder, *, in_background: bool)
 
     async with Control(supervisor, operations, display.print_line).serving(folder):
         return await supervisor.run(on_ready)
-
-
-def _members_file(folder: FleetFolder) -> Path | None:
-    """Where gateways find the workers; None: this version's have a fixed list."""
-    return folder.members if "gateway.members" in closed_keys() else None
 
 
 def how_to_use(service: Service, plan: LaunchPlan) -> str:

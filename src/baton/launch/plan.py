@@ -110,7 +110,8 @@ class LaunchPlan:
         if gateway.management_port is not None:
             own["gateway.management_port"] = gateway.management_port
         if isinstance(workers, Path):
-            roles = [PlacementRole(worker.role) for worker in self.workers]
+            # As for several: workers are added while it runs.
+            roles = [PlacementRole(worker.role) for worker in self.workers] * 2
             own |= {
                 **dict.fromkeys(WORKER_LISTS.values(), ()),
                 "gateway.members": [f"file:{workers}"],
