@@ -3,7 +3,8 @@
     python benchmarks/bench_fleet.py --json benchmarks/results/fleet.json
 
 `baton up --detach --prefill 0 --decode 2` with the demo model, then `baton scale --workers 4`,
-`--workers 1` and `baton upgrade`, each while clients stream answers, and `baton down`. Half of the
+`--workers 1` and `baton upgrade`, each while clients stream answers, and `baton down`; with
+`--prefill 1` the answers are handed over, and `--decode` is scaled. Half of the
 clients make each request on a new connection, the others keep theirs; none tries a request again.
 
 *Failed*: no answer, or an error. *Broken*: a stream without its end, or with an error in it.
@@ -157,9 +158,9 @@ async def baton(*arguments: str, environment: dict[str, str]) -> str:
 
 
 @asynccontextmanager
-async def fleet(environment: dict[str, str]) -> AsyncGenerator[tuple[str, str]]:
+async def fleet(num_prefill: int, environment: dict[str, str]) -> AsyncGenerator[tuple[str, str]]:
     """A fleet in the background: its URL and its model's name."""
-    start = ("up", "--detach", "--prefill", "0", "--decode", "2", "--port", "0")
+    start = ("up", "--detach", "--prefill", str(num_prefill), "--decode", "2", "--port", "0")
     announced = await baton(*start, environment=environment)
     found = re.search(r"answers at (\S+) \(model: ([^;]+);", announced)
     assert found is not None, announced
@@ -169,14 +170,16 @@ async def fleet(environment: dict[str, str]) -> AsyncGenerator[tuple[str, str]]:
         await baton("down", environment=environment)
 
 
-async def measure(commands: Sequence[tuple[str, ...]], num_clients: int) -> list[Phase]:
+async def measure(
+    num_prefill: int, commands: Sequence[tuple[str, ...]], num_clients: int
+) -> list[Phase]:
     """Each command under load."""
     phases = []
     with tempfile.TemporaryDirectory() as state:
         kept = {name: value for name, value in os.environ.items() if name[:6] != "BATON_"}
         environment = {**kept, "XDG_STATE_HOME": state}
         async with (
-            fleet(environment) as (url, model),
+            fleet(num_prefill, environment) as (url, model),
             aiohttp.ClientSession() as keeping,
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as closing,
         ):
@@ -247,16 +250,18 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the result there")
     parser.add_argument("--table", type=Path, help="print the table of a result, measure nothing")
     parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--prefill", type=int, default=0, help="prefill workers beside two that decode")
     arguments = parser.parse_args()
     print(HEADER, "|---|---|---|---|---|---|---|---|", sep="\n")
     if arguments.table:
         for each in json.loads(arguments.table.read_text("utf-8"))["phases"]:
             print(row(Phase(**each)))
         return
-    commands = ((), ("scale", "--workers", "4"), ("scale", "--workers", "1"), ("upgrade",))
-    phases = asyncio.run(measure(commands, arguments.clients))
+    flag = "--decode" if arguments.prefill else "--workers"
+    commands = ((), ("scale", flag, "4"), ("scale", flag, "1"), ("upgrade",))
+    phases = asyncio.run(measure(arguments.prefill, commands, arguments.clients))
     if arguments.json:
-        result = {"clients": arguments.clients, "phases": [asdict(phase) for phase in phases]}
+        result = {"clients": arguments.clients, "prefill": arguments.prefill, "phases": [asdict(phase) for phase in phases]}
         arguments.json.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
 
 

@@ -208,7 +208,7 @@ def test_config_show_as_a_table(capsys):
         (["down", "--fleet", "night"], 1, "no fleet named night runs"),
         (["logs", "gateway"], 1, "fleet default has no log of 'gateway'; there are none"),
         (["drain", "w", "--on", "mars"], 2, "unknown baton.fleets 'mars'; installed: "),
-        (["scale", "--decode", "-1"], 2, "--decode -1: give a number from 0"),
+        (["scale", "--decode=-1"], 2, "--decode -1: give a number from 0"),
         (["upgrade", "--fleet", "../x"], 2, "'../x' is no name"),
     ],
 )
