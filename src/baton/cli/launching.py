@@ -125,9 +125,7 @@ async def _launch(plan: LaunchPlan, folder: FleetFolder, *, in_background: bool)
         clock,
         shows_children=not in_background,
     )
-    context = LaunchContext(
-        server_environment(plan.config), clock, display, members=folder.members
-    )
+    context = LaunchContext(server_environment(plan.config), clock, display, members=folder.members)
     supervisor = Supervisor(plan, context)
     operations = FleetOperations(folder.fleet, supervisor)
 

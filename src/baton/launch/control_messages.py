@@ -1,8 +1,8 @@
 """What is sent over the control socket: one JSON object a line, one request a connection.
 
-    request   {"verb": "scale", "size": {"decode": 4}}
-    answers   {"kind": "progress", "text": "decode-2 starts"} … {"kind": "alive"} …
-              {"kind": "done"}, or {"kind": "refused", "message": "…"}
+request   {"verb": "scale", "size": {"decode": 4}}
+answers   {"kind": "progress", "text": "decode-2 starts"} … {"kind": "alive"} …
+          {"kind": "done"}, or {"kind": "refused", "message": "…"}
 """
 
 from __future__ import annotations

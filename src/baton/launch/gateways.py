@@ -44,9 +44,13 @@ async def until_all_up(url: str, metrics_urls: Sequence[str], num_workers: int) 
         ProtocolError: it serves no model although all workers are up.
     """
     for metrics_url in metrics_urls:
-        while len(find_up(await asyncio.to_thread(_get, metrics_url, "/metrics"))) < num_workers:
+        while await _count_up(metrics_url) < num_workers:  # noqa: ASYNC110 - another process
             await asyncio.sleep(ASK_AGAIN_S)
     return first_model(await asyncio.to_thread(_get, url, "/v1/models"))
+
+
+async def _count_up(metrics_url: str) -> int:
+    return len(find_up(await asyncio.to_thread(_get, metrics_url, "/metrics")))
 
 
 async def until_used(metrics_urls: Sequence[str], worker_url: str, timeout_s: float) -> bool:
@@ -104,7 +108,7 @@ async def _until(
     try:
         async with asyncio.timeout(timeout_s):
             for metrics_url in metrics_urls:
-                while not await _is_reached(metrics_url, is_reached):
+                while not await _is_reached(metrics_url, is_reached):  # noqa: ASYNC110
                     await asyncio.sleep(ASK_AGAIN_S)
     except TimeoutError:
         return False

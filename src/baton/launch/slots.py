@@ -120,9 +120,7 @@ class ProcessSlot:
         return "ready" if self.child.is_ready else "starting"
 
 
-async def drain(
-    slots: Sequence[ProcessSlot], timeout_s: float, *, is_urgent: bool
-) -> bool:
+async def drain(slots: Sequence[ProcessSlot], timeout_s: float, *, is_urgent: bool) -> bool:
     """Ask processes to end, wait, kill those that are left; whether none had to be killed.
 
     `is_urgent`: they are killed without being asked.

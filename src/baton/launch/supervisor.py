@@ -10,7 +10,6 @@ from enum import IntEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from baton.errors import BatonError
 from baton.launch.child import ChildExited, RestartBudget, RestartPolicy, describe_exit, spawn
 from baton.launch.errors import FleetError
 from baton.launch.gateways import until_all_up
@@ -21,7 +20,7 @@ from baton.launch.slots import GATEWAY, ChildFailedError, ProcessSlot, drain
 from baton.launch.sockets import open_gateway_sockets
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
+    from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
     from pathlib import Path
 
     from baton.clock import Clock
@@ -225,7 +224,7 @@ class Supervisor:
             ) from exc
 
     def restart_when_ended(self, slot: ProcessSlot) -> None:
-        """From now on a process that ends is followed by another one; too often: the launch ends."""
+        """From now on another process follows one that ends; too often: the launch ends."""
         slot.restarter = asyncio.create_task(self._restart_when_ended(slot))
         slot.restarter.add_done_callback(self._note_restarter)
 
