@@ -87,7 +87,7 @@ def main():
     Handler.members, Handler.is_blind = args.members, behaviour == "blind"
     server = open_server(args)
     server.daemon_threads = False
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     if behaviour == "mortal":
         path = Path(os.environ["STUB_DIE_FILE"])
         threading.Thread(target=die_when_told, args=(path,), daemon=True).start()

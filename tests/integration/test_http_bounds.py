@@ -302,6 +302,6 @@ async def until_refused(server: Bounded) -> None:
         while True:
             try:
                 (await server.connect()).writer.close()
-            except ConnectionRefusedError:
+            except ConnectionError:
                 return
             await asyncio.sleep(0.01)
