@@ -121,7 +121,6 @@ def _print_lines(fleet: str, on: str, begin: "Callable[[FleetControl], AsyncIter
                 _close_standard_output()
                 return 0
         return 0
-        return 0
 
     return _run(fleet, on, run)
 

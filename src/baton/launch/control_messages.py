@@ -79,8 +79,8 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", tag_field="kind"):
 
 Answer: TypeAlias = Progress | Alive | StatusAnswer | Done | Refused
 
-_requests = msgspec.json.Decoder(Request)
-_answers = msgspec.json.Decoder(Answer)
+_requests: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
+_answers: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
 _M = TypeVar("_M")
 
 
