@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 FLEET = "bench"
 NUM_PROMPTS = 8
 NUM_TOKENS = 48
-TIMEOUT_S = 120
+TIMEOUT_S = 240
 
 
 @dataclass
