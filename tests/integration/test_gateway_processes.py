@@ -10,6 +10,7 @@ import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import aiohttp
 import pytest
@@ -21,7 +22,6 @@ from baton.net.http_server import bind, bind_shared
 from baton.protocol.worker_http import Role
 from tests.integration.gateway_cluster import STREAM, until, until_true
 from tests.integration.scripted_worker import KEY, ScriptedWorker, one_token_and_wait, say_abc
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import socket
