@@ -102,7 +102,7 @@ from baton.kv.prefix_names import PrefixNames
 from baton.kv.sizing.config import read_config
 from baton.kv.sizing.families import read_shape
 from baton.launch.control_messages import decode_answer, decode_request
-from baton.launch.gateways import find_requests, find_up, first_model
+from baton.launch.gateways import find_model, find_requests, find_up
 from baton.net import framing
 from baton.ops.doctor import fleet
 from baton.planner.links import read_links
@@ -769,12 +769,12 @@ def read_gateway_pages(body: bytes) -> str:
     asked = cast("Any", FakeGateway(body))
     find_up(body)
     find_requests(body)
+    find_model(body)
     return answers(
         (fleet.PageError, ProtocolError),
         lambda: fleet._read_metrics(asked),
         lambda: fleet._decode(200, body, fleet.RequestList),
         lambda: fleet._decode(500, body, fleet.RequestList),
-        lambda: first_model(body),
     )
 
 

@@ -144,7 +144,7 @@ class Supervisor:
         started = self.context.clock.now()
         async with showing(self._display, self._unready):
             url = await self._start_all(sockets)
-            model = await self._until_serving(url)
+            model = await self._until_serving()
         self._display.print_line(f"ready after {self.context.clock.now() - started:.1f} s")
         self._service = Service(url, model)
         on_ready(self._service)
@@ -251,11 +251,11 @@ class Supervisor:
         await asyncio.gather(*(slot.until_ready() for slot in self.slots.values()))
         return gateway.url or ""
 
-    async def _until_serving(self, url: str) -> str:
+    async def _until_serving(self) -> str:
         num_workers = len(self.plan.workers)
         try:
             async with asyncio.timeout(SERVING_TIMEOUT_S):
-                return await until_all_up(url, self.metrics_urls, num_workers)
+                return await until_all_up(self.metrics_urls, num_workers)
         except TimeoutError as exc:
             raise ChildFailedError(
                 f"all processes are ready, but the gateway does not use all {num_workers} workers "
