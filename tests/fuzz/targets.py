@@ -103,7 +103,8 @@ from baton.ids import Epoch, TicketId, WorkerId
 from baton.kv.prefix_names import PrefixNames
 from baton.kv.sizing.config import read_config
 from baton.kv.sizing.families import read_shape
-from baton.launch.progress import count_up, first_model
+from baton.launch.control_messages import decode_answer, decode_request
+from baton.launch.gateways import find_model, find_requests, find_up
 from baton.net import framing
 from baton.ops.doctor import fleet
 from baton.planner.links import read_links
@@ -775,13 +776,14 @@ class FakeUpstream:
 def read_gateway_pages(body: bytes) -> str:
     """`baton doctor` and `baton up` ask a gateway."""
     asked = cast("Any", FakeGateway(body))
-    count_up(body)
+    find_up(body)
+    find_requests(body)
+    find_model(body)
     return answers(
         (fleet.PageError, ProtocolError),
         lambda: fleet._read_metrics(asked),
         lambda: fleet._decode(200, body, fleet.RequestList),
         lambda: fleet._decode(500, body, fleet.RequestList),
-        lambda: first_model(body),
     )
 
 
@@ -1084,6 +1086,15 @@ TARGETS: Final = {
         Target("process-status", read_status, PROTOCOL,
                json_of({"event": "loading", "url": "u", "what": "w", "phase": "p"},
                        {"event": "ready", "url": "u"}, {"event": "draining", "timeout_s": 1.0}),
+               "json"),
+        Target("control-request", decode_request, PROTOCOL,
+               json_of({"verb": "scale", "size": {"decode": 4}}, {"verb": "drain", "worker": "w"},
+                       {"verb": "status"}), "json"),
+        Target("control-answer", decode_answer, PROTOCOL,
+               json_of({"kind": "progress", "text": "t"}, {"kind": "refused", "message": "m"},
+                       {"kind": "done"}, {"kind": "status", "status": {
+                           "fleet": "f", "backend": "local", "version": "1", "members": [
+                               {"name": "w", "role": "decode", "state": "ready", "host": "h"}]}}),
                "json"),
         Target("gateway-pages", read_gateway_pages, NO_ERROR,
                (METRICS, *json_of({"requests": [{"id": "r"}]}, {"data": [{"id": "m"}]})), "json"),

@@ -1,6 +1,6 @@
 """`baton gateway`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +11,7 @@ from baton.cli.flags import (
     ClientKeys,
     ConfigFlags,
     Gateways,
+    InheritedFds,
     Insecure,
     ManagementPort,
     Mode,
@@ -24,6 +25,7 @@ from baton.config.cluster_key import KEY_VARIABLE
 from baton.config.environment import change_environment, read_environment
 from baton.config.logs import configure_logging
 from baton.config.sections import Config
+from baton.errors import ConfigError
 from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.gateway.targets import Targets
 from baton.net.credentials import find_credentials
@@ -84,6 +86,8 @@ class GatewayFlags(ConfigFlags):
     mode: Mode = None
     policy: Policy = None
     status_fd: StatusFd = 1
+    listen_fds: InheritedFds = ""
+    management_fds: InheritedFds = ""
 
 
 def gateway(flags: GatewayFlags | None = None) -> int:
@@ -93,7 +97,11 @@ def gateway(flags: GatewayFlags | None = None) -> int:
     flags = flags or GatewayFlags()
     config = flags.resolve().to_config()
     configure_logging(config.log)
-    options = _options(config, flags.status_fd)
+    options = replace(
+        _options(config, flags.status_fd),
+        listen_fds=_numbers(flags.listen_fds),
+        management_fds=_numbers(flags.management_fds),
+    )
     change_environment({}, (KEY_VARIABLE,))
     run_gateway(options)
     return 0
@@ -169,3 +177,10 @@ def _options(config: Config, status_fd: int) -> GatewayOptions:
         members=section.members,
         members_interval_s=section.members_interval_s,
     )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in text.split(",") if word)
+    except ValueError as exc:
+        raise ConfigError(f"{text!r} is not a list of file descriptors") from exc

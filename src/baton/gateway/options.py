@@ -89,7 +89,9 @@ class GatewayOptions:
 
     `key_origin` is whether an operator configured the cluster key or a launcher made it up for
     this machine: a gateway that others can reach insists on the former. `status_fd` is the file
-    descriptor that gets the line `{"event":"ready",...}`. `mode` is how KV is handed over,
+    descriptor that gets the line `{"event":"ready",...}`. `listen_fds` and `management_fds`: bound
+    sockets of a launcher, one for each process, in place of the ports. `mode` is how KV is handed
+    over,
     `policy` how workers are chosen, one of `POLICIES` (None: see `choose_policy`), and
     `policy_options` those of each policy by its name;
     `first_token_early` lets streams begin with the prefill worker's token; `move_streams`: when
@@ -120,6 +122,8 @@ class GatewayOptions:
     port: int = 8000
     num_processes: int = 1
     status_fd: int = 1
+    listen_fds: tuple[int, ...] = ()
+    management_fds: tuple[int, ...] = ()
     max_connections: int = 4096
     max_connections_per_address: int = 1024
     max_inflight_requests: int = 1024
@@ -266,6 +270,7 @@ class GatewayOptions:
             status_fd=status_fd,
             num_processes=1,
             management_port=own_port and own_port + index,
+            management_fds=self.management_fds[index : index + 1],
             announce_port=self.announce_port and self.announce_port + index,
             announce_url=announced[index] if announced else None,
             peers=(*self.peers, *(url for i, url in enumerate(announced) if i != index)),
