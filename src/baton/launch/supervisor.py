@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from typing import TYPE_CHECKING, Final
-from urllib.parse import urlsplit
 
 from baton.errors import BatonError
 from baton.launch.child import (
@@ -50,8 +49,7 @@ class ProcessSlot:
 
     def record_ports(self, ready: Ready) -> None:
         """Keep the ports that this life got for the lives to come."""
-        handoff = ready.handoff_address or ":0"
-        self.ports = Ports(urlsplit(ready.url).port or 0, int(handoff.rpartition(":")[2]))
+        self.ports = Ports.of(ready)
 
 
 GATEWAY: Final = "gateway"

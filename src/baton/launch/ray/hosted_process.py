@@ -1,0 +1,272 @@
+"""One process of a fleet on the host where Ray placed it: its key, its settings, its reports."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import logging
+import os
+import ssl
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
+
+from baton.config.cluster_key import KEY_VARIABLE
+from baton.config.environment import run_directory
+from baton.errors import ConfigError
+from baton.launch.errors import FleetError
+from baton.launch.fleet import FleetMember
+from baton.launch.plan import Ports, WorkerPlan, process_command
+from baton.launch.ray.members_file import MembersFileWriter
+from baton.launch.ray.plan import role_of, settings_file
+from baton.launch.ray.process import LogLines, SupervisedProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from baton.clock import Clock
+    from baton.launch.fleet import MemberState
+    from baton.launch.ray.members_file import Supervisors
+    from baton.launch.ray.plan import RayPlan
+
+READY_PATH: Final = "/ready"
+READY_TIMEOUT_S: Final = 1.0
+KEY_INTERVAL_S: Final = 1.0
+KILL_MARGIN_S: Final = 5.0
+"""How much longer than its drain timeout a process may take before it is killed."""
+ZONE_LABELS: Final = ("zone", "ray.io/availability-zone")
+HIDDEN_VARIABLES: Final = ("RAY_", "BATON_CONFIG", KEY_VARIABLE)
+"""Beginnings of variables that a process does not inherit from its supervisor: an engine that uses
+Ray itself is not to take its supervisor's actor for its own."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RayHost:
+    """The host that Ray chose: its address, as other hosts reach it, and its labels."""
+
+    address: str
+    labels: Mapping[str, str]
+
+    @property
+    def topology(self) -> str:
+        """`zone/rack/host` of its labels; what they do not name stays empty."""
+        zone = next((self.labels[name] for name in ZONE_LABELS if name in self.labels), "")
+        names = (zone, self.labels.get("rack", ""), self.labels.get("host", ""))
+        return "/".join(names).rstrip("/")
+
+
+class HostedProcess:
+    """Owned by one event loop; `run` is called once.
+
+    `environment` is the host's. The cluster key comes from a file on the host, from `give_key`, or
+    from another supervisor of the fleet, as after a restart on another host.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        plan: RayPlan,
+        host: RayHost,
+        *,
+        supervisors: Supervisors,
+        environment: Mapping[str, str],
+        clock: Clock,
+    ) -> None:
+        self.name, self.role = name, role_of(name)
+        self._plan, self._host = plan, host
+        self._supervisors, self._clock = supervisors, clock
+        hidden = HIDDEN_VARIABLES
+        self._environment = {k: v for k, v in environment.items() if not k.startswith(hidden)}
+        self._directory = run_directory(environment) / f"ray-{plan.fleet}-{name}"
+        self._key_given = asyncio.Event()
+        self._key: str | None = None
+        self._failure: str | None = None
+        self._writer: MembersFileWriter | None = None
+        self._process = SupervisedProcess(name, self._command, self._environment, clock)
+
+    async def run(self) -> None:
+        """Run the process until it is stopped, or has ended too often."""
+        try:
+            await self._find_key()
+            self._write_settings()
+            if self.role == "gateway":
+                await self._run_gateway()
+            else:
+                await self._process.run()
+        except Exception as exc:
+            log.exception("%s cannot be run", self.name)
+            self._failure = str(exc)
+
+    async def _run_gateway(self) -> None:
+        self._writer = MembersFileWriter(self._supervisors, self._members_path)
+        await self._writer.poll()
+        polling = asyncio.create_task(self._writer.run())
+        try:
+            await self._process.run()
+        finally:
+            polling.cancel()
+
+    def give_key(self, key: str) -> None:
+        """Take the cluster key. The first one stays."""
+        if self._key is None:
+            self._key = key
+            self._environment[KEY_VARIABLE] = key
+            self._key_given.set()
+
+    @property
+    def key(self) -> str | None:
+        """The cluster key, if it came by a call."""
+        return self._key
+
+    async def _find_key(self) -> None:
+        if self._plan.has_key_file:
+            return
+        while not self._key_given.is_set():
+            await self._ask_for_key()
+            try:
+                async with asyncio.timeout(KEY_INTERVAL_S):
+                    await self._key_given.wait()
+            except TimeoutError:
+                continue
+
+    async def _ask_for_key(self) -> None:
+        try:
+            names = await self._supervisors.list_names(KEY_INTERVAL_S)
+        except FleetError:
+            return
+        calls = [
+            self._supervisors.call(name, "key", timeout_s=KEY_INTERVAL_S)
+            for name in names - {self.name}
+        ]
+        for key in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(key, str) and key:
+                self.give_key(key)
+
+    # The process
+
+    @property
+    def _settings_path(self) -> Path:
+        return self._directory / "settings.toml"
+
+    @property
+    def _members_path(self) -> Path:
+        return self._directory / "members.json"
+
+    def _write_settings(self) -> None:
+        for directory in (self._directory.parent, self._directory):
+            directory.mkdir(mode=0o700, exist_ok=True)
+            status = directory.stat()
+            if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+                raise ConfigError(
+                    f"{directory} can be changed by other users: remove it, or set XDG_RUNTIME_DIR"
+                )
+        group = self._plan.group_of(self.role)
+        settings = self._plan.settings | (group.settings if group else {})
+        fd = os.open(self._settings_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(fd, "w", encoding="utf-8") as opened:
+            opened.write(settings_file(settings))
+
+    def _command(self, ports: Ports) -> tuple[str, ...]:
+        if self.role == "gateway":
+            return self._gateway_command(ports)
+        settings: dict[str, object] = {
+            "worker.host": self._host.address,
+            "worker.handoff_host": self._host.address,
+        }
+        if "worker.topology" not in self._plan.settings and self._host.topology:
+            settings["worker.topology"] = self._host.topology
+        return WorkerPlan(self.name, self.role, settings).command(self._settings_path, ports)
+
+    def _gateway_command(self, ports: Ports) -> tuple[str, ...]:
+        settings: dict[str, object] = {"gateway.members": [f"file:{self._members_path}"]}
+        if "gateway.host" not in self._plan.settings:
+            settings["gateway.host"] = self._host.address
+        if ports.http:
+            settings["gateway.port"] = ports.http
+        return process_command("gateway", self._settings_path, settings)
+
+    # What supervisors and operators ask
+
+    async def report(self) -> FleetMember:
+        """The process's state now."""
+        process = self._process
+        state, reason = await self._find_state()
+        return FleetMember(
+            name=self.name,
+            role=self.role,
+            state=state,
+            host=self._host.address,
+            url=process.url,
+            pid=process.pid,
+            num_restarts=process.num_restarts,
+            up_s=process.up_s,
+            labels=dict(self._host.labels),
+            reason=reason,
+        )
+
+    async def _find_state(self) -> tuple[MemberState, str]:
+        process = self._process
+        if self._failure is not None:
+            return "failed", self._failure
+        if not (self._plan.has_key_file or self._key_given.is_set()):
+            return "starting", "waits for the cluster key, which no other process of the fleet has"
+        if self.role == "gateway" and process.state == "ready" and process.url is not None:
+            why_not = await asyncio.to_thread(partial(why_not_ready, process.url))
+            return ("ready", "") if why_not is None else ("starting", why_not)
+        return process.state, process.reason or process.phase or ""
+
+    def members(self) -> bytes:
+        """What a gateway's file has; empty for a worker, and before it is written."""
+        if self._writer is None or not self._members_path.exists():
+            return b""
+        return self._members_path.read_bytes()
+
+    def lines(self, since: int) -> LogLines:
+        """The process's lines from a number on; from a negative one, so many of the last."""
+        lines = self._process.lines
+        return lines.last(-since) if since < 0 else lines.since(since)
+
+    def mark_draining(self) -> None:
+        """See `SupervisedProcess`."""
+        self._process.mark_draining()
+
+    async def replace(self) -> None:
+        """See `SupervisedProcess`."""
+        await self._process.replace(self._plan.drain_s(self.role) + KILL_MARGIN_S)
+
+    async def stop(self) -> str:
+        """Drain and end the process: how it ended."""
+        await self._process.stop(self._plan.drain_s(self.role) + KILL_MARGIN_S)
+        return self._process.reason
+
+
+def why_not_ready(url: str) -> str | None:
+    """Why a gateway on this host does not serve yet; None if it does. Blocks for a second at most.
+
+    Its certificate is not checked: this process started it, and takes nothing from the answer.
+    """
+    parts = urlsplit(url)
+    host, port = parts.hostname or "", parts.port
+    connection: http.client.HTTPConnection
+    if parts.scheme == "https":
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        connection = http.client.HTTPSConnection(
+            host, port, timeout=READY_TIMEOUT_S, context=context
+        )
+    else:
+        connection = http.client.HTTPConnection(host, port, timeout=READY_TIMEOUT_S)
+    with closing(connection):
+        try:
+            connection.request("GET", READY_PATH)
+            answer = connection.getresponse()
+            body = answer.read(500).decode(errors="replace")
+        except (OSError, http.client.HTTPException) as exc:
+            return f"does not answer: {exc}"
+    return None if answer.status == HTTPStatus.OK else body
