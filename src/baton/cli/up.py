@@ -1,7 +1,7 @@
 """`baton up`: its flags."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -64,6 +64,27 @@ class UpFlags(ConfigFlags):
     insecure: Insecure = None
     mode: Mode = None
     policy: Policy = None
+    on: Annotated[
+        Literal["local", "ray"], Parameter(help="Where: this machine, or a Ray cluster.")
+    ] = "local"
+    fleet: Annotated[
+        str, Parameter(help="On Ray: the fleet's name, by which it is found later.")
+    ] = "default"
+    ray_address: Annotated[
+        str | None,
+        Sets("ray.address"),
+        Parameter(help="Ray's head, as HOST:PORT [default: RAY_ADDRESS, else this host's Ray]."),
+    ] = None
+    timeout: Annotated[
+        float | None,
+        Sets("ray.timeout_s"),
+        Parameter(help="Seconds for Ray to find a host for each process [default: 60]."),
+    ] = None
+    insecure_ray: Annotated[
+        bool | None,
+        Sets("ray.insecure"),
+        Parameter(help="Use a Ray without token authentication.", negative=""),
+    ] = None
     pin: Annotated[
         bool,
         Parameter(help="Give each worker cores of its own.", negative="", show_default=False),
@@ -73,9 +94,15 @@ class UpFlags(ConfigFlags):
 def up(flags: UpFlags | None = None) -> int:
     """Start a gateway and its workers on this machine; Ctrl-C drains and stops them.
 
+    With --on ray they are started on a cluster, and go on after this command.
+
     With --prefill 0 or --decode 0 the remaining workers do both parts.
     """
+    flags = flags or UpFlags()
+    if flags.on == "ray":
+        from baton.cli.launching_ray import launch_on_ray  # noqa: PLC0415 - too heavy for --help
+
+        return launch_on_ray(flags.resolve(), flags.fleet)
     from baton.cli.launching import launch  # noqa: PLC0415 - too heavy for --help
 
-    flags = flags or UpFlags()
     return launch(flags.resolve(), "own_cores" if flags.pin else "shared_cores")

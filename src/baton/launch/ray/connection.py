@@ -14,11 +14,12 @@ from typing import IO, TYPE_CHECKING, Final
 
 from baton.errors import ConfigError
 from baton.launch.errors import FleetError
-from baton.launch.ray.actors import describe, namespace_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
 
+NAMESPACE_BEGINNING: Final = "baton-"
+MAX_REASON_CHARS: Final = 1000
 FIRST_VERSION: Final = (2, 60)
 MODE_VARIABLE: Final = "RAY_AUTH_MODE"
 TOKEN_VARIABLE: Final = "RAY_AUTH_TOKEN"  # noqa: S105 - a variable's name
@@ -157,3 +158,20 @@ def _last_line(captured: IO[bytes]) -> str:
         lines = captured.read().decode(errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "no answer")
     return "no answer"
+
+
+def find_address(configured: str | None, environment: Mapping[str, str]) -> str:
+    """Where Ray's head is: as configured, else RAY_ADDRESS, else the cluster of this host."""
+    return configured or environment.get("RAY_ADDRESS") or "auto"
+
+
+def namespace_of(fleet: str) -> str:
+    """The Ray namespace in which a fleet's supervisors are."""
+    return NAMESPACE_BEGINNING + fleet
+
+
+def describe(exc: BaseException) -> str:
+    """What went wrong, in a line: the last one of a remote traceback."""
+    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
+    text = lines[-1] if lines else "no answer in time"
+    return text[:MAX_REASON_CHARS]

@@ -242,3 +242,41 @@ def settings_file(settings: Mapping[str, object]) -> str:
         key = ".".join(msgspec.json.encode(part).decode() for part in name.split("."))
         lines.append(f"{key} = {msgspec.json.encode(value).decode()}\n")
     return "".join(lines)
+
+
+class RayHostFacts(msgspec.Struct, frozen=True):
+    """A host of Ray's, as far as it decides what may run there."""
+
+    address: str
+    labels: dict[str, str]
+    gpus: float
+
+
+def explain_unplaced(
+    plan: RayPlan, names: Sequence[str], hosts: Sequence[RayHostFacts], timeout_s: float
+) -> str:
+    """Why Ray probably found no host for some processes: what they need, and what there is."""
+    needs = []
+    for name in names:
+        group = plan.group_of(role_of(name))
+        if group is not None:
+            gpus = f", {group.gpus:g} GPUs" if group.gpus else ""
+            spread = f", {group.placement}" if group.placement else ""
+            needs.append(f"  {name}: labels {show_labels(group.selector)}{gpus}{spread}")
+    found = [
+        f"  {host.address}: labels {show_labels(_own_labels(host.labels))}, {host.gpus:g} GPUs"
+        for host in hosts
+    ]
+    return "\n".join([
+        f"Ray found no host within {timeout_s:g} s for",
+        *needs,
+        "its hosts are",
+        *found,
+        "change ray.workers or ray.gateway_labels, add hosts (`ray start --labels`), or wait longer "
+        "with --timeout",
+    ])
+
+
+def _own_labels(labels: Mapping[str, str]) -> dict[str, str]:
+    """Without the id that Ray gives each host."""
+    return {label: value for label, value in labels.items() if label != "ray.io/node-id"}

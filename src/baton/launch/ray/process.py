@@ -55,6 +55,8 @@ class LogTail:
 
     def since(self, number: int) -> LogLines:
         """The lines from this number on that are still kept."""
+        if number > self._num_lines:  # of a life on another host, which had more
+            number = 0
         num_lines = min(self._num_lines - number, len(self._lines))
         lines = tuple(self._lines)[len(self._lines) - num_lines :] if num_lines > 0 else ()
         return LogLines(self._num_lines, lines)

@@ -18,7 +18,7 @@ from baton.launch.ray.hosted_process import KILL_MARGIN_S, HostedProcess, RayHos
 from baton.launch.ray.plan import read_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Coroutine, Mapping
 
 ANSWER_TIMEOUT_S = 10.0
 
@@ -96,7 +96,9 @@ class Supervisor:
     def _run(self, work: Coroutine[object, object, T], timeout_s: float) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
 
-    async def _open(self, name: str, host: RayHost, environment: dict[str, str]) -> HostedProcess:
+    async def _open(
+        self, name: str, host: RayHost, environment: Mapping[str, str]
+    ) -> HostedProcess:
         # Here, since what it makes belongs to the loop.
         return HostedProcess(
             name,
