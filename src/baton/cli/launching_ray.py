@@ -52,7 +52,8 @@ def launch_on_ray(resolved: Resolved, fleet: str) -> int:
     check_ray(environment, insecure=config.ray.insecure)
     clock = MachineClock()
     display, started = open_display(clock), clock.now()
-    with connected(find_address(config.ray.address, environment), fleet, CONNECT_TIMEOUT_S):
+    connect_s = min(CONNECT_TIMEOUT_S, config.ray.timeout_s)
+    with connected(find_address(config.ray.address, environment), fleet, connect_s):
         members = asyncio.run(
             _start(plan, "" if has_key_file else key.text, config.ray.timeout_s, display)
         )

@@ -321,7 +321,8 @@ class RayBackend:
         check_ray(environment, insecure=section.insecure)
         from baton.launch.ray.actors import FleetActors  # noqa: PLC0415 - imports Ray
 
-        with connected(find_address(section.address, environment), fleet, CONNECT_TIMEOUT_S):
+        connect_s = min(CONNECT_TIMEOUT_S, section.timeout_s)
+        with connected(find_address(section.address, environment), fleet, connect_s):
             supervisors = FleetActors(fleet)
             plan = await find_plan(supervisors, fleet)
             yield RayFleet(supervisors, plan, section.timeout_s)
