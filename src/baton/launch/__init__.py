@@ -14,4 +14,7 @@ File map:
     progress.py    what the person at the terminal sees; does the gateway see all workers
     supervisor.py  starts all, keeps all running, drains all; one position: its process now, and
                    how the next one starts
+    fleet.py       what an operator may ask of a running fleet, wherever it runs (contract)
+    errors.py      `FleetError`
+    ray/           a fleet on several hosts, which Ray places
 """

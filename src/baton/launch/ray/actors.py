@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import ray
@@ -15,8 +17,8 @@ from baton.launch.ray.connection import NAMESPACE_BEGINNING, describe, namespace
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-NUM_HEAD_THREADS: Final = 4
-"""Calls of Ray's head block a thread each: where it is away, these and no more."""
+MAX_HEAD_CALLS: Final = 4
+"""At once: each blocks a thread for as long as Ray's head is away."""
 
 T = TypeVar("T")
 
@@ -30,7 +32,7 @@ class FleetActors:
 
     def __init__(self, fleet: str) -> None:
         self._fleet, self._namespace = fleet, namespace_of(fleet)
-        self._head_calls = ThreadPoolExecutor(NUM_HEAD_THREADS, thread_name_prefix="ray-head")
+        self._head_calls = asyncio.Semaphore(MAX_HEAD_CALLS)
         self._handles: dict[str, Any] = {}
 
     async def list_names(self, timeout_s: float) -> frozenset[str]:
@@ -83,17 +85,20 @@ class FleetActors:
         await self._ask_head(lambda: self._kill(name), timeout_s)
 
     async def _ask_head(self, call: Callable[[], T], timeout_s: float) -> T:
-        """Run a call of Ray's head, which blocks, in a thread.
+        """Run a call of Ray's head, which blocks, in a thread that does not delay our exit.
 
         Raises:
             FleetError: it does not answer in time.
         """
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(timeout_s):
-                return await loop.run_in_executor(self._head_calls, call)
+                await self._head_calls.acquire()
+                return await asyncio.wrap_future(_run_in_thread(call, self._release))
         except (TimeoutError, RayError, RuntimeError) as exc:
             raise FleetError(f"Ray's head does not answer: {describe(exc)}") from exc
+
+    def _release(self) -> None:
+        self._head_calls.release()
 
     def _find(self, name: str) -> object:
         try:
@@ -113,3 +118,20 @@ def _list_names() -> list[tuple[str, str]]:
     """Namespace and name of every named actor."""
     actors = ray.util.list_named_actors(all_namespaces=True)
     return [(each["namespace"], each["name"]) for each in actors]
+
+
+def _run_in_thread(call: Callable[[], T], on_end: Callable[[], None]) -> Future[T]:
+    """Start a call; `on_end` runs on this event loop when it has ended, however late."""
+    loop, answer = asyncio.get_running_loop(), Future[T]()
+    answer.set_running_or_notify_cancel()  # from here on it can be abandoned, but not cancelled
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as exc:  # noqa: BLE001 - it is raised where the answer is awaited
+            answer.set_exception(exc)
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(on_end)
+
+    threading.Thread(target=run, name="ray-head", daemon=True).start()
+    return answer

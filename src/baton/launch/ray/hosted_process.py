@@ -39,9 +39,9 @@ KEY_INTERVAL_S: Final = 1.0
 KILL_MARGIN_S: Final = 5.0
 """How much longer than its drain timeout a process may take before it is killed."""
 ZONE_LABELS: Final = ("zone", "ray.io/availability-zone")
-HIDDEN_VARIABLES: Final = ("RAY_", "BATON_CONFIG", KEY_VARIABLE)
+HIDDEN_VARIABLES: Final = ("RAY_", "BATON_CONFIG", "OMP_NUM_THREADS", KEY_VARIABLE)
 """Beginnings of variables that a process does not inherit from its supervisor: an engine that uses
-Ray itself is not to take its supervisor's actor for its own."""
+Ray itself is not to take its supervisor's actor for its own, and Ray gives actors one thread."""
 
 log = logging.getLogger(__name__)
 
