@@ -93,12 +93,9 @@ class FleetActors:
         try:
             async with asyncio.timeout(timeout_s):
                 await self._head_calls.acquire()
-                return await asyncio.wrap_future(_run_in_thread(call, self._release))
+                return await asyncio.wrap_future(_run_in_thread(call, self._head_calls.release))
         except (TimeoutError, RayError, RuntimeError) as exc:
             raise FleetError(f"Ray's head does not answer: {describe(exc)}") from exc
-
-    def _release(self) -> None:
-        self._head_calls.release()
 
     def _find(self, name: str) -> object:
         try:
