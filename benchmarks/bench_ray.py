@@ -1,4 +1,4 @@
-"""A fleet on a Ray cluster of three hosts: how long until it serves, and until a lost worker is back?
+"""A fleet on a Ray cluster of three hosts: until it serves, until a lost worker is back?
 
     python benchmarks/bench_ray.py kill [--json benchmarks/results/ray.json]
     python benchmarks/bench_ray.py one_way …
@@ -190,7 +190,9 @@ def table(results: list[dict[str, object]]) -> str:
         errors = f"{each['num_errors']} of {each['num_answers']}"
         rows.append(f"| {names[str(each['fault'])]} | {_seconds(each['moved_s'])} | {errors} |")
         if each["fault"] != "kill":
-            rows.append(f"| … from its end until the old worker is gone | {_seconds(each['old_gone_s'])} | |")
+            rows.append(
+                f"| … from its end until the old worker is gone | {_seconds(each['old_gone_s'])} | |"
+            )
     return "\n".join(rows)
 
 

@@ -1,4 +1,4 @@
-"""One process under a supervisor: restarts, drain, replacement; its key and settings on its host."""
+"""One process under a supervisor: restarts, drain, replacement; its key and settings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def stub(behaviour, environment=None, **policy):
         lambda ports: (sys.executable, STUB, behaviour, str(ports.http)),
         dict(os.environ, **(environment or {})),
         MachineClock(),
-        RestartPolicy(first_delay_s=0.01, **policy),
+        restarts=RestartPolicy(first_delay_s=0.01, **policy),
     )
 
 

@@ -32,7 +32,9 @@ LABELS = (
 CONTROL = str(Path(__file__).with_name("control.py"))
 FLEET = "test"
 KEY = secrets.token_hex(32)
-PROMPTS = tuple(f"{word} by the sea, and those who lived in it, " * 6 for word in ("A house", "Ship"))
+PROMPTS = tuple(
+    f"{word} by the sea, and those who lived in it, " * 6 for word in ("A house", "Ship")
+)
 MAX_TOKENS = 48
 UP_TIMEOUT_S = 90.0
 CALL_TIMEOUT_S = 60.0
@@ -226,7 +228,9 @@ def test_a_host_that_dies(fleet, load):
 def test_down(fleet):
     lines = fleet.call("down")
     assert "gateway-0: exit code 0" in lines
-    left = fleet.cluster.head.run(sys.executable, CONTROL, FLEET, "status", timeout_s=CALL_TIMEOUT_S)
+    left = fleet.cluster.head.run(
+        sys.executable, CONTROL, FLEET, "status", timeout_s=CALL_TIMEOUT_S
+    )
     assert f"no fleet '{FLEET}' runs" in left.stderr
     wait_until(lambda: not has_workers(FLEET), 10.0)
 

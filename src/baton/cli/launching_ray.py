@@ -62,9 +62,7 @@ def launch_on_ray(resolved: Resolved, fleet: str) -> int:
     return 0
 
 
-async def _start(
-    plan: RayPlan, key: str, timeout_s: float, display: Display
-) -> list[FleetMember]:
+async def _start(plan: RayPlan, key: str, timeout_s: float, display: Display) -> list[FleetMember]:
     from baton.launch.ray.actors import FleetActors  # noqa: PLC0415 - imports Ray
     from baton.launch.ray.start import start_fleet  # noqa: PLC0415 - imports Ray
 

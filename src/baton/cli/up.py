@@ -8,6 +8,7 @@ from cyclopts import Parameter
 from baton.cli.flags import (
     ClientKeys,
     ConfigFlags,
+    Fleet,
     Gateways,
     Insecure,
     ManagementPort,
@@ -17,6 +18,7 @@ from baton.cli.flags import (
     Store,
     Transport,
 )
+from baton.launch.fleet import DEFAULT_FLEET
 
 
 @Parameter(name="*")
@@ -67,9 +69,6 @@ class UpFlags(ConfigFlags):
     on: Annotated[
         Literal["local", "ray"], Parameter(help="Where: this machine, or a Ray cluster.")
     ] = "local"
-    fleet: Annotated[
-        str, Parameter(help="On Ray: the fleet's name, by which it is found later.")
-    ] = "default"
     ray_address: Annotated[
         str | None,
         Sets("ray.address"),
@@ -78,7 +77,7 @@ class UpFlags(ConfigFlags):
     timeout: Annotated[
         float | None,
         Sets("ray.timeout_s"),
-        Parameter(help="Seconds for Ray to find a host for each process [default: 60]."),
+        Parameter(help="On Ray: seconds to find a host for each process [default: 60]."),
     ] = None
     insecure_ray: Annotated[
         bool | None,
@@ -88,6 +87,18 @@ class UpFlags(ConfigFlags):
     pin: Annotated[
         bool,
         Parameter(help="Give each worker cores of its own.", negative="", show_default=False),
+    ] = False
+    fleet: Fleet = DEFAULT_FLEET
+    detach: Annotated[
+        bool,
+        Parameter(
+            help="Return when it serves; it runs in the background (baton status, logs, down).",
+            negative="",
+            show_default=False,
+        ),
+    ] = False
+    background: Annotated[
+        bool, Parameter(help="It was started by --detach.", negative="", show=False)
     ] = False
 
 
@@ -103,6 +114,17 @@ def up(flags: UpFlags | None = None) -> int:
         from baton.cli.launching_ray import launch_on_ray  # noqa: PLC0415 - too heavy for --help
 
         return launch_on_ray(flags.resolve(), flags.fleet)
+    if flags.detach:
+        from baton.cli.background import launch_in_background  # noqa: PLC0415 - as below
+
+        pinned = ["--pin"] if flags.pin else []
+        return launch_in_background(flags.resolve(), [*pinned, "--fleet", flags.fleet])
     from baton.cli.launching import launch  # noqa: PLC0415 - too heavy for --help
 
-    return launch(flags.resolve(), "own_cores" if flags.pin else "shared_cores")
+    resolved = flags.resolve()
+    return launch(
+        resolved,
+        "own_cores" if flags.pin else "shared_cores",
+        flags.fleet,
+        in_background=flags.background,
+    )

@@ -49,8 +49,7 @@ FIXED_PORTS: Final = (
 )
 # The first process of a host: it takes over processes without a parent, and ends with a signal.
 INIT: Final = (
-    "mount -t tmpfs -o size=1g tmpfs /dev/shm; trap : TERM; "
-    "while :; do sleep 3600 & wait $!; done"
+    "mount -t tmpfs -o size=1g tmpfs /dev/shm; trap : TERM; while :; do sleep 3600 & wait $!; done"
 )
 
 
@@ -189,7 +188,7 @@ def ray_cluster(
     Raises:
         NoNamespaceError: this user cannot make namespaces here.
     """
-    folder = Path(tempfile.mkdtemp(prefix="br", dir="/tmp"))  # noqa: S108 - short: sockets lie in it
+    folder = Path(tempfile.mkdtemp(prefix="br", dir="/tmp"))
     try:
         token_file = folder / "token"
         fd = os.open(token_file, os.O_WRONLY | os.O_CREAT, 0o600)

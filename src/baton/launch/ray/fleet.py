@@ -125,13 +125,13 @@ class RayFleet:
                 yield line
         await remove_all(self._supervisors, self._plan, ())
 
-    async def logs(self, member: str, num_lines: int) -> AsyncIterator[str]:
+    async def logs(self, member: str, num_lines: int, *, follow: bool) -> AsyncIterator[str]:
         """See `FleetControl`."""
         last = await self._lines(member, -max(1, num_lines))
         for line in last.lines if num_lines > 0 else ():
             yield line
         since = last.next_number
-        while True:
+        while follow:
             await asyncio.sleep(FOLLOW_INTERVAL_S)
             new = await self._lines(member, since)
             for line in new.lines:

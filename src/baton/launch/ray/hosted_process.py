@@ -19,10 +19,11 @@ from baton.config.environment import run_directory
 from baton.errors import ConfigError
 from baton.launch.errors import FleetError
 from baton.launch.fleet import FleetMember
-from baton.launch.plan import Ports, WorkerPlan, process_command
+from baton.launch.plan import Ports, WorkerPlan, command_line
 from baton.launch.ray.members_file import MembersFileWriter
 from baton.launch.ray.plan import role_of, settings_file
 from baton.launch.ray.process import LogLines, SupervisedProcess
+from baton.launch.slots import KILL_MARGIN_S
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 READY_PATH: Final = "/ready"
 READY_TIMEOUT_S: Final = 1.0
 KEY_INTERVAL_S: Final = 1.0
-KILL_MARGIN_S: Final = 5.0
-"""How much longer than its drain timeout a process may take before it is killed."""
 ZONE_LABELS: Final = ("zone", "ray.io/availability-zone")
 HIDDEN_VARIABLES: Final = ("RAY_", "BATON_CONFIG", "OMP_NUM_THREADS", KEY_VARIABLE)
 """Beginnings of variables that a process does not inherit from its supervisor: an engine that uses
@@ -189,7 +188,7 @@ class HostedProcess:
             settings["gateway.host"] = self._host.address
         if ports.http:
             settings["gateway.port"] = ports.http
-        return process_command("gateway", self._settings_path, settings)
+        return command_line("gateway", self._settings_path, settings)
 
     # What supervisors and operators ask
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
@@ -12,9 +11,9 @@ import msgspec
 from baton.errors import UNDECODABLE, ProtocolError
 from baton.launch.errors import FleetError
 from baton.launch.fleet import FleetMember
+from baton.launch.members_file import replace_members
 from baton.launch.ray.known_workers import KnownWorkers
 from baton.launch.ray.plan import role_of
-from baton.protocol.members import encode_members
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -85,7 +84,9 @@ class MembersFileWriter:
             try:
                 await self.poll()
             except OSError:
-                log.exception("%s cannot be written; the gateway keeps the workers it has", self._path)
+                log.exception(
+                    "%s cannot be written; the gateway keeps the workers it has", self._path
+                )
             await asyncio.sleep(max(POLL_INTERVAL_S, len(self._names) / MAX_CALLS_PER_S))
 
     async def poll(self) -> None:
@@ -102,11 +103,7 @@ class MembersFileWriter:
         file = self._known.to_file()
         if file == self.written:
             return
-        draft = self._path.with_suffix(".new")
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(fd, "wb") as opened:
-            opened.write(encode_members(file))
-        draft.replace(self._path)
+        replace_members(self._path, file)
         self.written = file
 
     async def _list_names(self) -> None:

@@ -13,6 +13,7 @@ from baton.config.resolve import PATH_KEYS, FromDefault
 from baton.config.sections import RayPlacement
 from baton.errors import UNDECODABLE, ConfigError, ProtocolError
 from baton.launch.fleet import Count, MemberRole
+from baton.launch.folder import FLEET_NAME
 from baton.launch.plan import flatten_table, worker_positions
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from baton.config.resolve import Resolved
     from baton.config.sections import Config, RayWorkersTable
 
-FLEET_NAME: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 NOT_FORWARDED: Final = ("up.", "ray.")
 OWN_KEYS: Final = frozenset({
     "gateway.prefill",
@@ -206,7 +206,7 @@ def show_labels(labels: Mapping[str, str]) -> str:
 def _check(config: Config, fleet: str, settings: Mapping[str, object]) -> None:
     if not FLEET_NAME.fullmatch(fleet):
         raise ConfigError(
-            f"--fleet {fleet!r}: a name has small letters, digits and -, at most 40 of them"
+            f"--fleet {fleet!r}: a name has small letters, digits and -, at most 63 of them"
         )
     if "peer" in config.store.tiers and "urls" not in config.store.options.get("peer", {}):
         raise ConfigError(
@@ -272,8 +272,7 @@ def explain_unplaced(
         *needs,
         "its hosts are",
         *found,
-        "change ray.workers or ray.gateway_labels, add hosts (`ray start --labels`), or wait longer "
-        "with --timeout",
+        "change ray.workers or ray.gateway_labels, add hosts with the labels, or give more --timeout",
     ])
 
 

@@ -75,6 +75,7 @@ class SupervisedProcess:
         command: Callable[[Ports], Sequence[str]],
         environment: Mapping[str, str],
         clock: Clock,
+        *,
         restarts: RestartPolicy | None = None,
     ) -> None:
         self._name, self._command = name, command

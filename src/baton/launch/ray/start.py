@@ -219,5 +219,3 @@ def list_hosts() -> list[RayHostFacts]:
         for node in ray.nodes()
         if node["Alive"]
     ]
-
-

@@ -14,8 +14,9 @@ from baton.config.environment import read_environment
 from baton.errors import ConfigError
 from baton.launch.ray.actors import FleetActors
 from baton.launch.ray.connection import uses_tokens
-from baton.launch.ray.hosted_process import KILL_MARGIN_S, HostedProcess, RayHost
+from baton.launch.ray.hosted_process import HostedProcess, RayHost
 from baton.launch.ray.plan import read_plan
+from baton.launch.slots import KILL_MARGIN_S
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping

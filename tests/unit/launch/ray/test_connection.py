@@ -62,7 +62,6 @@ def test_insecure_is_a_warning(monkeypatch, caplog):
 
 def test_without_ray(monkeypatch):
 
-
     def missing(_):
         raise importlib.metadata.PackageNotFoundError
 

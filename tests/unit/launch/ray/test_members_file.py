@@ -78,11 +78,13 @@ def test_without_rays_head_the_list_stays_and_workers_are_asked(tmp_path):
         tmp_path / "members.json",
         lambda s: s.set("decode-0", "https://a:1"),
         lose_head,
-        lambda s: s.reports.update(
-            {"decode-0": msgspec.json.encode(
-                FleetMember(name="decode-0", role="decode", state="ready", host="h", url="https://a:2")
-            )}
-        ),
+        lambda s: s.reports.update({
+            "decode-0": msgspec.json.encode(
+                FleetMember(
+                    name="decode-0", role="decode", state="ready", host="h", url="https://a:2"
+                )
+            )
+        }),
     ) == [{"https://a:1": False}, {"https://a:1": False}, {"https://a:2": False}]
 
 
@@ -98,9 +100,12 @@ def test_the_file_is_written_only_when_it_changes(tmp_path):
 
 
 def test_what_is_no_report_changes_nothing(tmp_path):
-    assert run(
-        tmp_path / "members.json",
-        lambda s: s.set("decode-0", "https://a:1"),
-        lambda s: s.reports.update({"decode-0": b"{}"}),
-        lambda s: s.reports.update({"decode-0": "text"}),
-    ) == [{"https://a:1": False}] * 3
+    assert (
+        run(
+            tmp_path / "members.json",
+            lambda s: s.set("decode-0", "https://a:1"),
+            lambda s: s.reports.update({"decode-0": b"{}"}),
+            lambda s: s.reports.update({"decode-0": "text"}),
+        )
+        == [{"https://a:1": False}] * 3
+    )

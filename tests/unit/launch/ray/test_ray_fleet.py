@@ -167,7 +167,7 @@ def test_logs_are_the_last_lines_and_those_that_follow(supervisors, num_lines):
         supervisors.tail.append(line)
 
     async def scenario():
-        logs = RayFleet(supervisors, PLAN, 1.0).logs("decode-0", num_lines)
+        logs = RayFleet(supervisors, PLAN, 1.0).logs("decode-0", num_lines, follow=True)
         found = [await anext(logs) for _ in range(num_lines)]
         following = asyncio.ensure_future(anext(logs))
         await asyncio.sleep(0.01)
