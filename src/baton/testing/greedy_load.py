@@ -129,7 +129,8 @@ class GreedyLoad:
             connection.close()
 
     def _read(self, answer: http.client.HTTPResponse) -> str:
-        text, before = [], time.monotonic()  # noqa: TID251 - real answers, real time
+        text: list[str] = []
+        before = time.monotonic()  # noqa: TID251 - real answers, real time
         while line := answer.readline():
             now = time.monotonic()  # noqa: TID251 - as above
             with self._lock:

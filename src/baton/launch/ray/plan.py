@@ -272,7 +272,7 @@ def explain_unplaced(
         *needs,
         "its hosts are",
         *found,
-        "change ray.workers or ray.gateway_labels, add hosts with the labels, or give more --timeout",
+        "change ray.workers or ray.gateway_labels, add hosts with these labels, or raise --timeout",
     ])
 
 

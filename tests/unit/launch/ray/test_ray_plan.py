@@ -72,7 +72,7 @@ def test_other_hosts_get_what_was_set_here_by_file_environment_and_flag(tmp_path
 def test_a_host_reads_back_what_was_set(tmp_path):
     fleet = plan(
         'gateway.allowed_hosts=["a","b"]',
-        'router.targets."my model".ttft_s=2',
+        "router.targets.my model.ttft_s=2",
         "transfer.options.tcp.streams=3",
         'worker.served_model_name=quote " and \\ and ünïcode',
     )
