@@ -212,12 +212,14 @@ class UpSection(Struct, frozen=True, kw_only=True):
 class RayWorkersTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where Ray may place the workers of one role, and how many GPUs each has.
 
-    `labels`: each `label=value`, `label=!value`, `label=in(a,b)` or `label=!in(a,b)`.
+    `labels`: each `label=value`, `label=!value`, `label=in(a,b)` or `label=!in(a,b)`. `within`: a
+    label that is to have one value for all of them, such as `rack`.
     """
 
     labels: tuple[str, ...] = ()
     gpus: Annotated[float, Meta(ge=0)] = 0.0
     placement: RayPlacement | None = None
+    within: str | None = None
 
 
 class RaySection(Struct, frozen=True, kw_only=True):

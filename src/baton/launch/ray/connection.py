@@ -50,7 +50,7 @@ def require_token(environment: Mapping[str, str], home: Path) -> None:
     """Pass, or raise: without a token, everybody who reaches a port of Ray runs code on its hosts.
 
     Raises:
-        ConfigError: Ray is not told to use a token, or others can read it.
+        ConfigError: Ray is not set to use a token, or others can read it.
     """
     if not uses_tokens(environment):
         raise ConfigError(

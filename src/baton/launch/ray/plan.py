@@ -49,7 +49,7 @@ class ProcessGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Processes of one role, which are alike.
 
     `settings` are theirs beside the fleet's; `selector`: the labels that a host must have; `gpus`:
-    of each process.
+    of each process. `within`: a label that has one value for all of them.
     """
 
     role: MemberRole
@@ -58,6 +58,12 @@ class ProcessGroup(msgspec.Struct, frozen=True, kw_only=True):
     selector: dict[str, str] = {}
     gpus: float = 0.0
     placement: RayPlacement | None = None
+    within: str | None = None
+
+    @property
+    def is_reserved_together(self) -> bool:
+        """Whether Ray reserves places for all of them at once, in a placement group."""
+        return self.placement is not None or self.within is not None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -175,6 +181,7 @@ def _worker_group(
         selector=read_labels(table.labels if table else ()),
         gpus=table.gpus if table else 0.0,
         placement=table.placement if table else None,
+        within=table.within if table else None,
     )
 
 
@@ -261,8 +268,9 @@ def explain_unplaced(
         group = plan.group_of(role_of(name))
         if group is not None:
             gpus = f", {group.gpus:g} GPUs" if group.gpus else ""
-            spread = f", {group.placement}" if group.placement else ""
-            needs.append(f"  {name}: labels {show_labels(group.selector)}{gpus}{spread}")
+            together = f", {group.placement}" if group.placement else ""
+            together += f", all within one {group.within}" if group.within else ""
+            needs.append(f"  {name}: labels {show_labels(group.selector)}{gpus}{together}")
     found = [
         f"  {host.address}: labels {show_labels(_own_labels(host.labels))}, {host.gpus:g} GPUs"
         for host in hosts

@@ -33,6 +33,8 @@ MAX_CONCURRENT_CALLS: Final = 16
 MAX_PENDING_CALLS: Final = 256
 """Of one caller to a supervisor that has no host: those above it fail at once."""
 NUM_SHOWN_LINES: Final = 20
+HOST_LABEL: Final = "ray.io/node-id"
+"""A label that Ray gives each host, with a value of its own."""
 BUNDLE_CPUS: Final = 0.001
 """A bundle must have something; supervisors take no cores from what else runs on Ray."""
 
@@ -78,17 +80,27 @@ def create_group(plan: RayPlan, group: ProcessGroup) -> None:
         ConfigError: Ray refuses the group's labels.
     """
     bundles = None
-    if group.placement is not None:
-        bundle = {"GPU": group.gpus} if group.gpus else {"CPU": BUNDLE_CPUS}
-        bundles = placement_group(
+    if group.is_reserved_together:
+        bundles = _reserve(plan, group)
+    for index, name in enumerate(group.names):
+        create_supervisor(plan, group, name, bundles=bundles, index=index)
+
+
+def _reserve(plan: RayPlan, group: ProcessGroup) -> PlacementGroup:
+    bundle = {"GPU": group.gpus} if group.gpus else {"CPU": BUNDLE_CPUS}
+    strategies = {HOST_LABEL: (group.placement or "pack").upper()}
+    if group.within is not None:
+        strategies[group.within] = "STRICT_PACK"
+    try:
+        return placement_group(
             [bundle] * group.num_processes,
-            strategy=group.placement.upper(),
+            topology_strategy=strategies,
             name=_placement_name(plan, group),
             lifetime="detached",
             bundle_label_selector=[group.selector] * group.num_processes,
         )
-    for index, name in enumerate(group.names):
-        create_supervisor(plan, group, name, bundles=bundles, index=index)
+    except ValueError as exc:
+        raise ConfigError(f"Ray refuses ray.workers.{group.role}: {describe(exc)}") from exc
 
 
 def create_supervisor(
@@ -193,7 +205,7 @@ async def remove_all(supervisors: FleetActors, plan: RayPlan, names: Sequence[st
     for name in names:
         await supervisors.remove(name, HEAD_TIMEOUT_S)
     for group in plan.groups:
-        if group.placement is not None:
+        if group.is_reserved_together:
             await asyncio.to_thread(_remove_placement, _placement_name(plan, group))
 
 
