@@ -3,6 +3,7 @@
     python benchmarks/bench_ray.py kill [--json benchmarks/results/ray.json]
     python benchmarks/bench_ray.py one_way …
     python benchmarks/bench_ray.py two_way …
+    python benchmarks/bench_ray.py upgrade …
     python benchmarks/bench_ray.py --table benchmarks/results/ray.json
 
 Needs root, iproute2 and Ray. The hosts are namespaces on this machine (baton.testing.ray_hosts):
@@ -15,6 +16,8 @@ Then, under four clients that ask without a pause, one of the decode workers' ho
     kill     loses power
     one_way  is cut off in one direction: nothing that it sends reaches another host
     two_way  is cut off in both
+
+or, with `upgrade`, each process is replaced by `baton upgrade`, which takes `moved_s`.
 
 `moved_s`: from the fault until the gateway uses the worker on another host. A partition is healed
 `HEAL_AFTER_S` after that; `old_gone_s`: from there until the old worker's port refuses connections.
@@ -51,6 +54,7 @@ LABELS = (
     {"rack": "r3", "host": "h3", "kind": "worker"},
 )
 FLEET = "bench"
+FAULTS = ("kill", "one_way", "two_way", "upgrade")
 PROMPTS = tuple(f"{word} by the sea, and those who lived in it, " * 6 for word in "ABCD")
 MAX_TOKENS = 64
 SETTINGS = (
@@ -130,6 +134,9 @@ def is_listening(url: str) -> bool:
 
 def run_fault(cluster: RayCluster, fault: str, result: Result, load: GreedyLoad) -> None:
     """Have it happen under load, and wait for what follows."""
+    if fault == "upgrade":
+        run_upgrade(cluster, result, load)
+        return
     before = workers_in_use(cluster, load.url)
     host, lost = _choose(cluster, before)
     with load.running(), ExitStack() as partition:
@@ -146,9 +153,19 @@ def run_fault(cluster: RayCluster, fault: str, result: Result, load: GreedyLoad)
         result.old_gone_s = wait_until(lambda: not is_listening(lost), GONE_TIMEOUT_S)
         answered = load.num_answers
         wait_until(lambda: load.num_answers > answered + len(PROMPTS), MOVED_TIMEOUT_S)
-    result.num_answers, result.num_errors = load.num_answers, len(load.failures)
-    result.errors = tuple(sorted(set(load.failures)))[:5]
-    result.longest_gap_s = load.longest_gap_s
+
+
+def run_upgrade(cluster: RayCluster, result: Result, load: GreedyLoad) -> None:
+    """Replace each process while clients ask."""
+    words = (sys.executable, "-m", "baton.cli", "upgrade", "--on", "ray", "--fleet", FLEET)
+    cluster.head.environment["RAY_ADDRESS"] = cluster.address
+    with load.running():
+        begun = time.monotonic()
+        done = cluster.head.run(*words, timeout_s=UP_TIMEOUT_S)
+        result.moved_s = time.monotonic() - begun
+    print(done.stdout + done.stderr, file=sys.stderr)
+    if done.returncode:
+        raise SystemExit("the upgrade failed")
 
 
 def _choose(cluster: RayCluster, urls: set[str]) -> tuple[IsolatedHost, str]:
@@ -174,6 +191,9 @@ def measure(fault: str) -> Result:
         result = Result(fault, round(ray_s, 2), round(fleet_s, 2), round(first_token_s, 2))
         print(f"first token after {first_token_s:.1f} s", file=sys.stderr)
         run_fault(cluster, fault, result, load)
+        result.num_answers, result.num_errors = load.num_answers, len(load.failures)
+        result.errors = tuple(sorted(set(load.failures)))[:5]
+        result.longest_gap_s = load.longest_gap_s
         return result
 
 
@@ -185,14 +205,14 @@ def table(results: list[dict[str, object]]) -> str:
         "kill": "a host loses power: its worker serves on another host",
         "one_way": "a host is cut off in one direction: the same",
         "two_way": "a host is cut off in both: the same",
+        "upgrade": "`baton upgrade` of four processes, one after the other",
     }
     for each in results:
         errors = f"{each['num_errors']} of {each['num_answers']}"
         rows.append(f"| {names[str(each['fault'])]} | {_seconds(each['moved_s'])} | {errors} |")
-        if each["fault"] != "kill":
-            rows.append(
-                f"| … from its end until the old worker is gone | {_seconds(each['old_gone_s'])} | |"
-            )
+        if each["fault"] in {"one_way", "two_way"}:
+            gone = _seconds(each["old_gone_s"])
+            rows.append(f"| … from its end until the old worker is gone | {gone} | |")
     return "\n".join(rows)
 
 
@@ -207,7 +227,7 @@ def _seconds(value: object) -> str:
 def main() -> None:
     """Measure one fault, or print the table of what was measured."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("fault", nargs="?", choices=("kill", "one_way", "two_way"))
+    parser.add_argument("fault", nargs="?", choices=FAULTS)
     parser.add_argument("--json", type=Path, help="replace this fault's result in that file")
     parser.add_argument("--table", type=Path, help="print the table of that file's results")
     given = parser.parse_args()
@@ -221,7 +241,7 @@ def main() -> None:
     if given.json:
         old = json.loads(given.json.read_text("utf-8"))["results"] if given.json.exists() else []
         results = [each for each in old if each["fault"] != given.fault] + [result]
-        results.sort(key=lambda each: ("kill", "one_way", "two_way").index(each["fault"]))
+        results.sort(key=lambda each: FAULTS.index(each["fault"]))
         machine = {"python": platform.python_version(), "kernel": platform.release()}
         text = json.dumps({"machine": machine, "results": results}, indent=1)
         given.json.write_text(text + "\n", "utf-8")

@@ -19,6 +19,7 @@ from baton.launch.ray import hosted_process
 from baton.launch.ray.hosted_process import HostedProcess, RayHost
 from baton.launch.ray.plan import plan_fleet
 from baton.launch.ray.process import NUM_LINES, LogTail, SupervisedProcess
+from baton.protocol.members import decode_members
 
 STUB = str(Path(__file__).with_name("stub_child.py"))
 WITHIN_S = 10.0
@@ -84,12 +85,23 @@ def test_a_process_that_does_not_drain_is_killed():
     asyncio.run(scenario())
 
 
-def test_a_replaced_process_is_another_one_and_counts_no_failure():
+def test_a_successor_takes_over_when_it_is_ready():
+    behaviours = ["worker", "broken", "worker"]
+
     async def scenario():
-        process = stub("worker", max_restarts=0)
+        process = SupervisedProcess(
+            "gateway-0",
+            lambda _: (sys.executable, STUB, behaviours.pop(0), "0"),
+            os.environ,
+            MachineClock(),
+            restarts=RestartPolicy(max_restarts=0),
+        )
         life = asyncio.create_task(process.run())
         await until(lambda: process.state == "ready")
         pid = process.pid
+        with pytest.raises(FleetError, match="the old one serves as before; its last line: No mod"):
+            await process.replace(WITHIN_S)
+        assert (process.pid, process.state) == (pid, "ready")
         await process.replace(WITHIN_S)
         await until(lambda: process.state == "ready" and process.pid not in {None, pid})
         await process.stop(WITHIN_S)
@@ -136,6 +148,8 @@ class Fleet:
         return frozenset({"decode-0", "decode-1", "prefill-0"})
 
     async def call(self, name, method, *arguments, timeout_s):
+        if method == "status":
+            raise FleetError("no answer")
         assert method == "key"
         if name == "decode-1":
             raise FleetError("no answer")
@@ -243,9 +257,21 @@ def test_a_directory_that_others_can_change_is_refused(monkeypatch, tmp_path):
     asyncio.run(scenario())
 
 
-def test_a_gateways_command_names_its_members_file(monkeypatch, tmp_path):
-    process = hosted(Fleet(), monkeypatch, tmp_path, "gateway-0")
-    words = HostedProcess._command(process, hosted_process.Ports(http=5, handoff=0))
-    assert f'gateway.members=["file:{tmp_path}/baton/ray-f-gateway-0/members.json"]' in words
-    assert "gateway.host=127.0.0.1" in words
-    assert "gateway.port=5" in words
+def test_a_gateways_command_names_its_file_of_workers_and_its_sockets(monkeypatch, tmp_path):
+    process = hosted(Fleet(), monkeypatch, tmp_path, "gateway-0", BATON_GATEWAY__PORT="0")
+    commands = show_environment(process, monkeypatch)
+
+    async def scenario():
+        life = asyncio.create_task(process.run())
+        await until(lambda: process.lines(0).lines)
+        port = process._sockets.port
+        await process.stop()
+        await life
+        return port
+
+    port = asyncio.run(scenario())
+    folder = tmp_path / "baton" / "ray-f-gateway-0"
+    assert f'gateway.members=["file:{folder}/members.json"]' in commands[0]
+    assert {"gateway.host=127.0.0.1", f"gateway.port={port}", "--listen-fds"} <= set(commands[0])
+    assert decode_members((folder / "members.json").read_bytes()).workers == ()
+    assert process.members() == (folder / "members.json").read_bytes()

@@ -29,7 +29,6 @@ LABELS = (
     {"rack": "r2", "host": "h2", "kind": "worker"},
     {"rack": "r3", "host": "h3", "kind": "worker"},
 )
-CONTROL = str(Path(__file__).with_name("control.py"))
 FLEET = "test"
 KEY = secrets.token_hex(32)
 PROMPTS = tuple(
@@ -47,16 +46,19 @@ class RunningFleet:
     url: str
 
     def call(self, *arguments):
-        done = self.cluster.head.run(
-            sys.executable, CONTROL, FLEET, *arguments, timeout_s=CALL_TIMEOUT_S
-        )
+        done = self.run(*arguments)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
+
+    def run(self, *arguments, fleet=FLEET):
+        return baton(self.cluster, *arguments, "--on", "ray", "--fleet", fleet)
 
     def status(self):
         return {
             member.name: member
-            for member in msgspec.json.decode(self.call("status"), type=FleetStatus).members
+            for member in msgspec.json.decode(
+                self.call("status", "--json"), type=FleetStatus
+            ).members
         }
 
     @property
@@ -64,6 +66,12 @@ class RunningFleet:
         """As the gateway reads them: by address."""
         path = self.cluster.head.folder / f"baton/ray-{FLEET}-gateway-0/members.json"
         return {each.url: each for each in decode_members(path.read_bytes()).workers}
+
+
+def baton(cluster, *arguments):
+    """Run `baton` on the head's host."""
+    words = (sys.executable, "-m", "baton.cli", *arguments)
+    return cluster.head.run(*words, timeout_s=CALL_TIMEOUT_S)
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +168,7 @@ def test_labels_that_no_host_has_are_named(cluster):
     assert done.returncode == 1
     assert "decode-0: labels rack=r9" in done.stderr
     assert "host=h2, kind=worker, rack=r2" in done.stderr
-    left = cluster.head.run(sys.executable, CONTROL, "nowhere", "status", timeout_s=CALL_TIMEOUT_S)
+    left = baton(cluster, "status", "--on", "ray", "--fleet", "nowhere")
     assert "no fleet 'nowhere' runs" in left.stderr
 
 
@@ -192,14 +200,13 @@ def test_the_same_name_is_refused_while_it_runs(fleet):
 
 
 def test_logs(fleet):
-    lines = fleet.call("logs", "decode-0")
-    assert "decode-0" in lines
+    assert "baton." in fleet.call("logs", "decode-0", "--lines", "50")
 
 
 def test_scaling_under_load(fleet, load):
     before = load.num_answers
     with load.running():
-        assert "decode-2: ready" in fleet.call("scale", "3")
+        assert "decode-2: ready" in fleet.call("scale", "--decode", "3")
         assert len(fleet.workers) == 4
         drained = fleet.call("drain", "decode-2")
     assert "decode-2: exit code 0" in drained
@@ -228,9 +235,7 @@ def test_a_host_that_dies(fleet, load):
 def test_down(fleet):
     lines = fleet.call("down")
     assert "gateway-0: exit code 0" in lines
-    left = fleet.cluster.head.run(
-        sys.executable, CONTROL, FLEET, "status", timeout_s=CALL_TIMEOUT_S
-    )
+    left = fleet.run("status")
     assert f"no fleet '{FLEET}' runs" in left.stderr
     wait_until(lambda: not has_workers(FLEET), 10.0)
 

@@ -17,9 +17,11 @@ import tempfile
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from baton.launch.child import exit_with_parent
 from baton.testing.network_namespaces import bridged_hosts, dropping_packets_from
 
 if TYPE_CHECKING:
@@ -224,5 +226,6 @@ def _open_host(
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        preexec_fn=partial(exit_with_parent, os.getpid()),  # noqa: PLW1509 - it takes no lock
     )
     return IsolatedHost(network, folder, labels, environment, first)

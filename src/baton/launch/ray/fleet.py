@@ -16,7 +16,7 @@ from baton.launch.fleet import FleetMember, FleetStatus, MemberRole
 from baton.launch.ray.connection import check_ray, connected, find_address
 from baton.launch.ray.members_file import read_member
 from baton.launch.ray.plan import NAMES, number_of, read_plan, role_of
-from baton.launch.ray.process import LogLines
+from baton.launch.ray.process import START_TIMEOUT_S, LogLines
 from baton.protocol.members import decode_members
 
 if TYPE_CHECKING:
@@ -102,15 +102,17 @@ class RayFleet:
         """See `FleetControl`.
 
         A worker's successor is started first. Where Ray finds no host for it, as without a free
-        GPU, the worker is drained first, if others have its role. Gateways start again in place.
+        GPU, the worker is drained first, if others have its role. A gateway's
+        next process starts beside the old one, on the same sockets.
         """
         for name in sorted(await self._list_names(), key=_order):
             if role_of(name) != "gateway":
                 async for line in self._succeed(name):
                     yield line
         for name in _of_role("gateway", await self._list_names()):
-            yield f"{name}: draining"
-            await self._call(name, "replace", timeout_s=self._stop_timeout_s(name))
+            yield f"{name}: another process starts on the same sockets"
+            timeout_s = START_TIMEOUT_S + self._stop_timeout_s(name)
+            await self._call(name, "replace", timeout_s=timeout_s)
             await self._until_ready([name])
             yield f"{name}: serves again"
 

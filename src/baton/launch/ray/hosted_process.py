@@ -14,8 +14,11 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
+import msgspec
+
 from baton.config.cluster_key import KEY_VARIABLE
 from baton.config.environment import run_directory
+from baton.config.resolve import CommandLine, resolve
 from baton.errors import ConfigError
 from baton.launch.errors import FleetError
 from baton.launch.fleet import FleetMember
@@ -24,15 +27,18 @@ from baton.launch.ray.members_file import MembersFileWriter
 from baton.launch.ray.plan import role_of, settings_file
 from baton.launch.ray.process import LogLines, SupervisedProcess
 from baton.launch.slots import KILL_MARGIN_S
+from baton.launch.sockets import open_gateway_sockets
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     from baton.clock import Clock
+    from baton.config.sections import GatewaySection
     from baton.launch.fleet import MemberState
     from baton.launch.ray.members_file import Supervisors
     from baton.launch.ray.plan import RayPlan
+    from baton.launch.sockets import GatewaySockets
 
 READY_PATH: Final = "/ready"
 READY_TIMEOUT_S: Final = 1.0
@@ -87,6 +93,7 @@ class HostedProcess:
         self._key: str | None = None
         self._failure: str | None = None
         self._writer: MembersFileWriter | None = None
+        self._sockets: GatewaySockets | None = None
         self._process = SupervisedProcess(name, self._command, self._environment, clock)
 
     async def run(self) -> None:
@@ -105,11 +112,22 @@ class HostedProcess:
     async def _run_gateway(self) -> None:
         self._writer = MembersFileWriter(self._supervisors, self._members_path)
         await self._writer.poll()
+        self._sockets = open_gateway_sockets(self._gateway_section())
+        self._process.inherited = self._sockets.fds
         polling = asyncio.create_task(self._writer.run())
         try:
             await self._process.run()
         finally:
             polling.cancel()
+            self._sockets.close()
+
+    def _gateway_section(self) -> GatewaySection:
+        """As the gateway reads it, but for the host's address."""
+        command_line = CommandLine(self._settings_path)
+        section = resolve(command_line, self._environment).to_config().gateway
+        if "gateway.host" in self._plan.settings:
+            return section
+        return msgspec.structs.replace(section, host=self._host.address)
 
     def give_key(self, key: str) -> None:
         """Take the cluster key. The first one stays."""
@@ -173,7 +191,7 @@ class HostedProcess:
 
     def _command(self, ports: Ports) -> tuple[str, ...]:
         if self.role == "gateway":
-            return self._gateway_command(ports)
+            return self._gateway_command()
         settings: dict[str, object] = {
             "worker.host": self._host.address,
             "worker.handoff_host": self._host.address,
@@ -182,13 +200,13 @@ class HostedProcess:
             settings["worker.topology"] = self._host.topology
         return WorkerPlan(self.name, self.role, settings).command(self._settings_path, ports)
 
-    def _gateway_command(self, ports: Ports) -> tuple[str, ...]:
+    def _gateway_command(self) -> tuple[str, ...]:
         settings: dict[str, object] = {"gateway.members": [f"file:{self._members_path}"]}
-        if "gateway.host" not in self._plan.settings:
-            settings["gateway.host"] = self._host.address
-        if ports.http:
-            settings["gateway.port"] = ports.http
-        return command_line("gateway", self._settings_path, settings)
+        inherited: tuple[str, ...] = ()
+        if self._sockets is not None:
+            settings |= {"gateway.host": self._sockets.host, "gateway.port": self._sockets.port}
+            inherited = self._sockets.arguments()
+        return (*command_line("gateway", self._settings_path, settings), *inherited)
 
     # What supervisors and operators ask
 

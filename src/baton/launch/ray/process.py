@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from baton.launch.child import (
+    ChildExited,
     RestartBudget,
     RestartPolicy,
     describe_exit,
     likely_cause,
     spawn,
 )
+from baton.launch.errors import FleetError
 from baton.launch.plan import Ports
 from baton.telemetry.process_status import Ready
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 NUM_LINES: Final = 2000
 MAX_LINE_CHARS: Final = 2000
+START_TIMEOUT_S: Final = 60.0
 
 
 class LogLines(msgspec.Struct, frozen=True):
@@ -67,6 +70,7 @@ class SupervisedProcess:
 
     `command` gives the command line on given ports: 0 at first, then those of the life before, so
     that the next one is found where that was. `url` is where it answers, or will answer again.
+    `inherited` are file descriptors that each of its processes gets.
     """
 
     def __init__(
@@ -83,14 +87,16 @@ class SupervisedProcess:
         self._budget = RestartBudget(restarts or RestartPolicy())
         self._ports = Ports()
         self._child: Child | None = None
+        self._successor: Child | None = None
         self._ready_at: Instant | None = None
-        self._is_begun = self._is_draining = self._is_replaced = False
+        self._is_begun = self._is_draining = False
         self._stop_requested, self._ended = asyncio.Event(), asyncio.Event()
         self.state: MemberState = "starting"
         self.reason = ""
         self.url: str | None = None
         self.num_restarts = 0
         self.lines = LogTail()
+        self.inherited: Sequence[int] = ()
 
     @property
     def pid(self) -> int | None:
@@ -115,9 +121,7 @@ class SupervisedProcess:
                 returncode = await self._run_once()
                 if self._stop_requested.is_set():
                     break
-                if self._is_replaced:
-                    self._is_replaced = False
-                elif not await self._wait_for_restart(returncode):
+                if self._successor is None and not await self._wait_for_restart(returncode):
                     return
                 self.num_restarts += 1
             self.state, self.reason = "ended", describe_exit(returncode)
@@ -127,10 +131,11 @@ class SupervisedProcess:
             self._ended.set()
 
     async def _run_once(self) -> int:
-        """From its start to its end: the exit status."""
-        self.state = "draining" if self._is_draining else "starting"
-        command = self._command(self._ports)
-        child = await spawn(self._name, command, self._environment, self.lines.append)
+        """From its start, or from that of its predecessor's end, to its end: the exit status."""
+        child, self._successor = self._successor, None
+        if child is None:
+            self.state = "draining" if self._is_draining else "starting"
+            child = await self._spawn()
         self._child = child
         try:
             if self._stop_requested.is_set():
@@ -146,6 +151,16 @@ class SupervisedProcess:
         finally:
             self._ready_at = None
             child.kill()
+
+    async def _spawn(self) -> Child:
+        command = self._command(self._ports)
+        return await spawn(
+            self._name,
+            command,
+            self._environment,
+            self.lines.append,
+            inherited=self.inherited,
+        )
 
     async def _wait_for_restart(self, returncode: int) -> bool:
         """Whether it may start again, after its delay."""
@@ -169,9 +184,26 @@ class SupervisedProcess:
             self.state = "draining"
 
     async def replace(self, timeout_s: float) -> None:
-        """Drain and end this life; the next one starts at once, with the code that is installed."""
-        self._is_replaced = True
-        await self._end_child(timeout_s)
+        """Start another process on the same sockets; when it serves, drain and end this one.
+
+        Raises:
+            FleetError: the other one did not start; this one serves as before.
+        """
+        old, successor = self._child, await self._spawn()
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                ready = await successor.wait_until_ready()
+        except TimeoutError:
+            ready = ChildExited(0)
+        if not isinstance(ready, Ready):
+            successor.kill()
+            raise FleetError(
+                f"the new {self._name} did not start, and the old one serves as before; its last "
+                f"line: {successor.last_lines[-1] if successor.last_lines else 'none'}"
+            )
+        self._successor = successor
+        if old is not None:
+            await _end_child(old, timeout_s)
 
     async def stop(self, timeout_s: float) -> None:
         """Drain and end it, and do not start it again; killed after `timeout_s`."""
@@ -180,17 +212,18 @@ class SupervisedProcess:
         if not self._is_begun:
             self.state, self.reason = "ended", "it was not started yet"
             return
-        await self._end_child(timeout_s)
+        if self._child is not None:
+            await _end_child(self._child, timeout_s)
         await self._ended.wait()
 
-    async def _end_child(self, timeout_s: float) -> None:
-        child = self._child
-        if child is None or child.is_ended:
-            return
-        child.terminate()
-        try:
-            async with asyncio.timeout(timeout_s):
-                await child.wait_until_exited()
-        except TimeoutError:
-            child.kill()
+
+async def _end_child(child: Child, timeout_s: float) -> None:
+    if child.is_ended:
+        return
+    child.terminate()
+    try:
+        async with asyncio.timeout(timeout_s):
             await child.wait_until_exited()
+    except TimeoutError:
+        child.kill()
+        await child.wait_until_exited()

@@ -16,6 +16,7 @@ from baton.launch.ray.actors import FleetActors
 from baton.launch.ray.connection import uses_tokens
 from baton.launch.ray.hosted_process import HostedProcess, RayHost
 from baton.launch.ray.plan import read_plan
+from baton.launch.ray.process import START_TIMEOUT_S
 from baton.launch.slots import KILL_MARGIN_S
 
 if TYPE_CHECKING:
@@ -83,8 +84,8 @@ class Supervisor:
         self._loop.call_soon_threadsafe(self._process.mark_draining)
 
     def replace(self) -> None:
-        """Drain and end the process; another one starts with the code that is installed."""
-        self._run(self._process.replace(), self._stop_timeout_s)
+        """Start another process, with the code that is installed; then drain and end this one."""
+        self._run(self._process.replace(), START_TIMEOUT_S + self._stop_timeout_s)
 
     def stop(self) -> str:
         """Drain and end the process, and start none again: how it ended."""
