@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 import tomllib
 from pathlib import Path
@@ -275,3 +276,26 @@ def test_a_gateways_command_names_its_file_of_workers_and_its_sockets(monkeypatc
     assert {"gateway.host=127.0.0.1", f"gateway.port={port}", "--listen-fds"} <= set(commands[0])
     assert decode_members((folder / "members.json").read_bytes()).workers == ()
     assert process.members() == (folder / "members.json").read_bytes()
+
+
+def test_a_gateway_starts_when_its_port_is_free(monkeypatch, tmp_path):
+    monkeypatch.setattr(hosted_process, "PORT_INTERVAL_S", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        process = hosted(Fleet(), monkeypatch, tmp_path, "gateway-0", BATON_GATEWAY__PORT=port)
+        show_environment(process, monkeypatch)
+
+        async def scenario():
+            life = asyncio.create_task(process.run())
+            await until(lambda: process._failure is not None)
+            report = await process.report()
+            assert (report.state, f"port {port} on 127.0.0.1 is taken" in report.reason) == (
+                "failed",
+                True,
+            )
+            taken.close()
+            await until(lambda: process.lines(0).lines)
+            await process.stop()
+            await life
+
+        asyncio.run(scenario())

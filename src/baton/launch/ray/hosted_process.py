@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 READY_PATH: Final = "/ready"
 READY_TIMEOUT_S: Final = 1.0
 KEY_INTERVAL_S: Final = 1.0
+PORT_INTERVAL_S: Final = 1.0
 ZONE_LABELS: Final = ("zone", "ray.io/availability-zone")
 HIDDEN_VARIABLES: Final = ("RAY_", "BATON_CONFIG", "OMP_NUM_THREADS", KEY_VARIABLE)
 """Beginnings of variables that a process does not inherit from its supervisor: an engine that uses
@@ -112,7 +113,7 @@ class HostedProcess:
     async def _run_gateway(self) -> None:
         self._writer = MembersFileWriter(self._supervisors, self._members_path)
         await self._writer.poll()
-        self._sockets = open_gateway_sockets(self._gateway_section())
+        self._sockets = await self._open_sockets()
         self._process.inherited = self._sockets.fds
         polling = asyncio.create_task(self._writer.run())
         try:
@@ -120,6 +121,18 @@ class HostedProcess:
         finally:
             polling.cancel()
             self._sockets.close()
+
+    async def _open_sockets(self) -> GatewaySockets:
+        """As soon as the port is free: a gateway of before may be about to end."""
+        while True:
+            try:
+                sockets = open_gateway_sockets(self._gateway_section())
+            except ConfigError as exc:
+                self._failure = str(exc)
+                await asyncio.sleep(PORT_INTERVAL_S)
+            else:
+                self._failure = None
+                return sockets
 
     def _gateway_section(self) -> GatewaySection:
         """As the gateway reads it, but for the host's address."""
