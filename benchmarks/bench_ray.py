@@ -11,7 +11,7 @@ one has Ray's head, the gateway and the prefill worker, each of the others a dec
 engine, float32, the demo model). Each run starts all of it anew: `first_token_s` counts from the
 first `ray start` to the first token of the first stream.
 
-Then, under four clients that ask without a pause, one of the decode workers' hosts
+Then, under two clients that ask without a pause, one of the decode workers' hosts
 
     kill     loses power
     one_way  is cut off in one direction: nothing that it sends reaches another host
@@ -55,7 +55,7 @@ LABELS = (
 )
 FLEET = "bench"
 FAULTS = ("kill", "one_way", "two_way", "upgrade")
-PROMPTS = tuple(f"{word} by the sea, and those who lived in it, " * 6 for word in "ABCD")
+PROMPTS = tuple(f"{word} by the sea, and those who lived in it, " * 6 for word in "AB")
 MAX_TOKENS = 64
 SETTINGS = (
     "engine.dtype=float32",

@@ -18,6 +18,7 @@ from baton.cli.flags import (
     Store,
     Transport,
 )
+from baton.errors import ConfigError
 from baton.launch.fleet import DEFAULT_FLEET
 
 
@@ -111,6 +112,8 @@ def up(flags: UpFlags | None = None) -> int:
     """
     flags = flags or UpFlags()
     if flags.on == "ray":
+        if flags.pin:
+            raise ConfigError("--pin divides the cores of this machine; it does nothing on Ray")
         from baton.cli.launching_ray import launch_on_ray  # noqa: PLC0415 - too heavy for --help
 
         return launch_on_ray(flags.resolve(), flags.fleet)
