@@ -4,6 +4,7 @@
     python benchmarks/bench_ray.py one_way …
     python benchmarks/bench_ray.py two_way …
     python benchmarks/bench_ray.py upgrade …
+    python benchmarks/bench_ray.py head …
     python benchmarks/bench_ray.py --table benchmarks/results/ray.json
 
 Needs root, iproute2 and Ray. The hosts are namespaces on this machine (baton.testing.ray_hosts):
@@ -17,7 +18,9 @@ Then, under two clients that ask without a pause, one of the decode workers' hos
     one_way  is cut off in one direction: nothing that it sends reaches another host
     two_way  is cut off in both
 
-or, with `upgrade`, each process is replaced by `baton upgrade`, which takes `moved_s`.
+or, with `upgrade`, each process is replaced by `baton upgrade`, which takes `moved_s`; or, with
+`head`, Ray's head (its GCS) is killed, for `HEAD_AWAY_S`, and a decode worker too, which is back
+after `moved_s`.
 
 `moved_s`: from the fault until the gateway uses the worker on another host. A partition is healed
 `HEAL_AFTER_S` after that; `old_gone_s`: from there until the old worker's port refuses connections.
@@ -28,12 +31,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
+import signal
 import socket
 import sys
 import time
 import urllib.request
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,7 +59,7 @@ LABELS = (
     {"rack": "r3", "host": "h3", "kind": "worker"},
 )
 FLEET = "bench"
-FAULTS = ("kill", "one_way", "two_way", "upgrade")
+FAULTS = ("kill", "one_way", "two_way", "upgrade", "head")
 PROMPTS = tuple(f"{word} by the sea, and those who lived in it, " * 6 for word in "AB")
 MAX_TOKENS = 64
 SETTINGS = (
@@ -69,6 +74,8 @@ UP_TIMEOUT_S = 120.0
 MOVED_TIMEOUT_S = 90.0
 GONE_TIMEOUT_S = 60.0
 HEAL_AFTER_S = 5.0
+HEAD_AWAY_S = 75.0
+"""Longer than Ray's default, after which it ends on all hosts."""
 
 
 @dataclass
@@ -137,6 +144,9 @@ def run_fault(cluster: RayCluster, fault: str, result: Result, load: GreedyLoad)
     if fault == "upgrade":
         run_upgrade(cluster, result, load)
         return
+    if fault == "head":
+        run_without_head(cluster, result, load)
+        return
     before = workers_in_use(cluster, load.url)
     host, lost = _choose(cluster, before)
     with load.running(), ExitStack() as partition:
@@ -166,6 +176,35 @@ def run_upgrade(cluster: RayCluster, result: Result, load: GreedyLoad) -> None:
     print(done.stdout + done.stderr, file=sys.stderr)
     if done.returncode:
         raise SystemExit("the upgrade failed")
+
+
+def run_without_head(cluster: RayCluster, result: Result, load: GreedyLoad) -> None:
+    """Kill Ray's head and then a worker, while clients ask."""
+    before = workers_in_use(cluster, load.url)
+    with load.running():
+        begun = time.monotonic()
+        _kill("gcs_server", cluster.head.folder)
+        _kill("baton.cli\0worker", cluster.hosts[-1].folder)
+        wait_until(lambda: workers_in_use(cluster, load.url) != before, MOVED_TIMEOUT_S)
+        result.moved_s = wait_until(
+            lambda: workers_in_use(cluster, load.url) == before, MOVED_TIMEOUT_S
+        )
+        time.sleep(max(0.0, begun + HEAD_AWAY_S - time.monotonic()))
+        if workers_in_use(cluster, load.url) != before:
+            raise SystemExit("workers are missing")
+
+
+def _kill(program: str, folder: Path) -> None:
+    """End the one process with these words in its command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            line = path.read_bytes()
+            if program.encode() in line and f"{folder}/".encode() in line:
+                found.append(int(path.parent.name))
+    if len(found) != 1:
+        raise SystemExit(f"{len(found)} processes are {program!r}")
+    os.kill(found[0], signal.SIGKILL)
 
 
 def _choose(cluster: RayCluster, urls: set[str]) -> tuple[IsolatedHost, str]:
@@ -205,6 +244,7 @@ def table(results: list[dict[str, object]]) -> str:
         "kill": "a host loses power: its worker serves on another host",
         "one_way": "a host is cut off in one direction: the same",
         "two_way": "a host is cut off in both: the same",
+        "head": "Ray's head is away for 75 s, and a decode worker is killed: it serves again",
         "upgrade": "`baton upgrade` of four processes, one after the other",
     }
     for each in results:

@@ -37,8 +37,10 @@ HEALTH_CHECKS: Final = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "3",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",
 }
-"""A host that is away is noticed after some 3 s; with Ray's defaults it takes up to a minute."""
+"""A host that is away is noticed after some 3 s, and the head may be away for an hour; with Ray's
+defaults, each of the two is a minute."""
 FIXED_PORTS: Final = (
     "--node-manager-port=6701",
     "--object-manager-port=6702",
