@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 FLEET = "bench"
 NUM_PROMPTS = 8
 NUM_TOKENS = 48
-TIMEOUT_S = 120
+TIMEOUT_S = 240
 
 
 @dataclass
@@ -227,7 +227,10 @@ async def measure_one(
     )
 
 
-HEADER = "| command | took (s) | answers | failed | broken | other tokens | TTFT p50 (ms) | TTFT max (ms) |"
+HEADER = (
+    "| command | took (s) | answers | failed | broken | other tokens | TTFT p50 (ms) "
+    "| TTFT max (ms) |"
+)
 
 
 def row(phase: Phase) -> str:
@@ -250,7 +253,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the result there")
     parser.add_argument("--table", type=Path, help="print the table of a result, measure nothing")
     parser.add_argument("--clients", type=int, default=4)
-    parser.add_argument("--prefill", type=int, default=0, help="prefill workers beside two that decode")
+    parser.add_argument(
+        "--prefill", type=int, default=0, help="prefill workers beside two that decode"
+    )
     arguments = parser.parse_args()
     print(HEADER, "|---|---|---|---|---|---|---|---|", sep="\n")
     if arguments.table:
@@ -261,7 +266,11 @@ def main() -> None:
     commands = ((), ("scale", flag, "4"), ("scale", flag, "1"), ("upgrade",))
     phases = asyncio.run(measure(arguments.prefill, commands, arguments.clients))
     if arguments.json:
-        result = {"clients": arguments.clients, "prefill": arguments.prefill, "phases": [asdict(phase) for phase in phases]}
+        result = {
+            "clients": arguments.clients,
+            "prefill": arguments.prefill,
+            "phases": [asdict(phase) for phase in phases],
+        }
         arguments.json.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
 
 

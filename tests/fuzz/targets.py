@@ -70,6 +70,8 @@ from baton.gateway import protocol_adapters
 from baton.gateway.clients import ClientKeyFile, Clients, make_key, read_keys
 from baton.gateway.errors import UnauthorizedError
 from baton.gateway.kv_events import locate_events
+from baton.gateway.members.file import read_addresses
+from baton.gateway.members.member_set import MemberSet
 from baton.gateway.options import WorkerAddress
 from baton.gateway.request import (
     estimate_prompt_tokens,
@@ -100,7 +102,7 @@ from baton.kv.prefix_names import PrefixNames
 from baton.kv.sizing.config import read_config
 from baton.kv.sizing.families import read_shape
 from baton.launch.control_messages import decode_answer, decode_request
-from baton.launch.gateways import find_requests, find_up, first_model
+from baton.launch.gateways import find_model, find_requests, find_up
 from baton.net import framing
 from baton.ops.doctor import fleet
 from baton.planner.links import read_links
@@ -767,12 +769,12 @@ def read_gateway_pages(body: bytes) -> str:
     asked = cast("Any", FakeGateway(body))
     find_up(body)
     find_requests(body)
+    find_model(body)
     return answers(
         (fleet.PageError, ProtocolError),
         lambda: fleet._read_metrics(asked),
         lambda: fleet._decode(200, body, fleet.RequestList),
         lambda: fleet._decode(500, body, fleet.RequestList),
-        lambda: first_model(body),
     )
 
 
@@ -850,6 +852,22 @@ LINKS: Final = {
         for w, n in (("a", 1 << 20), ("b", 64))
     ],
 }  # fmt: skip
+
+
+MEMBERS: Final = {
+    "version": 1,
+    "workers": [
+        {"url": "https://10.0.0.2:8101", "role": "prefill"},
+        {"url": "https://[2001:db8::1]:8101", "role": "both", "draining": True},
+    ],
+}
+
+
+def read_members(data: bytes) -> None:
+    members = MemberSet(("file:/a",))
+    members.update("file:/a", read_addresses(data))
+    for url in members.listings:
+        assert Worker(WorkerAddress(str(url), Role.BOTH), DEFAULT_HEALTH).url == url
 
 
 def read_stream(data: bytes) -> str:
@@ -1027,6 +1045,8 @@ TARGETS: Final = {
             encode_page(JournalPage(0, is_whole=False, events=()))), "bytes"),
         Target("worker-info", read_worker_info, (ProtocolError, ConfigError),
                json_of(INFO, VLLM_INFO), "json"),
+        Target("members-file", read_members, (ProtocolError, ConfigError),
+               json_of(MEMBERS), "json"),
         Target("worker-answers", read_worker_answers, NO_ERROR, ANSWERS, "json"),
         Target("worker-streams", go_on_with_stream, NO_ERROR, STREAMS, "bytes"),
         Target("worker-traces", read_traces_of_workers, NO_ERROR,

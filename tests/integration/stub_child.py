@@ -4,7 +4,7 @@ worker      ready at once; ends on SIGTERM
 stubborn    as a worker, but ignores SIGTERM
 broken      writes a reason and ends before it is ready
 mortal      ready, then ends with code 7 when a file named by STUB_DIE_FILE exists
-gateway     as a worker on the socket `--listen-fds`; answers /metrics and /v1/models over HTTP.
+gateway     as a worker on the socket `--listen-fds`; answers all paths as /metrics.
             The workers that are up are those of the file `--members`, without those that drain
 blind       as a gateway that sees no worker
 """
@@ -21,6 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 METRICS = 'baton_gateway_worker_up{{role="decode",url="{url}"}} 1.0\n'
+MODEL = 'baton_gateway_requests_total{mode="push",model="stub"} 0.0\n'
 BUSY = 'baton_router_requests{{model="stub",part="decode",worker="{name}"}} {num}.0\n'
 
 
@@ -29,8 +30,7 @@ class Handler(BaseHTTPRequestHandler):
     is_blind = False
 
     def do_GET(self):
-        models = b'{"object":"list","data":[{"id":"stub"}]}'
-        body = self.metrics().encode() if self.path == "/metrics" else models
+        body = self.metrics().encode()
         self.send_response(200)
         self.send_header("content-length", str(len(body)))
         self.send_header("stub-pid", str(os.getpid()))
@@ -45,7 +45,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.members is not None:
             listed = json.loads(Path(self.members).read_text())["workers"]
             urls = [each["url"] for each in listed if not each.get("draining")]
-        lines = [METRICS.format(url=url) for url in urls]
+        lines = [MODEL, *(METRICS.format(url=url) for url in urls)]
         return "".join(lines + [BUSY.format(name=name, num=num) for name, num in busy.items()])
 
     def log_message(self, *args):
@@ -87,7 +87,7 @@ def main():
     Handler.members, Handler.is_blind = args.members, behaviour == "blind"
     server = open_server(args)
     server.daemon_threads = False
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     if behaviour == "mortal":
         path = Path(os.environ["STUB_DIE_FILE"])
         threading.Thread(target=die_when_told, args=(path,), daemon=True).start()

@@ -10,6 +10,7 @@ import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import aiohttp
 import pytest
@@ -17,10 +18,13 @@ import pytest
 from baton.cli.main import run as run_cli
 from baton.errors import ConfigError
 from baton.gateway.options import GatewayOptions, WorkerAddress
-from baton.net.http_server import bind
+from baton.net.http_server import bind, bind_shared
 from baton.protocol.worker_http import Role
 from tests.integration.gateway_cluster import STREAM, until, until_true
 from tests.integration.scripted_worker import KEY, ScriptedWorker, one_token_and_wait, say_abc
+
+if TYPE_CHECKING:
+    import socket
 
 NUM_PROCESSES = 3
 
@@ -33,7 +37,7 @@ from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.gateway.process import run_gateway
 from baton.protocol.worker_http import Role
 
-url, num_processes, port, management_port, status_fd = sys.argv[1:]
+url, num_processes, port, management_port, status_fd, *listen_fds = sys.argv[1:]
 try:
     run_gateway(GatewayOptions(
         workers=(WorkerAddress(url, Role.BOTH),),
@@ -42,6 +46,7 @@ try:
         num_processes=int(num_processes),
         management_port=int(management_port),
         status_fd=int(status_fd),
+        listen_fds=tuple(map(int, listen_fds)),
         drain_timeout_s=2.0,
         probe_interval_s=0.1,
         tls="off",
@@ -85,22 +90,23 @@ def free_ports(num: int) -> int:
 
 
 async def start(
-    worker: ScriptedWorker, port: int = 0
+    worker: ScriptedWorker, port: int = 0, listeners: tuple[socket.socket, ...] = ()
 ) -> tuple[asyncio.subprocess.Process, int, int]:
+    fds = tuple(each.fileno() for each in listeners)
     management_port = free_ports(NUM_PROCESSES)
     reading, writing = os.pipe()
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", PROGRAM, worker.url, str(NUM_PROCESSES), str(port),
-        str(management_port), str(writing),
-        pass_fds=(writing,), stderr=asyncio.subprocess.PIPE,
+        str(management_port), str(writing), *map(str, fds),
+        pass_fds=(writing, *fds), stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     os.close(writing)
     return process, reading, management_port
 
 
 @contextlib.asynccontextmanager
-async def running(worker: ScriptedWorker):
-    process, reading, management_port = await start(worker)
+async def running(worker: ScriptedWorker, listeners: tuple[socket.socket, ...] = ()):
+    process, reading, management_port = await start(worker, 0, listeners)
     try:
         with os.fdopen(reading) as pipe:
             line = await asyncio.to_thread(pipe.readline)
@@ -233,6 +239,40 @@ def test_a_port_that_others_listen_on_is_refused():
         os.close(reading)
         assert await second.wait() == 1
         assert f"127.0.0.1:{port} is taken" in (await second.stderr.read()).decode()
+
+    run(scenario)
+
+
+def test_other_processes_take_over_the_sockets_and_no_request_fails():
+    """As a launcher does it, which holds the sockets: see `baton.launch.sockets`."""
+
+    async def ask_until(client, url, ended):
+        num_asked = 0
+        while not ended.is_set():
+            assert await ask(client, url)
+            num_asked += 1
+        return num_asked
+
+    async def scenario(client, worker, _):
+        with contextlib.ExitStack() as opened:
+            listeners = bind_shared("127.0.0.1", 0, NUM_PROCESSES)
+            for each in listeners:
+                opened.callback(each.close)
+            async with running(worker, listeners) as old:
+                ended = asyncio.Event()
+                asking = asyncio.create_task(ask_until(client, old.url, ended))
+                async with running(worker, listeners) as new:
+                    assert new.url == old.url
+                    old.process.send_signal(signal.SIGTERM)
+                    assert await old.process.wait() == 0
+                    for index in range(NUM_PROCESSES):
+
+                        async def is_used(index: int = index) -> bool:
+                            return await served(new, client, index) > 0
+
+                        await until_true(is_used)
+                    ended.set()
+                    assert await asking > NUM_PROCESSES
 
     run(scenario)
 

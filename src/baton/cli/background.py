@@ -38,7 +38,7 @@ def launch_in_background(resolved: Resolved, arguments: Sequence[str]) -> int:
         LaunchTimeoutError: it does not serve.
     """
     command = [*command_line("up", resolved.file, flag_settings(resolved)), "--background"]
-    process = subprocess.Popen(
+    process = subprocess.Popen(  # noqa: S603 - our own command
         [*command, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -66,18 +66,14 @@ def logs(
     on: On = LOCAL,
 ) -> int:
     """Print what a process of a fleet wrote; on this machine of a fleet that has ended, too."""
-    return _print_lines(
-        fleet, on, lambda control: control.logs(name, max(0, lines), follow=follow)
-    )
+    return _print_lines(fleet, on, lambda control: control.logs(name, max(0, lines), follow=follow))
 
 
 def scale(
     *,
     prefill: Annotated[int | None, Parameter(help="Number of prefill workers.")] = None,
     decode: Annotated[int | None, Parameter(help="Number of decode workers.")] = None,
-    workers: Annotated[
-        int | None, Parameter(help="Number of workers that do both parts.")
-    ] = None,
+    workers: Annotated[int | None, Parameter(help="Number of workers that do both parts.")] = None,
     fleet: Fleet = DEFAULT_FLEET,
     on: On = LOCAL,
 ) -> int:
@@ -116,25 +112,20 @@ def down(*, fleet: Fleet = DEFAULT_FLEET, on: On = LOCAL) -> int:
     return _print_lines(fleet, on, lambda control: control.down())
 
 
-def _print_lines(
-    fleet: str, on: str, begin: "Callable[[FleetControl], AsyncIterator[str]]"
-) -> int:
+def _print_lines(fleet: str, on: str, begin: "Callable[[FleetControl], AsyncIterator[str]]") -> int:
     async def run(control: "FleetControl") -> int:
         async for line in begin(control):
             try:
                 print(line, flush=True)
             except BrokenPipeError:  # `| head` has what it wanted
-                with Path(os.devnull).open("wb") as nowhere:
-                    os.dup2(nowhere.fileno(), sys.stdout.fileno())
+                _close_standard_output()
                 return 0
         return 0
 
     return _run(fleet, on, run)
 
 
-def _run(
-    fleet: str, on: str, ask: "Callable[[FleetControl], Coroutine[Any, Any, T]]"
-) -> T:
+def _run(fleet: str, on: str, ask: "Callable[[FleetControl], Coroutine[Any, Any, T]]") -> T:
     import asyncio  # noqa: PLC0415 - too heavy for --help
 
     from baton.launch.fleet import find_backend  # noqa: PLC0415
@@ -183,3 +174,9 @@ def _duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def _close_standard_output() -> None:
+    """What Python writes there on its way out must not fail again."""
+    with Path(os.devnull).open("wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 TRY_THIS = "Write me a story about a house by the sea, and about those who lived in it."
 """Longer than a block: shorter prompts are computed by the decode worker, without a handoff."""
 
+USE_KEY: Final = """
+    -H 'authorization: Bearer YOUR_API_KEY' \\"""
 CTRL_C: Final = """\
 Ctrl-C drains and stops everything; a second Ctrl-C kills.
 """
@@ -151,11 +153,12 @@ def how_to_use(service: Service, plan: LaunchPlan) -> str:
         "stream": True,
         "max_tokens": 64,
     }
+    key = "" if plan.config.gateway.client_keys_file is None else USE_KEY
     return f"""
 Baton answers at {url} (model: {service.model}; workers: {workers})
 
 Try it:
-  curl -N {url}/v1/chat/completions -H 'content-type: application/json' \\
+  curl -N {url}/v1/chat/completions -H 'content-type: application/json' \\{key}
     -d {shlex.quote(msgspec.json.encode(request).decode())}
 
 OpenAI clients use {url}/v1 as their base URL; more is in README.md.

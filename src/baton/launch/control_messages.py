@@ -1,8 +1,8 @@
 """What is sent over the control socket: one JSON object a line, one request a connection.
 
-    request   {"verb": "scale", "size": {"decode": 4}}
-    answers   {"kind": "progress", "text": "decode-2 starts"} … {"kind": "alive"} …
-              {"kind": "done"}, or {"kind": "refused", "message": "…"}
+request   {"verb": "scale", "size": {"decode": 4}}
+answers   {"kind": "progress", "text": "decode-2 starts"} … {"kind": "alive"} …
+          {"kind": "done"}, or {"kind": "refused", "message": "…"}
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", tag_field="kind"):
 
 Answer: TypeAlias = Progress | Alive | StatusAnswer | Done | Refused
 
-_requests = msgspec.json.Decoder(Request)
-_answers = msgspec.json.Decoder(Answer)
+_requests: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
+_answers: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
 _M = TypeVar("_M")
 
 

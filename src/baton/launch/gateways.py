@@ -1,4 +1,4 @@
-"""What the gateways of a launch report: the model, the workers that they use, and their load."""
+"""What the metrics of a launch's gateways show: the model, the workers in use, their requests."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
-import msgspec
-
-from baton.errors import UNDECODABLE, PeerUnreachableError, ProtocolError
+from baton.errors import PeerUnreachableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,34 +17,27 @@ if TYPE_CHECKING:
 REQUEST_TIMEOUT_S: Final = 2.0
 ASK_AGAIN_S: Final = 0.1
 UP_METRIC: Final = re.compile(r'baton_gateway_worker_up\{.*url="([^"]*)".*\} 1\.0')
+MODEL_LABEL: Final = re.compile(r'^baton_gateway_\w+\{(?:[^}]*,)?model="([^"]+)"', re.MULTILINE)
 REQUESTS_METRIC: Final = re.compile(r'baton_router_requests\{.*worker="([^"]*)".*\} (\d{1,9})\.0')
 
 
-class ModelEntry(msgspec.Struct, frozen=True):
-    """One entry of OpenAI's model list, as far as it matters here."""
-
-    id: str
-
-
-class ModelList(msgspec.Struct, frozen=True):
-    """OpenAI's model list."""
-
-    data: tuple[ModelEntry, ...]
-
-
-async def until_all_up(url: str, metrics_urls: Sequence[str], num_workers: int) -> str:
+async def until_all_up(metrics_urls: Sequence[str], num_workers: int) -> str:
     """Until each gateway process has all workers: the name of the model that they serve.
 
     `metrics_urls` are where gateway processes answer /metrics.
 
     Raises:
         PeerUnreachableError: the gateway announced itself, but does not answer.
-        ProtocolError: it serves no model although all workers are up.
     """
+    model = None
     for metrics_url in metrics_urls:
-        while len(find_up(await asyncio.to_thread(_get, metrics_url, "/metrics"))) < num_workers:
+        while True:
+            metrics = await asyncio.to_thread(_get_metrics, metrics_url)
+            model = find_model(metrics)
+            if model is not None and len(find_up(metrics)) >= num_workers:
+                break
             await asyncio.sleep(ASK_AGAIN_S)
-    return first_model(await asyncio.to_thread(_get, url, "/v1/models"))
+    return model or ""
 
 
 async def until_used(metrics_urls: Sequence[str], worker_url: str, timeout_s: float) -> bool:
@@ -64,7 +55,7 @@ async def count_requests(metrics_urls: Sequence[str]) -> Counter[str]:
     found: Counter[str] = Counter()
     for metrics_url in metrics_urls:
         try:
-            metrics = await asyncio.to_thread(_get, metrics_url, "/metrics")
+            metrics = await asyncio.to_thread(_get_metrics, metrics_url)
         except PeerUnreachableError:
             continue
         found.update(find_requests(metrics))
@@ -86,16 +77,10 @@ def find_requests(metrics: bytes) -> Counter[str]:
     return found
 
 
-def first_model(models: bytes) -> str:
-    """The first name of a model list.
-
-    Raises:
-        ProtocolError: malformed or empty.
-    """
-    try:
-        return msgspec.json.decode(models, type=ModelList).data[0].id
-    except (IndexError, *UNDECODABLE) as exc:
-        raise ProtocolError(f"the gateway's model list makes no sense: {models[:200]!r}") from exc
+def find_model(metrics: bytes) -> str | None:
+    """The name of a model that is served, by a gateway's metrics."""
+    found = MODEL_LABEL.search(metrics.decode(errors="replace"))
+    return None if found is None else found[1]
 
 
 async def _until(
@@ -104,7 +89,7 @@ async def _until(
     try:
         async with asyncio.timeout(timeout_s):
             for metrics_url in metrics_urls:
-                while not await _is_reached(metrics_url, is_reached):
+                while not await _is_reached(metrics_url, is_reached):  # noqa: ASYNC110
                     await asyncio.sleep(ASK_AGAIN_S)
     except TimeoutError:
         return False
@@ -113,20 +98,20 @@ async def _until(
 
 async def _is_reached(metrics_url: str, is_reached: Callable[[frozenset[str]], bool]) -> bool:
     try:
-        return is_reached(find_up(await asyncio.to_thread(_get, metrics_url, "/metrics")))
+        return is_reached(find_up(await asyncio.to_thread(_get_metrics, metrics_url)))
     except PeerUnreachableError:  # it restarts: what it knows then is asked again
         return False
 
 
-def _get(url: str, path: str) -> bytes:
+def _get_metrics(url: str) -> bytes:
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(
         parts.hostname or "", parts.port, timeout=REQUEST_TIMEOUT_S
     )
     try:
-        connection.request("GET", path)
+        connection.request("GET", "/metrics")
         return connection.getresponse().read()
     except (OSError, http.client.HTTPException) as exc:
-        raise PeerUnreachableError(f"the gateway at {url} does not answer {path}: {exc}") from exc
+        raise PeerUnreachableError(f"the gateway at {url} does not answer /metrics: {exc}") from exc
     finally:
         connection.close()

@@ -29,6 +29,7 @@ from baton.launch.control_messages import (
     encode,
 )
 from baton.launch.errors import FleetError
+from baton.launch.fleet import DEFAULT_FLEET
 from baton.launch.folder import find_launcher, fleet_folder, running_fleets
 from baton.launch.logs import log_names, log_path, read_lines
 
@@ -185,7 +186,8 @@ BACKEND: Final = LocalBackend()
 def _describe_absence(folder: FleetFolder) -> str:
     running = running_fleets(read_environment())
     others = f"; these run: {', '.join(running)} (--fleet NAME)" if running else ""
+    named = "" if folder.fleet == DEFAULT_FLEET else f" --fleet {folder.fleet}"
     return (
         f"no fleet named {folder.fleet} runs on this machine{others}. Start one with "
-        f"`baton up --detach --fleet {folder.fleet}`"
+        f"`baton up --detach{named}`"
     )

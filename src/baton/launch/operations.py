@@ -1,8 +1,8 @@
 """What an operator may change in a launch that serves: how many workers, and which code they run.
 
-    scale up    start ─► ready ─► in the members file ─► each gateway uses it
-    scale down  draining in the members file ─► no gateway uses it ─► SIGTERM ─► out of the file
-    upgrade     for each worker both, the new one first where there is room; then the gateway
+scale up    start ─► ready ─► in the members file ─► each gateway uses it
+scale down  draining in the members file ─► no gateway uses it ─► SIGTERM ─► out of the file
+upgrade     for each worker both, the new one first where there is room; then the gateway
 """
 
 from __future__ import annotations

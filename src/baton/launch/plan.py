@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from baton.config.cluster_key import is_loopback
 from baton.config.resolve import FromFlag, closed_keys
 from baton.errors import ConfigError
 from baton.protocol.worker_http import Role as PlacementRole
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from baton.config.resolve import Resolved
-    from baton.config.sections import Config, Role
+    from baton.config.sections import Config, GatewaySection, Role
     from baton.telemetry.process_status import Ready
 
 
@@ -115,8 +116,8 @@ class LaunchPlan:
             "gateway.port": port,
             "gateway.processes": gateway.processes,
         }
-        if gateway.management_port is not None:
-            own["gateway.management_port"] = gateway.management_port
+        if (management_port := choose_management_port(gateway)) is not None:
+            own["gateway.management_port"] = management_port
         if isinstance(workers, Path):
             # As for several: workers are added while it runs.
             roles = [PlacementRole(worker.role) for worker in self.workers] * 2
@@ -213,6 +214,17 @@ def _peer_settings(ports: Sequence[int], own: int) -> Settings:
         PEER_LISTEN: f"{LOOPBACK}:{ports[own]}",
         PEER_URLS: others,
     }
+
+
+def choose_management_port(section: GatewaySection) -> int | None:
+    """Where /metrics is answered, by which a launcher sees what the gateway uses.
+
+    None: on its own port, over HTTP. 0: a free port, where it is not answered there.
+    """
+    is_answered = is_loopback(section.host) or section.insecure
+    if section.management_port is None and is_answered and section.tls_certificate is None:
+        return None
+    return section.management_port or 0
 
 
 def another_worker(like: WorkerPlan, index: int, peer_port: int | None = None) -> WorkerPlan:

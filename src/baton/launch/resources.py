@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -48,6 +47,6 @@ def holds_device(session: int) -> bool:
         with suppress(OSError):
             for fd in Path(f"/proc/{pid}/fd").iterdir():
                 with suppress(OSError):
-                    if os.readlink(fd).startswith(DEVICE_FILES):
+                    if str(fd.readlink()).startswith(DEVICE_FILES):
                         return True
     return False

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from baton.launch.plan import choose_management_port
 from baton.launch.ports import require_free_port
 from baton.net.http_server import bind, bind_shared
 
@@ -71,7 +72,7 @@ def open_gateway_sockets(section: GatewaySection) -> GatewaySockets:
         for each in clients:
             opened.callback(each.close)
         management = []
-        if (port := section.management_port) is not None:
+        if (port := choose_management_port(section)) is not None:
             for index in range(section.processes):
                 management.append(bind(section.management_host, port and port + index))
                 opened.callback(management[-1].close)

@@ -10,7 +10,6 @@ from enum import IntEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from baton.errors import BatonError
 from baton.launch.child import ChildExited, RestartBudget, RestartPolicy, describe_exit, spawn
 from baton.launch.errors import FleetError
 from baton.launch.gateways import until_all_up
@@ -21,7 +20,7 @@ from baton.launch.slots import GATEWAY, ChildFailedError, ProcessSlot, drain
 from baton.launch.sockets import open_gateway_sockets
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
+    from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
     from pathlib import Path
 
     from baton.clock import Clock
@@ -145,7 +144,7 @@ class Supervisor:
         started = self.context.clock.now()
         async with showing(self._display, self._unready):
             url = await self._start_all(sockets)
-            model = await self._until_serving(url)
+            model = await self._until_serving()
         self._display.print_line(f"ready after {self.context.clock.now() - started:.1f} s")
         self._service = Service(url, model)
         on_ready(self._service)
@@ -225,7 +224,7 @@ class Supervisor:
             ) from exc
 
     def restart_when_ended(self, slot: ProcessSlot) -> None:
-        """From now on a process that ends is followed by another one; too often: the launch ends."""
+        """From now on another process follows one that ends; too often: the launch ends."""
         slot.restarter = asyncio.create_task(self._restart_when_ended(slot))
         slot.restarter.add_done_callback(self._note_restarter)
 
@@ -252,11 +251,11 @@ class Supervisor:
         await asyncio.gather(*(slot.until_ready() for slot in self.slots.values()))
         return gateway.url or ""
 
-    async def _until_serving(self, url: str) -> str:
+    async def _until_serving(self) -> str:
         num_workers = len(self.plan.workers)
         try:
             async with asyncio.timeout(SERVING_TIMEOUT_S):
-                return await until_all_up(url, self.metrics_urls, num_workers)
+                return await until_all_up(self.metrics_urls, num_workers)
         except TimeoutError as exc:
             raise ChildFailedError(
                 f"all processes are ready, but the gateway does not use all {num_workers} workers "

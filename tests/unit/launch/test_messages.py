@@ -6,7 +6,7 @@ from baton.clock import Instant
 from baton.errors import ProtocolError
 from baton.gateway.metrics import GatewayMetrics
 from baton.launch.child import describe_exit, likely_cause
-from baton.launch.gateways import find_requests, find_up, first_model
+from baton.launch.gateways import find_model, find_requests, find_up
 from baton.launch.progress import PlainDisplay
 from baton.protocol.worker_http import Role
 from baton.telemetry.process_status import Draining, Loading, Ready, read_status
@@ -96,10 +96,10 @@ baton_other{worker="w-1"} 5.0
 
 
 def test_the_models_name():
-    assert first_model(b'{"object":"list","data":[{"id":"demo","max_model_len":9}]}') == "demo"
-    for nonsense in (b'{"data":[]}', b"<html>", b'{"data":[{}]}'):
-        with pytest.raises(ProtocolError):
-            first_model(nonsense)
+    metrics = GatewayMetrics()
+    assert find_model(metrics.exposition()) is None
+    metrics.preregister("demo, {7b}")
+    assert find_model(metrics.exposition()) == "demo, {7b}"
 
 
 class SteppedClock:

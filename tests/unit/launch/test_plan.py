@@ -279,15 +279,19 @@ def test_a_core_that_workers_share_is_their_device():
 
 
 def test_a_gateway_whose_workers_change_gets_their_file_and_a_policy_for_several():
-    for given, policy in [
+    for assignments, policy in [
         (("up.prefill=0", "up.decode=1"), "cost"),
         ((), "round_robin"),
         (("router.policy=prefix",), "prefix"),
     ]:
-        launch = plan(*given, "gateway.processes=2", "gateway.management_port=7")
+        launch = plan(*assignments, "gateway.processes=2", "gateway.management_port=7")
         config = child_config(launch.gateway_command(Path("/run/members.json"), 81))
         assert config.gateway.members == ("file:/run/members.json",)
-        assert (config.gateway.prefill, config.gateway.decode, config.gateway.workers) == ((), (), ())
+        assert (config.gateway.prefill, config.gateway.decode, config.gateway.workers) == (
+            (),
+            (),
+            (),
+        )
         assert (config.gateway.port, config.gateway.processes) == (81, 2)
         assert config.router.policy == policy
 
@@ -296,4 +300,6 @@ def test_a_launch_in_the_background_gets_the_same_settings():
     assignments = ["up.decode=3", "gateway.port=0", 'engine.dtype="float32"']
     resolved = resolve(CommandLine(assignments=assignments), {"BATON_TRACE__RING_SIZE": "9"})
     words = command_line("up", None, flag_settings(resolved))
-    assert child_config(words) == resolve(CommandLine(assignments=assignments), {}).to_config()
+    assert words[4::2] == ("--set",) * 3
+    again = resolve(CommandLine(assignments=words[5::2]), {}).to_config()
+    assert again == resolve(CommandLine(assignments=assignments), {}).to_config()
