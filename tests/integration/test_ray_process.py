@@ -275,7 +275,6 @@ def test_a_gateways_command_names_its_file_of_workers_and_its_sockets(monkeypatc
     assert f'gateway.members=["file:{folder}/members.json"]' in commands[0]
     assert {"gateway.host=127.0.0.1", f"gateway.port={port}", "--listen-fds"} <= set(commands[0])
     assert decode_members((folder / "members.json").read_bytes()).workers == ()
-    assert process.members() == (folder / "members.json").read_bytes()
 
 
 def test_a_gateway_starts_when_its_port_is_free(monkeypatch, tmp_path):
@@ -299,3 +298,44 @@ def test_a_gateway_starts_when_its_port_is_free(monkeypatch, tmp_path):
             await life
 
         asyncio.run(scenario())
+
+
+def test_a_gateway_is_ready_when_it_serves_and_names_the_workers_that_it_uses(
+    monkeypatch, tmp_path
+):
+    process = hosted(Fleet(), monkeypatch, tmp_path, "gateway-0", BATON_GATEWAY__PORT="0")
+    answers = {"/ready": b'{"error":"no worker"}', "/metrics": b"", "/": b""}
+    monkeypatch.setattr(hosted_process, "get", lambda url, path: answers[path])
+    monkeypatch.setattr(
+        process._process, "_command", lambda _: (sys.executable, STUB, "worker", "0")
+    )
+
+    async def scenario():
+        life = asyncio.create_task(process.run())
+        await until(lambda: process._process.state == "ready")
+        report = await process.report()
+        assert (report.state, report.reason) == ("starting", '{"error":"no worker"}')
+        assert await process.list_used() == frozenset()
+        answers["/ready"] = b'{"status":"ready"}'
+        answers["/metrics"] = b'baton_gateway_worker_up{role="both",url="https://a:1"} 1.0\n'
+        assert (await process.report()).state == "ready"
+        assert await process.list_used() == {"https://a:1"}
+        await process.stop()
+        await life
+
+    asyncio.run(scenario())
+
+
+def test_a_gateway_with_client_keys_answers_its_supervisor_elsewhere(monkeypatch, tmp_path):
+    keys = {"BATON_GATEWAY__TLS_CERTIFICATE": "/c.pem", "BATON_GATEWAY__TLS_KEY": "/k.pem"}
+    process = hosted(Fleet(), monkeypatch, tmp_path, "gateway-0", BATON_GATEWAY__PORT="0", **keys)
+    commands = show_environment(process, monkeypatch)
+
+    async def scenario():
+        life = asyncio.create_task(process.run())
+        await until(lambda: process.lines(0).lines)
+        await process.stop()
+        await life
+
+    asyncio.run(scenario())
+    assert {"--management-fds", "gateway.management_port=0"} <= set(commands[0])

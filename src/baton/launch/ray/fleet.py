@@ -10,34 +10,31 @@ import msgspec
 
 from baton.config.environment import read_environment
 from baton.config.resolve import CommandLine, resolve
-from baton.errors import UNDECODABLE, ProtocolError
+from baton.errors import UNDECODABLE
 from baton.launch.errors import FleetError
 from baton.launch.fleet import FleetMember, FleetStatus, MemberRole
 from baton.launch.ray.connection import check_ray, connected, find_address
 from baton.launch.ray.members_file import read_member
 from baton.launch.ray.plan import NAMES, number_of, read_plan, role_of
 from baton.launch.ray.process import START_TIMEOUT_S, LogLines
-from baton.protocol.members import decode_members
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 
     from baton.launch.fleet import FleetControl, FleetSize
     from baton.launch.ray.actors import FleetActors
     from baton.launch.ray.plan import ProcessGroup, RayPlan
-    from baton.protocol.members import Member
 
 CONNECT_TIMEOUT_S: Final = 20.0
 CALL_TIMEOUT_S: Final = 5.0
 STOP_MARGIN_S: Final = 15.0
 """How much longer than its drain timeout the answer of a process that is stopped may take."""
-GATEWAYS_TIMEOUT_S: Final = 5.0
-GATEWAY_READS_S: Final = 1.5
-"""A gateway reads its members file once a second."""
+GATEWAYS_TIMEOUT_S: Final = 10.0
 FOLLOW_INTERVAL_S: Final = 0.5
 DECODERS: Final = frozenset[MemberRole]({"decode", "both"})
-_IsThere: TypeAlias = "Callable[[Mapping[str, Member]], bool]"
-"""Of the workers in a gateway's members file, by their addresses."""
+URLS: Final = frozenset[str]
+_IsSo: TypeAlias = "Callable[[frozenset[str]], bool]"
+"""Of the workers that a gateway uses, by their addresses."""
 
 
 class RayFleet:
@@ -165,11 +162,11 @@ class RayFleet:
                 await self._supervisors.remove(name, CALL_TIMEOUT_S)
             raise
         urls = {member.url for member in members if member.url is not None}
-        late = await self._until_in_files(lambda workers: urls <= workers.keys())
+        late = await self._until_gateways(lambda used: urls <= used)
         for member in members:
             yield f"{member.name}: ready at {member.url}"
         for name in late:
-            yield f"{name} does not answer; it learns of these workers when it does"
+            yield f"{name} does not use them yet; `baton logs {name}` may give the reason"
 
     async def _until_ready(self, names: list[str]) -> list[FleetMember]:
         from baton.launch.ray.start import wait_until_ready  # noqa: PLC0415 - imports Ray
@@ -186,9 +183,7 @@ class RayFleet:
             url = (await self._report(name)).url
             await self._call(name, "mark_draining")
             if url is not None:
-                await self._until_in_files(
-                    lambda workers: url not in workers or workers[url].draining
-                )
+                await self._until_gateways(lambda used: url not in used)
         yield await self._end(name)
 
     async def _end(self, name: str) -> str:
@@ -245,24 +240,22 @@ class RayFleet:
         except UNDECODABLE as exc:
             raise FleetError(f"{name} sends lines that cannot be read: {exc}") from exc
 
-    async def _until_in_files(self, is_there: _IsThere) -> list[str]:
-        """Until all gateways' files are so, and have been read: those that do not answer."""
+    async def _until_gateways(self, is_so: _IsSo) -> list[str]:
+        """Until it is so of what each gateway uses: the gateways of which it is not, in time."""
         gateways = _of_role("gateway", await self._list_names())
-        waits = [asyncio.create_task(self._until_in_file(name, is_there)) for name in gateways]
+        waits = [asyncio.create_task(self._until_gateway(name, is_so)) for name in gateways]
         _, late = await asyncio.wait(waits, timeout=GATEWAYS_TIMEOUT_S) if waits else ((), ())
         for wait in late:
             wait.cancel()
-        await asyncio.sleep(GATEWAY_READS_S)
         return [name for name, wait in zip(gateways, waits, strict=True) if wait in late]
 
-    async def _until_in_file(self, gateway: str, is_there: _IsThere) -> None:
+    async def _until_gateway(self, gateway: str, is_so: _IsSo) -> None:
         while True:
-            with suppress(FleetError, ProtocolError):
-                content = await self._call(gateway, "members")
-                if isinstance(content, bytes) and content:
-                    workers = {each.url: each for each in decode_members(content).workers}
-                    if is_there(workers):
-                        return
+            with suppress(FleetError, msgspec.MsgspecError):
+                answer = await self._call(gateway, "list_used")
+                used = msgspec.json.decode(answer if isinstance(answer, bytes) else b"", type=URLS)
+                if is_so(used):
+                    return
             await asyncio.sleep(FOLLOW_INTERVAL_S / 2)
 
     def _group_of(self, role: MemberRole) -> ProcessGroup:

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 import logging
 import os
-import ssl
-from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
-from urllib.parse import urlsplit
 
 import msgspec
 
 from baton.config.cluster_key import KEY_VARIABLE
 from baton.config.environment import run_directory
 from baton.config.resolve import CommandLine, resolve
-from baton.errors import ConfigError
+from baton.errors import ConfigError, PeerUnreachableError
 from baton.launch.errors import FleetError
 from baton.launch.fleet import FleetMember
+from baton.launch.gateways import find_up, get
 from baton.launch.plan import Ports, WorkerPlan, command_line
 from baton.launch.ray.members_file import MembersFileWriter
 from baton.launch.ray.plan import role_of, settings_file
@@ -41,7 +36,9 @@ if TYPE_CHECKING:
     from baton.launch.sockets import GatewaySockets
 
 READY_PATH: Final = "/ready"
-READY_TIMEOUT_S: Final = 1.0
+READY: Final = b'{"status":"ready"}'
+METRICS_PATH: Final = "/metrics"
+MAX_REASON_CHARS: Final = 500
 KEY_INTERVAL_S: Final = 1.0
 PORT_INTERVAL_S: Final = 1.0
 ZONE_LABELS: Final = ("zone", "ray.io/availability-zone")
@@ -218,6 +215,8 @@ class HostedProcess:
         inherited: tuple[str, ...] = ()
         if self._sockets is not None:
             settings |= {"gateway.host": self._sockets.host, "gateway.port": self._sockets.port}
+            if self._sockets.management:
+                settings["gateway.management_port"] = 0  # its own socket, whatever its port
             inherited = self._sockets.arguments()
         return (*command_line("gateway", self._settings_path, settings), *inherited)
 
@@ -246,16 +245,26 @@ class HostedProcess:
             return "failed", self._failure
         if not (self._plan.has_key_file or self._key_given.is_set()):
             return "starting", "waits for the cluster key, which no other process of the fleet has"
-        if self.role == "gateway" and process.state == "ready" and process.url is not None:
-            why_not = await asyncio.to_thread(partial(why_not_ready, process.url))
-            return ("ready", "") if why_not is None else ("starting", why_not)
+        if process.state == "ready":
+            for url in self._urls:
+                if why_not := await asyncio.to_thread(find_why_not_ready, url):
+                    return "starting", why_not
         return process.state, process.reason or process.phase or ""
 
-    def members(self) -> bytes:
-        """What a gateway's file has; empty for a worker, and before it is written."""
-        if self._writer is None or not self._members_path.exists():
-            return b""
-        return self._members_path.read_bytes()
+    async def list_used(self) -> frozenset[str]:
+        """URLs of the workers to which all processes of this gateway give requests.
+
+        Raises:
+            PeerUnreachableError: one of them does not answer.
+        """
+        found = [find_up(await asyncio.to_thread(get, url, METRICS_PATH)) for url in self._urls]
+        return frozenset.intersection(*found) if found else frozenset()
+
+    @property
+    def _urls(self) -> tuple[str, ...]:
+        """Where each process of this gateway answers this host."""
+        url, sockets = self._process.url, self._sockets
+        return () if url is None or sockets is None else sockets.metrics_urls(url)
 
     def lines(self, since: int) -> LogLines:
         """The process's lines from a number on; from a negative one, so many of the last."""
@@ -276,27 +285,10 @@ class HostedProcess:
         return self._process.reason
 
 
-def why_not_ready(url: str) -> str | None:
-    """Why a gateway on this host does not serve yet; None if it does. Blocks for a second at most.
-
-    Its certificate is not checked: this process started it, and takes nothing from the answer.
-    """
-    parts = urlsplit(url)
-    host, port = parts.hostname or "", parts.port
-    connection: http.client.HTTPConnection
-    if parts.scheme == "https":
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        connection = http.client.HTTPSConnection(
-            host, port, timeout=READY_TIMEOUT_S, context=context
-        )
-    else:
-        connection = http.client.HTTPConnection(host, port, timeout=READY_TIMEOUT_S)
-    with closing(connection):
-        try:
-            connection.request("GET", READY_PATH)
-            answer = connection.getresponse()
-            body = answer.read(500).decode(errors="replace")
-        except (OSError, http.client.HTTPException) as exc:
-            return f"does not answer: {exc}"
-    return None if answer.status == HTTPStatus.OK else body
+def find_why_not_ready(url: str) -> str:
+    """Why a gateway does not serve yet; empty if it does. Blocks for two seconds at most."""
+    try:
+        answer = get(url, READY_PATH)
+    except PeerUnreachableError as exc:
+        return str(exc)
+    return "" if answer == READY else answer[:MAX_REASON_CHARS].decode(errors="replace")

@@ -71,9 +71,10 @@ class Supervisor:
         """The process's state (`FleetMember`)."""
         return msgspec.json.encode(self._run(self._process.report(), ANSWER_TIMEOUT_S))
 
-    def members(self) -> bytes:
-        """The members file that a gateway has now (`MembersFile`); empty: none."""
-        return self._process.members()
+    def list_used(self) -> bytes:
+        """URLs of the workers to which a gateway gives requests, as JSON."""
+        used = self._run(self._process.list_used(), ANSWER_TIMEOUT_S)
+        return msgspec.json.encode(sorted(used))
 
     def lines(self, since: int) -> bytes:
         """Lines of the process (`LogLines`); see `HostedProcess.lines`."""

@@ -12,8 +12,6 @@ from baton.launch.ray import fleet as fleet_module
 from baton.launch.ray.fleet import RayFleet, find_plan
 from baton.launch.ray.plan import plan_fleet, role_of
 from baton.launch.ray.process import LogTail
-from baton.protocol.members import Member, MembersFile, encode_members
-from baton.protocol.worker_http import Role
 
 PLAN = plan_fleet(
     resolve(CommandLine(assignments=["gateway.insecure=true", "up.decode=2"]), {}),
@@ -57,13 +55,9 @@ class Supervisors:
             )
         )
 
-    def do_members(self, name):
-        workers = tuple(
-            Member(f"https://{each}:1", Role.DECODE, draining=each in self.draining)
-            for each in sorted(self.names)
-            if role_of(each) != "gateway"
-        )
-        return encode_members(MembersFile(version=1, workers=workers))
+    def do_list_used(self, name):
+        workers = [each for each in self.names - self.draining if role_of(each) != "gateway"]
+        return msgspec.json.encode([f"https://{each}:1" for each in workers])
 
     def do_mark_draining(self, name):
         self.calls.append(("mark_draining", name))
@@ -80,7 +74,6 @@ class Supervisors:
 
 @pytest.fixture
 def supervisors(monkeypatch):
-    monkeypatch.setattr(fleet_module, "GATEWAY_READS_S", 0.0)
     monkeypatch.setattr(fleet_module, "GATEWAYS_TIMEOUT_S", 0.05)
     monkeypatch.setattr(fleet_module, "FOLLOW_INTERVAL_S", 0.001)
     return Supervisors("gateway-0", "prefill-0", "decode-0", "decode-1")
