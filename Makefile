@@ -32,10 +32,11 @@ CREATED := $(VENV)/.created
 RUNTIME := $(VENV)/.installed-runtime
 VLLM := $(VENV)/.installed-vllm
 DEV := $(VENV)/.installed-dev
+RAY := $(VENV)/.installed-ray
 DOCS := $(VENV)/.installed-docs
 COLLECTED := $(VENV)/.collected
 
-.PHONY: help up test bench-control-short chaos simulate fuzz abuse soak store-kills explore check lint types words docs docs-serve install install-dev format clean
+.PHONY: help up test test-ray bench-control-short chaos simulate fuzz abuse soak store-kills explore check lint types words docs docs-serve install install-dev format clean
 .DEFAULT_GOAL := help
 
 ifneq ($(filter-out vllm transformers,$(ENGINE)),)
@@ -47,6 +48,7 @@ help:
 	@echo 'make up [ARGS="--decode 2"]  install what is needed, start gateway and workers'
 	@echo 'make up ENGINE=vllm          the same with vLLM as the engine'
 	@echo 'make test                    install what tests need, run every check and test'
+	@echo 'make test-ray                fleets on a real Ray cluster of three hosts; needs root'
 	@echo 'make bench-control-short     what a handoff and the gateway cost, in a minute: ratios'
 	@echo 'make chaos                   every fault, to everybody, at every stage: an hour on 2 busy cores'
 	@echo 'make simulate                100,000 simulated clusters under faults: the nightly job'
@@ -73,6 +75,10 @@ up: $(ENGINE_INSTALLED)
 test: $(DEV) $(DOCS)
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target $(COLLECTED) types docs words lint
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 4 --durations 20 --dist loadscope $(PYTEST_ARGS)
+
+# Three hosts in network namespaces: without root or iproute2 it skips. Not a part of `make test`.
+test-ray: $(DEV) $(RAY)
+	$(BIN)/python -m pytest -q -n 0 tests/ray -o timeout=600 $(PYTEST_ARGS)
 
 # For CI, which prints it and never fails by it. On a machine that is too slow it ends early.
 bench-control-short: $(DEV)
@@ -159,6 +165,10 @@ $(VLLM): requirements-vllm.txt $(RUNTIME)
 
 $(DEV): requirements-dev.txt $(RUNTIME)
 	$(PIP) install --quiet $(INSTALL_ARGS) -r requirements-dev.txt
+	@touch $@
+
+$(RAY): pyproject.toml | $(RUNTIME)
+	$(PIP) install --quiet 'ray>=2.60,<3'
 	@touch $@
 
 $(DOCS): requirements-docs.txt | $(CREATED)

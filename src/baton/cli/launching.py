@@ -92,7 +92,10 @@ def plan_pinned(resolved: Resolved, num_shares: int) -> LaunchPlan:
 def _plan(resolved: Resolved, cores: Sequence[int], pinning: Pinning) -> LaunchPlan:
     """The processes to start. What one of them would refuse is refused here, before any starts."""
     config = resolved.to_config()
-    _check(config)
+    model = config.worker.model
+    if model is not None and not Path(model).is_dir():
+        raise ConfigError(f"--model {model}: there is no such folder")
+    check_settings(config)
     engine_keys = {
         group.engine: frozenset(engine_defaults(group.engine)) for group in worker_groups(config)
     }
@@ -172,11 +175,12 @@ It runs in the background:
 """
 
 
-def _check(config: Config) -> None:
-    """Refuse settings that are wrong whatever is planned."""
-    model = config.worker.model
-    if model is not None and not Path(model).is_dir():
-        raise ConfigError(f"--model {model}: there is no such folder")
+def check_settings(config: Config) -> None:
+    """Refuse settings that are wrong on any host.
+
+    Raises:
+        ConfigError: one of them.
+    """
     check_processes(config.gateway.processes, config.gateway.management_port)
     for group in worker_groups(config):
         options = engine_options(group.engine, config.engine)

@@ -1,7 +1,7 @@
 """`baton up`: its flags."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -18,6 +18,7 @@ from baton.cli.flags import (
     Store,
     Transport,
 )
+from baton.errors import ConfigError
 from baton.launch.fleet import DEFAULT_FLEET
 
 
@@ -66,6 +67,24 @@ class UpFlags(ConfigFlags):
     insecure: Insecure = None
     mode: Mode = None
     policy: Policy = None
+    on: Annotated[
+        Literal["local", "ray"], Parameter(help="Where: this machine, or a Ray cluster.")
+    ] = "local"
+    ray_address: Annotated[
+        str | None,
+        Sets("ray.address"),
+        Parameter(help="Ray's head, as HOST:PORT [default: RAY_ADDRESS, else this host's Ray]."),
+    ] = None
+    timeout: Annotated[
+        float | None,
+        Sets("ray.timeout_s"),
+        Parameter(help="On Ray: seconds to find a host for each process [default: 60]."),
+    ] = None
+    insecure_ray: Annotated[
+        bool | None,
+        Sets("ray.insecure"),
+        Parameter(help="Use a Ray without token authentication.", negative=""),
+    ] = None
     pin: Annotated[
         bool,
         Parameter(help="Give each worker cores of its own.", negative="", show_default=False),
@@ -87,9 +106,17 @@ class UpFlags(ConfigFlags):
 def up(flags: UpFlags | None = None) -> int:
     """Start a gateway and its workers on this machine; Ctrl-C drains and stops them.
 
+    With --on ray they are started on a cluster, and go on after this command.
+
     With --prefill 0 or --decode 0 the remaining workers do both parts.
     """
     flags = flags or UpFlags()
+    if flags.on == "ray":
+        if flags.pin:
+            raise ConfigError("--pin divides the cores of this machine; it does nothing on Ray")
+        from baton.cli.launching_ray import launch_on_ray  # noqa: PLC0415 - too heavy for --help
+
+        return launch_on_ray(flags.resolve(), flags.fleet)
     if flags.detach:
         from baton.cli.background import launch_in_background  # noqa: PLC0415 - as below
 

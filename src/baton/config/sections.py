@@ -24,6 +24,8 @@ Role: TypeAlias = Literal["prefill", "decode", "both"]
 MoveStreams: TypeAlias = Literal["never", "drain", "auto"]
 Mode: TypeAlias = Literal["auto", "push", "pull", "pool", "reference", "colocated"]
 Verification: TypeAlias = Literal["full", "sampled", "identity"]
+RayPlacement: TypeAlias = Literal["spread", "strict_spread", "pack", "strict_pack"]
+"""How Ray divides a role's workers among hosts: placement groups of these strategies."""
 Share: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
 Tls: TypeAlias = Literal["off", "control", "all"]
 """What is encrypted: HTTP between gateway and workers (`control`), and pages over `tcp` (`all`)."""
@@ -214,6 +216,33 @@ class UpSection(Struct, frozen=True, kw_only=True):
     decode_engine: Table = {}
 
 
+class RayWorkersTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where Ray may place the workers of one role, and how many GPUs each has.
+
+    `labels`: each `label=value`, `label=!value`, `label=in(a,b)` or `label=!in(a,b)`. `within`: a
+    label that is to have one value for all of them, such as `rack`.
+    """
+
+    labels: tuple[str, ...] = ()
+    gpus: Annotated[float, Meta(ge=0)] = 0.0
+    placement: RayPlacement | None = None
+    within: str | None = None
+
+
+class RaySection(Struct, frozen=True, kw_only=True):
+    """What `baton up --on ray` needs beside `[up]`; `workers` by role.
+
+    `address` None: RAY_ADDRESS, else the cluster of this host.
+    """
+
+    address: str | None = None
+    gateways: PositiveCount = 1
+    gateway_labels: tuple[str, ...] = ()
+    workers: dict[str, RayWorkersTable] = {}
+    timeout_s: Seconds = 60.0
+    insecure: bool = False
+
+
 class TraceSection(Struct, frozen=True, kw_only=True):
     """How many finished requests' traces a process remembers."""
 
@@ -240,5 +269,6 @@ class Config(Struct, frozen=True, kw_only=True):
     router: RouterSection = msgspec.field(default_factory=RouterSection)
     store: StoreSection = msgspec.field(default_factory=StoreSection)
     up: UpSection = msgspec.field(default_factory=UpSection)
+    ray: RaySection = msgspec.field(default_factory=RaySection)
     trace: TraceSection = msgspec.field(default_factory=TraceSection)
     log: LogSection = msgspec.field(default_factory=LogSection)

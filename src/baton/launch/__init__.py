@@ -23,4 +23,5 @@ File map:
     control_messages.py   what is sent over it
     local.py        the operator's end: a `FleetControl` of a fleet on this machine
     errors.py       the error of a fleet that refuses, or is not there
+    ray/            a fleet on several hosts, which Ray places
 """

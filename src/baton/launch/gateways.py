@@ -32,7 +32,7 @@ async def until_all_up(metrics_urls: Sequence[str], num_workers: int) -> str:
     model = None
     for metrics_url in metrics_urls:
         while True:
-            metrics = await asyncio.to_thread(_get_metrics, metrics_url)
+            metrics = await asyncio.to_thread(get, metrics_url, "/metrics")
             model = find_model(metrics)
             if model is not None and len(find_up(metrics)) >= num_workers:
                 break
@@ -55,7 +55,7 @@ async def count_requests(metrics_urls: Sequence[str]) -> Counter[str]:
     found: Counter[str] = Counter()
     for metrics_url in metrics_urls:
         try:
-            metrics = await asyncio.to_thread(_get_metrics, metrics_url)
+            metrics = await asyncio.to_thread(get, metrics_url, "/metrics")
         except PeerUnreachableError:
             continue
         found.update(find_requests(metrics))
@@ -98,20 +98,25 @@ async def _until(
 
 async def _is_reached(metrics_url: str, is_reached: Callable[[frozenset[str]], bool]) -> bool:
     try:
-        return is_reached(find_up(await asyncio.to_thread(_get_metrics, metrics_url)))
+        return is_reached(find_up(await asyncio.to_thread(get, metrics_url, "/metrics")))
     except PeerUnreachableError:  # it restarts: what it knows then is asked again
         return False
 
 
-def _get_metrics(url: str) -> bytes:
+def get(url: str, path: str) -> bytes:
+    """What a gateway answers over HTTP, whatever the status. Blocks.
+
+    Raises:
+        PeerUnreachableError: it does not answer in time.
+    """
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(
         parts.hostname or "", parts.port, timeout=REQUEST_TIMEOUT_S
     )
     try:
-        connection.request("GET", "/metrics")
+        connection.request("GET", path)
         return connection.getresponse().read()
     except (OSError, http.client.HTTPException) as exc:
-        raise PeerUnreachableError(f"the gateway at {url} does not answer /metrics: {exc}") from exc
+        raise PeerUnreachableError(f"the gateway at {url} does not answer {path}: {exc}") from exc
     finally:
         connection.close()

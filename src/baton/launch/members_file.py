@@ -26,8 +26,17 @@ def write_members(path: Path, slots: Iterable[ProcessSlot]) -> None:
         for slot in slots
         if slot.plan is not None and slot.url is not None
     )
+    replace_members(path, MembersFile(version=1, workers=workers))
+
+
+def replace_members(path: Path, file: MembersFile) -> None:
+    """Replace the file at once: a reader sees the old one or the new one.
+
+    Raises:
+        OSError: it cannot be written; the one before it is still there.
+    """
     draft = path.with_name(f".{path.name}.new")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(encode_members(MembersFile(version=1, workers=workers)))
+    with os.fdopen(fd, "wb") as opened:
+        opened.write(encode_members(file))
     draft.replace(path)

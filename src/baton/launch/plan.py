@@ -10,7 +10,8 @@ import sys
 from collections import ChainMap
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Self, TypeAlias, cast
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from baton.config.resolve import Resolved
     from baton.config.sections import Config, GatewaySection, Role
+    from baton.telemetry.process_status import Ready
 
 
 def share_cores(cores: Sequence[int], num_workers: int) -> list[tuple[int, ...]]:
@@ -65,6 +67,12 @@ class Ports:
 
     http: int = 0
     handoff: int = 0
+
+    @classmethod
+    def of(cls, ready: Ready) -> Self:
+        """Those that a process got."""
+        handoff = ready.handoff_address or ":0"
+        return cls(urlsplit(ready.url).port or 0, int(handoff.rpartition(":")[2]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +155,13 @@ def plan_launch(
         ConfigError: there would be no worker at all.
     """
     config = resolved.to_config()
-    positions = _positions(config)
+    positions = worker_positions(config)
     shares = share_cores(cores, len(positions))
     flags = _forwarded_settings(resolved)
     workers = []
     for at, ((name, role, group), share) in enumerate(zip(positions, shares, strict=True)):
         settings: ChainMap[str, object] = ChainMap(
-            dict(_flattened(f"engine.{group.engine}", group.overrides)),
+            dict(flatten_table(f"engine.{group.engine}", group.overrides)),
             {"worker.engine": group.engine},
             _core_settings(config, share, shares) if pinning == "own_cores" else {},
             _peer_settings(peer_ports, at) if peer_ports else {},
@@ -249,13 +257,18 @@ def worker_groups(config: Config) -> tuple[WorkerGroup, ...]:
         ConfigError: there would be no worker at all.
     """
     found: list[WorkerGroup] = []
-    for _, _, group in _positions(config):
+    for _, _, group in worker_positions(config):
         if group not in found:
             found.append(group)
     return tuple(found)
 
 
-def _positions(config: Config) -> list[tuple[str, Role, WorkerGroup]]:
+def worker_positions(config: Config) -> list[tuple[str, Role, WorkerGroup]]:
+    """Name, role and group of each worker that a launch starts with, prefill first.
+
+    Raises:
+        ConfigError: there would be no worker at all.
+    """
     up = config.up
     prefill = WorkerGroup(up.prefill_engine_name or config.worker.engine, up.prefill_engine)
     decode = WorkerGroup(up.decode_engine_name or config.worker.engine, up.decode_engine)
@@ -271,11 +284,11 @@ def _positions(config: Config) -> list[tuple[str, Role, WorkerGroup]]:
     ]
 
 
-def _flattened(prefix: str, table: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+def flatten_table(prefix: str, table: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """A table's values under their full names: `--set` takes values, not tables."""
     for key, value in table.items():
         if isinstance(value, dict):
-            yield from _flattened(f"{prefix}.{key}", value)
+            yield from flatten_table(f"{prefix}.{key}", value)
         else:
             yield f"{prefix}.{key}", value
 

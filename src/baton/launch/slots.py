@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
-from urllib.parse import urlsplit
 
 from baton.errors import BatonError
 from baton.launch.child import (
@@ -64,9 +63,7 @@ class ProcessSlot:
 
     def note_ready(self, ready: Ready) -> None:
         """Keep the addresses that this process got for those to come."""
-        handoff = ready.handoff_address or ":0"
-        self.url = ready.url
-        self.ports = Ports(urlsplit(ready.url).port or 0, int(handoff.rpartition(":")[2]))
+        self.url, self.ports = ready.url, Ports.of(ready)
 
     async def until_ready(self) -> Ready:
         """Until its process answers.

@@ -15,5 +15,7 @@ File map:
     store_faults.py        `FolderFaultContract`: tiers of files; killed writers, flipped bits
     store_writer.py        a writer of a tier in a second process, to be killed
     fleet.py               `Fleet`: real workers and gateways, for end-to-end tests and benchmarks
+    greedy_load.py         clients that compare every answer with what it was before
+    ray_hosts.py           a Ray cluster of several hosts, which lose power or their network
     clocks.py              `ManualClock`: a clock that tests advance
 """

@@ -130,6 +130,7 @@ def test_every_key_is_documented():
         "transfer",
         "router",
         "up",
+        "ray",
         "trace",
         "log",
     }

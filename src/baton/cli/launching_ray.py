@@ -1,0 +1,104 @@
+"""`baton up --on ray`: from settings to a fleet that serves, and what it prints."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from baton import __version__
+from baton.cli.launching import TRY_THIS, check_settings
+from baton.clock import MachineClock
+from baton.config.cluster_key import ephemeral_cluster_key, find_cluster_key
+from baton.config.environment import read_environment
+from baton.config.logs import configure_logging
+from baton.launch.plan import worker_positions
+from baton.launch.progress import open_display
+from baton.launch.ray.connection import check_ray, connected, find_address
+from baton.launch.ray.plan import plan_fleet
+from baton.protocol.worker_http import Role
+from baton.router.placement import POLICIES, choose_policy
+
+if TYPE_CHECKING:
+    from baton.config.resolve import Resolved
+    from baton.launch.fleet import FleetMember
+    from baton.launch.progress import Display
+    from baton.launch.ray.plan import RayPlan
+
+CONNECT_TIMEOUT_S: Final = 20.0
+
+
+def launch_on_ray(resolved: Resolved, fleet: str) -> int:
+    """Start a fleet on Ray, wait until it serves, print how to use it, and leave it running.
+
+    Raises:
+        ConfigError: the settings, or this Ray, cannot be used.
+        FleetError: Ray cannot be reached, places no process in time, or a process cannot run.
+    """
+    config, environment = resolved.to_config(), read_environment()
+    configure_logging(config.log)
+    check_settings(config)
+    # What is in a store is keyed: with a key of its own the next fleet would believe none of it.
+    find_key = find_cluster_key if config.store.tiers else ephemeral_cluster_key
+    key = find_key(config.cluster, environment, ())
+    has_key_file = key.origin == "configured" and key.path is not None
+    policy = choose_policy(
+        config.router.policy, [Role(role) for _, role, _ in worker_positions(config)]
+    )
+    POLICIES.build(policy, config.router.options.get(policy, {}))
+    plan = plan_fleet(resolved, fleet, __version__, policy, has_key_file=has_key_file)
+    check_ray(environment, insecure=config.ray.insecure)
+    clock = MachineClock()
+    display, started = open_display(clock), clock.now()
+    connect_s = min(CONNECT_TIMEOUT_S, config.ray.timeout_s)
+    with connected(find_address(config.ray.address, environment), fleet, connect_s):
+        members = asyncio.run(
+            _start(plan, "" if has_key_file else key.text, config.ray.timeout_s, display)
+        )
+    display.print_line(f"ready after {clock.now() - started:.1f} s")
+    display.announce(how_to_use_fleet(plan.fleet, members))
+    return 0
+
+
+async def _start(plan: RayPlan, key: str, timeout_s: float, display: Display) -> list[FleetMember]:
+    from baton.launch.ray.actors import FleetActors  # noqa: PLC0415 - imports Ray
+    from baton.launch.ray.start import start_fleet  # noqa: PLC0415 - imports Ray
+
+    names = [name for group in plan.groups for name in group.names]
+    display.waiting_for(names)
+    try:
+        return await start_fleet(
+            FleetActors(plan.fleet),
+            plan,
+            key,
+            timeout_s=timeout_s,
+            on_waiting=display.waiting_for,
+        )
+    finally:
+        display.waiting_for(())
+
+
+def how_to_use_fleet(fleet: str, members: list[FleetMember]) -> str:
+    """What to do with a fleet that serves: where it is, a request to try, how to control it."""
+    gateways = [member for member in members if member.role == "gateway"]
+    workers = [f"{m.name} on {m.host}" for m in members if m.role != "gateway"]
+    url, others = gateways[0].url or "", [member.url or "" for member in gateways[1:]]
+    also = f" (also {', '.join(others)})" if others else ""
+    request = {"prompt": TRY_THIS, "stream": True, "max_tokens": 64}
+    options = f"--on ray --fleet {shlex.quote(fleet)}"
+    return f"""
+The fleet {fleet} answers at {url}{also}
+Its workers: {", ".join(workers)}
+
+Try it, with one of the models of {url}/v1/models as MODEL:
+  curl -N {url}/v1/completions -H 'content-type: application/json' \\
+    -d {shlex.quote(msgspec.json.encode({"model": "MODEL", **request}).decode())}
+
+It goes on without this command:
+  baton status {options}                 what runs, and where
+  baton scale --decode 4 {options}       more workers, or fewer
+  baton upgrade {options}                new code, one process after the other
+  baton down {options}                   drain and end all
+"""

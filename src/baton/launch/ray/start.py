@@ -1,0 +1,233 @@
+"""Starts supervisors, and waits until their processes serve."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from baton.errors import ConfigError
+from baton.launch.errors import FleetError
+from baton.launch.ray.actors import NoAnswerError
+from baton.launch.ray.connection import describe, namespace_of
+from baton.launch.ray.members_file import read_member
+from baton.launch.ray.plan import RayHostFacts, explain_unplaced
+from baton.launch.ray.process import LogLines
+from baton.launch.ray.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from baton.launch.fleet import FleetMember
+    from baton.launch.ray.actors import FleetActors
+    from baton.launch.ray.plan import ProcessGroup, RayPlan
+
+HEAD_TIMEOUT_S: Final = 10.0
+POLL_INTERVAL_S: Final = 0.25
+MAX_CONCURRENT_CALLS: Final = 16
+"""Of one supervisor: each gateway's asks, and one that stops its process takes a place."""
+MAX_PENDING_CALLS: Final = 256
+"""Of one caller to a supervisor that has no host: those above it fail at once."""
+NUM_SHOWN_LINES: Final = 20
+HOST_LABEL: Final = "ray.io/node-id"
+"""A label that Ray gives each host, with a value of its own."""
+BUNDLE_CPUS: Final = 0.001
+"""A bundle must have something; supervisors take no cores from what else runs on Ray."""
+
+
+async def start_fleet(
+    supervisors: FleetActors,
+    plan: RayPlan,
+    key: str,
+    *,
+    timeout_s: float,
+    on_waiting: Callable[[Sequence[str]], None],
+) -> list[FleetMember]:
+    """Start everything: all processes, ready, gateways first. On failure nothing is left.
+
+    `timeout_s` is for Ray to find a host for each process; loading a model takes what it takes.
+
+    Raises:
+        ConfigError: the fleet runs already.
+        FleetError: Ray does not place a process in time, or one cannot run.
+    """
+    if running := await supervisors.list_names(HEAD_TIMEOUT_S):
+        raise ConfigError(
+            f"the fleet {plan.fleet!r} runs already, with {', '.join(sorted(running))}: end it "
+            f"with `baton down --on ray --fleet {plan.fleet}`, or choose another name with --fleet"
+        )
+    names = [name for group in plan.groups for name in group.names]
+    try:
+        for group in plan.groups:
+            create_group(plan, group)
+        await wait_until_placed(supervisors, plan, names, key=key, timeout_s=timeout_s)
+        return await wait_until_ready(
+            supervisors, names, timeout_s=timeout_s, on_waiting=on_waiting
+        )
+    except BaseException:
+        await remove_all(supervisors, plan, names)
+        raise
+
+
+def create_group(plan: RayPlan, group: ProcessGroup) -> None:
+    """Have Ray start the supervisors that a fleet begins with in one group.
+
+    Raises:
+        ConfigError: Ray refuses the group's labels.
+    """
+    bundles = None
+    if group.is_reserved_together:
+        bundles = _reserve(plan, group)
+    for index, name in enumerate(group.names):
+        create_supervisor(plan, group, name, bundles=bundles, index=index)
+
+
+def _reserve(plan: RayPlan, group: ProcessGroup) -> PlacementGroup:
+    bundle = {"GPU": group.gpus} if group.gpus else {"CPU": BUNDLE_CPUS}
+    strategies = {HOST_LABEL: (group.placement or "pack").upper()}
+    if group.within is not None:
+        strategies[group.within] = "STRICT_PACK"
+    try:
+        return placement_group(
+            [bundle] * group.num_processes,
+            topology_strategy=strategies,
+            name=_placement_name(plan, group),
+            lifetime="detached",
+            bundle_label_selector=[group.selector] * group.num_processes,
+        )
+    except ValueError as exc:
+        raise ConfigError(f"Ray refuses ray.workers.{group.role}: {describe(exc)}") from exc
+
+
+def create_supervisor(
+    plan: RayPlan,
+    group: ProcessGroup,
+    name: str,
+    *,
+    bundles: PlacementGroup | None = None,
+    index: int = 0,
+) -> None:
+    """Have Ray start one supervisor, which outlives this process; returns at once.
+
+    Raises:
+        ConfigError: Ray refuses the group's labels.
+    """
+    in_bundle = None if bundles is None else PlacementGroupSchedulingStrategy(bundles, index)
+    try:
+        ray.remote(Supervisor).options(
+            name=name,
+            namespace=namespace_of(plan.fleet),
+            lifetime="detached",
+            max_restarts=-1,
+            max_concurrency=MAX_CONCURRENT_CALLS,
+            max_pending_calls=MAX_PENDING_CALLS,
+            num_cpus=0,
+            num_gpus=group.gpus,
+            label_selector=None if in_bundle else group.selector or None,
+            scheduling_strategy=in_bundle or "SPREAD",
+        ).remote(name, msgspec.json.encode(plan))
+    except ValueError as exc:
+        raise ConfigError(f"Ray refuses the options of {name}: {describe(exc)}") from exc
+
+
+async def wait_until_placed(
+    supervisors: FleetActors, plan: RayPlan, names: Sequence[str], *, key: str, timeout_s: float
+) -> None:
+    """Until each supervisor has a host, and the cluster key.
+
+    Raises:
+        FleetError: some have none in time, or one cannot run where it is.
+    """
+    calls = (supervisors.call(name, "give_key", key, timeout_s=timeout_s) for name in names)
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException) and not isinstance(outcome, NoAnswerError):
+            raise outcome
+    if unplaced := [
+        name
+        for name, outcome in zip(names, outcomes, strict=True)
+        if isinstance(outcome, NoAnswerError)
+    ]:
+        hosts = await asyncio.to_thread(list_hosts)
+        raise FleetError(explain_unplaced(plan, unplaced, hosts, timeout_s))
+
+
+async def wait_until_ready(
+    supervisors: FleetActors,
+    names: Sequence[str],
+    *,
+    timeout_s: float,
+    on_waiting: Callable[[Sequence[str]], None],
+) -> list[FleetMember]:
+    """Until each process serves.
+
+    Raises:
+        FleetError: one has ended too often, or its supervisor does not answer for `timeout_s`.
+    """
+    while True:
+        calls = (supervisors.call(name, "status", timeout_s=timeout_s) for name in names)
+        members = [read_member(answer) for answer in await asyncio.gather(*calls)]
+        for member in members:
+            if member.state in {"failed", "ended"}:
+                raise FleetError(await _explain_failure(supervisors, member))
+        waiting = [member for member in members if member.state != "ready"]
+        on_waiting([f"{m.name} ({m.reason})" if m.reason else m.name for m in waiting])
+        if not waiting:
+            return members
+        await asyncio.sleep(POLL_INTERVAL_S)
+
+
+async def _explain_failure(supervisors: FleetActors, member: FleetMember) -> str:
+    try:
+        answer = await supervisors.call(
+            member.name, "lines", -NUM_SHOWN_LINES, timeout_s=HEAD_TIMEOUT_S
+        )
+        lines = msgspec.json.decode(answer if isinstance(answer, bytes) else b"", type=LogLines)
+        quoted = "\n".join(f"    {line}" for line in lines.lines)
+    except (FleetError, msgspec.MsgspecError) as exc:
+        quoted = f"    ({exc})"
+    return (
+        f"{member.name} on {member.host} {member.reason or 'failed'}. Its last lines:\n"
+        f"{quoted or '    (it wrote nothing)'}"
+    )
+
+
+async def remove_all(supervisors: FleetActors, plan: RayPlan, names: Sequence[str]) -> None:
+    """End these supervisors, and give back what was reserved for the fleet.
+
+    Raises:
+        FleetError: Ray's head does not answer in time.
+    """
+    for name in names:
+        await supervisors.remove(name, HEAD_TIMEOUT_S)
+    for group in plan.groups:
+        if group.is_reserved_together:
+            await asyncio.to_thread(_remove_placement, _placement_name(plan, group))
+
+
+def _placement_name(plan: RayPlan, group: ProcessGroup) -> str:
+    return f"{namespace_of(plan.fleet)}-{group.role}"
+
+
+def _remove_placement(name: str) -> None:
+    try:
+        remove_placement_group(ray.util.get_placement_group(name))
+    except ValueError:  # there is none of this name
+        return
+
+
+def list_hosts() -> list[RayHostFacts]:
+    """The hosts that Ray has now."""
+    return [
+        RayHostFacts(
+            address=node["NodeManagerAddress"],
+            labels=dict(node.get("Labels") or {}),
+            gpus=float(node["Resources"].get("GPU", 0)),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]

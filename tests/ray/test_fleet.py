@@ -1,0 +1,251 @@
+"""A fleet on a real Ray cluster of three hosts, each with its own network, processes and memory.
+
+`make test-ray` installs Ray and runs this file alone. Without Ray, root or iproute2 it is skipped;
+the pure parts are in tests/unit/launch/ray.
+"""
+
+import importlib.util
+import secrets
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from baton.launch.fleet import FleetStatus
+from baton.protocol.members import decode_members
+from baton.testing.greedy_load import GreedyLoad
+from baton.testing.network_namespaces import NoNamespaceError
+from baton.testing.ray_hosts import RayCluster, ray_cluster
+
+if importlib.util.find_spec("ray") is None:
+    pytest.skip("Ray is not installed: make test-ray", allow_module_level=True)
+
+LABELS = (
+    {"rack": "r1", "host": "h1", "kind": "head"},
+    {"rack": "r2", "host": "h2", "kind": "worker"},
+    {"rack": "r3", "host": "h3", "kind": "worker"},
+)
+FLEET = "test"
+KEY = secrets.token_hex(32)
+PROMPTS = tuple(
+    f"{word} by the sea, and those who lived in it, " * 6 for word in ("A house", "Ship")
+)
+MAX_TOKENS = 48
+UP_TIMEOUT_S = 90.0
+CALL_TIMEOUT_S = 60.0
+MOVED_TIMEOUT_S = 45.0
+
+
+@dataclass
+class RunningFleet:
+    cluster: RayCluster
+    url: str
+
+    def call(self, *arguments):
+        done = self.run(*arguments)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def run(self, *arguments, fleet=FLEET):
+        return baton(self.cluster, *arguments, "--on", "ray", "--fleet", fleet)
+
+    def status(self):
+        return {
+            member.name: member
+            for member in msgspec.json.decode(
+                self.call("status", "--json"), type=FleetStatus
+            ).members
+        }
+
+    @property
+    def workers(self):
+        """As the gateway reads them: by address."""
+        path = self.cluster.head.folder / f"baton/ray-{FLEET}-gateway-0/members.json"
+        return {each.url: each for each in decode_members(path.read_bytes()).workers}
+
+
+def baton(cluster, *arguments):
+    """Run `baton` on the head's host."""
+    words = (sys.executable, "-m", "baton.cli", *arguments)
+    return cluster.head.run(*words, timeout_s=CALL_TIMEOUT_S)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    for program in ("nsenter", "unshare", "ip"):
+        if shutil.which(program) is None:
+            pytest.skip(f"{program} is not installed")
+    try:
+        with ray_cluster(LABELS) as opened:
+            opened.start_ray()
+            opened.head.environment["RAY_ADDRESS"] = opened.address
+            opened.head.environment["BATON_CLUSTER_KEY"] = KEY
+            yield opened
+    except NoNamespaceError as exc:
+        pytest.skip(str(exc))
+
+
+def up(cluster, *arguments, environment=None, fleet=FLEET):
+    words = ("up", "--on", "ray", "--fleet", fleet, "--insecure", *arguments)
+    host = cluster.head
+    before = host.environment
+    host.environment = before | (environment or {})
+    try:
+        return host.run(sys.executable, "-m", "baton.cli", *words, timeout_s=UP_TIMEOUT_S)
+    finally:
+        host.environment = before
+
+
+def settings(*assignments):
+    return [word for assignment in assignments for word in ("--set", assignment)]
+
+
+@pytest.fixture(scope="module")
+def fleet(cluster):
+    done = up(
+        cluster,
+        "--decode",
+        "2",
+        *settings(
+            "engine.dtype=float32",
+            "engine.num_threads=1",
+            'ray.gateway_labels=["kind=head"]',
+            'ray.workers.prefill.labels=["kind=head"]',
+            'ray.workers.decode.labels=["rack=in(r2,r3)"]',
+            "ray.workers.decode.placement=spread",
+            "gateway.port=0",
+        ),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    url = next(word for word in done.stdout.split() if word.startswith("http://"))
+    return RunningFleet(cluster, url)
+
+
+@pytest.fixture(scope="module")
+def load(fleet):
+    load = GreedyLoad(fleet.url, PROMPTS, MAX_TOKENS)
+    load.learn()
+    return load
+
+
+def wait_until(condition, timeout_s=MOVED_TIMEOUT_S):
+    begun = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begun < timeout_s, "it does not come about"
+        time.sleep(0.1)
+    return time.monotonic() - begun
+
+
+def test_ray_without_tokens_is_refused(cluster):
+    done = up(cluster, environment={"RAY_AUTH_MODE": "disabled"})
+    assert done.returncode == 2
+    assert "RAY_AUTH_MODE=token" in done.stderr
+    assert "--insecure-ray" in done.stderr
+
+
+def test_a_wrong_token_is_refused_in_time(cluster, tmp_path):
+    wrong = tmp_path / "token"
+    wrong.write_text(secrets.token_hex(32))
+    wrong.chmod(0o600)
+    done = up(cluster, "--timeout", "8", environment={"RAY_AUTH_TOKEN_PATH": str(wrong)})
+    assert done.returncode == 1
+    assert "RAY_AUTH_TOKEN_PATH" in done.stderr
+    assert "oken" in done.stderr.partition("cannot connect")[2].partition("\n")[0]
+
+
+def test_labels_that_no_host_has_are_named(cluster):
+    done = up(
+        cluster,
+        "--timeout",
+        "5",
+        *settings('ray.workers.decode.labels=["rack=r9"]'),
+        fleet="nowhere",
+    )
+    assert done.returncode == 1
+    assert "decode-0: labels rack=r9" in done.stderr
+    assert "host=h2, kind=worker, rack=r2" in done.stderr
+    left = baton(cluster, "status", "--on", "ray", "--fleet", "nowhere")
+    assert "no fleet 'nowhere' runs" in left.stderr
+
+
+def test_workers_are_where_their_labels_are(fleet, load):
+    status = fleet.status()
+    assert {name: member.state for name, member in status.items()} == dict.fromkeys(
+        ("gateway-0", "prefill-0", "decode-0", "decode-1"), "ready"
+    )
+    hosts = {name: member.labels["host"] for name, member in status.items()}
+    assert (hosts["gateway-0"], hosts["prefill-0"]) == ("h1", "h1")
+    assert {hosts["decode-0"], hosts["decode-1"]} == {"h2", "h3"}
+    assert not load.failures
+
+
+def test_the_key_is_in_no_command_line_and_no_file(fleet):
+    lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert any(b"baton.cli\0worker" in line for line in lines), "the workers' lines are seen"
+    assert not any(KEY.encode() in line for line in lines)
+    folder = fleet.cluster.head.folder.parent
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+    assert any(path.name == "gcs_server.out" for path in files), "Ray's logs are among them"
+    assert not [path for path in files if KEY.encode() in path.read_bytes()]
+
+
+def test_the_same_name_is_refused_while_it_runs(fleet):
+    done = up(fleet.cluster)
+    assert done.returncode == 2
+    assert f"the fleet '{FLEET}' runs already" in done.stderr
+
+
+def test_logs(fleet):
+    assert "baton." in fleet.call("logs", "decode-0", "--lines", "50")
+
+
+def test_scaling_under_load(fleet, load):
+    before = load.num_answers
+    with load.running():
+        assert "decode-2: ready" in fleet.call("scale", "--decode", "3")
+        assert len(fleet.workers) == 4
+        drained = fleet.call("drain", "decode-2")
+    assert "decode-2: exit code 0" in drained
+    assert "decode-2" not in fleet.status()
+    assert len(fleet.workers) == 3
+    assert load.num_answers > before
+    assert not load.failures
+
+
+def test_a_host_that_dies(fleet, load):
+    lost = fleet.status()["decode-1"]
+    host = next(each for each in fleet.cluster.hosts if each.address == lost.host)
+    others = set(fleet.workers) - {lost.url}
+    with load.running():
+        before = load.num_answers
+        wait_until(lambda: load.num_answers > before)
+        host.cut_power()
+        wait_until(lambda: len(set(fleet.workers) - others - {lost.url}) == 1)
+        before = load.num_answers
+        wait_until(lambda: load.num_answers > before + 1)
+    assert not load.failures
+    moved = fleet.status()["decode-1"]
+    assert (moved.state, moved.host != lost.host) == ("ready", True)
+
+
+def test_down(fleet):
+    lines = fleet.call("down")
+    assert "gateway-0: exit code 0" in lines
+    left = fleet.run("status")
+    assert f"no fleet '{FLEET}' runs" in left.stderr
+    wait_until(lambda: not has_workers(FLEET), 10.0)
+
+
+def has_workers(fleet):
+    """Whether a process of a fleet is left on any host."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if f"ray-{fleet}-".encode() in path.read_bytes():
+                return True
+        except OSError:
+            continue
+    return False

@@ -1,0 +1,184 @@
+"""What an operator is answered, with supervisors that answer from memory."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from baton.config.resolve import CommandLine, resolve
+from baton.launch.errors import FleetError
+from baton.launch.fleet import FleetMember, FleetSize
+from baton.launch.ray import fleet as fleet_module
+from baton.launch.ray.fleet import RayFleet, find_plan
+from baton.launch.ray.plan import plan_fleet, role_of
+from baton.launch.ray.process import LogTail
+
+PLAN = plan_fleet(
+    resolve(CommandLine(assignments=["gateway.insecure=true", "up.decode=2"]), {}),
+    "f",
+    "1",
+    "cost",
+    has_key_file=False,
+)
+
+
+class Supervisors:
+    """Those of a fleet, in memory. `away` do not answer. `calls` are what changed something."""
+
+    def __init__(self, *names):
+        self.names, self.away = set(names), set()
+        self.draining, self.calls = set(), []
+        self.tail = LogTail()
+
+    async def list_names(self, timeout_s):
+        return frozenset(self.names)
+
+    async def list_fleets(self, timeout_s):
+        return ["other"]
+
+    async def remove(self, name, timeout_s):
+        self.calls.append(("remove", name))
+        self.names.discard(name)
+
+    async def call(self, name, method, *arguments, timeout_s):
+        if name in self.away:
+            raise FleetError(f"{name} does not answer")
+        return getattr(self, f"do_{method}")(name, *arguments)
+
+    def do_plan(self, name):
+        return msgspec.json.encode(PLAN)
+
+    def do_status(self, name):
+        return msgspec.json.encode(
+            FleetMember(
+                name=name, role=role_of(name), state="ready", host="h", url=f"https://{name}:1"
+            )
+        )
+
+    def do_list_used(self, name):
+        workers = [each for each in self.names - self.draining if role_of(each) != "gateway"]
+        return msgspec.json.encode([f"https://{each}:1" for each in workers])
+
+    def do_mark_draining(self, name):
+        self.calls.append(("mark_draining", name))
+        self.draining.add(name)
+
+    def do_stop(self, name):
+        self.calls.append(("stop", name))
+        return "exit code 0"
+
+    def do_lines(self, name, since):
+        answer = self.tail.last(-since) if since < 0 else self.tail.since(since)
+        return msgspec.json.encode(answer)
+
+
+@pytest.fixture
+def supervisors(monkeypatch):
+    monkeypatch.setattr(fleet_module, "GATEWAYS_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(fleet_module, "FOLLOW_INTERVAL_S", 0.001)
+    return Supervisors("gateway-0", "prefill-0", "decode-0", "decode-1")
+
+
+def lines_of(lines):
+    async def collect():
+        return [line async for line in lines]
+
+    return asyncio.run(collect())
+
+
+def test_status_has_all_processes_in_order(supervisors):
+    supervisors.away.add("decode-1")
+    status = asyncio.run(RayFleet(supervisors, PLAN, 1.0).status())
+    assert (status.fleet, status.backend) == ("f", "ray")
+    assert [(m.name, m.state) for m in status.members] == [
+        ("gateway-0", "ready"),
+        ("prefill-0", "ready"),
+        ("decode-0", "ready"),
+        ("decode-1", "starting"),
+    ]
+    assert status.members[3].reason == "decode-1 does not answer"
+
+
+def test_gateways_know_of_a_drain_before_the_worker_stops(supervisors):
+    lines = lines_of(RayFleet(supervisors, PLAN, 1.0).drain("decode-0"))
+    assert lines == ["decode-0: draining", "decode-0: exit code 0"]
+    assert supervisors.calls == [
+        ("mark_draining", "decode-0"),
+        ("stop", "decode-0"),
+        ("remove", "decode-0"),
+    ]
+
+
+def test_a_worker_whose_host_is_away_is_removed(supervisors):
+    supervisors.away.add("decode-0")
+    lines = lines_of(RayFleet(supervisors, PLAN, 1.0).drain("decode-0"))
+    assert lines[-1] == "decode-0: removed without draining: decode-0 does not answer"
+    assert supervisors.calls == [("remove", "decode-0")]
+
+
+def test_scaling_down_takes_the_newest(supervisors):
+    supervisors.names.add("decode-10")
+    lines_of(RayFleet(supervisors, PLAN, 1.0).scale(FleetSize(decode=1)))
+    assert [name for call, name in supervisors.calls if call == "stop"] == ["decode-10", "decode-1"]
+
+
+@pytest.mark.parametrize(
+    ("worker", "message"),
+    [
+        ("decode-7", "no process 'decode-7'; it has gateway-0, prefill-0, decode-0, decode-1"),
+        ("gateway-0", "the last gateway"),
+    ],
+)
+def test_drains_that_are_refused(supervisors, worker, message):
+    with pytest.raises(FleetError, match=message):
+        lines_of(RayFleet(supervisors, PLAN, 1.0).drain(worker))
+    assert not supervisors.calls
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        (FleetSize(decode=0), "no worker would decode"),
+        (FleetSize(both=1), "no workers of the role both: it has prefill, decode"),
+    ],
+)
+def test_sizes_that_are_refused(supervisors, size, message):
+    with pytest.raises(FleetError, match=message):
+        lines_of(RayFleet(supervisors, PLAN, 1.0).scale(size))
+    assert not supervisors.calls
+
+
+def test_the_last_decode_worker_stays(supervisors):
+    supervisors.names.discard("decode-1")
+    with pytest.raises(FleetError, match="decode-0 is the last decode"):
+        lines_of(RayFleet(supervisors, PLAN, 1.0).drain("decode-0"))
+
+
+@pytest.mark.parametrize("num_lines", [0, 1, 2])
+def test_logs_are_the_last_lines_and_those_that_follow(supervisors, num_lines):
+    for line in ("a", "b"):
+        supervisors.tail.append(line)
+
+    async def scenario():
+        logs = RayFleet(supervisors, PLAN, 1.0).logs("decode-0", num_lines, follow=True)
+        found = [await anext(logs) for _ in range(num_lines)]
+        following = asyncio.ensure_future(anext(logs))
+        await asyncio.sleep(0.01)
+        supervisors.tail.append("c")
+        return [*found, await following]
+
+    assert asyncio.run(scenario()) == [*("a", "b")[2 - num_lines :], "c"]
+
+
+def test_the_plan_comes_from_any_supervisor_that_answers(supervisors):
+    supervisors.away |= {"gateway-0", "decode-0"}
+    assert asyncio.run(find_plan(supervisors, "f")) == PLAN
+    supervisors.away |= supervisors.names
+    with pytest.raises(FleetError, match="no supervisor of the fleet 'f' answers"):
+        asyncio.run(find_plan(supervisors, "f"))
+
+
+def test_a_fleet_that_does_not_run(supervisors):
+    supervisors.names.clear()
+    with pytest.raises(FleetError, match="no fleet 'f' runs on this Ray; running: other"):
+        asyncio.run(find_plan(supervisors, "f"))
