@@ -1,0 +1,347 @@
+"""What Baton asks of a Kubernetes API server: to list one Service's EndpointSlices, and to watch them.
+
+With the service account of this pod. Its token and the authority's certificate are read again for
+each connection, since both are replaced while the pod runs. Everything that is received is bounded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import ssl
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
+
+import aiohttp
+import msgspec
+
+from baton.errors import UNDECODABLE, BatonError, ConfigError
+from baton.gateway.members.endpoint_slices import EndpointSlice, EndpointSliceList
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+
+ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+"""Where Kubernetes mounts a pod's service account: `token`, `ca.crt`, `namespace`."""
+GROUP_PATH: Final = "/apis/discovery.k8s.io/v1"
+SERVICE_LABEL: Final = "kubernetes.io/service-name"
+PAGE_ITEMS: Final = 100
+MAX_PAGES: Final = 100
+MAX_PAGE_BYTES: Final = 32 << 20
+MAX_EVENT_BYTES: Final = 1 << 20
+"""A slice has 1,000 endpoints at most, of some 400 bytes each."""
+MAX_ANSWER_BYTES: Final = 64 << 10
+MAX_ACCOUNT_FILE_BYTES: Final = 64 << 10
+LIST_TIMEOUT_S: Final = 10.0
+WATCH_S: Final = (60, 90)
+"""The server ends each watch after a time in this range. It also bounds how long a connection that
+is dead, and that nobody ended, goes unnoticed."""
+WATCH_GRACE_S: Final = 15.0
+
+_random = random.SystemRandom()
+T = TypeVar("T")
+
+
+class KubernetesApiError(BatonError):
+    """The API server did not give what was asked for. `cause` is one of a few, for logs."""
+
+    retryable = True
+
+    def __init__(self, cause: str, message: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+class ResourceVersionExpiredError(KubernetesApiError):
+    """The server does not remember changes since the version that was asked for: list again."""
+
+    def __init__(self) -> None:
+        super().__init__("expired", "the resource version has expired (410)")
+
+
+@dataclass(frozen=True, slots=True)
+class Bookmark:
+    """Nothing has changed up to here."""
+
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class SlicePut:
+    """A slice was added or changed."""
+
+    version: str
+    found: EndpointSlice
+
+
+@dataclass(frozen=True, slots=True)
+class SliceRemoved:
+    """A slice is gone."""
+
+    version: str
+    name: str
+
+
+Change: TypeAlias = Bookmark | SlicePut | SliceRemoved
+
+
+@dataclass(frozen=True, slots=True)
+class ListedSlices:
+    """All slices, as they were at one version."""
+
+    version: str
+    slices: tuple[EndpointSlice, ...]
+
+
+class _Event(msgspec.Struct, frozen=True):
+    type: str
+    object: msgspec.Raw
+
+
+class _Status(msgspec.Struct, frozen=True):
+    """The API's own description of an error."""
+
+    code: int = 0
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ApiServer:
+    """Where the API server is, and the directory of the account that is shown to it.
+
+    `url` is `https://HOST:PORT`.
+    """
+
+    url: str
+    account: Path = ACCOUNT
+
+    @classmethod
+    def of_pod(cls, environment: Mapping[str, str]) -> ApiServer:
+        """The one of the cluster in which this process is a pod.
+
+        Raises:
+            ConfigError: this process is no pod.
+        """
+        host = environment.get("KUBERNETES_SERVICE_HOST", "")
+        port = environment.get("KUBERNETES_SERVICE_PORT_HTTPS", "443")
+        if not host or not ACCOUNT.is_dir():
+            raise ConfigError(
+                "a source kubernetes:… works in a pod with a service account alone: set "
+                "automountServiceAccountToken for it (there must be the variable "
+                f"KUBERNETES_SERVICE_HOST, and {ACCOUNT})"
+            )
+        shown = f"[{host}]" if ":" in host else host
+        return cls(f"https://{shown}:{port}")
+
+    def find_namespace(self) -> str:
+        """The namespace of this pod.
+
+        Raises:
+            ConfigError: its file cannot be read.
+        """
+        try:
+            return self._read("namespace").strip()
+        except KubernetesApiError as exc:
+            raise ConfigError(f"{exc}; write kubernetes:ROLE=NAMESPACE/SERVICE") from exc
+
+    def read_token(self) -> str:
+        """The account's bearer token, as it is now.
+
+        Raises:
+            KubernetesApiError: it cannot be read.
+        """
+        return self._read("token").strip()
+
+    def make_tls(self) -> ssl.SSLContext:
+        """Trusts the cluster's authority alone, as its file is now.
+
+        Raises:
+            KubernetesApiError: the file cannot be read, or is no certificate.
+        """
+        path, authority = self.account / "ca.crt", self._read("ca.crt")
+        if not authority.strip():  # Python would trust the system's authorities
+            raise KubernetesApiError("account", f"{path} is empty")
+        try:
+            return ssl.create_default_context(cadata=authority)
+        except ssl.SSLError as exc:
+            raise KubernetesApiError("account", f"{path} is no certificate: {exc}") from exc
+
+    def _read(self, name: str) -> str:
+        path = self.account / name
+        try:
+            with path.open("rb") as file:
+                content = file.read(MAX_ACCOUNT_FILE_BYTES + 1)
+            text = content.decode("ascii")
+        except (OSError, UnicodeDecodeError) as exc:
+            raise KubernetesApiError("account", f"cannot read {path}: {exc}") from exc
+        if len(content) > MAX_ACCOUNT_FILE_BYTES:
+            raise KubernetesApiError("account", f"{path} has more than {MAX_ACCOUNT_FILE_BYTES} bytes")
+        return text
+
+
+class EndpointSliceApi:
+    """Lists and watches the slices of one Service. Owner: the event loop's thread."""
+
+    def __init__(
+        self, server: ApiServer, namespace: str, service: str, session: aiohttp.ClientSession
+    ) -> None:
+        self._server, self._namespace, self._session = server, namespace, session
+        self._url = f"{server.url}{GROUP_PATH}/namespaces/{namespace}/endpointslices"
+        self._selector = f"{SERVICE_LABEL}={service}"
+
+    async def list_slices(self) -> ListedSlices:
+        """All slices; at most `LIST_TIMEOUT_S` for each page.
+
+        Raises:
+            KubernetesApiError: no answer, a refusal, or none that decodes.
+        """
+        query = {"labelSelector": self._selector, "limit": str(PAGE_ITEMS)}
+        slices: list[EndpointSlice] = []
+        for _ in range(MAX_PAGES):
+            async with self._ask("list", query, LIST_TIMEOUT_S) as response:
+                body = await _read_bounded(response, MAX_PAGE_BYTES)
+            page = _decode(body, EndpointSliceList)
+            slices += page.items or ()
+            if not page.metadata.continue_token:
+                return ListedSlices(page.metadata.resource_version, tuple(slices))
+            query["continue"] = page.metadata.continue_token
+        raise KubernetesApiError("garbage", f"the list has more than {MAX_PAGES} pages")
+
+    async def watch_slices(self, version: str) -> AsyncGenerator[Change]:
+        """Changes since `version`, until the server ends the watch.
+
+        Raises:
+            ResourceVersionExpiredError: the server does not remember `version`.
+            KubernetesApiError: no answer, a refusal, an event that does not decode, or a
+                connection that broke.
+        """
+        watch_s = _random.randint(*WATCH_S)
+        query = {
+            "labelSelector": self._selector,
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": version,
+            "timeoutSeconds": str(watch_s),
+        }
+        async with self._ask("watch", query, watch_s + WATCH_GRACE_S) as response:
+            async for line in _read_lines(response):
+                yield _read_event(line)
+
+    @contextlib.asynccontextmanager
+    async def _ask(
+        self, verb: str, query: Mapping[str, str], timeout_s: float
+    ) -> AsyncGenerator[aiohttp.ClientResponse]:
+        headers = {
+            "authorization": f"Bearer {self._server.read_token()}",
+            "accept": "application/json",
+            "accept-encoding": "identity",
+        }
+        tls = self._server.make_tls()
+        try:
+            async with self._session.get(
+                self._url,
+                params=query,
+                headers=headers,
+                ssl=tls,
+                allow_redirects=False,  # the token is for this server alone
+                timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=LIST_TIMEOUT_S),
+            ) as response:
+                if response.status != HTTPStatus.OK:
+                    raise await self._refused(verb, response)
+                yield response
+        except aiohttp.ClientSSLError as exc:
+            raise KubernetesApiError("tls", f"TLS with {self._server.url} failed: {exc}") from exc
+        except TimeoutError as exc:
+            message = f"{self._server.url} has not answered {verb} in time"
+            raise KubernetesApiError("unreachable", message) from exc
+        except (aiohttp.ClientError, OSError) as exc:
+            message = f"{self._server.url}: {exc or type(exc).__name__}"
+            raise KubernetesApiError("unreachable", message) from exc
+
+    async def _refused(self, verb: str, response: aiohttp.ClientResponse) -> KubernetesApiError:
+        status = response.status
+        if status == HTTPStatus.GONE:
+            return ResourceVersionExpiredError()
+        answer = _read_status(await _read_bounded(response, MAX_ANSWER_BYTES)).message[:500]
+        match status:
+            case HTTPStatus.FORBIDDEN:
+                remedy = (
+                    f"this pod's service account may not {verb} endpointslices in the namespace "
+                    f"{self._namespace}: it needs a Role with the verbs get, list and watch on "
+                    "endpointslices of the API group discovery.k8s.io, and a RoleBinding"
+                )
+            case HTTPStatus.UNAUTHORIZED:
+                remedy = f"the token in {self._server.account} was refused: expired, or of another cluster"
+            case _:
+                remedy = f"HTTP {status} to {verb} endpointslices"
+        return KubernetesApiError(f"{verb} {status}", f"{remedy}; its answer: {answer or 'none'}")
+
+
+@contextlib.asynccontextmanager
+async def open_session() -> AsyncGenerator[aiohttp.ClientSession]:
+    """For `EndpointSliceApi`: a connection of its own for each request, with the newest files."""
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(force_close=True),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+    ) as session:
+        yield session
+
+
+async def _read_bounded(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+    body = bytearray()
+    async for part in response.content.iter_any():
+        body += part
+        if len(body) > max_bytes:
+            raise KubernetesApiError("garbage", f"an answer of more than {max_bytes} bytes")
+    return bytes(body)
+
+
+async def _read_lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    rest = b""
+    async for part in response.content.iter_any():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            if line.strip():
+                yield line
+        if len(rest) > MAX_EVENT_BYTES:
+            raise KubernetesApiError("garbage", f"an event of more than {MAX_EVENT_BYTES} bytes")
+
+
+def _read_event(line: bytes) -> Change:
+    event = _decode(line, _Event)
+    match event.type:
+        case "ADDED" | "MODIFIED":
+            found = _decode(event.object, EndpointSlice)
+            return SlicePut(found.metadata.resource_version, found)
+        case "DELETED":
+            gone = _decode(event.object, EndpointSlice).metadata
+            return SliceRemoved(gone.resource_version, gone.name)
+        case "BOOKMARK":
+            return Bookmark(_decode(event.object, EndpointSlice).metadata.resource_version)
+        case "ERROR":
+            status = _read_status(event.object)
+            if status.code == HTTPStatus.GONE:
+                raise ResourceVersionExpiredError
+            message = f"the watch ended with {status.code}: {status.message[:500]}"
+            raise KubernetesApiError("watch error", message)
+        case _:
+            raise KubernetesApiError("garbage", f"an event of the type {event.type[:64]!r}")
+
+
+def _read_status(body: bytes | msgspec.Raw) -> _Status:
+    try:
+        return msgspec.json.decode(body, type=_Status)
+    except UNDECODABLE:
+        return _Status(message=repr(bytes(body)[:200]))
+
+
+def _decode(body: bytes | msgspec.Raw, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except UNDECODABLE as exc:
+        raise KubernetesApiError(
+            "garbage", f"an answer that is no {kind.__name__}: {exc}; it begins {bytes(body)[:100]!r}"
+        ) from exc
