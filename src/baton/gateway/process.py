@@ -52,7 +52,14 @@ from baton.gateway.upstream import Upstream
 from baton.gateway.waiting import WaitingRequests
 from baton.gateway.workers import Workers
 from baton.net.http_limits import Connections, HttpLimits, allow_descriptors
-from baton.net.http_server import bind, count_refusals, make_server_config, start_listening, url_of
+from baton.net.http_server import (
+    bind,
+    count_refusals,
+    make_server_config,
+    serve_beside,
+    start_listening,
+    url_of,
+)
 from baton.net.tls import ServerTls
 from baton.router.failover import RetryBudget
 from baton.router.load import FleetLoad
@@ -231,24 +238,12 @@ async def _managing(options: GatewayOptions, app: GatewayApp) -> AsyncGenerator[
     if options.management_port is None:
         yield
         return
-    with contextlib.closing(bind(options.management_host, options.management_port)) as listener:
-        start_listening(listener)
-        connections = Connections(
-            MANAGEMENT_LIMITS,
-            MachineClock(),
-            count_refusals(app.metrics.registry, "baton_management"),
-        )
-        server = uvicorn.Server(
-            make_server_config(ManagementApp(app), connections, drain_timeout_s=1)
-        )
-        server.config.load()
-        server.lifespan = server.config.lifespan_class(server.config)
-        await server.startup(sockets=[listener])
-        log.info("management: %s", url_of(listener, options.management_host))
-        try:
-            yield
-        finally:
-            await server.shutdown(sockets=[listener])
+    refused = count_refusals(app.metrics.registry, "baton_management")
+    connections = Connections(MANAGEMENT_LIMITS, MachineClock(), refused)
+    host, port = options.management_host, options.management_port
+    async with serve_beside(ManagementApp(app), connections, host, port) as url:
+        log.info("management: %s", url)
+        yield
 
 
 class _Server(uvicorn.Server):

@@ -51,6 +51,7 @@ class WorkerOptions:
 class ProcessOptions:
     """The process that one worker lives in. `port` 0 takes a free one.
 
+    `probe_port`: see `baton.net.probes`.
     `status_fd` is where JSON lines report to a launcher what happens (1: standard output).
     `parent_pid` set: the worker ends when that process does.
     """
@@ -61,6 +62,7 @@ class ProcessOptions:
     served_model_name: str | None = None
     host: str = "127.0.0.1"
     port: int = 0
+    probe_port: int | None = None
     credentials: Credentials
     tls: Tls = "control"
     engine: str = "transformers"
