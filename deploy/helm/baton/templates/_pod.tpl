@@ -8,15 +8,10 @@ fsGroup: 10001          # secrets below are readable by this group, and by nobod
 seccompProfile: {type: RuntimeDefault}
 {{- end }}
 
-{{- /* `capabilities`: a list. */}}
+{{- /* `override`: what a pool changes of it. */}}
 {{- define "baton.containerSecurity" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-capabilities:
-  drop: [ALL]
-  {{- with .capabilities }}
-  add: {{ toJson . }}
-  {{- end }}
+{{- $context := dict "allowPrivilegeEscalation" false "readOnlyRootFilesystem" true "capabilities" (dict "drop" (list "ALL")) }}
+{{- toYaml (mergeOverwrite $context (.override | default dict)) }}
 {{- end }}
 
 {{- /* Variables of every process. `identity`: the name of a Secret, or empty. */}}

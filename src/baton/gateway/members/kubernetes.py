@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 FIRST_DELAY_S: Final = 0.5
 MAX_DELAY_S: Final = 30.0
 WATCH_AGAIN_S: Final = 1.0
-"""Between two watches, so that a server that ends each at once is not asked without a pause."""
 
 _NAME = r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?"
 _TARGET: Final = re.compile(
@@ -81,11 +80,15 @@ class ServiceTarget:
 
 
 @dataclass(frozen=True, slots=True)
-class Backoff:
-    """How long to wait after failures: twice as long each time, by a random factor of 0.5 to 1.5."""
+class Pauses:
+    """How long to wait after failures: twice as long each time, by a random factor of 0.5 to 1.5.
+
+    `watch_again_s`: between two watches, so that a server that ends each at once gets no flood.
+    """
 
     first_s: float = FIRST_DELAY_S
     max_s: float = MAX_DELAY_S
+    watch_again_s: float = WATCH_AGAIN_S
 
     def delay_s(self, num_failures: int, spread: float) -> float:
         """After so many failures in a row, at least 1; `spread` from 0 to 1 is the random part."""
@@ -101,11 +104,11 @@ class KubernetesSource:
     """
 
     def __init__(
-        self, target: ServiceTarget, server: ApiServer, backoff: Backoff | None = None
+        self, target: ServiceTarget, server: ApiServer, pauses: Pauses | None = None
     ) -> None:
         self._namespace = target.namespace or server.find_namespace()
         self._target, self._server = target, server
-        self._backoff = backoff or Backoff()
+        self._pauses = pauses or Pauses()
         self._workers = ServiceWorkers(target.role, target.port)
         self._num_failures = 0
         self._cause: str | None = None
@@ -129,7 +132,7 @@ class KubernetesSource:
                                 yield workers
                 except (KubernetesApiError, ProtocolError) as exc:
                     self._note_failure(exc, is_listed=latest is not None)
-                await asyncio.sleep(self._backoff.delay_s(self._num_failures, _random.random()))
+                await asyncio.sleep(self._pauses.delay_s(self._num_failures, _random.random()))
 
     async def _follow(self, api: EndpointSliceApi) -> AsyncGenerator[frozenset[WorkerAddress]]:
         """The workers after a list, and after each change, until something fails."""
@@ -145,7 +148,7 @@ class KubernetesSource:
                     version = change.version or version
                     yield self._workers.workers
             self._note_success()
-            await asyncio.sleep(WATCH_AGAIN_S)
+            await asyncio.sleep(self._pauses.watch_again_s)
 
     def _apply(self, change: Change) -> None:
         match change:
