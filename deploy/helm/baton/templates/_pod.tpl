@@ -25,21 +25,22 @@ seccompProfile: {type: RuntimeDefault}
 - {name: BATON_SECURITY__IDENTITY, value: /etc/baton/identity}
 {{- end }}
 {{- if not (or .identity .top.Values.clusterKeySecret) }}
-{{- fail "clusterKeySecret is empty: then both security.gatewayIdentitySecret and security.workerIdentitySecret are needed" }}
+{{- fail "clusterKeySecret is empty: then both security.gatewayIdentitySecret and security.workerIdentitiesSecret are needed" }}
 {{- end }}
 # The root filesystem is read-only, and the user has no entry in /etc/passwd.
 - {name: HOME, value: /tmp/home}
 - {name: USER, value: baton}
 {{- end }}
 
-{{- /* `config`: the ConfigMap's name; `identity` as above; `model`: whether it is mounted. */}}
+{{- /* `config`: the ConfigMap's name; `identity` as above; `model`: whether it is mounted.
+     `identityOf`: pods with an identity each, of which a pod sees that in `identityPath` alone. */}}
 {{- define "baton.mounts" -}}
 - {name: config, mountPath: /etc/baton/config, readOnly: true}
 {{- if .top.Values.clusterKeySecret }}
 - {name: cluster-key, mountPath: /etc/baton/cluster, readOnly: true}
 {{- end }}
 {{- if .identity }}
-- {name: identity, mountPath: /etc/baton/identity, readOnly: true}
+- {name: identity, mountPath: /etc/baton/identity, readOnly: true{{ with .identityPath }}, subPathExpr: {{ . | quote }}{{ end }}}
 {{- end }}
 {{- if and .model .top.Values.model.volume }}
 - {name: model, mountPath: {{ .top.Values.model.mountPath | quote }}, readOnly: true}
@@ -59,7 +60,18 @@ seccompProfile: {type: RuntimeDefault}
 {{- end }}
 {{- if .identity }}
 - name: identity
-  secret: {secretName: {{ .identity | quote }}, defaultMode: 0440}
+  secret:
+    secretName: {{ .identity | quote }}
+    defaultMode: 0440
+    {{- with .identityOf }}
+    items:
+    {{- range . }}
+      - {key: {{ . }}.tls.crt, path: {{ . }}/tls.crt}
+      - {key: {{ . }}.tls.key, path: {{ . }}/tls.key}
+      - {key: ca.crt, path: {{ . }}/ca.crt}
+      - {key: ca.crl, path: {{ . }}/ca.crl}
+    {{- end }}
+    {{- end }}
 {{- end }}
 {{- if and .model .top.Values.model.volume }}
 - name: model
