@@ -28,7 +28,7 @@ LOGGER = "baton.gateway.members.kubernetes"
 
 
 def worker(address: str, *, draining: bool = False) -> WorkerAddress:
-    return WorkerAddress(f"https://{address}:8101", Role.DECODE, is_draining=draining)
+    return WorkerAddress(f"https://{address}:8101", Role.DECODE, draining=draining)
 
 
 class Seen:

@@ -31,15 +31,12 @@ ANY_MODEL = "*"
 class WorkerAddress:
     """Where the operator configured a worker, and in which role.
 
-    `is_draining`: it is about to end, by what its source knows, and gets nothing new.
-
     Raises:
         ConfigError: `url` is not `https://host:port` (or http).
     """
 
     url: str
     role: Role
-    is_draining: bool = False
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)

@@ -41,7 +41,7 @@ def slice_of(
 
 
 def urls(workers: frozenset[WorkerAddress]) -> dict[str, bool]:
-    return {worker.url: worker.is_draining for worker in workers}
+    return {worker.url: worker.draining for worker in workers}
 
 
 def found(*slices: EndpointSlice, port: str | None = None) -> dict[str, bool]:
@@ -114,7 +114,7 @@ def test_what_cannot_be_used_is_said_and_changes_nothing(given_slice, said):
 
 
 def test_the_number_of_workers_is_bounded(monkeypatch):
-    monkeypatch.setattr(endpoint_slices, "MAX_WORKERS", 2)
+    monkeypatch.setattr(endpoint_slices, "MAX_MEMBERS", 2)
     pods = [pod(f"10.0.0.{number}") for number in range(3)]
     assert len(found(slice_of(*pods[:2]))) == 2
     with pytest.raises(ProtocolError, match="3 endpoints, more than 2"):

@@ -13,13 +13,13 @@ from msgspec import Meta
 
 from baton.errors import ProtocolError
 from baton.gateway.options import WorkerAddress
+from baton.protocol.members import MAX_MEMBERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from baton.protocol.worker_http import Role
 
-MAX_WORKERS: Final = 10_000
 DEFAULT_PORT_NAME: Final = "http"
 """Of a Service with several ports, unless another one is asked for."""
 FAMILIES: Final = {"IPv4": 4, "IPv6": 6}
@@ -157,11 +157,11 @@ class ServiceWorkers:
             if endpoint.is_serving or pod in self._listed:
                 listed.add(pod)
                 draining[url] = draining.get(url, False) or endpoint.is_terminating
-        if len(draining) > MAX_WORKERS:
-            raise ProtocolError(f"the Service has {len(draining)} endpoints, more than {MAX_WORKERS}")
+        if len(draining) > MAX_MEMBERS:
+            raise ProtocolError(f"the Service has {len(draining)} endpoints, more than {MAX_MEMBERS}")
         self._listed = frozenset(listed)
         self.workers = frozenset(
-            WorkerAddress(url, self._role, is_draining=ends) for url, ends in draining.items()
+            WorkerAddress(url, self._role, draining=ends) for url, ends in draining.items()
         )
 
     def _endpoints(self) -> Iterator[tuple[str, Endpoint]]:
