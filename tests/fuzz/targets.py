@@ -83,7 +83,8 @@ from baton.gateway.stream_replay import Replay
 from baton.gateway.targets import MAX_TPOT_MS, MAX_TTFT_MS, read_targets
 from baton.gateway.upstream import read_error
 from baton.gateway.worker_discovery import _first_model
-from baton.gateway.workers import Worker, read_info, read_load, why_not_used, worker_view
+from baton.gateway.worker_info import read_info, read_load, why_not_used
+from baton.gateway.workers import Worker, worker_view
 from baton.handoff import messages
 from baton.handoff.interface import SampledToken
 from baton.handoff.pool_mode.side_entries import (

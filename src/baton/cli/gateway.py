@@ -51,6 +51,14 @@ class GatewayFlags(ConfigFlags):
         Sets("gateway.workers"),
         Parameter(help="URL of a worker that does both parts; may be repeated.", negative=""),
     ] = None
+    members: Annotated[
+        list[str] | None,
+        Sets("gateway.members"),
+        Parameter(
+            help="Follow a list of workers: file:/PATH, or dns:ROLE=HOST:PORT; may be repeated.",
+            negative="",
+        ),
+    ] = None
     host: Annotated[str | None, Sets("gateway.host"), Parameter(help="Where to listen.")] = None
     port: Annotated[
         int | None,
@@ -142,4 +150,6 @@ def _options(config: Config, status_fd: int) -> GatewayOptions:
         management_port=section.management_port,
         allowed_hosts=section.allowed_hosts,
         allowed_origins=section.allowed_origins,
+        members=section.members,
+        members_interval_s=section.members_interval_s,
     )

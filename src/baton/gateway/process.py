@@ -39,6 +39,7 @@ from baton.gateway.health_monitor import HealthMonitor
 from baton.gateway.kv_events import KVEvents
 from baton.gateway.learned_costs import keep_costs
 from baton.gateway.link_feed import LinkFeed
+from baton.gateway.members.membership import Membership
 from baton.gateway.metrics import GatewayMetrics, HealthCollector, RouterCollector
 from baton.gateway.prefixes import Prefixes
 from baton.gateway.process_group import ProcessGroup
@@ -158,12 +159,12 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
     )
     records = RequestHistory(options.num_records)
     events = KVEvents(workers, metrics, clock, upstream=upstream, prefixes=prefixes)
-    health_monitor.start()
     services.background_tasks.run(StreamMoves(services, records).run())
     events.start()
     try:
         async with (
             keep_costs(options.costs_file, load),
+            Membership(services, events, room),
             LinkFeed(workers, upstream, load, clock),
         ):
             yield GatewayApp(
@@ -185,7 +186,6 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
                 ),
             )
     finally:
-        await health_monitor.stop()
         await services.background_tasks.stop()
         await events.stop()
         if prefixes is not None:

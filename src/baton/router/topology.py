@@ -98,6 +98,11 @@ class Places:
         return number
 
     @property
+    def is_full(self) -> bool:
+        """Whether a path that is not known yet gets no place of its own."""
+        return len(self._numbers) >= MOST_PLACES
+
+    @property
     def has_device(self) -> NDArray[np.bool_]:
         """Whether a place is one known device `[place]`."""
         is_known: NDArray[np.bool_] = (self._levels[[_HOST, _DEVICE]] != _UNKNOWN).all(0)

@@ -11,7 +11,8 @@ from baton.errors import ModelNotFoundError, ProtocolError
 from baton.gateway.errors import NoWorkerError
 from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.options import WorkerAddress
-from baton.gateway.workers import Down, Draining, Pending, Rejected, Up, Workers, read_info
+from baton.gateway.worker_info import read_info
+from baton.gateway.workers import Down, Draining, Pending, Rejected, Up, Workers
 from baton.ids import Epoch, WorkerId
 from baton.protocol.worker_http import Role, WorkerInfo, WorkerLoad
 
