@@ -11,16 +11,18 @@ what was listed last stays.
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 import re
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, assert_never
 
+from baton.config.environment import read_environment
 from baton.errors import ConfigError, ProtocolError
 from baton.gateway.members.endpoint_slices import ServiceWorkers
+from baton.gateway.members.interface import NoSourceOptions
 from baton.gateway.members.kubernetes_api import (
+    ApiServer,
     Bookmark,
     EndpointSliceApi,
     KubernetesApiError,
@@ -30,11 +32,13 @@ from baton.gateway.members.kubernetes_api import (
     open_session,
 )
 from baton.protocol.worker_http import Role
+from baton.registry import Plugin
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-    from baton.gateway.members.kubernetes_api import ApiServer, Change
+    from baton.gateway.members.interface import SourceFactory, SourceSetup, SourceStatus
+    from baton.gateway.members.kubernetes_api import Change
     from baton.gateway.options import WorkerAddress
 
 FIRST_DELAY_S: Final = 0.5
@@ -46,8 +50,6 @@ _TARGET: Final = re.compile(
     rf"(?P<role>[a-z]+)=(?:(?P<namespace>{_NAME})/)?(?P<service>{_NAME})(?::(?P<port>{_NAME}))?"
 )
 _random = random.SystemRandom()
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,18 +106,18 @@ class KubernetesSource:
     """
 
     def __init__(
-        self, target: ServiceTarget, server: ApiServer, pauses: Pauses | None = None
+        self,
+        target: ServiceTarget,
+        server: ApiServer,
+        status: SourceStatus,
+        pauses: Pauses | None = None,
     ) -> None:
         self._namespace = target.namespace or server.find_namespace()
-        self._target, self._server = target, server
+        self._target, self._server, self._status = target, server, status
         self._pauses = pauses or Pauses()
         self._workers = ServiceWorkers(target.role, target.port)
         self._num_failures = 0
-        self._cause: str | None = None
-
-    def __str__(self) -> str:
-        """For logs."""
-        return f"kubernetes:{self._target.role}={self._namespace}/{self._target.service}"
+        self._is_watch_failing = False
 
     async def watch(self) -> AsyncGenerator[frozenset[WorkerAddress]]:
         """See `WorkerSource`."""
@@ -128,26 +130,31 @@ class KubernetesSource:
                         async for workers in following:
                             if workers != latest:
                                 latest = workers
-                                self._warn_if_none(workers)
                                 yield workers
+                except ResourceVersionExpiredError:
+                    self._num_failures += 1  # no problem: it is listed again
                 except (KubernetesApiError, ProtocolError) as exc:
-                    self._note_failure(exc, is_listed=latest is not None)
+                    self._num_failures += 1
+                    self._status.note_error(str(exc))
                 await asyncio.sleep(self._pauses.delay_s(self._num_failures, _random.random()))
 
     async def _follow(self, api: EndpointSliceApi) -> AsyncGenerator[frozenset[WorkerAddress]]:
         """The workers after a list, and after each change, until something fails."""
         listed = await api.list_slices()
         self._workers.replace(listed.slices)
+        # A watch that fails each time is a problem, though each list before it is good.
+        if not self._is_watch_failing:
+            self._status.note_read()
         yield self._workers.workers
-        version = listed.version
+        version, self._is_watch_failing = listed.version, True
         while True:
             async with aclosing(api.watch_slices(version)) as changes:
                 async for change in changes:
                     self._apply(change)
-                    self._note_success()
+                    self._note_watched()
                     version = change.version or version
                     yield self._workers.workers
-            self._note_success()
+            self._note_watched()
             await asyncio.sleep(self._pauses.watch_again_s)
 
     def _apply(self, change: Change) -> None:
@@ -161,26 +168,14 @@ class KubernetesSource:
             case _:
                 assert_never(change)
 
-    def _warn_if_none(self, workers: frozenset[WorkerAddress]) -> None:
-        if not workers:
-            log.warning(
-                "%s: no pod of this Service is ready; if that stays so: does the Service exist, "
-                "and does its selector match pods?",
-                self,
-            )
+    def _note_watched(self) -> None:
+        self._num_failures, self._is_watch_failing = 0, False
+        self._status.note_read()
 
-    def _note_failure(self, error: KubernetesApiError | ProtocolError, *, is_listed: bool) -> None:
-        self._num_failures += 1
-        if isinstance(error, ResourceVersionExpiredError):
-            log.info("%s: %s; listing again", self, error)
-            return
-        cause = error.cause if isinstance(error, KubernetesApiError) else "endpoints"
-        if cause != self._cause:
-            self._cause = cause
-            kept = "the workers that were listed last stay" if is_listed else "no workers yet"
-            log.warning("%s: %s; %s, and it is tried again", self, error, kept)
 
-    def _note_success(self) -> None:
-        if self._cause is not None:
-            log.info("%s: the API server answers again", self)
-        self._cause, self._num_failures = None, 0
+def _build(setup: SourceSetup) -> KubernetesSource:
+    target = ServiceTarget.parse(setup.argument)
+    return KubernetesSource(target, ApiServer.of_pod(read_environment()), setup.status)
+
+
+PLUGIN: Plugin[NoSourceOptions, SourceFactory] = Plugin(NoSourceOptions, lambda _: _build)

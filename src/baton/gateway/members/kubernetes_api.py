@@ -45,20 +45,16 @@ T = TypeVar("T")
 
 
 class KubernetesApiError(BatonError):
-    """The API server did not give what was asked for. `cause` is one of a few, for logs."""
+    """The API server did not give what was asked for. The same failure has the same message."""
 
     retryable = True
-
-    def __init__(self, cause: str, message: str) -> None:
-        super().__init__(message)
-        self.cause = cause
 
 
 class ResourceVersionExpiredError(KubernetesApiError):
     """The server does not remember changes since the version that was asked for: list again."""
 
     def __init__(self) -> None:
-        super().__init__("expired", "the resource version has expired (410)")
+        super().__init__("the resource version has expired (410)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +111,7 @@ class ApiServer:
     """
 
     url: str
-    account: Path = ACCOUNT
+    account: Path
 
     @classmethod
     def of_pod(cls, environment: Mapping[str, str]) -> ApiServer:
@@ -133,7 +129,7 @@ class ApiServer:
                 f"KUBERNETES_SERVICE_HOST, and {ACCOUNT})"
             )
         shown = f"[{host}]" if ":" in host else host
-        return cls(f"https://{shown}:{port}")
+        return cls(f"https://{shown}:{port}", ACCOUNT)
 
     def find_namespace(self) -> str:
         """The namespace of this pod.
@@ -162,11 +158,11 @@ class ApiServer:
         """
         path, authority = self.account / "ca.crt", self._read("ca.crt")
         if not authority.strip():  # Python would trust the system's authorities
-            raise KubernetesApiError("account", f"{path} is empty")
+            raise KubernetesApiError(f"{path} is empty")
         try:
             return ssl.create_default_context(cadata=authority)
         except ssl.SSLError as exc:
-            raise KubernetesApiError("account", f"{path} is no certificate: {exc}") from exc
+            raise KubernetesApiError(f"{path} is no certificate: {exc}") from exc
 
     def _read(self, name: str) -> str:
         path = self.account / name
@@ -175,9 +171,9 @@ class ApiServer:
                 content = file.read(MAX_ACCOUNT_FILE_BYTES + 1)
             text = content.decode("ascii")
         except (OSError, UnicodeDecodeError) as exc:
-            raise KubernetesApiError("account", f"cannot read {path}: {exc}") from exc
+            raise KubernetesApiError(f"cannot read {path}: {exc}") from exc
         if len(content) > MAX_ACCOUNT_FILE_BYTES:
-            raise KubernetesApiError("account", f"{path} has more than {MAX_ACCOUNT_FILE_BYTES} bytes")
+            raise KubernetesApiError(f"{path} has more than {MAX_ACCOUNT_FILE_BYTES} bytes")
         return text
 
 
@@ -207,7 +203,7 @@ class EndpointSliceApi:
             if not page.metadata.continue_token:
                 return ListedSlices(page.metadata.resource_version, tuple(slices))
             query["continue"] = page.metadata.continue_token
-        raise KubernetesApiError("garbage", f"the list has more than {MAX_PAGES} pages")
+        raise KubernetesApiError(f"the list has more than {MAX_PAGES} pages")
 
     async def watch_slices(self, version: str) -> AsyncGenerator[Change]:
         """Changes since `version`, until the server ends the watch.
@@ -252,13 +248,11 @@ class EndpointSliceApi:
                     raise await self._refused(verb, response)
                 yield response
         except aiohttp.ClientSSLError as exc:
-            raise KubernetesApiError("tls", f"TLS with {self._server.url} failed: {exc}") from exc
+            raise KubernetesApiError(f"TLS with {self._server.url} failed: {_describe(exc)}") from exc
         except TimeoutError as exc:
-            message = f"{self._server.url} has not answered {verb} in time"
-            raise KubernetesApiError("unreachable", message) from exc
+            raise KubernetesApiError(f"{self._server.url} has not answered {verb} in time") from exc
         except (aiohttp.ClientError, OSError) as exc:
-            message = f"{self._server.url}: {exc or type(exc).__name__}"
-            raise KubernetesApiError("unreachable", message) from exc
+            raise KubernetesApiError(f"{self._server.url}: {_describe(exc)}") from exc
 
     async def _refused(self, verb: str, response: aiohttp.ClientResponse) -> KubernetesApiError:
         status = response.status
@@ -276,7 +270,7 @@ class EndpointSliceApi:
                 remedy = f"the token in {self._server.account} was refused: expired, or of another cluster"
             case _:
                 remedy = f"HTTP {status} to {verb} endpointslices"
-        return KubernetesApiError(f"{verb} {status}", f"{remedy}; its answer: {answer or 'none'}")
+        return KubernetesApiError(f"{remedy}; its answer: {answer or 'none'}")
 
 
 @contextlib.asynccontextmanager
@@ -290,12 +284,21 @@ async def open_session() -> AsyncGenerator[aiohttp.ClientSession]:
         yield session
 
 
+def _describe(error: Exception) -> str:
+    """Without the addresses of objects that aiohttp writes: the same failure, the same text."""
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        return str(error.certificate_error)
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return error.os_error.strerror or str(error.os_error)
+    return str(error) or type(error).__name__
+
+
 async def _read_bounded(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
     body = bytearray()
     async for part in response.content.iter_any():
         body += part
         if len(body) > max_bytes:
-            raise KubernetesApiError("garbage", f"an answer of more than {max_bytes} bytes")
+            raise KubernetesApiError(f"an answer of more than {max_bytes} bytes")
     return bytes(body)
 
 
@@ -307,7 +310,7 @@ async def _read_lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
             if line.strip():
                 yield line
         if len(rest) > MAX_EVENT_BYTES:
-            raise KubernetesApiError("garbage", f"an event of more than {MAX_EVENT_BYTES} bytes")
+            raise KubernetesApiError(f"an event of more than {MAX_EVENT_BYTES} bytes")
 
 
 def _read_event(line: bytes) -> Change:
@@ -326,9 +329,9 @@ def _read_event(line: bytes) -> Change:
             if status.code == HTTPStatus.GONE:
                 raise ResourceVersionExpiredError
             message = f"the watch ended with {status.code}: {status.message[:500]}"
-            raise KubernetesApiError("watch error", message)
+            raise KubernetesApiError(message)
         case _:
-            raise KubernetesApiError("garbage", f"an event of the type {event.type[:64]!r}")
+            raise KubernetesApiError(f"an event of the type {event.type[:64]!r}")
 
 
 def _read_status(body: bytes | msgspec.Raw) -> _Status:
@@ -343,5 +346,5 @@ def _decode(body: bytes | msgspec.Raw, kind: type[T]) -> T:
         return msgspec.json.decode(body, type=kind)
     except UNDECODABLE as exc:
         raise KubernetesApiError(
-            "garbage", f"an answer that is no {kind.__name__}: {exc}; it begins {bytes(body)[:100]!r}"
+            f"an answer that is no {kind.__name__}: {exc}; it begins {bytes(body)[:100]!r}"
         ) from exc
