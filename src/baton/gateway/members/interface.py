@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 import msgspec
 
+from baton.errors import ConfigError
 from baton.registry import Registry
 
 if TYPE_CHECKING:
@@ -42,13 +43,15 @@ class WorkerSource(Protocol):
 class SourceStatus:
     """How reading a source goes: what metrics and error messages show. Owner: the event loop.
 
-    `name` is the source's text in `gateway.members`.
+    `name` is the source's text in `gateway.members`; `problem` why it cannot be read now, `refused`
+    what of its list is not used.
     """
 
     def __init__(self, name: str, clock: Clock) -> None:
         self.name, self._clock = name, clock
         self.num_errors = 0
         self.problem: str | None = None
+        self.refused: str | None = None
         self.read_at: Instant | None = None
 
     def note_read(self) -> None:
@@ -59,11 +62,19 @@ class SourceStatus:
             self.problem = None
 
     def note_error(self, problem: str) -> None:
-        """It could not be read, or not used; logged once for each problem."""
+        """It could not be read; logged once for each problem."""
         self.num_errors += 1
         if problem != self.problem:
             log.warning("%s: %s; the workers that it listed before stay", self.name, problem)
             self.problem = problem
+
+    def note_list(self, refused: str | None) -> None:
+        """What it lists was looked at: why some of it, or all, is not used; None: all is used."""
+        if refused is not None:
+            self.num_errors += 1
+            if refused != self.refused:
+                log.warning("%s: %s", self.name, refused)
+        self.refused = refused
 
     @property
     def age_s(self) -> float | None:
@@ -116,6 +127,11 @@ def build_source(text: str, clock: Clock, interval_s: float, tls: Tls) -> NamedS
         ConfigError: no such kind is installed, or its argument cannot be used.
     """
     kind, _, argument = text.partition(":")
+    if kind not in (kinds := WORKER_SOURCES.kinds()):
+        raise ConfigError(
+            f"gateway.members: {text!r} names no source; write it as KIND:ARGUMENT, with a KIND of: "
+            f"{', '.join(kinds)}"
+        )
     status = SourceStatus(text, clock)
     factory = WORKER_SOURCES.build(kind, {})
     return NamedSource(status, factory(SourceSetup(argument, status, clock, interval_s, tls)))

@@ -133,16 +133,18 @@ class Membership:
     ) -> frozenset[WorkerAddress] | None:
         """The workers that may be asked; None where the list before is to stay."""
         if len(addresses) > MAX_MEMBERS:
-            source.status.note_error(f"it lists {len(addresses)} workers; {MAX_MEMBERS} at most")
+            refused = f"{len(addresses)} workers are too many, at most {MAX_MEMBERS} are followed"
+            source.status.note_list(f"{refused}; those that it listed before stay")
             return None
-        if self._services.options.tls == "off":
-            return addresses
-        plain = frozenset(each for each in addresses if each.is_plain)
+        is_tls = self._services.options.tls != "off"
+        plain = frozenset(each for each in addresses if is_tls and each.is_plain)
+        refused = None
         if plain:
-            source.status.note_error(
+            refused = (
                 f"{min(each.url for each in plain)} is not used: it does not prove who answers "
                 "there; workers speak TLS, write https://"
             )
+        source.status.note_list(refused)
         return addresses - plain
 
     def _is_used(self, worker: Worker) -> bool:
@@ -191,9 +193,10 @@ class Membership:
         """A line for each source that lists no worker, or cannot be read now."""
         lines = []
         for source in self.sources:
-            if source.status.problem is not None:
-                lines.append(f"{source.name} ({source.status.problem})")
-            elif source.status.read_at is None:
+            status = source.status
+            if (reason := status.problem or status.refused) is not None:
+                lines.append(f"{source.name} ({reason})")
+            elif status.read_at is None:
                 lines.append(f"{source.name} (not read yet)")
             elif not self.num_listed(source.name):
                 lines.append(f"{source.name} (it lists no worker)")
