@@ -35,14 +35,16 @@ def endpoint(address: str, **conditions: bool | None) -> dict[str, Any]:
     }
 
 
-def endpoint_slice(name: str, endpoints: Iterable[dict[str, Any]] | None) -> dict[str, Any]:
+def endpoint_slice(
+    name: str, endpoints: Iterable[dict[str, Any]], port: int, scheme: str
+) -> dict[str, Any]:
     """A slice of the Service `workers`, as the API has it."""
     return {
         "metadata": {"name": name, "labels": {SERVICE: "workers"}},
         "addressType": "IPv4",
-        "endpoints": None if endpoints is None else list(endpoints),
+        "endpoints": list(endpoints) or None,
         "ports": [
-            {"name": "http", "port": 8101, "protocol": "TCP", "appProtocol": "https"},
+            {"name": "http", "port": port, "protocol": "TCP", "appProtocol": scheme},
             {"name": "handoff", "port": 7100, "protocol": "TCP"},
         ],
     }
@@ -85,10 +87,12 @@ class KubernetesApi:
         """The token that the pod has from now on."""
         (self.account / "token").write_text(token, encoding="ascii")
 
-    def put(self, name: str, *endpoints: dict[str, Any]) -> None:
+    def put(
+        self, name: str, *endpoints: dict[str, Any], port: int = 8101, scheme: str = "https"
+    ) -> None:
         """Add or change a slice."""
         known = name in self._slices
-        self._slices[name] = endpoint_slice(name, endpoints)
+        self._slices[name] = endpoint_slice(name, endpoints, port, scheme)
         self._note("MODIFIED" if known else "ADDED", self._slices[name])
 
     def remove(self, name: str) -> None:

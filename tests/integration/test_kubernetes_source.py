@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING
 import pytest
 from aiohttp import web
 
+from baton.clock import MachineClock
 from baton.gateway.members import kubernetes_api
+from baton.gateway.members.interface import SourceStatus
 from baton.gateway.members.kubernetes import KubernetesSource, Pauses, ServiceTarget
 from baton.gateway.members.kubernetes_api import PAGE_ITEMS, ApiServer
 from baton.gateway.options import WorkerAddress
 from baton.protocol.worker_http import Role
-from tests.integration.gateway_cluster import until_true
+from tests.integration.gateway_cluster import PROMPT, Cluster, cluster, until_true
 from tests.integration.kubernetes_api import KubernetesApi, endpoint, refuse, write_event
+from tests.integration.scripted_worker import ScriptedWorker, say_abc
 from tests.integration.test_gateway_tls import certificate_files
 
 if TYPE_CHECKING:
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 QUICK = Pauses(first_s=0.01, max_s=0.05, watch_again_s=0.01)
-LOGGER = "baton.gateway.members.kubernetes"
+LOGGER = "baton.gateway.members.interface"
 
 
 def worker(address: str, *, draining: bool = False) -> WorkerAddress:
@@ -36,13 +39,15 @@ class Seen:
 
     def __init__(self) -> None:
         self.sets: list[frozenset[WorkerAddress]] = []
+        self.status = SourceStatus("kubernetes:decode=workers", MachineClock())
 
     @property
     def latest(self) -> frozenset[WorkerAddress] | None:
         return self.sets[-1] if self.sets else None
 
     async def follow(self, server: ApiServer) -> None:
-        source = KubernetesSource(ServiceTarget.parse("decode=workers"), server, QUICK)
+        target = ServiceTarget.parse("decode=workers")
+        source = KubernetesSource(target, server, self.status, QUICK)
         async with contextlib.aclosing(source.watch()) as sets:
             async for found in sets:
                 self.sets.append(found)
@@ -95,14 +100,12 @@ def test_pods_are_listed_as_they_load_drain_and_go(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_service_without_pods_is_an_empty_set(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_service_without_pods_is_an_empty_set(tmp_path: Path) -> None:
     async def main() -> None:
         api = KubernetesApi(tmp_path)
         async with api.running(), following(api.api) as seen:
             await seen.until()
-            assert any("does the Service exist" in line for line in warnings(caplog))
+            assert (seen.status.problem, seen.status.age_s is None) == (None, False)
             api.put("a", endpoint("10.0.0.1"))
             await seen.until(worker("10.0.0.1"))
 
@@ -234,7 +237,7 @@ def test_faults_keep_the_last_list_and_are_logged_once(
     asyncio.run(main())
     lines = warnings(caplog)
     assert any(
-        word in line for word in said.split("|") for line in lines if "listed last stay" in line
+        word in line for word in said.split("|") for line in lines if "listed before stay" in line
     ), lines
     assert len(lines) <= 2, lines  # the cut, and the fault
 
@@ -297,7 +300,7 @@ def test_while_the_api_server_is_away_the_list_stays(
                 await seen.until(worker("10.0.0.1"))
                 await until(lambda: api.num_asked["watch"] == 1)
             api.put("a", endpoint("10.0.0.2"))
-            await until(lambda: any("listed last stay" in line for line in warnings(caplog)))
+            await until(lambda: any("listed before stay" in line for line in warnings(caplog)))
             await asyncio.sleep(0.3)  # several tries
             assert seen.sets == [{worker("10.0.0.1")}]
             assert len(warnings(caplog)) == 1
@@ -305,7 +308,7 @@ def test_while_the_api_server_is_away_the_list_stays(
                 await seen.until(worker("10.0.0.2"))
                 api.put("a", endpoint("10.0.0.3"))
                 await seen.until(worker("10.0.0.3"))
-                await until(lambda: "answers again" in caplog.text)
+                await until(lambda: "can be read again" in caplog.text)
 
     asyncio.run(main())
 
@@ -365,5 +368,67 @@ def test_a_watch_that_ends_goes_on_where_it_was(tmp_path: Path) -> None:
             api.put("a", endpoint("10.0.0.2"))
             await seen.until(worker("10.0.0.2"))
             assert api.num_asked["list"] == 1
+
+    asyncio.run(main())
+
+
+def test_a_gateway_serves_with_the_pods_of_a_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = KubernetesApi(tmp_path)
+    monkeypatch.setattr(kubernetes_api, "ACCOUNT", api.account)
+    workers = [ScriptedWorker(f"pod-{number}", "both", say_abc) for number in range(2)]
+
+    def put(number: int, **conditions: bool) -> None:
+        pod = endpoint("127.0.0.1", **conditions)
+        api.put(f"slice-{number}", pod, port=workers[number].port, scheme="http")
+
+    async def served_by(running: Cluster) -> set[str]:
+        before = [len(worker.visits) for worker in workers]
+        for _ in range(4):
+            async with running.post(PROMPT) as response:
+                assert response.status == 200, await response.text()
+        return {
+            worker.name
+            for worker, num in zip(workers, before, strict=True)
+            if len(worker.visits) > num
+        }
+
+    async def main() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(asyncio.timeout(20))
+            await stack.enter_async_context(api.running())
+            monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+            monkeypatch.setenv("KUBERNETES_SERVICE_PORT_HTTPS", str(api.port))
+            for worker in workers:
+                await stack.enter_async_context(worker.running())
+            running = await stack.enter_async_context(
+                cluster(
+                    prefills=0,
+                    decodes=0,
+                    members=("kubernetes:both=workers:http",),
+                    policy="round_robin",
+                )
+            )
+
+            async def is_served_by(*names: str) -> bool:
+                return await served_by(running) == set(names)
+
+            status, answer = await running.get_json("/ready")
+            assert status == 503
+            assert "kubernetes:both=workers:http" in answer["error"]["message"]
+            put(0)
+            await until_true(lambda: is_ready(running))
+            assert await served_by(running) == {"pod-0"}
+            put(1)
+            await until_true(lambda: is_served_by("pod-0", "pod-1"))
+            put(0, ready=False, serving=True, terminating=True)
+            await until_true(lambda: is_served_by("pod-1"))
+            api.remove("slice-0")
+            put(1)
+            assert await served_by(running) == {"pod-1"}
+
+    async def is_ready(running: Cluster) -> bool:
+        return (await running.get_json("/ready"))[0] == 200
 
     asyncio.run(main())

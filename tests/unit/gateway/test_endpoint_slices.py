@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.clock import MachineClock
 from baton.errors import ConfigError, ProtocolError
 from baton.gateway.members import endpoint_slices, kubernetes_api
 from baton.gateway.members.endpoint_slices import (
@@ -18,6 +19,7 @@ from baton.gateway.members.endpoint_slices import (
     ServiceWorkers,
     TargetRef,
 )
+from baton.gateway.members.interface import SourceStatus
 from baton.gateway.members.kubernetes import KubernetesSource, Pauses, ServiceTarget
 from baton.gateway.members.kubernetes_api import ApiServer
 from baton.gateway.options import WorkerAddress
@@ -191,7 +193,8 @@ def test_outside_a_pod_the_source_says_what_it_needs(tmp_path):
     with pytest.raises(ConfigError, match="automountServiceAccountToken"):
         ApiServer.of_pod({})
     with pytest.raises(ConfigError, match="NAMESPACE/SERVICE"):
-        KubernetesSource(ServiceTarget.parse("decode=x"), ApiServer("https://x", tmp_path))
+        status = SourceStatus("kubernetes:decode=x", MachineClock())
+        KubernetesSource(ServiceTarget.parse("decode=x"), ApiServer("https://x", tmp_path), status)
 
 
 def test_the_servers_address_comes_from_the_pods_variables(tmp_path, monkeypatch):
