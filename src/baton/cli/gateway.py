@@ -55,7 +55,7 @@ class GatewayFlags(ConfigFlags):
         list[str] | None,
         Sets("gateway.members"),
         Parameter(
-            help="Follow a list of workers: file:/PATH, or dns:ROLE=HOST:PORT; may be repeated.",
+            help="Follow workers: file:/PATH, dns:ROLE=HOST:PORT, kubernetes:ROLE=SERVICE; repeatable.",
             negative="",
         ),
     ] = None
