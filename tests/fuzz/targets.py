@@ -70,6 +70,7 @@ from baton.gateway import protocol_adapters
 from baton.gateway.clients import ClientKeyFile, Clients, make_key, read_keys
 from baton.gateway.errors import UnauthorizedError
 from baton.gateway.kv_events import locate_events
+from baton.gateway.members.endpoint_slices import ServiceWorkers, SlicePut, decode_event, decode_page
 from baton.gateway.options import WorkerAddress
 from baton.gateway.request import (
     estimate_prompt_tokens,
@@ -850,6 +851,32 @@ LINKS: Final = {
 }  # fmt: skip
 
 
+SLICE: Final = {
+    "metadata": {"name": "a", "resourceVersion": "7"},
+    "addressType": "IPv6",
+    "ports": [{"name": "http", "port": 8101, "appProtocol": "https"}, {"name": None, "port": None}],
+    "endpoints": [
+        {
+            "addresses": ["2001:db8::1"],
+            "conditions": {"ready": False, "serving": True, "terminating": True},
+            "targetRef": {"kind": "Pod", "uid": "u"},
+        }
+    ],
+}
+
+
+def follow_service(data: bytes) -> None:
+    workers = ServiceWorkers(Role.DECODE, None)
+    try:
+        workers.replace(decode_page(data).items or ())
+    except ProtocolError:
+        change = decode_event(data)
+        if isinstance(change, SlicePut):
+            workers.put(change.found)
+    for worker in workers.workers:
+        assert Worker(worker, DEFAULT_HEALTH).url.host
+
+
 def read_stream(data: bytes) -> str:
     parser, answer = EventParser(), Answer([])
     half = len(data) // 2
@@ -1025,6 +1052,10 @@ TARGETS: Final = {
             encode_page(JournalPage(0, is_whole=False, events=()))), "bytes"),
         Target("worker-info", read_worker_info, (ProtocolError, ConfigError),
                json_of(INFO, VLLM_INFO), "json"),
+        Target("endpoint-slices", follow_service, (ProtocolError,),
+               json_of({"metadata": {"resourceVersion": "7", "continue": ""}, "items": [SLICE]},
+                       {"type": "ADDED", "object": SLICE}, {"type": "DELETED", "object": SLICE},
+                       {"type": "ERROR", "object": {"code": 410, "message": "too old"}}), "json"),
         Target("worker-answers", read_worker_answers, NO_ERROR, ANSWERS, "json"),
         Target("worker-streams", go_on_with_stream, NO_ERROR, STREAMS, "bytes"),
         Target("worker-traces", read_traces_of_workers, NO_ERROR,

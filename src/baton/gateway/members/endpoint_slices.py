@@ -1,17 +1,18 @@
-"""The EndpointSlices of one Kubernetes Service, and the workers that they list. No I/O.
+"""The EndpointSlices of one Kubernetes Service as the API sends them, and the workers that they list.
 
-What is decoded is what the API `discovery.k8s.io/v1` defines; other fields are ignored.
+What is decoded is what the API `discovery.k8s.io/v1` defines; other fields are ignored. No I/O.
 """
 
 from __future__ import annotations
 
 import ipaddress
-from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Final, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from baton.errors import ProtocolError
+from baton.errors import UNDECODABLE, ProtocolError
 from baton.gateway.options import WorkerAddress
 from baton.protocol.members import MAX_MEMBERS
 
@@ -24,7 +25,11 @@ DEFAULT_PORT_NAME: Final = "http"
 """Of a Service with several ports, unless another one is asked for."""
 FAMILIES: Final = {"IPv4": 4, "IPv6": 6}
 
+MAX_MESSAGE_CHARS: Final = 500
+"""Of what the API server writes, in logs."""
+
 Name: TypeAlias = Annotated[str, Meta(max_length=253)]
+T = TypeVar("T")
 
 
 class ObjectMetadata(msgspec.Struct, frozen=True, rename="camel"):
@@ -105,6 +110,103 @@ class EndpointSliceList(msgspec.Struct, frozen=True):
 
     metadata: ListMetadata
     items: tuple[EndpointSlice, ...] | None = None
+
+
+class Status(msgspec.Struct, frozen=True):
+    """The API's own description of an error."""
+
+    code: int = 0
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Bookmark:
+    """Nothing has changed up to here."""
+
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class SlicePut:
+    """A slice was added or changed."""
+
+    version: str
+    found: EndpointSlice
+
+
+@dataclass(frozen=True, slots=True)
+class SliceRemoved:
+    """A slice is gone."""
+
+    version: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class WatchFailed:
+    """The server ends the watch; `code` is an HTTP status."""
+
+    code: int
+    message: str
+
+
+Change: TypeAlias = Bookmark | SlicePut | SliceRemoved
+
+
+class _Event(msgspec.Struct, frozen=True):
+    type: str
+    object: msgspec.Raw
+
+
+def decode_page(body: bytes) -> EndpointSliceList:
+    """One page of a list.
+
+    Raises:
+        ProtocolError: it is none.
+    """
+    return _decode(body, EndpointSliceList)
+
+
+def decode_event(line: bytes) -> Change | WatchFailed:
+    """One line of a watch.
+
+    Raises:
+        ProtocolError: it is no event of EndpointSlices.
+    """
+    event = _decode(line, _Event)
+    match event.type:
+        case "ADDED" | "MODIFIED":
+            found = _decode(event.object, EndpointSlice)
+            return SlicePut(found.metadata.resource_version, found)
+        case "DELETED":
+            gone = _decode(event.object, EndpointSlice).metadata
+            return SliceRemoved(gone.resource_version, gone.name)
+        case "BOOKMARK":
+            return Bookmark(_decode(event.object, EndpointSlice).metadata.resource_version)
+        case "ERROR":
+            status = decode_status(event.object)
+            return WatchFailed(status.code, status.message)
+        case _:
+            raise ProtocolError(f"the API server sent an event of the type {event.type[:64]!r}")
+
+
+def decode_status(body: bytes | msgspec.Raw) -> Status:
+    """An error as the API server describes it, cut to `MAX_MESSAGE_CHARS`; else what it sent."""
+    try:
+        status = msgspec.json.decode(body, type=Status)
+    except UNDECODABLE:
+        return Status(message=repr(bytes(body)[: MAX_MESSAGE_CHARS // 4]))
+    return Status(status.code, status.message[:MAX_MESSAGE_CHARS])
+
+
+def _decode(body: bytes | msgspec.Raw, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except UNDECODABLE as exc:
+        start = bytes(body)[:100]
+        raise ProtocolError(
+            f"the API server sent what is no {kind.__name__.strip('_')}: {exc}; it begins {start!r}"
+        ) from exc
 
 
 class ServiceWorkers:

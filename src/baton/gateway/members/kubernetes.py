@@ -19,16 +19,18 @@ from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.config.environment import read_environment
 from baton.errors import ConfigError, ProtocolError
-from baton.gateway.members.endpoint_slices import ServiceWorkers
+from baton.gateway.members.endpoint_slices import (
+    Bookmark,
+    ServiceWorkers,
+    SlicePut,
+    SliceRemoved,
+)
 from baton.gateway.members.interface import NoSourceOptions
 from baton.gateway.members.kubernetes_api import (
     ApiServer,
-    Bookmark,
     EndpointSliceApi,
     KubernetesApiError,
     ResourceVersionExpiredError,
-    SlicePut,
-    SliceRemoved,
     open_session,
 )
 from baton.protocol.worker_http import Role
@@ -37,8 +39,8 @@ from baton.registry import Plugin
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
+    from baton.gateway.members.endpoint_slices import Change
     from baton.gateway.members.interface import SourceFactory, SourceSetup, SourceStatus
-    from baton.gateway.members.kubernetes_api import Change
     from baton.gateway.options import WorkerAddress
 
 FIRST_DELAY_S: Final = 0.5

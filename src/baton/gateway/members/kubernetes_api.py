@@ -12,16 +12,22 @@ import ssl
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final
 
 import aiohttp
-import msgspec
 
-from baton.errors import UNDECODABLE, BatonError, ConfigError
-from baton.gateway.members.endpoint_slices import EndpointSlice, EndpointSliceList
+from baton.errors import BatonError, ConfigError
+from baton.gateway.members.endpoint_slices import (
+    WatchFailed,
+    decode_event,
+    decode_page,
+    decode_status,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+
+    from baton.gateway.members.endpoint_slices import Change, EndpointSlice
 
 ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where Kubernetes mounts a pod's service account: `token`, `ca.crt`, `namespace`."""
@@ -29,7 +35,8 @@ GROUP_PATH: Final = "/apis/discovery.k8s.io/v1"
 SERVICE_LABEL: Final = "kubernetes.io/service-name"
 PAGE_ITEMS: Final = 100
 MAX_PAGES: Final = 100
-MAX_PAGE_BYTES: Final = 32 << 20
+MAX_LIST_BYTES: Final = 32 << 20
+"""All pages together."""
 MAX_EVENT_BYTES: Final = 1 << 20
 """A slice has 1,000 endpoints at most, of some 400 bytes each."""
 MAX_ANSWER_BYTES: Final = 64 << 10
@@ -41,7 +48,6 @@ is dead, and that nobody ended, goes unnoticed."""
 WATCH_GRACE_S: Final = 15.0
 
 _random = random.SystemRandom()
-T = TypeVar("T")
 
 
 class KubernetesApiError(BatonError):
@@ -58,49 +64,11 @@ class ResourceVersionExpiredError(KubernetesApiError):
 
 
 @dataclass(frozen=True, slots=True)
-class Bookmark:
-    """Nothing has changed up to here."""
-
-    version: str
-
-
-@dataclass(frozen=True, slots=True)
-class SlicePut:
-    """A slice was added or changed."""
-
-    version: str
-    found: EndpointSlice
-
-
-@dataclass(frozen=True, slots=True)
-class SliceRemoved:
-    """A slice is gone."""
-
-    version: str
-    name: str
-
-
-Change: TypeAlias = Bookmark | SlicePut | SliceRemoved
-
-
-@dataclass(frozen=True, slots=True)
 class ListedSlices:
     """All slices, as they were at one version."""
 
     version: str
     slices: tuple[EndpointSlice, ...]
-
-
-class _Event(msgspec.Struct, frozen=True):
-    type: str
-    object: msgspec.Raw
-
-
-class _Status(msgspec.Struct, frozen=True):
-    """The API's own description of an error."""
-
-    code: int = 0
-    message: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,14 +159,17 @@ class EndpointSliceApi:
         """All slices; at most `LIST_TIMEOUT_S` for each page.
 
         Raises:
-            KubernetesApiError: no answer, a refusal, or none that decodes.
+            KubernetesApiError: no answer, or a refusal.
+            ProtocolError: one that does not decode.
         """
         query = {"labelSelector": self._selector, "limit": str(PAGE_ITEMS)}
         slices: list[EndpointSlice] = []
+        room_bytes = MAX_LIST_BYTES
         for _ in range(MAX_PAGES):
             async with self._ask("list", query, LIST_TIMEOUT_S) as response:
-                body = await _read_bounded(response, MAX_PAGE_BYTES)
-            page = _decode(body, EndpointSliceList)
+                body = await _read_bounded(response, room_bytes)
+            room_bytes -= len(body)
+            page = decode_page(body)
             slices += page.items or ()
             if not page.metadata.continue_token:
                 return ListedSlices(page.metadata.resource_version, tuple(slices))
@@ -210,8 +181,8 @@ class EndpointSliceApi:
 
         Raises:
             ResourceVersionExpiredError: the server does not remember `version`.
-            KubernetesApiError: no answer, a refusal, an event that does not decode, or a
-                connection that broke.
+            KubernetesApiError: no answer, a refusal, or a connection that broke.
+            ProtocolError: an event that does not decode.
         """
         watch_s = _random.randint(*WATCH_S)
         query = {
@@ -223,7 +194,10 @@ class EndpointSliceApi:
         }
         async with self._ask("watch", query, watch_s + WATCH_GRACE_S) as response:
             async for line in _read_lines(response):
-                yield _read_event(line)
+                change = decode_event(line)
+                if isinstance(change, WatchFailed):
+                    raise _refused_watch(change)
+                yield change
 
     @contextlib.asynccontextmanager
     async def _ask(
@@ -258,7 +232,7 @@ class EndpointSliceApi:
         status = response.status
         if status == HTTPStatus.GONE:
             return ResourceVersionExpiredError()
-        answer = _read_status(await _read_bounded(response, MAX_ANSWER_BYTES)).message[:500]
+        answer = decode_status(await _read_bounded(response, MAX_ANSWER_BYTES)).message
         match status:
             case HTTPStatus.FORBIDDEN:
                 remedy = (
@@ -293,6 +267,12 @@ def _describe(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
+def _refused_watch(failed: WatchFailed) -> KubernetesApiError:
+    if failed.code == HTTPStatus.GONE:
+        return ResourceVersionExpiredError()
+    return KubernetesApiError(f"the watch ended with {failed.code}: {failed.message}")
+
+
 async def _read_bounded(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
     body = bytearray()
     async for part in response.content.iter_any():
@@ -312,39 +292,3 @@ async def _read_lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
         if len(rest) > MAX_EVENT_BYTES:
             raise KubernetesApiError(f"an event of more than {MAX_EVENT_BYTES} bytes")
 
-
-def _read_event(line: bytes) -> Change:
-    event = _decode(line, _Event)
-    match event.type:
-        case "ADDED" | "MODIFIED":
-            found = _decode(event.object, EndpointSlice)
-            return SlicePut(found.metadata.resource_version, found)
-        case "DELETED":
-            gone = _decode(event.object, EndpointSlice).metadata
-            return SliceRemoved(gone.resource_version, gone.name)
-        case "BOOKMARK":
-            return Bookmark(_decode(event.object, EndpointSlice).metadata.resource_version)
-        case "ERROR":
-            status = _read_status(event.object)
-            if status.code == HTTPStatus.GONE:
-                raise ResourceVersionExpiredError
-            message = f"the watch ended with {status.code}: {status.message[:500]}"
-            raise KubernetesApiError(message)
-        case _:
-            raise KubernetesApiError(f"an event of the type {event.type[:64]!r}")
-
-
-def _read_status(body: bytes | msgspec.Raw) -> _Status:
-    try:
-        return msgspec.json.decode(body, type=_Status)
-    except UNDECODABLE:
-        return _Status(message=repr(bytes(body)[:200]))
-
-
-def _decode(body: bytes | msgspec.Raw, kind: type[T]) -> T:
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except UNDECODABLE as exc:
-        raise KubernetesApiError(
-            f"an answer that is no {kind.__name__}: {exc}; it begins {bytes(body)[:100]!r}"
-        ) from exc
