@@ -10,6 +10,20 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end }}
 
+{{- /* `base` with `changes`: maps are merged, all else is replaced, by what is empty too, which
+     mergeOverwrite leaves out. */}}
+{{- define "baton.merged" -}}
+{{- $merged := deepCopy .base }}
+{{- range $key, $value := .changes }}
+{{- if and (kindIs "map" $value) (hasKey $merged $key) }}
+{{- $_ := set $merged $key (include "baton.merged" (dict "base" (index $merged $key) "changes" $value) | fromYaml) }}
+{{- else }}
+{{- $_ := set $merged $key $value }}
+{{- end }}
+{{- end }}
+{{- toYaml $merged }}
+{{- end }}
+
 {{- define "baton.image" -}}
 {{ required "image.repository: build an image with deploy/Containerfile, push it, and name it" .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
 {{- end }}
@@ -19,7 +33,7 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- $members := list }}
 {{- $decodes := false }}
 {{- range $name, $pool := .Values.pools }}
-{{- $role := (mergeOverwrite (deepCopy $.Values.poolDefaults) $pool).role }}
+{{- $role := $pool.role | default $.Values.poolDefaults.role }}
 {{- if ne $role "prefill" }}{{ $decodes = true }}{{ end }}
 {{- $members = append $members (printf "kubernetes:%s=%s-%s:http" $role $.Release.Name $name) }}
 {{- end }}

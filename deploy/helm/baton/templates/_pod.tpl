@@ -11,7 +11,7 @@ seccompProfile: {type: RuntimeDefault}
 {{- /* `override`: what a pool changes of it. */}}
 {{- define "baton.containerSecurity" -}}
 {{- $context := dict "allowPrivilegeEscalation" false "readOnlyRootFilesystem" true "capabilities" (dict "drop" (list "ALL")) }}
-{{- toYaml (mergeOverwrite $context (.override | default dict)) }}
+{{- include "baton.merged" (dict "base" $context "changes" (.override | default dict)) }}
 {{- end }}
 
 {{- /* Variables of every process. `identity`: the name of a Secret, or empty. */}}
