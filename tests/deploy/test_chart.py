@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +24,11 @@ from baton.config.resolve import read_variables
 from baton.engines.vllm.arguments import LaunchParameters, server_arguments
 from baton.engines.vllm.options import VllmOptions
 from baton.errors import ConfigError
+from baton.gateway.members import kubernetes_api
 from baton.gateway.members.kubernetes import ServiceTarget
 from baton.gateway.openapi import describe
 from baton.net.probes import ProbeApp
-from scripts.render_chart import CHART, RENDERED, ChartError, render, render_all
+from scripts.render_chart import CHART, RENDERED, ROOT, compute_digest, list_values
 from tests.deploy.manifests import environment_of, find, is_selected, workloads
 
 if TYPE_CHECKING:
@@ -36,9 +38,9 @@ if TYPE_CHECKING:
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
 
 VERSION = "1.34"
-NAMES = sorted(path.stem for path in (CHART / "values").glob("*.yaml"))
+NAMES = [path.stem for path in list_values()]
 PODS = [name for name in NAMES if name != "ray"]
-TEXT = render_all()
+TEXT = {name: (RENDERED / f"{name}.yaml").read_text(encoding="utf-8") for name in NAMES}
 OBJECTS: dict[str, list[Object]] = {
     name: [found for found in yaml.safe_load_all(text) if found] for name, text in TEXT.items()
 }
@@ -59,9 +61,37 @@ def validate(found: Object) -> None:
     kubernetes_validate.validate(found, VERSION, strict=True)
 
 
-def test_the_manifests_that_are_kept_are_what_the_chart_renders():
-    kept = {path.stem: path.read_text(encoding="utf-8") for path in RENDERED.glob("*.yaml")}
-    assert kept == TEXT, "run: python scripts/render_chart.py"
+RENDER = """
+import json, pathlib, sys
+from scripts.render_chart import ChartError, render, render_kept
+results = {}
+for path in map(pathlib.Path, sys.argv[1:]):
+    try:
+        results[path.name] = render_kept(path) if path.parent.name == "values" else render(path)
+    except ChartError as exc:
+        results[path.name] = "refused: " + str(exc)
+json.dump(results, sys.stdout)
+"""
+
+
+def render_by_helm(*values: Path) -> dict[str, str]:
+    """By file name; in a process of its own, as Helm brings the runtime of another language."""
+    pytest.importorskip("helm_python", reason="pip install helm-python-sdk: Helm as a library")
+    command = [sys.executable, "-c", RENDER, *map(str, values)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, timeout=60)
+    return dict(json.loads(done.stdout))
+
+
+def test_the_manifests_that_are_kept_are_those_of_this_chart():
+    assert {path.stem for path in RENDERED.glob("*.yaml")} == set(NAMES)
+    for name, text in TEXT.items():
+        line = f"# Chart and values: sha256 {compute_digest(name)}"
+        assert line in text.splitlines(), "run: python scripts/render_chart.py"
+
+
+def test_helm_renders_what_is_kept():
+    rendered = render_by_helm(*list_values())
+    assert rendered == {f"{name}.yaml": text for name, text in TEXT.items()}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -167,6 +197,8 @@ def test_baton_understands_each_command(
         assert ("/etc/baton/clients" in files) is bool(section.client_keys_file)
         assert ("/etc/baton/tls" in files) is bool(section.tls_certificate)
         assert grace_s > sleep_s + section.drain_timeout_s
+        monkeypatch.setattr(kubernetes_api, "ACCOUNT", service_account(workload, tmp_path))
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
         options = gateway_options(config, 1)
         assert options.credentials.own
     else:
@@ -187,6 +219,15 @@ def test_baton_understands_each_command(
             value.startswith(mounted)
             for value in (variable.get("value", "") for variable in workload.container["env"])
         ), f"nothing reads {mounted}"
+
+
+def service_account(workload: Workload, tmp_path: Path) -> Path:
+    """What Kubernetes mounts into the pod."""
+    directory = tmp_path / "account"
+    if workload.spec["automountServiceAccountToken"]:
+        directory.mkdir()
+        (directory / "namespace").write_text("baton", encoding="ascii")
+    return directory
 
 
 def check_engine(config: Config) -> None:
@@ -408,29 +449,33 @@ def test_a_ray_cluster_has_a_group_for_each_rack_and_tokens():
     assert not find(OBJECTS["ray"], "Deployment")
 
 
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"pools": {"p": {"role": "prefill"}}}, "no pool decodes"),
-        ({"image": {"repository": ""}}, "image.repository"),
-        ({"gateway": {"insecure": False}}, "clientKeysSecret"),
-        ({"clusterKeySecret": ""}, "clusterKeySecret is empty"),
-        ({"pools": {"decode": {"racks": ["r1"]}}}, "topology.rackLabel"),
-        ({"pools": {"gateway": {"role": "decode"}}}, "cannot be called gateway"),
-        ({"pools": {"decode": {"replica": 2}}}, "replica"),
-        ({"gateway": {"drainSeconds": "soon"}}, "drainSeconds"),
-        ({"netpol": {}}, "netpol"),
-        ({"security": {"tls": "on"}}, "tls"),
-    ],
-)
-def test_values_that_cannot_be_are_refused(tmp_path: Path, values, said):
-    given = yaml.safe_load((CHART / "values" / "small.yaml").read_text(encoding="utf-8"))
-    if "pools" in values and "decode" not in values["pools"]:
-        given["pools"] = {}
-    overlay = tmp_path / "overlay.yaml"
-    overlay.write_text(yaml.safe_dump(merged(given, values)), encoding="utf-8")
-    with pytest.raises(ChartError, match=said):
-        render(overlay)
+REFUSED: list[tuple[Object, str]] = [
+    ({"pools": {"p": {"role": "prefill"}}}, "no pool decodes"),
+    ({"image": {"repository": ""}}, "image.repository"),
+    ({"gateway": {"insecure": False}}, "clientKeysSecret"),
+    ({"clusterKeySecret": ""}, "clusterKeySecret is empty"),
+    ({"pools": {"decode": {"racks": ["r1"]}}}, "topology.rackLabel"),
+    ({"pools": {"gateway": {"role": "decode"}}}, "cannot be called gateway"),
+    ({"pools": {"decode": {"replica": 2}}}, "replica"),
+    ({"gateway": {"drainSeconds": "soon"}}, "drainSeconds"),
+    ({"netpol": {}}, "netpol"),
+    ({"security": {"tls": "on"}}, "tls"),
+]
+
+
+def test_values_that_cannot_be_are_refused(tmp_path: Path):
+    small = yaml.safe_load((CHART / "values" / "small.yaml").read_text(encoding="utf-8"))
+    for number, (changes, _) in enumerate(REFUSED):
+        given = copy.deepcopy(small)
+        if "pools" in changes and "decode" not in changes["pools"]:
+            given["pools"] = {}
+        text = yaml.safe_dump(merged(given, changes))
+        (tmp_path / f"{number}.yaml").write_text(text, encoding="utf-8")
+    answers = render_by_helm(*tmp_path.glob("*.yaml"))
+    for number, (changes, said) in enumerate(REFUSED):
+        answer = answers[f"{number}.yaml"]
+        assert answer.startswith("refused: "), changes
+        assert said in answer, (changes, answer)
 
 
 def merged(values: Object, changes: Object) -> Object:
@@ -438,19 +483,28 @@ def merged(values: Object, changes: Object) -> Object:
     result = dict(values)
     for key, value in changes.items():
         old = result.get(key)
-        result[key] = merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        result[key] = (
+            merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        )
     return result
 
 
-def test_an_override_gives_a_worker_what_rdma_without_limits_needs(tmp_path: Path):
-    shutil.copy(CHART / "values" / "small.yaml", tmp_path / "values.yaml")
-    values = yaml.safe_load((tmp_path / "values.yaml").read_text(encoding="utf-8"))
+def test_what_a_pool_changes_wins_over_the_defaults(tmp_path: Path):
+    values = yaml.safe_load((CHART / "values" / "small.yaml").read_text(encoding="utf-8"))
     override = {"runAsUser": 0, "runAsNonRoot": False, "capabilities": {"add": ["IPC_LOCK"]}}
-    values["poolDefaults"] = {"containerSecurityContext": override}
+    values["poolDefaults"] = {"containerSecurityContext": override, "gpus": 1}
+    values["pools"]["decode"] |= {"gpus": 0, "replicas": 3}
     (tmp_path / "values.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
-    objects = [found for found in yaml.safe_load_all(render(tmp_path / "values.yaml")) if found]
+    text = render_by_helm(tmp_path / "values.yaml")["values.yaml"]
+    objects = [found for found in yaml.safe_load_all(text) if found]
     for workload in workloads(objects):
         own = workload.container["securityContext"]
         assert own["allowPrivilegeEscalation"] is False
-        if workload.owner["kind"] == "StatefulSet":
-            assert own["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+        if workload.owner["kind"] != "StatefulSet":
+            assert "runAsUser" not in own
+            continue
+        assert own["runAsNonRoot"] is False
+        assert own["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+        is_decode = workload.labels["baton/role"] == "decode"
+        assert workload.owner["spec"]["replicas"] == (3 if is_decode else 1)
+        assert ("nvidia.com/gpu" in workload.container["resources"]["limits"]) is not is_decode

@@ -70,7 +70,12 @@ from baton.gateway import protocol_adapters
 from baton.gateway.clients import ClientKeyFile, Clients, make_key, read_keys
 from baton.gateway.errors import UnauthorizedError
 from baton.gateway.kv_events import locate_events
-from baton.gateway.members.endpoint_slices import ServiceWorkers, SlicePut, decode_event, decode_page
+from baton.gateway.members.endpoint_slices import (
+    ServiceWorkers,
+    SlicePut,
+    decode_event,
+    decode_page,
+)
 from baton.gateway.options import WorkerAddress
 from baton.gateway.request import (
     estimate_prompt_tokens,

@@ -73,7 +73,7 @@ class KubernetesApi:
         self._history: list[tuple[int, str, dict[str, Any]]] = []
         self._version, self._oldest = 1, 0
         self._changed = asyncio.Event()
-        self._watches: set[web.Request] = set()
+        self._watches: list[web.Request] = []
 
     @property
     def api(self) -> ApiServer:
@@ -168,7 +168,7 @@ class KubernetesApi:
             return refuse(410, "too old resource version")
         response = web.StreamResponse(headers={"content-type": "application/json"})
         await response.prepare(request)
-        self._watches.add(request)
+        self._watches.append(request)
         try:
             while True:
                 changed = self._changed
@@ -178,7 +178,7 @@ class KubernetesApi:
                         since = version
                 await changed.wait()
         finally:
-            self._watches.discard(request)
+            self._watches.remove(request)
 
 
 def refuse(code: int, message: str) -> web.Response:

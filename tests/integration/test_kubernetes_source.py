@@ -408,6 +408,7 @@ def test_a_gateway_serves_with_the_pods_of_a_service(
                     decodes=0,
                     members=("kubernetes:both=workers:http",),
                     policy="round_robin",
+                    wait=False,
                 )
             )
 

@@ -139,7 +139,9 @@ class ProcessLife:
             start_listening(listener)
             with self._signals():
                 watching = asyncio.create_task(self._watch_engine())
-                async with serve_probes(self._options.host, self._options.probe_port, self._is_ready):
+                async with serve_probes(
+                    self._options.host, self._options.probe_port, self._is_ready
+                ):
                     self._report_ready(listener)
                     await self._server.serve(sockets=[listener])
                 watching.cancel()

@@ -260,7 +260,9 @@ class ServiceWorkers:
                 listed.add(pod)
                 draining[url] = draining.get(url, False) or endpoint.is_terminating
         if len(draining) > MAX_MEMBERS:
-            raise ProtocolError(f"the Service has {len(draining)} endpoints, more than {MAX_MEMBERS}")
+            raise ProtocolError(
+                f"the Service has {len(draining)} endpoints, more than {MAX_MEMBERS}"
+            )
         self._listed = frozenset(listed)
         self.workers = frozenset(
             WorkerAddress(url, self._role, draining=ends) for url, ends in draining.items()

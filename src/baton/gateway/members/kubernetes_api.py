@@ -222,7 +222,9 @@ class EndpointSliceApi:
                     raise await self._refused(verb, response)
                 yield response
         except aiohttp.ClientSSLError as exc:
-            raise KubernetesApiError(f"TLS with {self._server.url} failed: {_describe(exc)}") from exc
+            raise KubernetesApiError(
+                f"TLS with {self._server.url} failed: {_describe(exc)}"
+            ) from exc
         except TimeoutError as exc:
             raise KubernetesApiError(f"{self._server.url} has not answered {verb} in time") from exc
         except (aiohttp.ClientError, OSError) as exc:
@@ -291,4 +293,3 @@ async def _read_lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
                 yield line
         if len(rest) > MAX_EVENT_BYTES:
             raise KubernetesApiError(f"an event of more than {MAX_EVENT_BYTES} bytes")
-
