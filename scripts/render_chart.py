@@ -1,6 +1,6 @@
-"""Render the Helm chart into plain manifests, one file in deploy/kubernetes for each values file.
+"""Render the Helm chart into plain manifests in deploy/kubernetes, one file for each values file.
 
-`python scripts/render_chart.py` writes them, and `--print VALUES.yaml` prints those of other values.
+`python scripts/render_chart.py` writes them; `--print VALUES.yaml` prints those of other values.
 Helm itself renders, as a library: `pip install --no-deps helm-python-sdk==0.2.2` (75 MB, no program
 `helm` is needed). Each file names the digest of the chart that it is from, which tests compare.
 """

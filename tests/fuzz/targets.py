@@ -74,8 +74,8 @@ from baton.gateway.members.endpoint_slices import (
     ServiceWorkers,
     SlicePut,
     decode_event,
-    decode_page,
 )
+from baton.gateway.members.endpoint_slices import decode_page as decode_slices
 from baton.gateway.options import WorkerAddress
 from baton.gateway.request import (
     estimate_prompt_tokens,
@@ -873,7 +873,7 @@ SLICE: Final = {
 def follow_service(data: bytes) -> None:
     workers = ServiceWorkers(Role.DECODE, None)
     try:
-        workers.replace(decode_page(data).items or ())
+        workers.replace(decode_slices(data).items or ())
     except ProtocolError:
         change = decode_event(data)
         if isinstance(change, SlicePut):

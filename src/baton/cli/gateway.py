@@ -55,7 +55,8 @@ class GatewayFlags(ConfigFlags):
         list[str] | None,
         Sets("gateway.members"),
         Parameter(
-            help="Follow workers: file:/PATH, dns:ROLE=HOST:PORT, kubernetes:ROLE=SERVICE; repeatable.",
+            help="Follow a list of workers: file:/PATH, dns:ROLE=HOST:PORT or "
+            "kubernetes:ROLE=SERVICE; may be repeated.",
             negative="",
         ),
     ] = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -22,8 +24,10 @@ from baton.gateway.members.endpoint_slices import (
 from baton.gateway.members.interface import SourceStatus
 from baton.gateway.members.kubernetes import KubernetesSource, Pauses, ServiceTarget
 from baton.gateway.members.kubernetes_api import ApiServer
-from baton.gateway.options import WorkerAddress
 from baton.protocol.worker_http import Role
+
+if TYPE_CHECKING:
+    from baton.gateway.options import WorkerAddress
 
 HTTP = EndpointPort(name="http", port=8101, app_protocol="https")
 HANDOFF = EndpointPort(name="handoff", port=7100)
@@ -192,9 +196,9 @@ def test_a_target_that_is_not_understood_is_refused(text):
 def test_outside_a_pod_the_source_says_what_it_needs(tmp_path):
     with pytest.raises(ConfigError, match="automountServiceAccountToken"):
         ApiServer.of_pod({})
+    status, target = SourceStatus("x", MachineClock()), ServiceTarget.parse("decode=x")
     with pytest.raises(ConfigError, match="NAMESPACE/SERVICE"):
-        status = SourceStatus("kubernetes:decode=x", MachineClock())
-        KubernetesSource(ServiceTarget.parse("decode=x"), ApiServer("https://x", tmp_path), status)
+        KubernetesSource(target, ApiServer("https://x", tmp_path), status)
 
 
 def test_the_servers_address_comes_from_the_pods_variables(tmp_path, monkeypatch):

@@ -216,9 +216,8 @@ class ServerLifecycle:
     async def _is_well(self) -> bool:
         """For probes: by a request to itself, as vLLM shows its health in no other way."""
         tls = None if self._tls is None else self._tls.dialing
-        return self._is_ready and HTTPStatus.OK == await asyncio.to_thread(
-            _status, self._context.url, HEALTH_PATH, tls
-        )
+        status = await asyncio.to_thread(_status, self._context.url, HEALTH_PATH, tls)
+        return self._is_ready and status == HTTPStatus.OK
 
     async def _announce_ready(self) -> None:
         context, url = self._context, self._context.url

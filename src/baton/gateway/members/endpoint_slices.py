@@ -1,4 +1,4 @@
-"""The EndpointSlices of one Kubernetes Service as the API sends them, and the workers that they list.
+"""The EndpointSlices of a Kubernetes Service as the API sends them, and the workers in them.
 
 What is decoded is what the API `discovery.k8s.io/v1` defines; other fields are ignored. No I/O.
 """
@@ -79,7 +79,7 @@ class Endpoint(msgspec.Struct, frozen=True, rename="camel"):
 
     @property
     def is_terminating(self) -> bool:
-        """Whether it was told to end."""
+        """Whether it has to end."""
         return self.conditions is not None and self.conditions.terminating is True
 
 

@@ -4,7 +4,7 @@
      ▲         │410, or anything else that fails
      └─ wait ──┘
 
-The Service's EndpointSlices tell which pods there are. While the API server is away, or refuses,
+The Service's EndpointSlices list its pods. While the API server is away, or refuses,
 what was listed last stays.
 """
 
@@ -96,7 +96,7 @@ class Pauses:
 
     def delay_s(self, num_failures: int, spread: float) -> float:
         """After so many failures in a row, at least 1; `spread` from 0 to 1 is the random part."""
-        longest = min(self.max_s, self.first_s * 2 ** min(num_failures - 1, 16))
+        longest = min(self.max_s, self.first_s * 2.0 ** min(num_failures - 1, 16))
         return longest * (0.5 + spread)
 
 

@@ -1,4 +1,4 @@
-"""What Baton asks of a Kubernetes API server: to list one Service's EndpointSlices, and to watch them.
+"""What Baton asks of a Kubernetes API server: a Service's EndpointSlices, listed and watched.
 
 With the service account of this pod. Its token and the authority's certificate are read again for
 each connection, since both are replaced while the pod runs. Everything that is received is bounded.
@@ -37,14 +37,14 @@ PAGE_ITEMS: Final = 100
 MAX_PAGES: Final = 100
 MAX_LIST_BYTES: Final = 32 << 20
 """All pages together."""
-MAX_EVENT_BYTES: Final = 1 << 20
-"""A slice has 1,000 endpoints at most, of some 400 bytes each."""
+MAX_EVENT_BYTES: Final = 4 << 20
+"""Objects in etcd have 1.5 MiB at most, which are more in JSON."""
 MAX_ANSWER_BYTES: Final = 64 << 10
 MAX_ACCOUNT_FILE_BYTES: Final = 64 << 10
 LIST_TIMEOUT_S: Final = 10.0
 WATCH_S: Final = (60, 90)
 """The server ends each watch after a time in this range. It also bounds how long a connection that
-is dead, and that nobody ended, goes unnoticed."""
+is dead, and was never closed, goes unnoticed."""
 WATCH_GRACE_S: Final = 15.0
 
 _random = random.SystemRandom()
@@ -243,7 +243,8 @@ class EndpointSliceApi:
                     "endpointslices of the API group discovery.k8s.io, and a RoleBinding"
                 )
             case HTTPStatus.UNAUTHORIZED:
-                remedy = f"the token in {self._server.account} was refused: expired, or of another cluster"
+                account = self._server.account
+                remedy = f"the token in {account} was refused: expired, or of another cluster"
             case _:
                 remedy = f"HTTP {status} to {verb} endpointslices"
         return KubernetesApiError(f"{remedy}; its answer: {answer or 'none'}")
