@@ -76,6 +76,8 @@ from baton.gateway.members.endpoint_slices import (
     decode_event,
 )
 from baton.gateway.members.endpoint_slices import decode_page as decode_slices
+from baton.gateway.members.file import read_addresses
+from baton.gateway.members.member_set import MemberSet
 from baton.gateway.options import WorkerAddress
 from baton.gateway.request import (
     estimate_prompt_tokens,
@@ -870,6 +872,15 @@ SLICE: Final = {
 }
 
 
+MEMBERS: Final = {
+    "version": 1,
+    "workers": [
+        {"url": "https://10.0.0.2:8101", "role": "prefill"},
+        {"url": "https://[2001:db8::1]:8101", "role": "both", "draining": True},
+    ],
+}
+
+
 def follow_service(data: bytes) -> None:
     workers = ServiceWorkers(Role.DECODE, None)
     try:
@@ -880,6 +891,13 @@ def follow_service(data: bytes) -> None:
             workers.put(change.found)
     for worker in workers.workers:
         assert Worker(worker, DEFAULT_HEALTH).url.host
+
+
+def read_members(data: bytes) -> None:
+    members = MemberSet(("file:/a",))
+    members.update("file:/a", read_addresses(data))
+    for url in members.listings:
+        assert Worker(WorkerAddress(str(url), Role.BOTH), DEFAULT_HEALTH).url == url
 
 
 def read_stream(data: bytes) -> str:
@@ -1061,6 +1079,8 @@ TARGETS: Final = {
                json_of({"metadata": {"resourceVersion": "7", "continue": ""}, "items": [SLICE]},
                        {"type": "ADDED", "object": SLICE}, {"type": "DELETED", "object": SLICE},
                        {"type": "ERROR", "object": {"code": 410, "message": "too old"}}), "json"),
+        Target("members-file", read_members, (ProtocolError, ConfigError),
+               json_of(MEMBERS), "json"),
         Target("worker-answers", read_worker_answers, NO_ERROR, ANSWERS, "json"),
         Target("worker-streams", go_on_with_stream, NO_ERROR, STREAMS, "bytes"),
         Target("worker-traces", read_traces_of_workers, NO_ERROR,

@@ -1,10 +1,9 @@
-"""Workers come and go while a gateway runs: lists that are followed, and what becomes of streams."""
+"""Workers come and go while a gateway runs: followed lists, and what becomes of streams."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -30,15 +29,19 @@ from tests.integration.scripted_worker import (
     token,
 )
 from tests.integration.test_gateway_stream_moves import (
+    NUM_TOKENS,
     WHOLE,
     begin,
     check_moved,
     counting,
     results,
+    write_token,
 )
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.integration.scripted_worker import Script
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +59,7 @@ def write_members(path: Path, *members: Member) -> None:
     draft = path.with_suffix(".draft")
     draft.write_bytes(encode_members(MembersFile(version=1, workers=members)))
     draft.chmod(0o644)
-    os.replace(draft, path)
+    draft.replace(path)
 
 
 def write(path: Path, *workers: ScriptedWorker, draining: tuple[ScriptedWorker, ...] = ()) -> None:
@@ -101,6 +104,21 @@ async def check_forgotten(cluster: Cluster, worker: ScriptedWorker) -> None:
     assert worker.num_health_reads == num_reads
 
 
+def held(released: asyncio.Event) -> Script:
+    """A worker whose streams stop after some tokens, until the event is set."""
+
+    async def script(visit: Visit) -> None:
+        headers = [(b"content-type", b"text/event-stream"), (b"x-baton-token-ids", b"1")]
+        await visit.send({"type": "http.response.start", "status": 200, "headers": headers})
+        for index in range(NUM_TOKENS):
+            if index == 20:
+                await released.wait()
+            await write_token(visit, index)
+        await visit.done()
+
+    return script
+
+
 async def answer_of(cluster: Cluster) -> tuple[int, Any]:
     async with cluster.post(PROMPT) as response:
         return response.status, await response.json()
@@ -109,7 +127,8 @@ async def answer_of(cluster: Cluster) -> tuple[int, Any]:
 def test_a_stream_moves_from_a_worker_that_left_the_list(path: Path) -> None:
     """Its client notices nothing, and nothing is left of the worker."""
     first, second = (
-        ScriptedWorker(f"d{i}", "decode", counting(step_s)) for i, step_s in enumerate((0.02, 0.001))
+        ScriptedWorker(f"d{i}", "decode", counting(step_s))
+        for i, step_s in enumerate((0.02, 0.001))
     )
 
     async def scenario(cluster: Cluster) -> None:
@@ -174,9 +193,8 @@ def test_requests_that_cannot_move_end_where_they_are(path: Path) -> None:
 
 
 def test_a_request_that_takes_too_long_goes_on_elsewhere(path: Path) -> None:
-    first, second = (
-        ScriptedWorker(f"d{i}", "decode", counting(step_s)) for i, step_s in enumerate((0.05, 0.001))
-    )
+    first = ScriptedWorker("d0", "decode", held(asyncio.Event()))
+    second = ScriptedWorker("d1", "decode", counting(0))
 
     async def scenario(cluster: Cluster) -> None:
         async with first.running(), second.running():
@@ -196,7 +214,8 @@ def test_a_request_that_takes_too_long_goes_on_elsewhere(path: Path) -> None:
 
 def test_a_worker_that_is_listed_again_is_used_again(path: Path) -> None:
     """Its streams were not touched meanwhile; so it is with one that the list drains."""
-    first, second = (ScriptedWorker(f"d{i}", "decode", counting(0.005)) for i in range(2))
+    released = asyncio.Event()
+    first, second = (ScriptedWorker(f"d{i}", "decode", held(released)) for i in range(2))
 
     async def scenario(cluster: Cluster) -> None:
         async with first.running(), second.running():
@@ -216,6 +235,7 @@ def test_a_worker_that_is_listed_again_is_used_again(path: Path) -> None:
             assert (await list_states(cluster))[first.url] == "draining"
             write(path, first, second)
             await until_states(cluster, {first: "up", second: "up"})
+            released.set()
             answer = await asking
             assert (answer.text, left.left_at) == (WHOLE, None)
             for worker in (first, second):
@@ -235,7 +255,8 @@ def test_a_worker_that_is_listed_again_is_used_again(path: Path) -> None:
 
 def test_a_worker_may_be_started_again_elsewhere_under_its_name(path: Path) -> None:
     """As a pod with another address. The stream at the old one goes on."""
-    first, second = (ScriptedWorker("d", "decode", counting(0.005)) for _ in range(2))
+    released = asyncio.Event()
+    first, second = (ScriptedWorker("d", "decode", held(released)) for _ in range(2))
 
     async def scenario(cluster: Cluster) -> None:
         async with first.running(), second.running():
@@ -246,7 +267,7 @@ def test_a_worker_may_be_started_again_elsewhere_under_its_name(path: Path) -> N
             await until_states(cluster, {second: "up"})
             second.script = say_abc
             assert (await answer_of(cluster))[0] == 200
-            assert not asking.done()
+            released.set()
             answer = await asking
             assert (answer.text, left.left_at) == (WHOLE, None)
             assert await list_states(cluster) == {second.url: "up"}
@@ -315,7 +336,8 @@ def test_the_configuration_decides_where_sources_disagree(
     with caplog.at_level(logging.WARNING, logger="baton.gateway.members"):
         settings = {"members": (f"file:{path}",), "policy": "round_robin"}
         run(scenario, prefills=0, decodes=[decode], **settings)
-    (conflict,) = {r.getMessage() for r in caplog.records if "list it with one role" in r.message}
+    logged = [record.getMessage() for record in caplog.records]
+    (conflict,) = (text for text in logged if "list it with one role" in text)
     assert conflict.startswith(f"{decode.url} is a decode worker by configuration")
 
 
@@ -358,9 +380,9 @@ def test_who_is_no_worker_of_the_cluster_gets_no_bearer(path: Path) -> None:
 def test_a_worker_is_found_by_dns() -> None:
     """By the machine's resolver, over TLS."""
     worker = ScriptedWorker("d", "decode", say_abc)
-    connections = Connections(HttpLimits(), MachineClock(), lambda _: None, ClusterTls(KEY))
 
     async def scenario(cluster: Cluster) -> None:
+        connections = Connections(HttpLimits(), MachineClock(), lambda _: None, ClusterTls(KEY))
         async with serving(worker, worker._sock, http=bounded_protocol(connections)):
 
             async def is_up() -> bool:

@@ -10,12 +10,13 @@ import asyncio
 import gc
 import logging
 import tracemalloc
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
-import pytest
 
 from baton.clock import MachineClock
 from baton.gateway import process
+from baton.gateway.members import membership
 from baton.gateway.members.membership import Membership
 from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.ids import new_epoch
@@ -25,17 +26,20 @@ from baton.router.placement import Placement, PlacementRequest
 from tests.integration.scripted_worker import KEY
 from tests.unit.gateway.test_workers import info
 
+if TYPE_CHECKING:
+    import pytest
+
 NUM_AT_ONCE = 4
-NUM_BEFORE, NUM_ROUNDS = 300, 700
-MAX_BYTES_OF_EACH = 24
-"""Less than the least entry of a dictionary."""
+NUM_BEFORE, NUM_ROUNDS = 250, 250
+MAX_BYTES_OF_EACH = 40
+"""Less than an entry of a dictionary, and the name that it holds."""
 
 
 class Fleet:
     """Workers that come and go at one gateway, and what they leave in each of its parts."""
 
-    def __init__(self, membership: Membership) -> None:
-        self.membership, self.services = membership, membership._services
+    def __init__(self, opened: Membership) -> None:
+        self.membership, self.services = opened, opened._services
         self.number = 0
 
     def replace_all(self) -> None:
@@ -44,7 +48,9 @@ class Fleet:
         numbers = range(self.number, self.number + NUM_AT_ONCE)
         self.number += NUM_AT_ONCE
         addresses = frozenset(
-            WorkerAddress(f"http://127.{1 + n // 62500}.{n // 250 % 250}.{1 + n % 250}:9", Role.BOTH)
+            WorkerAddress(
+                f"http://127.{1 + n // 62500}.{n // 250 % 250}.{1 + n % 250}:9", Role.BOTH
+            )
             for n in numbers
         )
         self.membership.apply(self.membership.sources[0], addresses)
@@ -60,17 +66,18 @@ class Fleet:
             workers.register(worker, described)
             workers.note_load(worker, WorkerLoad(number % 7, 100, 50, 16, max_running=8))
         views = workers.fleet.models["demo"].decodes
-        self.serve()
+        for prompt in numbers:
+            self.serve(prompt)
         links = {(one, other): LinkCost(1e-3, 1e-9) for one in views for other in views}
         services.load.costs("demo").handoffs.note_links(links, None)
         for one, other in zip(views, (*views[1:], views[0]), strict=True):
             self.finish(Placement(one, other))
 
-    def serve(self) -> None:
+    def serve(self, first_token: int) -> None:
         """A prompt that no worker has is placed; then it is expected there."""
         services, now = self.services, self.services.clock.now()
         assert services.prefixes is not None
-        prompt = np.arange(self.number, self.number + 64, dtype=np.int32)
+        prompt = np.arange(first_token, first_token + 64, dtype=np.int32)
         match = services.prefixes._of("demo").find(prompt, "", now)
         request = PlacementRequest("demo", num_prompt_tokens=64, at=now, cached=match.cached)
         placement = services.placement.place(services.workers.fleet, request, services.load)
@@ -93,29 +100,31 @@ def test_workers_that_came_and_went_leave_nothing(
     opened: list[Membership] = []
 
     class Opened(Membership):
-        async def __aenter__(self) -> Opened:
+        async def __aenter__(self) -> Self:
             opened.append(self)
             return await super().__aenter__()
 
     monkeypatch.setattr(process, "Membership", Opened)
+    monkeypatch.setattr(membership, "LOOK_S", 0.05)
     options = GatewayOptions(
         workers=(), credentials=KEY, tls="off", policy="prefix", members=("file:/nowhere/at/all",)
     )
 
-    async def measure(fleet: Fleet, num_rounds: int) -> int:
+    async def run(fleet: Fleet, num_rounds: int) -> int:
+        """Bytes in use afterwards."""
         for number in range(num_rounds):
             fleet.replace_all()
             # Now and then they stay for long enough that their events are followed.
             await asyncio.sleep(0.15 if number % 100 == 50 else 0)
-        await asyncio.sleep(0.7)
+        await asyncio.sleep(0.3)
         gc.collect()
         return tracemalloc.get_traced_memory()[0]
 
     async def main() -> int:
-        async with asyncio.timeout(60), process.open_gateway(options, MachineClock()) as app:
+        async with asyncio.timeout(250), process.open_gateway(options, MachineClock()) as app:
             fleet = Fleet(*opened)
-            before = await measure(fleet, NUM_BEFORE)
-            grown = await measure(fleet, NUM_ROUNDS) - before
+            before = await run(fleet, NUM_BEFORE)  # caches of bounded size are full then
+            grown = await run(fleet, NUM_ROUNDS) - before
             text = app.metrics.exposition().decode()
             assert text.count("baton_gateway_worker_up{") == NUM_AT_ONCE
             assert f'worker="worker-{fleet.number - 1}"' in text

@@ -230,8 +230,9 @@ class ListedWorker(msgspec.Struct, frozen=True):
     is what this gateway has given it to do, null before its first request. `health` is what is
     thought of a worker that is up, `share` its part of the requests that it would get otherwise.
     `topology` is where it is, `zone/rack/host/device`. `store_events`: of a vLLM server's store,
-    which Baton reports; its own engine's `kv_events` are of both. `sources` list it: "configuration"
-    or texts of `gateway.members`, none once it has left; `why_withdrawn` is why it gets nothing new.
+    which Baton reports; its own engine's `kv_events` are of both. `sources` list it:
+    "configuration" or texts of `gateway.members`, none once it has left; `why_withdrawn` is why it
+    gets nothing new.
     """
 
     worker: str | None

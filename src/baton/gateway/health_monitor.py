@@ -19,7 +19,7 @@ from baton.gateway.errors import (
     WorkerUnreachableError,
 )
 from baton.gateway.worker_discovery import Incarnation, LoadReader, WorkerDiscovery
-from baton.gateway.workers import Down, Up
+from baton.gateway.workers import NUM_AT_ONCE, Down, Up
 from baton.protocol.worker_http import HEALTH_PATH, Role
 from baton.router.health import EjectionCause, may_eject
 
@@ -65,8 +65,9 @@ class Prober:
         self._wanted = asyncio.Event()
         self._refreshing = asyncio.Lock()
 
-    async def run(self) -> None:
+    async def run(self, begins_after_s: float) -> None:
         """Probe until cancelled."""
+        await asyncio.sleep(begins_after_s)
         while True:
             try:
                 await self.probe()
@@ -263,14 +264,17 @@ class HealthMonitor:
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
 
     def update(self) -> None:
-        """Probe the workers that the registry has now, and no others."""
-        for worker in self._workers.all:
-            if worker not in self._probers:
-                prober = Prober(
-                    worker, self._workers, self._upstream, self._options, clock=self._clock
-                )
-                self._probers[worker] = prober
-                self._tasks[worker] = asyncio.create_task(prober.run())
+        """Probe the workers that the registry has now, and no others.
+
+        Many that are new are probed one after the other, over an interval: their handshakes all at
+        once, and their probes from then on, would delay streams.
+        """
+        new = [worker for worker in self._workers.all if worker not in self._probers]
+        apart_s = self._options.probe_interval_s / len(new) if len(new) > NUM_AT_ONCE else 0.0
+        for at, worker in enumerate(new):
+            prober = Prober(worker, self._workers, self._upstream, self._options, clock=self._clock)
+            self._probers[worker] = prober
+            self._tasks[worker] = asyncio.create_task(prober.run(at * apart_s))
         for worker in [worker for worker in self._probers if worker.is_gone]:
             del self._probers[worker]
             self._tasks.pop(worker).cancel()

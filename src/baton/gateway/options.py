@@ -53,7 +53,7 @@ class WorkerAddress:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it does not prove who answers there: requests, and the bearer, go in the clear."""
+        """Whether who answers there proves nothing: requests, and the bearer, go in the clear."""
         return urlsplit(self.url).scheme == "http"
 
 
@@ -99,8 +99,8 @@ class GatewayOptions:
     `max_running_per_worker` None: as workers report; `max_queued_…`: what may wait for them.
     `targets`: by model, "*" for those that are not named.
     `allowed_hosts` and `allowed_origins`: see `baton.gateway.app.RequestOrigin`.
-    `members`: sources of workers that come and go (`baton.gateway.members`), of which those that are
-    asked now and then are asked every `members_interval_s`.
+    `members`: sources of workers that come and go (`baton.gateway.members`); those that cannot be
+    watched are asked every `members_interval_s`.
 
     Raises:
         ConfigError: no worker can ever decode, a limit is not positive, or the gateway would be

@@ -164,7 +164,7 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
     try:
         async with (
             keep_costs(options.costs_file, load),
-            Membership(services, events, room),
+            Membership(services, events, room, options.build_sources(clock)),
             LinkFeed(workers, upstream, load, clock),
         ):
             yield GatewayApp(

@@ -375,9 +375,10 @@ class RequestProxy:
         self, decode: WorkerView, body: bytes, early: EarlyFirstToken | None = None
     ) -> None:
         services, context = self._services, self._context
-        worker = services.workers.with_id(decode.id)
-        if worker is None:  # it left after the request was placed
-            raise WorkerUnreachableError(f"{decode.id} is gone")
+        try:
+            worker = services.workers.of(decode)
+        except KeyError:  # it left after the request was placed
+            raise WorkerUnreachableError(f"{decode.id} is gone") from None
         stream = RunningStream(
             context,
             self._body,

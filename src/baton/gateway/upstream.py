@@ -121,12 +121,16 @@ class Upstream:
     def forget_unused(self, origins: Collection[URL]) -> None:
         """Forget all but these origins, once no connection to them is open."""
         dropped = {
-            origin for origin, pool in self._pools.items() if pool.is_unused and origin not in origins
+            origin
+            for origin, pool in self._pools.items()
+            if pool.is_unused and origin not in origins
         }
         if dropped:
             self._pools = {at: pool for at, pool in self._pools.items() if at not in dropped}
             self._post_routes = {
-                url: route for url, route in self._post_routes.items() if url.origin() not in dropped
+                url: route
+                for url, route in self._post_routes.items()
+                if url.origin() not in dropped
             }
 
     def num_reads(self, url: URL) -> int:

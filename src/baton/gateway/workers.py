@@ -46,7 +46,7 @@ OnLoad: TypeAlias = "Callable[[WorkerId, str, WorkerLoad | None], None]"
 LEFT: Final = "no source lists it any more"
 NUM_AT_ONCE: Final = 16
 REPORTS_EVERY_S: Final = 0.1
-"""Of fleets of more workers: so often the loads that they report are taken up."""
+"""Of fleets of more workers: so often what is new of them is taken up, but for those that fail."""
 
 
 def worker_view(worker: Worker, info: WorkerInfo) -> WorkerView:
@@ -122,7 +122,10 @@ class Worker:
     """
 
     def __init__(
-        self, address: WorkerAddress, health: HealthOptions, sources: tuple[str, ...] = (CONFIGURED,)
+        self,
+        address: WorkerAddress,
+        health: HealthOptions,
+        sources: tuple[str, ...] = (CONFIGURED,),
     ) -> None:
         self.address, self.health, self.sources = address, WorkerHealth(health), sources
         self.why_withdrawn: str | None = None
@@ -135,6 +138,7 @@ class Worker:
         self.state: WorkerState = Pending("not asked yet")
         self.load: WorkerLoad | None = None
         self._cancel_scopes: set[Interruptible] = set()
+        self._view: tuple[tuple[object, ...], WorkerView] | None = None
 
     def cancel_scope(self) -> Interruptible:
         """A stretch of one request that waits for this worker: `abandon` ends it."""
@@ -155,6 +159,21 @@ class Worker:
         """Whether requests may be placed on it."""
         is_relied_on = self.health.is_usable or self.health.takes_trial
         return isinstance(self.state, Up) and is_relied_on
+
+    def view(self, info: WorkerInfo) -> WorkerView:
+        """What placement uses of it: the same object while nothing has changed."""
+        health = self.health
+        made_of = (
+            self.state,
+            self.load,
+            self.address,
+            self.is_available,
+            health.takes_trial,
+            health.slow_start,
+        )
+        if self._view is None or made_of != self._view[0]:
+            self._view = made_of, worker_view(self, info)
+        return self._view[1]
 
     @property
     def standing(self) -> str:
@@ -214,7 +233,7 @@ class Workers:
             metrics.worker_up(str(worker.url), worker.address.role, up=False)
 
     def of(self, view: WorkerView) -> Worker:
-        """The worker behind a view of the current fleet."""
+        """The worker behind a view of the current fleet; KeyError if it has left since."""
         return self._by_id[view.id]
 
     def with_id(self, worker: WorkerId) -> Worker | None:
@@ -249,19 +268,6 @@ class Workers:
                 known = lengths.get(info.served_model_name, info.max_context_tokens)
                 lengths[info.served_model_name] = min(known, info.max_context_tokens)
         return lengths
-
-    def largest_context(self, model: str) -> int:
-        """Tokens that some worker of a model has room for."""
-        infos = (worker.info for worker in self.all)
-        return max(
-            (i.max_context_tokens for i in infos if i and i.served_model_name == model), default=0
-        )
-
-    def longest_prompt_chars(self, model: str) -> int | None:
-        """Characters of a text that some worker of a model may have room for; None: not known."""
-        infos = [worker.info for worker in self.all]
-        known = [i.max_prompt_chars for i in infos if i and i.served_model_name == model]
-        return None if None in known else max(filter(None, known), default=None)
 
     def register(self, worker: Worker, info: WorkerInfo) -> None:
         """It identified itself: it is up, unless it cannot be used as listed."""
@@ -321,8 +327,17 @@ class Workers:
 
     def change(self, worker: Worker, state: WorkerState) -> None:
         """Set the state; update fleet and metrics if it changed."""
-        if self._set_state(worker, state):
-            self._index()
+        before = worker.info
+        if not self._set_state(worker, state):
+            return
+        if before is not None and self._by_id.get(before.worker) is worker:
+            del self._by_id[before.worker]
+        if worker.info is not None:
+            self._by_id[worker.info.worker] = worker
+        if isinstance(state, Up):
+            self._make_fleet_soon()
+        else:
+            self._make_fleet()
 
     def set_members(self, listings: Mapping[URL, Listing]) -> None:
         """These workers are listed now, and no others; one fleet is made of all changes.
@@ -393,7 +408,7 @@ class Workers:
         self._metrics.worker_up(str(worker.url), worker.address.role, up=worker.is_available)
 
     def _make_fleet_soon(self) -> None:
-        """Of many workers, each of which reports once a second, not for each report anew."""
+        """Of many workers, which come up together and report once a second, not for each anew."""
         if len(self.all) <= NUM_AT_ONCE:
             self._make_fleet()
         elif self._soon is None:
@@ -405,7 +420,7 @@ class Workers:
             self._soon.cancel()
             self._soon = None
         self.fleet = Fleet.of(
-            (worker_view(w, w.info) for w in self.all if w.info is not None),
+            (w.view(w.info) for w in self.all if w.info is not None),
             tuple(
                 f"the {w} {'has not come up' if isinstance(w.state, Pending) else 'is not used'}: "
                 f"{_reason(w.state)}"

@@ -255,11 +255,6 @@ class WorkerActivity:
         self.step_cost.observe(num_streams, seconds)
         self._columns.step_evidence[:, self.row] = self.step_cost.evidence
 
-    def leave(self) -> None:
-        """It is gone: the lines that it shared count it no more."""
-        for cost in (self.prefill_cost, self.step_cost, self.load_cost):
-            cost.leave()
-
     def _set_free_at(self, at: float) -> None:
         self.free_at = self._columns.free_at[self.row] = at
 
@@ -489,7 +484,8 @@ class FleetLoad:
     def _drop(self, model: str, worker: WorkerId) -> None:
         activity = self._workers.pop((model, worker), None)
         if activity is not None:
-            activity.leave()
+            for cost in (activity.prefill_cost, activity.step_cost, activity.load_cost):
+                cost.leave()
             self.costs(model).columns.free_row(activity.row)
 
     def find(self, worker: WorkerId, model: str) -> WorkerActivity | None:

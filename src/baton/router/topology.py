@@ -110,7 +110,8 @@ class Places:
 
     def distance(self, one: str, other: str) -> Distance:
         """Of two workers, by their paths."""
-        return Distance(int(self.distances[self.number(one), self.number(other)]))
+        places = self.number(one), self.number(other)  # it may replace the array
+        return Distance(int(self.distances[places]))
 
     def _compute_row(self, number: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """`compute_distance` to all places up to this one."""

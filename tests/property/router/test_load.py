@@ -161,7 +161,7 @@ def test_a_worker_that_is_gone_takes_its_costs_and_its_place_with_it():
     load = FleetLoad()
     costs = load.costs("demo")
     for n in range(MOST_PLACES + 50):
-        worker = replace(view(f"w{n}"), topology=f"z/r/h{n}")
+        worker = replace(view(f"gone{n}"), topology=f"z/r/h{n}")
         running = load.begin(Placement(WORKERS[0], worker), 100, float(n))
         load.rows([worker, WORKERS[0]])
         running.prefilled(n + 0.1)

@@ -53,7 +53,9 @@ def test_without_tls_dns_is_not_believed():
         build_source(NAME, MachineClock(), 2.0, "off")
 
 
-def follow(*answers: frozenset[str] | OSError, text: str = NAME) -> tuple[list[set[str]], SourceStatus]:
+def follow(
+    *answers: frozenset[str] | OSError, text: str = NAME
+) -> tuple[list[set[str]], SourceStatus]:
     """What a source yields of these answers, the last of which is repeated until it is settled."""
     given = setup(text)
     left = list(answers)
@@ -104,7 +106,10 @@ def test_an_address_of_ipv6_is_written_in_brackets():
     assert yielded == [{"https://[2001:db8::1]:8100"}]
 
 
-@pytest.mark.parametrize("bad", [GONE, frozenset(), frozenset(f"10.0.{n >> 8}.{n & 255}" for n in range(MAX_MEMBERS + 1))])
+@pytest.mark.parametrize(
+    "bad",
+    [GONE, frozenset(), frozenset(f"10.0.{n >> 8}.{n & 255}" for n in range(MAX_MEMBERS + 1))],
+)
 def test_an_answer_that_cannot_be_used_changes_nothing(bad):
     yielded, status = follow(A, *[bad] * 10)
     assert yielded == [{URL_A}]

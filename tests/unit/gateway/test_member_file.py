@@ -61,7 +61,10 @@ def test_a_file_that_lists_no_worker_is_a_list_of_none():
         (b"[" * 100_000, "no members file"),
         (text_of(workers=[{"url": URL, "role": "cook"}]), "no members file"),
         (text_of(workers=[{"url": "", "role": "both"}]), "no members file"),
-        (text_of(workers=[{"url": f"{URL}{slash}", "role": "both"} for slash in ("", "/")]), "twice"),
+        (
+            text_of(workers=[{"url": f"{URL}{slash}", "role": "both"} for slash in ("", "/")]),
+            "twice",
+        ),
         (text_of(workers=[{"url": "https://h:1/v1", "role": "both"}]), "not a worker's address"),
         (text_of(workers=[{"url": "https://h:99999", "role": "both"}]), "not a worker's address"),
         (text_of(workers=[{"url": "https://[h", "role": "both"}]), "not a worker's address"),
@@ -83,7 +86,7 @@ def replace(path: Path, content: bytes) -> None:
     draft = path.with_suffix(".draft")
     draft.write_bytes(content)
     draft.chmod(0o644)
-    os.replace(draft, path)
+    Path(draft).replace(path)
 
 
 def test_a_file_that_cannot_be_used_keeps_the_list_and_is_logged_once(
@@ -102,7 +105,8 @@ def test_a_file_that_cannot_be_used_keeps_the_list_and_is_logged_once(
         async def follow() -> None:
             async with aclosing(named.source.watch()) as lists:
                 async for addresses in lists:
-                    yielded.append({each.url for each in addresses})
+                    urls = {each.url for each in addresses}
+                    yielded.append(urls)
 
         async def until(condition) -> None:
             async with asyncio.timeout(5):

@@ -100,7 +100,9 @@ class DnsSource:
                     found = self._answers.add(answer)
                     if found != before:
                         before = found
-                        yield frozenset(WorkerAddress(self._url(each), self._role) for each in found)
+                        yield frozenset(
+                            WorkerAddress(self._url(each), self._role) for each in found
+                        )
                 await asyncio.sleep(self._interval_s)
         finally:
             if self._looking is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -77,6 +78,8 @@ class FileSource:
         if self._reading is None:
             loop = asyncio.get_running_loop()
             self._reading = loop.run_in_executor(None, read_bounded, self._path)
+            # Whoever waits for it may be cancelled.
+            self._reading.add_done_callback(lambda done: done.cancelled() or done.exception())
         async with asyncio.timeout(READ_TIMEOUT_S):
             await asyncio.wait({self._reading})
         done, self._reading = self._reading, None
@@ -91,13 +94,19 @@ def read_bounded(path: Path) -> bytes:
         ProtocolError: it is no such file.
     """
     # Without O_NONBLOCK a pipe of that name would be waited for.
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        mode = os.fstat(file.fileno()).st_mode
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(fd).st_mode
         if not stat.S_ISREG(mode):
             raise ProtocolError("it is no regular file")
         if mode & stat.S_IWOTH:
             raise ProtocolError(f"every user may write it: run `chmod o-w {path}`")
-        return file.read(MAX_MEMBERS_FILE_BYTES + 1)
+        content = b""
+        while part := os.read(fd, MAX_MEMBERS_FILE_BYTES + 1 - len(content)):
+            content += part
+        return content
+    finally:
+        os.close(fd)
 
 
 def read_addresses(content: bytes) -> frozenset[WorkerAddress]:
@@ -109,10 +118,9 @@ def read_addresses(content: bytes) -> frozenset[WorkerAddress]:
     """
     workers = decode_members(content).workers
     addresses = frozenset(WorkerAddress(each.url, each.role, each.draining) for each in workers)
-    urls = [each.url.rstrip("/") for each in workers]
-    if len(set(urls)) < len(urls):
-        twice = next(url for url in urls if urls.count(url) > 1)
-        raise ProtocolError(f"it lists {twice} twice")
+    num_of = Counter(each.url.rstrip("/") for each in workers)
+    if twice := [url for url, num in num_of.items() if num > 1]:
+        raise ProtocolError(f"it lists {twice[0]} twice")
     return addresses
 
 

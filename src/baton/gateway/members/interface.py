@@ -129,8 +129,8 @@ def build_source(text: str, clock: Clock, interval_s: float, tls: Tls) -> NamedS
     kind, _, argument = text.partition(":")
     if kind not in (kinds := WORKER_SOURCES.kinds()):
         raise ConfigError(
-            f"gateway.members: {text!r} names no source; write it as KIND:ARGUMENT, with a KIND of: "
-            f"{', '.join(kinds)}"
+            f"gateway.members: {text!r} names no source; write it as KIND:ARGUMENT, with a KIND "
+            f"of: {', '.join(kinds)}"
         )
     status = SourceStatus(text, clock)
     factory = WORKER_SOURCES.build(kind, {})

@@ -1,9 +1,9 @@
 """Follows the sources of workers, and forgets the workers that have left.
 
-    listed by a source ──► pending, probed ──► used
-    listed by none ──► draining: nothing new, its streams move ──► no request left ──► forgotten
-            └ listed again meanwhile: used again          └ after `gateway.drain_timeout_s`: requests
-                                                            that are left go on elsewhere, or fail
+listed by a source ──► pending, probed ──► used
+listed by none ──► draining: nothing new, its streams move ──► no request left ──► forgotten
+        └ listed again meanwhile: used again          └ after `gateway.drain_timeout_s`: requests
+                                                        that are left go on elsewhere, or fail
 """
 
 from __future__ import annotations
@@ -40,14 +40,22 @@ log = logging.getLogger(__name__)
 
 
 class Membership:
-    """An asynchronous context manager: it follows within. Owner: the event loop's thread."""
+    """An asynchronous context manager: it follows within. Owner: the event loop's thread.
 
-    def __init__(self, services: Services, events: KVEvents, room: FleetRoom) -> None:
-        options = services.options
+    `sources` are in the order in which they decide on roles, after the configuration's own lists.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        events: KVEvents,
+        room: FleetRoom,
+        sources: tuple[NamedSource, ...],
+    ) -> None:
         self._services, self._events, self._room = services, events, room
-        self.sources: tuple[NamedSource, ...] = options.build_sources(services.clock)
-        self._members = MemberSet((CONFIGURED, *(source.name for source in self.sources)))
-        self._members.update(CONFIGURED, options.workers)
+        self.sources = sources
+        self._members = MemberSet((CONFIGURED, *(source.name for source in sources)))
+        self._members.update(CONFIGURED, services.options.workers)
         self._leaving: dict[Worker, Instant] = {}
         self._names: frozenset[Name] = frozenset()
         self._tasks: list[asyncio.Task[None]] = []
@@ -91,6 +99,7 @@ class Membership:
         """Forget workers that have left and have no request; give up those that take too long."""
         services = self._services
         workers, now = services.workers, services.clock.now()
+        self._names |= self._current_names()
         for worker in workers.all:
             if worker.sources:
                 self._leaving.pop(worker, None)
@@ -100,7 +109,8 @@ class Membership:
         for worker in ended:
             del self._leaving[worker]
         for worker, until in self._leaving.items():
-            if now >= until:
+            if now >= until and worker.is_waited_for:
+                log.warning("%s left, and has requests still: they are given up", worker)
                 worker.abandon(f"it left, and has had {services.options.drain_timeout_s:g} s")
         if ended:
             workers.remove(ended)
@@ -121,6 +131,7 @@ class Membership:
         while True:
             try:
                 async for addresses in source.source.watch():
+                    source.status.note_read()
                     self.apply(source, addresses)
                 source.status.note_error("it ended")
             except Exception:
@@ -133,12 +144,14 @@ class Membership:
     ) -> frozenset[WorkerAddress] | None:
         """The workers that may be asked; None where the list before is to stay."""
         if len(addresses) > MAX_MEMBERS:
-            refused = f"{len(addresses)} workers are too many, at most {MAX_MEMBERS} are followed"
-            source.status.note_list(f"{refused}; those that it listed before stay")
+            source.status.note_list(
+                f"{len(addresses)} workers are too many, at most {MAX_MEMBERS} are followed; those "
+                "that it listed before stay"
+            )
             return None
         is_tls = self._services.options.tls != "off"
         plain = frozenset(each for each in addresses if is_tls and each.is_plain)
-        refused = None
+        refused: str | None = None
         if plain:
             refused = (
                 f"{min(each.url for each in plain)} is not used: it does not prove who answers "
@@ -152,28 +165,31 @@ class Membership:
         if worker.is_waited_for:
             return True
         info = worker.info
-        return not (worker.is_gone or info is None) and self._has_requests(
-            (info.served_model_name, info.worker)
-        )
+        return not (worker.is_gone or info is None) and self._has_requests((
+            info.served_model_name,
+            info.worker,
+        ))
 
     def _has_requests(self, name: Name) -> bool:
         model, worker = name
         activity = self._services.load.find(worker, model)
         return activity is not None and activity.num_requests > 0
 
+    def _current_names(self) -> frozenset[Name]:
+        infos = [worker.info for worker in self._services.workers.all]
+        return frozenset((info.served_model_name, info.worker) for info in infos if info)
+
     def _forget_names(self) -> None:
         """Forget what was learned of names that no worker has any more.
 
         A worker may have got another name, too: it was started again as another one.
         """
-        infos = [worker.info for worker in self._services.workers.all]
-        current = frozenset((info.served_model_name, info.worker) for info in infos if info)
         gone = frozenset(
             name
-            for name in self._names - current
+            for name in self._names - self._current_names()
             if not (self._has_requests(name) or self._events.follows(name[1]))
         )
-        self._names = (self._names | current) - gone
+        self._names -= gone
         if gone:
             self._forget(gone, frozenset(worker for _, worker in self._names))
 
@@ -196,8 +212,7 @@ class Membership:
             status = source.status
             if (reason := status.problem or status.refused) is not None:
                 lines.append(f"{source.name} ({reason})")
-            elif status.read_at is None:
-                lines.append(f"{source.name} (not read yet)")
             elif not self.num_listed(source.name):
-                lines.append(f"{source.name} (it lists no worker)")
+                why = "it lists no worker" if status.read_at is not None else "not read yet"
+                lines.append(f"{source.name} ({why})")
         return lines
