@@ -108,6 +108,7 @@ def test_ports(ports, wanted, expected):
         (slice_of(pod("metadata.internal")), "no IPv4 address"),
         (slice_of(pod("fd00::1")), "no IPv4 address"),
         (slice_of(pod("workers.example"), address_type="FQDN"), "no FQDN address"),
+        (slice_of(pod("fe80::1%eth0"), address_type="IPv6"), "no IPv6 address"),
     ],
 )
 def test_what_cannot_be_used_is_said_and_changes_nothing(given_slice, said):
@@ -186,7 +187,17 @@ def test_targets(text, expected):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "workers", "gateway=workers", "decode=", "decode=../x", "decode=a/b/c", "decode=A"]
+    "text",
+    [
+        "",
+        "workers",
+        "gateway=workers",
+        "decode=",
+        "decode=../x",
+        "decode=a/b/c",
+        "decode=A",
+        "both=x:65536",
+    ],
 )
 def test_a_target_that_is_not_understood_is_refused(text):
     with pytest.raises(ConfigError, match=r"kubernetes:ROLE=\[NAMESPACE/\]SERVICE\[:PORT\]"):

@@ -309,7 +309,8 @@ def _read_address(found: EndpointSlice, text: str) -> str:
         address = ipaddress.ip_address(text)
     except ValueError:
         address = None
-    if address is None or FAMILIES.get(found.address_type) != address.version:
+    # A link-local address with a scope is no address in a URL.
+    if address is None or "%" in text or FAMILIES.get(found.address_type) != address.version:
         raise ProtocolError(
             f"the EndpointSlice {found.metadata.name} has the address {text[:64]!r}, which is no "
             f"{found.address_type} address that a worker can have"

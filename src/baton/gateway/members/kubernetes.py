@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 FIRST_DELAY_S: Final = 0.5
 MAX_DELAY_S: Final = 30.0
 WATCH_AGAIN_S: Final = 1.0
+MAX_PORT: Final = 65_535
 
 _NAME = r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?"
 _TARGET: Final = re.compile(
@@ -74,7 +75,9 @@ class ServiceTarget:
             ConfigError: it is not written so, or there is no such role.
         """
         found = _TARGET.fullmatch(text)
-        if found is None or found["role"] not in set(Role):
+        port = "" if found is None else found["port"] or ""
+        is_port = not port.isdigit() or 0 < int(port) <= MAX_PORT
+        if found is None or found["role"] not in set(Role) or not is_port:
             roles = ", ".join(Role)
             raise ConfigError(
                 f"gateway.members: 'kubernetes:{text[:300]}' is not understood; write "
