@@ -72,6 +72,12 @@ from baton.gateway import protocol_adapters
 from baton.gateway.clients import ClientKeyFile, Clients, make_key, read_keys
 from baton.gateway.errors import UnauthorizedError
 from baton.gateway.kv_events import locate_events
+from baton.gateway.members.endpoint_slices import (
+    ServiceWorkers,
+    SlicePut,
+    decode_event,
+)
+from baton.gateway.members.endpoint_slices import decode_page as decode_slices
 from baton.gateway.members.file import read_addresses
 from baton.gateway.members.member_set import MemberSet
 from baton.gateway.options import WorkerAddress
@@ -863,6 +869,20 @@ LINKS: Final = {
 }  # fmt: skip
 
 
+SLICE: Final = {
+    "metadata": {"name": "a", "resourceVersion": "7"},
+    "addressType": "IPv6",
+    "ports": [{"name": "http", "port": 8101, "appProtocol": "https"}, {"name": None, "port": None}],
+    "endpoints": [
+        {
+            "addresses": ["2001:db8::1"],
+            "conditions": {"ready": False, "serving": True, "terminating": True},
+            "targetRef": {"kind": "Pod", "uid": "u"},
+        }
+    ],
+}
+
+
 MEMBERS: Final = {
     "version": 1,
     "workers": [
@@ -870,6 +890,18 @@ MEMBERS: Final = {
         {"url": "https://[2001:db8::1]:8101", "role": "both", "draining": True},
     ],
 }
+
+
+def follow_service(data: bytes) -> None:
+    workers = ServiceWorkers(Role.DECODE, None)
+    try:
+        workers.replace(decode_slices(data).items or ())
+    except ProtocolError:
+        change = decode_event(data)
+        if isinstance(change, SlicePut):
+            workers.put(change.found)
+    for worker in workers.workers:
+        assert Worker(worker, DEFAULT_HEALTH).url.host
 
 
 def read_members(data: bytes) -> None:
@@ -1075,6 +1107,10 @@ TARGETS: Final = {
             encode_page(JournalPage(0, is_whole=False, events=()))), "bytes"),
         Target("worker-info", read_worker_info, (ProtocolError, ConfigError),
                json_of(INFO, VLLM_INFO), "json"),
+        Target("endpoint-slices", follow_service, (ProtocolError,),
+               json_of({"metadata": {"resourceVersion": "7", "continue": ""}, "items": [SLICE]},
+                       {"type": "ADDED", "object": SLICE}, {"type": "DELETED", "object": SLICE},
+                       {"type": "ERROR", "object": {"code": 410, "message": "too old"}}), "json"),
         Target("members-file", read_members, (ProtocolError, ConfigError),
                json_of(MEMBERS), "json"),
         Target("worker-answers", read_worker_answers, NO_ERROR, ANSWERS, "json"),

@@ -24,6 +24,7 @@ from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.net.tls import ClusterTls
 from baton.testing.fleet import start_command
+from tests.free_ports import find_free_port
 from tests.preloaded import start_preloaded_vllm
 
 START_TIMEOUT_S = 240
@@ -182,8 +183,22 @@ def status_of(question):
 
 
 def test_a_worker_starts_answers_and_drains(runtime):
-    with worker(runtime, "--name", "v", "--set", POOL, "--set", "engine.num_threads=1") as process:
+    probe_port = find_free_port()
+
+    def probe(path):
+        address = f"http://127.0.0.1:{probe_port}{path}"
+        try:
+            with urllib.request.urlopen(address, timeout=10) as answer:
+                return answer.status
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code
+
+    options = ("--set", POOL, "--set", "engine.num_threads=1")
+    probes = ("--set", f"worker.probe_port={probe_port}")
+    with worker(runtime, "--name", "v", *options, *probes) as process:
         ready = until_said(process, runtime, "ready")
+        assert (probe("/live"), probe("/ready"), probe("/v1/models")) == (200, 200, 404)
         url, engines, tls = ready["url"], descendants(process.pid), tls_of(runtime)
         assert (ready["worker"], ready["role"]) == ("v", "both")
         assert ready["epoch"]
@@ -203,6 +218,7 @@ def test_a_worker_starts_answers_and_drains(runtime):
                 lambda: urllib.request.urlopen(f"{url}/health", timeout=10, context=tls)
             )
             assert health == (503, {"status": "draining"})
+            assert (probe("/live"), probe("/ready")) == (200, 503)
             code, body = status_of(lambda: ask(url, tls, max_tokens=1))
             assert (code, body["error"]["code"]) == (503, "draining")
             lines = [line for line in answer if line.startswith(b"data: ")]

@@ -16,6 +16,7 @@ import aiohttp
 import openai
 import pytest
 
+from tests.free_ports import find_free_port
 from tests.integration.worker_process import WorkerProcess, starting
 
 if TYPE_CHECKING:
@@ -184,16 +185,27 @@ def test_a_long_prompt_does_not_stall_the_loop(worker: WorkerProcess) -> None:
 
 
 def test_sigterm_finishes_what_is_open_and_ends_with_0() -> None:
+    probe_port = find_free_port()
+
+    async def probe(session: aiohttp.ClientSession, path: str) -> int:
+        async with session.get(f"http://127.0.0.1:{probe_port}{path}") as answer:
+            return answer.status
+
     async def scenario(process: WorkerProcess) -> None:
         async with aiohttp.ClientSession() as session:
             body = {"model": "demo", "prompt": "a", "max_tokens": 60, "ignore_eos": True}
             url = f"{process.url}/v1/completions"
             asking = asyncio.create_task(session.post(url, json=body))
             await _until_running(session, process.url, 1)
+            assert await probe(session, "/ready") == 200
+            assert await probe(session, "/live") == 200
+            assert await probe(session, "/metrics") == 404
             process.popen.send_signal(signal.SIGTERM)
             assert (await asyncio.to_thread(process.next_event))["event"] == "draining"
             async with session.get(f"{process.url}/health") as health:
                 assert health.status == 503
+            assert await probe(session, "/ready") == 503
+            assert await probe(session, "/live") == 200
             async with session.post(url, json=body) as late:
                 assert late.status == 503
                 assert late.headers["retry-after"] == "1"
@@ -201,7 +213,7 @@ def test_sigterm_finishes_what_is_open_and_ends_with_0() -> None:
             assert reply.status == 200
             assert (await reply.json())["usage"]["completion_tokens"] == 60
 
-    with starting("ending") as process:
+    with starting("ending", probe_port=probe_port) as process:
         loading = process.next_event()
         assert loading["event"] == "loading"
         process.wait_until_ready()

@@ -57,7 +57,8 @@ class GatewayFlags(ConfigFlags):
         list[str] | None,
         Sets("gateway.members"),
         Parameter(
-            help="Follow a list of workers: file:/PATH, or dns:ROLE=HOST:PORT; may be repeated.",
+            help="Follow a list of workers: file:/PATH, dns:ROLE=HOST:PORT or "
+            "kubernetes:ROLE=SERVICE; may be repeated.",
             negative="",
         ),
     ] = None

@@ -126,6 +126,7 @@ def _options(config: Config, status_fd: int) -> ProcessOptions:
         served_model_name=section.served_model_name,
         host=section.host,
         port=section.port,
+        probe_port=section.probe_port,
         credentials=_credentials(config),
         tls=config.security.tls,
         engine=section.engine,

@@ -115,13 +115,23 @@ def read_key_file(path: Path) -> str:
         ConfigError: it is unreadable, or readable by others.
     """
     try:
-        others = path.stat().st_mode & 0o077
+        others = find_readers(path.stat())
         text = path.read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(f"cannot read the cluster key {path}: {exc}") from exc
     if others:
         raise ConfigError(f"other users can read the cluster key: run `chmod 600 {path}`")
     return text.strip()
+
+
+def find_readers(status: os.stat_result) -> int:
+    """Permission bits that make a secret file readable by others; 0: it is private.
+
+    A file that belongs to root may be readable by its group, as Kubernetes mounts a secret for a
+    pod with `fsGroup`: a process that is not root could not read it otherwise.
+    """
+    is_mounted = status.st_uid == 0 and os.geteuid() != 0
+    return status.st_mode & (0o037 if is_mounted else 0o077)
 
 
 def _create_once(path: Path) -> None:

@@ -109,6 +109,7 @@ class WorkerSection(Struct, frozen=True, kw_only=True):
     role: Role = "both"
     host: Host = "127.0.0.1"
     port: Port = 0
+    probe_port: Port | None = None
     handoff_host: Host = "127.0.0.1"
     handoff_port: Port = 0
     topology: str | None = None

@@ -60,6 +60,7 @@ from baton.net.http_server import (
     inherit,
     is_listening,
     make_server_config,
+    serve_beside,
     start_listening,
     url_of,
 )
@@ -260,24 +261,13 @@ async def _managing(options: GatewayOptions, app: GatewayApp) -> AsyncGenerator[
     if options.management_port is None:
         yield
         return
-    with contextlib.closing(_open_management_listener(options)) as listener:
-        start_listening(listener)
-        connections = Connections(
-            MANAGEMENT_LIMITS,
-            MachineClock(),
-            count_refusals(app.metrics.registry, "baton_management"),
-        )
-        server = uvicorn.Server(
-            make_server_config(ManagementApp(app), connections, drain_timeout_s=1)
-        )
-        server.config.load()
-        server.lifespan = server.config.lifespan_class(server.config)
-        await server.startup(sockets=[listener])
-        log.info("management: %s", url_of(listener, options.management_host))
-        try:
-            yield
-        finally:
-            await server.shutdown(sockets=[listener])
+    refused = count_refusals(app.metrics.registry, "baton_management")
+    connections = Connections(MANAGEMENT_LIMITS, MachineClock(), refused)
+    listener = _open_management_listener(options)
+    host = options.management_host
+    async with serve_beside(ManagementApp(app), connections, listener, host) as url:
+        log.info("management: %s", url)
+        yield
 
 
 class _Server(uvicorn.Server):

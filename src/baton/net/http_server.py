@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
 from contextlib import ExitStack, closing
@@ -17,7 +18,7 @@ from baton.net.http_protocol import KEEP_ALIVE_S, BoundedHttpProtocol
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable
+    from collections.abc import AsyncGenerator, Callable
 
     from prometheus_client import CollectorRegistry
     from starlette.types import ASGIApp
@@ -152,3 +153,23 @@ def url_of(listener: socket.socket, host: str, *, is_tls: bool = False) -> str:
     """The URL under which a bound socket is reached; `host` as the operator wrote it."""
     shown = f"[{host}]" if ":" in host else host
     return f"{'https' if is_tls else 'http'}://{shown}:{listener.getsockname()[1]}"
+
+
+@contextlib.asynccontextmanager
+async def serve_beside(
+    app: ASGIApp, connections: Connections, listener: socket.socket, host: str
+) -> AsyncGenerator[str]:
+    """A second server of this process, for as long as the block runs; yields its URL, plain HTTP.
+
+    `listener` is bound, and closed at the end.
+    """
+    with contextlib.closing(listener):
+        start_listening(listener)
+        server = uvicorn.Server(make_server_config(app, connections, drain_timeout_s=1))
+        server.config.load()
+        server.lifespan = server.config.lifespan_class(server.config)
+        await server.startup(sockets=[listener])
+        try:
+            yield url_of(listener, host)
+        finally:
+            await server.shutdown(sockets=[listener])

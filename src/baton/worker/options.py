@@ -56,6 +56,7 @@ class WorkerOptions:
 class ProcessOptions:
     """The process that one worker lives in. `port` 0 takes a free one.
 
+    `probe_port`: see `baton.net.probes`.
     `status_fd` is where JSON lines report to a launcher what happens (1: standard output).
     `parent_pid` set: the worker ends when that process does. `announce_to` are gateways to which it
     announces itself, as reached at `announce_url` (None: where it listens).
@@ -70,6 +71,7 @@ class ProcessOptions:
     served_model_name: str | None = None
     host: str = "127.0.0.1"
     port: int = 0
+    probe_port: int | None = None
     credentials: Credentials
     tls: Tls = "control"
     engine: str = "transformers"

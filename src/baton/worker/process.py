@@ -34,6 +34,7 @@ from baton.handoff.peer_transports import LinkOptions
 from baton.handoff.pool_mode.store_access import open_store_access, report_to
 from baton.ids import new_epoch
 from baton.net.http_server import bind, make_server_config, start_listening, url_of
+from baton.net.probes import serve_probes
 from baton.net.tls import ClusterTls
 from baton.protocol.announcements import Announcement
 from baton.protocol.worker_http import Role
@@ -149,9 +150,11 @@ class ProcessLife:
             start_listening(listener)
             with self._signals():
                 watching = asyncio.create_task(self._watch_engine())
-                self._report_ready(listener)
-                async with self._announcing(listener):
-                    await self._server.serve(sockets=[listener])
+                host, port = self._options.host, self._options.probe_port
+                async with serve_probes(host, port, self._is_ready):
+                    self._report_ready(listener)
+                    async with self._announcing(listener):
+                        await self._server.serve(sockets=[listener])
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
             if self._failure is not None:
@@ -160,6 +163,9 @@ class ProcessLife:
                 raise EngineError("the engine's thread ended by itself; the log has the reason")
         finally:
             await self._worker.stop(STOP_TIMEOUT_S)
+
+    async def _is_ready(self) -> bool:
+        return self._worker.find_health().status == "ok"
 
     def _report_ready(self, listener: socket.socket) -> None:
         options, handoffs = self._options, self._worker.handoffs

@@ -63,7 +63,7 @@ class StatusPages:
 
     async def health(self, exchange: HttpExchange) -> None:
         """`GET /health`."""
-        state = self._health()
+        state = self.find_health()
         await exchange.send_json(200 if state.status == "ok" else 503, state)
 
     async def version(self, exchange: HttpExchange) -> None:
@@ -155,7 +155,8 @@ class StatusPages:
         token = _read_token(await exchange.read_body(MAX_TOKEN_BYTES), self.engine.info.vocab_size)
         await exchange.send_json(200, self.engine.commit_first_token(_read_ticket_id(text), token))
 
-    def _health(self) -> Health:
+    def find_health(self) -> Health:
+        """What `GET /health` answers."""
         if (reason := self.engine_client.why_fenced()) is not None:
             return Health("fenced", reason)
         if self.engine_client.draining:

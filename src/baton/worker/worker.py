@@ -58,7 +58,7 @@ from baton.worker.status_pages import StatusPages
 from baton.worker.ticket_reader import TicketReader
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from baton.auth.ticket import Ticket
     from baton.clock import Clock
@@ -72,6 +72,7 @@ if TYPE_CHECKING:
         SendOrder,
     )
     from baton.ids import TicketId
+    from baton.protocol.worker_http import Health
     from baton.worker.options import WorkerOptions
 
 
@@ -141,6 +142,7 @@ class Worker:
     engine_client: EngineClient
     engine: Engine
     handoffs: HandoffDispatcher | None
+    find_health: Callable[[], Health]
 
     async def start(self) -> None:
         """Start the handoffs, then the engine; updates go to the running loop.
@@ -249,7 +251,7 @@ def build_worker(
         tls = ClusterTls(options.credentials)
     refused = count_refusals(registry, "baton_worker")
     connections = Connections(allow_descriptors(WORKER_LIMITS), clock, refused, tls)
-    return Worker(app, connections, engine_client, engine, handoffs)
+    return Worker(app, connections, engine_client, engine, handoffs, pages.find_health)
 
 
 def _routes(pages: StatusPages, generation: GenerationService, reader: PromptReader) -> Routes:

@@ -1,10 +1,16 @@
 """Where the cluster key comes from, and when none may be made up."""
 
+import os
 import stat
 
 import pytest
 
-from baton.config.cluster_key import ephemeral_cluster_key, find_cluster_key, is_loopback
+from baton.config.cluster_key import (
+    ephemeral_cluster_key,
+    find_cluster_key,
+    find_readers,
+    is_loopback,
+)
 from baton.config.sections import ClusterSection
 from baton.errors import ConfigError
 
@@ -83,3 +89,20 @@ def test_an_ephemeral_key_is_kept_nowhere(tmp_path):
 )
 def test_loopback(host, loopback):
     assert is_loopback(host) is loopback
+
+
+@pytest.mark.parametrize(
+    ("owner", "user", "mode", "is_private"),
+    [
+        (0, 10001, 0o440, True),  # a Secret in a pod with fsGroup: only its group can read it
+        (0, 10001, 0o444, False),
+        (0, 10001, 0o460, False),
+        (0, 0, 0o440, False),
+        (10001, 10001, 0o440, False),
+        (10001, 10001, 0o600, True),
+    ],
+)
+def test_a_mounted_secret_may_be_its_groups(monkeypatch, owner, user, mode, is_private):
+    monkeypatch.setattr("os.geteuid", lambda: user)
+    status = os.stat_result((stat.S_IFREG | mode, 1, 1, 1, owner, 10001, 64, 0, 0, 0))
+    assert (find_readers(status) == 0) is is_private

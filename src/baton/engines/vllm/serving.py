@@ -38,7 +38,9 @@ from baton.engines.vllm.options import VllmOptions, require_cpu_block_size
 from baton.errors import UNDECODABLE, BatonError, ConfigError, EngineError
 from baton.net.http_limits import WORKER_LIMITS, Connections, allow_descriptors
 from baton.net.http_server import bounded_protocol
+from baton.net.probes import serve_probes
 from baton.net.tls import ClusterTls
+from baton.protocol.worker_http import HEALTH_PATH
 from baton.registry import Plugin
 from baton.telemetry.process_status import Draining, Loading, Ready
 
@@ -74,7 +76,7 @@ class _Completion(msgspec.Struct, frozen=True):
 async def wait_healthy(url: str, tls: ssl.SSLContext | None) -> None:
     """Until the server answers that its engine is well. Never, if it never does."""
     # Polled, as vLLM gives no notification.
-    while await asyncio.to_thread(_status, url, "/health", tls) != HTTPStatus.OK:  # noqa: ASYNC110
+    while await asyncio.to_thread(_status, url, HEALTH_PATH, tls) != HTTPStatus.OK:  # noqa: ASYNC110
         await asyncio.sleep(RETRY_INTERVAL_S)
 
 
@@ -194,21 +196,28 @@ class ServerLifecycle:
         from vllm.entrypoints.launchers.api_server.entry import run_server_worker  # noqa: PLC0415
 
         resumed_streams.install()
-
-        server = asyncio.create_task(
-            run_server_worker(
-                self._context.url,
-                self._context.listener,
-                args,
-                http=bounded_protocol(_connections(self._tls)),
+        worker = self._context.config.worker
+        async with serve_probes(worker.host, worker.probe_port, self._is_well):
+            server = asyncio.create_task(
+                run_server_worker(
+                    self._context.url,
+                    self._context.listener,
+                    args,
+                    http=bounded_protocol(_connections(self._tls)),
+                )
             )
-        )
-        ready = asyncio.create_task(self._announce_ready())
-        await asyncio.wait({server, ready}, return_when=asyncio.FIRST_COMPLETED)
-        if not server.done():
-            ready.result()
-        await server
-        ready.cancel()
+            ready = asyncio.create_task(self._announce_ready())
+            await asyncio.wait({server, ready}, return_when=asyncio.FIRST_COMPLETED)
+            if not server.done():
+                ready.result()
+            await server
+            ready.cancel()
+
+    async def _is_well(self) -> bool:
+        """For probes: by a request to itself, as vLLM shows its health in no other way."""
+        tls = None if self._tls is None else self._tls.dialing
+        status = await asyncio.to_thread(_status, self._context.url, HEALTH_PATH, tls)
+        return self._is_ready and status == HTTPStatus.OK
 
     async def _announce_ready(self) -> None:
         context, url = self._context, self._context.url

@@ -6,6 +6,8 @@ on, drained and forgotten (`baton.gateway.workers`).
 File map:
     interface.py    the contract of a source, and what every source gets
     file.py, dns.py the sources `file` and `dns`
+    kubernetes.py, kubernetes_api.py, endpoint_slices.py
+                    the source `kubernetes`; its requests; what they answer (pure)
     member_set.py   which workers all sources together list, and by which rule (pure)
     membership.py   follows the sources; forgets workers that have left
     metrics.py      what is known of each source, as Prometheus reads it

@@ -16,6 +16,7 @@ import msgspec
 from yarl import URL
 
 from baton.clock import MachineClock
+from baton.config.cluster_key import find_readers
 from baton.config.environment import read_environment
 from baton.errors import ConfigError, StoreError, StoreFullError
 from baton.registry import Plugin
@@ -276,7 +277,7 @@ def _read_secrets(options: RedisTierOptions) -> Mapping[str, object]:
 
 def _read_password(path: Path) -> str:
     try:
-        others = path.stat().st_mode & 0o077
+        others = find_readers(path.stat())
         password = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(f"store.options.redis.password_file: {exc}") from exc

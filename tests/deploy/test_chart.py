@@ -1,0 +1,513 @@
+"""The Helm chart, rendered by Helm: valid for Kubernetes, and what Baton itself understands."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+import yaml
+
+from baton.auth.issuing import Order, create_authority, issue
+from baton.cli.engine_options import engine_options
+from baton.cli.gateway import GatewayFlags
+from baton.cli.gateway import _options as gateway_options
+from baton.cli.main import build_app
+from baton.cli.worker import _options as worker_options
+from baton.config.resolve import read_variables
+from baton.engines.vllm.arguments import LaunchParameters, server_arguments
+from baton.engines.vllm.options import VllmOptions
+from baton.errors import ConfigError
+from baton.gateway.members import kubernetes_api
+from baton.gateway.members.kubernetes import ServiceTarget
+from baton.gateway.openapi import describe
+from baton.net.probes import ProbeApp
+from scripts.render_chart import CHART, RENDERED, ROOT, compute_digest, list_values
+from tests.deploy.manifests import environment_of, find, is_selected, workloads
+
+if TYPE_CHECKING:
+    from baton.config.sections import Config
+    from tests.deploy.manifests import Object, Workload
+
+kubernetes_validate = pytest.importorskip("kubernetes_validate")
+
+OLDEST, NEWEST = "1.30", "1.37"
+"""Of Kubernetes: what Chart.yaml asks for at least, and the newest schemas at hand."""
+NAMES = [path.stem for path in list_values()]
+PODS = [name for name in NAMES if name != "ray"]
+TEXT = {name: (RENDERED / f"{name}.yaml").read_text(encoding="utf-8") for name in NAMES}
+OBJECTS: dict[str, list[Object]] = {
+    name: [found for found in yaml.safe_load_all(text) if found] for name, text in TEXT.items()
+}
+ALL_PODS = [
+    pytest.param(workload, id=f"{name}:{workload.name}")
+    for name in NAMES
+    for workload in workloads(OBJECTS[name])
+]
+BATON_PODS = [
+    pytest.param(name, workload, id=f"{name}:{workload.name}")
+    for name in PODS
+    for workload in workloads(OBJECTS[name])
+]
+
+
+def validate(found: Object, version: str = OLDEST) -> None:
+    """Against Kubernetes' own schema, without fields that it does not know."""
+    kubernetes_validate.validate(found, version, strict=True)
+
+
+RENDER = """
+import json, pathlib, sys
+from scripts.render_chart import ChartError, render, render_kept
+results = {}
+for path in map(pathlib.Path, sys.argv[1:]):
+    try:
+        results[path.name] = render_kept(path) if path.parent.name == "values" else render(path)
+    except ChartError as exc:
+        results[path.name] = "refused: " + str(exc)
+json.dump(results, sys.stdout)
+"""
+
+
+def render_by_helm(*values: Path) -> dict[str, str]:
+    """By file name; in a process of its own, as Helm brings the runtime of another language."""
+    pytest.importorskip("helm_python", reason="pip install helm-python-sdk: Helm as a library")
+    command = [sys.executable, "-c", RENDER, *map(str, values)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, timeout=60)
+    return dict(json.loads(done.stdout))
+
+
+def test_the_manifests_that_are_kept_are_those_of_this_chart():
+    assert {path.stem for path in RENDERED.glob("*.yaml")} == set(NAMES)
+    for name, text in TEXT.items():
+        line = f"# Chart and values: sha256 {compute_digest(name)}"
+        assert line in text.splitlines(), "run: python scripts/render_chart.py"
+
+
+def test_helm_renders_what_is_kept():
+    rendered = render_by_helm(*list_values())
+    assert rendered == {f"{name}.yaml": text for name, text in TEXT.items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_object_is_valid(name):
+    for found in OBJECTS[name]:
+        match found["kind"]:
+            case "RayCluster" | "ServiceMonitor":
+                pass  # not Kubernetes' own: below
+            case _:
+                validate(found)
+                if name == "vllm-many":
+                    validate(found, NEWEST)
+
+
+def test_validation_finds_a_field_that_does_not_exist():
+    deployment = copy.deepcopy(find(OBJECTS["small"], "Deployment")[0])
+    deployment["spec"]["template"]["spec"]["containers"][0]["portz"] = []
+    with pytest.raises(kubernetes_validate.ValidationError):
+        validate(deployment)
+
+
+@pytest.mark.parametrize("workload", ALL_PODS)
+def test_a_pod_is_valid_by_itself_and_has_no_privileges(workload: Workload):
+    pod = {"apiVersion": "v1", "kind": "Pod", **copy.deepcopy(workload.template)}
+    pod["metadata"]["name"] = "x"
+    validate(pod)
+    security, spec = workload.spec["securityContext"], workload.spec
+    assert security["runAsNonRoot"] is True
+    assert security["runAsUser"] == security["fsGroup"] > 1000
+    assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+    own = workload.container["securityContext"]
+    assert own["allowPrivilegeEscalation"] is False
+    assert own["readOnlyRootFilesystem"] is True
+    assert own["capabilities"] == {"drop": ["ALL"]}
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
+    assert spec["automountServiceAccountToken"] is (workload.owner["kind"] == "Deployment")
+    assert spec["enableServiceLinks"] is False
+    assert workload.container["resources"]["limits"]["memory"]
+    for path, volume in workload.mounted():
+        assert "hostPath" not in volume, path
+        if "secret" in volume:
+            assert volume["secret"]["defaultMode"] & 0o007 == 0
+
+
+def test_service_links_would_be_taken_for_settings():
+    with pytest.raises(ConfigError, match="BATON_GATEWAY_PORT"):
+        read_variables({"BATON_GATEWAY_PORT": "tcp://10.96.0.10:80"})
+
+
+@pytest.fixture
+def container_files(tmp_path: Path) -> Path:
+    """What the container's /etc/baton has: secrets of every kind."""
+    root = tmp_path / "etc"
+    (root / "cluster").mkdir(parents=True)
+    (root / "cluster" / "key").write_text("ab" * 32, encoding="ascii")
+    (root / "cluster" / "key").chmod(0o600)
+    for name in ("config", "clients", "tls"):
+        (root / name).mkdir()
+    create_authority(tmp_path / "ca")
+    return root
+
+
+def settings_of(
+    objects: list[Object], workload: Workload, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> Config:
+    """What the container's command line, variables and file come to, by Baton's own rules."""
+    config = {volume["name"]: volume for volume in workload.spec["volumes"]}["config"]
+    (text,) = (
+        found["data"]["baton.toml"]
+        for found in find(objects, "ConfigMap", config["configMap"]["name"])
+    )
+    (root / "config" / "baton.toml").write_text(text, encoding="utf-8")
+    for name, value in environment_of(workload, root).items():
+        monkeypatch.setenv(name, value)
+    program, *arguments = workload.container["command"]
+    assert program == "baton"
+    command, bound, _ = build_app().parse_args(arguments)
+    flags = bound.arguments.get("flags")
+    if flags is None:
+        flags = GatewayFlags()
+        assert command.__name__ == "gateway"
+    return flags.resolve().to_config()
+
+
+@pytest.mark.parametrize(("name", "workload"), BATON_PODS)
+def test_baton_understands_each_command(
+    name: str, workload: Workload, container_files: Path, tmp_path: Path, monkeypatch
+):
+    config = settings_of(OBJECTS[name], workload, container_files, monkeypatch)
+    is_gateway = workload.owner["kind"] == "Deployment"
+    if config.security.identity is not None:
+        order = Order(*(("gateway", "g") if is_gateway else ("worker", config.worker.name)))
+        issue(order, tmp_path / "ca", Path(config.security.identity))
+    else:
+        assert config.cluster.key_file is not None
+    files = {path for path, volume in workload.mounted() if "secret" in volume}
+    ports = {port["name"]: port["containerPort"] for port in workload.container["ports"]}
+    grace_s = workload.spec["terminationGracePeriodSeconds"]
+    sleep_s = workload.container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    if is_gateway:
+        section = config.gateway
+        assert ports == {"http": section.port, "management": section.management_port}
+        assert section.host == section.management_host == "0.0.0.0"
+        assert bool(section.client_keys_file) is not section.insecure
+        assert ("/etc/baton/clients" in files) is bool(section.client_keys_file)
+        assert ("/etc/baton/tls" in files) is bool(section.tls_certificate)
+        assert grace_s > sleep_s + section.drain_timeout_s
+        monkeypatch.setattr(kubernetes_api, "ACCOUNT", service_account(workload, tmp_path))
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
+        options = gateway_options(config, 1)
+        assert options.credentials.own
+    else:
+        worker = config.worker
+        assert ports == {
+            "http": worker.port,
+            "handoff": worker.handoff_port,
+            "probe": worker.probe_port,
+        }
+        assert worker.host == worker.handoff_host == "10.1.2.3"
+        assert worker.name == "baton-decode-0"
+        assert worker.role == workload.labels["baton/role"]
+        assert grace_s > sleep_s + worker.drain_timeout_s
+        check_engine(config)
+        assert worker_options(config, 1).topology.split("/")[2] == "node-7"
+    for mounted in files:
+        assert any(
+            value.startswith(mounted)
+            for value in (variable.get("value", "") for variable in workload.container["env"])
+        ), f"nothing reads {mounted}"
+
+
+def service_account(workload: Workload, tmp_path: Path) -> Path:
+    """What Kubernetes mounts into the pod."""
+    directory = tmp_path / "account"
+    if workload.spec["automountServiceAccountToken"]:
+        directory.mkdir()
+        (directory / "namespace").write_text("baton", encoding="ascii")
+    return directory
+
+
+def check_engine(config: Config) -> None:
+    """The engine's own options, as far as they can be read without a GPU."""
+    if config.worker.engine != "vllm":
+        return
+    options = msgspec.convert(engine_options("vllm", config.engine), VllmOptions)
+    launch = LaunchParameters(Path("/m"), "m", 8101, Path("/run"), "accelerator")
+    assert "--kv-transfer-config" in server_arguments(options, config, launch)
+
+
+def gateway_paths() -> set[str]:
+    return set(json.loads(describe(is_managed_here=True))["paths"])
+
+
+def probe_status(path: str) -> int:
+    """What a worker's probe port answers."""
+
+    async def is_ready() -> bool:
+        return True
+
+    async def ask() -> int:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "GET", "path": path}
+        await ProbeApp(is_ready)(scope, None, send)
+        return sent[0]["status"]
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize(("name", "workload"), BATON_PODS)
+def test_probes_ask_for_what_is_there(name: str, workload: Workload):
+    container = workload.container
+    ports = {port["name"] for port in container["ports"]}
+    for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+        get = container[kind]["httpGet"]
+        assert get["port"] in ports - {"http"}
+        assert get.get("scheme", "HTTP") == "HTTP"
+        if workload.owner["kind"] == "Deployment":
+            assert get["path"] in gateway_paths()
+        else:
+            assert probe_status(get["path"]) == 200
+    assert probe_status("/health") == 404
+
+
+@pytest.mark.parametrize(("name", "workload"), BATON_PODS)
+def test_liveness_waits_longer_than_anything_else(name: str, workload: Workload):
+    def lasts_s(kind: str) -> int:
+        probe = workload.container[kind]
+        return int(probe["periodSeconds"] * probe["failureThreshold"])
+
+    assert lasts_s("livenessProbe") >= 60
+    assert lasts_s("livenessProbe") > lasts_s("readinessProbe")
+    values = yaml.safe_load((CHART / "values" / f"{name}.yaml").read_text(encoding="utf-8"))
+    if workload.owner["kind"] == "StatefulSet":
+        default_s = 1800
+        startup_s = values.get("poolDefaults", {}).get("startupSeconds", default_s)
+        assert lasts_s("startupProbe") >= startup_s
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_selectors_take_the_pods_that_they_should(name: str):
+    objects = OBJECTS[name]
+    pods = [workload.labels for workload in workloads(objects)]
+    for service in find(objects, "Service"):
+        assert any(is_selected(service["spec"]["selector"], labels) for labels in pods)
+        ports = {
+            port["name"]
+            for workload in workloads(objects)
+            if is_selected(service["spec"]["selector"], workload.labels)
+            for port in workload.container["ports"]
+        }
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
+    for workload in workloads(objects):
+        selector = workload.owner["spec"]["selector"]["matchLabels"]
+        taken = [labels for labels in pods if is_selected(selector, labels)]
+        assert taken == [workload.labels], f"{workload.name} takes other pods"
+        budgets = [
+            budget
+            for budget in find(objects, "PodDisruptionBudget")
+            if is_selected(budget["spec"]["selector"]["matchLabels"], workload.labels)
+        ]
+        assert len(budgets) == 1
+        policies = [
+            policy
+            for policy in find(objects, "NetworkPolicy")
+            if is_selected(policy["spec"]["podSelector"]["matchLabels"], workload.labels)
+        ]
+        assert len(policies) == 1
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_a_gateway_watches_every_pools_service_and_may(name: str):
+    objects = OBJECTS[name]
+    (gateway,) = (found for found in workloads(objects) if found.owner["kind"] == "Deployment")
+    (variable,) = (
+        found for found in gateway.container["env"] if found["name"] == "BATON_GATEWAY__MEMBERS"
+    )
+    watched = {}
+    for text in variable["value"].split(","):
+        target = ServiceTarget.parse(text.removeprefix("kubernetes:"))
+        (service,) = find(objects, "Service", target.service)
+        assert service["spec"]["clusterIP"] == "None"
+        ports = {port["name"]: port for port in service["spec"]["ports"]}
+        assert ports[target.port]["appProtocol"] == "https"
+        watched[target.service] = target.role
+    for stateful_set in find(objects, "StatefulSet"):
+        role = stateful_set["spec"]["template"]["metadata"]["labels"]["baton/role"]
+        assert watched[stateful_set["spec"]["serviceName"]] == role
+    (role,) = find(objects, "Role")
+    assert role["rules"] == [
+        {
+            "apiGroups": ["discovery.k8s.io"],
+            "resources": ["endpointslices"],
+            "verbs": ["get", "list", "watch"],
+        }
+    ]
+    (binding,) = find(objects, "RoleBinding")
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    assert binding["subjects"][0]["name"] == gateway.spec["serviceAccountName"]
+    assert find(objects, "ServiceAccount", gateway.spec["serviceAccountName"])
+    assert not find(objects, "ClusterRole")
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_workers_are_reached_by_gateways_and_workers_alone(name: str):
+    (policy,) = find(OBJECTS[name], "NetworkPolicy", "baton-workers")
+    first, *others = policy["spec"]["ingress"]
+    (peer,) = first["from"]
+    assert peer["podSelector"]["matchExpressions"] == [
+        {"key": "app.kubernetes.io/component", "operator": "In", "values": ["gateway", "worker"]}
+    ]
+    for rule in others:  # scrapers, which show a certificate
+        assert rule["from"]
+        assert rule["ports"] == [{"port": "http", "protocol": "TCP"}]
+    (policy,) = find(OBJECTS[name], "NetworkPolicy", "baton-gateway")
+    for rule in policy["spec"]["ingress"]:
+        if {"port": "management", "protocol": "TCP"} in rule["ports"]:
+            assert rule["from"], "everybody reaches the management port"
+
+
+def test_racks_are_stateful_sets_whose_workers_know_theirs(container_files, monkeypatch):
+    objects = OBJECTS["vllm-many"]
+    sets = find(objects, "StatefulSet")
+    assert {found["metadata"]["name"] for found in sets} == {
+        "baton-prefill-r1",
+        "baton-prefill-r2",
+        "baton-decode-r1",
+        "baton-decode-r2",
+    }
+    for workload in workloads(objects):
+        if workload.owner["kind"] != "StatefulSet":
+            continue
+        rack = workload.spec["nodeSelector"]["example.com/rack"]
+        assert rack == workload.labels["baton/rack"]
+        assert workload.owner["metadata"]["name"].endswith(f"-{rack}")
+        environment = environment_of(workload, container_files)
+        assert environment["BATON_TOPOLOGY_RACK"] == rack
+        limits = workload.container["resources"]["limits"]
+        assert limits["rdma/hca_shared_devices_a"] == 1
+        assert limits["hugepages-2Mi"] == "4Gi"
+        assert limits["nvidia.com/gpu"] == (8 if "decode" in workload.name else 1)
+
+
+def test_a_worker_sees_its_own_identity_alone():
+    for workload in workloads(OBJECTS["vllm-many"]):
+        if workload.owner["kind"] != "StatefulSet":
+            continue
+        (mount,) = (m for m in workload.container["volumeMounts"] if m["name"] == "identity")
+        assert mount["subPathExpr"] == "$(BATON_WORKER__NAME)"
+        (volume,) = (v for v in workload.spec["volumes"] if v["name"] == "identity")
+        paths = {item["path"] for item in volume["secret"]["items"]}
+        for number in range(workload.owner["spec"]["replicas"]):
+            pod = f"{workload.owner['metadata']['name']}-{number}"
+            assert {f"{pod}/{name}" for name in ("tls.crt", "tls.key", "ca.crt", "ca.crl")} <= paths
+
+
+def test_monitors_read_metrics_where_they_are():
+    objects = OBJECTS["vllm-many"]
+    monitors = find(objects, "ServiceMonitor")
+    assert len(monitors) == 2
+    for monitor in monitors:
+        assert monitor["apiVersion"] == "monitoring.coreos.com/v1"
+        selector = monitor["spec"]["selector"]["matchLabels"]
+        services = [
+            service
+            for service in find(objects, "Service")
+            if is_selected(selector, service["metadata"]["labels"])
+        ]
+        (endpoint,) = monitor["spec"]["endpoints"]
+        assert endpoint["path"] in gateway_paths()
+        assert services
+        for service in services:
+            ports = {port["name"]: port for port in service["spec"]["ports"]}
+            assert ports[endpoint["port"]]["appProtocol"] == endpoint["scheme"]
+            assert service["spec"]["clusterIP"] == "None", "clients' Service is scraped"
+        assert ("tlsConfig" in endpoint) is (endpoint["scheme"] == "https")
+        if "tlsConfig" in endpoint:
+            assert endpoint["tlsConfig"]["serverName"] == "worker.baton.internal"
+            assert endpoint["tlsConfig"].keys() == {"serverName", "ca", "cert", "keySecret"}
+
+
+def test_a_ray_cluster_has_a_group_for_each_rack_and_tokens():
+    (cluster,) = find(OBJECTS["ray"], "RayCluster")
+    assert cluster["apiVersion"] == "ray.io/v1"
+    spec = cluster["spec"]
+    assert spec["authOptions"] == {"mode": "token", "secretName": "baton-ray-token"}
+    assert spec["headGroupSpec"]["rayStartParams"]["dashboard-host"] == "127.0.0.1"
+    groups = {group["groupName"]: group for group in spec["workerGroupSpecs"]}
+    assert groups.keys() == {"gpu-r1", "gpu-r2"}
+    for group in groups.values():
+        assert group["minReplicas"] == group["replicas"] == group["maxReplicas"] == 2
+        assert group["labels"]["rack"] == group["groupName"].removeprefix("gpu-")
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+    assert not find(OBJECTS["ray"], "Deployment")
+
+
+REFUSED: list[tuple[Object, str]] = [
+    ({"pools": {"p": {"role": "prefill"}}}, "no pool decodes"),
+    ({"image": {"repository": ""}}, "image.repository"),
+    ({"gateway": {"insecure": False}}, "clientKeysSecret"),
+    ({"clusterKeySecret": ""}, "clusterKeySecret is empty"),
+    ({"pools": {"decode": {"racks": ["r1"]}}}, "topology.rackLabel"),
+    ({"pools": {"gateway": {"role": "decode"}}}, "cannot be called gateway"),
+    ({"pools": {"decode": {"replica": 2}}}, "replica"),
+    ({"gateway": {"drainSeconds": "soon"}}, "drainSeconds"),
+    ({"netpol": {}}, "netpol"),
+    ({"security": {"tls": "on"}}, "tls"),
+]
+
+
+def test_values_that_cannot_be_are_refused(tmp_path: Path):
+    small = yaml.safe_load((CHART / "values" / "small.yaml").read_text(encoding="utf-8"))
+    for number, (changes, _) in enumerate(REFUSED):
+        given = copy.deepcopy(small)
+        if "pools" in changes and "decode" not in changes["pools"]:
+            given["pools"] = {}
+        text = yaml.safe_dump(merged(given, changes))
+        (tmp_path / f"{number}.yaml").write_text(text, encoding="utf-8")
+    answers = render_by_helm(*tmp_path.glob("*.yaml"))
+    for number, (changes, said) in enumerate(REFUSED):
+        answer = answers[f"{number}.yaml"]
+        assert answer.startswith("refused: "), changes
+        assert said in answer, (changes, answer)
+
+
+def merged(values: Object, changes: Object) -> Object:
+    """As Helm merges values."""
+    result = dict(values)
+    for key, value in changes.items():
+        old = result.get(key)
+        result[key] = (
+            merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        )
+    return result
+
+
+def test_what_a_pool_changes_wins_over_the_defaults(tmp_path: Path):
+    values = yaml.safe_load((CHART / "values" / "small.yaml").read_text(encoding="utf-8"))
+    override = {"runAsUser": 0, "runAsNonRoot": False, "capabilities": {"add": ["IPC_LOCK"]}}
+    values["poolDefaults"] = {"containerSecurityContext": override, "gpus": 1}
+    values["pools"]["decode"] |= {"gpus": 0, "replicas": 3}
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    text = render_by_helm(tmp_path / "values.yaml")["values.yaml"]
+    objects = [found for found in yaml.safe_load_all(text) if found]
+    for workload in workloads(objects):
+        own = workload.container["securityContext"]
+        assert own["allowPrivilegeEscalation"] is False
+        if workload.owner["kind"] != "StatefulSet":
+            assert "runAsUser" not in own
+            continue
+        assert own["runAsNonRoot"] is False
+        assert own["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+        is_decode = workload.labels["baton/role"] == "decode"
+        assert workload.owner["spec"]["replicas"] == (3 if is_decode else 1)
+        assert ("nvidia.com/gpu" in workload.container["resources"]["limits"]) is not is_decode
