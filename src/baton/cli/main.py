@@ -34,6 +34,11 @@ def build_app() -> App:
     app.command(
         "baton.cli.up:up", name="up", help="Start a gateway and its workers on this machine."
     )
+    app.command(
+        "baton.cli.autoscale:autoscale",
+        name="autoscale",
+        help="Size a fleet's pools by its traffic.",
+    )
     app.command("baton.cli.gateway:gateway", name="gateway", help="Start a gateway.")
     app.command("baton.cli.worker:worker", name="worker", help="Start one worker.")
     app.command(

@@ -10,23 +10,26 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from math import inf
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from baton.errors import UNDECODABLE, BatonError
+from baton.errors import UNDECODABLE, BatonError, ConfigError
 from baton.launch.fleet import FleetSize
 from baton.ops.gateway_pages import OK, PageError, read_refusal
 from baton.protocol.demand import DemandReport
-from baton.router.scaling import Size
+from baton.router.demand import Limits
+from baton.router.scaling import RoleBounds, Scaler, ScalingOptions, Size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from baton.clock import Clock
+    from baton.config.sections import ScalingSection
     from baton.launch.fleet import FleetControl, FleetStatus
     from baton.ops.gateway_pages import Gateway
-    from baton.router.scaling import Resize, Scaler
+    from baton.router.scaling import Resize
 
 DEMAND_PATH: Final = "/debug/demand"
 RETRY_AFTER_S: Final = 60.0
@@ -36,20 +39,54 @@ log = logging.getLogger(__name__)
 _decoder = msgspec.json.Decoder(DemandReport)
 
 
+def make_options(settings: ScalingSection) -> ScalingOptions:
+    """From the configuration.
+
+    Raises:
+        ConfigError: the bounds contradict each other.
+    """
+    for role in Size._fields:
+        least, most = getattr(settings, f"min_{role}"), getattr(settings, f"max_{role}")
+        if least > most and not (settings.max_both and role != "both"):
+            raise ConfigError(f"scaling.min_{role} is {least}, and scaling.max_{role} {most}")
+    pools, none = not settings.max_both, RoleBounds(0, 0)
+    prefill = RoleBounds(settings.min_prefill, settings.max_prefill, settings.price_prefill)
+    decode = RoleBounds(settings.min_decode, settings.max_decode, settings.price_decode)
+    return ScalingOptions(
+        Limits(settings.ttft_s, settings.tpot_s),
+        prefill if pools else none,
+        decode if pools else none,
+        RoleBounds(settings.min_both, settings.max_both, settings.price_both),
+        good_share=settings.good_share,
+        headroom=settings.headroom,
+        most_price=inf if settings.max_price is None else settings.max_price,
+        grow_every_s=settings.grow_every_s,
+        shrink_after_s=settings.shrink_after_s,
+    )
+
+
 class Autoscaler:
-    """One fleet's. Owner: one event loop. `on_decision` is called before a decision is applied."""
+    """One fleet's. Owner: one event loop. `on_decision` is called before a decision is applied.
+
+    `model` None: the one that the gateways report; where they report several, nothing is decided.
+    `applies` False: decisions are announced alone.
+    """
 
     def __init__(
         self,
         control: FleetControl,
         gateways: Sequence[Gateway],
-        scaler: Scaler,
+        options: ScalingOptions,
         clock: Clock,
         *,
+        model: str | None,
         on_decision: Callable[[Size, Resize], None],
         on_line: Callable[[str], None],
+        applies: bool = True,
     ) -> None:
-        self._control, self._gateways, self._scaler = control, gateways, scaler
+        self._control, self._gateways, self._options = control, gateways, options
+        self._scaler = None if model is None else Scaler(model, options)
+        self._applies = applies
         self._clock, self._on_decision, self._on_line = clock, on_decision, on_line
         self._failing: dict[str, str] = {}
         self._held_until = clock.now()
@@ -65,15 +102,27 @@ class Autoscaler:
         reports = await self._read_reports()
         status = await self._read_status()
         now = self._clock.now()
-        if status is None or not reports:
+        scaler = self._find_scaler(reports)
+        if status is None or scaler is None:
             return None
         present, num_starting = count_members(status)
-        decision = self._scaler.decide(reports, present, num_starting, now)
+        decision = scaler.decide(reports, present, num_starting, now)
         if decision is None or now < self._held_until:
             return None
         self._on_decision(present, decision)
-        await self._resize(present, decision.size)
+        if self._applies:
+            await self._resize(present, decision.size)
         return decision
+
+    def _find_scaler(self, reports: Mapping[str, DemandReport]) -> Scaler | None:
+        """Of the fleet's model, as soon as one is known."""
+        if self._scaler is None:
+            models = sorted({each.model for report in reports.values() for each in report.models})
+            if len(models) > 1:
+                self._note("the gateways", f"they serve {', '.join(models)}: set scaling.model")
+            elif models:
+                self._scaler = Scaler(models[0], self._options)
+        return self._scaler if reports else None
 
     async def _read_reports(self) -> dict[str, DemandReport]:
         reports = await asyncio.gather(
