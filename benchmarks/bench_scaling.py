@@ -2,9 +2,9 @@
 
     python benchmarks/bench_scaling.py --json benchmarks/results/scaling.json
 
-Requests arrive independently, at a rate that rises and falls by a sine between `--low` and `--high`
-a second in each of `--days` of `--day-s`, and doubles for five minutes in the middle of the second
-half. Prompts have 256 to 4,096 tokens, answers 16 to 512 (log-uniform). Workers are simulated
+Requests arrive independently. Their rate rises from `--low` to `--high` a second and falls again in
+each of `--days` of `--day-s` (a squared sine, as nights are longer than noons), and is three times
+as high for five minutes in the evening. Prompts have 256 to 4,096 tokens, answers 16 to 512 (log-uniform). Workers are simulated
 (`baton.sim.router`), the policy is `cost`; a worker that is started serves `--start-s` later, and
 one that is taken out finishes what it has, which is paid for.
 
@@ -12,8 +12,8 @@ Arms:
 
     peak        as many as the highest rate needs, all the time
     mean        as many as the mean rate needs
-    in-flight   a pool grows and shrinks by requests under way for each worker, one target for both
-                pools, as Kubernetes' autoscalers do with such a metric
+    in-flight-N a pool grows and shrinks by requests under way for each worker, N of them in both
+                pools, as Kubernetes' autoscalers do with such a metric; the same delays as `scaler`
     scaler      `baton.router.scaling`, prefill and decode workers
     scaler-both the same, workers of both roles
 
@@ -81,16 +81,16 @@ def view(name: str, role: Role) -> WorkerView:
 
 def rate_at(at: float, options: argparse.Namespace) -> float:
     """Requests a second."""
-    share = 0.5 - 0.5 * math.cos(2 * math.pi * at / options.day_s)
+    share = (0.5 - 0.5 * math.cos(2 * math.pi * at / options.day_s)) ** 2
     rate = options.low + (options.high - options.low) * share
-    burst_at = 0.75 * options.day_s
+    burst_at = 0.8 * options.day_s
     is_burst = burst_at <= at % options.day_s < burst_at + BURST_S
-    return rate * 2 if is_burst else rate
+    return rate * 3 if is_burst else rate
 
 
 def draw_sessions(options: argparse.Namespace) -> Iterator[Session]:
     """A Poisson process whose rate changes, by thinning."""
-    draw, at, highest = random.Random(options.seed), 0.0, 2 * options.high
+    draw, at, highest = random.Random(options.seed), 0.0, 3 * options.high
     end_s = options.days * options.day_s
     for number in count():
         at += draw.expovariate(highest)
@@ -245,13 +245,13 @@ def main() -> None:
     """Run all arms, print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--low", type=float, default=1.0, help="requests a second at night")
-    parser.add_argument("--high", type=float, default=12.0, help="and at noon")
-    parser.add_argument("--day-s", type=float, default=3600.0)
-    parser.add_argument("--days", type=int, default=2)
+    parser.add_argument("--high", type=float, default=16.0, help="and at noon")
+    parser.add_argument("--day-s", type=float, default=2400.0)
+    parser.add_argument("--days", type=int, default=1)
     parser.add_argument("--start-s", type=float, default=60.0, help="until a new worker serves")
     parser.add_argument("--ttft-s", type=float, default=2.0)
     parser.add_argument("--tpot-s", type=float, default=0.05)
-    parser.add_argument("--in-flight", type=float, default=16.0, help="of arm in-flight")
+    parser.add_argument("--in-flight", type=int, nargs="*", default=[4, 8, 16])
     parser.add_argument("--shrink-after-s", type=float, default=300.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
@@ -264,14 +264,19 @@ def main() -> None:
     alike = replace(wanted, prefill=none, decode=none, both=some)
     demand = mean_demand(options)
     peak, _ = find_size(demand, options.high * 1.2, wanted)
-    mean, _ = find_size(demand, (options.low + options.high) / 2 * 1.2, wanted)
+    mean, _ = find_size(demand, (options.low + 0.375 * (options.high - options.low)) * 1.2, wanted)
     first, _ = find_size(demand, options.low * 1.2, wanted)
     first_alike, _ = find_size(demand, options.low * 1.2, alike)
-    in_flight = by_in_flight(options.in_flight, wanted.grow_every_s, options.shrink_after_s)
     arms: dict[str, tuple[Size, Decide]] = {
         "peak": (peak, lambda _: None),
         "mean": (mean, lambda _: None),
-        "in-flight": (first, in_flight),
+        **{
+            f"in-flight-{num}": (
+                first,
+                by_in_flight(num, wanted.grow_every_s, options.shrink_after_s),
+            )
+            for num in options.in_flight
+        },
         "scaler": (first, by_scaler(Scaler(MODEL, wanted))),
         "scaler-both": (first_alike, by_scaler(Scaler(MODEL, alike))),
     }

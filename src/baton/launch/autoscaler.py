@@ -186,7 +186,10 @@ def count_members(status: FleetStatus) -> tuple[Size, int]:
         (each.role, each.state) for each in status.members if each.state in {"starting", "ready"}
     )
     size = Size(
-        *(states[role, "starting"] + states[role, "ready"] for role in ("prefill", "decode", "both"))
+        *(
+            states[role, "starting"] + states[role, "ready"]
+            for role in ("prefill", "decode", "both")
+        )
     )
     num_starting = sum(
         num for (role, state), num in states.items() if state == "starting" and role != "gateway"
