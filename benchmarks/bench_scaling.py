@@ -4,8 +4,8 @@
 
 Requests arrive independently. Their rate rises from `--low` to `--high` a second and falls again in
 each of `--days` of `--day-s` (a squared sine, as nights are longer than noons), and is three times
-as high for five minutes in the evening. Prompts have 256 to 4,096 tokens, answers 16 to 512 (log-uniform). Workers are simulated
-(`baton.sim.router`), the policy is `cost`; a worker that is started serves `--start-s` later, and
+as high for five minutes in the evening. Prompts have 256 to 4,096 tokens, answers 16 to 512
+(log-uniform). Workers are simulated (`baton.sim.router`), the policy is `cost`; a worker that is started serves `--start-s` later, and
 one that is taken out finishes what it has, which is paid for.
 
 Arms:
@@ -232,7 +232,7 @@ def by_in_flight(target: float, grow_every_s: float, shrink_after_s: float) -> D
     return decide
 
 
-def mean_demand(options: argparse.Namespace) -> Demand:
+def mean_demand() -> Demand:
     """What requests cost on the average, as the simulation has them."""
     num_tokens = (4096 - 256) / math.log(4096 / 256)
     num_answer = (512 - 16) / math.log(512 / 16)
@@ -262,7 +262,7 @@ def main() -> None:
         shrink_after_s=options.shrink_after_s,
     )  # fmt: skip
     alike = replace(wanted, prefill=none, decode=none, both=some)
-    demand = mean_demand(options)
+    demand = mean_demand()
     peak, _ = find_size(demand, options.high * 1.2, wanted)
     mean, _ = find_size(demand, (options.low + 0.375 * (options.high - options.low)) * 1.2, wanted)
     first, _ = find_size(demand, options.low * 1.2, wanted)

@@ -1,6 +1,7 @@
 """`baton autoscale`: its flags."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -10,7 +11,6 @@ from baton.launch.fleet import DEFAULT_FLEET
 
 if TYPE_CHECKING:
     from baton.launch.fleet import FleetControl
-    from baton.router.scaling import Resize, Size
 
 
 @Parameter(name="*")
@@ -61,22 +61,17 @@ def autoscale(flags: AutoscaleFlags | None = None) -> int:
 
 async def _run(flags: AutoscaleFlags, control: "FleetControl") -> None:
     from baton.clock import MachineClock  # noqa: PLC0415
-    from baton.launch.autoscaler import Autoscaler, make_options  # noqa: PLC0415
+    from baton.launch.autoscaler import Autoscaler, DemandReader, make_options  # noqa: PLC0415
     from baton.ops.gateway_pages import Gateway  # noqa: PLC0415
 
     settings = flags.resolve().to_config().scaling
+    gateways = [Gateway.at(url, "--gateway") for url in settings.gateways]
     autoscaler = Autoscaler(
         control,
-        [Gateway.at(url, "--gateway") for url in settings.gateways],
+        DemandReader(gateways, settings.model),
         make_options(settings),
         MachineClock(),
-        model=settings.model,
-        on_decision=_announce,
-        on_line=print,
+        on_line=partial(print, flush=True),
         applies=not flags.dry_run,
     )
     await autoscaler.run(settings.interval_s)
-
-
-def _announce(present: "Size", decision: "Resize") -> None:
-    print(f"{present} → {decision.size}: {decision.reason}", flush=True)

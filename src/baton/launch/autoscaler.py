@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from baton.clock import Instant
 from baton.errors import UNDECODABLE, BatonError, ConfigError
 from baton.launch.fleet import FleetSize
 from baton.ops.gateway_pages import OK, PageError, read_refusal
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from baton.router.scaling import Resize
 
 DEMAND_PATH: Final = "/debug/demand"
+ROLES: Final = ("prefill", "decode", "both")
+"""As `Size` has them."""
 RETRY_AFTER_S: Final = 60.0
 """After the fleet refused a size."""
 
@@ -65,30 +68,87 @@ def make_options(settings: ScalingSection) -> ScalingOptions:
     )
 
 
-class Autoscaler:
-    """One fleet's. Owner: one event loop. `on_decision` is called before a decision is applied.
+class DemandReader:
+    """Reads gateways' reports. `model` None: the only one that they report. Owner: one event loop.
 
-    `model` None: the one that the gateways report; where they report several, nothing is decided.
-    `applies` False: decisions are announced alone.
+    Each problem is logged when it comes, and when it is over.
+    """
+
+    def __init__(self, gateways: Sequence[Gateway], model: str | None) -> None:
+        self._gateways, self._model = gateways, model
+        self._problems = Problems()
+
+    async def read(self) -> dict[str, DemandReport]:
+        """Of the gateways that answer, by URL."""
+        reports = await asyncio.gather(
+            *(asyncio.to_thread(self._read_one, each) for each in self._gateways)
+        )
+        urls = (each.url for each in self._gateways)
+        return {url: each for url, each in zip(urls, reports, strict=True) if each is not None}
+
+    def find_model(self, reports: Mapping[str, DemandReport]) -> str | None:
+        """The model that the fleet serves; None: not known."""
+        if self._model is None:
+            models = sorted({each.model for report in reports.values() for each in report.models})
+            several = f"they serve {', '.join(models)}: set scaling.model"
+            self._problems.note("the gateways", several if len(models) > 1 else None)
+            if len(models) == 1:
+                self._model = models[0]
+        return self._model
+
+    def _read_one(self, gateway: Gateway) -> DemandReport | None:
+        try:
+            status, body = gateway.get(DEMAND_PATH)
+            report = _decoder.decode(body) if status == OK else None
+        except PageError as exc:
+            self._problems.note(gateway.url, str(exc))
+        except UNDECODABLE as exc:
+            self._problems.note(gateway.url, f"its report does not decode: {exc}")
+        else:
+            refusal = f"{DEMAND_PATH} answered {status}: {read_refusal(body)}"
+            self._problems.note(gateway.url, None if report is not None else refusal)
+            return report
+        return None
+
+
+class Problems:
+    """What does not work at present, logged as it changes."""
+
+    def __init__(self) -> None:
+        self._present: dict[str, str] = {}
+
+    def note(self, source: str, problem: str | None) -> None:
+        """None: it works."""
+        before = self._present.get(source)
+        if problem is None:
+            self._present.pop(source, None)
+            if before is not None:
+                log.info("%s: well again", source)
+        elif problem != before:
+            self._present[source] = problem
+            log.warning("%s: %s; nothing is changed by it meanwhile", source, problem)
+
+
+class Autoscaler:
+    """One fleet's. Owner: one event loop. `on_line` gets decisions, and how they are carried out.
+
+    `applies` False: decisions are not carried out.
     """
 
     def __init__(
         self,
         control: FleetControl,
-        gateways: Sequence[Gateway],
+        demand: DemandReader,
         options: ScalingOptions,
         clock: Clock,
         *,
-        model: str | None,
-        on_decision: Callable[[Size, Resize], None],
         on_line: Callable[[str], None],
         applies: bool = True,
     ) -> None:
-        self._control, self._gateways, self._options = control, gateways, options
-        self._scaler = None if model is None else Scaler(model, options)
-        self._applies = applies
-        self._clock, self._on_decision, self._on_line = clock, on_decision, on_line
-        self._failing: dict[str, str] = {}
+        self._control, self._demand, self._options = control, demand, options
+        self._clock, self._on_line, self._applies = clock, on_line, applies
+        self._scaler: Scaler | None = None
+        self._problems = Problems()
         self._held_until = clock.now()
 
     async def run(self, interval_s: float) -> None:
@@ -99,85 +159,42 @@ class Autoscaler:
 
     async def step(self) -> Resize | None:
         """Look once, and resize if that is due: what was decided."""
-        reports = await self._read_reports()
+        reports = await self._demand.read()
         status = await self._read_status()
-        now = self._clock.now()
-        scaler = self._find_scaler(reports)
-        if status is None or scaler is None:
+        model = self._demand.find_model(reports)
+        if status is None or model is None or not reports:
             return None
+        if self._scaler is None:
+            self._scaler = Scaler(model, self._options)
+        now = self._clock.now()
         present, num_starting = count_members(status)
-        decision = scaler.decide(reports, present, num_starting, now)
+        decision = self._scaler.decide(reports, present, num_starting, now)
         if decision is None or now < self._held_until:
             return None
-        self._on_decision(present, decision)
+        self._on_line(f"{present} → {decision.size}: {decision.reason}")
         if self._applies:
             await self._resize(present, decision.size)
         return decision
-
-    def _find_scaler(self, reports: Mapping[str, DemandReport]) -> Scaler | None:
-        """Of the fleet's model, as soon as one is known."""
-        if self._scaler is None:
-            models = sorted({each.model for report in reports.values() for each in report.models})
-            if len(models) > 1:
-                self._note("the gateways", f"they serve {', '.join(models)}: set scaling.model")
-            elif models:
-                self._scaler = Scaler(models[0], self._options)
-        return self._scaler if reports else None
-
-    async def _read_reports(self) -> dict[str, DemandReport]:
-        reports = await asyncio.gather(
-            *(asyncio.to_thread(self._read_report, each) for each in self._gateways)
-        )
-        urls = (each.url for each in self._gateways)
-        return {url: each for url, each in zip(urls, reports, strict=True) if each is not None}
-
-    def _read_report(self, gateway: Gateway) -> DemandReport | None:
-        try:
-            status, body = gateway.get(DEMAND_PATH)
-            if status != OK:
-                raise PageError(f"{gateway.url}{DEMAND_PATH}: {status} {read_refusal(body)}")
-            report = _decoder.decode(body)
-        except PageError as exc:
-            self._note(gateway.url, str(exc))
-        except UNDECODABLE as exc:
-            self._note(gateway.url, f"its report does not decode: {exc}")
-        else:
-            self._note(gateway.url, None)
-            return report
-        return None
 
     async def _read_status(self) -> FleetStatus | None:
         try:
             status = await self._control.status()
         except BatonError as exc:
-            self._note("fleet", str(exc))
+            self._problems.note("the fleet", str(exc))
             return None
-        self._note("fleet", None)
+        self._problems.note("the fleet", None)
         return status
 
-    def _note(self, source: str, problem: str | None) -> None:
-        """Log what changed."""
-        before = self._failing.get(source)
-        if problem is None:
-            self._failing.pop(source, None)
-            if before is not None:
-                log.info("%s answers again", source)
-        elif problem != before:
-            self._failing[source] = problem
-            log.warning("%s: %s; nothing is changed without it", source, problem)
-
     async def _resize(self, present: Size, wanted: Size) -> None:
-        changed = FleetSize(**{
-            role: wanted_num
-            for role, num, wanted_num in zip(Size._fields, present, wanted, strict=True)
-            if num != wanted_num
-        })
+        changed = {
+            role: num for role, had, num in zip(ROLES, present, wanted, strict=True) if num != had
+        }
         try:
-            async for line in self._control.scale(changed):
+            async for line in self._control.scale(FleetSize(**changed)):
                 self._on_line(line)
         except BatonError as exc:
             log.warning("the fleet stays as it is: %s; next try in %.0f s", exc, RETRY_AFTER_S)
-            self._held_until = self._clock.now() + RETRY_AFTER_S
+            self._held_until = Instant(self._clock.now() + RETRY_AFTER_S)
 
 
 def count_members(status: FleetStatus) -> tuple[Size, int]:
@@ -185,12 +202,7 @@ def count_members(status: FleetStatus) -> tuple[Size, int]:
     states = Counter(
         (each.role, each.state) for each in status.members if each.state in {"starting", "ready"}
     )
-    size = Size(
-        *(
-            states[role, "starting"] + states[role, "ready"]
-            for role in ("prefill", "decode", "both")
-        )
-    )
+    size = Size(*(states[role, "starting"] + states[role, "ready"] for role in ROLES))
     num_starting = sum(
         num for (role, state), num in states.items() if state == "starting" and role != "gateway"
     )
