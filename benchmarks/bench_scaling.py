@@ -5,8 +5,8 @@
 Requests arrive independently. Their rate rises from `--low` to `--high` a second and falls again in
 each of `--days` of `--day-s` (a squared sine, as nights are longer than noons), and is three times
 as high for five minutes in the evening. Prompts have 256 to 4,096 tokens, answers 16 to 512
-(log-uniform). Workers are simulated (`baton.sim.router`), the policy is `cost`; a worker that is started serves `--start-s` later, and
-one that is taken out finishes what it has, which is paid for.
+(log-uniform). Workers are simulated (`baton.sim.router`), the policy is `cost`; a worker that is
+started serves `--start-s` later, and one that is taken out finishes what it has, which is paid for.
 
 Arms:
 
