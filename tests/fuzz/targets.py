@@ -70,6 +70,8 @@ from baton.gateway import protocol_adapters
 from baton.gateway.clients import ClientKeyFile, Clients, make_key, read_keys
 from baton.gateway.errors import UnauthorizedError
 from baton.gateway.kv_events import locate_events
+from baton.gateway.members.file import read_addresses
+from baton.gateway.members.member_set import MemberSet
 from baton.gateway.options import WorkerAddress
 from baton.gateway.request import (
     estimate_prompt_tokens,
@@ -83,7 +85,8 @@ from baton.gateway.stream_replay import Replay
 from baton.gateway.targets import MAX_TPOT_MS, MAX_TTFT_MS, read_targets
 from baton.gateway.upstream import read_error
 from baton.gateway.worker_discovery import _first_model
-from baton.gateway.workers import Worker, read_info, read_load, why_not_used, worker_view
+from baton.gateway.worker_info import read_info, read_load, why_not_used
+from baton.gateway.workers import Worker, worker_view
 from baton.handoff import messages
 from baton.handoff.interface import SampledToken
 from baton.handoff.pool_mode.side_entries import (
@@ -98,7 +101,8 @@ from baton.ids import Epoch, TicketId, WorkerId
 from baton.kv.prefix_names import PrefixNames
 from baton.kv.sizing.config import read_config
 from baton.kv.sizing.families import read_shape
-from baton.launch.progress import count_up, first_model
+from baton.launch.control_messages import decode_answer, decode_request
+from baton.launch.gateways import find_requests, find_up, first_model
 from baton.net import framing
 from baton.ops.doctor import fleet
 from baton.planner.links import read_links
@@ -763,7 +767,8 @@ class FakeUpstream:
 def read_gateway_pages(body: bytes) -> str:
     """`baton doctor` and `baton up` ask a gateway."""
     asked = cast("Any", FakeGateway(body))
-    count_up(body)
+    find_up(body)
+    find_requests(body)
     return answers(
         (fleet.PageError, ProtocolError),
         lambda: fleet._read_metrics(asked),
@@ -847,6 +852,22 @@ LINKS: Final = {
         for w, n in (("a", 1 << 20), ("b", 64))
     ],
 }  # fmt: skip
+
+
+MEMBERS: Final = {
+    "version": 1,
+    "workers": [
+        {"url": "https://10.0.0.2:8101", "role": "prefill"},
+        {"url": "https://[2001:db8::1]:8101", "role": "both", "draining": True},
+    ],
+}
+
+
+def read_members(data: bytes) -> None:
+    members = MemberSet(("file:/a",))
+    members.update("file:/a", read_addresses(data))
+    for url in members.listings:
+        assert Worker(WorkerAddress(str(url), Role.BOTH), DEFAULT_HEALTH).url == url
 
 
 def read_stream(data: bytes) -> str:
@@ -1024,6 +1045,8 @@ TARGETS: Final = {
             encode_page(JournalPage(0, is_whole=False, events=()))), "bytes"),
         Target("worker-info", read_worker_info, (ProtocolError, ConfigError),
                json_of(INFO, VLLM_INFO), "json"),
+        Target("members-file", read_members, (ProtocolError, ConfigError),
+               json_of(MEMBERS), "json"),
         Target("worker-answers", read_worker_answers, NO_ERROR, ANSWERS, "json"),
         Target("worker-streams", go_on_with_stream, NO_ERROR, STREAMS, "bytes"),
         Target("worker-traces", read_traces_of_workers, NO_ERROR,
@@ -1033,6 +1056,15 @@ TARGETS: Final = {
         Target("process-status", read_status, PROTOCOL,
                json_of({"event": "loading", "url": "u", "what": "w", "phase": "p"},
                        {"event": "ready", "url": "u"}, {"event": "draining", "timeout_s": 1.0}),
+               "json"),
+        Target("control-request", decode_request, PROTOCOL,
+               json_of({"verb": "scale", "size": {"decode": 4}}, {"verb": "drain", "worker": "w"},
+                       {"verb": "status"}), "json"),
+        Target("control-answer", decode_answer, PROTOCOL,
+               json_of({"kind": "progress", "text": "t"}, {"kind": "refused", "message": "m"},
+                       {"kind": "done"}, {"kind": "status", "status": {
+                           "fleet": "f", "backend": "local", "version": "1", "members": [
+                               {"name": "w", "role": "decode", "state": "ready", "host": "h"}]}}),
                "json"),
         Target("gateway-pages", read_gateway_pages, NO_ERROR,
                (METRICS, *json_of({"requests": [{"id": "r"}]}, {"data": [{"id": "m"}]})), "json"),

@@ -1,35 +1,52 @@
-"""A child of a launch that loads no model: `stub_child.py BEHAVIOUR [PORT] --status-fd N`.
+"""A child of a launch that loads no model: `stub_child.py BEHAVIOUR [PORT] … --status-fd N`.
 
 worker      ready at once; ends on SIGTERM
 stubborn    as a worker, but ignores SIGTERM
 broken      writes a reason and ends before it is ready
 mortal      ready, then ends with code 7 when a file named by STUB_DIE_FILE exists
-gateway     as a worker, and answers /metrics and /v1/models over HTTP
+gateway     as a worker on the socket `--listen-fds`; answers /metrics and /v1/models over HTTP.
+            The workers that are up are those of the file `--members`, without those that drain
 blind       as a gateway that sees no worker
 """
 
+import argparse
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-METRICS = b'baton_gateway_worker_up{url="http://w"} 1.0\n'
+METRICS = 'baton_gateway_worker_up{{role="decode",url="{url}"}} 1.0\n'
+BUSY = 'baton_router_requests{{model="stub",part="decode",worker="{name}"}} {num}.0\n'
 
 
 class Handler(BaseHTTPRequestHandler):
-    metrics = METRICS
+    members = None
+    is_blind = False
 
     def do_GET(self):
         models = b'{"object":"list","data":[{"id":"stub"}]}'
-        body = self.metrics if self.path == "/metrics" else models
+        body = self.metrics().encode() if self.path == "/metrics" else models
         self.send_response(200)
         self.send_header("content-length", str(len(body)))
+        self.send_header("stub-pid", str(os.getpid()))
         self.end_headers()
         self.wfile.write(body)
+
+    def metrics(self):
+        if self.is_blind:
+            return ""
+        busy = json.loads(os.environ.get("STUB_BUSY", "{}"))
+        urls = ["http://w"]
+        if self.members is not None:
+            listed = json.loads(Path(self.members).read_text())["workers"]
+            urls = [each["url"] for each in listed if not each.get("draining")]
+        lines = [METRICS.format(url=url) for url in urls]
+        return "".join(lines + [BUSY.format(name=name, num=num) for name, num in busy.items()])
 
     def log_message(self, *args):
         pass
@@ -43,16 +60,34 @@ def die_when_told(path):
     os._exit(7)
 
 
+def open_server(args):
+    if args.listen_fds is None:
+        return ThreadingHTTPServer(("127.0.0.1", args.port), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler, bind_and_activate=False)
+    server.socket.close()
+    server.socket = socket.socket(fileno=args.listen_fds)
+    server.server_port = server.socket.getsockname()[1]
+    server.server_activate()
+    return server
+
+
 def main():
-    behaviour, port, fd = sys.argv[1], int(sys.argv[2]), int(sys.argv[4])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("behaviour")
+    parser.add_argument("port", type=int)
+    parser.add_argument("--listen-fds", type=int)
+    parser.add_argument("--members")
+    parser.add_argument("--status-fd", type=int)
+    args = parser.parse_args()
+    behaviour = args.behaviour
     print(f"{behaviour} starts", flush=True)
     if behaviour == "broken":
         print("No module named 'steam'", file=sys.stderr)
         sys.exit(3)
-    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    if behaviour == "blind":
-        Handler.metrics = METRICS.replace(b"1.0", b"0.0")
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    Handler.members, Handler.is_blind = args.members, behaviour == "blind"
+    server = open_server(args)
+    server.daemon_threads = False
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     if behaviour == "mortal":
         path = Path(os.environ["STUB_DIE_FILE"])
         threading.Thread(target=die_when_told, args=(path,), daemon=True).start()
@@ -60,8 +95,10 @@ def main():
     stubborn = behaviour == "stubborn"
     signal.signal(signal.SIGTERM, signal.SIG_IGN if stubborn else lambda *_: ended.set())
     ready = {"event": "ready", "url": f"http://127.0.0.1:{server.server_port}", "pid": os.getpid()}
-    os.write(fd, json.dumps(ready).encode() + b"\n")
+    os.write(args.status_fd, json.dumps(ready).encode() + b"\n")
     ended.wait()
+    server.shutdown()
+    server.server_close()  # what it has accepted is answered
     print(f"{behaviour} ends", flush=True)
 
 

@@ -23,7 +23,7 @@ from baton.bench.files import open_manifest
 from baton.bench.load.stream import EventParser
 from baton.clock import MachineClock
 from baton.engines.vllm.options import VllmOptions
-from baton.launch.supervisor import GATEWAY, ChildFailedError
+from baton.launch.slots import GATEWAY, ChildFailedError
 from tests.unit.bench.architectures import cells as plans
 
 STUB = Path(__file__).with_name("stub_vllm_peer.py")

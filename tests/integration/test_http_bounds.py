@@ -8,6 +8,8 @@ import json
 import logging
 import resource
 import time
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -38,6 +40,7 @@ class Bounded:
 
     def __init__(self, port: int, registry: CollectorRegistry) -> None:
         self.port, self._registry = port, registry
+        self.end: Callable[[], Awaitable[None]]
         self._clients: list[Client] = []
 
     async def connect(self, sent: bytes = b"", host: str = "127.0.0.1") -> Client:
@@ -121,6 +124,7 @@ async def serving(limits: HttpLimits = LIMITS) -> AsyncGenerator[Bounded]:
         await server.startup(sockets=[listener])
         try:
             bounded = Bounded(listener.getsockname()[1], registry)
+            bounded.end = partial(server.shutdown, sockets=[listener])
             yield bounded
         finally:
             await bounded.close()
@@ -267,3 +271,37 @@ def test_no_more_connections_than_files(monkeypatch: pytest.MonkeyPatch) -> None
     limit[:] = [256, resource.RLIM_INFINITY]
     assert allow_descriptors(HttpLimits(max_connections=4096)).max_connections == 4096
     assert limit[0] == 4096 * 3 + 128
+
+
+def test_a_server_that_ends_answers_what_was_on_its_way() -> None:
+    """It closes idle connections a while after it stopped listening, not at once."""
+
+    async def scenario(server: Bounded) -> None:
+        idle, used, fresh = [await server.connect() for _ in range(3)]
+        for client in (idle, used):
+            assert await client.ask() == 200
+        ending = asyncio.create_task(server.end())
+        await until_refused(server)
+        for client in (used, fresh):
+            await client.send(REQUEST)
+            head = await asyncio.wait_for(client.reader.readuntil(b"\r\n\r\n"), 5)
+            assert head.startswith(b"HTTP/1.1 200")
+            assert b"connection: close" in head
+            assert await client.is_closed()
+        assert await idle.is_closed()
+        await ending
+
+    run(scenario, replace(LIMITS, last_request_s=0.5))
+    with pytest.raises((ConnectionError, EOFError)):  # without that time the second request fails
+        run(scenario)
+
+
+async def until_refused(server: Bounded) -> None:
+    """Until the server listens no more."""
+    async with asyncio.timeout(5):
+        while True:
+            try:
+                (await server.connect()).writer.close()
+            except ConnectionError:
+                return
+            await asyncio.sleep(0.01)

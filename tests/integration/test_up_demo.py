@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from contextlib import contextmanager, suppress
@@ -168,6 +169,10 @@ def test_one_command_answers_drains_and_leaves_nothing(tmp_path):
         assert not any(path.startswith("/dev/shm/") for path in mapped_files(children))
         assert int(url.rpartition(":")[2]) in ports
 
+        second = baton(tmp_path, "up", "--port", "0")
+        assert second.returncode == 2
+        assert f"named default runs already (its launcher is pid {process.pid})" in second.stderr
+
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=30) == 0
         assert until_gone(children, timeout_s=0) == []
@@ -220,3 +225,88 @@ def test_a_worker_that_cannot_start_says_why(tmp_path):
     assert "4095" in failure
     assert "likely cause: its configuration was refused" in failure
     assert "Traceback" not in failure
+
+
+def baton(tmp_path, *arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "baton.cli", *arguments],
+        capture_output=True,
+        text=True,
+        env=environment(tmp_path),
+        timeout=START_TIMEOUT_S,
+        check=False,
+    )
+
+
+@contextmanager
+def streaming(url, text):
+    """Clients that stream the same answer again and again: how many came, and what went wrong."""
+    answers, problems, ended = [], [], threading.Event()
+
+    def stream():
+        while not ended.is_set():
+            try:
+                events = ask(url, stream=True)
+            except OSError as exc:
+                problems.append(repr(exc))
+            else:
+                answers.append(events)
+                if streamed_text(events) != text or "data: [DONE]" not in events:
+                    problems.append(events)
+            ended.wait(0.1)  # the cores are for the processes that start
+
+    clients = [threading.Thread(target=stream) for _ in range(2)]
+    for client in clients:
+        client.start()
+    try:
+        yield answers, problems
+    finally:
+        ended.set()
+        for client in clients:
+            client.join()
+
+
+def test_a_fleet_in_the_background_is_changed_without_a_failed_request(tmp_path):
+    """Scaled, upgraded and ended by the commands: real processes, and requests all the time."""
+    started = baton(tmp_path, "up", "--detach", "--prefill", "0", "--decode", "1", "--port", "0")
+    try:
+        assert started.returncode == 0, started.stderr
+        assert "[worker-0]" not in started.stderr
+        url = re.search(r"Baton answers at (\S+)", started.stdout)[1]
+        assert "baton down" in started.stdout
+        text = streamed_text(ask(url, stream=True))
+        before = members_of(tmp_path)
+        assert [(m["name"], m["state"]) for m in before] == [
+            ("worker-0", "ready"),
+            ("gateway", "ready"),
+        ]
+        with streaming(url, text) as (answers, problems):
+            grown = baton(tmp_path, "scale", "--workers", "2")
+            assert grown.returncode == 0, grown.stderr
+            assert "worker-1 serves at https://127.0.0.1:" in grown.stdout
+            num_grown = len(answers)
+            shrunk = baton(tmp_path, "scale", "--workers", "1")
+            assert re.search(r"worker-\d ended \(exit code 0\)", shrunk.stdout), shrunk.stderr
+            upgraded = baton(tmp_path, "upgrade")
+            assert upgraded.returncode == 0, upgraded.stderr
+            assert len(answers) > num_grown > 0
+        assert problems == []
+        after = members_of(tmp_path)
+        assert [m["name"] for m in after] == ["gateway", "worker-2"]
+        assert not {m["pid"] for m in before} & {m["pid"] for m in after}
+        assert all(is_gone(m["pid"]) for m in before)
+        assert streamed_text(ask(url, stream=True)) == text  # at the same address
+        log = baton(tmp_path, "logs", "gateway", "-n", "1000").stdout
+        assert log.count("listening on") == 2
+        assert "Traceback" not in log
+    finally:
+        ended = baton(tmp_path, "down")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.endswith("the fleet has ended\n")
+    assert all(is_gone(m["pid"]) for m in after)
+    assert "stopped: gateway (exit code 0)" in baton(tmp_path, "logs", "launcher").stdout
+    assert baton(tmp_path, "status").returncode == 1
+
+
+def members_of(tmp_path):
+    return json.loads(baton(tmp_path, "status", "--json").stdout)["members"]

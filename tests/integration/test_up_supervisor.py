@@ -1,122 +1,17 @@
 """The launcher over real processes that load no model."""
 
 import asyncio
-import functools
 import os
 import socket
-import sys
-from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
-from baton.clock import MachineClock
-from baton.config.sections import Config, GatewaySection, WorkerSection
 from baton.errors import ConfigError
+from baton.launch import slots as slots_module
 from baton.launch import supervisor as supervisor_module
-from baton.launch.child import RestartPolicy
-from baton.launch.supervisor import ChildFailedError, Ending, LaunchContext, Supervisor
-
-STUB = str(Path(__file__).with_name("stub_child.py"))
-QUICK = RestartPolicy(max_restarts=2, first_delay_s=0.01)
-
-
-@dataclass
-class StubWorker:
-    name: str
-    behaviour: str
-
-    def command(self, file, ports):
-        return (sys.executable, "-S", STUB, self.behaviour, str(ports.http))
-
-
-@dataclass
-class StubPlan:
-    """What `LaunchPlan` is to the supervisor."""
-
-    workers: tuple
-    gateway: str
-    config: Config
-    file: Path | None = None
-
-    def gateway_command(self, urls, ports):
-        assert set(urls) == {worker.name for worker in self.workers}
-        return (sys.executable, "-S", STUB, self.gateway, str(ports.http))
-
-
-class RecordingDisplay:
-    def __init__(self):
-        self.said, self.child_lines, self.waited_for = [], [], []
-
-    def print_line(self, line):
-        self.said.append(line)
-
-    def child_line(self, child, line):
-        self.child_lines.append((child, line))
-
-    def waiting_for(self, names):
-        self.waited_for.append(tuple(names))
-
-    def announce(self, text):
-        pass
-
-
-@dataclass
-class Launch:
-    """A supervisor under test, and what it showed."""
-
-    supervisor: Supervisor
-    display: RecordingDisplay
-    services: list = field(default_factory=list)
-
-    def run(self):
-        return self.supervisor.run(self.services.append)
-
-    async def until_said(self, part):
-        async with asyncio.timeout(20):
-            while not any(part in line for line in self.display.said):
-                await asyncio.sleep(0.01)
-
-    def pids(self):
-        return {name: slot.child._process.pid for name, slot in self.supervisor._slots.items()}
-
-
-def launch(*behaviours, gateway="gateway", environment=None, port=0):
-    workers = tuple(StubWorker(f"w{i}", behaviour) for i, behaviour in enumerate(behaviours))
-    display = RecordingDisplay()
-    config = Config(
-        gateway=GatewaySection(port=port, drain_timeout_s=0.1),
-        worker=WorkerSection(drain_timeout_s=0.1),
-    )
-    context = LaunchContext(
-        {**os.environ, **(environment or {})}, MachineClock(), display, restarts=QUICK
-    )
-    return Launch(Supervisor(StubPlan(workers, gateway, config), context), display)
-
-
-def in_event_loop(test):
-    @functools.wraps(test)
-    def run(**fixtures):
-        asyncio.run(test(**fixtures))
-
-    return run
-
-
-def lives(pid):
-    with suppress(ProcessLookupError):
-        os.kill(pid, 0)
-        return True
-    return False
-
-
-async def run_until_ready(under_test, then):
-    """Run a launch; when it is ready do `then`, a coroutine function; its ending."""
-    async with asyncio.TaskGroup() as tasks:
-        ending = tasks.create_task(under_test.run())
-        await under_test.until_said("ready after")
-        await then()
-    return ending.result()
+from baton.launch.slots import ChildFailedError
+from baton.launch.supervisor import Ending
+from tests.integration.stub_launch import in_event_loop, launch, lives, run_until_ready
 
 
 @in_event_loop
@@ -127,7 +22,7 @@ async def test_a_launch_starts_serves_and_drains():
     async def then():
         pids.update(under_test.pids())
         assert all(lives(pid) for pid in pids.values())
-        assert os.getpgid(pids["w0"]) == pids["w0"]
+        assert os.getpgid(pids["w-0"]) == pids["w-0"]
         under_test.supervisor.request_stop()
 
     assert await run_until_ready(under_test, then) is Ending.DRAINED
@@ -135,9 +30,9 @@ async def test_a_launch_starts_serves_and_drains():
     assert service.model == "stub"
     assert not any(lives(pid) for pid in pids.values())
     lines = under_test.display.child_lines
-    assert lines.index(("gateway", "gateway ends")) < lines.index(("w0", "worker ends"))
-    assert under_test.display.said[-1] == "stopped: w0 (exit code 0), gateway (exit code 0)"
-    assert ("w0", "gateway") in under_test.display.waited_for
+    assert lines.index(("gateway", "gateway ends")) < lines.index(("w-0", "worker ends"))
+    assert under_test.display.said[-1] == "stopped: w-0 (exit code 0), gateway (exit code 0)"
+    assert ("w-0", "gateway") in under_test.display.waited_for
 
 
 @in_event_loop
@@ -146,7 +41,7 @@ async def test_a_worker_that_fails_at_start_stops_everything():
     with pytest.raises(ChildFailedError) as failure:
         await under_test.run()
     message = str(failure.value)
-    assert message.startswith("w1 ended while starting (exit code 3). Its last lines:\n")
+    assert message.startswith("w-1 ended while starting (exit code 3). Its last lines:\n")
     assert "    No module named 'steam'\n" in message
     assert "likely cause: a dependency is missing" in message
     assert not any(lives(pid) for pid in under_test.pids().values())
@@ -168,16 +63,16 @@ async def test_a_worker_that_dies_comes_back_on_its_port(tmp_path):
     under_test = launch("mortal", environment={"STUB_DIE_FILE": str(die)})
 
     async def then():
-        before, ports = under_test.pids(), under_test.supervisor._slots["w0"].ports
+        before, ports = under_test.pids(), under_test.supervisor.slots["w-0"].ports
         die.touch()
-        await under_test.until_said("w0 is back")
-        assert under_test.pids()["w0"] != before["w0"]
+        await under_test.until_said("w-0 is back")
+        assert under_test.pids()["w-0"] != before["w-0"]
         assert under_test.pids()["gateway"] == before["gateway"]
-        assert f"w0 is back at http://127.0.0.1:{ports.http}" in under_test.display.said
+        assert f"w-0 is back at http://127.0.0.1:{ports.http}" in under_test.display.said
         under_test.supervisor.request_stop()
 
     assert await run_until_ready(under_test, then) is Ending.DRAINED
-    assert "w0 ended: exit code 7; restart in 0.01 s (1 of at most 2)" in under_test.display.said
+    assert "w-0 ended: exit code 7; restart in 0.01 s (1 of at most 2)" in under_test.display.said
 
 
 @in_event_loop
@@ -193,7 +88,7 @@ async def test_a_worker_that_dies_too_often_stops_everything(tmp_path):
     running = asyncio.create_task(under_test.run())
     await under_test.until_said("ready after")
     killing = asyncio.create_task(keep_killing())
-    with pytest.raises(ChildFailedError, match=r"w0 ended too often \(exit code 7\)"):
+    with pytest.raises(ChildFailedError, match=r"w-0 ended too often \(exit code 7\)"):
         await running
     killing.cancel()
     assert not any(lives(pid) for pid in under_test.pids().values())
@@ -209,19 +104,19 @@ async def test_the_second_request_to_stop_kills():
         under_test.supervisor.request_stop()
 
     assert await run_until_ready(under_test, then) is Ending.KILLED
-    assert "w0 (killed by SIGKILL)" in under_test.display.said[-1]
+    assert "w-0 (killed by SIGKILL)" in under_test.display.said[-1]
 
 
 @in_event_loop
 async def test_a_worker_that_does_not_drain_in_time_is_killed(monkeypatch):
-    monkeypatch.setattr(supervisor_module, "KILL_MARGIN_S", 0.2)
+    monkeypatch.setattr(slots_module, "KILL_MARGIN_S", 0.2)
     under_test = launch("stubborn")
 
     async def then():
         under_test.supervisor.request_stop()
 
     assert await run_until_ready(under_test, then) is Ending.OVERDUE
-    assert under_test.display.said[-1] == "stopped: w0 (killed by SIGKILL), gateway (exit code 0)"
+    assert under_test.display.said[-1] == "stopped: w-0 (killed by SIGKILL), gateway (exit code 0)"
 
 
 @in_event_loop

@@ -37,6 +37,13 @@ StatusFd = Annotated[
     int,
     Parameter(help="File descriptor that gets JSON lines for a launcher.", show=False),
 ]
+Fleet = Annotated[
+    str, Parameter(help="Name of the fleet; several may run on one machine under different names.")
+]
+InheritedFds = Annotated[
+    str,
+    Parameter(help="Bound sockets of a launcher: numbers with commas between.", show=False),
+]
 Mode = Annotated[
     Literal["auto", "push", "pull", "pool", "reference", "colocated"] | None,
     Sets("gateway.mode"),

@@ -1,6 +1,6 @@
 """`baton gateway`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +11,7 @@ from baton.cli.flags import (
     ClientKeys,
     ConfigFlags,
     Gateways,
+    InheritedFds,
     Insecure,
     ManagementPort,
     Mode,
@@ -24,6 +25,7 @@ from baton.config.cluster_key import KEY_VARIABLE
 from baton.config.environment import change_environment, read_environment
 from baton.config.logs import configure_logging
 from baton.config.sections import Config
+from baton.errors import ConfigError
 from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.gateway.targets import Targets
 from baton.net.credentials import find_credentials
@@ -51,6 +53,14 @@ class GatewayFlags(ConfigFlags):
         Sets("gateway.workers"),
         Parameter(help="URL of a worker that does both parts; may be repeated.", negative=""),
     ] = None
+    members: Annotated[
+        list[str] | None,
+        Sets("gateway.members"),
+        Parameter(
+            help="Follow a list of workers: file:/PATH, or dns:ROLE=HOST:PORT; may be repeated.",
+            negative="",
+        ),
+    ] = None
     host: Annotated[str | None, Sets("gateway.host"), Parameter(help="Where to listen.")] = None
     port: Annotated[
         int | None,
@@ -66,6 +76,8 @@ class GatewayFlags(ConfigFlags):
     mode: Mode = None
     policy: Policy = None
     status_fd: StatusFd = 1
+    listen_fds: InheritedFds = ""
+    management_fds: InheritedFds = ""
 
 
 def gateway(flags: GatewayFlags | None = None) -> int:
@@ -75,7 +87,11 @@ def gateway(flags: GatewayFlags | None = None) -> int:
     flags = flags or GatewayFlags()
     config = flags.resolve().to_config()
     configure_logging(config.log)
-    options = _options(config, flags.status_fd)
+    options = replace(
+        _options(config, flags.status_fd),
+        listen_fds=_numbers(flags.listen_fds),
+        management_fds=_numbers(flags.management_fds),
+    )
     change_environment({}, (KEY_VARIABLE,))
     run_gateway(options)
     return 0
@@ -142,4 +158,13 @@ def _options(config: Config, status_fd: int) -> GatewayOptions:
         management_port=section.management_port,
         allowed_hosts=section.allowed_hosts,
         allowed_origins=section.allowed_origins,
+        members=section.members,
+        members_interval_s=section.members_interval_s,
     )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in text.split(",") if word)
+    except ValueError as exc:
+        raise ConfigError(f"{text!r} is not a list of file descriptors") from exc

@@ -6,7 +6,7 @@ import asyncio
 import os
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -17,6 +17,11 @@ from baton.config.environment import read_environment
 from baton.config.logs import configure_logging
 from baton.errors import ConfigError, UnknownPluginError
 from baton.gateway.options import check_processes
+from baton.launch.control import Control
+from baton.launch.fleet import DEFAULT_FLEET
+from baton.launch.folder import claim, fleet_folder
+from baton.launch.logs import LogFolder
+from baton.launch.operations import FleetOperations
 from baton.launch.plan import (
     LOOPBACK,
     LaunchPlan,
@@ -27,7 +32,7 @@ from baton.launch.plan import (
     worker_groups,
 )
 from baton.launch.ports import find_free_ports
-from baton.launch.progress import open_display
+from baton.launch.progress import LoggedDisplay, PlainDisplay, open_display
 from baton.launch.supervisor import LaunchContext, Service, Supervisor
 from baton.protocol.worker_http import Role
 from baton.router.placement import POLICIES, choose_policy
@@ -39,22 +44,34 @@ if TYPE_CHECKING:
 
     from baton.config.resolve import Resolved
     from baton.config.sections import Config
+    from baton.launch.folder import FleetFolder
 
 TRY_THIS = "Write me a story about a house by the sea, and about those who lived in it."
 """Longer than a block: shorter prompts are computed by the decode worker, without a handoff."""
 
+CTRL_C: Final = """\
+Ctrl-C drains and stops everything; a second Ctrl-C kills.
+"""
 
-def launch(resolved: Resolved, pinning: Pinning) -> int:
+
+def launch(
+    resolved: Resolved, pinning: Pinning, fleet: str = DEFAULT_FLEET, *, in_background: bool = False
+) -> int:
     """Run a launch to its end: its exit code.
 
+    `in_background`: once it serves, it has no part in the terminal any more.
+
     Raises:
-        ConfigError: the settings ask for something that cannot be started.
+        ConfigError: the settings ask for something that cannot be started, or a fleet of this name
+            runs.
         ChildFailedError: a process failed.
     """
     config = resolved.to_config()
     configure_logging(config.log)
+    folder = fleet_folder(fleet, read_environment())
     plan = _plan(resolved, sorted(os.sched_getaffinity(0)), pinning)
-    return asyncio.run(_launch(plan))
+    with claim(folder):
+        return asyncio.run(_launch(plan, folder, in_background=in_background))
 
 
 def plan_pinned(resolved: Resolved, num_shares: int) -> LaunchPlan:
@@ -100,15 +117,30 @@ def server_environment(config: Config) -> dict[str, str]:
     return {**environment, KEY_VARIABLE: key.text, "PYTHONUNBUFFERED": "1"}
 
 
-async def _launch(plan: LaunchPlan) -> int:
+async def _launch(plan: LaunchPlan, folder: FleetFolder, *, in_background: bool) -> int:
     clock = MachineClock()
-    display = open_display(clock)
-    supervisor = Supervisor(plan, LaunchContext(server_environment(plan.config), clock, display))
-    return await supervisor.run(lambda service: display.announce(how_to_use(service, plan)))
+    display = LoggedDisplay(
+        PlainDisplay(clock) if in_background else open_display(clock),
+        LogFolder(folder.logs),
+        clock,
+        shows_children=not in_background,
+    )
+    context = LaunchContext(server_environment(plan.config), clock, display, members=folder.members)
+    supervisor = Supervisor(plan, context)
+    operations = FleetOperations(folder.fleet, supervisor)
+
+    def on_ready(service: Service) -> None:
+        end = _how_to_control(folder.fleet) if in_background else CTRL_C
+        display.announce(how_to_use(service, plan) + end)
+        if in_background:
+            display.leave_terminal()
+
+    async with Control(supervisor, operations, display.print_line).serving(folder):
+        return await supervisor.run(on_ready)
 
 
 def how_to_use(service: Service, plan: LaunchPlan) -> str:
-    """What to do with a launch that is ready: where it is, a request to try, how to stop."""
+    """What to do with a launch that is ready: where it is, a request to try."""
     url, workers = service.url, ", ".join(worker.name for worker in plan.workers)
     request = {
         "model": service.model,
@@ -124,7 +156,16 @@ Try it:
     -d {shlex.quote(msgspec.json.encode(request).decode())}
 
 OpenAI clients use {url}/v1 as their base URL; more is in README.md.
-Ctrl-C drains and stops everything; a second Ctrl-C kills.
+"""
+
+
+def _how_to_control(fleet: str) -> str:
+    named = "" if fleet == DEFAULT_FLEET else f" --fleet {fleet}"
+    return f"""
+It runs in the background:
+  baton status{named}
+  baton logs gateway --follow{named}
+  baton down{named}
 """
 
 

@@ -34,6 +34,15 @@ def build_app() -> App:
     app.command(
         "baton.cli.up:up", name="up", help="Start a gateway and its workers on this machine."
     )
+    for verb, text in {
+        "status": "Show each process of a fleet that runs.",
+        "logs": "Print what a process of a fleet wrote.",
+        "scale": "Start or drain workers of a fleet.",
+        "drain": "Take one worker out of a fleet.",
+        "upgrade": "Replace each process of a fleet by one with the installed code.",
+        "down": "Drain and end a fleet.",
+    }.items():
+        app.command(f"baton.cli.fleet:{verb}", name=verb, help=text)
     app.command(
         "baton.cli.autoscale:autoscale",
         name="autoscale",

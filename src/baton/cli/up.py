@@ -8,6 +8,7 @@ from cyclopts import Parameter
 from baton.cli.flags import (
     ClientKeys,
     ConfigFlags,
+    Fleet,
     Gateways,
     Insecure,
     ManagementPort,
@@ -17,6 +18,7 @@ from baton.cli.flags import (
     Store,
     Transport,
 )
+from baton.launch.fleet import DEFAULT_FLEET
 
 
 @Parameter(name="*")
@@ -68,6 +70,18 @@ class UpFlags(ConfigFlags):
         bool,
         Parameter(help="Give each worker cores of its own.", negative="", show_default=False),
     ] = False
+    fleet: Fleet = DEFAULT_FLEET
+    detach: Annotated[
+        bool,
+        Parameter(
+            help="Return when it serves; it runs in the background (baton status, logs, down).",
+            negative="",
+            show_default=False,
+        ),
+    ] = False
+    background: Annotated[
+        bool, Parameter(help="It was started by --detach.", negative="", show=False)
+    ] = False
 
 
 def up(flags: UpFlags | None = None) -> int:
@@ -75,7 +89,18 @@ def up(flags: UpFlags | None = None) -> int:
 
     With --prefill 0 or --decode 0 the remaining workers do both parts.
     """
+    flags = flags or UpFlags()
+    if flags.detach:
+        from baton.cli.background import launch_in_background  # noqa: PLC0415 - as below
+
+        pinned = ["--pin"] if flags.pin else []
+        return launch_in_background(flags.resolve(), [*pinned, "--fleet", flags.fleet])
     from baton.cli.launching import launch  # noqa: PLC0415 - too heavy for --help
 
-    flags = flags or UpFlags()
-    return launch(flags.resolve(), "own_cores" if flags.pin else "shared_cores")
+    resolved = flags.resolve()
+    return launch(
+        resolved,
+        "own_cores" if flags.pin else "shared_cores",
+        flags.fleet,
+        in_background=flags.background,
+    )

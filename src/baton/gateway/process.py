@@ -40,6 +40,7 @@ from baton.gateway.health_monitor import HealthMonitor
 from baton.gateway.kv_events import KVEvents
 from baton.gateway.learned_costs import keep_costs
 from baton.gateway.link_feed import LinkFeed
+from baton.gateway.members.membership import Membership
 from baton.gateway.metrics import GatewayMetrics, HealthCollector, RouterCollector
 from baton.gateway.prefixes import Prefixes
 from baton.gateway.process_group import ProcessGroup
@@ -53,7 +54,15 @@ from baton.gateway.upstream import Upstream
 from baton.gateway.waiting import WaitingRequests
 from baton.gateway.workers import Workers
 from baton.net.http_limits import Connections, HttpLimits, allow_descriptors
-from baton.net.http_server import bind, count_refusals, make_server_config, start_listening, url_of
+from baton.net.http_server import (
+    bind,
+    count_refusals,
+    inherit,
+    is_listening,
+    make_server_config,
+    start_listening,
+    url_of,
+)
 from baton.net.tls import ServerTls
 from baton.router.failover import RetryBudget
 from baton.router.load import FleetLoad
@@ -72,6 +81,11 @@ LARGE_BYTES: Final = 128 << 10
 """Parts of a body that are received at once have up to 256 KiB."""
 YOUNG_OBJECTS: Final = 10_000
 """Made before the garbage collector looks at them: requests leave none to it, so it may wait."""
+FIND_WORKERS_S: Final = 3.0
+"""How long a gateway that replaces another may look for its workers before it accepts."""
+LAST_REQUEST_S: Final = 1.0
+"""How long a client may make one more request on a connection of a gateway that ends, if a launcher
+has another one: a request that is on its way is answered."""
 MANAGEMENT_LIMITS: Final = HttpLimits(max_connections=64, max_connections_per_address=64)
 
 log = logging.getLogger(__name__)
@@ -89,14 +103,20 @@ def run_gateway(options: GatewayOptions) -> None:
     if options.num_processes > 1:
         ProcessGroup(options, MachineClock(), _run_server).run()
         return
-    with contextlib.closing(bind(options.host, options.port)) as listener:
-        start_listening(listener)
+    with contextlib.closing(_open_listener(options)) as listener:
         _run_server(options, listener)
 
 
-def _run_server(
-    options: GatewayOptions, listener: socket.socket, find_workers_s: float = 0.0
-) -> None:
+def _open_listener(options: GatewayOptions) -> socket.socket:
+    if options.listen_fds:
+        return inherit(options.listen_fds[0])
+    return bind(options.host, options.port)
+
+
+def _run_server(options: GatewayOptions, listener: socket.socket) -> None:
+    # One that replaces another has clients already, which could be served elsewhere.
+    find_workers_s = FIND_WORKERS_S if is_listening(listener) else 0.0
+    start_listening(listener)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(options, listener, find_workers_s))
 
@@ -152,12 +172,12 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
     )
     records = RequestHistory(options.num_records)
     events = KVEvents(workers, metrics, clock, upstream=upstream, prefixes=prefixes)
-    health_monitor.start()
     services.background_tasks.run(StreamMoves(services, records).run())
     events.start()
     try:
         async with (
             keep_costs(options.costs_file, load),
+            Membership(services, events, room, options.build_sources(clock)),
             LinkFeed(workers, upstream, load, clock),
         ):
             yield GatewayApp(
@@ -180,7 +200,6 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
                 ),
             )
     finally:
-        await health_monitor.stop()
         await services.background_tasks.stop()
         await events.stop()
         if prefixes is not None:
@@ -194,6 +213,7 @@ async def _serve(options: GatewayOptions, listener: socket.socket, find_workers_
     limits = HttpLimits(
         max_connections=options.max_connections,
         max_connections_per_address=options.max_connections_per_address,
+        last_request_s=LAST_REQUEST_S if options.listen_fds else 0.0,
     )
     async with open_gateway(options, MachineClock()) as app:
         connections = Connections(
@@ -227,13 +247,20 @@ def _find_tls(options: GatewayOptions) -> ServerTls | None:
     return None
 
 
+def _open_management_listener(options: GatewayOptions) -> socket.socket:
+    if options.management_fds:
+        return inherit(options.management_fds[0])
+    assert options.management_port is not None  # noqa: S101 (for mypy: the caller has checked)
+    return bind(options.management_host, options.management_port)
+
+
 @contextlib.asynccontextmanager
 async def _managing(options: GatewayOptions, app: GatewayApp) -> AsyncGenerator[None]:
     """The management listener, if there is one, for as long as the block runs."""
     if options.management_port is None:
         yield
         return
-    with contextlib.closing(bind(options.management_host, options.management_port)) as listener:
+    with contextlib.closing(_open_management_listener(options)) as listener:
         start_listening(listener)
         connections = Connections(
             MANAGEMENT_LIMITS,

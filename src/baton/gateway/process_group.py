@@ -1,6 +1,7 @@
 """Several gateway processes on one port. They share nothing: the kernel spreads the connections.
 
     parent: binds the port ─► forks each process ─► reports ready when all are
+            (or inherits a launcher's sockets, one for each process)
             a process ended ─► another one in its place, on the same socket; too often ─► ends all
             SIGTERM, SIGINT ─► all drain ──another signal──► all end at once
 
@@ -21,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from baton.errors import BatonError, ProtocolError
-from baton.net.http_server import bind, start_listening
+from baton.net.http_server import bind_shared, inherit
 from baton.telemetry.process_status import Ready, StatusReporter, read_status
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 MAX_RESTARTS: Final = 5
 RESTART_WINDOW_S: Final = 60.0
 RESTART_DELAY_S: Final = 0.5
-FIND_WORKERS_S: Final = 3.0
 KILL_MARGIN_S: Final = 5.0
 """How much longer than its own drain timeout a process may take before it is killed."""
 PR_SET_PDEATHSIG: Final = 1
@@ -59,15 +59,14 @@ class _Member:
 class ProcessGroup:
     """The parent: it serves nothing itself. Belongs on the main thread, before others start.
 
-    `serve` is what each process runs to its end: with its own options, its listening socket, and
-    for how many seconds it may look for its workers before it accepts.
+    `serve` is what each process runs to its end: with its own options and its listening socket.
     """
 
     def __init__(
         self,
         options: GatewayOptions,
         clock: Clock,
-        serve: Callable[[GatewayOptions, socket.socket, float], None],
+        serve: Callable[[GatewayOptions, socket.socket], None],
     ) -> None:
         self._options, self._clock, self._serve = options, clock, serve
         self._members: list[_Member] = []
@@ -97,10 +96,12 @@ class ProcessGroup:
 
     def _start(self, sockets: ExitStack) -> None:
         options = self._options
-        with closing(bind(options.host, options.port)) as free:  # of every other listener
-            port = free.getsockname()[1]
-        for index in range(options.num_processes):
-            listener = sockets.enter_context(closing(bind(options.host, port, is_shared=True)))
+        if options.listen_fds:
+            listeners = tuple(inherit(fd) for fd in options.listen_fds)
+        else:
+            listeners = bind_shared(options.host, options.port, options.num_processes)
+        for index, listener in enumerate(listeners):
+            sockets.enter_context(closing(listener))
             self._members.append(_Member(index, listener, 0))
         pipes = [self._fork(member) for member in self._members]
         readies = [_read_ready(pipe) for pipe in pipes]
@@ -146,16 +147,15 @@ class ProcessGroup:
                 if other is not member:
                     other.listener.close()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-            own_port = self._options.management_port
+            own_port, index = self._options.management_port, member.index
             options = replace(
                 self._options,
                 status_fd=status_fd,
                 num_processes=1,
-                management_port=own_port and own_port + member.index,
+                management_port=own_port and own_port + index,
+                management_fds=self._options.management_fds[index : index + 1],
             )
-            start_listening(member.listener)
-            # One that replaces another has clients already, which could be served elsewhere.
-            self._serve(options, member.listener, FIND_WORKERS_S if self._ended_at else 0.0)
+            self._serve(options, member.listener)
             code = 0
         except BatonError as exc:
             log.error("gateway process %d: %s", member.index, exc)  # noqa: TRY400

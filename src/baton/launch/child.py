@@ -186,7 +186,7 @@ def kill_session(session: int) -> None:
     A worker's children tie themselves to it once they run; this reaches those that did not yet.
     """
     for _ in range(MAX_KILL_ROUNDS):  # some may be forking meanwhile
-        members = _find_members(session)
+        members = list_session(session)
         if not members:
             return
         for pid in members:
@@ -194,7 +194,7 @@ def kill_session(session: int) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def _find_members(session: int) -> list[int]:
+def list_session(session: int) -> list[int]:
     """Processes of a session that are not dead: fields 3 and 6 of proc(5)'s `stat`."""
     members = []
     for folder in Path("/proc").iterdir():
@@ -212,8 +212,12 @@ async def spawn(
     command: Sequence[str],
     environment: Mapping[str, str],
     on_line: Callable[[str], None],
+    *,
+    inherited: Sequence[int] = (),
 ) -> Child:
     """Start a process that ends when this one does; `--status-fd` is added to its command.
+
+    `inherited` are file descriptors that it gets, under the same numbers.
 
     Raises:
         OSError: the process could not be started.
@@ -221,7 +225,7 @@ async def spawn(
     read_fd, write_fd = os.pipe()
     try:
         status_messages = await _open_pipe(read_fd)
-        process = await _start(command, environment, write_fd, status_messages)
+        process = await _start(command, environment, (write_fd, *inherited), status_messages)
     finally:
         os.close(write_fd)
     # Nothing is awaited from here on: a process that exists always has a `Child` that ends it.
@@ -229,18 +233,21 @@ async def spawn(
 
 
 async def _start(
-    command: Sequence[str], environment: Mapping[str, str], write_fd: int, status_messages: _Pipe
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    fds: tuple[int, ...],
+    status_messages: _Pipe,
 ) -> Process:
     try:
         return await asyncio.create_subprocess_exec(
             *command,
             "--status-fd",
-            str(write_fd),
+            str(fds[0]),
             stdin=DEVNULL,
             stdout=PIPE,
             stderr=STDOUT,
             env=environment,
-            pass_fds=(write_fd,),
+            pass_fds=fds,
             start_new_session=True,
             limit=MAX_LINE_BYTES,
             # Runs in the child before exec: it takes no lock that another thread could hold.

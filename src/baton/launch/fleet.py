@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol, TypeAlias
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Annotated, Final, Literal, Protocol, TypeAlias, cast
 
 import msgspec
 from msgspec import Meta
 
+from baton.errors import UnknownPluginError
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from contextlib import AbstractAsyncContextManager
+
+GROUP: Final = "baton.fleets"
+DEFAULT_FLEET: Final = "default"
 
 MemberRole: TypeAlias = Literal["gateway", "prefill", "decode", "both"]
 MemberState: TypeAlias = Literal["starting", "ready", "draining", "ended", "failed"]
-Count: TypeAlias = Annotated[int, Meta(ge=0, le=10_000)]
+MAX_COUNT: Final = 10_000
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 
 
 class FleetMember(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +82,30 @@ class FleetControl(Protocol):
         """Drain and end everything."""
         ...
 
-    def logs(self, member: str, num_lines: int) -> AsyncIterator[str]:
-        """The last lines of a process, and those that follow."""
+    def logs(self, member: str, num_lines: int, *, follow: bool) -> AsyncIterator[str]:
+        """The last lines of a process and, with `follow`, those that come, without end."""
         ...
+
+
+class FleetBackend(Protocol):
+    """Where fleets run: what an entry point of the group `baton.fleets` names."""
+
+    def connect(self, fleet: str) -> AbstractAsyncContextManager[FleetControl]:
+        """Control of the fleet of that name, for as long as the block runs.
+
+        Raises:
+            FleetError: it does not run, or cannot be reached.
+        """
+        ...
+
+
+def find_backend(name: str) -> FleetBackend:
+    """The backend of that name.
+
+    Raises:
+        UnknownPluginError: no installed distribution declares it.
+    """
+    found = {point.name: point for point in entry_points(group=GROUP)}
+    if name not in found:
+        raise UnknownPluginError(GROUP, name, tuple(sorted(found)))
+    return cast("FleetBackend", found[name].load())

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import sys
 from collections import ChainMap
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, cast
 
 import msgspec
 
 from baton.config.resolve import FromFlag, closed_keys
 from baton.errors import ConfigError
+from baton.protocol.worker_http import Role as PlacementRole
+from baton.router.placement import choose_policy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from baton.config.resolve import Resolved
     from baton.config.sections import Config, Role
@@ -38,8 +40,22 @@ LOOPBACK: Final = "127.0.0.1"
 Settings: TypeAlias = "dict[str, object]"
 Pinning: TypeAlias = Literal["shared_cores", "own_cores"]
 
-LAUNCHER_ONLY: Final = ("up.", "gateway.prefill", "gateway.decode", "gateway.workers")
+LAUNCHER_ONLY: Final = (
+    "up.",
+    "gateway.prefill",
+    "gateway.decode",
+    "gateway.workers",
+    "gateway.members",
+)
 """Keys that a child never gets handed on."""
+
+WORKER_LISTS: Final[Mapping[Role, str]] = {
+    "prefill": "gateway.prefill",
+    "decode": "gateway.decode",
+    "both": "gateway.workers",
+}
+PEER_LISTEN: Final = "store.options.host.listen"
+PEER_URLS: Final = "store.options.peer.urls"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +82,7 @@ class WorkerPlan:
             "worker.port": ports.http,
             "worker.handoff_port": ports.handoff,
         }
-        return _command("worker", file, self.settings | own)
+        return command_line("worker", file, self.settings | own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,21 +94,38 @@ class LaunchPlan:
     workers: tuple[WorkerPlan, ...]
     gateway_settings: Settings
 
-    def gateway_command(self, urls: Mapping[str, str], ports: Ports) -> tuple[str, ...]:
-        """The gateway's command line; `urls` has each worker's by name.
+    def gateway_command(self, workers: Mapping[str, str] | Path, port: int) -> tuple[str, ...]:
+        """The gateway's command line.
 
-        On the port that was configured, or the one that an earlier life got from the kernel.
+        `workers` is the file in which a gateway finds them while the launch runs, or the URL of
+        each by its name: these stay the same.
         """
-        by_role: dict[Role, list[str]] = {"prefill": [], "decode": [], "both": []}
-        for worker in self.workers:
-            by_role[worker.role].append(urls[worker.name])
-        lists = {
-            "gateway.prefill": by_role["prefill"],
-            "gateway.decode": by_role["decode"],
-            "gateway.workers": by_role["both"],
-            "gateway.port": ports.http or self.config.gateway.port,
+        gateway = self.config.gateway
+        # One that replaces another inherits its sockets: they are as many as when it was started.
+        own: Settings = {
+            "gateway.host": gateway.host,
+            "gateway.port": port,
+            "gateway.processes": gateway.processes,
         }
-        return _command("gateway", self.file, self.gateway_settings | lists)
+        if gateway.management_port is not None:
+            own["gateway.management_port"] = gateway.management_port
+        if isinstance(workers, Path):
+            # As for several: workers are added while it runs.
+            roles = [PlacementRole(worker.role) for worker in self.workers] * 2
+            own |= {
+                **dict.fromkeys(WORKER_LISTS.values(), ()),
+                "gateway.members": [f"file:{workers}"],
+                "router.policy": choose_policy(self.config.router.policy, roles),
+            }
+        else:
+            own |= self._worker_lists(workers)
+        return command_line("gateway", self.file, self.gateway_settings | own)
+
+    def _worker_lists(self, urls: Mapping[str, str]) -> Settings:
+        return {
+            key: [urls[worker.name] for worker in self.workers if worker.role == role]
+            for role, key in WORKER_LISTS.items()
+        }
 
 
 def plan_launch(
@@ -169,9 +202,25 @@ def count_peer_ports(config: Config) -> int:
 def _peer_settings(ports: Sequence[int], own: int) -> Settings:
     others = [f"tcp://{LOOPBACK}:{port}" for at, port in enumerate(ports) if at != own]
     return {
-        "store.options.host.listen": f"{LOOPBACK}:{ports[own]}",
-        "store.options.peer.urls": others,
+        PEER_LISTEN: f"{LOOPBACK}:{ports[own]}",
+        PEER_URLS: others,
     }
+
+
+def another_worker(like: WorkerPlan, index: int, peer_port: int | None = None) -> WorkerPlan:
+    """A plan for one more worker: as another one, on the same cores where that is pinned.
+
+    `peer_port`: where its memory is read by others, of a launch whose workers do that.
+    """
+    name = f"{like.name.rpartition('-')[0]}-{index}"
+    if peer_port is None:
+        return replace(like, name=name)
+    urls = cast("list[str]", like.settings[PEER_URLS])
+    peers = {
+        PEER_LISTEN: f"{LOOPBACK}:{peer_port}",
+        PEER_URLS: [*urls, f"tcp://{like.settings[PEER_LISTEN]}"],
+    }
+    return replace(like, name=name, settings=like.settings | peers)
 
 
 class WorkerGroup(NamedTuple):
@@ -225,15 +274,22 @@ def _thread_default(config: Config, engine_keys: frozenset[str], num_cores: int)
     return {"engine.num_threads": num_cores}
 
 
-def _forwarded_settings(resolved: Resolved) -> Settings:
+def flag_settings(resolved: Resolved) -> Settings:
+    """What was given by flags."""
     return {
         name: value.value
         for name, value in resolved.values.items()
-        if isinstance(value.origin, FromFlag) and not name.startswith(LAUNCHER_ONLY)
+        if isinstance(value.origin, FromFlag)
     }
 
 
-def _command(command: str, file: Path | None, settings: Settings) -> tuple[str, ...]:
+def _forwarded_settings(resolved: Resolved) -> Settings:
+    given = flag_settings(resolved)
+    return {name: value for name, value in given.items() if not name.startswith(LAUNCHER_ONLY)}
+
+
+def command_line(command: str, file: Path | None, settings: Settings) -> tuple[str, ...]:
+    """The command line of a process of ours that is to have these settings."""
     words = [sys.executable, "-m", "baton.cli", command]
     if file is not None:
         words += ["--config", str(file.absolute())]

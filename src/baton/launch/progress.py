@@ -6,23 +6,26 @@ Progress and log lines go to standard error; the address to use goes to standard
 from __future__ import annotations
 
 import asyncio
-import http.client
+import os
 import sys
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
-from urllib.parse import urlsplit
 
-import msgspec
 from rich.console import Console
 
 from baton.clock import Instant
-from baton.errors import UNDECODABLE, PeerUnreachableError, ProtocolError
+from baton.launch.logs import LAUNCHER
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncGenerator, Callable, Sequence
 
     from baton.clock import Clock
+    from baton.launch.logs import LogFolder
 
 REPEAT_S: Final = 5.0
+TICK_S: Final = 0.25
 
 
 class Display(Protocol):
@@ -119,65 +122,61 @@ def _waiting_text(names: Sequence[str], elapsed_s: float) -> str:
     return f"waiting for {', '.join(names)} ({elapsed_s:.0f} s)"
 
 
-REQUEST_TIMEOUT_S: Final = 2.0
-ASK_AGAIN_S: Final = 0.1
-UP_METRIC: Final = "baton_gateway_worker_up{"
+@asynccontextmanager
+async def showing(display: Display, pending: Callable[[], list[str]]) -> AsyncGenerator[None]:
+    """Show what is waited for, as long as the block runs."""
 
+    async def show() -> None:
+        while True:
+            display.waiting_for(pending())
+            await asyncio.sleep(TICK_S)
 
-class ModelEntry(msgspec.Struct, frozen=True):
-    """One entry of OpenAI's model list, as far as it matters here."""
-
-    id: str
-
-
-class ModelList(msgspec.Struct, frozen=True):
-    """OpenAI's model list."""
-
-    data: tuple[ModelEntry, ...]
-
-
-async def until_all_up(url: str, metrics_url: str, num_workers: int) -> str:
-    """Until the gateway has all its workers: the name of the model that they serve.
-
-    `metrics_url` is where it answers /metrics: its own URL, or its management listener's.
-
-    Raises:
-        PeerUnreachableError: the gateway announced itself, but does not answer.
-        ProtocolError: it serves no model although all workers are up.
-    """
-    while True:
-        if count_up(await asyncio.to_thread(_get, metrics_url, "/metrics")) >= num_workers:
-            return first_model(await asyncio.to_thread(_get, url, "/v1/models"))
-        await asyncio.sleep(ASK_AGAIN_S)
-
-
-def count_up(metrics: bytes) -> int:
-    """How many workers are up by the gateway's metrics."""
-    lines = metrics.decode(errors="replace").splitlines()
-    return sum(line.startswith(UP_METRIC) and line.endswith(" 1.0") for line in lines)
-
-
-def first_model(models: bytes) -> str:
-    """The first name of a model list.
-
-    Raises:
-        ProtocolError: malformed or empty.
-    """
+    ticker = asyncio.create_task(show())
     try:
-        return msgspec.json.decode(models, type=ModelList).data[0].id
-    except (IndexError, *UNDECODABLE) as exc:
-        raise ProtocolError(f"the gateway's model list makes no sense: {models[:200]!r}") from exc
-
-
-def _get(url: str, path: str) -> bytes:
-    parts = urlsplit(url)
-    connection = http.client.HTTPConnection(
-        parts.hostname or "", parts.port, timeout=REQUEST_TIMEOUT_S
-    )
-    try:
-        connection.request("GET", path)
-        return connection.getresponse().read()
-    except (OSError, http.client.HTTPException) as exc:
-        raise PeerUnreachableError(f"the gateway at {url} does not answer {path}: {exc}") from exc
+        yield
     finally:
-        connection.close()
+        ticker.cancel()
+        display.waiting_for(())
+
+
+class LoggedDisplay:
+    """See `Display`: the lines also go to log files, and after `leave_terminal` only there.
+
+    `shows_children`: whether the lines of processes are shown as well.
+    """
+
+    def __init__(
+        self, shown: Display, logs: LogFolder, clock: Clock, *, shows_children: bool
+    ) -> None:
+        self._shown: Display | None = shown
+        self._logs, self._clock, self._shows_children = logs, clock, shows_children
+
+    def print_line(self, line: str) -> None:
+        """See `Display`."""
+        at = datetime.fromtimestamp(self._clock.unix_now(), UTC).isoformat(" ", "seconds")
+        self._logs.write_line(LAUNCHER, f"{at} {line}")
+        if self._shown is not None:
+            self._shown.print_line(line)
+
+    def child_line(self, child: str, line: str) -> None:
+        """See `Display`."""
+        self._logs.write_line(child, line)
+        if self._shown is not None and self._shows_children:
+            self._shown.child_line(child, line)
+
+    def waiting_for(self, names: Sequence[str]) -> None:
+        """See `Display`."""
+        if self._shown is not None:
+            self._shown.waiting_for(names)
+
+    def announce(self, text: str) -> None:
+        """See `Display`."""
+        if self._shown is not None:
+            self._shown.announce(text)
+
+    def leave_terminal(self) -> None:
+        """Show nothing more; standard error goes to the launcher's log, standard output nowhere."""
+        self._shown = None
+        self._logs.file(LAUNCHER).take_standard_error()
+        with Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), 1)

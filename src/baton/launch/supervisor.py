@@ -4,65 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
-from typing import TYPE_CHECKING, Final
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any, Final
 
-from baton.errors import BatonError
-from baton.launch.child import (
-    Child,
-    ChildExited,
-    RestartBudget,
-    RestartPolicy,
-    describe_exit,
-    likely_cause,
-    spawn,
-)
+from baton.launch.child import ChildExited, RestartBudget, RestartPolicy, describe_exit, spawn
+from baton.launch.errors import FleetError
+from baton.launch.gateways import until_all_up
+from baton.launch.members_file import write_members
 from baton.launch.plan import Ports
-from baton.launch.ports import require_free_port
-from baton.launch.progress import until_all_up
+from baton.launch.progress import showing
+from baton.launch.slots import GATEWAY, ChildFailedError, ProcessSlot, drain
+from baton.launch.sockets import open_gateway_sockets
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+    from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+    from pathlib import Path
 
     from baton.clock import Clock
-    from baton.launch.plan import LaunchPlan
+    from baton.launch.child import Child
+    from baton.launch.plan import LaunchPlan, WorkerPlan
     from baton.launch.progress import Display
-    from baton.telemetry.process_status import Ready
+    from baton.launch.sockets import GatewaySockets
 
-
-@dataclass(slots=True)
-class ProcessSlot:
-    """Owned by the launcher's event loop.
-
-    `command` gives the command line on given ports: 0 at first, then those that the first life
-    announced, so that its peers find the next one where it was.
-    """
-
-    name: str
-    command: Callable[[Ports], tuple[str, ...]]
-    child: Child
-    budget: RestartBudget
-    ports: Ports = field(default_factory=Ports)
-
-    def record_ports(self, ready: Ready) -> None:
-        """Keep the ports that this life got for the lives to come."""
-        handoff = ready.handoff_address or ":0"
-        self.ports = Ports(urlsplit(ready.url).port or 0, int(handoff.rpartition(":")[2]))
-
-
-GATEWAY: Final = "gateway"
-TICK_S: Final = 0.25
 SERVING_TIMEOUT_S: Final = 15.0
-KILL_MARGIN_S: Final = 5.0
-"""How much longer than its own drain timeout a child may take before it is killed."""
-
-
-class ChildFailedError(BatonError):
-    """A process ended that should not have; its last log lines are in the message."""
 
 
 class Ending(IntEnum):
@@ -75,12 +42,17 @@ class Ending(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class LaunchContext:
-    """What a launch needs from outside. `environment` is the children's."""
+    """What a launch needs from outside. `environment` is the children's.
+
+    `members` is where the gateways find the workers while the launch runs; None: they are the same
+    from start to end.
+    """
 
     environment: Mapping[str, str]
     clock: Clock
     display: Display
     restarts: RestartPolicy = field(default_factory=RestartPolicy)
+    members: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +67,17 @@ class Supervisor:
     """One launch, from start to end. Owned by one event loop; `run` or `serve` is called once."""
 
     def __init__(self, plan: LaunchPlan, context: LaunchContext) -> None:
-        self._plan = plan
-        self._context = context
+        self.plan, self.context = plan, context
+        self.slots: dict[str, ProcessSlot] = {}
         self._display = context.display
-        self._slots: dict[str, ProcessSlot] = {}
+        self._sockets: GatewaySockets | None = None
+        self._service: Service | None = None
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._operation: asyncio.Task[None] | None = None
         self._num_stop_requests = 0
         self._stop_requested = asyncio.Event()
+        self.ended = asyncio.Event()
+        """Set when all processes have ended."""
 
     async def run(self, on_ready: Callable[[Service], None]) -> Ending:
         """The same as `serve`, and a signal asks to stop."""
@@ -115,15 +92,20 @@ class Supervisor:
             ChildFailedError: a process died at start, or too often, or the gateway refuses a
                 worker; everything else was stopped.
         """
-        gateway = self._plan.config.gateway
-        require_free_port(gateway.host, gateway.port)
-        life = asyncio.create_task(self._run_until_stopped(on_ready))
-        stop = asyncio.create_task(self._stop_requested.wait())
-        await asyncio.wait({life, stop}, return_when=asyncio.FIRST_COMPLETED)
-        life.cancel()
-        stop.cancel()
-        (outcome, _) = await asyncio.gather(life, stop, return_exceptions=True)
+        self._sockets = open_gateway_sockets(self.plan.config.gateway)
+        try:
+            life = asyncio.create_task(self._run_until_stopped(self._sockets, on_ready))
+            stop = asyncio.create_task(self._stop_requested.wait())
+            await asyncio.wait({life, stop}, return_when=asyncio.FIRST_COMPLETED)
+            self._stop_requested.set()
+            await self._cancel_operation()  # at first: it starts processes, and restarts them
+            life.cancel()
+            stop.cancel()
+            (outcome, _) = await asyncio.gather(life, stop, return_exceptions=True)
+        finally:
+            self._sockets.close()
         ending = await self._stop_all()
+        self.ended.set()
         if isinstance(outcome, Exception):
             raise outcome
         return ending
@@ -131,7 +113,20 @@ class Supervisor:
     @property
     def processes(self) -> dict[str, int]:
         """Each process's id by name, the gateway's too; it leads a session of its own."""
-        return {name: slot.child.pid for name, slot in self._slots.items()}
+        return {name: slot.child.pid for name, slot in self.slots.items()}
+
+    @property
+    def metrics_urls(self) -> tuple[str, ...]:
+        """Where each gateway process answers /metrics; none before they are ready."""
+        url = self.slots[GATEWAY].url if GATEWAY in self.slots else None
+        if url is None or self._sockets is None:
+            return ()
+        return self._sockets.metrics_urls(url)
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether it was asked to stop, or has to."""
+        return self._stop_requested.is_set()
 
     def request_stop(self) -> None:
         """The first time: drain. The second time: kill."""
@@ -140,106 +135,195 @@ class Supervisor:
         if self._num_stop_requests == 1:
             self._display.print_line("draining; press Ctrl-C again to kill")
             return
-        for slot in self._slots.values():
+        for slot in self.slots.values():
             slot.child.kill()
 
-    async def _run_until_stopped(self, on_ready: Callable[[Service], None]) -> None:
-        started = self._context.clock.now()
-        async with self._progress(self._unready):
-            url = await self._start_all()
+    async def _run_until_stopped(
+        self, sockets: GatewaySockets, on_ready: Callable[[Service], None]
+    ) -> None:
+        started = self.context.clock.now()
+        async with showing(self._display, self._unready):
+            url = await self._start_all(sockets)
             model = await self._until_serving(url)
-        self._display.print_line(f"ready after {self._context.clock.now() - started:.1f} s")
-        on_ready(Service(url, model))
-        restarters = [
-            asyncio.create_task(self._restart_when_ended(slot)) for slot in self._slots.values()
-        ]
+        self._display.print_line(f"ready after {self.context.clock.now() - started:.1f} s")
+        self._service = Service(url, model)
+        on_ready(self._service)
+        for slot in self.slots.values():
+            self.restart_when_ended(slot)
         try:
-            await asyncio.gather(*restarters)
+            await self._failed
         finally:
-            for restarter in restarters:
-                restarter.cancel()
-            await asyncio.gather(*restarters, return_exceptions=True)
+            for slot in self.slots.values():
+                await slot.stop_restarting()
+
+    # Operations on a launch that serves (`baton.launch.operations`)
+
+    def begin(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run an operation, one at a time; it is cancelled when the launch is to stop.
+
+        Raises:
+            FleetError: the launch does not serve, or another operation is under way.
+        """
+        refusal = None
+        if self._stop_requested.is_set():
+            refusal = "the fleet is being stopped"
+        elif self._service is None:
+            refusal = "the fleet is still starting; `baton status` shows what it waits for"
+        elif self._operation is not None and not self._operation.done():
+            refusal = f"`{self._operation.get_name()}` is under way; try again when it has ended"
+        if refusal is not None:
+            work.close()
+            raise FleetError(refusal)
+        self._operation = asyncio.create_task(work, name=name)
+        return self._operation
+
+    async def add(self, plan: WorkerPlan) -> ProcessSlot:
+        """Start a worker. It is not restarted before `restart_when_ended` is called for it."""
+        return await self._fill(plan.name, partial(plan.command, self.plan.file), plan)
+
+    async def start_again(self, slot: ProcessSlot) -> None:
+        """Start the next process of a slot, at the same addresses."""
+        slot.child = await self.spawn_next(slot)
+        slot.started_at = self.context.clock.now()
+
+    async def spawn_next(self, slot: ProcessSlot) -> Child:
+        """Start a process as that of a slot, which keeps its own."""
+        fds = self._inherited if slot.plan is None else ()
+        return await self._spawn(slot.name, slot.command(slot.ports), fds)
+
+    async def end(self, slot: ProcessSlot) -> str:
+        """Have a slot's process drain and end, for good: how it ended, in words."""
+        await slot.stop_restarting()
+        config = self.plan.config
+        section = config.gateway if slot.plan is None else config.worker
+        await self._drain([slot], section.drain_timeout_s)
+        return describe_exit((await slot.child.wait_until_exited()).returncode)
+
+    async def remove(self, slot: ProcessSlot) -> None:
+        """Forget a slot; its process is killed, if it has not ended."""
+        await slot.stop_restarting()
+        slot.child.kill()
+        await slot.child.wait_until_exited()
+        del self.slots[slot.name]
+        self.publish_members()
+
+    def publish_members(self) -> None:
+        """Let the gateways know which workers there are.
+
+        Raises:
+            FleetError: the file cannot be written.
+        """
+        if self.context.members is None:
+            return
+        try:
+            write_members(self.context.members, self.slots.values())
+        except OSError as exc:
+            raise FleetError(
+                f"cannot write {self.context.members}: {exc.strerror}; the gateways keep the "
+                "workers that they have"
+            ) from exc
+
+    def restart_when_ended(self, slot: ProcessSlot) -> None:
+        """From now on another process follows one that ends; too often: the launch ends."""
+        slot.restarter = asyncio.create_task(self._restart_when_ended(slot))
+        slot.restarter.add_done_callback(self._note_restarter)
+
+    async def _cancel_operation(self) -> None:
+        if self._operation is not None:
+            self._operation.cancel()
+            await asyncio.gather(self._operation, return_exceptions=True)
 
     # Starting
 
-    async def _start_all(self) -> str:
-        names = [worker.name for worker in self._plan.workers]
-        for worker in self._plan.workers:
-            await self._fill(worker.name, partial(worker.command, self._plan.file))
-        urls = await asyncio.gather(*(self._url_of(name) for name in names))
-        by_name = dict(zip(names, urls, strict=True))
+    async def _start_all(self, sockets: GatewaySockets) -> str:
+        for worker in self.plan.workers:
+            await self.add(worker)
+        found = await asyncio.gather(*(self._url_of(slot) for slot in self.slots.values()))
+        urls = dict(zip(self.slots, found, strict=True))
+        self.publish_members()
+        workers = urls if self.context.members is None else self.context.members
+
+        def command(_: Ports) -> tuple[str, ...]:
+            return (*self.plan.gateway_command(workers, sockets.port), *sockets.arguments())
+
         # Workers may still be loading: the gateway finds them when they answer.
-        await self._fill(GATEWAY, partial(self._plan.gateway_command, by_name))
-        readies = await asyncio.gather(*(self._ready_of(name) for name in self._slots))
-        for slot, ready in zip(self._slots.values(), readies, strict=True):
-            slot.record_ports(ready)
-        return readies[-1].url  # the gateway came last
+        gateway = await self._fill(GATEWAY, command)
+        await asyncio.gather(*(slot.until_ready() for slot in self.slots.values()))
+        return gateway.url or ""
 
     async def _until_serving(self, url: str) -> str:
-        num_workers, gateway = len(self._plan.workers), self._plan.config.gateway
-        metrics_url = url
-        if gateway.management_port:
-            metrics_url = f"http://{gateway.management_host}:{gateway.management_port}"
+        num_workers = len(self.plan.workers)
         try:
             async with asyncio.timeout(SERVING_TIMEOUT_S):
-                return await until_all_up(url, metrics_url, num_workers)
+                return await until_all_up(url, self.metrics_urls, num_workers)
         except TimeoutError as exc:
             raise ChildFailedError(
                 f"all processes are ready, but the gateway does not use all {num_workers} workers "
                 f"after {SERVING_TIMEOUT_S:g} s; its lines above give the reason"
             ) from exc
 
-    async def _fill(self, name: str, command: Callable[[Ports], tuple[str, ...]]) -> None:
-        child = await self._spawn(name, command(Ports()))
-        self._slots[name] = ProcessSlot(name, command, child, RestartBudget(self._context.restarts))
+    async def _fill(
+        self,
+        name: str,
+        command: Callable[[Ports], tuple[str, ...]],
+        plan: WorkerPlan | None = None,
+    ) -> ProcessSlot:
+        child = await self._spawn(name, command(Ports()), () if plan else self._inherited)
+        budget, now = RestartBudget(self.context.restarts), self.context.clock.now()
+        slot = self.slots[name] = ProcessSlot(name, command, child, budget, now, plan)
+        return slot
 
-    async def _spawn(self, name: str, command: Sequence[str]) -> Child:
+    @property
+    def _inherited(self) -> tuple[int, ...]:
+        return () if self._sockets is None else self._sockets.fds
+
+    async def _spawn(self, name: str, command: Sequence[str], fds: Sequence[int] = ()) -> Child:
         def on_line(line: str) -> None:
             self._display.child_line(name, line)
 
-        return await spawn(name, command, self._context.environment, on_line)
+        return await spawn(name, command, self.context.environment, on_line, inherited=fds)
 
-    async def _url_of(self, name: str) -> str:
-        slot = self._slots[name]
+    async def _url_of(self, slot: ProcessSlot) -> str:
         url = await slot.child.wait_for_url()
         if isinstance(url, ChildExited):
-            raise _failure(slot, url, "ended while starting")
+            raise slot.failure(url, "ended while starting")
+        slot.url = url
         return url
 
-    async def _ready_of(self, name: str) -> Ready:
-        slot = self._slots[name]
-        ready = await slot.child.wait_until_ready()
-        if isinstance(ready, ChildExited):
-            raise _failure(slot, ready, "ended while starting")
-        return ready
-
     # Keeping
+
+    def _note_restarter(self, restarter: asyncio.Task[None]) -> None:
+        if not restarter.cancelled() and (exc := restarter.exception()) and not self._failed.done():
+            self._failed.set_exception(exc)
 
     async def _restart_when_ended(self, slot: ProcessSlot) -> None:
         while True:
             ended = await slot.child.wait_until_exited()
-            delay_s = slot.budget.next_delay_s(self._context.clock.now())
+            slot.reason = describe_exit(ended.returncode)
+            delay_s = slot.budget.next_delay_s(self.context.clock.now())
             if delay_s is None:
-                raise _failure(slot, ended, "ended too often")
+                raise slot.failure(ended, "ended too often")
             self._display.print_line(
-                f"{slot.name} ended: {describe_exit(ended.returncode)}; restart in {delay_s:g} s"
-                f" ({slot.budget.num_recent} of at most {self._context.restarts.max_restarts})"
+                f"{slot.name} ended: {slot.reason}; restart in {delay_s:g} s"
+                f" ({slot.budget.num_recent} of at most {self.context.restarts.max_restarts})"
             )
             await asyncio.sleep(delay_s)
-            slot.child = await self._spawn(slot.name, slot.command(slot.ports))
+            await self.start_again(slot)
+            slot.num_restarts += 1
             ready = await slot.child.wait_until_ready()
             if not isinstance(ready, ChildExited):
+                slot.reason = ""
                 self._display.print_line(f"{slot.name} is back at {ready.url}")
 
     # Stopping
 
     async def _stop_all(self) -> Ending:
         """The gateway first: workers then finish what it still streams."""
-        config = self._plan.config
-        workers = [slot for name, slot in self._slots.items() if name != GATEWAY]
-        gateway = [slot for name, slot in self._slots.items() if name == GATEWAY]
-        async with self._progress(self._unended):
-            in_time = await self._drain(gateway, config.gateway.drain_timeout_s)
+        config = self.plan.config
+        workers = [slot for slot in self.slots.values() if slot.plan is not None]
+        gateways = [slot for slot in self.slots.values() if slot.plan is None]
+        async with showing(self._display, self._unended):
+            in_time = await self._drain(gateways, config.gateway.drain_timeout_s)
             in_time &= await self._drain(workers, config.worker.drain_timeout_s)
         self._display.print_line(
             "stopped: " + (", ".join(await self._describe_ends()) or "nothing was running")
@@ -249,56 +333,28 @@ class Supervisor:
         return Ending.DRAINED if in_time else Ending.OVERDUE
 
     async def _drain(self, slots: Sequence[ProcessSlot], timeout_s: float) -> bool:
-        """Ask, wait, kill what is left; whether nothing had to be killed."""
-        if not slots:
-            return True
-        ends = [asyncio.create_task(slot.child.wait_until_exited()) for slot in slots]
-        for slot in slots:
-            if self._num_stop_requests > 1:
-                slot.child.kill()
-            else:
-                slot.child.terminate()
-        _, late = await asyncio.wait(ends, timeout=timeout_s + KILL_MARGIN_S)
-        if late:
-            for slot in slots:
-                slot.child.kill()
-            await asyncio.wait(late)
-        return not late
+        return await drain(slots, timeout_s, is_urgent=self._num_stop_requests > 1)
 
     async def _describe_ends(self) -> list[str]:
         return [
             f"{slot.name} ({describe_exit((await slot.child.wait_until_exited()).returncode)})"
-            for slot in self._slots.values()
+            for slot in self.slots.values()
         ]
 
     # Showing
 
     def _unready(self) -> list[str]:
-        names = [*(worker.name for worker in self._plan.workers), GATEWAY]
-        ready = {name for name, slot in self._slots.items() if slot.child.is_ready}
+        names = [*(worker.name for worker in self.plan.workers), GATEWAY]
+        ready = {name for name, slot in self.slots.items() if slot.child.is_ready}
         waiting = [self._with_phase(name) for name in names if name not in ready]
         return waiting or ["the gateway to find its workers"]
 
     def _with_phase(self, name: str) -> str:
-        phase = self._slots[name].child.phase if name in self._slots else None
+        phase = self.slots[name].child.phase if name in self.slots else None
         return name if phase is None else f"{name} ({phase})"
 
     def _unended(self) -> list[str]:
-        return [name for name, slot in self._slots.items() if not slot.child.is_ended]
-
-    @asynccontextmanager
-    async def _progress(self, pending: Callable[[], list[str]]) -> AsyncGenerator[None]:
-        async def show() -> None:
-            while True:
-                self._display.waiting_for(pending())
-                await asyncio.sleep(TICK_S)
-
-        ticker = asyncio.create_task(show())
-        try:
-            yield
-        finally:
-            ticker.cancel()
-            self._display.waiting_for(())
+        return [name for name, slot in self.slots.items() if not slot.child.is_ended]
 
     @contextmanager
     def _signals_handled(self) -> Generator[None]:
@@ -311,12 +367,3 @@ class Supervisor:
         finally:
             for number in numbers:
                 loop.remove_signal_handler(number)
-
-
-def _failure(slot: ProcessSlot, ended: ChildExited, what: str) -> ChildFailedError:
-    lines = list(slot.child.last_lines)
-    quoted = "\n".join(f"    {line}" for line in lines) or "    (it wrote nothing)"
-    return ChildFailedError(
-        f"{slot.name} {what} ({describe_exit(ended.returncode)}). Its last lines:\n{quoted}\n"
-        f"  likely cause: {likely_cause(ended.returncode, lines)}"
-    )

@@ -51,7 +51,8 @@ class Refusal(StrEnum):
 class HttpLimits:
     """What clients may hold. Durations in seconds.
 
-    `min_body_bytes` of a body must come in each `body_window_s`, as long as it is awaited.
+    `min_body_bytes` of a body must come in each `body_window_s`, as long as it is awaited. For
+    `last_request_s` of a server that ends, each idle connection may bring one more request.
     """
 
     max_head_bytes: int = 64 * 1024
@@ -60,6 +61,7 @@ class HttpLimits:
     min_body_bytes: int = 64 * 1024
     max_connections: int = 4096
     max_connections_per_address: int = 1024
+    last_request_s: float = 0.0
 
 
 WORKER_LIMITS: Final = HttpLimits(max_connections_per_address=4096)

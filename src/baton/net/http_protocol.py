@@ -61,7 +61,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._idle_since = 0.0
         self._num_head_bytes = 0
         self._num_body_bytes = 0
-        self._is_in_head = self._is_in_body = False
+        self._is_in_head = self._is_in_body = self._is_ending = False
         self._refusal: tuple[Refusal, str] | None = None
         self._tls: TlsTransport | None = None
 
@@ -104,11 +104,26 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def shutdown(self) -> None:
-        """See `HttpToolsProtocol`: the server's end; what is being answered is finished."""
-        if self._exchange is None or self._exchange.response_complete:
-            self.transport.close()
+        """See `HttpToolsProtocol`: the server's end; what is being answered is finished.
+
+        Where a request may be on its way, the connection is closed after `last_request_s`.
+        """
+        self._is_ending = True
+        exchange, last_request_s = self._exchange, self._limits.last_request_s
+        if exchange is None or exchange.response_complete:
+            self._close_soon()
+        elif not (exchange.response_started and last_request_s):
+            exchange.keep_alive = False
+
+    def _close_soon(self) -> None:
+        if last_request_s := self._limits.last_request_s:
+            self.loop.call_later(last_request_s, self._close_unused)
         else:
-            self._exchange.keep_alive = False
+            self.transport.close()
+
+    def _close_unused(self) -> None:
+        if not (self._is_answering or self._is_in_head or self.transport.is_closing()):
+            self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
@@ -215,7 +230,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._exchange = exchange = HttpExchange(
             self._path,
             is_head=method == "HEAD",
-            keep_alive=scope["http_version"] != "1.0" and self.parser.should_keep_alive(),
+            keep_alive=(
+                scope["http_version"] != "1.0"
+                and self.parser.should_keep_alive()
+                and not self._is_ending
+            ),
             expects_continue=self.expect_100_continue,
             is_gateway=is_gateway,
         )
@@ -251,6 +270,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.flow.resume_reading()
         if self._pipelined:
             self._start(*self._pipelined.popleft())
+            return
+        if self._is_ending:
+            self._close_soon()
             return
         self._table.wait(self)
         self._idle_since = self.loop.time()

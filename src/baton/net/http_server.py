@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import TYPE_CHECKING, Final, cast
 
@@ -84,6 +85,43 @@ def bind(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
         listener.close()
         raise _explain(exc, host, port) from exc
     return listener
+
+
+def bind_shared(host: str, port: int, num_sockets: int) -> tuple[socket.socket, ...]:
+    """So many shared sockets on one port, which is free of every other listener.
+
+    Raises:
+        ConfigError: the port is taken, or the address is not this machine's.
+    """
+    with closing(bind(host, port)) as free:
+        port = free.getsockname()[1]
+    with ExitStack() as opened:
+        sockets = []
+        for _ in range(num_sockets):
+            sockets.append(bind(host, port, is_shared=True))
+            opened.callback(sockets[-1].close)
+        opened.pop_all()
+    return tuple(sockets)
+
+
+def inherit(fd: int) -> socket.socket:
+    """A bound TCP socket that a launcher opened, and shares with the process before this one.
+
+    Raises:
+        ConfigError: there is no such socket.
+    """
+    try:
+        listener = socket.socket(fileno=fd)
+    except OSError as exc:
+        raise ConfigError(f"file descriptor {fd} is not a socket: {exc.strerror}") from exc
+    listener.set_inheritable(False)
+    listener.settimeout(0)
+    return listener
+
+
+def is_listening(listener: socket.socket) -> bool:
+    """Whether connections may wait in its queue already: another process listened on it."""
+    return bool(listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def start_listening(listener: socket.socket) -> None:

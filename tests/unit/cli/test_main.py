@@ -15,6 +15,10 @@ HEAVY = ("torch", "transformers", "numpy", "aiohttp", "uvicorn", "starlette", "u
 COMMANDS = (
     [],
     ["up"],
+    ["status"],
+    ["logs"],
+    ["scale"],
+    ["upgrade"],
     ["gateway"],
     ["worker"],
     ["model", "make"],
@@ -195,3 +199,22 @@ def test_config_show_as_a_table(capsys):
     lines = capsys.readouterr().out.splitlines()
     (port,) = [line for line in lines if line.startswith("gateway.port ")]
     assert port.split() == ["gateway.port", "8000", "default"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["status"], 1, "no fleet named default runs on this machine. Start one with `baton up"),
+        (["down", "--fleet", "night"], 1, "no fleet named night runs"),
+        (["logs", "gateway"], 1, "fleet default has no log of 'gateway'; there are none"),
+        (["drain", "w", "--on", "mars"], 2, "unknown baton.fleets 'mars'; installed: "),
+        (["scale", "--decode=-1"], 2, "--decode -1: give a number from 0"),
+        (["upgrade", "--fleet", "../x"], 2, "'../x' is no name"),
+    ],
+)
+def test_control_without_a_fleet_says_what_to_do(arguments, code, message, capsys):
+    assert run(arguments) == code
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+    assert captured.out == ""

@@ -6,7 +6,8 @@ from baton.clock import Instant
 from baton.errors import ProtocolError
 from baton.gateway.metrics import GatewayMetrics
 from baton.launch.child import describe_exit, likely_cause
-from baton.launch.progress import PlainDisplay, count_up, first_model
+from baton.launch.gateways import find_requests, find_up, first_model
+from baton.launch.progress import PlainDisplay
 from baton.protocol.worker_http import Role
 from baton.telemetry.process_status import Draining, Loading, Ready, read_status
 
@@ -74,14 +75,24 @@ baton_other{x="y"} 1.0
 
 
 def test_the_gateways_metrics_say_who_is_up():
-    assert count_up(METRICS) == 2
+    assert find_up(METRICS) == {"http://h:1", "http://h:3"}
 
 
 def test_the_metrics_read_here_are_those_that_the_gateway_writes():
     metrics = GatewayMetrics()
     metrics.worker_up("http://h:1", Role.PREFILL, up=True)
     metrics.worker_up("http://h:2", Role.DECODE, up=False)
-    assert count_up(metrics.exposition()) == 1
+    assert find_up(metrics.exposition()) == {"http://h:1"}
+
+
+def test_requests_at_a_worker_are_those_of_both_parts():
+    metrics = b"""\
+baton_router_requests{model="m",part="prefill",worker="w-0"} 1.0
+baton_router_requests{model="m",part="decode",worker="w-0"} 3.0
+baton_router_requests{model="m",part="decode",worker="w-1"} nan
+baton_other{worker="w-1"} 5.0
+"""
+    assert find_requests(metrics) == {"w-0": 4}
 
 
 def test_the_models_name():

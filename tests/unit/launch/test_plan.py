@@ -13,7 +13,9 @@ from baton.errors import ConfigError
 from baton.launch.plan import (
     Ports,
     WorkerGroup,
+    command_line,
     count_peer_ports,
+    flag_settings,
     plan_launch,
     share_cores,
     worker_groups,
@@ -194,12 +196,12 @@ def test_pinned_workers_have_cores_of_their_own():
 def test_the_gateway_gets_its_workers_by_role_and_keeps_its_port():
     launch = plan("up.decode=2", "gateway.workers=http://old:1", "gateway.port=0")
     urls = {worker.name: f"http://127.0.0.1:{i}" for i, worker in enumerate(launch.workers)}
-    first = child_config(launch.gateway_command(urls, Ports())).gateway
+    first = child_config(launch.gateway_command(urls, 0)).gateway
     assert first.prefill == ("http://127.0.0.1:0",)
     assert first.decode == ("http://127.0.0.1:1", "http://127.0.0.1:2")
     assert first.workers == ()
     assert first.port == 0
-    assert child_config(launch.gateway_command(urls, Ports(http=81))).gateway.port == 81
+    assert child_config(launch.gateway_command(urls, 81)).gateway.port == 81
 
 
 @given(st.integers(1, 64), st.integers(1, 80))
@@ -274,3 +276,30 @@ def test_a_core_that_workers_share_is_their_device():
     ]:
         workers = plan(*given_up, *more, cores=cores, pinning=pinning).workers
         assert {each.settings.get("worker.topology", "zone") for each in workers} == {"zone"}
+
+
+def test_a_gateway_whose_workers_change_gets_their_file_and_a_policy_for_several():
+    for assignments, policy in [
+        (("up.prefill=0", "up.decode=1"), "cost"),
+        ((), "round_robin"),
+        (("router.policy=prefix",), "prefix"),
+    ]:
+        launch = plan(*assignments, "gateway.processes=2", "gateway.management_port=7")
+        config = child_config(launch.gateway_command(Path("/run/members.json"), 81))
+        assert config.gateway.members == ("file:/run/members.json",)
+        assert (config.gateway.prefill, config.gateway.decode, config.gateway.workers) == (
+            (),
+            (),
+            (),
+        )
+        assert (config.gateway.port, config.gateway.processes) == (81, 2)
+        assert config.router.policy == policy
+
+
+def test_a_launch_in_the_background_gets_the_same_settings():
+    assignments = ["up.decode=3", "gateway.port=0", 'engine.dtype="float32"']
+    resolved = resolve(CommandLine(assignments=assignments), {"BATON_TRACE__RING_SIZE": "9"})
+    words = command_line("up", None, flag_settings(resolved))
+    assert words[4::2] == ("--set",) * 3
+    again = resolve(CommandLine(assignments=words[5::2]), {}).to_config()
+    assert again == resolve(CommandLine(assignments=assignments), {}).to_config()

@@ -28,7 +28,7 @@ from baton.bench.progress import RequestCounter
 from baton.bench.workloads.synthetic import PromptWriter
 from baton.errors import BatonError, ConfigError
 from baton.launch.plan import LaunchPlan
-from baton.launch.supervisor import GATEWAY
+from baton.launch.slots import GATEWAY
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator

@@ -23,7 +23,7 @@ from baton.bench.architectures.servers import InterruptedBenchError, LogDisplay
 from baton.bench.architectures.transfer_check import MetricsCheck, NoCheck
 from baton.bench.architectures.usage import PROC, read_session
 from baton.launch.child import describe_exit, exit_with_parent, likely_cause, read_line
-from baton.launch.supervisor import GATEWAY, ChildFailedError
+from baton.launch.slots import GATEWAY, ChildFailedError
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process

@@ -1,0 +1,141 @@
+"""One position of a launch: its process now, and how the next one starts."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
+
+from baton.errors import BatonError
+from baton.launch.child import (
+    Child,
+    ChildExited,
+    RestartBudget,
+    describe_exit,
+    likely_cause,
+)
+from baton.launch.fleet import MAX_COUNT, FleetMember
+from baton.launch.plan import Ports
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from baton.clock import Instant
+    from baton.launch.fleet import MemberRole, MemberState
+    from baton.launch.plan import WorkerPlan
+    from baton.telemetry.process_status import Ready
+
+GATEWAY: Final = "gateway"
+KILL_MARGIN_S: Final = 5.0
+"""How much longer than its own drain timeout a process may take before it is killed."""
+
+
+class ChildFailedError(BatonError):
+    """A process ended that should not have; its last log lines are in the message."""
+
+
+@dataclass(slots=True)
+class ProcessSlot:
+    """Owned by the launcher's event loop.
+
+    `command` gives the command line on given ports: 0 at first, then those that the first process
+    announced, so that its peers find the next one where it was. `plan` is a worker's. `restarter`
+    starts the next process when this one ends.
+    """
+
+    name: str
+    command: Callable[[Ports], tuple[str, ...]]
+    child: Child
+    budget: RestartBudget
+    started_at: Instant
+    plan: WorkerPlan | None = None
+    ports: Ports = field(default_factory=Ports)
+    url: str | None = None
+    num_restarts: int = 0
+    is_draining: bool = False
+    reason: str = ""
+    restarter: asyncio.Task[None] | None = None
+
+    @property
+    def role(self) -> MemberRole:
+        """What it does."""
+        return "gateway" if self.plan is None else self.plan.role
+
+    def note_ready(self, ready: Ready) -> None:
+        """Keep the addresses that this process got for those to come."""
+        handoff = ready.handoff_address or ":0"
+        self.url = ready.url
+        self.ports = Ports(urlsplit(ready.url).port or 0, int(handoff.rpartition(":")[2]))
+
+    async def until_ready(self) -> Ready:
+        """Until its process answers.
+
+        Raises:
+            ChildFailedError: it ended before that.
+        """
+        ready = await self.child.wait_until_ready()
+        if isinstance(ready, ChildExited):
+            raise self.failure(ready, "ended while starting")
+        self.note_ready(ready)
+        return ready
+
+    async def stop_restarting(self) -> None:
+        """From now on its process may end."""
+        restarter, self.restarter = self.restarter, None
+        if restarter is not None:
+            restarter.cancel()
+            await asyncio.gather(restarter, return_exceptions=True)
+
+    def failure(self, ended: ChildExited, what: str) -> ChildFailedError:
+        """The error for a process that ended, with its last lines and the likely cause."""
+        lines = list(self.child.last_lines)
+        quoted = "\n".join(f"    {line}" for line in lines) or "    (it wrote nothing)"
+        return ChildFailedError(
+            f"{self.name} {what} ({describe_exit(ended.returncode)}). Its last lines:\n{quoted}\n"
+            f"  likely cause: {likely_cause(ended.returncode, lines)}"
+        )
+
+    def describe(self, now: Instant, host: str) -> FleetMember:
+        """What an operator sees of it."""
+        has_ended = self.child.is_ended
+        return FleetMember(
+            name=self.name,
+            role=self.role,
+            state=self._state,
+            host=host,
+            url=self.url,
+            pid=None if has_ended else self.child.pid,
+            num_restarts=min(self.num_restarts, MAX_COUNT),
+            up_s=None if has_ended else max(0.0, now - self.started_at),
+            reason=self.reason or (self.child.phase or "" if self._state == "starting" else ""),
+        )
+
+    @property
+    def _state(self) -> MemberState:
+        if self.child.is_ended:
+            return "ended"
+        if self.is_draining:
+            return "draining"
+        return "ready" if self.child.is_ready else "starting"
+
+
+async def drain(slots: Sequence[ProcessSlot], timeout_s: float, *, is_urgent: bool) -> bool:
+    """Ask processes to end, wait, kill those that are left; whether none had to be killed.
+
+    `is_urgent`: they are killed without being asked.
+    """
+    if not slots:
+        return True
+    ends = [asyncio.create_task(slot.child.wait_until_exited()) for slot in slots]
+    for slot in slots:
+        if is_urgent:
+            slot.child.kill()
+        else:
+            slot.child.terminate()
+    _, late = await asyncio.wait(ends, timeout=timeout_s + KILL_MARGIN_S)
+    if late:
+        for slot in slots:
+            slot.child.kill()
+        await asyncio.wait(late)
+    return not late

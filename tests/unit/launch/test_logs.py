@@ -1,0 +1,58 @@
+"""Log files of bounded size, and reading them."""
+
+import asyncio
+from contextlib import aclosing
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.launch.logs import LogFile, LogFolder, log_names, read_lines
+
+
+async def read(path, num_lines):
+    return [line async for line in read_lines(path, num_lines, follow=False)]
+
+
+@given(st.lists(st.text(st.characters(categories=["L", "N"]), max_size=30), max_size=40))
+def test_the_last_lines_are_kept_in_bounded_space(tmp_path_factory, lines):
+    path = tmp_path_factory.mktemp("logs") / "w.log"
+    log = LogFile(path, max_bytes=100)
+    for line in lines:
+        log.write_line(line)
+    log.close()
+    files = list(path.parent.iterdir())
+    assert sum(file.stat().st_size for file in files) <= 2 * max(100, 121)
+    found = asyncio.run(read(path, 1000))
+    assert found == lines[len(lines) - len(found) :]
+    size = len("\n".join(lines).encode())
+    assert size > 100 or found == lines  # nothing is lost before the first file is full
+    assert asyncio.run(read(path, 3)) == found[-3:]
+    assert asyncio.run(read(path, 0)) == []
+
+
+def test_following_survives_rotation(tmp_path):
+    path = tmp_path / "w.log"
+    log = LogFile(path, max_bytes=100)
+    log.write_line("before")
+
+    async def follow():
+        async with aclosing(read_lines(path, 1, follow=True)) as lines, asyncio.timeout(10):
+            assert await anext(lines) == "before"
+            for number in range(30):
+                log.write_line(f"line {number}")
+                assert await anext(lines) == f"line {number}"
+
+    asyncio.run(follow())
+    assert (tmp_path / "w.log.1").exists()
+
+
+def test_logs_of_workers_that_are_gone_do_not_pile_up(tmp_path):
+    logs = LogFolder(tmp_path)
+    logs.write_line("launcher", "start")
+    for number in range(300):
+        logs.write_line(f"decode-{number}", "line")
+    logs.write_line("launcher", "end")
+    names = log_names(tmp_path)
+    assert len(names) <= 130
+    assert "decode-299" in names
+    assert (tmp_path / "launcher.log").read_text() == "start\nend\n"
