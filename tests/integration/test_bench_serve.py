@@ -82,6 +82,17 @@ def test_a_closed_loop_keeps_so_many_under_way_and_counts_all():
     assert len(prompts) == len(server.asks)
 
 
+def test_what_settles_is_not_counted_and_asked_once():
+    server = ScriptedServer(answering(0.01))
+    plan = replace(plan_of(Closed(2), num_requests=None, duration_s=0.3), settle_s=0.3)
+    report = measure(server, plan)
+    num_settling = sum(record.phase == "warm-up" for record in report.records)
+    assert num_settling >= 4, "the load ran before"
+    assert 4 <= report.figures.num_complete == len(report.records) - num_settling
+    prompts = {json.dumps(ask.body["prompt"]) for ask in server.asks}
+    assert len(prompts) == len(server.asks)
+
+
 def test_the_key_is_sent_and_kept_nowhere():
     server = ScriptedServer()
     report = measure(server)

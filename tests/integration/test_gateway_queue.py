@@ -121,6 +121,10 @@ def test_a_burst_waits_in_the_gateway_and_not_in_the_engine():
         await until(lambda: len(gate.names) == AT_ONCE)
         await until_true(is_queued(cluster, 7))
         page = await queue_page(cluster)
+        _, demand = await cluster.get_json("/debug/demand")
+        (asked_for,) = demand["models"]
+        assert (asked_for["num_begun"], asked_for["num_waiting"]) == (AT_ONCE, 7)
+        assert asked_for["shape"] is None, "nothing has ended"
         (waiting,) = page["waiting"]
         assert (waiting["num_requests"], waiting["priority"], waiting["tenant"]) == (
             7,

@@ -153,6 +153,13 @@ class WorkFlags:
         Parameter(help="Open loops, Poisson: requests a second, as 1,2; of a trace: recorded."),
     ] = None
     duration: Annotated[float, Parameter(help="Seconds that each load lasts.")] = 30.0
+    settle: Annotated[
+        float,
+        Parameter(
+            help="Seconds that each closed loop runs before it is measured: adaptive workers need "
+            "some."
+        ),
+    ] = 0.0
     requests: Annotated[
         int | None, Parameter(help="End a load after this many requests, if that is sooner.")
     ] = None
@@ -318,4 +325,8 @@ def _effort(work: WorkFlags) -> "Effort":
     ):
         if number is not None and not 0 < number < float("inf"):
             raise ConfigError(f"{flag}: a number above 0")
-    return Effort(work.repetitions, work.duration, work.requests, work.timeout)
+    if not 0 <= work.settle < float("inf"):
+        raise ConfigError("--settle: a number of seconds")
+    if work.settle and work.concurrency is None and (work.rate or work.trace):
+        raise ConfigError("--settle: closed loops settle; give --concurrency")
+    return Effort(work.repetitions, work.duration, work.requests, work.timeout, work.settle)

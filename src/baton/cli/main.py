@@ -43,6 +43,11 @@ def build_app() -> App:
         "down": "Drain and end a fleet.",
     }.items():
         app.command(f"baton.cli.fleet:{verb}", name=verb, help=text)
+    app.command(
+        "baton.cli.autoscale:autoscale",
+        name="autoscale",
+        help="Size a fleet's pools by its traffic.",
+    )
     app.command("baton.cli.gateway:gateway", name="gateway", help="Start a gateway.")
     app.command("baton.cli.worker:worker", name="worker", help="Start one worker.")
     app.command(

@@ -16,6 +16,7 @@ Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]
 Count: TypeAlias = Annotated[int, Meta(ge=0)]
 PositiveCount: TypeAlias = Annotated[int, Meta(ge=1)]
 Seconds: TypeAlias = Annotated[float, Meta(gt=0)]
+Price: TypeAlias = Annotated[float, Meta(ge=0)]
 SecondsOrNone: TypeAlias = Annotated[float, Meta(ge=0)]
 LeaseSeconds: TypeAlias = Annotated[float, Meta(gt=0, le=3600)]
 Host: TypeAlias = Annotated[str, Meta(min_length=1)]
@@ -244,6 +245,35 @@ class RaySection(Struct, frozen=True, kw_only=True):
     insecure: bool = False
 
 
+class ScalingSection(Struct, frozen=True, kw_only=True):
+    """How `baton autoscale` sizes a fleet: for what, how fast, within which bounds and price.
+
+    `gateways` are URLs of all gateway processes, or of their management listeners. `model` None:
+    the one that they serve. A fleet has prefill and decode workers, or those that do both
+    (`max_both`).
+    """
+
+    gateways: tuple[str, ...] = ("http://127.0.0.1:8000",)
+    model: str | None = None
+    ttft_s: Seconds = 2.0
+    tpot_s: Seconds = 0.1
+    good_share: Annotated[float, Meta(gt=0, lt=1)] = 0.95
+    headroom: Annotated[float, Meta(ge=1, le=10)] = 1.2
+    interval_s: Seconds = 5.0
+    grow_every_s: Seconds = 30.0
+    shrink_after_s: Seconds = 300.0
+    min_prefill: Count = 1
+    max_prefill: Count = 4
+    min_decode: Count = 1
+    max_decode: Count = 4
+    min_both: Count = 0
+    max_both: Count = 0
+    price_prefill: Price = 1.0
+    price_decode: Price = 1.0
+    price_both: Price = 1.0
+    max_price: Price | None = None
+
+
 class TraceSection(Struct, frozen=True, kw_only=True):
     """How many finished requests' traces a process remembers."""
 
@@ -271,5 +301,6 @@ class Config(Struct, frozen=True, kw_only=True):
     store: StoreSection = msgspec.field(default_factory=StoreSection)
     up: UpSection = msgspec.field(default_factory=UpSection)
     ray: RaySection = msgspec.field(default_factory=RaySection)
+    scaling: ScalingSection = msgspec.field(default_factory=ScalingSection)
     trace: TraceSection = msgspec.field(default_factory=TraceSection)
     log: LogSection = msgspec.field(default_factory=LogSection)

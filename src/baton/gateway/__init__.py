@@ -39,5 +39,6 @@ Workers, metrics, debugging:
     link_feed.py    what workers have measured of their links
     metrics.py, debug.py  Prometheus metrics; `/debug/requests`, `/debug/workers`, `/debug/links`
     queue_metrics.py, queue_page.py   the same of what waits; `/debug/queue`
+    demand_page.py        `/debug/demand`: what an autoscaler reads
     route_explainer.py    `/debug/route`: where a request would go, and why
 """

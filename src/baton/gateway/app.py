@@ -24,6 +24,7 @@ from baton.gateway.errors import (
     answer_for,
 )
 from baton.gateway.openapi import (
+    DEMAND_PATH,
     LINKS_PATH,
     OPENAPI_PATH,
     QUEUE_PATH,
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from baton.gateway.clients import Clients
     from baton.gateway.completions import Completions
     from baton.gateway.debug import LinkList, RequestTraces, WorkerList
+    from baton.gateway.demand_page import DemandPage
     from baton.gateway.metrics import GatewayMetrics
     from baton.gateway.options import GatewayOptions
     from baton.gateway.queue_page import QueuePage
@@ -199,6 +201,7 @@ class DebugPages:
     queue: QueuePage
     route: RouteExplainer
     links: LinkList
+    demand: DemandPage
 
 
 class GatewayApp:
@@ -289,6 +292,8 @@ class GatewayApp:
                 answer = self._debug_pages.workers.show()
             case _ if path == QUEUE_PATH:
                 answer = self._debug_pages.queue.show()
+            case _ if path == DEMAND_PATH:
+                answer = self._debug_pages.demand.show()
             case _ if path == LINKS_PATH:
                 answer = self._debug_pages.links.show()
             case _:

@@ -44,6 +44,7 @@ REQUESTS_PATH: Final = "/debug/requests"
 ROUTE_PATH: Final = "/debug/route"
 WORKERS_PATH: Final = "/debug/workers"
 QUEUE_PATH: Final = "/debug/queue"
+DEMAND_PATH: Final = "/debug/demand"
 LINKS_PATH: Final = "/debug/links"
 
 Json: TypeAlias = dict[str, Any]
@@ -184,6 +185,7 @@ def _management_paths() -> Json:
         },
         WORKERS_PATH: _get("list_workers", "the workers and their state", an_object, "404"),
         QUEUE_PATH: _get("show_queue", "requests that wait for a worker", an_object, "404"),
+        DEMAND_PATH: _get("show_demand", "the traffic of each model", an_object, "404"),
         ROUTE_PATH: {
             "post": {
                 "operationId": "explain_route",

@@ -35,6 +35,7 @@ from baton.gateway.audit import AuditLog
 from baton.gateway.clients import Clients
 from baton.gateway.completions import Completions
 from baton.gateway.debug import LinkList, RequestHistory, RequestTraces, WorkerList
+from baton.gateway.demand_page import DemandPage
 from baton.gateway.health_monitor import HealthMonitor
 from baton.gateway.kv_events import KVEvents
 from baton.gateway.learned_costs import keep_costs
@@ -192,6 +193,7 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
                     QueuePage(admission, room, load, workers=workers, clock=clock),
                     RouteExplainer(services),
                     LinkList(workers, load),
+                    DemandPage(workers, load, admission, clock),
                 ),
                 readiness=Readiness(workers, clock),
                 access=Access(

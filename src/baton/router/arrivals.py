@@ -84,6 +84,11 @@ class Arrivals:
             self._most_under_way = self._num_under_way
 
     @property
+    def num_begun(self) -> int:
+        """Requests that were ever given to workers."""
+        return self._num_ended + self._num_under_way
+
+    @property
     def are_closed_loops(self) -> bool:
         """Whether requests are shown to follow the ends of others, most of them at least."""
         windows = self._windows

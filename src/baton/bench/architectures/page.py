@@ -302,7 +302,7 @@ def _circumstances(findings: Findings) -> Iterator[str]:
         f"load        before {machine.load}, after {findings.manifest.load_after}",
         f"energy      {'of the whole machine, by RAPL or NVML' if has_energy else UNMEASURED}",
         f"seed        {findings.seed}",
-        f"each load   {findings.duration_s:g} s",
+        f"each load   {findings.duration_s:g} s, after {findings.settle_s:g} s that do not count",
         f"order       {', '.join(findings.order)}",
         *(
             f"{configuration.name:11} "

@@ -167,19 +167,23 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long each load lasts, and the repetitions. `num_requests` None: no limit."""
+    """How long each load lasts, and the repetitions. `num_requests` None: no limit.
+
+    A load runs for `settle_s` before it is measured: closed loops only.
+    """
 
     num_repetitions: int
     duration_s: float
     num_requests: int | None
     request_timeout_s: float
+    settle_s: float = 0.0
 
     def plan_load(self, level: Level) -> LoadPlan:
         """One cell's run. Requests in flight at its end may finish."""
         at_once = level.load.concurrency if isinstance(level.load, Closed) else 1
         timeout_s = self.request_timeout_s
         limits = Limits(self.num_requests, self.duration_s, timeout_s, timeout_s)
-        return LoadPlan(level.load, limits, min(at_once, MOST_WARM_UP))
+        return LoadPlan(level.load, limits, min(at_once, MOST_WARM_UP), self.settle_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -250,6 +250,7 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True, rename={"configuration
     troubles: tuple[Trouble, ...]
     warnings: tuple[str, ...]
     analysis: Analysis
+    settle_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,7 @@ async def _run(job: BenchmarkJob) -> Findings:
 
 def _describe_effort(plan: Plan, trials: tuple[Trial, ...]) -> str:
     num_cells = sum(len(trial.levels) for trial in trials)
-    least_s = num_cells * plan.effort.duration_s
+    least_s = num_cells * (plan.effort.settle_s + plan.effort.duration_s)
     return (
         f"{len(trials)} trials ({len(plan.configurations)} configurations, "
         f"{plan.effort.num_repetitions} repetitions) of "
@@ -167,6 +167,7 @@ def describe(job: BenchmarkJob, state: State, *, is_whole: bool = True) -> Findi
         seed=plan.seed,
         num_repetitions=plan.effort.num_repetitions,
         duration_s=plan.effort.duration_s,
+        settle_s=plan.effort.settle_s,
         order=tuple(
             f"{trial.repetition}: {trial.configuration.name}" for trial in plan_trials(plan)
         ),

@@ -60,11 +60,15 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """A whole run. `num_warm_up` requests are sent first and not counted."""
+    """A whole run. `num_warm_up` requests are sent first, then `settle_s` of the load itself.
+
+    Neither is counted. What is measured begins where the settling ended, with other requests.
+    """
 
     load: Load
     limits: Limits
     num_warm_up: int
+    settle_s: float = 0.0
 
 
 def describe_load(load: Load) -> str:

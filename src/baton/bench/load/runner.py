@@ -191,22 +191,25 @@ class LoadRunner:
 
     async def run(self, workload: Workload, seed: int = 0) -> Outcome:
         """Run the workload to its end; no request is in flight afterwards."""
+        conversations = limit_requests(workload.generate(), self._plan.limits.num_requests)
         warm_up = await self._warm_up(workload)
+        settling = await self._settle(warm_up, conversations)
+        before = warm_up.records if settling is warm_up else [*warm_up.records, *settling.records]
         measured = self._open_sender("measured")
         watch = ClientMonitor(self._clock)
         watch.start()
         window_s = 0.0
         try:
-            if not (warm_up.broken.is_set() or self._interrupt.is_set()):
-                sending = self._start(measured, workload, seed)
+            if not (settling.broken.is_set() or self._interrupt.is_set()):
+                sending = self._start(measured, conversations, seed)
                 window_s = await self._go(measured, sending, self._plan.limits.duration_s)
         finally:
             await watch.stop()
         return Outcome(
-            (*warm_up.records, *measured.records),
+            (*before, *measured.records),
             watch.judge(measured.records),
             window_s or max((record.ended_s for record in measured.records), default=0.0),
-            warm_up.why or measured.why,
+            settling.why or measured.why,
             self._interrupt.is_set(),
         )
 
@@ -218,13 +221,23 @@ class LoadRunner:
         await self._go(sender, closed_loop(sender, conversations, at_once), None)
         return sender
 
+    async def _settle(self, warm_up: Sender, conversations: Iterator[Conversation]) -> Sender:
+        """The load itself for a while: servers that adapt to it have done so afterwards."""
+        load, settle_s = self._plan.load, self._plan.settle_s
+        if not settle_s or not isinstance(load, Closed) or warm_up.broken.is_set():
+            return warm_up
+        sender = self._open_sender("warm-up")
+        await self._go(sender, closed_loop(sender, conversations, load.concurrency), settle_s)
+        return sender
+
     def _open_sender(self, phase: Phase) -> Sender:
         return Sender(
             self._client, self._writer, self._clock, phase=phase, observers=self._observers
         )
 
-    def _start(self, sender: Sender, workload: Workload, seed: int) -> Coroutine[None, None, None]:
-        conversations = limit_requests(workload.generate(), self._plan.limits.num_requests)
+    def _start(
+        self, sender: Sender, conversations: Iterator[Conversation], seed: int
+    ) -> Coroutine[None, None, None]:
         match self._plan.load:
             case Closed(concurrency):
                 return closed_loop(sender, conversations, concurrency)

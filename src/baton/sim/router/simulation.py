@@ -71,8 +71,8 @@ class Simulation:
         self._costs, self._seed = costs, seed
         self._model = views[0].model
         self._stores: dict[StoreId, SimulatedStore] = {}
-        room = WorkerLoad(0, costs.num_blocks, costs.num_blocks, costs.block_size)
-        views = [replace(view, load=room) for view in views]
+        self._room = WorkerLoad(0, costs.num_blocks, costs.num_blocks, costs.block_size)
+        views = [replace(view, load=self._room) for view in views]
         if costs.workers_per_device is not None:
             views = _place_on_devices(views, costs.workers_per_device)
         self.fleet = Fleet.of(views)
@@ -100,6 +100,13 @@ class Simulation:
     def load(self) -> FleetLoad:
         """As the first gateway keeps it."""
         return self.gateways[0].load
+
+    def add_worker(self, view: WorkerView) -> None:
+        """Another worker, with a cache that is empty, and without a store; the fleet has it now."""
+        view = replace(view, load=self._room)
+        self._workers[view.id] = self._start(view)
+        served = self.fleet.models[self._model]
+        self.fleet = Fleet.of((*served.prefills, *served.decodes, view))
 
     def add_clients(self, sessions: Iterator[Session], num_clients: int) -> None:
         """Closed loops: each client asks for one session after another, until there are no more."""

@@ -1,0 +1,77 @@
+"""`baton autoscale`: its flags."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from baton.cli.flags import ConfigFlags, Fleet, Sets
+from baton.launch.fleet import DEFAULT_FLEET
+
+if TYPE_CHECKING:
+    from baton.launch.fleet import FleetControl
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class AutoscaleFlags(ConfigFlags):
+    """Whose traffic is read, and which fleet is resized."""
+
+    gateway: Annotated[
+        tuple[str, ...] | None,
+        Sets("scaling.gateways"),
+        Parameter(
+            help="A gateway's URL, or its management port's; may be repeated "
+            "[default: http://127.0.0.1:8000].",
+            negative="",
+        ),
+    ] = None
+    fleet: Fleet = DEFAULT_FLEET
+    on: Annotated[str, Parameter(help="Where the fleet runs: local is this machine.")] = "local"
+    dry_run: Annotated[
+        bool,
+        Parameter(help="Print decisions, change nothing.", negative="", show_default=False),
+    ] = False
+
+
+def autoscale(flags: AutoscaleFlags | None = None) -> int:
+    """Size a fleet's pools by what its gateways are asked for, until Ctrl-C.
+
+    Bounds, limits and prices are the settings `scaling.*`: --set scaling.max_decode=8.
+    """
+    import asyncio  # noqa: PLC0415 - these are too heavy for --help
+
+    from baton.launch.fleet import find_backend  # noqa: PLC0415
+
+    flags = flags or AutoscaleFlags()
+    config = flags.resolve().to_config()
+    backend = find_backend(flags.on)
+
+    async def run() -> None:
+        async with backend.connect(flags.fleet) as control:
+            await _run(flags, control)
+
+    from baton.config.logs import configure_logging  # noqa: PLC0415
+
+    configure_logging(config.log)
+    asyncio.run(run())
+    return 0
+
+
+async def _run(flags: AutoscaleFlags, control: "FleetControl") -> None:
+    from baton.clock import MachineClock  # noqa: PLC0415
+    from baton.launch.autoscaler import Autoscaler, DemandReader, make_options  # noqa: PLC0415
+    from baton.ops.gateway_pages import Gateway  # noqa: PLC0415
+
+    settings = flags.resolve().to_config().scaling
+    gateways = [Gateway.at(url, "--gateway") for url in settings.gateways]
+    autoscaler = Autoscaler(
+        control,
+        DemandReader(gateways, settings.model),
+        make_options(settings),
+        MachineClock(),
+        on_line=partial(print, flush=True),
+        applies=not flags.dry_run,
+    )
+    await autoscaler.run(settings.interval_s)

@@ -1,0 +1,209 @@
+"""Reads what gateways are asked for, and has the fleet resized.
+
+    gateways' `/debug/demand` ─► `baton.router.scaling.Scaler` ─► `FleetControl.scale`
+
+Nothing depends on it: without it, or where no gateway answers, the fleet stays as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from math import inf
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from baton.clock import Instant
+from baton.errors import UNDECODABLE, BatonError, ConfigError
+from baton.launch.fleet import FleetSize
+from baton.ops.gateway_pages import OK, PageError, read_refusal
+from baton.protocol.demand import DemandReport
+from baton.router.demand import Limits
+from baton.router.scaling import RoleBounds, Scaler, ScalingOptions, Size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from baton.clock import Clock
+    from baton.config.sections import ScalingSection
+    from baton.launch.fleet import FleetControl, FleetStatus
+    from baton.ops.gateway_pages import Gateway
+    from baton.router.scaling import Resize
+
+DEMAND_PATH: Final = "/debug/demand"
+ROLES: Final = ("prefill", "decode", "both")
+"""As `Size` has them."""
+RETRY_AFTER_S: Final = 60.0
+"""After the fleet refused a size."""
+
+log = logging.getLogger(__name__)
+_decoder = msgspec.json.Decoder(DemandReport)
+
+
+def make_options(settings: ScalingSection) -> ScalingOptions:
+    """From the configuration.
+
+    Raises:
+        ConfigError: the bounds contradict each other.
+    """
+    for role in Size._fields:
+        least, most = getattr(settings, f"min_{role}"), getattr(settings, f"max_{role}")
+        if least > most and not (settings.max_both and role != "both"):
+            raise ConfigError(f"scaling.min_{role} is {least}, and scaling.max_{role} {most}")
+    pools, none = not settings.max_both, RoleBounds(0, 0)
+    prefill = RoleBounds(settings.min_prefill, settings.max_prefill, settings.price_prefill)
+    decode = RoleBounds(settings.min_decode, settings.max_decode, settings.price_decode)
+    return ScalingOptions(
+        Limits(settings.ttft_s, settings.tpot_s),
+        prefill if pools else none,
+        decode if pools else none,
+        RoleBounds(settings.min_both, settings.max_both, settings.price_both),
+        good_share=settings.good_share,
+        headroom=settings.headroom,
+        most_price=inf if settings.max_price is None else settings.max_price,
+        grow_every_s=settings.grow_every_s,
+        shrink_after_s=settings.shrink_after_s,
+    )
+
+
+class DemandReader:
+    """Reads gateways' reports. `model` None: the only one that they report. Owner: one event loop.
+
+    Each problem is logged when it comes, and when it is over.
+    """
+
+    def __init__(self, gateways: Sequence[Gateway], model: str | None) -> None:
+        self._gateways, self._model = gateways, model
+        self._problems = Problems()
+
+    async def read(self) -> dict[str, DemandReport]:
+        """Of the gateways that answer, by URL."""
+        reports = await asyncio.gather(
+            *(asyncio.to_thread(self._read_one, each) for each in self._gateways)
+        )
+        urls = (each.url for each in self._gateways)
+        return {url: each for url, each in zip(urls, reports, strict=True) if each is not None}
+
+    def find_model(self, reports: Mapping[str, DemandReport]) -> str | None:
+        """The model that the fleet serves; None: not known."""
+        if self._model is None:
+            models = sorted({each.model for report in reports.values() for each in report.models})
+            several = f"they serve {', '.join(models)}: set scaling.model"
+            self._problems.note("the gateways", several if len(models) > 1 else None)
+            if len(models) == 1:
+                self._model = models[0]
+        return self._model
+
+    def _read_one(self, gateway: Gateway) -> DemandReport | None:
+        try:
+            status, body = gateway.get(DEMAND_PATH)
+            report = _decoder.decode(body) if status == OK else None
+        except PageError as exc:
+            self._problems.note(gateway.url, str(exc))
+        except UNDECODABLE as exc:
+            self._problems.note(gateway.url, f"its report does not decode: {exc}")
+        else:
+            refusal = f"{DEMAND_PATH} answered {status}: {read_refusal(body)}"
+            self._problems.note(gateway.url, None if report is not None else refusal)
+            return report
+        return None
+
+
+class Problems:
+    """What does not work at present, logged as it changes."""
+
+    def __init__(self) -> None:
+        self._present: dict[str, str] = {}
+
+    def note(self, source: str, problem: str | None) -> None:
+        """None: it works."""
+        before = self._present.get(source)
+        if problem is None:
+            self._present.pop(source, None)
+            if before is not None:
+                log.info("%s: well again", source)
+        elif problem != before:
+            self._present[source] = problem
+            log.warning("%s: %s; nothing is changed by it meanwhile", source, problem)
+
+
+class Autoscaler:
+    """One fleet's. Owner: one event loop. `on_line` gets decisions, and how they are carried out.
+
+    `applies` False: decisions are not carried out.
+    """
+
+    def __init__(
+        self,
+        control: FleetControl,
+        demand: DemandReader,
+        options: ScalingOptions,
+        clock: Clock,
+        *,
+        on_line: Callable[[str], None],
+        applies: bool = True,
+    ) -> None:
+        self._control, self._demand, self._options = control, demand, options
+        self._clock, self._on_line, self._applies = clock, on_line, applies
+        self._scaler: Scaler | None = None
+        self._problems = Problems()
+        self._held_until = clock.now()
+
+    async def run(self, interval_s: float) -> None:
+        """Look every `interval_s`, until cancelled."""
+        while True:
+            await self.step()
+            await asyncio.sleep(interval_s)
+
+    async def step(self) -> Resize | None:
+        """Look once, and resize if that is due: what was decided."""
+        reports = await self._demand.read()
+        status = await self._read_status()
+        model = self._demand.find_model(reports)
+        if status is None or model is None or not reports:
+            return None
+        if self._scaler is None:
+            self._scaler = Scaler(model, self._options)
+        now = self._clock.now()
+        present, num_starting = count_members(status)
+        decision = self._scaler.decide(reports, present, num_starting, now)
+        if decision is None or now < self._held_until:
+            return None
+        self._on_line(f"{present} → {decision.size}: {decision.reason}")
+        if self._applies:
+            await self._resize(present, decision.size)
+        return decision
+
+    async def _read_status(self) -> FleetStatus | None:
+        try:
+            status = await self._control.status()
+        except BatonError as exc:
+            self._problems.note("the fleet", str(exc))
+            return None
+        self._problems.note("the fleet", None)
+        return status
+
+    async def _resize(self, present: Size, wanted: Size) -> None:
+        changed = {
+            role: num for role, had, num in zip(ROLES, present, wanted, strict=True) if num != had
+        }
+        try:
+            async for line in self._control.scale(FleetSize(**changed)):
+                self._on_line(line)
+        except BatonError as exc:
+            log.warning("the fleet stays as it is: %s; next try in %.0f s", exc, RETRY_AFTER_S)
+            self._held_until = Instant(self._clock.now() + RETRY_AFTER_S)
+
+
+def count_members(status: FleetStatus) -> tuple[Size, int]:
+    """Workers by role that serve or start, and how many of them start."""
+    states = Counter(
+        (each.role, each.state) for each in status.members if each.state in {"starting", "ready"}
+    )
+    size = Size(*(states[role, "starting"] + states[role, "ready"] for role in ROLES))
+    num_starting = sum(
+        num for (role, state), num in states.items() if state == "starting" and role != "gateway"
+    )
+    return size, num_starting

@@ -1,0 +1,183 @@
+"""The size of a fleet: the cheapest that suffices; growth at once, shrinking after a while."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.protocol.demand import DemandReport, EndedAnswer, ModelDemand, RequestShape
+from baton.router.demand import Demand, Limits, predict_share
+from baton.router.scaling import RoleBounds, Scaler, ScalingOptions, Size, find_size
+
+NONE = RoleBounds(0, 0)
+MOST = 9
+LIMITS = Limits(ttft_s=2.0, tpot_s=0.05)
+SHAPE = RequestShape(
+    prefill_s=0.3,
+    handoff_s=0.01,
+    num_answer_tokens=100.0,
+    step_s=0.01,
+    step_answer_s=0.0004,
+    most_at_once=None,
+)
+GOOD, LATE = EndedAnswer(0.5, 0.02), EndedAnswer(9.0, 0.02)
+
+
+def pools(**changes: float) -> ScalingOptions:
+    return ScalingOptions(LIMITS, RoleBounds(1, MOST), RoleBounds(1, MOST), NONE, **changes)
+
+
+def replicas() -> ScalingOptions:
+    return ScalingOptions(LIMITS, NONE, NONE, RoleBounds(1, MOST))
+
+
+@st.composite
+def demands(draw: st.DrawFn) -> Demand:
+    prefill_s = draw(st.floats(0.01, 1.0))
+    return Demand(
+        num_at_once=1.0,
+        prefill_s=prefill_s,
+        cold_prefill_s=prefill_s,
+        handoff_s=0.01,
+        cold_handoff_s=0.01,
+        num_answer_tokens=draw(st.floats(1.0, 500.0)),
+        step_s=(draw(st.floats(0.001, 0.04)), draw(st.floats(0.0, 0.002))),
+        most_at_once=draw(st.floats(1.0, 200.0)),
+    )
+
+
+@given(demands(), st.floats(0.01, 60.0), st.floats(0.1, 10.0), st.floats(3.0, 60.0))
+def test_no_cheaper_size_suffices(
+    demand: Demand, rate: float, prefill_price: float, most_price: float
+) -> None:
+    options = ScalingOptions(
+        LIMITS,
+        RoleBounds(1, MOST, prefill_price),
+        RoleBounds(1, MOST),
+        NONE,
+        most_price=max(most_price, prefill_price + 1.0),
+    )
+    size, share = find_size(demand, rate, options)
+    assert options.price(size) <= options.most_price + 1e-9
+    all_sizes = [Size(p, d) for p, d in product(range(1, MOST + 1), repeat=2)]
+    shares = {
+        each: predict_share(demand, LIMITS, sum(each), each.prefill, rate=rate)
+        for each in all_sizes
+        if options.price(each) <= options.most_price
+    }
+    suffices = [each for each, found in shares.items() if found >= options.good_share]
+    if suffices:
+        assert share >= options.good_share
+        assert options.price(size) <= min(map(options.price, suffices)) + 1e-9
+    else:
+        assert share == pytest.approx(max(shares.values()))
+
+
+@given(demands(), st.floats(0.01, 60.0))
+def test_replicas_are_the_fewest_that_suffice(demand: Demand, rate: float) -> None:
+    size, share = find_size(demand, rate, replicas())
+
+    def best(num: int) -> float:
+        return max(predict_share(demand, LIMITS, num, p, rate=rate) for p in range(num))
+
+    suffices = [num for num in range(1, MOST + 1) if best(num) >= 0.95]
+    assert size == Size(both=min(suffices, default=MOST))
+    assert share == pytest.approx(best(size.both))
+
+
+class Traffic:
+    """One gateway's report, from a rate that changes."""
+
+    def __init__(self) -> None:
+        self.num_begun, self.now, self.waiting = 0.0, 0.0, 0
+        self.epoch, self.ended = "a", (GOOD,) * 30
+
+    def after(self, seconds: float, rate: float) -> dict[str, DemandReport]:
+        self.now += seconds
+        self.num_begun += rate * seconds
+        demand = ModelDemand(
+            model="demo",
+            num_begun=int(self.num_begun),
+            num_waiting=self.waiting,
+            window_s=30.0,
+            ended=self.ended,
+            shape=SHAPE,
+        )
+        return {"gateway": DemandReport(self.epoch, (demand,))}
+
+
+def follow(scaler: Scaler, traffic: Traffic, size: Size, seconds: float, rate: float) -> Size:
+    """Sizes are there at once."""
+    for _ in range(int(seconds / 5)):
+        found = scaler.decide(traffic.after(5.0, rate), size, 0, traffic.now)
+        size = size if found is None else found.size
+    return size
+
+
+def test_it_grows_at_once_and_shrinks_to_the_most_that_was_needed_for_a_while() -> None:
+    scaler, traffic = Scaler("demo", pools(shrink_after_s=300.0)), Traffic()
+    small = follow(scaler, traffic, Size(1, 1), 60.0, 1.0)
+    large = follow(scaler, traffic, small, 60.0, 12.0)
+    assert large.prefill >= 12 * SHAPE.prefill_s > small.prefill
+    assert follow(scaler, traffic, large, 290.0, 1.0) == large, "others may come"
+    assert follow(scaler, traffic, large, 120.0, 1.0) == small
+
+
+def test_it_does_not_grow_again_while_workers_start() -> None:
+    scaler, traffic = Scaler("demo", pools()), Traffic()
+    follow(scaler, traffic, Size(1, 1), 60.0, 1.0)
+    larger = follow(scaler, traffic, Size(1, 1), 30.0, 6.0)
+    assert larger != Size(1, 1)
+    for _ in range(60):
+        assert scaler.decide(traffic.after(5.0, 20.0), larger, 1, traffic.now) is None
+    assert scaler.decide(traffic.after(5.0, 20.0), larger, 0, traffic.now) is not None
+
+
+def test_requests_that_wait_count() -> None:
+    scaler, traffic = Scaler("demo", pools()), Traffic()
+    size = follow(scaler, traffic, Size(1, 1), 60.0, 1.0)
+    traffic.waiting = 300
+    assert follow(scaler, traffic, size, 30.0, 1.0).prefill > size.prefill
+
+
+def test_answers_that_are_late_though_none_was_predicted_to_be_make_it_grow() -> None:
+    scaler, traffic = Scaler("demo", pools()), Traffic()
+    size = follow(scaler, traffic, Size(1, 1), 120.0, 2.0)
+    traffic.ended = (LATE,) * 30
+    larger = follow(scaler, traffic, size, 300.0, 2.0)
+    assert sum(larger) > sum(size)
+    traffic.ended = (GOOD,) * 30
+    assert follow(scaler, traffic, larger, 3000.0, 2.0) == size, "what was learned wears off"
+
+
+def test_a_gateway_that_begins_again_is_no_burst_and_no_lull() -> None:
+    scaler, traffic = Scaler("demo", pools()), Traffic()
+    size = follow(scaler, traffic, Size(1, 1), 600.0, 5.0)
+    traffic.epoch, traffic.num_begun = "b", 0.0
+    assert follow(scaler, traffic, size, 60.0, 5.0) == size
+
+
+def test_nothing_is_decided_without_reports() -> None:
+    scaler = Scaler("demo", pools())
+    assert scaler.decide({}, Size(2, 2), 0, 1000.0) is None
+    assert scaler.decide({}, Size(2, 2), 0, 9000.0) is None
+
+
+def test_bounds_are_kept_even_without_traffic() -> None:
+    scaler = Scaler("demo", pools())
+    found = scaler.decide({}, Size(0, MOST + 2), 0, 0.0)
+    assert found is not None
+    assert found.size == Size(1, MOST)
+
+
+@given(st.lists(st.floats(0.0, 60.0), min_size=1, max_size=40), st.floats(4.0, 12.0))
+def test_price_and_bounds_hold_whatever_comes(rates: list[float], most_price: float) -> None:
+    options = pools(most_price=most_price, shrink_after_s=60.0)
+    scaler, traffic, size = Scaler("demo", options), Traffic(), Size(1, 1)
+    for rate in rates:
+        size = follow(scaler, traffic, size, 20.0, rate)
+        assert options.price(size) <= most_price
+        assert options.clamp(size) == size
