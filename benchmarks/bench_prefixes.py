@@ -16,6 +16,7 @@ they received from other workers' caches; "computed": that some worker computed.
 from the workers' counters (`baton_worker_prompt_tokens_total`), of whole runs.
 
     python benchmarks/bench_prefixes.py --peers FOLDER --json benchmarks/results/prefixes.json
+    python benchmarks/bench_prefixes.py --table benchmarks/results/prefixes.json
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import urllib.request
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bench_control import install_peers
 from control_gateway import PEERS, router
@@ -41,6 +43,9 @@ from rich.table import Table
 from vllm_servers import find_free_port
 
 from baton.testing.fleet import Fleet, FleetProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 NUM_WORKERS = 4
 SERVED = "unknown"
@@ -70,6 +75,18 @@ ENGINE: dict[str, object] = {
     "engine.max_batch_tokens": 512,
 }
 SOURCE = re.compile(r'^baton_worker_prompt_tokens_total\{source="(\w+)"\} (\S+)$', re.MULTILINE)
+
+
+COLUMNS: tuple[tuple[str, tuple[str, Callable[[Run], float]]], ...] = (
+    ("requests/s", (".1f", lambda run: run.requests_per_s)),
+    ("TTFT p50, ms", (",.0f", lambda run: run.ttft_p50_ms)),
+    ("TTFT p99, ms", (",.0f", lambda run: run.ttft_p99_ms)),
+    ("TTFT mean, ms", (",.0f", lambda run: run.ttft_mean_ms)),
+    ("cached", (".0%", lambda run: run.cached)),
+    ("loaded", (".0%", lambda run: run.loaded)),
+    ("computed", (".0%", lambda run: run.computed)),
+)
+CELLS = tuple(cell for _, cell in COLUMNS)
 
 
 @dataclass(frozen=True)
@@ -149,6 +166,26 @@ def make_model(folder: Path) -> Path:
     return path
 
 
+def start_arms(
+    fleet: Fleet, stack: ExitStack, workers: list[FleetProcess], options: argparse.Namespace
+) -> dict[str, str]:
+    """The address of each arm. All run at the same time, so that Baton's gateways keep learning."""
+    gateways = dict(ARMS)
+    for name, policy in TWICE.items():
+        port = {"gateway.management_port": find_free_ports(2), "gateway.processes": 2}
+        gateways[name] = {"router.policy": policy, **port}
+    arms = {}
+    for name, own in gateways.items():
+        if not options.arms or name in options.arms:
+            arms[name] = fleet.start_gateway([], [], both=workers, settings=own).url
+    if options.peers is not None:
+        urls = [worker.url for worker in workers]
+        for name in PEERS:
+            served = router(name, options.peers, urls, policy="cache_aware", model=SERVED)
+            arms[name] = stack.enter_context(served)[0]
+    return arms
+
+
 def main() -> None:
     """Measure all, print a table for each load."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -159,7 +196,11 @@ def main() -> None:
     parser.add_argument("--loads", nargs="*", choices=LOADS, default=list(LOADS))
     parser.add_argument("--arms", nargs="*", help="all unless named")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--table", type=Path, help="print the table of this result's file instead")
     options = parser.parse_args()
+    if options.table is not None:
+        print_markdown(options.table)
+        return
     if options.peers is not None:
         install_peers(options.peers)
     environment = dict(os.environ, BATON_CLUSTER_KEY=os.urandom(32).hex())
@@ -174,19 +215,7 @@ def main() -> None:
         workers = [fleet.start_worker(f"w{i}", "both", settings) for i in range(NUM_WORKERS)]
         for worker in workers:
             worker.wait_ready()
-        gateways = dict(ARMS)
-        for name, policy in TWICE.items():
-            port = {"gateway.management_port": find_free_ports(2), "gateway.processes": 2}
-            gateways[name] = {"router.policy": policy, **port}
-        arms = {}
-        for name, own in gateways.items():
-            if not options.arms or name in options.arms:
-                arms[name] = fleet.start_gateway([], [], both=workers, settings=own).url
-        if options.peers is not None:
-            urls = [worker.url for worker in workers]
-            for name in PEERS:
-                served = router(name, options.peers, urls, policy="cache_aware", model=SERVED)
-                arms[name] = stack.enter_context(served)[0]
+        arms = start_arms(fleet, stack, workers, options)
         for number in range(options.rounds):
             for load in options.loads:
                 for arm in list(arms) if number % 2 else reversed(arms):
@@ -201,32 +230,28 @@ def main() -> None:
 def show(runs: list[Run], arms: list[str], loads: list[str]) -> None:
     """Medians over the rounds."""
     for load in loads:
-        table = Table(
-            load,
-            "requests/s",
-            "TTFT p50, ms",
-            "TTFT p99, ms",
-            "mean",
-            "cached",
-            "loaded",
-            "computed",
-            "failed",
-        )
+        table = Table(load, *(name for name, _ in COLUMNS), "failed")
         for arm in arms:
             own = [run for run in runs if (run.arm, run.load) == (arm, load)]
-            table.add_row(
-                arm,
-                f"{statistics.median(run.requests_per_s for run in own):.1f}",
-                f"{statistics.median(run.ttft_p50_ms for run in own):.0f}",
-                f"{statistics.median(run.ttft_p99_ms for run in own):.0f}",
-                f"{statistics.median(run.ttft_mean_ms for run in own):.0f}",
-                *(
-                    f"{statistics.median(getattr(run, share) for run in own):.0%}"
-                    for share in ("cached", "loaded", "computed")
-                ),
-                str(sum(run.num_failed for run in own)),
-            )
-        Console().print(table)
+            table.add_row(arm, *list_medians(own), str(sum(run.num_failed for run in own)))
+        Console(width=120).print(table)
+
+
+def list_medians(runs: list[Run]) -> list[str]:
+    """A row's figures."""
+    return [format(statistics.median(read(run) for run in runs), spec) for spec, read in CELLS]
+
+
+def print_markdown(path: Path) -> None:
+    """The table of docs/routing.md, of a result's file."""
+    runs = [Run(**run) for run in json.loads(path.read_bytes())["runs"]]
+    print(f"| load | gateway | {' | '.join(name for name, _ in COLUMNS)} |")
+    print("|---" * (2 + len(COLUMNS)) + "|")
+    for load in dict.fromkeys(run.load for run in runs):
+        arms = [*ARMS, *TWICE, *PEERS]
+        for arm in sorted({run.arm for run in runs}, key=arms.index):
+            own = [run for run in runs if (run.arm, run.load) == (arm, load)]
+            print(f"| {load} | `{arm}` | {' | '.join(list_medians(own))} |")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 TLS = {"security.tls": "control"}
 ENGINE: dict[str, object] = {"engine.dtype": "float32", "engine.num_threads": 1}
+QUEUED = 'baton_kv_events_total{type="BlocksExpected"'
+CONNECTED = "baton_kv_event_connected{worker="
 TEXT = "the prefill worker computes the prompt and the decode worker answers it. " * 12
 
 
@@ -120,17 +122,17 @@ def test_what_one_gateway_placed_is_known_to_another_before_it_is_computed(fleet
     both = [workers["one"], workers["two"]]
     settings = {**TLS, "router.policy": "prefix"}
     first, second = (fleet.start_gateway([], [], both=both, settings=settings) for _ in range(2))
-    queued = 'baton_kv_events_total{type="BlocksExpected",worker="two"}'
-    until(lambda: metric(second, 'baton_kv_event_connected{worker="two"}') == 1)
-    before = metric(second, queued)
+    until(lambda: all(metric(second, f"{CONNECTED}{name}") for name in ('"one"', '"two"')))
+    before = metric(second, QUEUED)
+    chat(first, [{"role": "user", "content": f"its first turn. {TEXT * 5}"}])
+    until(lambda: metric(second, QUEUED) == before + 1)
     messages = [{"role": "user", "content": f"which of two? {TEXT * 5}"}]
-    chat(first, [{"role": "user", "content": "the first turn is the other worker's"}])
     with ThreadPoolExecutor(1) as pool:
         placed = pool.submit(chat, first, messages)
-        until(lambda: metric(second, queued) == before + 1)
-        answer, worker = chat(second, messages)  # its own first turn is the other worker's, too
+        until(lambda: metric(second, QUEUED) == before + 2)
+        answer, worker = chat(second, messages)
         expected, same = placed.result()
-    assert worker == same == "two"
+    assert worker == same
     assert cached(answer) > 150
     assert answer["choices"] == expected["choices"]
     for gateway in (first, second):

@@ -1,7 +1,7 @@
 """KV events: which blocks a worker has cached, and which it has evicted.
 
 Enters: a publisher's messages (vLLM's, over ZMQ), or what the embedded engine's cache does. Leaves:
-`BlockStored`, `BlockRemoved` and `AllBlocksCleared`, each once and in order, or `Lost` and
+`BlockStored`, `BlockRemoved`, `BlocksExpected` and others, each once and in order, or `Lost` and
 `Restarted`, which invalidate whatever was known of that worker. Wire: docs/wire/kv-events.md.
 
 File map:
