@@ -36,11 +36,11 @@ def endpoint(address: str, **conditions: bool | None) -> dict[str, Any]:
 
 
 def endpoint_slice(
-    name: str, endpoints: Iterable[dict[str, Any]], port: int, scheme: str
+    name: str, service: str, endpoints: Iterable[dict[str, Any]], port: int, scheme: str
 ) -> dict[str, Any]:
-    """A slice of the Service `workers`, as the API has it."""
+    """A slice of a Service, as the API has it."""
     return {
-        "metadata": {"name": name, "labels": {SERVICE: "workers"}},
+        "metadata": {"name": name, "labels": {SERVICE: service}},
         "addressType": "IPv4",
         "endpoints": list(endpoints) or None,
         "ports": [
@@ -88,11 +88,16 @@ class KubernetesApi:
         (self.account / "token").write_text(token, encoding="ascii")
 
     def put(
-        self, name: str, *endpoints: dict[str, Any], port: int = 8101, scheme: str = "https"
+        self,
+        name: str,
+        *endpoints: dict[str, Any],
+        port: int = 8101,
+        scheme: str = "https",
+        service: str = "workers",
     ) -> None:
         """Add or change a slice."""
         known = name in self._slices
-        self._slices[name] = endpoint_slice(name, endpoints, port, scheme)
+        self._slices[name] = endpoint_slice(name, service, endpoints, port, scheme)
         self._note("MODIFIED" if known else "ADDED", self._slices[name])
 
     def remove(self, name: str) -> None:
@@ -144,7 +149,6 @@ class KubernetesApi:
         if request.headers.get("authorization") != f"Bearer {self._token}":
             return refuse(401, "Unauthorized")
         assert request.match_info["namespace"] == "default"
-        assert request.query["labelSelector"] == f"{SERVICE}=workers"
         if self.fault is not None and self.faulty_verb == verb:
             self.num_faults += 1
             return await self.fault(request)
@@ -152,7 +156,7 @@ class KubernetesApi:
 
     def _list(self, request: web.Request) -> web.Response:
         first, limit = int(request.query.get("continue", "0")), int(request.query["limit"])
-        names = sorted(self._slices)
+        names = [name for name in sorted(self._slices) if is_asked(request, self._slices[name])]
         rest = str(first + limit) if first + limit < len(names) else ""
         return web.json_response({
             "kind": "EndpointSliceList",
@@ -174,11 +178,18 @@ class KubernetesApi:
                 changed = self._changed
                 for version, kind, found in self._history:
                     if version > since:
-                        await write_event(response, kind, found)
                         since = version
+                        if is_asked(request, found):
+                            await write_event(response, kind, found)
                 await changed.wait()
         finally:
             self._watches.remove(request)
+
+
+def is_asked(request: web.Request, found: dict[str, Any]) -> bool:
+    """Whether a slice is of the Service that a request selects."""
+    label, _, service = request.query["labelSelector"].partition("=")
+    return bool(found["metadata"]["labels"][label] == service)
 
 
 def refuse(code: int, message: str) -> web.Response:

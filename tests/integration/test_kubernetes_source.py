@@ -333,6 +333,33 @@ def test_a_server_that_cannot_be_trusted_is_shown_no_token(
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("verb", ["list", "watch"])
+def test_a_server_that_does_not_answer_is_given_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    monkeypatch.setattr(kubernetes_api, "LIST_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(kubernetes_api, "WATCH_S", (0, 0))
+    monkeypatch.setattr(kubernetes_api, "WATCH_GRACE_S", 0.1)
+
+    async def hang(request: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(60)
+        return web.Response()
+
+    async def main() -> None:
+        api = KubernetesApi(tmp_path)
+        api.put("a", endpoint("10.0.0.1"))
+        api.fault, api.faulty_verb = hang, verb
+        async with api.running(), following(api.api) as seen:
+            await until(lambda: api.num_faults >= 3)
+            api.fault = None
+            monkeypatch.undo()
+            await seen.until(worker("10.0.0.1"))
+
+    asyncio.run(main())
+    (line,) = warnings(caplog)
+    assert f"has not answered {verb} in time" in line
+
+
 def test_the_token_follows_no_redirect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         api = KubernetesApi(tmp_path)
