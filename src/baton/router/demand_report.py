@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 REPORTED_S: Final = 30.0
 LEAST_ENDED: Final = 8
-"""From which the shape of requests is told."""
+"""From which the shape of requests is known."""
 
 
 def report_demand(

@@ -228,16 +228,16 @@ class Scaler:
         self._needs.append((now, need))
         while self._needs[0][0] < now - options.shrink_after_s:
             self._needs.popleft()
-        told = f"{rate:.2f} requests/s"
+        reason = f"{rate:.2f} requests/s"
         if self._factor > 1.0:
-            told += f" (counted {self._factor:.2f} times: too few answers were good)"
+            reason += f" (counted {self._factor:.2f} times: too few answers were good)"
         if share < options.good_share:
-            told += f", of which {share:.0%} can be good within the bounds"
+            reason += f", of which {share:.0%} can be good within the bounds"
         more = Size(*map(max, need, present))
         if more != present and not self._is_held(num_starting, now):
             self._grew_at = now
-            return Resize(self._keep_price(more, need), f"{told} need {need}")
-        return self._shrink(present, told, now)
+            return Resize(self._keep_price(more, need), f"{reason} need {need}")
+        return self._shrink(present, reason, now)
 
     def _is_held(self, num_starting: int, now: float) -> bool:
         """The last growth has not had its effect yet."""
@@ -247,7 +247,7 @@ class Scaler:
         """A role that has too many is not kept at the cost of one that has too few."""
         return more if self._options.price(more) <= self._options.most_price else need
 
-    def _shrink(self, present: Size, told: str, now: float) -> Resize | None:
+    def _shrink(self, present: Size, reason: str, now: float) -> Resize | None:
         began_at, after_s = self._began_at, self._options.shrink_after_s
         if began_at is None or now - max(began_at, self._grew_at) < after_s:
             return None
@@ -255,7 +255,7 @@ class Scaler:
         fewer = Size(*map(min, most, present))
         if fewer == present:
             return None
-        return Resize(fewer, f"{told} needed {most} at most for {after_s:.0f} s")
+        return Resize(fewer, f"{reason} needed {most} at most for {after_s:.0f} s")
 
     def _merge(self, reports: Mapping[str, DemandReport], now: float) -> list[ModelDemand]:
         """This model's part of the reports, and what its requests are like."""
