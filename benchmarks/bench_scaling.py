@@ -113,7 +113,7 @@ class World:
             self._new(role) for role, num in zip(self._roles, size, strict=True) for _ in range(num)
         ]
         policy = CostPolicy(CostOptions(ttft_s=options.ttft_s, tpot_s=options.tpot_s))
-        self.simulation = Simulation(policy, first, COSTS, options.seed)
+        self.simulation = Simulation([policy], first, COSTS, options.seed)
         self.simulation.replay(draw_sessions(options))
         self._starting: list[tuple[float, WorkerView]] = []
         self._leaving: dict[WorkerId, float] = {}
