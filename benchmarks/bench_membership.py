@@ -263,7 +263,7 @@ def serve(pipe, port: int) -> None:
 
 async def _serve(pipe, port: int) -> None:
     options = GatewayOptions(
-        workers=STATIC, credentials=Credentials.of(KEY), key_origin="configured", announce_port=port
+        workers=STATIC, members=("announced",), credentials=Credentials.of(KEY), key_origin="configured", announce_port=port
     )
     async with open_announcements(options, MachineClock(), CollectorRegistry()):
         pipe.send("ready")
@@ -352,7 +352,7 @@ async def measure_deaths(args: argparse.Namespace) -> Deaths:
     port = free_port()
     credentials = Credentials.of(KEY)
     options = GatewayOptions(
-        workers=STATIC, credentials=credentials, key_origin="configured", announce_port=port
+        workers=STATIC, members=("announced",), credentials=credentials, key_origin="configured", announce_port=port
     )
     async with open_announcements(options, MachineClock(), CollectorRegistry()) as members:
         assert members is not None

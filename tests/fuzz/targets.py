@@ -71,6 +71,8 @@ from baton.gateway import protocol_adapters
 from baton.gateway.clients import ClientKeyFile, Clients, make_key, read_keys
 from baton.gateway.errors import UnauthorizedError
 from baton.gateway.kv_events import locate_events
+from baton.gateway.members.file import read_addresses
+from baton.gateway.members.member_set import MemberSet
 from baton.gateway.options import WorkerAddress
 from baton.gateway.request import (
     estimate_prompt_tokens,
@@ -84,7 +86,8 @@ from baton.gateway.stream_replay import Replay
 from baton.gateway.targets import MAX_TPOT_MS, MAX_TTFT_MS, read_targets
 from baton.gateway.upstream import read_error
 from baton.gateway.worker_discovery import _first_model
-from baton.gateway.workers import Worker, read_info, read_load, why_not_used, worker_view
+from baton.gateway.worker_info import read_info, read_load, why_not_used
+from baton.gateway.workers import Worker, worker_view
 from baton.handoff import messages
 from baton.handoff.interface import SampledToken
 from baton.handoff.pool_mode.side_entries import (
@@ -857,6 +860,22 @@ LINKS: Final = {
 }  # fmt: skip
 
 
+MEMBERS: Final = {
+    "version": 1,
+    "workers": [
+        {"url": "https://10.0.0.2:8101", "role": "prefill"},
+        {"url": "https://[2001:db8::1]:8101", "role": "both", "draining": True},
+    ],
+}
+
+
+def read_members(data: bytes) -> None:
+    members = MemberSet(("file:/a",))
+    members.update("file:/a", read_addresses(data))
+    for url in members.listings:
+        assert Worker(WorkerAddress(str(url), Role.BOTH), DEFAULT_HEALTH).url == url
+
+
 def read_stream(data: bytes) -> str:
     parser, answer = EventParser(), Answer([])
     half = len(data) // 2
@@ -1052,6 +1071,8 @@ TARGETS: Final = {
             encode_page(JournalPage(0, is_whole=False, events=()))), "bytes"),
         Target("worker-info", read_worker_info, (ProtocolError, ConfigError),
                json_of(INFO, VLLM_INFO), "json"),
+        Target("members-file", read_members, (ProtocolError, ConfigError),
+               json_of(MEMBERS), "json"),
         Target("worker-answers", read_worker_answers, NO_ERROR, ANSWERS, "json"),
         Target("worker-streams", go_on_with_stream, NO_ERROR, STREAMS, "bytes"),
         Target("worker-traces", read_traces_of_workers, NO_ERROR,

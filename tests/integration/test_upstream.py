@@ -287,3 +287,24 @@ def test_an_answer_that_does_not_come_in_time_is_not_waited_for():
         await until(lambda: server.num_closed == 1)
 
     run(serve, scenario)
+
+
+def test_what_is_known_of_an_origin_is_forgotten_once_no_connection_to_it_is_open(monkeypatch):
+    monkeypatch.setattr(connection_pool, "KEEP_ALIVE_S", 0.05)
+
+    async def scenario(server: RawServer, upstream: Upstream, url: URL) -> None:
+        origin = url.origin()
+        answer = await upstream.post(url, b"{}")
+        await answer.read_whole(10)
+        assert upstream.num_reads(url) == 1
+        upstream.forget_unused(())
+        assert upstream.num_reads(url) == 1, "its connection waits for the next request"
+        await until(lambda: server.num_closed == 1)
+        upstream.forget_unused({origin})
+        assert upstream.num_reads(url) == 1
+        upstream.forget_unused(())
+        assert upstream.num_reads(url) == 0
+        await (await upstream.post(url, b"{}")).read_whole(10)
+        assert len(server.heads) == 2
+
+    run(replying(OK), scenario)

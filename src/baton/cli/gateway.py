@@ -51,6 +51,14 @@ class GatewayFlags(ConfigFlags):
         Sets("gateway.workers"),
         Parameter(help="URL of a worker that does both parts; may be repeated.", negative=""),
     ] = None
+    members: Annotated[
+        list[str] | None,
+        Sets("gateway.members"),
+        Parameter(
+            help="Where workers come from: file:/PATH, dns:ROLE=HOST:PORT, announced; may be repeated.",
+            negative="",
+        ),
+    ] = None
     host: Annotated[str | None, Sets("gateway.host"), Parameter(help="Where to listen.")] = None
     port: Annotated[
         int | None,
@@ -158,4 +166,6 @@ def _options(config: Config, status_fd: int) -> GatewayOptions:
         peers=section.peers,
         allowed_hosts=section.allowed_hosts,
         allowed_origins=section.allowed_origins,
+        members=section.members,
+        members_interval_s=section.members_interval_s,
     )

@@ -56,6 +56,8 @@ class GatewaySection(Struct, frozen=True, kw_only=True):
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
     workers: tuple[str, ...] = ()
+    members: tuple[str, ...] = ()
+    members_interval_s: Seconds = 2.0
     max_connections: PositiveCount = 4096
     max_connections_per_address: PositiveCount = 1024
     max_inflight_requests: PositiveCount = 1024

@@ -25,10 +25,13 @@ File map, along the way of a request:
     upstream.py     what every request to a worker carries, and small answers in time
     connection_pool.py    a worker's idle connections, and how another one is made
     http_client.py  one connection to a worker: a request, its answer as it arrives
+    interruptible.py      a stretch of a task that others may end
     errors.py       OpenAI's error JSON and the status codes
 
 Workers, metrics, debugging:
     workers.py      the registry: state, epoch and load of each worker, and its description
+    worker_info.py  what a worker reports of itself, compared with how it is listed
+    members/        lists of workers that are followed while the gateway runs
     worker_discovery.py   who a worker is, and how loaded
     health_monitor.py     what probes and requests show of each worker's health
     waiting.py      requests that wait until a worker is back

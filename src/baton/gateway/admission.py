@@ -160,7 +160,7 @@ class Admission:
     def _predict_s(self, model: str, num_tokens: int) -> float:
         """What a prompt takes by itself, as far as that is known."""
         prefill = self._load.costs(model).prefill
-        return prefill.predict(num_tokens) if prefill.num_workers else 0.0
+        return prefill.predict(num_tokens) if prefill.num_seen else 0.0
 
     async def _wait(self, context: RequestContext, request: QueuedRequest) -> None:
         queue, metrics = self.queue, self._metrics

@@ -23,6 +23,7 @@ from baton.gateway.errors import (
     WorkerReportedError,
     answer_for,
 )
+from baton.gateway.interruptible import Interruptible
 from baton.gateway.metrics import (
     CLIENT_LEFT_CODE,
     NO_MODE,
@@ -39,7 +40,6 @@ from baton.gateway.request_context import RequestContext
 from baton.gateway.request_proxy import RequestProxy
 from baton.gateway.several_answers import SeveralAnswers
 from baton.gateway.targets import read_targets
-from baton.gateway.workers import Interruptible
 from baton.ids import new_epoch
 from baton.net.http_exchange import EXTENSION
 from baton.protocol.worker_http import REQUEST_ID_HEADER

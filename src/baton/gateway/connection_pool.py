@@ -82,6 +82,11 @@ class ConnectionPool:
             raise
 
     @property
+    def is_unused(self) -> bool:
+        """Whether no connection is open, or being made."""
+        return not self._open and not self._making
+
+    @property
     def num_reads(self) -> int:
         """How many times something was received, on any connection."""
         return self._num_reads_before + sum(connection.num_reads for connection in self._open)

@@ -16,6 +16,7 @@ from baton.errors import UNDECODABLE, BatonError
 from baton.events.blocks import DEFAULT_MEDIUM, FeedHealth
 from baton.gateway.errors import PathNotFoundError
 from baton.gateway.kv_events import Followed, NotFollowed
+from baton.gateway.members.member_set import CONFIGURED
 from baton.gateway.workers import Down, Draining, Pending, Rejected, Up
 from baton.protocol.worker_http import KV_EVENTS_PREFIX, Role, WorkerLoad, trace_path
 from baton.router.handoff_costs import CostSource
@@ -223,13 +224,15 @@ class GivenWork(msgspec.Struct, frozen=True):
 
 
 class ListedWorker(msgspec.Struct, frozen=True):
-    """One worker of the operator's list.
+    """One worker that the operator or a source lists.
 
     `kv_events` is null where it publishes none, `load` where it does not report its load. `given`
     is what this gateway has given it to do, null before its first request. `health` is what is
     thought of a worker that is up, `share` its part of the requests that it would get otherwise.
     `topology` is where it is, `zone/rack/host/device`. `store_events`: of a vLLM server's store,
-    which Baton reports; its own engine's `kv_events` are of both.
+    which Baton reports; its own engine's `kv_events` are of both. `sources` list it:
+    "configuration" or texts of `gateway.members`, none once it has left; `why_withdrawn` is why it
+    gets nothing new.
     """
 
     worker: str | None
@@ -245,17 +248,20 @@ class ListedWorker(msgspec.Struct, frozen=True):
     share: float = 1.0
     topology: str | None = None
     store_events: FollowedEvents | None = None
+    sources: tuple[str, ...] = (CONFIGURED,)
+    why_withdrawn: str | None = None
 
 
 class WorkerListReply(msgspec.Struct, frozen=True):
-    """The answer to `/debug/workers`, in the order of the operator's list.
+    """The answer to `/debug/workers`, in the order in which they were listed.
 
     `not_tokenized`: why prompts of a model are not tokenized here, so that what is cached of them
-    is not known.
+    is not known. `source_problems`: a line for each source that lists no worker, or cannot be read.
     """
 
     workers: tuple[ListedWorker, ...]
     not_tokenized: dict[str, str] = {}
+    source_problems: tuple[str, ...] = ()
 
 
 class WorkerList:
@@ -267,7 +273,8 @@ class WorkerList:
     def show(self) -> WorkerListReply:
         """All workers."""
         workers = tuple(self._show(worker) for worker in self._workers.all)
-        return WorkerListReply(workers, self._events.not_tokenized)
+        problems = tuple(self._workers.explain_sources())
+        return WorkerListReply(workers, self._events.not_tokenized, problems)
 
     def _show(self, worker: Worker) -> ListedWorker:
         of_cache, of_store = self._show_feeds(worker)
@@ -285,6 +292,8 @@ class WorkerList:
             health=worker.health.state,
             share=self._share_of(worker),
             topology=(worker.info.topology or None) if worker.info else None,
+            sources=worker.sources,
+            why_withdrawn=worker.why_withdrawn,
         )
 
     def _show_feeds(self, worker: Worker) -> tuple[FollowedEvents | None, FollowedEvents | None]:

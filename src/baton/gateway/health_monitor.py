@@ -19,7 +19,7 @@ from baton.gateway.errors import (
     WorkerUnreachableError,
 )
 from baton.gateway.worker_discovery import Incarnation, LoadReader, WorkerDiscovery
-from baton.gateway.workers import Down, Up
+from baton.gateway.workers import NUM_AT_ONCE, Down, Up
 from baton.protocol.worker_http import HEALTH_PATH, Role
 from baton.router.health import EjectionCause, may_eject
 
@@ -65,8 +65,9 @@ class Prober:
         self._wanted = asyncio.Event()
         self._refreshing = asyncio.Lock()
 
-    async def run(self) -> None:
+    async def run(self, begins_after_s: float) -> None:
         """Probe until cancelled."""
+        await asyncio.sleep(begins_after_s)
         while True:
             try:
                 await self.probe()
@@ -257,29 +258,43 @@ class HealthMonitor:
     def __init__(
         self, workers: Workers, upstream: Upstream, options: GatewayOptions, clock: Clock
     ) -> None:
-        self._workers, self._clock = workers, clock
-        self._probers = {w: Prober(w, workers, upstream, options, clock=clock) for w in workers.all}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._workers, self._upstream, self._options = workers, upstream, options
+        self._clock = clock
+        self._probers: dict[Worker, Prober] = {}
+        self._tasks: dict[Worker, asyncio.Task[None]] = {}
 
-    def start(self) -> None:
-        """Begin to probe."""
-        self._tasks = [asyncio.create_task(prober.run()) for prober in self._probers.values()]
+    def update(self) -> None:
+        """Probe the workers that the registry has now, and no others.
+
+        Many that are new are probed one after the other, over an interval: their handshakes all at
+        once, and their probes from then on, would delay streams.
+        """
+        new = [worker for worker in self._workers.all if worker not in self._probers]
+        apart_s = self._options.probe_interval_s / len(new) if len(new) > NUM_AT_ONCE else 0.0
+        for at, worker in enumerate(new):
+            prober = Prober(worker, self._workers, self._upstream, self._options, clock=self._clock)
+            self._probers[worker] = prober
+            self._tasks[worker] = asyncio.create_task(prober.run(at * apart_s))
+        for worker in [worker for worker in self._probers if worker.is_gone]:
+            del self._probers[worker]
+            self._tasks.pop(worker).cancel()
 
     async def stop(self) -> None:
         """Stop probing."""
-        for task in self._tasks:
+        for task in self._tasks.values():
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def report(self, worker: Worker | None, error: UpstreamError) -> None:
         """A request failed at this worker, and only a fault of its own counts.
 
         One that cannot be reached is down; one that broke off a single answer is asked how it is.
         """
-        if worker is None:  # it is another one by now
+        prober = None if worker is None else self._probers.get(worker)
+        if worker is None or prober is None:  # it is another one by now, or gone
             return
         if isinstance(error, WorkerUnreachableError | WorkerLostError):
-            self._probers[worker].note_unanswered(error)
+            prober.note_unanswered(error)
         elif isinstance(error, WorkerFailedError) and is_own_fault(error.answer.status):
             self.note_failed(worker, str(error))
 
@@ -300,9 +315,10 @@ class HealthMonitor:
         """A request was placed: it may be a worker's trial."""
         for view in (placement.decode, placement.prefill):
             if view is not None and view.half_open:
-                worker = self._workers.of(view)
-                worker.health.begin_trial(self._clock.now())
-                self._workers.note_health(worker)
+                worker = self._workers.with_id(view.id)
+                if worker is not None:
+                    worker.health.begin_trial(self._clock.now())
+                    self._workers.note_health(worker)
 
     def end(self, placement: Placement) -> None:
         """That attempt is over."""
@@ -318,10 +334,12 @@ class HealthMonitor:
 
         It does not refuse a stale ticket as a Baton worker does: it computes without it.
         """
-        self._probers[worker].doubt()
+        if (prober := self._probers.get(worker)) is not None:
+            prober.doubt()
 
     async def refresh(self, stale: WorkerRef) -> None:
         """Learn the new epoch of a worker that refused a ticket for its life `stale`."""
         worker = self._workers.with_id(stale.worker)
-        if worker is not None:
-            await self._probers[worker].refresh(stale.epoch)
+        prober = None if worker is None else self._probers.get(worker)
+        if prober is not None:
+            await prober.refresh(stale.epoch)

@@ -23,7 +23,7 @@ from baton.events.endpoint import LiveEndpoint, ReplayEndpoint
 from baton.events.journal import BATON_HASHES
 from baton.events.metrics import KVEventCollector
 from baton.gateway.journal_feed import JournalFeed
-from baton.gateway.workers import is_same_host
+from baton.gateway.worker_info import is_same_host
 from baton.router.prefixes import MEDIA
 
 if TYPE_CHECKING:
@@ -233,6 +233,10 @@ class KVEvents:
         """How this worker is followed; None if it does not publish, or is not used."""
         return self._following.get(worker)
 
+    def follows(self, worker: WorkerId) -> bool:
+        """Whether events of a worker of that name may still be taken up."""
+        return any(each.publisher.worker == worker for each in self._following.values())
+
     @property
     def not_tokenized(self) -> dict[str, str]:
         """Models whose prompts cannot be looked for in what is followed, and why."""
@@ -341,7 +345,7 @@ class KVEvents:
     def _publisher_of(self, worker: Worker) -> Publisher | None:
         """The worker's present life, if it publishes and is used."""
         info = worker.info
-        if info is None:
+        if info is None or worker.is_gone:
             return None
         sources = []
         if info.protocol == "vllm" and info.kv_events is not None:

@@ -406,6 +406,10 @@ class GatewayMetrics:
         """Note whether a worker may be given requests."""
         self._worker_up.labels(url, role).set(up)
 
+    def forget_worker(self, url: str, role: Role) -> None:
+        """A worker is known no longer: its series end."""
+        self._worker_up.remove(url, role)
+
     def exposition(self) -> bytes:
         """Prometheus's text format."""
         return generate_latest(self.registry)

@@ -8,8 +8,10 @@ from urllib.parse import urlsplit
 
 from yarl import URL
 
+from baton.clock import MachineClock
 from baton.config.cluster_key import is_loopback, is_wildcard
 from baton.errors import ConfigError
+from baton.gateway.members.interface import NamedSource, SourceStatus, build_source
 from baton.gateway.targets import NO_TARGETS
 from baton.protocol.announcements import require_https
 from baton.protocol.worker_http import Role
@@ -21,18 +23,22 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from baton.auth.credentials import Credentials
+    from baton.clock import Clock
     from baton.config.sections import MoveStreams, Tls
+    from baton.gateway.members.announced import AnnouncedWorkers
     from baton.gateway.targets import Targets
     from baton.router.modes import ModeSetting
     from baton.router.placement import PlacementPolicy
 
 MIB = 1 << 20
+ANNOUNCED = "announced"
+"""The source of workers that needs `announce_port`."""
 ANY_MODEL = "*"
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerAddress:
-    """Where the operator configured a worker, and in which role.
+    """Where a worker is, and in which role it is used. `draining`: it gets nothing new.
 
     Raises:
         ConfigError: `url` is not `https://host:port` (or http).
@@ -40,14 +46,28 @@ class WorkerAddress:
 
     url: str
     role: Role
+    draining: bool = False
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        is_origin = parts.hostname and parts.path in {"", "/"} and not parts.query
-        if parts.scheme not in {"http", "https"} or not is_origin:
+        if not _is_origin(self.url):
             raise ConfigError(
                 f"{self.url!r} is not a worker's address; write it as https://host:port"
             )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether who answers there proves nothing: requests, and the bearer, go in the clear."""
+        return urlsplit(self.url).scheme == "http"
+
+
+def _is_origin(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        URL(text).origin()  # what is connected to: it checks the port and the host's name, too
+    except ValueError:
+        return False
+    is_whole = parts.path in {"", "/"} and not (parts.query or parts.fragment)
+    return parts.scheme in {"http", "https"} and bool(parts.hostname) and is_whole
 
 
 def check_processes(num_processes: int, management_port: int | None) -> None:
@@ -85,9 +105,11 @@ class GatewayOptions:
     `max_running_per_worker` None: as workers report; `max_queued_…`: what may wait for them.
     `targets`: by model, "*" for those that are not named.
     `allowed_hosts` and `allowed_origins`: see `baton.gateway.app.RequestOrigin`.
+    `members`: sources of workers that come and go (`baton.gateway.members`); those that cannot be
+    watched are asked every `members_interval_s`.
 
     Raises:
-        ConfigError: no worker can decode, a limit is not positive, or the gateway would be
+        ConfigError: no worker can ever decode, a limit is not positive, or the gateway would be
             reachable from other machines without a configured cluster key.
     """
 
@@ -144,25 +166,32 @@ class GatewayOptions:
     allowed_origins: tuple[str, ...] = ()
     tls_certificate: Path | None = None
     tls_key: Path | None = None
+    members: tuple[str, ...] = ()
+    members_interval_s: float = 2.0
 
     def __post_init__(self) -> None:
-        if not any(worker.role is not Role.PREFILL for worker in self.workers):
+        can_decode = any(worker.role is not Role.PREFILL for worker in self.workers)
+        if not (can_decode or self.members):
             raise ConfigError(
-                "no worker can decode; give the gateway at least one --decode or --worker address"
+                "no worker can decode; give the gateway at least one --decode or --worker address, "
+                "or a list that is followed: --members file:/PATH"
             )
         urls = [worker.url.rstrip("/") for worker in self.workers]
         twice = {url for url in urls if urls.count(url) > 1}
         if twice:
             raise ConfigError(f"listed twice: {', '.join(sorted(twice))}")
+        if len(set(self.members)) < len(self.members):
+            raise ConfigError("gateway.members names a source twice")
         self._check_limits()
         self.build_policy()
+        self._check_announcements()
+        self.build_sources(MachineClock())
         check_processes(self.num_processes, self.management_port)
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ConfigError(
                 "gateway.tls_certificate and gateway.tls_key go together: give both, or neither"
             )
-        self._check_announcements()
-        plain = [url for url in urls if url.startswith("http:")]
+        plain = [worker.url for worker in self.workers if worker.is_plain]
         if plain and self.tls != "off":
             raise ConfigError(
                 f"{plain[0]} does not prove who answers there: workers speak TLS, write https://; "
@@ -188,7 +217,9 @@ class GatewayOptions:
 
     @property
     def policy_name(self) -> str:
-        """The policy in use."""
+        """The policy in use: workers that come and go may have any role, and `cost` suits all."""
+        if self.policy is None and self.members:
+            return "cost"
         return choose_policy(self.policy, [worker.role for worker in self.workers])
 
     def build_policy(self) -> PlacementPolicy:
@@ -199,6 +230,25 @@ class GatewayOptions:
         """
         name = self.policy_name
         return POLICIES.build(name, self.policy_options.get(name, {}))(self.mode)
+
+    def build_sources(
+        self, clock: Clock, announced: AnnouncedWorkers | None = None
+    ) -> tuple[NamedSource, ...]:
+        """New ones of the sources of workers, in the operator's order; nothing is opened yet.
+
+        `announced` is the source of that name, which takes announcements already.
+
+        Raises:
+            ConfigError: there is no such source, or its argument cannot be used.
+        """
+        sources: list[NamedSource] = []
+        for text in self.members:
+            if text != ANNOUNCED or self.announce_port is None:
+                sources.append(build_source(text, clock, self.members_interval_s, self.tls))
+            elif announced is not None:
+                announced.status = SourceStatus(text, clock)
+                sources.append(NamedSource(announced.status, announced))
+        return tuple(sources)
 
     @property
     def is_managed_here(self) -> bool:
@@ -230,6 +280,11 @@ class GatewayOptions:
         return [str(first.with_port((first.port or 0) + i)) for i in range(self.num_processes)]
 
     def _check_announcements(self) -> None:
+        if (self.announce_port is not None) != (ANNOUNCED in self.members):
+            raise ConfigError(
+                "gateway.announce_port and the source announced go together: give "
+                "--members announced and --announce-port, or neither"
+            )
         if self.announce_port is None:
             if self.peers:
                 raise ConfigError(
@@ -271,6 +326,7 @@ class GatewayOptions:
             "probe_interval_s",
             "probe_timeout_s",
             "abandon_after_s",
+            "members_interval_s",
             "num_records",
         ):
             if getattr(self, name) <= 0:

@@ -11,6 +11,7 @@ from baton.protocol.engine_fields import unsupported
 if TYPE_CHECKING:
     from baton.gateway.request import CompletionBody
     from baton.gateway.request_context import Services
+    from baton.gateway.workers import Workers
     from baton.router.fleet import Fleet
     from baton.router.placement import NonDisaggregableField
     from baton.router.prefixes import PromptMatch
@@ -27,9 +28,24 @@ async def find_prompt(services: Services, body: CompletionBody) -> PromptMatch |
     workers, model = services.workers, body.model
     if model not in workers.fleet.models:
         raise workers.why_not_served(model)
-    body.check_ids(partial(workers.largest_context, model))
-    body.check_text(partial(workers.longest_prompt_chars, model))
+    body.check_ids(partial(find_largest_context, workers, model))
+    body.check_text(partial(find_longest_text, workers, model))
     return None if services.prefixes is None else await services.prefixes.find(body)
+
+
+def find_largest_context(workers: Workers, model: str) -> int:
+    """Tokens that some worker of a model has room for."""
+    infos = (worker.info for worker in workers.all)
+    return max(
+        (i.max_context_tokens for i in infos if i and i.served_model_name == model), default=0
+    )
+
+
+def find_longest_text(workers: Workers, model: str) -> int | None:
+    """Characters of a text that some worker of a model may have room for; None: not known."""
+    infos = [worker.info for worker in workers.all]
+    known = [i.max_prompt_chars for i in infos if i and i.served_model_name == model]
+    return None if None in known else max(filter(None, known), default=None)
 
 
 def find_serving(fleet: Fleet, body: CompletionBody) -> Fleet:

@@ -38,9 +38,10 @@ if TYPE_CHECKING:
 
     from baton.auth.ticket import Ticket
     from baton.gateway.http_client import Answer
+    from baton.gateway.interruptible import Interruptible
     from baton.gateway.request_context import RequestContext, Services
     from baton.gateway.response_forwarder import EarlyFirstToken
-    from baton.gateway.workers import Interruptible, Worker
+    from baton.gateway.workers import Worker
     from baton.protocol.worker_http import FirstToken, WorkerProtocol
 
 log = logging.getLogger(__name__)

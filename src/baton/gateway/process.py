@@ -40,6 +40,7 @@ from baton.gateway.kv_events import KVEvents
 from baton.gateway.learned_costs import keep_costs
 from baton.gateway.link_feed import LinkFeed
 from baton.gateway.members.listener import open_announcements
+from baton.gateway.members.membership import Membership
 from baton.gateway.metrics import GatewayMetrics, HealthCollector, RouterCollector
 from baton.gateway.prefixes import Prefixes
 from baton.gateway.process_group import ProcessGroup
@@ -152,14 +153,14 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
     )
     records = RequestHistory(options.num_records)
     events = KVEvents(workers, metrics, clock, upstream=upstream, prefixes=prefixes)
-    health_monitor.start()
     services.background_tasks.run(StreamMoves(services, records).run())
     events.start()
     try:
         async with (
             keep_costs(options.costs_file, load),
+            open_announcements(options, clock, metrics.registry) as announced,
+            Membership(services, events, room, options.build_sources(clock, announced)),
             LinkFeed(workers, upstream, load, clock),
-            open_announcements(options, clock, metrics.registry),
         ):
             yield GatewayApp(
                 Completions(services, records),
@@ -180,7 +181,6 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
                 ),
             )
     finally:
-        await health_monitor.stop()
         await services.background_tasks.stop()
         await events.stop()
         if prefixes is not None:

@@ -26,6 +26,7 @@ from baton.gateway.errors import (
     WorkerLostError,
     WorkerUnreachableError,
 )
+from baton.gateway.interruptible import Interruptible
 from baton.gateway.metrics import NO_MODE, FallbackCause
 from baton.gateway.placing import find_prompt, find_serving, find_sole_field
 from baton.gateway.prefill_request import Handoff, PrefillRequest
@@ -38,7 +39,6 @@ from baton.gateway.response_forwarder import (
 )
 from baton.gateway.resumption import Resumption
 from baton.gateway.running_streams import REST_TOKENS, RunningStream
-from baton.gateway.workers import Interruptible
 from baton.ids import new_ticket_id
 from baton.protocol.worker_http import CREATED_HEADER, TIMEOUT_HEADER
 from baton.router.failover import EVERY_MODE, PREFILL_FIRST, Attempt, Failover, Failure
@@ -160,10 +160,10 @@ class RequestProxy:
         return placement
 
     async def _wait_for_decode(self, failover: Failover) -> str | None:
-        """Wait for one of those that are away; or why not."""
+        """Wait for one of those that are away, or for one that a source may list; or why not."""
         known = self._decodes_in(self._services.workers.fleet)
         away = frozenset(w.id for w in known if not w.available and not w.ejected)
-        if not away:
+        if not away and (known or not self._services.options.members):
             return "none is expected back"
         failover.forgive(away)
 
@@ -375,7 +375,10 @@ class RequestProxy:
         self, decode: WorkerView, body: bytes, early: EarlyFirstToken | None = None
     ) -> None:
         services, context = self._services, self._context
-        worker = services.workers.of(decode)
+        try:
+            worker = services.workers.of(decode)
+        except KeyError:  # it left after the request was placed
+            raise WorkerUnreachableError(f"{decode.id} is gone") from None
         stream = RunningStream(
             context,
             self._body,

@@ -227,7 +227,7 @@ class StreamMoves:
             results[cause, MoveResult.NOT_COPIED].inc()
             reason = str(exc) or f"it took more than {COPY_TIMEOUT_S:g} s"
             why = f"not moved to {target.id} ({cause}): {reason}"
-            self._log.warning(f"{stream.decode.id} {target.id}", f"{stream.context.id}: {why}")
+            self._log.warning(cause, f"{stream.decode.id}, {stream.context.id}: {why}")
             stream.resumption.note_not_moved(why)
             stream.not_before = Instant(self._services.clock.now() + AGAIN_AFTER_S)
             stream.move_task = None

@@ -16,7 +16,7 @@ from baton.net.tls import ClusterTls
 from baton.protocol.worker_http import ErrorBody, ErrorDetail, abort_path
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Collection
 
     from yarl import URL
 
@@ -117,6 +117,21 @@ class Upstream:
         """
         body = msgspec.json.encode({"reason": reason})
         await self.ask(base_url.with_path(abort_path(ticket)), body, self._connect_timeout_s)
+
+    def forget_unused(self, origins: Collection[URL]) -> None:
+        """Forget all but these origins, once no connection to them is open."""
+        dropped = {
+            origin
+            for origin, pool in self._pools.items()
+            if pool.is_unused and origin not in origins
+        }
+        if dropped:
+            self._pools = {at: pool for at, pool in self._pools.items() if at not in dropped}
+            self._post_routes = {
+                url: route
+                for url, route in self._post_routes.items()
+                if url.origin() not in dropped
+            }
 
     def num_reads(self, url: URL) -> int:
         """How many times something was received from a worker: whoever sends is alive."""

@@ -26,7 +26,7 @@ from yarl import URL
 from baton.errors import UNDECODABLE, BatonError, ProtocolError
 from baton.gateway.errors import UnusableWorkerError, UpstreamError
 from baton.gateway.upstream import read_error
-from baton.gateway.workers import KV_ROLES, read_info, read_load, why_not_asked
+from baton.gateway.worker_info import KV_ROLES, read_info, read_load, why_not_asked
 from baton.protocol.worker_http import HEALTH_PATH, INFO_PATH, WorkerInfo
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@
 One that is up may be ejected nevertheless: `Worker.health`.
 
 Whatever changes a state goes through `Workers.change`, which logs it once, counts it and makes a
-new `Fleet`.
+new `Fleet`. Which workers there are changes by `Workers.set_members`; one that left is draining
+until `Workers.remove`.
 """
 
 from __future__ import annotations
@@ -16,44 +17,36 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Self, TypeAlias, assert_never, get_args
+from typing import TYPE_CHECKING, Final, TypeAlias, assert_never, get_args
 
-import msgspec
 from yarl import URL
 
 from baton.auth.ticket import HandoffMode, WorkerRef
-from baton.config.cluster_key import is_loopback
-from baton.errors import UNDECODABLE, ModelNotFoundError, ProtocolError
+from baton.errors import ModelNotFoundError
 from baton.gateway.errors import NoWorkerError, WorkerLostError
-from baton.protocol.worker_http import Health, Role, WorkerInfo, WorkerLoad
+from baton.gateway.interruptible import Interruptible
+from baton.gateway.members.member_set import CONFIGURED
+from baton.gateway.options import WorkerAddress
+from baton.gateway.worker_info import why_not_used
+from baton.protocol.worker_http import Role
 from baton.router.fleet import Fleet, WorkerView
 from baton.router.health import DEFAULT_HEALTH, HealthOptions, HealthState, WorkerHealth
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-    from types import TracebackType
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from baton.gateway.members.member_set import Listing
     from baton.gateway.metrics import GatewayMetrics
-    from baton.gateway.options import WorkerAddress
     from baton.ids import WorkerId
+    from baton.protocol.worker_http import WorkerInfo, WorkerLoad
 
 KNOWN_MODES: Final[frozenset[HandoffMode]] = frozenset(get_args(HandoffMode))
-KV_ROLES: Final = {
-    Role.PREFILL: "kv_producer",
-    Role.DECODE: "kv_consumer",
-    Role.BOTH: "kv_both",
-}
-
-
 OnLoad: TypeAlias = "Callable[[WorkerId, str, WorkerLoad | None], None]"
 
-_decoder = msgspec.json.Decoder(WorkerInfo)
-_health_decoder = msgspec.json.Decoder(Health)
-
-
+LEFT: Final = "no source lists it any more"
 NUM_AT_ONCE: Final = 16
 REPORTS_EVERY_S: Final = 0.1
-"""Of fleets of more workers: so often the loads that they report are taken up."""
+"""Of fleets of more workers: so often what is new of them is taken up, but for those that fail."""
 
 
 def worker_view(worker: Worker, info: WorkerInfo) -> WorkerView:
@@ -77,79 +70,6 @@ def worker_view(worker: Worker, info: WorkerInfo) -> WorkerView:
         takes_unsigned_tickets=info.takes_unsigned_tickets and worker.url.scheme == "https",
         topology=info.topology,
     )
-
-
-def read_load(body: bytes) -> WorkerLoad | None:
-    """A worker's load from its answer to `/health`; None where it gives none that decodes."""
-    try:
-        load = _health_decoder.decode(body).load
-    except UNDECODABLE:
-        return None
-    return load
-
-
-def read_info(body: bytes) -> WorkerInfo:
-    """Decode and bounds-check.
-
-    Raises:
-        ProtocolError: not what the wire format allows.
-    """
-    try:
-        return _decoder.decode(body)
-    except UNDECODABLE as exc:
-        raise ProtocolError(f"its worker info does not decode: {exc}") from exc
-
-
-def why_not_used(info: WorkerInfo, listed: WorkerAddress) -> str | None:
-    """Why a worker cannot be used as the operator listed it; None if it can."""
-    if info.role not in {listed.role, Role.BOTH}:
-        return (
-            f"it was listed as a {listed.role} worker but was started with the role {info.role}; "
-            f"list it as {_option(info.role)}, or start it with {_role_setting(info, listed.role)}"
-        )
-    return why_not_asked(info, URL(listed.url))
-
-
-def why_not_asked(info: WorkerInfo, listed: URL) -> str | None:
-    """Why its control addresses are not believed; None if they are.
-
-    They come from the worker, and get the cluster's bearer token: an answer must not be able to
-    make the gateway send that, or any request, to a host that the operator never named.
-    """
-    for text in info.control_urls:
-        if (control := _origin(text)) is None:
-            return f"its control address {text!r} is not https://host:port"
-        if listed.scheme == "https" != control.scheme:
-            return f"its control address {text} has no TLS, as {listed.origin()} has"
-        if not is_same_host(control.host or "", listed.host or ""):
-            return (
-                f"its control address {text} is not on the host by which it is listed, "
-                f"{listed.host}; start it with "
-                f'"kv_connector_extra_config": {{"handoff_host": "{listed.host}"}}'
-            )
-    return None
-
-
-def _origin(text: str) -> URL | None:
-    try:
-        url = URL(text)
-        is_origin = url.scheme in {"http", "https"} and url.host is not None and url.user is None
-        return url if is_origin and url == url.origin() else None
-    except ValueError:
-        return None
-
-
-def is_same_host(host: str, listed: str) -> bool:
-    """Whether the host that a worker reports is the one by which the operator listed it."""
-    return host == listed or (is_loopback(host) and is_loopback(listed))
-
-
-def _option(role: Role) -> str:
-    return "--worker" if role is Role.BOTH else f"--{role}"
-
-
-def _role_setting(info: WorkerInfo, role: Role) -> str:
-    return f'"kv_role": "{KV_ROLES[role]}"' if info.protocol == "vllm" else f"the role {role}"
 
 
 log = logging.getLogger(__name__)
@@ -195,10 +115,21 @@ WorkerState: TypeAlias = Pending | Up | Draining | Down | Rejected
 
 
 class Worker:
-    """One address on the operator's list."""
+    """One address that the operator or a source lists.
 
-    def __init__(self, address: WorkerAddress, health: HealthOptions) -> None:
-        self.address, self.health = address, WorkerHealth(health)
+    `sources` list it, none once it has left; `why_withdrawn` is why it gets nothing new, and its
+    streams move. `is_gone`: it is no longer in the registry; requests may still end there.
+    """
+
+    def __init__(
+        self,
+        address: WorkerAddress,
+        health: HealthOptions,
+        sources: tuple[str, ...] = (CONFIGURED,),
+    ) -> None:
+        self.address, self.health, self.sources = address, WorkerHealth(health), sources
+        self.why_withdrawn: str | None = None
+        self.is_gone = False
         self.noted_health: tuple[HealthState, bool] = (HealthState.HEALTHY, False)
         self.url = URL(address.url).origin()
         self.completion_urls = {
@@ -207,6 +138,7 @@ class Worker:
         self.state: WorkerState = Pending("not asked yet")
         self.load: WorkerLoad | None = None
         self._cancel_scopes: set[Interruptible] = set()
+        self._view: tuple[tuple[object, ...], WorkerView] | None = None
 
     def cancel_scope(self) -> Interruptible:
         """A stretch of one request that waits for this worker: `abandon` ends it."""
@@ -218,10 +150,30 @@ class Worker:
             scope.interrupt(WorkerLostError(f"{self} is given up: {reason}"))
 
     @property
+    def is_waited_for(self) -> bool:
+        """Whether some request waits for it, or gets its answer."""
+        return bool(self._cancel_scopes)
+
+    @property
     def is_available(self) -> bool:
         """Whether requests may be placed on it."""
         is_relied_on = self.health.is_usable or self.health.takes_trial
         return isinstance(self.state, Up) and is_relied_on
+
+    def view(self, info: WorkerInfo) -> WorkerView:
+        """What placement uses of it: the same object while nothing has changed."""
+        health = self.health
+        made_of = (
+            self.state,
+            self.load,
+            self.address,
+            self.is_available,
+            health.takes_trial,
+            health.slow_start,
+        )
+        if self._view is None or made_of != self._view[0]:
+            self._view = made_of, worker_view(self, info)
+        return self._view[1]
 
     @property
     def standing(self) -> str:
@@ -254,7 +206,11 @@ class Worker:
 
 
 class Workers:
-    """All workers on the operator's list. Owner: the event loop's thread."""
+    """All workers that the operator or a source lists, and those that leave.
+
+    `explain_sources` gives a readable line for each source that lists none, or cannot be read.
+    Owner: the event loop's thread.
+    """
 
     def __init__(
         self,
@@ -265,8 +221,10 @@ class Workers:
         on_load: Sequence[OnLoad] = (),
     ) -> None:
         """`on_load` are called with each report: a worker's name, its model, its load."""
+        self._health = health
         self.all = tuple(Worker(address, health) for address in addresses)
         self.fleet = Fleet()
+        self.explain_sources: Callable[[], list[str]] = list
         self.on_change: Callable[[Fleet], None] = _ignore
         self._metrics, self._on_load = metrics, on_load
         self._by_id: dict[WorkerId, Worker] = {}
@@ -275,7 +233,7 @@ class Workers:
             metrics.worker_up(str(worker.url), worker.address.role, up=False)
 
     def of(self, view: WorkerView) -> Worker:
-        """The worker behind a view of the current fleet."""
+        """The worker behind a view of the current fleet; KeyError if it has left since."""
         return self._by_id[view.id]
 
     def with_id(self, worker: WorkerId) -> Worker | None:
@@ -285,7 +243,7 @@ class Workers:
     def why_not_served(self, model: str) -> NoWorkerError | ModelNotFoundError:
         """The error for a client that names a model of which no worker has ever been seen."""
         if not self.fleet.models:
-            waiting = ", ".join(str(worker) for worker in self.all)
+            waiting = ", ".join([*map(str, self.all), *self.explain_sources()])
             return NoWorkerError(f"no worker has come up yet; waiting for: {waiting}")
         served = ", ".join(repr(name) for name in sorted(self.fleet.models))
         return ModelNotFoundError(
@@ -294,11 +252,12 @@ class Workers:
 
     def why_not_ready(self) -> str:
         """What is being waited for, one clause for each worker that is not up."""
-        return "; ".join(
+        absent = (
             f"{worker}: {_reason(worker.state)}"
             for worker in self.all
             if not isinstance(worker.state, Up)
         )
+        return "; ".join([*absent, *self.explain_sources()]) or "no source lists a worker"
 
     def context_lengths(self) -> dict[str, int]:
         """For each served model, how many tokens the least of its workers has room for."""
@@ -310,24 +269,13 @@ class Workers:
                 lengths[info.served_model_name] = min(known, info.max_context_tokens)
         return lengths
 
-    def largest_context(self, model: str) -> int:
-        """Tokens that some worker of a model has room for."""
-        infos = (worker.info for worker in self.all)
-        return max(
-            (i.max_context_tokens for i in infos if i and i.served_model_name == model), default=0
-        )
-
-    def longest_prompt_chars(self, model: str) -> int | None:
-        """Characters of a text that some worker of a model may have room for; None: not known."""
-        infos = [worker.info for worker in self.all]
-        known = [i.max_prompt_chars for i in infos if i and i.served_model_name == model]
-        return None if None in known else max(filter(None, known), default=None)
-
     def register(self, worker: Worker, info: WorkerInfo) -> None:
         """It identified itself: it is up, unless it cannot be used as listed."""
         reason = why_not_used(info, worker.address)
         namesake = self._by_id.get(info.worker, worker)
-        if namesake is not worker:
+        if namesake is not worker and not namesake.sources:  # it was started again elsewhere
+            self.remove([namesake])
+        elif namesake is not worker:
             reason = f"{namesake.url} is called {info.worker} already; give each worker a name"
         if reason is not None:
             self.reject(worker, reason)
@@ -335,7 +283,7 @@ class Workers:
         before = worker.info
         if before is not None and before.epoch != info.epoch:
             log.warning("%s began another life: epoch %s → %s", worker, before.epoch, info.epoch)
-        self.change(worker, Up(info))
+        self.change(worker, Up(info) if worker.why_withdrawn is None else Draining(info))
 
     def lose(self, worker: Worker, reason: str) -> None:
         """It did not answer."""
@@ -368,6 +316,8 @@ class Workers:
 
     def note_load(self, worker: Worker, load: WorkerLoad | None) -> None:
         """It reported its load, or that it does not."""
+        if worker.is_gone:
+            return
         if worker.info is not None:
             for listener in self._on_load:
                 listener(worker.info.worker, worker.info.served_model_name, load)
@@ -377,21 +327,88 @@ class Workers:
 
     def change(self, worker: Worker, state: WorkerState) -> None:
         """Set the state; update fleet and metrics if it changed."""
-        before, worker.state = worker.state, state
-        if before == state:
+        before = worker.info
+        if not self._set_state(worker, state):
             return
+        if before is not None and self._by_id.get(before.worker) is worker:
+            del self._by_id[before.worker]
+        if worker.info is not None:
+            self._by_id[worker.info.worker] = worker
+        if isinstance(state, Up):
+            self._make_fleet_soon()
+        else:
+            self._make_fleet()
+
+    def set_members(self, listings: Mapping[URL, Listing]) -> None:
+        """These workers are listed now, and no others; one fleet is made of all changes.
+
+        New ones are pending. Those that are not listed any more get nothing new, until `remove`.
+        """
+        for worker in self.all:
+            self._relist(worker, listings.get(worker.url))
+        known = {worker.url for worker in self.all}
+        added = []
+        for url, listing in listings.items():
+            if url not in known:
+                address = WorkerAddress(str(url), listing.role)
+                worker = Worker(address, self._health, listing.sources)
+                worker.why_withdrawn = listing.why_withdrawn
+                self._note_available(worker)
+                log.info("a new %s worker: %s (%s)", listing.role, url, ", ".join(listing.sources))
+                added.append(worker)
+        self.all = (*self.all, *added)
+        self._index()
+
+    def remove(self, workers: Iterable[Worker]) -> None:
+        """They are known no longer; what still ends there has nothing to do with the fleet."""
+        for worker in workers:
+            if not worker.is_gone:
+                worker.is_gone = True
+                self._metrics.forget_worker(str(worker.url), worker.address.role)
+                log.info("%s at %s is forgotten", worker, worker.url)
+        self.all = tuple(worker for worker in self.all if not worker.is_gone)
+        self._index()
+
+    def _relist(self, worker: Worker, listing: Listing | None) -> None:
+        before = worker.why_withdrawn
+        worker.sources = () if listing is None else listing.sources
+        worker.why_withdrawn = LEFT if listing is None else listing.why_withdrawn
+        if before != worker.why_withdrawn:
+            log.info("%s at %s: %s", worker, worker.url, worker.why_withdrawn or "used again")
+        if listing is not None and listing.role is not worker.address.role:
+            self._metrics.forget_worker(str(worker.url), worker.address.role)
+            worker.address = WorkerAddress(worker.address.url, listing.role)
+            self._note_available(worker)
+        if isinstance(worker.state, Up):  # any other is asked who it is by its next probe
+            info = worker.state.info
+            if (reason := why_not_used(info, worker.address)) is not None:
+                self._set_state(worker, Rejected(reason))
+            elif worker.why_withdrawn is not None:
+                self._set_state(worker, Draining(info))
+
+    def _set_state(self, worker: Worker, state: WorkerState) -> bool:
+        """Whether it is another one than before; then log and count it."""
+        before = worker.state
+        if worker.is_gone or before == state:
+            return False
+        worker.state = state
         _log_change(worker, before, state)
-        self._by_id = {w.info.worker: w for w in self.all if w.info is not None}
-        self._make_fleet()
         self._note_available(worker)
         if isinstance(state, Up):
             self._metrics.preregister(state.info.served_model_name)
+        return True
+
+    def _index(self) -> None:
+        self._by_id = {w.info.worker: w for w in self.all if w.info is not None}
+        self._make_fleet()
 
     def _note_available(self, worker: Worker) -> None:
+        if worker.is_gone:
+            return
         self._metrics.worker_up(str(worker.url), worker.address.role, up=worker.is_available)
 
     def _make_fleet_soon(self) -> None:
-        """Of many workers, each of which reports once a second, not for each report anew."""
+        """Of many workers, which come up together and report once a second, not for each anew."""
         if len(self.all) <= NUM_AT_ONCE:
             self._make_fleet()
         elif self._soon is None:
@@ -403,7 +420,7 @@ class Workers:
             self._soon.cancel()
             self._soon = None
         self.fleet = Fleet.of(
-            (worker_view(w, w.info) for w in self.all if w.info is not None),
+            (w.view(w.info) for w in self.all if w.info is not None),
             tuple(
                 f"the {w} {'has not come up' if isinstance(w.state, Pending) else 'is not used'}: "
                 f"{_reason(w.state)}"
@@ -465,53 +482,3 @@ def _log_change(worker: Worker, before: WorkerState, state: WorkerState) -> None
             log.error("the worker at %s is not used: %s", worker.url, reason)
         case _:
             assert_never(state)
-
-
-class Interruptible:
-    """A stretch of one task that others may end: client left, timeout, failed peer.
-
-    The first `interrupt` cancels what the task awaits, and the block then raises that cause. A
-    cancellation from anywhere else passes through unchanged, as with `asyncio.timeout`.
-    While the block runs, it is in `members`. Owner: the event loop's thread.
-    """
-
-    def __init__(self, members: set[Interruptible] | None = None) -> None:
-        self._members = members
-        self._task: asyncio.Task[object] | None = None
-        self._cause: BaseException | None = None
-        self._outer_cancels = 0
-
-    def __enter__(self) -> Self:
-        task = asyncio.current_task()
-        if task is None:
-            raise RuntimeError("an Interruptible block belongs in a task")
-        self._task, self._outer_cancels = task, task.cancelling()
-        if self._members is not None:
-            self._members.add(self)
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        task, self._task = self._task, None
-        cause, self._cause = self._cause, None
-        if self._members is not None:
-            self._members.discard(self)
-        if task is None or cause is None:
-            return
-        try:
-            if task.uncancel() <= self._outer_cancels and exc_type is asyncio.CancelledError:
-                raise cause from exc
-        finally:
-            # Its traceback has this frame, and those that hold the request's body: what refers to
-            # itself would be kept until the garbage collector happens to find it.
-            del cause
-
-    def interrupt(self, cause: BaseException) -> None:
-        """End the block with `cause`; does nothing after the first time or after its end."""
-        if self._task is not None and self._cause is None:
-            self._cause = cause
-            self._task.cancel()

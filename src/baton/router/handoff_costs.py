@@ -123,7 +123,7 @@ class HandoffCosts:
 
     def source(self, distance: Distance) -> CostSource:
         """What the line of a distance rests on."""
-        if self.lines[distance].num_workers:
+        if self.lines[distance].num_seen:
             return "learned"
         return "measured" if distance in self._measured else "default"
 
@@ -170,7 +170,7 @@ class HandoffCosts:
         cost = self.cost_of(source, decode)
         link = self.links.get((source.id, decode.id)) or self._link(self.distance(source, decode))
         moved_s = num_tokens * self._shape.bytes_per_token * link.kv_byte_s
-        if (source.id, decode.id) in self.links and not cost.line.num_workers:
+        if (source.id, decode.id) in self.links and not cost.line.num_seen:
             return cost.predict(0) + moved_s  # the line is a guess from other links, too
         return max(cost.predict(num_tokens), cost.predict(0) + moved_s)
 
@@ -181,15 +181,27 @@ class HandoffCosts:
 
     def forget_pairs(self) -> None:
         """A worker has moved, or names are those of lives that are over."""
+        for cost in self._pairs.values():
+            cost.leave()
         self._pairs.clear()
+
+    def forget(self, workers: frozenset[WorkerId]) -> None:
+        """These are gone, and with them the costs of their pairs."""
+        for pair in [pair for pair in self._pairs if not workers.isdisjoint(pair)]:
+            self._pairs.pop(pair).leave()
+        self.links = {p: link for p, link in self.links.items() if workers.isdisjoint(p)}
+
+    def forget_places(self) -> None:
+        """Number places anew: most are those of workers that are gone."""
+        self.places = Places()
 
     def _forget_unused(self) -> None:
         self._pairs = {pair: cost for pair, cost in self._pairs.items() if cost.num_seen}
         if len(self._pairs) > MOST_PAIRS // 2:
-            self._pairs.clear()
+            self.forget_pairs()
 
     def _guess_again(self) -> None:
-        learned = [each for each in Distance if self.lines[each].num_workers]
+        learned = [each for each in Distance if self.lines[each].num_seen]
         for distance in Distance:
             if distance not in learned:
                 nearest = min(learned, key=lambda other: abs(other - distance), default=None)

@@ -206,3 +206,11 @@ class WorkerCost:
         self.num_seen += 1
         self.doubt = DOUBT * self._spread * max(_LATEST_SHARE, 1.0 / self.num_seen)
         self.seen_at = line.num_seen
+
+    def leave(self) -> None:
+        """Its worker is gone, and counts no more in the mean of the line's workers."""
+        line = self.line
+        if self.num_seen:
+            line.num_workers -= 1
+            line.sum_of_logs = line.sum_of_logs - self.log if line.num_workers else 0.0
+            self.num_seen, self.log = 0, 0.0

@@ -405,6 +405,12 @@ class ModelCosts:
             return None
         return self._devices.setdefault(place, SharedDevice())
 
+    def forget_places(self) -> None:
+        """Number the places of workers anew, as they are asked about."""
+        self.handoffs.forget_places()
+        self.columns.place.fill(NO_PLACE)
+        self._devices.clear()
+
     def note_ended(self, ended: EndedRequest) -> None:
         """A streamed answer is complete."""
         self.ended.append(ended)
@@ -459,10 +465,28 @@ class FleetLoad:
         self.num_forgotten += 1
         for costs in self._models.values():
             costs.handoffs.forget_pairs()
-        for key, each in list(self._workers.items()):
+        for (model, worker), each in list(self._workers.items()):
             if not each.num_requests:
-                del self._workers[key]
-                self.costs(key[0]).columns.free_row(each.row)
+                self._drop(model, worker)
+
+    def forget(self, model: str, workers: frozenset[WorkerId]) -> None:
+        """These workers of a model are gone; none of them has a request."""
+        costs = self._models.get(model)
+        if costs is None:
+            return
+        self.num_forgotten += 1
+        for worker in workers:
+            self._drop(model, worker)
+        costs.handoffs.forget(workers)
+        if costs.handoffs.places.is_full:
+            costs.forget_places()
+
+    def _drop(self, model: str, worker: WorkerId) -> None:
+        activity = self._workers.pop((model, worker), None)
+        if activity is not None:
+            for cost in (activity.prefill_cost, activity.step_cost, activity.load_cost):
+                cost.leave()
+            self.costs(model).columns.free_row(activity.row)
 
     def find(self, worker: WorkerId, model: str) -> WorkerActivity | None:
         """What that worker has to do for a model; None if it was never asked about."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias, runtime_checkable
 
 from baton.protocol.worker_http import Role
 from baton.registry import Registry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from baton.auth.ticket import HandoffMode
     from baton.ids import WorkerId
@@ -125,6 +125,15 @@ class PlacementPolicy(Protocol):
         self, fleet: Fleet, request: PlacementRequest, load: FleetLoad
     ) -> Placement | Unplaceable:
         """Choose for one request. Only available workers of its model that it does not avoid."""
+        ...
+
+
+@runtime_checkable
+class RemembersWorkers(Protocol):
+    """A policy that keeps something for each worker, by its name."""
+
+    def forget(self, workers: Iterable[WorkerId]) -> None:
+        """These are gone."""
         ...
 
 

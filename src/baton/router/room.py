@@ -101,6 +101,14 @@ class FleetRoom:
         self._least = min(self._limits.values(), default=inf)
         self._least = min(self._least, self._most)
 
+    def forget(self, workers: Iterable[WorkerId]) -> None:
+        """These are gone."""
+        for worker in workers:
+            self._limits.pop(worker, None)
+            self._num_waiting.pop(worker, None)
+        self._least = min(self._limits.values(), default=inf)
+        self._least = min(self._least, self._most)
+
     def look(
         self, served: ModelWorkers, now: float, num_running: int, tpot_s: float | None = None
     ) -> Room:

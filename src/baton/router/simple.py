@@ -11,7 +11,7 @@ from baton.registry import Plugin
 from baton.router.pairing import PairingPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from baton.ids import WorkerId
     from baton.router.fleet import WorkerView
@@ -69,6 +69,12 @@ class RoundRobin(PairingPolicy):
         """See `PairingPolicy`."""
         del request, load
         return {"last_turn": self._last_turn.get(worker.id, 0)}
+
+    def forget(self, workers: Iterable[WorkerId]) -> None:
+        """See `RemembersWorkers`."""
+        for worker in workers:
+            self._last_turn.pop(worker, None)
+            self._due.pop(worker, None)
 
     def check_invariants(self) -> None:
         """No two workers took the same turn, and none a turn to come."""

@@ -98,6 +98,11 @@ class Places:
         return number
 
     @property
+    def is_full(self) -> bool:
+        """Whether a path that is not known yet gets no place of its own."""
+        return len(self._numbers) >= MOST_PLACES
+
+    @property
     def has_device(self) -> NDArray[np.bool_]:
         """Whether a place is one known device `[place]`."""
         is_known: NDArray[np.bool_] = (self._levels[[_HOST, _DEVICE]] != _UNKNOWN).all(0)
@@ -105,7 +110,8 @@ class Places:
 
     def distance(self, one: str, other: str) -> Distance:
         """Of two workers, by their paths."""
-        return Distance(int(self.distances[self.number(one), self.number(other)]))
+        places = self.number(one), self.number(other)  # it may replace the array
+        return Distance(int(self.distances[places]))
 
     def _compute_row(self, number: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """`compute_distance` to all places up to this one."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -10,8 +12,10 @@ from baton.auth.ticket import WorkerRef
 from baton.ids import Epoch, WorkerId
 from baton.protocol.worker_http import Role
 from baton.router.fleet import WorkerView
+from baton.router.learning import LearnedLine, WorkerCost
 from baton.router.load import MOST_WORKERS, FleetLoad, RunningRequest
 from baton.router.placement import Placement
+from baton.router.topology import MOST_PLACES, Distance
 
 
 def view(name: str) -> WorkerView:
@@ -64,6 +68,14 @@ class LoadMachine(RuleBasedStateMachine):
             running.prefilled(self.now)
             running.first_token(self.now)
             running.end(self.now)
+
+    @rule(worker=st.sampled_from(WORKERS))
+    def is_gone(self, worker):
+        if not self.load.of(worker.id, "demo").num_requests:
+            row = self.load.of(worker.id, "demo").row
+            self.load.forget("demo", frozenset({worker.id}))
+            assert self.load.find(worker.id, "demo") is None
+            assert self.load.of(worker.id, "demo").row == row, "the next one gets its row"
 
     @invariant()
     def each_worker_has_what_it_was_given(self):
@@ -143,3 +155,40 @@ def test_workers_of_lives_that_are_over_are_forgotten_in_the_end_and_busy_ones_a
     assert load.find(WORKERS[0].id, "demo").num_decodes == 1
     running.end(1.0)
     assert load.find(WORKERS[0].id, "demo").num_requests == 0
+
+
+def test_a_worker_that_is_gone_takes_its_costs_and_its_place_with_it():
+    load = FleetLoad()
+    costs = load.costs("demo")
+    for n in range(MOST_PLACES + 50):
+        worker = replace(view(f"gone{n}"), topology=f"z/r/h{n}")
+        running = load.begin(Placement(WORKERS[0], worker), 100, float(n))
+        load.rows([worker, WORKERS[0]])
+        running.prefilled(n + 0.1)
+        running.first_token(n + 0.2)
+        running.end(n + 0.5, 10)
+        assert costs.step.num_workers == 1
+        assert costs.handoffs.cost_of(WORKERS[0], worker).num_seen == 1
+        assert costs.handoffs.places.number(worker.topology) > 0, "it has a place of its own"
+        load.forget("demo", frozenset({worker.id}))
+        assert costs.step.num_workers == 0
+        assert costs.step.sum_of_logs == 0
+    assert sum(line.num_workers for line in costs.handoffs.lines) == 0
+    assert costs.prefill.num_workers == 1, "the one that stayed"
+    assert {costs.handoffs.source(each) for each in Distance} >= {"learned"}
+
+
+def test_what_is_learned_of_those_that_stay_does_not_change():
+    line = LearnedLine((0.01, 1e-4))
+    stays, leaves = WorkerCost(line), WorkerCost(line)
+    for _ in range(50):
+        stays.observe(100, 0.02)
+        leaves.observe(100, 0.06)
+    assert line.num_workers == 2
+    assert leaves.factor > stays.factor
+    leaves.leave()
+    leaves.leave()  # once is enough
+    assert line.num_workers == 1
+    assert line.mean_log == pytest.approx(stays.log)
+    assert stays.factor == pytest.approx(1.0)
+    assert leaves.factor == 1.0

@@ -69,6 +69,8 @@ SPLIT = ("--prefill", "https://c:1", "--decode", "https://d:1")
         (SPLIT, "round_robin"),
         ((*TWO, "--policy", "round_robin"), "round_robin"),
         ((*SPLIT, "--policy", "cost"), "cost"),
+        (("--members", "file:/run/members.json"), "cost"),
+        (("--members", "file:/run/members.json", "--policy", "round_robin"), "round_robin"),
     ],
 )
 def test_the_default_policy_depends_on_the_workers(arguments, policy):
@@ -84,6 +86,14 @@ def test_the_default_policy_depends_on_the_workers(arguments, policy):
 def test_repeated_flags_make_lists():
     flags = parse(GatewayFlags, "--decode", "http://a:1", "--decode", "http://b:2")
     assert flags.resolve().to_config().gateway.decode == ("http://a:1", "http://b:2")
+
+
+def test_sources_of_workers_are_named_one_by_one():
+    names = ("file:/run/members.json", "dns:decode=workers.example:8100")
+    flags = parse(GatewayFlags, "--members", names[0], "--members", names[1])
+    options = gateway_options(flags.resolve().to_config(), 1)
+    assert options.members == names
+    assert options.workers == ()
 
 
 def test_the_gateways_defaults_are_those_of_its_options():

@@ -7,7 +7,7 @@ import weakref
 import pytest
 
 from baton.gateway.errors import ClientLeftError, DeadlineError
-from baton.gateway.workers import Interruptible
+from baton.gateway.interruptible import Interruptible
 
 
 def test_the_cause_surfaces_where_the_block_ends():

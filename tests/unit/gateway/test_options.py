@@ -39,7 +39,18 @@ def test_a_worker_is_listed_once():
 
 
 @pytest.mark.parametrize(
-    "url", ["127.0.0.1:9000", "ftp://127.0.0.1", "http://", "http://h:1/v1", "http://h:1?x=1", ""]
+    "url",
+    [
+        "127.0.0.1:9000",
+        "ftp://127.0.0.1",
+        "http://",
+        "http://h:1/v1",
+        "http://h:1?x=1",
+        "http://h:1#x",
+        "http://h:99999",
+        "http://[h",
+        "",
+    ],
 )
 def test_a_workers_address_is_an_origin(url):
     with pytest.raises(ConfigError, match="is not a worker's address"):
@@ -57,3 +68,29 @@ def test_a_worker_that_proves_nothing_is_listed_only_where_tls_is_off():
     with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:9001 does not prove who answers"):
         GatewayOptions(workers=(DECODE, plain), credentials=KEY)
     GatewayOptions(workers=(DECODE, plain), credentials=KEY, tls="off")
+
+
+@pytest.mark.parametrize(
+    ("members", "why"),
+    [
+        (("file:/a", "file:/a"), "names a source twice"),
+        (("etcd:/a",), r"names no source; write it as KIND:ARGUMENT, with a KIND of: .*dns.*file"),
+        (("/run/members.json",), "names no source"),
+        (("file:members.json",), "no absolute path"),
+        (("dns:workers:8100",), "is not dns:ROLE=HOST:PORT"),
+    ],
+)
+def test_a_source_that_cannot_be_followed_is_refused_at_the_start(members, why):
+    with pytest.raises(ConfigError, match=why):
+        GatewayOptions(workers=(DECODE,), credentials=KEY, members=members)
+
+
+def test_workers_may_all_come_later():
+    assert GatewayOptions(workers=(), credentials=KEY, members=("file:/a",)).workers == ()
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "HTTP://127.0.0.1:1"])
+def test_however_it_is_written_an_address_without_tls_is_refused(url):
+    assert WorkerAddress(url, Role.DECODE).is_plain
+    with pytest.raises(ConfigError, match="does not prove who answers"):
+        GatewayOptions(workers=(WorkerAddress(url, Role.DECODE),), credentials=KEY)

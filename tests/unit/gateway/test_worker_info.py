@@ -14,7 +14,8 @@ from baton.engines.vllm.identity import (
 )
 from baton.errors import ProtocolError
 from baton.gateway.options import WorkerAddress
-from baton.gateway.workers import Worker, read_info, why_not_used, worker_view
+from baton.gateway.worker_info import read_info, why_not_used
+from baton.gateway.workers import Worker, worker_view
 from baton.ids import WorkerId
 from baton.kv.layout import KVLayout
 from baton.protocol.worker_http import MAX_RANKS, Role, WorkerInfo

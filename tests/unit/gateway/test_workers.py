@@ -11,7 +11,8 @@ from baton.errors import ModelNotFoundError, ProtocolError
 from baton.gateway.errors import NoWorkerError
 from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.options import WorkerAddress
-from baton.gateway.workers import Down, Draining, Pending, Rejected, Up, Workers, read_info
+from baton.gateway.worker_info import read_info
+from baton.gateway.workers import Down, Draining, Pending, Rejected, Up, Workers
 from baton.ids import Epoch, WorkerId
 from baton.protocol.worker_http import Role, WorkerInfo, WorkerLoad
 
@@ -165,13 +166,12 @@ def test_reports_of_many_workers_are_taken_up_together():
         [WorkerAddress(f"http://127.0.0.1:{port}", Role.DECODE) for port in range(1, 101)],
         GatewayMetrics(),
     )
-    for number, worker in enumerate(workers.all):
-        workers.register(worker, info(worker=f"decode-{number}"))
     fleets = []
     workers.on_change = fleets.append
 
     async def report() -> None:
-        for worker in workers.all:
+        for number, worker in enumerate(workers.all):
+            workers.register(worker, info(worker=f"decode-{number}"))
             workers.note_load(worker, LOAD)
         assert not fleets
         async with asyncio.timeout(5):
@@ -181,4 +181,22 @@ def test_reports_of_many_workers_are_taken_up_together():
 
     asyncio.run(report())
     (fleet,) = fleets
-    assert {view.load for view in fleet.models["demo"].decodes} == {LOAD}
+    views = fleet.models["demo"].decodes
+    assert len(views) == 100
+    assert {view.load for view in views} == {LOAD}
+
+
+def test_a_view_is_another_one_only_where_something_has_changed(workers):
+    decode = workers.all[1]
+    workers.register(decode, info())
+    (before,) = workers.fleet.models["demo"].decodes
+    workers.lose(workers.all[2], "refused")
+    assert workers.fleet.models["demo"].decodes[0] is before
+    workers.note_load(decode, LOAD)
+    (loaded,) = workers.fleet.models["demo"].decodes
+    assert (before.load, loaded.load) == (None, LOAD)
+    for _ in range(5):
+        decode.health.failed(1e6 * (1 + decode.health.num_failed_requests), "5xx", may_eject=True)
+    workers.note_health(decode)
+    (ejected,) = workers.fleet.models["demo"].decodes
+    assert (ejected.available, ejected.ejected) == (False, True)

@@ -12,7 +12,7 @@ from baton.protocol.worker_http import Role, WorkerLoad
 from baton.router.fleet import ModelWorkers, WorkerView
 from baton.router.load import FleetLoad
 from baton.router.placement import Placement
-from baton.router.room import AHEAD_S, LEAST_SEEN, LEAST_SPARE, FleetRoom, spare_for
+from baton.router.room import AHEAD_S, LEAST_SEEN, LEAST_SPARE, UNLIMITED, FleetRoom, spare_for
 
 
 def view(name: str, role: Role = Role.BOTH, *, available: bool = True) -> WorkerView:
@@ -162,3 +162,14 @@ def test_what_is_not_known_to_be_slow_is_not_held_back(load):
         load.begin(Placement(None, A), 100_000, 0.0)
     assert load.of(A.id, "demo").queue_s(0.0) > 100
     assert room.look(ModelWorkers.of([A]), 0.0, 100).num_free == inf
+
+
+def test_a_worker_that_is_gone_is_full_no_more(load):
+    room = FleetRoom(load)
+    for worker, most in ((A, 4), (B, 64)):
+        room.note_report(worker.id, "demo", report(max_running=most))
+    assert room.limit(A.id) < inf
+    room.forget([A.id, WorkerId("never reported")])
+    assert room.limit(A.id) == inf
+    begin(load, 30, B)
+    assert room.look(ModelWorkers.of([B]), 0.0, 30) == UNLIMITED, "none can be full"

@@ -164,6 +164,16 @@ def test_a_worker_that_comes_back_is_not_flooded():
     assert [placed(policy, back).decode.id for _ in range(4)] == ["d1", "d0", "d1", "d0"]
 
 
+def test_a_worker_that_is_gone_leaves_its_turns():
+    policy = RoundRobin()
+    for _ in range(4):
+        placed(policy, fleet_of(D0, D1))
+    policy.forget([D0.id, D2.id])
+    assert policy.weigh(D0, DEMO, FleetLoad()) == {"last_turn": 0}
+    assert policy.weigh(D1, DEMO, FleetLoad()) == {"last_turn": 4}
+    policy.check_invariants()
+
+
 def test_models_are_served_by_their_own_workers():
     policy = RoundRobin()
     fleet = fleet_of(D0, worker("x0", Role.DECODE, model="other"))

@@ -1,1 +1,12 @@
-"""Where a gateway learns which workers there are, while it runs."""
+"""Where a gateway learns which workers there are, while it runs.
+
+Enters: sets of addresses from sources (`gateway.members`). Leaves: workers that are probed, placed
+on, drained and forgotten (`baton.gateway.workers`).
+
+File map:
+    interface.py    the contract of a source, and what every source gets
+    file.py, dns.py the sources `file` and `dns`
+    member_set.py   which workers all sources together list, and by which rule (pure)
+    membership.py   follows the sources; forgets workers that have left
+    metrics.py      what is known of each source, as Prometheus reads it
+"""

@@ -17,7 +17,7 @@ from baton.clock import Instant
 from baton.errors import ProtocolError
 from baton.gateway.members.lease_table import LeaseTable, Outcome
 from baton.gateway.options import WorkerAddress
-from baton.gateway.workers import read_info
+from baton.gateway.worker_info import read_info
 from baton.ids import Epoch
 from baton.net.cluster_client import ClusterClient, NoAnswerError
 from baton.protocol.announcements import (
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from baton.auth.credentials import Credentials
     from baton.clock import Clock
     from baton.gateway.members.announced_metrics import AnnouncementMetrics
+    from baton.gateway.members.interface import SourceStatus
     from baton.gateway.members.lease_table import Lease, Verdict
     from baton.ids import WorkerId
     from baton.net.tls import ClusterTls
@@ -84,6 +85,7 @@ class AnnouncedWorkers:
         self._list_gateways = list_gateways
         self._log = LimitedLog(log, clock)
         self._last_look, self._stalled_s = clock.now(), 0.0
+        self.status: SourceStatus | None = None
         self._watchers: set[asyncio.Event] = set()
         self._checks: dict[tuple[WorkerId, Epoch], asyncio.Task[bool]] = {}
 
@@ -240,6 +242,8 @@ class AnnouncedWorkers:
             for lease in self.table.take_overdue(now)[:MAX_CHECKS]:
                 self._check(lease)
         self._metrics.held(len(self.table))
+        if self.status is not None:
+            self.status.note_read()
 
     def now(self) -> Instant:
         """By the clock of the leases, which stands while this process does not run.
