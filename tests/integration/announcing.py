@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from baton.config.sections import Tls
     from baton.gateway.members.announced import AnnouncedWorkers
 
-KEY = Credentials.of(ClusterKey(b"k" * 32))
+CLUSTER_KEY = ClusterKey(b"k" * 32)
+KEY = Credentials.of(CLUSTER_KEY)
 STATIC = (WorkerAddress("https://127.0.0.1:1", Role.BOTH),)
 LEASE_S = 1.2
 
@@ -86,6 +87,12 @@ class Life:
     def standing(self) -> Standing:
         return self.fence.look(MachineClock().now())
 
+    def kill(self) -> None:
+        """As SIGKILL does, where nothing listens at its address."""
+        self.stop()
+        for each in self.announcer._gateways.values():
+            each.client.close()
+
     def stop(self) -> None:
         """As SIGSTOP does: nothing more is sent, and what arrives is not read."""
         assert self.running is not None
@@ -97,11 +104,12 @@ async def life(
     name: str,
     url: str,
     *gateways: str,
-    credentials: Credentials = KEY,
+    credentials: Credentials | None = None,
     takes_leave: bool = True,
     **fields: Any,
 ) -> AsyncGenerator[Life]:
     """A worker's announcer, without the rest of a worker."""
+    credentials = credentials or Credentials.of(CLUSTER_KEY)  # its own, as each process has
     epoch = new_epoch()
     given: dict[str, Any] = {"role": Role.BOTH, "lease_s": LEASE_S, "sequence": 1}
     template = Announcement(worker=WorkerId(name), epoch=epoch, url=url, **(given | fields))

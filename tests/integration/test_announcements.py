@@ -68,16 +68,19 @@ def test_a_worker_is_known_while_it_announces_itself(silent_url: str) -> None:
 def test_one_that_ends_silently_is_known_to_be_gone(silent_url: str) -> None:
     async def scenario() -> None:
         async with gateway() as one:
-            refusing = f"https://127.0.0.1:{free_port()}"
+            refusing = [f"https://127.0.0.1:{free_port()}" for _ in range(2)]
             async with (
-                life("killed", refusing, one.url, takes_leave=False) as killed,
+                life("killed", refusing[0], one.url, takes_leave=False, lease_s=60.0) as killed,
+                life("vanished", refusing[1], one.url, takes_leave=False) as vanished,
                 life("stopped", silent_url, one.url, takes_leave=False) as stopped,
             ):
-                await until_serving(killed)
-                await until_serving(stopped)
+                for each in (killed, vanished, stopped):
+                    await until_serving(each)
+                killed.kill()  # its connection ends
             await until(lambda: one.epoch_of("killed") is None)
+            await until(lambda: one.epoch_of("vanished") is None)  # its renewal is overdue
             assert one.epoch_of("stopped") == stopped.epoch, "a silent address may be alive"
-            assert one.count("baton_gateway_ended_leases_total", cause="gone") == 1
+            assert one.count("baton_gateway_ended_leases_total", cause="gone") == 2
             await until(lambda: stopped.standing is Standing.FENCED, LEASE_S)
             assert one.epoch_of("stopped") == stopped.epoch, "it was taken out before its fence"
             await until(lambda: one.epoch_of("stopped") is None)
@@ -144,7 +147,6 @@ def test_gateways_learn_from_each_other(silent_url: str) -> None:
         async with gateway() as one, life("w", silent_url, one.url, lease_s=30.0) as alive:
             await until_serving(alive)
             alive.stop()
-            await asyncio.sleep(0.6)  # it is relayed once it has had the time to come by itself
             async with gateway(one.url) as two:
                 learned_s = await until(lambda: two.epoch_of("w") == alive.epoch, 3.0)
                 assert learned_s < 3.0

@@ -117,7 +117,7 @@ class WorkerSection(Struct, frozen=True, kw_only=True):
     drain_timeout_s: Seconds = 30.0
     announce_to: tuple[str, ...] = ()
     announce_url: str | None = None
-    announce_lease_s: Annotated[float, Meta(ge=0.5, le=3600)] = 6.0
+    announce_lease_s: Annotated[float, Meta(ge=0.5, le=3600)] = 10.0
 
 
 class HandoffSection(Struct, frozen=True, kw_only=True):

@@ -65,6 +65,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._refusal: tuple[Refusal, str] | None = None
         self._tls: TlsTransport | None = None
 
+    @property
+    def peer_certificate(self) -> bytes | None:
+        """In DER, what the client has proved to be its own, where both sides show one."""
+        return None if self._tls is None else self._tls.peer_certificate
+
     # The connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -218,7 +223,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             keep_alive=scope["http_version"] != "1.0" and self.parser.should_keep_alive(),
             expects_continue=self.expect_100_continue,
             is_gateway=is_gateway,
-            peer_certificate=None if self._tls is None else self._tls.peer_certificate,
+            peer_certificate=self.peer_certificate,
         )
         scope["extensions"] = {EXTENSION: exchange}
         if before is None or before.response_complete:

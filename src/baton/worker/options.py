@@ -96,7 +96,7 @@ class ProcessOptions:
     cpu_affinity: tuple[int, ...] = ()
     announce_to: tuple[str, ...] = ()
     announce_url: str | None = None
-    announce_lease_s: float = 6.0
+    announce_lease_s: float = 10.0
     parent_pid: int | None = None
     status_fd: int = 1
 

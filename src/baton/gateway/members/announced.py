@@ -47,6 +47,7 @@ SWEEP_S: Final = 0.1
 STALL_S: Final = 1.0
 """Without a sweep: this process did not run, and announcements wait in its sockets."""
 MAX_CHECK_S: Final = 1.0
+CLOSING_S: Final = 0.1
 MAX_CHECKS: Final = 16
 """At once, of addresses whose worker may be gone."""
 MAX_INFO_BYTES: Final = 1 << 20
@@ -88,6 +89,8 @@ class AnnouncedWorkers:
         self.status: SourceStatus | None = None
         self._watchers: set[asyncio.Event] = set()
         self._checks: dict[tuple[WorkerId, Epoch], asyncio.Task[bool]] = {}
+        self._by_sender: dict[bytes, WorkerId] = {}
+        self._is_closed = False
 
     async def watch(self) -> AsyncIterator[frozenset[WorkerAddress]]:
         """See `WorkerSource`."""
@@ -121,6 +124,7 @@ class AnnouncedWorkers:
                     log.exception("looking at the leases failed; trying again")
                 await asyncio.sleep(SWEEP_S)
         finally:
+            self._is_closed = True
             for check in self._checks.values():
                 check.cancel()
             await asyncio.gather(*self._checks.values(), return_exceptions=True)
@@ -136,7 +140,16 @@ class AnnouncedWorkers:
             holder = verdict.holder
             if holder is not None and await self._find_gone(holder):
                 verdict = self._offer(announcement, sealed, 0.0)
+        if verdict.outcome is Outcome.ACCEPTED:
+            self._by_sender[sender] = announcement.worker
         return self._answer(announcement, verdict)
+
+    def connection_ended(self, sender: bytes) -> None:
+        """A worker's connection ended, perhaps since the worker has: that is looked at soon."""
+        worker = self._by_sender.pop(sender, None)
+        if worker is not None and not self._is_closed:
+            # A process that ends closes its sockets one after the other.
+            asyncio.get_running_loop().call_later(CLOSING_S, self._look_at, worker)
 
     async def take_relayed(self, relayed: Iterable[Relayed]) -> int:
         """Announcements that another gateway has received; how many of them were accepted.
@@ -269,6 +282,11 @@ class AnnouncedWorkers:
         if lapsed:
             self._wake()
         return now
+
+    def _look_at(self, worker: WorkerId) -> None:
+        lease = self.table.find(worker)
+        if lease is not None and not self._is_closed and len(self._checks) < MAX_CHECKS:
+            self._check(lease)
 
     async def _find_gone(self, lease: Lease) -> bool:
         """Whether the epoch that holds a lease is certainly gone; its name is free then."""

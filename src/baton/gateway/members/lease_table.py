@@ -40,7 +40,7 @@ OVERDUE_SHARE: Final = 1.25
 """A renewal that has not come after so many intervals is missing."""
 LOOK_S: Final = 0.5
 SETTLE_S: Final = 0.5
-"""An announcement so young is on its way to the other gateways still: it is not relayed."""
+"""A renewal so young is on its way to the other gateways still: it is not relayed."""
 MIN_INTERVAL_S: Final = 0.05
 """Between two announcements of one epoch that it sends itself: others are refused."""
 
@@ -231,8 +231,8 @@ class LeaseTable:
         lacking = [
             lease.known.worker
             for lease in self._leases.values()
-            if now - lease.granted_at >= SETTLE_S
-            and _is_newer(lease.known, by_worker.get(lease.known.worker))
+            if _is_newer(lease.known, other := by_worker.get(lease.known.worker))
+            and (other is None or now - lease.granted_at >= SETTLE_S)
         ]
         wanted: list[bytes] = []
         for known in by_worker.values():

@@ -34,12 +34,11 @@ from baton.protocol.announcements import (
     EXCHANGES_PATH,
     MAX_ANNOUNCEMENT_BYTES,
     MAX_EXCHANGE_BYTES,
-    MAX_NAMES,
 )
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Callable
 
     from prometheus_client import CollectorRegistry
     from starlette.types import Receive, Scope, Send
@@ -47,9 +46,11 @@ if TYPE_CHECKING:
     from baton.auth.credentials import Credentials
     from baton.clock import Clock
     from baton.gateway.options import GatewayOptions
+    from baton.net.http_limits import Refusal
+    from baton.net.http_protocol import BoundedHttpProtocol
 
-LIMITS: Final = HttpLimits(max_connections=MAX_NAMES + 1024, max_connections_per_address=MAX_NAMES)
-"""A connection of each worker that may be known, and of gateways."""
+LIMITS: Final = HttpLimits(max_connections_per_address=4096)
+"""Workers keep a connection each; one that waits gives its place to another that needs it."""
 MAX_TOTAL_BODY_BYTES: Final = 64 << 20
 MSGPACK: Final = (b"content-type", b"application/msgpack")
 
@@ -80,6 +81,26 @@ class MembershipTls:
         if method != "POST" or role is None or role not in peer.roles:
             raise AuthenticationError(f"{peer} may not {method} {path[:200]} here")
         return role is IdentityRole.GATEWAY
+
+
+class WorkerConnections(Connections):
+    """The connections of the listener: the end of one may be that of its worker."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        on_refused: Callable[[Refusal], None],
+        tls: MembershipTls,
+        on_ended: Callable[[bytes], None],
+    ) -> None:
+        super().__init__(allow_descriptors(LIMITS), clock, on_refused, tls)
+        self._on_ended = on_ended
+
+    def leave(self, connection: BoundedHttpProtocol) -> None:
+        """See `Connections`."""
+        super().leave(connection)
+        if connection.peer_certificate is not None:
+            self._on_ended(connection.peer_certificate)
 
 
 class MembershipApp:
@@ -150,11 +171,11 @@ async def open_announcements(
             list_gateways=peers.with_own,
         )
         gossip = Gossip(members, peers, tls, clock=clock, metrics=metrics)
-        connections = Connections(
-            allow_descriptors(LIMITS),
+        connections = WorkerConnections(
             clock,
             count_refusals(registry, "baton_membership"),
             MembershipTls(credentials, tls),
+            members.connection_ended,
         )
         app = MembershipApp(members, gossip)
         start_listening(listener)
