@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     import pytest
 
 NUM_AT_ONCE = 4
-NUM_BEFORE, NUM_ROUNDS = 100, 400
-MAX_BYTES_OF_EACH = 24
-"""Less than the least entry of a dictionary."""
+NUM_BEFORE, NUM_ROUNDS = 250, 250
+MAX_BYTES_OF_EACH = 40
+"""Less than an entry of a dictionary, and the name that it holds."""
 
 
 class Fleet:
@@ -66,17 +66,18 @@ class Fleet:
             workers.register(worker, described)
             workers.note_load(worker, WorkerLoad(number % 7, 100, 50, 16, max_running=8))
         views = workers.fleet.models["demo"].decodes
-        self.serve()
+        for prompt in numbers:
+            self.serve(prompt)
         links = {(one, other): LinkCost(1e-3, 1e-9) for one in views for other in views}
         services.load.costs("demo").handoffs.note_links(links, None)
         for one, other in zip(views, (*views[1:], views[0]), strict=True):
             self.finish(Placement(one, other))
 
-    def serve(self) -> None:
+    def serve(self, first_token: int) -> None:
         """A prompt that no worker has is placed; then it is expected there."""
         services, now = self.services, self.services.clock.now()
         assert services.prefixes is not None
-        prompt = np.arange(self.number, self.number + 64, dtype=np.int32)
+        prompt = np.arange(first_token, first_token + 64, dtype=np.int32)
         match = services.prefixes._of("demo").find(prompt, "", now)
         request = PlacementRequest("demo", num_prompt_tokens=64, at=now, cached=match.cached)
         placement = services.placement.place(services.workers.fleet, request, services.load)
@@ -109,7 +110,8 @@ def test_workers_that_came_and_went_leave_nothing(
         workers=(), credentials=KEY, tls="off", policy="prefix", members=("file:/nowhere/at/all",)
     )
 
-    async def measure(fleet: Fleet, num_rounds: int) -> int:
+    async def run(fleet: Fleet, num_rounds: int) -> int:
+        """Bytes in use afterwards."""
         for number in range(num_rounds):
             fleet.replace_all()
             # Now and then they stay for long enough that their events are followed.
@@ -119,10 +121,10 @@ def test_workers_that_came_and_went_leave_nothing(
         return tracemalloc.get_traced_memory()[0]
 
     async def main() -> int:
-        async with asyncio.timeout(60), process.open_gateway(options, MachineClock()) as app:
+        async with asyncio.timeout(250), process.open_gateway(options, MachineClock()) as app:
             fleet = Fleet(*opened)
-            before = await measure(fleet, NUM_BEFORE)
-            grown = await measure(fleet, NUM_ROUNDS) - before
+            before = await run(fleet, NUM_BEFORE)  # caches of bounded size are full then
+            grown = await run(fleet, NUM_ROUNDS) - before
             text = app.metrics.exposition().decode()
             assert text.count("baton_gateway_worker_up{") == NUM_AT_ONCE
             assert f'worker="worker-{fleet.number - 1}"' in text
