@@ -133,8 +133,7 @@ class Announcer:
             gateway.client.post(ANNOUNCEMENTS_PATH, farewell, FAREWELL_TIMEOUT_S)
             for gateway in self._gateways.values()
         )
-        if self._fence.standing is not Standing.SUPERSEDED:
-            await asyncio.gather(*posts, return_exceptions=True)
+        await asyncio.gather(*posts, return_exceptions=True)
         for gateway in self._gateways.values():
             gateway.client.close()
 

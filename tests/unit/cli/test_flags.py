@@ -8,10 +8,11 @@ from cyclopts import App, CoercionError
 from baton.cli.gateway import GatewayFlags
 from baton.cli.gateway import _options as gateway_options
 from baton.cli.up import UpFlags
-from baton.cli.worker import WorkerFlags
+from baton.cli.worker import WorkerFlags, worker
 from baton.cli.worker import _options as worker_options
 from baton.config.resolve import FromDefault, FromFlag
 from baton.config.sections import Config
+from baton.errors import ConfigError
 from baton.gateway.options import GatewayOptions
 from baton.models import DEMO_MODEL_PATH
 from baton.router.cost import CostPolicy
@@ -124,3 +125,18 @@ def test_a_mode_may_be_forced(flags):
     assert parse(flags, "--mode", "pull").resolve().to_config().gateway.mode == "pull"
     with pytest.raises(CoercionError):
         parse(flags, "--mode", "carrier-pigeon")
+
+
+def test_a_worker_announces_an_address_that_gateways_can_reach():
+    flags = ("--announce-to", "https://gw:9000", "--host", "0.0.0.0")
+    with pytest.raises(ConfigError, match=r"give worker\.announce_url"):
+        worker_options(parse(WorkerFlags, *flags).resolve().to_config(), 1)
+    flags = (*flags, "--set", "worker.announce_url=https://10.0.0.3:8100")
+    options = worker_options(parse(WorkerFlags, *flags).resolve().to_config(), 1)
+    assert options.announce_to == ("https://gw:9000",)
+
+
+def test_a_worker_that_could_not_be_fenced_does_not_announce_itself():
+    flags = parse(WorkerFlags, "--announce-to", "https://gw:9000", "--engine", "vllm")
+    with pytest.raises(ConfigError, match="cannot announce itself"):
+        worker(flags)

@@ -94,3 +94,41 @@ def test_however_it_is_written_an_address_without_tls_is_refused(url):
     assert WorkerAddress(url, Role.DECODE).is_plain
     with pytest.raises(ConfigError, match="does not prove who answers"):
         GatewayOptions(workers=(WorkerAddress(url, Role.DECODE),), credentials=KEY)
+
+
+def announcing(**options):
+    given = {"workers": (DECODE,), "credentials": KEY, "key_origin": "configured"}
+    given["members"] = () if options.get("announce_port", 9000) is None else ("announced",)
+    return GatewayOptions(**{**given, "announce_port": 9000, **options})
+
+
+def test_each_of_several_processes_takes_announcements_at_a_port_of_its_own():
+    options = announcing(num_processes=3, management_port=7000, peers=("https://gw-2:9000",))
+    last = options.of_process(2, status_fd=5)
+    assert (last.num_processes, last.status_fd) == (1, 5)
+    assert (last.management_port, last.announce_port) == (7002, 9002)
+    assert last.announce_url == "https://127.0.0.1:9002"
+    siblings = ("https://127.0.0.1:9000", "https://127.0.0.1:9001")
+    assert last.peers == ("https://gw-2:9000", *siblings)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"announce_host": "0.0.0.0"}, r"no other process can reach 0\.0\.0\.0"),
+        ({"announce_host": "10.0.0.1", "key_origin": "generated"}, "without a configured"),
+        ({"peers": ("http://gw:9000",)}, r"gateway\.peers: 'http://gw:9000'"),
+        ({"announce_url": "gw:9000"}, r"gateway\.announce_url: 'gw:9000'"),
+        ({"announce_port": None, "peers": ("https://gw:9000",)}, r"give gateway\.announce_port"),
+        ({"announce_port": 0, "num_processes": 2, "management_port": 1}, "need a fixed"),
+    ],
+)
+def test_a_gateway_that_takes_announcements_can_be_reached(options, message):
+    with pytest.raises(ConfigError, match=message):
+        announcing(**options)
+
+
+@pytest.mark.parametrize("options", [{"members": ()}, {"announce_port": None}])
+def test_announcements_and_their_source_go_together(options):
+    with pytest.raises(ConfigError, match="go together"):
+        announcing(**{"members": ("announced",), **options})
