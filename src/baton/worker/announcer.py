@@ -124,9 +124,10 @@ class Announcer:
 
     async def leave(self) -> None:
         """Report the end of this epoch to every gateway, once; close all connections."""
-        for gateway in self._gateways.values():
-            if gateway.posting is not None:
-                gateway.posting.cancel()
+        posting = [each.posting for each in self._gateways.values() if each.posting is not None]
+        for task in posting:
+            task.cancel()
+        await asyncio.gather(*posting, return_exceptions=True)
         self._sequence += 1
         farewell = self._seal(is_farewell=True)
         posts = (

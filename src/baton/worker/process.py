@@ -135,7 +135,7 @@ class ProcessLife:
             make_server_config(worker.app, worker.connections, drain_timeout_s=FLUSH_TIMEOUT_S)
         )
         self._ending: asyncio.Task[None] | None = None
-        self._superseded: SupersededError | None = None
+        self._failure: Exception | None = None
 
     async def run(self, listener: socket.socket) -> None:
         """Serve until a signal, until the engine ends by itself, or until it is superseded.
@@ -154,8 +154,8 @@ class ProcessLife:
                     await self._server.serve(sockets=[listener])
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
-            if self._superseded is not None:
-                raise self._superseded
+            if self._failure is not None:
+                raise self._failure
             if not self._worker.engine.is_alive():
                 raise EngineError("the engine's thread ended by itself; the log has the reason")
         finally:
@@ -208,9 +208,10 @@ class ProcessLife:
     async def _announce(self, announcer: Announcer) -> None:
         try:
             await announcer.run()
-        except SupersededError as exc:
-            logger.critical("%s", exc)
-            self._superseded = exc
+        except Exception as exc:
+            is_expected = isinstance(exc, SupersededError)
+            logger.critical("announcing has ended: %s", exc, exc_info=not is_expected)
+            self._failure = exc
             await self._worker.drain(0.0)
             self._server.should_exit = True
 

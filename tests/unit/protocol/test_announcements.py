@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 import pytest
@@ -13,8 +14,12 @@ from baton.errors import ConfigError
 from baton.ids import Epoch, WorkerId
 from baton.protocol.announcements import (
     MAX_ANNOUNCEMENT_BYTES,
+    VERSION,
     Announcement,
     AnnouncementError,
+    AnnouncementReply,
+    Exchange,
+    ExchangeReply,
     RefusalReason,
     read_announcement,
     require_https,
@@ -22,9 +27,6 @@ from baton.protocol.announcements import (
 )
 from baton.protocol.worker_http import Role
 from tests.integration.identities import Identities
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 KEY = Credentials.generate()
 
@@ -120,3 +122,18 @@ def test_gateways_are_named_with_https_and_a_port() -> None:
     for url in ("http://gw:9000", "gw:9000", "https://gw"):
         with pytest.raises(ConfigError, match=r"worker\.announce_to"):
             require_https("worker.announce_to", [url])
+
+
+PAGE = (Path(__file__).parents[3] / "docs/wire/announcements.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize("struct", [Announcement, AnnouncementReply, Exchange, ExchangeReply])
+def test_the_page_names_every_field(struct: type[msgspec.Struct]) -> None:
+    for field in msgspec.structs.fields(struct):
+        assert f"`{field.name}`" in PAGE
+
+
+def test_the_page_names_every_answer_and_every_reason() -> None:
+    for word in (*get_args(get_type_hints(AnnouncementReply)["result"]), *RefusalReason):
+        assert f"| `{word}` |" in PAGE
+    assert f"| `version` | int | {VERSION};" in PAGE
