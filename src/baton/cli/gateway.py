@@ -55,7 +55,7 @@ class GatewayFlags(ConfigFlags):
         list[str] | None,
         Sets("gateway.members"),
         Parameter(
-            help="Where workers come from: file:/PATH, dns:ROLE=HOST:PORT or announced; repeatable.",
+            help="Source of workers: file:/PATH, dns:ROLE=HOST:PORT, announced; may be repeated.",
             negative="",
         ),
     ] = None
