@@ -167,6 +167,7 @@ def test_a_worker_learns_of_gateways_from_others(silent_url: str) -> None:
                 await until(
                     lambda: two.count("baton_gateway_announcements_total", result="accepted")
                 )
+                assert not two.count("baton_gateway_refused_announcements_total", reason="repeated")
 
     run(scenario())
 

@@ -223,7 +223,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             keep_alive=scope["http_version"] != "1.0" and self.parser.should_keep_alive(),
             expects_continue=self.expect_100_continue,
             is_gateway=is_gateway,
-            peer_certificate=self.peer_certificate,
+            peer_certificate=None if self._tls is None else self._tls.peer_certificate,
         )
         scope["extensions"] = {EXTENSION: exchange}
         if before is None or before.response_complete:

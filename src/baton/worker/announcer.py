@@ -88,7 +88,7 @@ class Announcer:
         self._clock, self._fence = clock, fence
         self._on_change = on_change
         self._tls = ClusterTls(credentials)
-        self._sequence = 0
+        self._sequence, self._sealed = 0, b""
         self._interval_s = template.lease_s / RENEWALS_PER_LEASE
         self._news = asyncio.Event()
         self._log = LimitedLog(logger, clock)
@@ -147,12 +147,15 @@ class Announcer:
     def _announce(self, now: Instant) -> None:
         """Post the next announcement to each gateway that has answered the one before."""
         self._sequence += 1
-        sealed = self._seal(is_farewell=False)
+        self._sealed = self._seal(is_farewell=False)
         self._fence.sent(self._sequence, now)
-        for gateway in tuple(self._gateways.values()):
+        for gateway in self._gateways.values():
             if not gateway.is_busy:
-                post = self._post(gateway, sealed, self._sequence)
-                gateway.posting = asyncio.create_task(post)
+                self._begin_post(gateway)
+
+    def _begin_post(self, gateway: _Gateway) -> None:
+        post = self._post(gateway, self._sealed, self._sequence)
+        gateway.posting = asyncio.create_task(post)
 
     def _seal(self, *, is_farewell: bool) -> bytes:
         announcement = msgspec.structs.replace(
@@ -195,16 +198,18 @@ class Announcer:
         self._news.set()
 
     def _learn(self, url: str) -> None:
+        url = url.rstrip("/")
         if url in self._gateways or len(self._gateways) >= MAX_GATEWAYS:
             return
         with suppress(ConfigError):
             require_https("a gateway's reply", (url,))
             logger.info("announcing to %s too, which another gateway knows", url)
-            self._add(url, is_configured=False)
+            self._begin_post(self._add(url, is_configured=False))
 
-    def _add(self, url: str, *, is_configured: bool) -> None:
+    def _add(self, url: str, *, is_configured: bool) -> _Gateway:
         url = url.rstrip("/")
         client = ClusterClient(
             url, IdentityRole.GATEWAY, self._tls, max_answer_bytes=MAX_REPLY_BYTES
         )
-        self._gateways[url] = _Gateway(client, is_configured)
+        gateway = self._gateways[url] = _Gateway(client, is_configured)
+        return gateway

@@ -81,6 +81,7 @@ class Leases(RuleBasedStateMachine):
         self._forget_lapsed()
         owner = model.owners.get(name)
         if verdict.outcome is not Outcome.ACCEPTED:
+            assert verdict.outcome is not Outcome.KNOWN or (owner is not None and not is_news)
             return
         assert is_news, "what changes something was not news"
         assert sequence > model.taken.get(key, 0), "an announcement was taken twice"

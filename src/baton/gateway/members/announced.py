@@ -140,7 +140,7 @@ class AnnouncedWorkers:
             holder = verdict.holder
             if holder is not None and await self._find_gone(holder):
                 verdict = self._offer(announcement, sealed, 0.0)
-        if verdict.outcome is Outcome.ACCEPTED:
+        if verdict.outcome in {Outcome.ACCEPTED, Outcome.KNOWN}:
             self._by_sender[sender] = announcement.worker
         return self._answer(announcement, verdict)
 
@@ -210,7 +210,7 @@ class AnnouncedWorkers:
     def _answer(self, announcement: Announcement, verdict: Verdict) -> AnnouncementReply:
         gateways = self._list_gateways()
         match verdict.outcome:
-            case Outcome.ACCEPTED:
+            case Outcome.ACCEPTED | Outcome.KNOWN:
                 self._metrics.answered("accepted")
                 return AnnouncementReply(result="accepted", gateways=gateways)
             case Outcome.SUPERSEDED:

@@ -49,6 +49,7 @@ class Outcome(StrEnum):
     """What became of an announcement. Only `ACCEPTED` changes who holds a name, and until when."""
 
     ACCEPTED = "accepted"
+    KNOWN = "known"
     REPEATED = "repeated"
     TOO_OFTEN = "too_often"
     LAPSED = "lapsed"
@@ -162,7 +163,8 @@ class LeaseTable:
             return self._offer_free(announcement, sealed, granted_at)
         if lease.announcement.epoch == announcement.epoch:
             is_soon = not age_s and now - lease.granted_at < MIN_INTERVAL_S
-            if is_soon and not announcement.is_farewell:
+            is_renewal = announcement.sequence > lease.announcement.sequence
+            if is_soon and is_renewal and not announcement.is_farewell:
                 return Verdict(Outcome.TOO_OFTEN)
             return self._offer_renewal(lease, announcement, sealed, granted_at)
         past = self._past.get(announcement.worker)
@@ -284,6 +286,8 @@ class LeaseTable:
         self, lease: Lease, announcement: Announcement, sealed: bytes, granted_at: Instant
     ) -> Verdict:
         before = lease.announcement
+        if announcement == before:  # it came by another gateway
+            return Verdict(Outcome.KNOWN)
         if announcement.sequence <= before.sequence:
             return Verdict(Outcome.REPEATED)
         if announcement.is_farewell:
