@@ -273,7 +273,11 @@ def serve(pipe: Connection, port: int) -> None:
 
 async def _serve(pipe: Connection, port: int) -> None:
     options = GatewayOptions(
-        workers=STATIC, credentials=Credentials.of(KEY), key_origin="configured", announce_port=port
+        workers=STATIC,
+        members=("announced",),
+        credentials=Credentials.of(KEY),
+        key_origin="configured",
+        announce_port=port,
     )
     async with open_announcements(options, MachineClock(), CollectorRegistry()):
         pipe.send("ready")
@@ -364,7 +368,11 @@ async def measure_deaths(args: argparse.Namespace) -> Deaths:
     """The part `death`: several workers at once, which end at random moments between renewals."""
     port = free_port()
     options = GatewayOptions(
-        workers=STATIC, credentials=Credentials.of(KEY), key_origin="configured", announce_port=port
+        workers=STATIC,
+        members=("announced",),
+        credentials=Credentials.of(KEY),
+        key_origin="configured",
+        announce_port=port,
     )
     async with open_announcements(options, MachineClock(), CollectorRegistry()) as members:
         assert members is not None

@@ -61,7 +61,7 @@ def test_the_old_life_of_a_worker_writes_nowhere(fleet: Fleet) -> None:
     first = fleet.start_worker(NAME, "prefill", announcing)
     for worker in (decode, first):
         worker.wait_ready()
-    settings = GATEWAY | {"gateway.announce_port": port}
+    settings = GATEWAY | {"gateway.announce_port": port, "gateway.members": ["announced"]}
     gateway = fleet.start_gateway([first], [decode], settings=settings)
 
     async def scenario(session: aiohttp.ClientSession) -> None:

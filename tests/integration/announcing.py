@@ -62,6 +62,7 @@ async def gateway(
         workers=STATIC,
         credentials=credentials,
         key_origin="configured",
+        members=("announced",),
         announce_port=port,
         peers=peers,
         tls=tls,

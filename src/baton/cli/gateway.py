@@ -57,8 +57,8 @@ class GatewayFlags(ConfigFlags):
         list[str] | None,
         Sets("gateway.members"),
         Parameter(
-            help="Follow a list of workers: file:/PATH, dns:ROLE=HOST:PORT or "
-            "kubernetes:ROLE=SERVICE; may be repeated.",
+            help="Source of workers: file:/PATH, dns:ROLE=HOST:PORT, kubernetes:ROLE=SERVICE, "
+            "announced; may be repeated.",
             negative="",
         ),
     ] = None
