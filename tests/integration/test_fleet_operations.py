@@ -113,7 +113,7 @@ async def test_a_fleet_grows_and_shrinks_while_it_serves(tmp_path):
     steps = await operated(tmp_path, then, "worker", "worker", environment=environment)
     assert steps.index("w-2 starts") < steps.index("w-3 drains") < steps.index("w-4 starts")
     assert "w-1 ended (exit code 0)" in steps
-    assert steps[-1] == "3 decode serve"
+    assert steps[-1] == "serving: 3 decode"
 
 
 @in_event_loop
@@ -248,7 +248,7 @@ async def test_a_fleet_is_controlled_over_its_socket(tmp_path, monkeypatch):
         ]
         assert status.members[0].pid == under_test.pids()["w-0"]
         steps = await lines(fleet.scale(FleetSize(decode=2)))
-        assert (steps[0], steps[-1]) == ("w-1 starts", "2 decode serve")
+        assert (steps[0], steps[-1]) == ("w-1 starts", "serving: 2 decode")
         with pytest.raises(FleetError, match="there is no worker 'w-9'"):
             await lines(fleet.drain("w-9"))
         with monkeypatch.context() as patch:

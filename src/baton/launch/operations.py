@@ -43,6 +43,11 @@ FLAGS: Final[Mapping[Role, str]] = {
     "decode": "--decode",
     "both": "--workers",
 }
+NOUNS: Final[Mapping[Role, str]] = {
+    "prefill": "prefill",
+    "decode": "decode",
+    "both": "for both parts",
+}
 
 
 def decide_size(counts: Mapping[Role, int], size: FleetSize) -> dict[Role, int]:
@@ -114,7 +119,8 @@ class FleetOperations:
             for slot in await self._find_idle(role, counts[role] - decided[role])
         ]
         await self._retire(surplus, report)
-        report(", ".join(f"{len(self._workers(role))} {role}" for role in self._like) + " serve")
+        found = [f"{len(self._workers(role))} {NOUNS[role]}" for role in self._like]
+        report(f"serving: {', '.join(found)}")
 
     async def drain(self, name: str, report: Callable[[str], None]) -> None:
         """Take one worker out.

@@ -65,7 +65,8 @@ class SourceStatus:
         """It could not be read; logged once for each problem."""
         self.num_errors += 1
         if problem != self.problem:
-            log.warning("%s: %s; the workers that it listed before stay", self.name, problem)
+            stay = "" if self.read_at is None else "; the workers that it listed before stay"
+            log.warning("%s: %s%s", self.name, problem, stay)
             self.problem = problem
 
     def note_list(self, refused: str | None) -> None:
