@@ -278,6 +278,31 @@ def test_a_worker_may_be_started_again_elsewhere_under_its_name(path: Path) -> N
     follow(path, scenario, move_streams="never")
 
 
+def test_a_request_waits_for_a_worker_that_a_source_may_list(path: Path) -> None:
+    """All that decode have left; with fixed lists none would be expected back."""
+    prefill = ScriptedWorker("p", "prefill", prefill_at_once)
+    first, second = (ScriptedWorker(f"d{i}", "decode", say_abc) for i in range(2))
+
+    async def scenario(cluster: Cluster) -> None:
+        async with prefill.running(), first.running(), second.running():
+            write(path, prefill, first)
+            await until_states(cluster, {prefill: "up", first: "up"})
+            write(path, prefill)
+            await until_states(cluster, {prefill: "up"})
+            asking = asyncio.create_task(answer_of(cluster))
+
+            async def waits() -> bool:
+                return await cluster.metric("baton_gateway_waiting_requests") == 1
+
+            await until_true(waits)
+            write(path, prefill, second)
+            status, body = await asking
+            assert (status, body["choices"][0]["text"]) == (200, "abc")
+            assert not first.visits
+
+    follow(path, scenario, wait_for_worker_s=5.0)
+
+
 def test_errors_name_the_sources_that_fail_and_the_last_list_stays(path: Path) -> None:
     worker = ScriptedWorker("d", "decode", say_abc)
 

@@ -44,27 +44,29 @@ class WorkerAddress:
     url: str
     role: Role
     draining: bool = False
+    origin: URL = field(init=False, repr=False, compare=False)
+    """By which a worker is known: two of one are the same worker, however they are written."""
 
     def __post_init__(self) -> None:
-        if not _is_origin(self.url):
+        if (origin := _find_origin(self.url)) is None:
             raise ConfigError(
                 f"{self.url!r} is not a worker's address; write it as https://host:port"
             )
+        object.__setattr__(self, "origin", origin)
 
     @property
     def is_plain(self) -> bool:
         """Whether who answers there proves nothing: requests, and the bearer, go in the clear."""
-        return urlsplit(self.url).scheme == "http"
+        return self.origin.scheme == "http"
 
 
-def _is_origin(text: str) -> bool:
+def _find_origin(text: str) -> URL | None:
     try:
-        parts = urlsplit(text)
-        URL(text).origin()  # what is connected to: it checks the port and the host's name, too
+        parts, origin = urlsplit(text), URL(text).origin()
     except ValueError:
-        return False
+        return None
     is_whole = parts.path in {"", "/"} and not (parts.query or parts.fragment)
-    return parts.scheme in {"http", "https"} and bool(parts.hostname) and is_whole
+    return origin if is_whole and origin.scheme in {"http", "https"} and origin.host else None
 
 
 def check_processes(num_processes: int, management_port: int | None) -> None:

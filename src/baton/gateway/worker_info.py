@@ -53,7 +53,7 @@ def why_not_used(info: WorkerInfo, listed: WorkerAddress) -> str | None:
             f"it was listed as a {listed.role} worker but was started with the role {info.role}; "
             f"list it as {_option(info.role)}, or start it with {_role_setting(info, listed.role)}"
         )
-    return why_not_asked(info, URL(listed.url))
+    return why_not_asked(info, listed.origin)
 
 
 def why_not_asked(info: WorkerInfo, listed: URL) -> str | None:

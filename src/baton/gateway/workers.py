@@ -131,7 +131,7 @@ class Worker:
         self.why_withdrawn: str | None = None
         self.is_gone = False
         self.noted_health: tuple[HealthState, bool] = (HealthState.HEALTHY, False)
-        self.url = URL(address.url).origin()
+        self.url = address.origin
         self.completion_urls = {
             path: self.url.with_path(path) for path in ("/v1/chat/completions", "/v1/completions")
         }
@@ -375,16 +375,15 @@ class Workers:
         worker.why_withdrawn = LEFT if listing is None else listing.why_withdrawn
         if before != worker.why_withdrawn:
             log.info("%s at %s: %s", worker, worker.url, worker.why_withdrawn or "used again")
+        # One that is not up is asked who it is by its next probe.
+        if isinstance(worker.state, Up) and worker.why_withdrawn is not None:
+            self._set_state(worker, Draining(worker.state.info))
         if listing is not None and listing.role is not worker.address.role:
             self._metrics.forget_worker(str(worker.url), worker.address.role)
             worker.address = WorkerAddress(worker.address.url, listing.role)
             self._note_available(worker)
-        if isinstance(worker.state, Up):  # any other is asked who it is by its next probe
-            info = worker.state.info
-            if (reason := why_not_used(info, worker.address)) is not None:
+            if worker.info is not None and (reason := why_not_used(worker.info, worker.address)):
                 self._set_state(worker, Rejected(reason))
-            elif worker.why_withdrawn is not None:
-                self._set_state(worker, Draining(info))
 
     def _set_state(self, worker: Worker, state: WorkerState) -> bool:
         """Whether it is another one than before; then log and count it."""

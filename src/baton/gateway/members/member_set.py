@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from yarl import URL
-
 from baton.protocol.worker_http import Role
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+
+    from yarl import URL
 
     from baton.gateway.options import WorkerAddress
 
@@ -72,7 +72,7 @@ class MemberSet:
         """
         listed: dict[URL, list[WorkerAddress]] = {}
         for address in sorted(addresses, key=lambda each: (ROLES.index(each.role), each.url)):
-            listed.setdefault(URL(address.url).origin(), []).append(address)
+            listed.setdefault(address.origin, []).append(address)
         self._lists[source] = listed
         entries: dict[URL, list[tuple[str, WorkerAddress]]] = {}
         for name, found in self._lists.items():
