@@ -43,14 +43,14 @@ LOOPBACK: Final = "127.0.0.1"
 Settings: TypeAlias = "dict[str, object]"
 Pinning: TypeAlias = Literal["shared_cores", "own_cores"]
 
-LAUNCHER_ONLY: Final = (
-    "up.",
+LAUNCHER_ONLY: Final = frozenset({
     "gateway.prefill",
     "gateway.decode",
     "gateway.workers",
     "gateway.members",
-)
-"""Keys that a child never gets handed on."""
+})
+LAUNCHER_SECTIONS: Final = ("up.", "ray.", "scaling.")
+"""Keys, and beginnings of keys, that a child never gets handed on."""
 
 WORKER_LISTS: Final[Mapping[Role, str]] = {
     "prefill": "gateway.prefill",
@@ -310,7 +310,11 @@ def flag_settings(resolved: Resolved) -> Settings:
 
 def _forwarded_settings(resolved: Resolved) -> Settings:
     given = flag_settings(resolved)
-    return {name: value for name, value in given.items() if not name.startswith(LAUNCHER_ONLY)}
+    return {
+        name: value
+        for name, value in given.items()
+        if name not in LAUNCHER_ONLY and not name.startswith(LAUNCHER_SECTIONS)
+    }
 
 
 def command_line(command: str, file: Path | None, settings: Settings) -> tuple[str, ...]:

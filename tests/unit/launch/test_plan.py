@@ -303,3 +303,9 @@ def test_a_launch_in_the_background_gets_the_same_settings():
     assert words[4::2] == ("--set",) * 3
     again = resolve(CommandLine(assignments=words[5::2]), {}).to_config()
     assert again == resolve(CommandLine(assignments=assignments), {}).to_config()
+
+
+def test_keys_whose_names_begin_like_a_launchers_are_handed_on():
+    launch = plan("gateway.prefill_grace_period_s=7", "gateway.members_interval_s=3")
+    gateway = child_config(launch.gateway_command(Path("/members.json"), 0)).gateway
+    assert (gateway.prefill_grace_period_s, gateway.members_interval_s) == (7, 3)
