@@ -16,7 +16,7 @@ from baton.gateway.targets import NO_TARGETS
 from baton.protocol.announcements import require_https
 from baton.protocol.worker_http import Role
 from baton.router.health import DEFAULT_HEALTH, HealthOptions
-from baton.router.placement import POLICIES, choose_policy
+from baton.router.placement import POLICIES, choose_policy, find_first_share
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -92,7 +92,8 @@ class GatewayOptions:
     `key_origin` is whether an operator configured the cluster key or a launcher made it up for
     this machine: a gateway that others can reach insists on the former. `status_fd` is the file
     descriptor that gets the line `{"event":"ready",...}`. `listen_fds` and `management_fds`: bound
-    sockets of a launcher, one for each process, in place of the ports. `mode` is how KV is handed
+    sockets of a launcher, one for each process, in place of the ports. `first_share`: where in the
+    workers' order a process of several begins (`Fleet.beginning_at`). `mode` is how KV is handed
     over,
     `policy` how workers are chosen, one of `POLICIES` (None: see `choose_policy`), and
     `policy_options` those of each policy by its name;
@@ -164,6 +165,7 @@ class GatewayOptions:
     audit_log: Path | None = None
     management_host: str = "127.0.0.1"
     management_port: int | None = None
+    first_share: float = 0.0
     announce_host: str = "127.0.0.1"
     announce_port: int | None = None
     announce_url: str | None = None
@@ -271,6 +273,7 @@ class GatewayOptions:
             self,
             status_fd=status_fd,
             num_processes=1,
+            first_share=find_first_share(self.policy_name, index, self.num_processes),
             management_port=own_port and own_port + index,
             management_fds=self.management_fds[index : index + 1],
             announce_port=self.announce_port and self.announce_port + index,

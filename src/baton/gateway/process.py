@@ -138,7 +138,11 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
     metrics, load = GatewayMetrics(), FleetLoad()
     room = FleetRoom(load, options.max_running_per_worker)
     workers = Workers(
-        options.workers, metrics, options.health, on_load=(load.note_report, room.note_report)
+        options.workers,
+        metrics,
+        options.health,
+        on_load=(load.note_report, room.note_report),
+        first_share=options.first_share,
     )
     admission = Admission(options, clock, metrics, workers=workers, load=load, room=room)
     metrics.registry.register(RouterCollector(load, workers))

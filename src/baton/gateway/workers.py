@@ -219,9 +219,13 @@ class Workers:
         health: HealthOptions = DEFAULT_HEALTH,
         *,
         on_load: Sequence[OnLoad] = (),
+        first_share: float = 0.0,
     ) -> None:
-        """`on_load` are called with each report: a worker's name, its model, its load."""
-        self._health = health
+        """`on_load` are called with each report: a worker's name, its model, its load.
+
+        `first_share`: see `Fleet.beginning_at`.
+        """
+        self._health, self._first_share = health, first_share
         self.all = tuple(Worker(address, health) for address in addresses)
         self.fleet = Fleet()
         self.explain_sources: Callable[[], list[str]] = list
@@ -418,7 +422,7 @@ class Workers:
         if self._soon is not None:
             self._soon.cancel()
             self._soon = None
-        self.fleet = Fleet.of(
+        fleet = Fleet.of(
             (w.view(w.info) for w in self.all if w.info is not None),
             tuple(
                 f"the {w} {'has not come up' if isinstance(w.state, Pending) else 'is not used'}: "
@@ -427,6 +431,7 @@ class Workers:
                 if w.address.role is Role.PREFILL and w.info is None
             ),
         )
+        self.fleet = fleet.beginning_at(self._first_share) if self._first_share else fleet
         self.on_change(self.fleet)
 
 

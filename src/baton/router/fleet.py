@@ -105,6 +105,15 @@ class ModelWorkers:
             trials=tuple(w for w in listed if w.half_open),
         )
 
+    def beginning_at(self, share: float) -> ModelWorkers:
+        """See `Fleet.beginning_at`."""
+        return self.of((*_rotate(self.prefills, share), *_rotate(self.decodes, share)))
+
+
+def _rotate(workers: tuple[WorkerView, ...], share: float) -> tuple[WorkerView, ...]:
+    first = int(share * len(workers))
+    return workers[first:] + workers[:first]
+
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
@@ -124,6 +133,14 @@ class Fleet:
             by_model.setdefault(worker.model, []).append(worker)
         models = {model: ModelWorkers.of(served) for model, served in by_model.items()}
         return cls(models, absent_prefills)
+
+    def beginning_at(self, share: float) -> Fleet:
+        """The same workers in an order that begins after this share of them, 0 to 1.
+
+        Gateways that take the first of equal workers do not all take the same one then.
+        """
+        models = {model: served.beginning_at(share) for model, served in self.models.items()}
+        return Fleet(models, self.absent_prefills)
 
     def only(self, model: str, protocol: WorkerProtocol) -> Fleet:
         """A fleet of those workers of a model that speak `protocol`."""

@@ -143,6 +143,15 @@ PolicyFactory: TypeAlias = "Callable[[ModeSetting], PlacementPolicy]"
 POLICIES: Final[Registry[PolicyFactory]] = Registry("baton.policies", "router.options")
 
 
+def find_first_share(policy: str, index: int, num_gateways: int) -> float:
+    """Where in the workers' order gateway `index` of several begins (`Fleet.beginning_at`).
+
+    With `prefix` all begin alike: a beginning that no worker has goes to the first of equal
+    workers, and by their common order gateways agree on it.
+    """
+    return 0.0 if policy == "prefix" else index / num_gateways
+
+
 def choose_policy(named: str | None, roles: Sequence[Role]) -> str:
     """The name of the policy for workers of these roles: the `named` one, if there is one.
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from baton.bench.replay.plan import make_workers
 from baton.events.blocks import BlockRemoved, BlockStored
 from baton.router.cost import CostOptions, CostPolicy
+from baton.router.placement import find_first_share
 from baton.router.prefix import PrefixOptions, PrefixPolicy
 from baton.router.simple import LeastLoaded, RandomChoice, RoundRobin
 from baton.sim.router.cache import SimulatedCache
@@ -237,6 +238,21 @@ def test_two_gateways_compute_a_new_beginning_once(name):
     agreed = num_computed(make, 2, reports_queued=True)
     assert agreed <= 1.1 * each_once
     assert num_computed(make, 2, reports_queued=False) > 1.1 * agreed, "what this test is worth"
+
+
+@pytest.mark.parametrize("num_gateways", [2, 4])
+def test_gateways_that_begin_together_use_different_workers(num_gateways):
+    """Each knows only what it has placed itself, and that all workers are idle."""
+    found = {}
+    for num in (1, num_gateways):
+        policies = [POLICIES["cost"]() for _ in range(num)]
+        shares = [find_first_share("cost", index, num) for index in range(num)]
+        workers = make_workers("both", 4)
+        simulation = Simulation(policies, workers, SimulatedCosts(), first_shares=shares)
+        simulation.add_clients(shuffled_beginnings(160, 1), 8)
+        simulation.run()
+        found[num] = 160 / simulation.now
+    assert found[num_gateways] >= 0.97 * found[1]
 
 
 def long_prompts(num, seed):

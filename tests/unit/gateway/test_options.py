@@ -108,6 +108,7 @@ def test_each_of_several_processes_takes_announcements_at_a_port_of_its_own():
     assert (last.num_processes, last.status_fd) == (1, 5)
     assert (last.management_port, last.announce_port) == (7002, 9002)
     assert last.announce_url == "https://127.0.0.1:9002"
+    assert last.first_share == pytest.approx(2 / 3), "it begins with other workers than they do"
     siblings = ("https://127.0.0.1:9000", "https://127.0.0.1:9001")
     assert last.peers == ("https://gw-2:9000", *siblings)
 

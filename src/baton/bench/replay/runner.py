@@ -9,7 +9,7 @@ import msgspec
 from baton.bench.replay.plan import Clients
 from baton.bench.replay.sessions import make_sessions
 from baton.errors import ConfigError
-from baton.router.placement import POLICIES
+from baton.router.placement import POLICIES, find_first_share
 from baton.sim.router.costs import SimulatedCosts
 from baton.sim.router.outcomes import Summary, summarize
 from baton.sim.router.simulation import Simulation
@@ -66,7 +66,9 @@ def run_replay(plan: ReplayPlan) -> ReplayReport:
 def _run(plan: ReplayPlan, choice: PolicyChoice) -> PolicyReplay:
     build = POLICIES.build(choice.name, choice.options)
     policies = [build(plan.mode) for _ in range(plan.num_gateways)]
-    simulation = Simulation(policies, plan.workers, plan.costs, plan.seed)
+    num = plan.num_gateways
+    shares = [find_first_share(choice.name, index, num) for index in range(num)]
+    simulation = Simulation(policies, plan.workers, plan.costs, plan.seed, first_shares=shares)
     sessions = make_sessions(plan)
     if isinstance(plan.arrivals, Clients):
         simulation.add_clients(sessions, plan.arrivals.num)

@@ -39,11 +39,15 @@ class SimulatedGateway:
     """Places requests as a gateway does. Owner: one simulation.
 
     It knows of other gateways only what the workers' events report. `prefixes` None: its policy
-    does not look at caches.
+    does not look at caches. `first_share`: see `Fleet.beginning_at`.
     """
 
-    def __init__(self, policy: PlacementPolicy, names: PrefixNames) -> None:
+    def __init__(
+        self, policy: PlacementPolicy, names: PrefixNames, first_share: float = 0.0
+    ) -> None:
         self._policy, self.load = policy, FleetLoad()
+        self._first_share = first_share
+        self._fleet: tuple[Fleet, Fleet] | None = None
         self.prefixes = ModelPrefixes(names) if policy.uses_prefixes else None
         self.followed: dict[WorkerId, WorkerPrefixes] = {}
 
@@ -73,7 +77,7 @@ class SimulatedGateway:
             cached=match.cached,
             stored=match.stored,
         )
-        placement = self._policy.place(fleet, request, self.load)
+        placement = self._policy.place(self._order(fleet), request, self.load)
         if isinstance(placement, Unplaceable):
             return placement
         if self.prefixes is not None:
@@ -93,3 +97,8 @@ class SimulatedGateway:
         """Raise AssertionError where its indexes are inconsistent."""
         if self.prefixes is not None:
             self.prefixes.check_invariants()
+
+    def _order(self, fleet: Fleet) -> Fleet:
+        if self._fleet is None or self._fleet[0] is not fleet:
+            self._fleet = fleet, fleet.beginning_at(self._first_share)
+        return self._fleet[1]

@@ -58,7 +58,8 @@ class Simulation:
 
     Each of `policies` is that of one gateway; clients, or the sessions of a replay, use them in
     turns. `fleet` is what placement sees, and may be replaced between two calls of `run`; workers
-    that are not in it any more finish what they have.
+    that are not in it any more finish what they have. `first_shares`: each gateway's, none: 0
+    (`Fleet.beginning_at`).
     """
 
     def __init__(
@@ -67,6 +68,8 @@ class Simulation:
         views: Sequence[WorkerView],
         costs: SimulatedCosts,
         seed: int = 0,
+        *,
+        first_shares: Sequence[float] = (),
     ) -> None:
         self._costs, self._seed = costs, seed
         self._model = views[0].model
@@ -81,7 +84,11 @@ class Simulation:
         self._naming = seed.to_bytes(16, "little", signed=True)
         self._names = PrefixNames(self._naming)
         self._root = self._names.root(NO_SALT)
-        self.gateways = [SimulatedGateway(policy, self._names) for policy in policies]
+        shares = first_shares or [0.0] * len(policies)
+        self.gateways = [
+            SimulatedGateway(policy, self._names, share)
+            for policy, share in zip(policies, shares, strict=True)
+        ]
         self._in_turns = cycle(self.gateways)
         self._processors = {"": Processors(costs.num_processors, costs.jitter, seed)}
         self._store_of = self._assign_stores(views) if costs.store_tokens else {}
