@@ -61,7 +61,11 @@ def test_the_old_life_of_a_worker_writes_nowhere(fleet: Fleet) -> None:
     first = fleet.start_worker(NAME, "prefill", announcing)
     for worker in (decode, first):
         worker.wait_ready()
-    settings = GATEWAY | {"gateway.announce_port": port, "gateway.members": ["announced"]}
+    settings = GATEWAY | {
+        "gateway.announce_port": port,
+        "gateway.members": ["announced"],
+        "router.policy": "round_robin",  # each request is handed over
+    }
     gateway = fleet.start_gateway([first], [decode], settings=settings)
 
     async def scenario(session: aiohttp.ClientSession) -> None:

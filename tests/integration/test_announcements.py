@@ -80,7 +80,8 @@ def test_one_that_ends_silently_is_known_to_be_gone(silent_url: str) -> None:
             await until(lambda: one.epoch_of("killed") is None)
             await until(lambda: one.epoch_of("vanished") is None)  # its renewal is overdue
             assert one.epoch_of("stopped") == stopped.epoch, "a silent address may be alive"
-            assert one.count("baton_gateway_ended_leases_total", cause="gone") == 2
+            # More, where an announcement that was under way was taken once more.
+            assert one.count("baton_gateway_ended_leases_total", cause="gone") >= 2
             await until(lambda: stopped.standing is Standing.FENCED, LEASE_S)
             assert one.epoch_of("stopped") == stopped.epoch, "it was taken out before its fence"
             await until(lambda: one.epoch_of("stopped") is None)

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import tomllib
 from pathlib import Path
 
@@ -177,6 +178,13 @@ def hosted(fleet, monkeypatch, folder, name="decode-0", *, has_key_file=False, *
     )
 
 
+@pytest.fixture(name="folder")
+def folder_fixture():
+    """With a path that has room for sockets' names: pytest's own is too long in some processes."""
+    with tempfile.TemporaryDirectory(prefix="baton-") as folder:
+        yield Path(folder)
+
+
 def show_environment(process, monkeypatch):
     """Have it print its environment and its command line in place of a worker's start."""
     code = "import os, sys; print(sorted(os.environ.items()))"
@@ -192,9 +200,9 @@ def show_environment(process, monkeypatch):
 
 @pytest.mark.parametrize("num_refusals", [0, 3])
 def test_a_process_that_ray_started_again_gets_the_key_from_another(
-    monkeypatch, tmp_path, num_refusals
+    monkeypatch, folder, num_refusals
 ):
-    process = hosted(Fleet(num_refusals), monkeypatch, tmp_path)
+    process = hosted(Fleet(num_refusals), monkeypatch, folder)
     commands = show_environment(process, monkeypatch)
 
     async def scenario():
@@ -210,14 +218,14 @@ def test_a_process_that_ray_started_again_gets_the_key_from_another(
     assert "BATON_CONFIG" not in printed
     assert KEY not in " ".join(commands[0])
     assert "worker.topology=z/r1" in commands[0]
-    path = tmp_path / "baton" / "ray-f-decode-0" / "settings.toml"
+    path = folder / "baton" / "ray-f-decode-0" / "settings.toml"
     assert path.stat().st_mode & 0o777 == 0o600
     assert tomllib.loads(path.read_text())["engine"] == {"dtype": "float32"}
     assert KEY not in path.read_text()
 
 
-def test_with_a_key_file_no_key_is_asked_for(monkeypatch, tmp_path):
-    process = hosted(None, monkeypatch, tmp_path, has_key_file=True, BATON_CLUSTER_KEY="other")
+def test_with_a_key_file_no_key_is_asked_for(monkeypatch, folder):
+    process = hosted(None, monkeypatch, folder, has_key_file=True, BATON_CLUSTER_KEY="other")
     show_environment(process, monkeypatch)
 
     async def scenario():
@@ -230,8 +238,8 @@ def test_with_a_key_file_no_key_is_asked_for(monkeypatch, tmp_path):
     assert "BATON_CLUSTER_KEY" not in process.lines(0).lines[0]
 
 
-def test_without_a_key_it_waits_and_reports_that(monkeypatch, tmp_path):
-    process = hosted(Fleet(10**6), monkeypatch, tmp_path)
+def test_without_a_key_it_waits_and_reports_that(monkeypatch, folder):
+    process = hosted(Fleet(10**6), monkeypatch, folder)
 
     async def scenario():
         life = asyncio.create_task(process.run())
@@ -244,10 +252,10 @@ def test_without_a_key_it_waits_and_reports_that(monkeypatch, tmp_path):
     asyncio.run(scenario())
 
 
-def test_a_directory_that_others_can_change_is_refused(monkeypatch, tmp_path):
-    (tmp_path / "baton").mkdir()
-    (tmp_path / "baton").chmod(0o777)
-    process = hosted(Fleet(), monkeypatch, tmp_path)
+def test_a_directory_that_others_can_change_is_refused(monkeypatch, folder):
+    (folder / "baton").mkdir()
+    (folder / "baton").chmod(0o777)
+    process = hosted(Fleet(), monkeypatch, folder)
 
     async def scenario():
         await process.run()
@@ -258,8 +266,8 @@ def test_a_directory_that_others_can_change_is_refused(monkeypatch, tmp_path):
     asyncio.run(scenario())
 
 
-def test_a_gateways_command_names_its_file_of_workers_and_its_sockets(monkeypatch, tmp_path):
-    process = hosted(Fleet(), monkeypatch, tmp_path, "gateway-0", BATON_GATEWAY__PORT="0")
+def test_a_gateways_command_names_its_file_of_workers_and_its_sockets(monkeypatch, folder):
+    process = hosted(Fleet(), monkeypatch, folder, "gateway-0", BATON_GATEWAY__PORT="0")
     commands = show_environment(process, monkeypatch)
 
     async def scenario():
@@ -271,17 +279,17 @@ def test_a_gateways_command_names_its_file_of_workers_and_its_sockets(monkeypatc
         return port
 
     port = asyncio.run(scenario())
-    folder = tmp_path / "baton" / "ray-f-gateway-0"
-    assert f'gateway.members=["file:{folder}/members.json"]' in commands[0]
+    own = folder / "baton" / "ray-f-gateway-0"
+    assert f'gateway.members=["file:{own}/members.json"]' in commands[0]
     assert {"gateway.host=127.0.0.1", f"gateway.port={port}", "--listen-fds"} <= set(commands[0])
-    assert decode_members((folder / "members.json").read_bytes()).workers == ()
+    assert decode_members((own / "members.json").read_bytes()).workers == ()
 
 
-def test_a_gateway_starts_when_its_port_is_free(monkeypatch, tmp_path):
+def test_a_gateway_starts_when_its_port_is_free(monkeypatch, folder):
     monkeypatch.setattr(hosted_process, "PORT_INTERVAL_S", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        process = hosted(Fleet(), monkeypatch, tmp_path, "gateway-0", BATON_GATEWAY__PORT=port)
+        process = hosted(Fleet(), monkeypatch, folder, "gateway-0", BATON_GATEWAY__PORT=port)
         show_environment(process, monkeypatch)
 
         async def scenario():
@@ -300,10 +308,8 @@ def test_a_gateway_starts_when_its_port_is_free(monkeypatch, tmp_path):
         asyncio.run(scenario())
 
 
-def test_a_gateway_is_ready_when_it_serves_and_names_the_workers_that_it_uses(
-    monkeypatch, tmp_path
-):
-    process = hosted(Fleet(), monkeypatch, tmp_path, "gateway-0", BATON_GATEWAY__PORT="0")
+def test_a_gateway_is_ready_when_it_serves_and_names_the_workers_that_it_uses(monkeypatch, folder):
+    process = hosted(Fleet(), monkeypatch, folder, "gateway-0", BATON_GATEWAY__PORT="0")
     answers = {"/ready": b'{"error":"no worker"}', "/metrics": b"", "/": b""}
     monkeypatch.setattr(hosted_process, "get", lambda url, path: answers[path])
     monkeypatch.setattr(
@@ -326,9 +332,9 @@ def test_a_gateway_is_ready_when_it_serves_and_names_the_workers_that_it_uses(
     asyncio.run(scenario())
 
 
-def test_a_gateway_with_client_keys_answers_its_supervisor_elsewhere(monkeypatch, tmp_path):
+def test_a_gateway_with_client_keys_answers_its_supervisor_elsewhere(monkeypatch, folder):
     keys = {"BATON_GATEWAY__TLS_CERTIFICATE": "/c.pem", "BATON_GATEWAY__TLS_KEY": "/k.pem"}
-    process = hosted(Fleet(), monkeypatch, tmp_path, "gateway-0", BATON_GATEWAY__PORT="0", **keys)
+    process = hosted(Fleet(), monkeypatch, folder, "gateway-0", BATON_GATEWAY__PORT="0", **keys)
     commands = show_environment(process, monkeypatch)
 
     async def scenario():

@@ -117,6 +117,7 @@ def test_a_worker_whose_host_is_away_is_removed(supervisors):
 
 
 def test_scaling_down_takes_the_newest(supervisors):
+    pytest.importorskip("ray", reason="Ray is not installed: make test-ray")
     supervisors.names.add("decode-10")
     lines_of(RayFleet(supervisors, PLAN, 1.0).scale(FleetSize(decode=1)))
     assert [name for call, name in supervisors.calls if call == "stop"] == ["decode-10", "decode-1"]
