@@ -70,11 +70,11 @@ help:
 up: $(ENGINE_INSTALLED)
 	@$(BIN)/baton up $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
 
-# On two cores, five processes: vLLM's servers, other servers and all else (tests/scheduling.py) wait
+# On two cores, four processes: vLLM's servers, other servers and all else (tests/scheduling.py) wait
 # for a third of their time. Hundreds of processes start: none compiles again what another did.
 test: $(DEV) $(DOCS)
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target $(COLLECTED) types docs words lint
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 5 --durations 20 --dist loadscope $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 4 --durations 20 --dist loadscope $(PYTEST_ARGS)
 
 # Three hosts in network namespaces: without root or iproute2 it skips. Not a part of `make test`.
 test-ray: $(DEV) $(RAY)

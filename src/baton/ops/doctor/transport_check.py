@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 NUM_PAGES: Final = 64
 WORKLOAD: Final = Workload("scattered", 48 * PAGE_BYTES)
-REPLY_TIMEOUT_S: Final = 8.0
+REPLY_TIMEOUT_S: Final = 20.0
 
 
 @dataclass(frozen=True, slots=True)
