@@ -137,15 +137,12 @@ def has_engine(process):
 
 
 @pytest.mark.parametrize(
-    ("phase", "is_reached", "start"),
-    [
-        ("importing vLLM", is_importing, start_command),
-        ("starting vLLM's engine", has_engine, start_preloaded_vllm),
-    ],
+    ("phase", "is_reached"),
+    [("importing vLLM", is_importing), ("starting vLLM's engine", has_engine)],
     ids=["importing", "starting"],
 )
-def test_ctrl_c_while_loading_leaves_at_once_and_nothing_behind(runtime, phase, is_reached, start):
-    with worker(runtime, "--set", POOL, start=start) as process:
+def test_ctrl_c_while_loading_leaves_at_once_and_nothing_behind(runtime, phase, is_reached):
+    with worker(runtime, "--set", POOL) as process:
         until_said(process, runtime, "loading", phase)
         deadline = time.monotonic() + START_TIMEOUT_S
         while not is_reached(process):
