@@ -221,7 +221,7 @@ class Scaler:
         if self._shape is None or not found:
             return None
         rate = self._find_rate(now) + sum(each.num_waiting for each in found) / DRAIN_S
-        demand = _to_demand(self._shape, rate)
+        demand = _to_demand(self._shape)
         self._correct(found, demand, rate, present, is_starting=num_starting > 0)
         wanted_rate = rate * options.headroom * self._factor
         need, share = find_size(demand, wanted_rate, options)
@@ -312,12 +312,12 @@ def _is_old(counter: _Counter, now: float) -> bool:
     return counter.seen[-1][0] < now - SLOW_S
 
 
-def _to_demand(shape: RequestShape, rate: float) -> Demand:
+def _to_demand(shape: RequestShape) -> Demand:
     """As `predict_share` takes it; how many are under way is for it to find."""
     step_s = (shape.step_s, shape.step_answer_s)
     most = inf if shape.most_at_once is None else shape.most_at_once
     return Demand(
-        num_at_once=max(1.0, rate * shape.num_answer_tokens * sum(step_s)),
+        num_at_once=1.0,
         prefill_s=shape.prefill_s,
         cold_prefill_s=shape.prefill_s,
         handoff_s=shape.handoff_s,
