@@ -72,9 +72,10 @@ up: $(ENGINE_INSTALLED)
 
 # On two cores, four processes: vLLM's servers, other servers and all else (tests/scheduling.py) wait
 # for a third of their time. Hundreds of processes start: none compiles again what another did.
+# At most ten that failed run again, alone, and that run decides (docs/contributing.md).
 test: $(DEV) $(DOCS)
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target $(COLLECTED) types docs words lint
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 4 --durations 20 --dist loadscope $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python scripts/run_tests.py -q -n 4 --durations 20 --dist loadscope $(PYTEST_ARGS)
 
 # Three hosts in network namespaces: without root or iproute2 it skips. Not a part of `make test`.
 test-ray: $(DEV) $(RAY)
