@@ -3,7 +3,8 @@
 To import torch, transformers and Baton takes seconds of processor time, and vLLM 12 s in each of
 the three processes of a server; the tests start tens of them. From its command line on, such a
 process is as any other: a session, a log and an exit status of its own, ended by the same signals.
-What differs: vLLM forks its engine and its worker, as it does by default where there are GPUs.
+What differs: vLLM forks its engine and its worker, as it does by default where there are GPUs, and
+compiles nothing with torch.
 tests/integration/test_vllm_worker.py, test_up_demo.py and test_bench_architectures.py start workers
 by their command.
 """

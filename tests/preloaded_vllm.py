@@ -10,6 +10,8 @@ from importlib import import_module
 from pathlib import Path
 
 os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # read on import
+# The first request for log-probabilities would compile a function, for 2 to 12 s in each server.
+os.environ["TORCH_COMPILE_DISABLE"] = "1"
 os.environ |= {"VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_NO_USAGE_STATS": "1"}
 
 with warnings.catch_warnings():

@@ -57,7 +57,7 @@ class StoreServer:
         """Stop the process for the length of a block; what it was sent is answered afterwards."""
         self.process.send_signal(signal.SIGSTOP)
         try:
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 30
             while self._state() != "T":
                 assert time.monotonic() < deadline, "it was not stopped"
                 time.sleep(0.005)

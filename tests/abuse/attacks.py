@@ -265,7 +265,7 @@ async def garbage_at_ports(addresses: Addresses) -> None:
             async with connected(addresses.host, port, 8, first) as held:
                 for reader, _ in held:
                     with contextlib.suppress(ConnectionError):
-                        async with asyncio.timeout(10):
+                        async with asyncio.timeout(30):
                             answer = await reader.read()
                         assert b"HTTP/1.1 2" not in answer
 

@@ -73,7 +73,7 @@ def test_the_old_life_of_a_worker_writes_nowhere(fleet: Fleet) -> None:
             async with session.get(f"{first.url}/health") as answer:
                 return answer.status == 200
 
-        await until("the first life is accepted", is_serving, 5.0)
+        await until("the first life is accepted", is_serving, 20.0)
         prompts = Prompts(18)
         request = ClientRequest(prompts.make(LONG))
         answering = asyncio.create_task(ask(session, gateway.url, request))
@@ -91,13 +91,13 @@ def test_the_old_life_of_a_worker_writes_nowhere(fleet: Fleet) -> None:
             assert num_owners <= 1
             return num_owners == 1
 
-        await until("the second life is accepted", is_accepted, 10.0)
+        await until("the second life is accepted", is_accepted, 20.0)
         assert time.monotonic() - frozen_at > LEASE_S
         assert not answering.done(), "the handoff must be under way still"
-        await until("the name has one owner", has_one_owner, 5.0)
+        await until("the name has one owner", has_one_owner, 20.0)
 
         first.send(signal.SIGCONT)
-        assert await asyncio.to_thread(first.popen.wait, 10.0) == SUPERSEDED
+        assert await asyncio.to_thread(first.popen.wait, 20.0) == SUPERSEDED
         assert "runs elsewhere" in first.tail()
         reply = await answering
         assert reply.error is None
@@ -106,7 +106,7 @@ def test_the_old_life_of_a_worker_writes_nowhere(fleet: Fleet) -> None:
         assert trace is not None
         assert Stamp.KV_READY not in trace.stamps, "the old life finished its handoff"
         assert any("computed locally" in fallback for fallback in trace.fallbacks)
-        await until("the name has one owner", has_one_owner, 5.0)
+        await until("the name has one owner", has_one_owner, 20.0)
         assert second.is_alive
 
     def start_second_life() -> FleetProcess:

@@ -42,8 +42,8 @@ def test_prefill_dies_in_mid_handoff(cluster: ChaosCluster) -> None:
         assert summary["fallbacks"]
 
         # Nothing of the dead peer is left.
-        await until_idle(session, pair.decode, within_s=5.0)
-        await until_footprint(pair.decode, pair.unlinked[pair.decode.pid], within_s=6.0)
+        await until_idle(session, pair.decode, within_s=20.0)
+        await until_footprint(pair.decode, pair.unlinked[pair.decode.pid], within_s=20.0)
 
         # Its next life is used again.
         await asyncio.to_thread(pair.restart, "prefill")
@@ -60,7 +60,7 @@ async def until_mapped(session: aiohttp.ClientSession, pair: Pair, request_id: s
         return read_memories(pair.prefill.pid) > own
 
     try:
-        await until("decode's memory is mapped", mapped, 8.0)
+        await until("decode's memory is mapped", mapped, 20.0)
     except AssertionError as exc:
         exc.add_note(f"the handoff: {await find_trace(session, pair.prefill, request_id)}")
         raise
@@ -75,7 +75,7 @@ def test_decode_dies_in_mid_handoff_and_in_mid_stream(cluster: ChaosCluster) -> 
         async def flows() -> bool:
             return len(streaming.tokens) > 5
 
-        await until("the stream flows", flows, 8.0)
+        await until("the stream flows", flows, 20.0)
         whole = ClientRequest(cluster.prompts.make(LONG))
         opening = ClientRequest(cluster.prompts.make(LONG), stream=True)
         waiting = [
@@ -88,7 +88,7 @@ def test_decode_dies_in_mid_handoff_and_in_mid_stream(cluster: ChaosCluster) -> 
         pair.decode.kill()
         assert not any(task.done() for task in (streamed, *waiting))
 
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(30.0):
             broken = await streamed
             failed = [await task for task in waiting]
         assert broken.error is not None
@@ -99,8 +99,8 @@ def test_decode_dies_in_mid_handoff_and_in_mid_stream(cluster: ChaosCluster) -> 
             assert reply.is_clean_error
             assert reply.status in {502, 503}
 
-        await until_idle(session, pair.prefill, within_s=5.0)
-        await until_footprint(pair.prefill, pair.unlinked[pair.prefill.pid], within_s=6.0)
+        await until_idle(session, pair.prefill, within_s=20.0)
+        await until_footprint(pair.prefill, pair.unlinked[pair.prefill.pid], within_s=20.0)
 
         await asyncio.to_thread(pair.restart, "decode")
         await cluster.check_handoff(session, pair)

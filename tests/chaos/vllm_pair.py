@@ -39,8 +39,8 @@ LONG = 3800
 """Tokens of a prompt that is being prefilled long enough for a fault to find it there."""
 
 LIVENESS_TIMEOUT_S = 3.0
-SETTLE_S = 5.0
-HEAL_S = 10.0
+SETTLE_S = 20.0
+HEAL_S = 30.0
 
 _numbers = itertools.count()
 
@@ -126,7 +126,7 @@ class Pair:
             assert Stamp.PREFILL_DONE not in leg.stamps, "too late: prefill is done"
             return True
 
-        wait_until(prefilling, 20.0)
+        wait_until(prefilling, 60.0)
 
 
 def start_slow_prefill(cluster_factory: ClusterFactory, port: int = 0) -> tuple[FleetProcess, ...]:

@@ -320,7 +320,7 @@ def wait_available(tier: RemoteTier, clock: ManualClock) -> None:
     wait_until(is_available)
 
 
-def wait_until(is_true: Any, timeout_s: float = 15.0) -> None:
+def wait_until(is_true: Any, timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not is_true():
         assert time.monotonic() < deadline

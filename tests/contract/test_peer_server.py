@@ -199,7 +199,7 @@ def test_its_owner_and_peers_use_one_memory_at_once() -> None:
         for thread in threads:
             thread.start()
         chance = random.Random(9)
-        deadline, soon = time.monotonic() + 10, time.monotonic() + 0.3
+        deadline, soon = time.monotonic() + 60, time.monotonic() + 0.3
         while time.monotonic() < soon or min(num_right) <= 10:
             assert time.monotonic() < deadline
             time.sleep(0.0005)
@@ -209,7 +209,7 @@ def test_its_owner_and_peers_use_one_memory_at_once() -> None:
             assert host.usage().used_bytes <= 20 * BODY_BYTES
         stop.set()
         for thread in threads:
-            thread.join(10)
+            thread.join(30)
         assert not failures
         assert host.usage().used_bytes == sum(entry.num_bytes for entry in host.entries())
 

@@ -117,7 +117,7 @@ class Far:
             return self.side.transport.submit(write)
         return self.side.transport.read(PageRead(self.remote, handle, copies))
 
-    def wait_for(self, kind, timeout_s=10.0):
+    def wait_for(self, kind, timeout_s=30.0):
         """The first event of this kind, and how long it took."""
         begin = time.monotonic()
         while not (found := [event for event in self.events if isinstance(event, kind)]):

@@ -177,7 +177,7 @@ def test_a_client_that_leaves_leaves_nothing_behind(cluster: WorkerCluster) -> N
             await stream.close()
 
         for worker in (cluster.tcp_prefill, cluster.tcp_decode):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while not await asyncio.to_thread(is_idle, worker.url, cluster.tcp_client):
                     await asyncio.sleep(0.05)
 

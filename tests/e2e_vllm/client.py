@@ -185,7 +185,7 @@ def is_idle(server: FleetProcess) -> bool:
     return all(read_metric(server.url, f"vllm:{gauge}") == 0 for gauge in gauges)
 
 
-def wait_idle(*servers: FleetProcess, within_s: float = 5.0) -> None:
+def wait_idle(*servers: FleetProcess, within_s: float = 20.0) -> None:
     for server in servers:
         wait_until(lambda server=server: is_idle(server), within_s, server.tail)
 

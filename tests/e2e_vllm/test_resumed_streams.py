@@ -158,7 +158,7 @@ def test_decode_dies_under_streams(
                     check(answer, expected, has_roles=bodies[number][0] == CHAT)
 
     asyncio.run(main())
-    wait_until(lambda: read_metric(gateway.url, "baton_gateway_inflight_requests") == 0, 5.0)
+    wait_until(lambda: read_metric(gateway.url, "baton_gateway_inflight_requests") == 0, 20.0)
     cluster_factory.end(gateway)
 
 

@@ -155,7 +155,7 @@ class Node:
     def ref(self) -> WorkerRef:
         return WorkerRef(WorkerId(self.name), self.epoch, self.agent.address)
 
-    def wait_for(self, count: int = 1, timeout_s: float = 5.0) -> list[HandoffEvent]:
+    def wait_for(self, count: int = 1, timeout_s: float = 30.0) -> list[HandoffEvent]:
         events: list[HandoffEvent] = []
         deadline = CLOCK.now() + timeout_s
         while len(events) < count:
@@ -193,7 +193,7 @@ def node(
     traits: dict[str, str] | None = None,
     op: TransferOp = "WRITE",
     clock: Clock = CLOCK,
-    timeout_s: float = 10.0,
+    timeout_s: float = 60.0,
     lease_s: float = 10.0,
     layer_batch_bytes: int = 0,
     wrap: Callable[[Transport], Transport] = lambda transport: transport,

@@ -57,7 +57,7 @@ class HeldReads:
     def wait_until_held(self, num_layers: int) -> None:
         """Until reads of so many layers wait (since the last call)."""
         for _ in range(num_layers):
-            is_held = self._num_held.acquire(timeout=5.0)
+            is_held = self._num_held.acquire(timeout=30.0)
             assert is_held, f"reads of fewer than {num_layers} layers came"
 
     @property

@@ -62,7 +62,7 @@ class Load:
 
     def run(self):
         while not self._is_ended:
-            connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)
+            connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=30)
             try:
                 connection.request("GET", "/v1/models")
                 answer = connection.getresponse()
@@ -269,7 +269,7 @@ async def test_an_operation_goes_on_without_whoever_asked_and_ends_with_the_laun
             assert await anext(steps) == "w-2 starts"
         with pytest.raises(FleetError, match="`baton upgrade` is under way"):
             await lines(fleet.drain("w-1"))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while "w-2" not in {m.name for m in (await fleet.status()).members if m.url}:
                 await asyncio.sleep(0.01)
         steps = await lines(fleet._change(DownRequest()))
@@ -282,6 +282,6 @@ async def answer_to(folder, request):
         reader, writer = await asyncio.open_unix_connection(path)
     try:
         writer.write(request)
-        return await asyncio.wait_for(reader.read(), 10)
+        return await asyncio.wait_for(reader.read(), 30)
     finally:
         writer.close()

@@ -188,7 +188,7 @@ def test_processes_that_end_again_and_again_end_the_gateway():
                     os.kill(pid, signal.SIGKILL)
             return gateways.process.returncode is not None
 
-        await until_true(ended, within_s=20.0)
+        await until_true(ended, within_s=30.0)
         assert gateways.process.returncode == 1
         assert "MemberFailedError" in (await gateways.process.stderr.read()).decode()
 

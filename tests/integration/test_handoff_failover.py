@@ -78,7 +78,7 @@ def cut(worker: Node, kind: str) -> int:
     return num_cut
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     deadline = CLOCK.now() + timeout_s
     while not condition():
         assert CLOCK.now() < deadline, f"not in {timeout_s} s"

@@ -76,7 +76,7 @@ class Client:
     async def read_answer(self) -> tuple[int, Any]:
         """Status and JSON body of the next answer; (0, None) if the server closed."""
         try:
-            head = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 5)
+            head = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 30)
         except (asyncio.IncompleteReadError, ConnectionError):
             return 0, None
         lines = head.decode().lower().split("\r\n")
@@ -92,7 +92,7 @@ class Client:
     async def is_closed(self) -> bool:
         """Read to the end; a connection that stays open is a `TimeoutError`."""
         with contextlib.suppress(ConnectionError):
-            await asyncio.wait_for(self.reader.read(), 5)
+            await asyncio.wait_for(self.reader.read(), 30)
         return True
 
 
@@ -112,7 +112,7 @@ async def answer_with_length(scope: Any, receive: Any, send: Any) -> None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -291,7 +291,7 @@ def test_a_server_that_ends_answers_what_was_on_its_way() -> None:
         await until_refused(server)
         for client in (used, fresh):
             await client.send(REQUEST)
-            head = await asyncio.wait_for(client.reader.readuntil(b"\r\n\r\n"), 5)
+            head = await asyncio.wait_for(client.reader.readuntil(b"\r\n\r\n"), 30)
             assert head.startswith(b"HTTP/1.1 200")
             assert b"connection: close" in head
             assert await client.is_closed()
@@ -305,7 +305,7 @@ def test_a_server_that_ends_answers_what_was_on_its_way() -> None:
 
 async def until_refused(server: Bounded) -> None:
     """Until the server listens no more."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while True:
             try:
                 (await server.connect()).writer.close()

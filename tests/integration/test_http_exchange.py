@@ -78,7 +78,7 @@ def run(scenario: Any) -> None:
             server = uvicorn.Server(make_server_config(app, connections, drain_timeout_s=1))
             running = asyncio.create_task(server.serve(sockets=[listener]))
             try:
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(30):
                     reader, writer = await asyncio.open_connection(*listener.getsockname())
                     await scenario(app, reader, writer)
                     writer.close()

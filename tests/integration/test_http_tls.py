@@ -92,7 +92,7 @@ class Server:
             return await response.read()
 
     async def until_left(self) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while self.connections.num_open:
                 await asyncio.sleep(0.01)
 
@@ -129,7 +129,7 @@ def test_other_protocols_and_half_a_handshake_end_in_time(sent: bytes) -> None:
         async with Server(KEY).running() as server:
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
             writer.write(sent)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 answer = await reader.read()
             assert b"HTTP" not in answer or answer.startswith(b"HTTP/1.1 400 ")
             assert server.refused in ([Refusal.NOT_TRUSTED], [Refusal.HEAD_TIMEOUT])
@@ -173,7 +173,7 @@ async def probe(url: str, until: list[Any]) -> str:
     options = GatewayOptions(
         workers=(worker,), credentials=KEY, probe_interval_s=0.05, probe_timeout_s=1.0
     )
-    async with open_gateway(options, MachineClock()) as app, asyncio.timeout(10):
+    async with open_gateway(options, MachineClock()) as app, asyncio.timeout(30):
         while not until:
             await asyncio.sleep(0.02)
         await asyncio.sleep(0.3)  # some more probes
@@ -289,7 +289,7 @@ def test_connections_that_are_given_up_in_their_handshake_leave_nothing() -> Non
                     asking.cancel()
                     most = max(most, count_tls_connections())
                 assert most > 0, "none was in its handshake"
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(30):
                     while count_tls_connections():
                         await asyncio.sleep(0.1)
             finally:

@@ -54,7 +54,7 @@ def nursery():
             yield str(path)
         finally:
             process.send_signal(signal.SIGKILL)
-            process.wait(10)
+            process.wait(30)
             process.stdout.close()
 
 

@@ -66,7 +66,7 @@ def read_numbers(node_: Node, blocks: BlockTable, num_tokens: int) -> np.ndarray
 
 def read_links(node_: Node) -> list[LinkReport]:
     """As the worker's page shows them."""
-    return node_.agent.describe_links().result(timeout=5.0)
+    return node_.agent.describe_links().result(timeout=30.0)
 
 
 @pytest.mark.parametrize("op", ["WRITE", "READ"])

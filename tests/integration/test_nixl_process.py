@@ -197,7 +197,7 @@ def test_a_read_from_an_owner_that_stands_still_costs_little_and_ends_with_the_r
         transfer = owner.read()
         before, began, num_polls = time.process_time(), time.monotonic(), 0
         while (elapsed_s := time.monotonic() - began) < 1.0 or num_polls <= 50:
-            assert elapsed_s < 20, num_polls
+            assert elapsed_s < 60, num_polls
             select.select([owner.reader.transport.readiness_fd], [], [], 1.0)
             owner.events += owner.reader.transport.poll()
             num_polls += 1
@@ -244,7 +244,7 @@ def test_reads_between_network_namespaces_and_over_a_cable_that_is_cut(namespace
         events = []
 
         def pump(until):
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 30
             while not until():
                 assert time.monotonic() < deadline, events
                 select.select([transport.readiness_fd], [], [], 0.1)

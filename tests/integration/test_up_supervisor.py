@@ -123,7 +123,7 @@ async def test_a_worker_that_does_not_drain_in_time_is_killed(monkeypatch):
 async def test_a_stop_while_starting_leaves_nothing():
     under_test = launch("worker", "worker", gateway="blind")
     running = asyncio.create_task(under_test.run())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not under_test.pids():
             await asyncio.sleep(0.01)
     under_test.supervisor.request_stop()

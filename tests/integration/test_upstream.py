@@ -56,7 +56,7 @@ def run(serve: Serve, scenario: Callable[[RawServer, Upstream, URL], Awaitable[N
         url = URL(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1/completions")
         upstream = upstream_of(url)
         try:
-            async with asyncio.timeout(15):
+            async with asyncio.timeout(30):
                 await scenario(handler, upstream, url)
         finally:
             upstream.close()

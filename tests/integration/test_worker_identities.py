@@ -62,8 +62,8 @@ def test_what_was_revoked_is_cut_off(
         (transport,) = decode.agent.options.transports
         assert transport._listener._peers  # type: ignore[attr-defined]
         identities.revoke("p", known_to="d")
-        wait_until(lambda: not transport._listener._peers, timeout_s=5.0)  # type: ignore[attr-defined]
-        wait_until(lambda: not list(decode.agent.loop._peers), timeout_s=5.0)
+        wait_until(lambda: not transport._listener._peers)  # type: ignore[attr-defined]
+        wait_until(lambda: not list(decode.agent.loop._peers))
         wait_until(lambda: "the certificate of worker p was revoked" in caplog.text)
         failed = hand_over(prefill, decode, gateway)
         assert isinstance(failed, KVFailed)

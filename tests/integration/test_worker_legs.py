@@ -291,7 +291,7 @@ def test_a_prefill_leg_whose_decode_worker_never_asks_ends_when_told(pair: Pair)
             url = f"{pair.prefill.url}/baton/v1/handoffs/{ticket.id.hex()}/abort"
             async with session.post(url, json={"reason": "decode refused"}) as reply:
                 assert reply.status == 204
-            reply = await asyncio.wait_for(prefill, 5)
+            reply = await asyncio.wait_for(prefill, 30)
         assert (reply.status, reply.json()["error"]["code"]) == (502, "handoff_failed")
 
     asyncio.run(scenario())

@@ -89,7 +89,7 @@ def test_drain_fails_what_takes_too_long() -> None:
             reply = await start_stream(session, url)
             os.kill(os.getpid(), signal.SIGTERM)
             assert await read_end(reply) == ("draining", "data: [DONE]")
-            await asyncio.wait_for(running, 5)
+            await asyncio.wait_for(running, 30)
             assert engine.cancelled == [engine.requests[0].id]
 
     asyncio.run(scenario())
@@ -106,7 +106,7 @@ def test_a_worker_whose_engine_ended_ends_too() -> None:
             engine.alive = False
             assert await read_end(reply) == ("draining", "data: [DONE]")
             with pytest.raises(EngineError, match="ended by itself"):
-                await asyncio.wait_for(running, 5)
+                await asyncio.wait_for(running, 30)
 
     asyncio.run(scenario())
 

@@ -219,7 +219,7 @@ def test_sigterm_finishes_what_is_open_and_ends_with_0() -> None:
         process.wait_until_ready()
         assert process.url == loading["url"]
         asyncio.run(scenario(process))
-        assert process.popen.wait(10) == 0
+        assert process.popen.wait(30) == 0
 
 
 def test_drain_has_an_end_and_a_second_signal_ends_at_once() -> None:

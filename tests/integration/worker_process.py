@@ -62,7 +62,7 @@ class WorkerProcess:
         stdout: IO[bytes] = self.popen.stdout  # type: ignore[assignment]
         line = stdout.readline()
         if not line:
-            raise AssertionError(f"the worker ended with {self.popen.wait(10)}")
+            raise AssertionError(f"the worker ended with {self.popen.wait(30)}")
         return dict(json.loads(line))
 
     def end(self) -> int:
@@ -82,7 +82,7 @@ def starting(name: str, **options: Any) -> Generator[WorkerProcess]:
         yield WorkerProcess(popen, {})
     finally:
         popen.send_signal(signal.SIGKILL)
-        popen.wait(10)
+        popen.wait(30)
         if popen.stdout is not None:
             popen.stdout.close()
 

@@ -174,7 +174,7 @@ def test_reports_of_many_workers_are_taken_up_together():
             workers.register(worker, info(worker=f"decode-{number}"))
             workers.note_load(worker, LOAD)
         assert not fleets
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not fleets:
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)

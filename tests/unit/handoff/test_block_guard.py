@@ -34,5 +34,5 @@ def test_taking_back_waits_for_the_access_that_is_under_way() -> None:
         thread.start()
         thread.join(0.05)
         events.append("accessed")
-    thread.join(5)
+    thread.join(30)
     assert events == ["accessed", "revoked"]

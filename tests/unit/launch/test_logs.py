@@ -36,7 +36,7 @@ def test_following_survives_rotation(tmp_path):
     log.write_line("before")
 
     async def follow():
-        async with aclosing(read_lines(path, 1, follow=True)) as lines, asyncio.timeout(10):
+        async with aclosing(read_lines(path, 1, follow=True)) as lines, asyncio.timeout(30):
             assert await anext(lines) == "before"
             for number in range(30):
                 log.write_line(f"line {number}")

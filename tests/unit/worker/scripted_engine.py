@@ -254,6 +254,6 @@ async def chat(worker: Worker, **fields: Any) -> Reply:
 
 async def until(condition: Callable[[], object]) -> None:
     """Let the loop run until a condition holds."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0)
