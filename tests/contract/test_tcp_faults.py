@@ -137,7 +137,7 @@ class Far:
         failed = WriteFailed if direction == "write" else ReadFailed
         event, elapsed_s = self.wait_for(failed)
         assert event.transfer == transfer
-        assert STALL_TIMEOUT_S * 0.5 <= elapsed_s <= 2 * STALL_TIMEOUT_S + 1.5
+        assert STALL_TIMEOUT_S * 0.5 <= elapsed_s <= 2 * STALL_TIMEOUT_S + 8.0
         assert [type(each) for each in self.events] == [RemoteAttached, RemoteLost, failed]
         assert event.error.retryable
         self.post(direction)
@@ -259,4 +259,4 @@ def test_a_cut_link_is_noticed_while_nothing_moves(far_host):
         network_namespaces.run("ip", "link", "set", link, "down")
         event, elapsed_s = far.wait_for(RemoteLost)
         assert event.error.retryable
-        assert elapsed_s < 4 * STALL_TIMEOUT_S
+        assert elapsed_s < 10 * STALL_TIMEOUT_S

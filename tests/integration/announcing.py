@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 CLUSTER_KEY = ClusterKey(b"k" * 32)
 KEY = Credentials.of(CLUSTER_KEY)
 STATIC = (WorkerAddress("https://127.0.0.1:1", Role.BOTH),)
-LEASE_S = 1.0
+LEASE_S = 2.0
 
 
 def free_port() -> int:

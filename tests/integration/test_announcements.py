@@ -37,7 +37,7 @@ def silent_url() -> Generator[str]:
 
 def run(scenario: Awaitable[None]) -> None:
     async def main() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await scenario
 
     asyncio.run(main())

@@ -19,7 +19,7 @@ from tests.unit.worker.scripted_engine import EPOCH, ScriptedEngine
 if TYPE_CHECKING:
     from collections.abc import Awaitable
 
-LEASE_S = 0.9
+LEASE_S = 1.8
 
 
 async def read_health(session: aiohttp.ClientSession, url: str) -> tuple[int, str]:
@@ -36,7 +36,7 @@ async def until_health(session: aiohttp.ClientSession, url: str, *expected: obje
 
 def run(scenario: Awaitable[None]) -> None:
     async def main() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await scenario
 
     asyncio.run(main())

@@ -73,9 +73,9 @@ def test_costs_are_learned_and_shown():
         (part,) = (await given(cluster)).values()
         assert part["prefill"]["num_seen"] == 12
         prefill_s = part["prefill"]["fixed_s"] + part["prefill"]["each_s"]
-        assert 0.15 < prefill_s < 1.0  # a busy machine sleeps longer than it is told
+        assert 0.15 < prefill_s < 5.0  # a busy machine sleeps longer than it is told
         assert part["step"]["num_seen"] == 12
-        assert 0.015 < part["step"]["fixed_s"] + part["step"]["each_s"] < 0.15
+        assert 0.015 < part["step"]["fixed_s"] + part["step"]["each_s"] < 1.0
         for cost in ("prefill", "step"):
             line = f'baton_router_cost_error_ratio{{cost="{cost}",model="demo",worker="worker-0"}}'
             assert 0 <= await cluster.metric(line) < 0.5

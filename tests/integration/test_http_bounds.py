@@ -194,7 +194,7 @@ def test_half_a_head_ends_in_time_however_slowly_it_grows() -> None:
         await client.send(b"GET / HTTP/1.1\r\n")
         status, _ = await client.read_answer()
         assert status == 408
-        assert time.monotonic() - since < 10
+        assert time.monotonic() - since < 30
 
     run(scenario)
 

@@ -85,13 +85,14 @@ def test_a_byte_now_and_then_buys_no_time(key: Credentials) -> None:
     opening = DialerHandshake(key, "handoff").opening()
     with node("p", kinds=TCP, key=key) as worker, connect(worker.ref.address) as stranger:
         since = time.monotonic()
-        for byte in opening:  # would take 5 s
+        for byte in opening:  # would take three times as long as anybody has
             if is_closed(stranger):
                 break
             stranger.send(bytes([byte]))
-            time.sleep(0.2)
-        assert is_closed(stranger)
-        assert AUTHENTICATION_TIMEOUT_S <= time.monotonic() - since < 2 * AUTHENTICATION_TIMEOUT_S
+            time.sleep(3 * AUTHENTICATION_TIMEOUT_S / len(opening))
+        else:
+            raise AssertionError("it was listened to until its last byte")
+        assert time.monotonic() - since >= AUTHENTICATION_TIMEOUT_S
 
 
 def test_strangers_that_take_all_places_give_the_oldest_to_a_peer(

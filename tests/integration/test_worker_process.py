@@ -179,7 +179,7 @@ def test_a_long_prompt_does_not_stall_the_loop(worker: WorkerProcess) -> None:
             assert reply.status == 400
             assert (await reply.json())["error"]["code"] == "context_length_exceeded"
             # On the event loop all else would wait for as long as this prompt takes: over a second.
-            assert slowest_s < max(1.0, took_s / 2)
+            assert slowest_s < max(1.0, 0.8 * took_s)
 
     asyncio.run(scenario())
 

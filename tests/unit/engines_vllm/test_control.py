@@ -128,9 +128,12 @@ def test_who_waits_for_events_does_not_delay_the_end() -> None:
     client.ask("GET", "/baton/v1/kv_events/0")
     assert time.monotonic() - began > 0.5, "it waits where nothing has happened"
     client.app.begin_end()
-    began = time.monotonic()
-    assert client.ask("GET", "/baton/v1/kv_events/0").status == 200
-    assert time.monotonic() - began < 0.5
+    took_s = []
+    for _ in range(5):  # a busy machine may hold up some of them
+        began = time.monotonic()
+        assert client.ask("GET", "/baton/v1/kv_events/0").status == 200
+        took_s.append(time.monotonic() - began)
+    assert min(took_s) < 0.5
 
 
 def test_the_info_says_who_it_is() -> None:
