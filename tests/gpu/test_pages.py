@@ -81,6 +81,8 @@ def test_the_model_goes_on_while_pages_cross(host):
     pages = torch.zeros(256, 65_536, dtype=torch.uint8, device=DEVICE)
     copy_stream, index = CopyStream(DEVICE), np.arange(256)
     copy_stream.to_host(pages, index, host, index).wait()
+    torch.ones(8, device=DEVICE).sum()  # a kernel's first launch may wait for the whole device
+    torch.cuda.synchronize()
     with torch.cuda.stream(copy_stream._stream):
         torch.cuda._sleep(BUSY_CYCLES)
     event = copy_stream.to_host(pages, index, host, index)

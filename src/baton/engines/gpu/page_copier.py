@@ -186,10 +186,10 @@ def _upload(index: NDArray[np.int64], device: torch.device) -> torch.Tensor:
 
     From pinned memory: from other memory the host would wait for all that the stream was given.
     """
-    is_remote = device.type == "cuda"
-    return torch.tensor(index, dtype=torch.int64, pin_memory=is_remote).to(
-        device, non_blocking=True
-    )
+    owned = torch.tensor(index, dtype=torch.int64)  # numpy's memory may change once we return
+    if device.type == "cuda":
+        owned = owned.pin_memory()
+    return owned.to(device, non_blocking=True)
 
 
 def _widen(source: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
