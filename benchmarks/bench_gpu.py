@@ -1,23 +1,23 @@
 """How fast pages move on a GPU: Baton beside other ways, and beside what the hardware gives.
 
     python benchmarks/bench_gpu.py --json benchmarks/results/gpu.json
-        [--parts kernel matmul host cuda_ipc] [--rounds 5]
+        [--parts kernel matmul host cuda_ipc] [--peers cuda_ipc nixl] [--rounds 5]
     python benchmarks/bench_gpu.py --table benchmarks/results/gpu.json
 
 kernel    gather and scatter of 1,024 scattered pages within the GPU, by `KernelCopier` with several
           numbers of programs, by torch's indexed copies, and one contiguous copy of as many bytes.
           No page is in the L2 cache. Seconds are the GPU's, of copies that were queued before.
 matmul    a bf16 product of 8192 x 8192 alone, and while pages are copied on another stream.
-host      to pinned memory of the host and back: `CopyStream` with neighbours and scattered pages,
-          vLLM's `PlainPages`, and one copy of as many bytes. Seconds are from the call until the
-          calling thread sees the end of it.
-cuda_ipc  from one process to another on the same GPU: Baton's `cuda_ipc` and NIXL (UCX), and within
-          one process the kernel and one contiguous copy. Seconds of a write are from the call until
-          the peer, which polls all the time, has its notification.
+host      to pinned memory of the host and back: `CopyStream` with neighbours and scattered
+          pages, vLLM's `PlainPages`, and one copy of as many bytes. Seconds are from the call until
+          the calling thread sees the end of it.
+cuda_ipc  from one process to another on the same GPU: Baton's `cuda_ipc` and NIXL (UCX), and
+          within one process the kernel and one contiguous copy. Seconds of a write are from the
+          call until the peer, which polls all the time, has its notification.
 
 All ways of a part are measured in turns in one run; the bytes of each are compared first. A part
-that fails is reported, and the others run; the exit code is 1 then. On the CPU (`--device cpu`, with
-TRITON_INTERPRET=1; small sizes) this only shows that the program works.
+that fails is reported, and the others run; the exit code is 1 then. On the CPU (`--device cpu` and
+TRITON_INTERPRET=1) sizes are small, `matmul` is not measured, and figures mean nothing.
 """
 
 from __future__ import annotations
@@ -31,16 +31,12 @@ import time
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 from gpu_rows import BesideRow, Failure, Result, Row, format_tables
 
 from baton.engines.gpu.page_copier import LaunchShape
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 PARTS: dict[str, tuple[str, str]] = {
     "kernel": ("gpu_kernel", "measure_kernel"),
@@ -49,6 +45,7 @@ PARTS: dict[str, tuple[str, str]] = {
     "cuda_ipc": ("gpu_ipc", "measure_ipc"),
 }
 """Module and function of each: only what is measured is imported."""
+PEERS = ("cuda_ipc", "nixl", "nixl_without_error_handling")
 PACKAGES = ("torch", "triton", "nixl-cu13", "nixl-cu12")
 PROGRAMS = (4, 8, 16, 32, 64, 132)
 GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
@@ -79,6 +76,7 @@ class Setup:
     host_requests: tuple[tuple[int, int], ...] = (
         (64, 32 * KIB), (256, 32 * KIB), (1024, 32 * KIB), (64, MIB),
     )  # fmt: skip
+    ipc_peers: tuple[str, ...]
     num_ipc_pages: int = 32_768
     num_ipc_rounds: int = 15
     ipc_requests: tuple[tuple[int, bool], ...] = (
@@ -87,11 +85,12 @@ class Setup:
     """Pages of 32 KiB, and whether they are scattered."""
 
     @classmethod
-    def small(cls, device: torch.device, num_rounds: int) -> Setup:
+    def small(cls, device: torch.device, num_rounds: int, ipc_peers: tuple[str, ...]) -> Setup:
         """So small that Triton's interpreter gets to the end."""
         return cls(
             device=device,
             num_rounds=num_rounds,
+            ipc_peers=ipc_peers,
             num_host_rounds=num_rounds,
             pool_bytes=MIB,
             staging_bytes=256 * KIB,
@@ -113,26 +112,18 @@ class Setup:
         print(f"[{time.monotonic() - self.began:5.1f} s] {text}", file=sys.stderr, flush=True)
 
 
-def measure(parts: list[str], setup: Setup) -> tuple[list[Row], list[BesideRow], list[Failure]]:
-    """The parts, in order; one that fails does not end the others."""
-    found: list[Row | BesideRow | Failure] = []
-    for part in parts:
-        setup.progress(f"{part}: starting")
-        module, function = PARTS[part]
-        try:
-            measure_part: Callable[[Setup], list] = getattr(
-                importlib.import_module(module), function
-            )
-            found += measure_part(setup)
-        except Exception as exc:  # noqa: BLE001 - the others still have something to show
-            traceback.print_exc()
-            found.append(Failure(part, f"{type(exc).__name__}: {exc}"))
+def measure(part: str, setup: Setup) -> list[Row | BesideRow | Failure]:
+    """One part. One that fails does not end the others."""
+    setup.progress(f"{part}: starting")
+    module, function = PARTS[part]
+    try:
+        return getattr(importlib.import_module(module), function)(setup)
+    except Exception as exc:  # noqa: BLE001 - the others still have something to show
+        traceback.print_exc()
+        return [Failure(part, f"{type(exc).__name__}: {exc}")]
+    finally:
         if setup.device.type == "cuda":
             torch.cuda.empty_cache()
-    rows, beside, failures = (
-        [each for each in found if isinstance(each, kind)] for kind in (Row, BesideRow, Failure)
-    )
-    return rows, beside, failures
 
 
 def find_versions() -> dict[str, str]:
@@ -150,6 +141,7 @@ def main() -> None:
     """Measure, print the tables, keep."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=PEERS, help="of cuda_ipc")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--json", type=Path)
@@ -160,24 +152,20 @@ def main() -> None:
         return
     device = torch.device(given.device)
     is_gpu = device.type == "cuda"
-    setup = (
-        Setup(device=device, num_rounds=given.rounds)
-        if is_gpu
-        else Setup.small(device, given.rounds)
-    )
-    rows, beside, failures = measure(given.parts, setup)
+    make = Setup if is_gpu else Setup.small
+    setup = make(device=device, num_rounds=given.rounds, ipc_peers=tuple(given.peers))
     result = Result(
         command=" ".join(["python", "benchmarks/bench_gpu.py", *sys.argv[1:]]),
         gpu=torch.cuda.get_device_name(device) if is_gpu else f"no GPU ({os.cpu_count()} cores)",
         versions=find_versions(),
-        rows=rows,
-        beside=beside,
-        failures=failures,
     )
-    if given.json:
-        given.json.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
+    for part in given.parts:
+        result.add(measure(part, setup))
+        if given.json:  # after each part: a driver's or a library's fault ends the process
+            encoded = msgspec.json.format(msgspec.json.encode(result), indent=1)
+            given.json.write_bytes(encoded + b"\n")
     print(format_tables(result))
-    sys.exit(1 if failures else 0)
+    sys.exit(1 if result.failures else 0)
 
 
 if __name__ == "__main__":

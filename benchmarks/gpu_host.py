@@ -1,7 +1,7 @@
 """Part `host` of `bench_gpu.py`: pages between a GPU and pinned memory of the host.
 
-Beside Baton's copy stream: one copy of as many bytes (what PCIe gives), and vLLM's pages on a GPU as
-`PlainPages` gathers and scatters them today, which waits until the copy has ended.
+Beside Baton's copy stream: one copy of as many bytes (what PCIe gives), and vLLM's pages on a GPU
+as `PlainPages` gathers and scatters them today, which waits until the copy has ended.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ import torch
 import xxhash
 from gpu_ipc_peers import (
     PAGE_BYTES,
-    PEERS,
     Direction,
     IsDone,
     Move,
@@ -98,48 +97,57 @@ def digest(pool: Pool, index: np.ndarray) -> str:
 # ---------------------------------------------------------------------------- the owner's process
 
 
+class Owners:
+    """The owner's sides of the peers. One of them is polled; its arrivals are kept."""
+
+    def __init__(self, device: torch.device, num_pages: int) -> None:
+        self._pool = Pool.make(device, num_pages)
+        self._owners: dict[str, Owner] = {}
+        self._served: Owner | None = None
+        self._arrived_s: list[float] = []
+
+    def poll(self) -> bool:
+        """Serve the peer; whether a notification has come that was not asked for yet."""
+        if self._served is not None:
+            num_arrived = self._served.serve()
+            self._arrived_s += [time.perf_counter()] * num_arrived
+        return bool(self._arrived_s)
+
+    def answer(self, command: Command) -> Answer:
+        """Do what is asked."""
+        match command:
+            case Open(name, welcome):
+                self._served = self._owners[name] = open_owner(name, self._pool, welcome)
+                return Answer(described=self._served.describe())
+            case Serve(name):
+                self._served = self._owners[name]
+                self._arrived_s.clear()
+            case Fill(seed):
+                self._pool.fill(seed)
+            case Check(pages):
+                return Answer(digest=digest(self._pool, np.array(pages)))
+            case Arrival():
+                wait_until(self.poll)
+                return Answer(at_s=self._arrived_s.pop(0))
+        return Answer()
+
+
 def own(device: str, num_pages: int) -> None:
     """Poll one peer all the time, and answer commands until the input ends."""
-    pool = Pool.make(torch.device(device), num_pages)
-    owners: dict[str, Owner] = {}
-    serving, arrivals = "", []
+    owners = Owners(torch.device(device), num_pages)
     while True:
-        if select.select([sys.stdin], [], [], 0 if serving else 1.0)[0]:
+        if select.select([sys.stdin], [], [], 0)[0]:
             line = sys.stdin.buffer.readline()
             if not line:
                 return
-            command = msgspec.json.decode(line, type=Command)
-            answer_one = Answer()
             try:
-                match command:
-                    case Open(name, welcome):
-                        owners[name] = open_owner(name, pool, welcome)
-                        answer_one = Answer(described=owners[name].describe())
-                        serving = name
-                    case Serve(name):
-                        serving = name
-                        arrivals.clear()
-                    case Fill(seed):
-                        pool.fill(seed)
-                    case Check(pages):
-                        answer_one = Answer(digest=digest(pool, np.array(pages)))
-                    case Arrival():
-                        wait_until(lambda: bool(arrivals) or serve(owners[serving], arrivals))
-                        answer_one = Answer(at_s=arrivals.pop(0))
+                answer = owners.answer(msgspec.json.decode(line, type=Command))
             except Exception as exc:  # noqa: BLE001 - the other process reports it
-                answer_one = Answer(error=f"{type(exc).__name__}: {exc}")
-            sys.stdout.buffer.write(msgspec.json.encode(answer_one) + b"\n")
+                answer = Answer(error=f"{type(exc).__name__}: {exc}")
+            sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
             sys.stdout.buffer.flush()
-        if serving in owners:
-            for _ in range(STDIN_INTERVAL):
-                serve(owners[serving], arrivals)
-
-
-def serve(owner: Owner, arrivals: list[float]) -> bool:
-    """One poll; keeps when notifications came, and whether any did."""
-    num = owner.serve()
-    arrivals += [time.perf_counter()] * num
-    return num > 0
+        for _ in range(STDIN_INTERVAL):
+            owners.poll()
 
 
 class OwnerProcess:
@@ -317,7 +325,7 @@ def measure_ipc(setup: Setup) -> list[Row | Failure]:
     owner = OwnerProcess(setup)
     try:
         bench = Bench(setup, owner)
-        for name in PEERS:
+        for name in setup.ipc_peers:
             bench.connect(name)
             setup.progress(f"cuda_ipc: opened {name}")
         rows = []

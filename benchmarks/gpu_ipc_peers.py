@@ -49,12 +49,11 @@ SPANS = np.array([[0, 0, PAGE_BYTES]])
 NOTIFICATION = b"n"
 WAIT_S = 10.0
 NIXL_PARAMETERS = {
-    "NIXL": {},
-    "NIXL, without error handling": {"ucx_error_handling_mode": "none"},
+    "nixl": {},
+    "nixl_without_error_handling": {"ucx_error_handling_mode": "none"},
 }
 """The second as Baton's transport sets it for one host."""
-BATON = "Baton, cuda_ipc"
-PEERS = (BATON, *NIXL_PARAMETERS)
+BATON = "cuda_ipc"
 
 Direction = Literal["write", "read"]
 IsDone = Callable[[], bool]
@@ -145,9 +144,11 @@ class BatonOwner(BatonSide):
         self._transport.open_grant(grant)
 
     def describe(self) -> bytes:
+        """See `Owner`."""
         return msgspec.json.encode(self._descriptor)
 
     def serve(self) -> int:
+        """See `Owner`."""
         return sum(isinstance(event, Arrived) for event in self._transport.poll())
 
 
@@ -213,6 +214,7 @@ class NixlOwner(NixlSide):
     """See `Owner`."""
 
     def serve(self) -> int:
+        """See `Owner`."""
         return sum(map(len, self._agent.get_new_notifs().values()))
 
 

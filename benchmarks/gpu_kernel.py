@@ -69,7 +69,7 @@ class Pages:
 
 
 def time_on_device(setup: Setup, actions: Sequence[Callable[[], None]]) -> tuple[float, float]:
-    """Seconds of the device, and of the calling thread, for each of the actions, which are queued."""
+    """Seconds of the device, and of the calling thread, for each action; they are queued."""
     if setup.device.type == "cpu":
         began = time.perf_counter()
         for action in actions:

@@ -38,7 +38,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     by: str
     num_bytes: int
     seconds: Spread
-    calling_s: Spread | None = None
+    calling_s: Spread
 
     @property
     def gb_per_s(self) -> float:
@@ -67,19 +67,30 @@ class Failure(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """One run."""
+class Result(msgspec.Struct, kw_only=True):
+    """One run, as far as it is."""
 
     command: str
     gpu: str
     versions: dict[str, str]
-    rows: list[Row]
-    beside: list[BesideRow]
-    failures: list[Failure]
+    rows: list[Row] = []
+    beside: list[BesideRow] = []
+    failures: list[Failure] = []
+
+    def add(self, found: Sequence[Row | BesideRow | Failure]) -> None:
+        """What one more part has given."""
+        for each in found:
+            match each:
+                case Row():
+                    self.rows.append(each)
+                case BesideRow():
+                    self.beside.append(each)
+                case Failure():
+                    self.failures.append(each)
 
 
 def format_tables(result: Result) -> str:
-    """Markdown: one table for each part, requests to the right; then what did not run."""
+    """Markdown: a table for each part, medians and ± half the range; then what did not run."""
     parts = groupby(result.rows, key=lambda row: row.part)
     blocks = [f"{result.gpu}; {', '.join(map(' '.join, result.versions.items()))}."]
     blocks += ["\n".join(_format_part(part, list(rows))) for part, rows in parts]
@@ -90,13 +101,10 @@ def format_tables(result: Result) -> str:
 
 
 def _format_part(part: str, rows: list[Row]) -> Iterator[str]:
-    """GB/s by request; in parentheses the range, then microseconds of the calling thread.
-
-    A request of one page is a matter of latency: microseconds.
-    """
+    """By request: GB/s, or microseconds of a request of one page; microseconds of the call."""
     requests = list(dict.fromkeys(row.what for row in rows))
     found = {(row.by, row.what): row for row in rows}
-    yield f"| {part}: GB/s (range); us of the calling thread | " + " | ".join(requests) + " |"
+    yield f"| {part}: GB/s; us of the calling thread | " + " | ".join(requests) + " |"
     yield "|---" * (len(requests) + 1) + "|"
     for by in dict.fromkeys(row.by for row in rows):
         cells = (found.get((by, what)) for what in requests)
@@ -106,24 +114,27 @@ def _format_part(part: str, rows: list[Row]) -> Iterator[str]:
 def _format_cell(row: Row | None) -> str:
     if row is None:
         return ""
-    fast, slow = (row.num_bytes / each / 1e9 for each in (row.seconds.low, row.seconds.high))
-    cell = f"{_short(row.gb_per_s)} ({_short(slow)} to {_short(fast)})"
-    if row.what.startswith("1 page"):
-        times = row.seconds
-        cell = f"{times.median * 1e6:.1f} us ({times.low * 1e6:.1f} to {times.high * 1e6:.1f})"
-    return cell if row.calling_s is None else f"{cell}; {row.calling_s.median * 1e6:.0f}"
+    times = row.seconds
+    is_latency = row.what.startswith("1 page")
+    value = f"{times.median * 1e6:.0f} us" if is_latency else _short(row.gb_per_s)
+    return f"{value} {_format_range(times)}; {row.calling_s.median * 1e6:.0f}"
+
+
+def _format_range(spread: Spread) -> str:
+    """Half of the range, of the median."""
+    return f"±{(spread.high - spread.low) / 2 / spread.median:.0%}" if spread.median else ""
 
 
 def _format_beside(rows: list[BesideRow]) -> Iterator[str]:
-    yield "| copies beside a matrix product | its slowdown (range) | ms | GB/s copied (range) |"
+    yield "| copies beside a matrix product | its slowdown | ms | GB/s copied |"
     yield "|---|---|---|---|"
     for row in rows:
         slowdown, copied = row.slowdown, row.copied_gb_per_s
         mark = "" if row.is_covered else " (ended before the product)"
         yield (
-            f"| {row.by}{mark} | {slowdown.median:.3f} ({slowdown.low:.3f} to {slowdown.high:.3f}) "
-            f"| {row.matmul_s.median * 1e3:.2f} "
-            f"| {_short(copied.median)} ({_short(copied.low)} to {_short(copied.high)}) |"
+            f"| {row.by}{mark} | {slowdown.median:.3f} {_format_range(slowdown)} "
+            f"| {row.matmul_s.median * 1e3:.3g} "
+            f"| {_short(copied.median)} {_format_range(copied)} |"
         )
 
 
