@@ -20,6 +20,10 @@ if not torch.cuda.is_available():
     pytest.skip(f"needs a CUDA GPU (torch {torch.__version__} sees none)", allow_module_level=True)
 
 
+BUSY_CYCLES = 1_000_000_000
+"""Half a second of a GPU's time: a write takes milliseconds."""
+
+
 class GpuKit(TransportKit):
     kind = "cuda_ipc"
     peer_writes = True
@@ -62,6 +66,20 @@ class TestMemory(GpuKit):
             other.pump(lambda: len(other.seen(Arrived)) == array + 1)  # noqa: B023 -- at once
             assert (other.reader.pages(array) == byte).all()
         writer.transport.close()
+
+    def test_a_write_does_not_wait_for_the_model(self, pair):
+        """The model's stream is torch's; a write that is posted is no part of its order."""
+        remote, grant = pair.attach(), pair.open_grant(range(NUM_PAGES))
+        group = whole_pages(range(NUM_PAGES), range(NUM_PAGES)[::-1], PAGE_BYTES)
+        model = torch.cuda.Event()
+        for num_written, cycles in enumerate((0, BUSY_CYCLES), start=1):  # the first is slower
+            torch.cuda._sleep(cycles)
+            model.record()
+            pair.writer.transport.submit(pair.write(remote, grant, [group]))
+            pair.pump(lambda: len(pair.seen(Arrived)) == num_written)  # noqa: B023 -- at once
+        assert not model.query()
+        torch.cuda.synchronize()
+        assert (pair.reader.pages()[::-1] == pair.writer.pages()).all()
 
     def test_memory_of_this_host_is_refused(self):
         with pytest.raises(TransferError):

@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from baton.engines.gpu.copy_stream import CopyStream, pin_memory
-from baton.engines.gpu.page_copier import IndexedCopier, KernelCopier, choose_copier
+from baton.engines.gpu.page_copier import (
+    IndexedCopier,
+    KernelCopier,
+    LaunchShape,
+    choose_copier,
+)
 from baton.transfer.region import allocate_shared_region, release_region, view_pages
 
 if not torch.cuda.is_available():
@@ -47,6 +52,22 @@ def test_both_copiers_agree_on_a_request(page_bytes):
     assert torch.equal(*staging)
 
 
+@pytest.mark.parametrize(
+    "shape", [LaunchShape(1, 64, 1), LaunchShape(132, 8192, 32), LaunchShape(4, 4096, 16)]
+)
+@pytest.mark.parametrize("page_bytes", [32_768, 100])
+def test_a_launch_of_any_shape_moves_the_same_bytes(shape, page_bytes):
+    pytest.importorskip("triton")
+    pages = torch.randint(0, 256, (512, page_bytes), dtype=torch.uint8, device=DEVICE)
+    index = np.random.default_rng(0).permutation(512)
+    staging, back = torch.empty_like(pages), torch.empty_like(pages)
+    copier = KernelCopier(shape)
+    copier.gather(pages, index, staging)
+    copier.scatter(staging, index, back)
+    assert torch.equal(staging, pages[torch.from_numpy(index).to(DEVICE)])
+    assert torch.equal(back, pages)
+
+
 @pytest.fixture
 def host():
     region = allocate_shared_region([(256, 65_536)])
@@ -81,6 +102,8 @@ def test_the_model_goes_on_while_pages_cross(host):
     pages = torch.zeros(256, 65_536, dtype=torch.uint8, device=DEVICE)
     copy_stream, index = CopyStream(DEVICE), np.arange(256)
     copy_stream.to_host(pages, index, host, index).wait()
+    torch.ones(8, device=DEVICE).sum()  # a kernel's first launch may wait for the whole device
+    torch.cuda.synchronize()
     with torch.cuda.stream(copy_stream._stream):
         torch.cuda._sleep(BUSY_CYCLES)
     event = copy_stream.to_host(pages, index, host, index)
@@ -100,10 +123,14 @@ def test_the_model_sees_pages_that_came_from_the_host(host, is_scattered):
     host[:] = torch.arange(256, dtype=torch.uint8)[:, None]
     pages = torch.zeros(256, 65_536, dtype=torch.uint8, device=DEVICE)
     copy_stream = CopyStream(DEVICE)
+    copy_stream.to_device(host, np.arange(256), pages, index).wait()  # kernels are compiled
+    pages.clone()
+    pages.zero_()
     with torch.cuda.stream(copy_stream._stream):
         torch.cuda._sleep(BUSY_CYCLES)
-    copy_stream.to_device(host, np.arange(256), pages, index)
+    event = copy_stream.to_device(host, np.arange(256), pages, index)
     seen = pages.clone()  # on the model's stream, at once
+    assert not event.is_done()  # the host did not wait
     expected = torch.zeros_like(host)
     expected[torch.from_numpy(index)] = host
     assert torch.equal(seen.cpu(), expected)

@@ -8,8 +8,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 
-from baton.engines.gpu.kernels import BLOCK_WORDS, NUM_WARPS, copy_pages
+from baton.engines.gpu.kernels import copy_pages
+from baton.engines.gpu.page_copier import LaunchShape
 
+SHAPE = LaunchShape()
 POINTERS = {"source": "*u8", "source_pages": "*i64", "target": "*u8", "target_pages": "*i64"}
 CONSTANTS = {
     "PICKS_SOURCE": True,
@@ -17,7 +19,7 @@ CONSTANTS = {
     "WORD": tl.int64,
     "WORD_BYTES": 8,
     "UNIT_WORDS": 2,
-    "BLOCK": BLOCK_WORDS,
+    "BLOCK": SHAPE.block_words,
 }
 ONES = ("source_stride", "target_stride", "num_pages", "page_units", "tail_bytes")
 """What is 1 at a launch is a constant of it."""
@@ -42,7 +44,7 @@ def compile_for(capability, constants):
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in ("source", "target")}
     source = ASTSource(copy_pages, signature, constants, attributes)
     target = GPUTarget("cuda", capability, 32)
-    return compile_kernel(source, target=target, options={"num_warps": NUM_WARPS})
+    return compile_kernel(source, target=target, options={"num_warps": SHAPE.num_warps})
 
 
 if __name__ == "__main__":
@@ -50,4 +52,4 @@ if __name__ == "__main__":
     ptx = compiled[0].asm["ptx"]
     loads = re.findall(r"ld\.global\S*\.v2\.b64|ld\.global\S*\.v4\.b32", ptx)
     stores = re.findall(r"st\.global\S*\.v2\.b64|st\.global\S*\.v4\.b32", ptx)
-    assert len(loads) == len(stores) == BLOCK_WORDS // 2 // (32 * NUM_WARPS), ptx
+    assert len(loads) == len(stores) == SHAPE.block_words // 2 // (32 * SHAPE.num_warps), ptx

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from baton.engines.gpu.page_copier import IndexedCopier, KernelCopier
+from baton.engines.gpu.page_copier import IndexedCopier, KernelCopier, LaunchShape
 
 PAGE_BYTES = st.one_of(
     st.integers(1, 200), st.integers(1, 40).map(lambda n: 16 * n), st.integers(32_700, 32_800)
@@ -89,9 +89,9 @@ def check_indexed(case):
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-@given(cases())
-def check_kernels(case):
-    check_case(KernelCopier(), case, sys.argv[1])
+@given(cases(), st.sampled_from([LaunchShape(), LaunchShape(3, 512, 4)]))
+def check_kernels(case, shape):
+    check_case(KernelCopier(shape), case, sys.argv[1])
 
 
 if __name__ == "__main__":

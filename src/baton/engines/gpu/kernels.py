@@ -18,11 +18,8 @@ import triton.language as tl
 if TYPE_CHECKING:
     import torch
 
-MAX_PROGRAMS: Final = 8
-"""Multiprocessors at most, of the 100 and more that a GPU has."""
-BLOCK_WORDS: Final = 2048
-"""16 KiB a step: 64 bytes in flight for each of 256 threads."""
-NUM_WARPS: Final = 8
+    from baton.engines.gpu.page_copier import LaunchShape
+
 MAX_UNIT_BYTES: Final = 16
 MAX_WORD_BYTES: Final = 8
 _WORDS: Final = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
@@ -81,6 +78,8 @@ def launch_copy(
     source_pages: torch.Tensor | None,
     target: torch.Tensor,
     target_pages: torch.Tensor | None,
+    *,
+    shape: LaunchShape,
 ) -> None:
     """Queue the copy of as many pages as there are indices, on the current stream.
 
@@ -92,7 +91,7 @@ def launch_copy(
     unit = compute_unit_bytes(source, target)
     word = min(unit, MAX_WORD_BYTES)
     page_bytes = source.shape[1]
-    copy_pages[min(len(index), MAX_PROGRAMS),](
+    copy_pages[min(len(index), shape.max_programs),](
         source,
         index if source_pages is None else source_pages,
         source.stride(0) // unit,
@@ -107,8 +106,8 @@ def launch_copy(
         WORD=_WORDS[word],
         WORD_BYTES=word,
         UNIT_WORDS=unit // word,
-        BLOCK=BLOCK_WORDS,
-        num_warps=NUM_WARPS,
+        BLOCK=shape.block_words,
+        num_warps=shape.num_warps,
     )
 
 

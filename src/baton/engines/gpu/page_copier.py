@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
@@ -136,13 +138,26 @@ class IndexedCopier:
         wide_target.index_copy_(0, _upload(target_index, target.device), taken)
 
 
+@dataclass(frozen=True, slots=True)
+class LaunchShape:
+    """How much of a GPU the kernel takes; the defaults are chosen by benchmarks/bench_gpu.py.
+
+    `max_programs`: multiprocessors at most. `block_words`: 8-byte words that a program loads before
+    it stores them, a power of two; `num_warps`: 32 threads each, which share these.
+    """
+
+    max_programs: int = 8
+    block_words: int = 2048
+    num_warps: int = 8
+
+
 class KernelCopier:
     """See `PageCopier`: one Triton kernel, on few of a GPU's multiprocessors."""
 
-    def __init__(self) -> None:
+    def __init__(self, shape: LaunchShape = LaunchShape()) -> None:
         """Raises ImportError where Triton is not installed."""
         kernels = importlib.import_module("baton.engines.gpu.kernels")
-        self._launch: Callable[..., None] = kernels.launch_copy
+        self._launch: Callable[..., None] = partial(kernels.launch_copy, shape=shape)
 
     def gather(self, pages: torch.Tensor, index: NDArray[np.int64], staging: torch.Tensor) -> None:
         _check_staging(pages, index, staging)
@@ -186,10 +201,10 @@ def _upload(index: NDArray[np.int64], device: torch.device) -> torch.Tensor:
 
     From pinned memory: from other memory the host would wait for all that the stream was given.
     """
-    is_remote = device.type == "cuda"
-    return torch.tensor(index, dtype=torch.int64, pin_memory=is_remote).to(
-        device, non_blocking=True
-    )
+    owned = torch.tensor(index, dtype=torch.int64)  # numpy's memory may change once we return
+    if device.type == "cuda":
+        owned = owned.pin_memory()
+    return owned.to(device, non_blocking=True)
 
 
 def _widen(source: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
