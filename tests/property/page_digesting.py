@@ -5,6 +5,7 @@ in Triton's interpreter (`cpu`), without it on a GPU (`cuda`).
 """
 
 import sys
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ MASK = (1 << 64) - 1
 
 
 def compute_sum128(data):
-    """A and B of some bytes: as docs and `baton.kv.device_digest` define it, in Python's integers."""
+    """A and B of some bytes, as `baton.kv.device_digest` defines them, in Python's integers."""
     words = np.frombuffer(bytes(data) + bytes(-len(data) % 8), "<u8").tolist()
     a = b = 0
     for index, word in enumerate(words):
@@ -52,10 +53,7 @@ def cases(draw, max_bytes):
         first = lead + page * stride
         cuts = draw(st.lists(st.integers(0, page_bytes // 8), max_size=2))
         bounds = sorted({0, page_bytes, *(8 * cut for cut in cuts)})
-        runs += [
-            (first + low, high - low, low, piece)
-            for low, high in zip(bounds, bounds[1:], strict=False)
-        ]
+        runs += [(first + low, high - low, low, piece) for low, high in pairwise(bounds)]
         expected.append(compute_sum128(memory[first : first + page_bytes]))
     runs = draw(st.permutations(runs))
     return memory, np.array(runs, np.int64), expected

@@ -1,4 +1,4 @@
-"""sum128 of runs of bytes: torch's own operations, and Triton's kernel, against Python's integers."""
+"""sum128 of runs of bytes: torch's operations and Triton's kernel, against Python's integers."""
 
 import importlib.util
 import os
@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tests.property.page_digesting import check_torch  # noqa: E402
+from tests.property.page_digesting import check_torch
 
 
 def test_torchs_own_operations():

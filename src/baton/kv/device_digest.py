@@ -1,18 +1,20 @@
 """Digests of KV in memory that the host cannot read: computed where it lies, by both sides.
 
-`sum128` of a piece (`baton.kv.digest.Pieces`) covers the same bytes in the same order as its xxh3_128.
-They are read as little-endian 64-bit words d[i], the last one padded with zeros. Modulo 2^64:
+`sum128` of a piece (`baton.kv.digest.Pieces`) covers the bytes that its xxh3_128 does, in the same
+order: little-endian 64-bit words d[i], the last one padded with zeros. Modulo 2^64:
 
-    z[i] = (i + 1) * 0x9E3779B97F4A7C15          a Weyl sequence, as in SplitMix64
-    k[i] = m ^ (m >> 33), m = (z ^ (z >> 33)) * 0xFF51AFD7ED558CCD     half of MurmurHash3's fmix64
-    A = sum of low32(d[i] ^ k[i]) * high32(d[i] ^ k[i])     the step of XXH3, which is that of NH (UMAC)
-    B = sum of d[i] * (k[i] | 1)                            multilinear hashing, with odd multipliers
+    z[i] = (i + 1) * 0x9E3779B97F4A7C15                  a Weyl sequence, as in SplitMix64
+    m[i] = (z[i] ^ (z[i] >> 33)) * 0xFF51AFD7ED558CCD    half of MurmurHash3's fmix64
+    k[i] = m[i] ^ (m[i] >> 33)
+    A = sum of low32(d[i] ^ k[i]) * high32(d[i] ^ k[i])  the step of XXH3, as in NH (UMAC)
+    B = sum of d[i] * (k[i] | 1)                         multilinear, with odd multipliers
 
 The digest is A and B, 8 bytes each, little-endian. Sums can be made in any order, so that every
-thread of a GPU adds what it has read. What changes within one word always changes B. Other
-accidental changes (torn, stale, exchanged, misplaced pages) are expected to be missed once in some
-2^64, as far as is known. It has no key: whoever chooses the bytes can choose equal digests. So it is
-used only where no other process can change what is moved: within one host.
+thread of a GPU adds what it has read. A change within one word always changes B, since an odd
+factor has an inverse. For other accidental changes (torn, stale, exchanged or misplaced pages) no
+bound is proved: both sums would have to stay the same. It has no key: whoever chooses the bytes can
+choose equal digests. So it is used only within one host, where no process but the two workers can
+change what is moved.
 
 Sources: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014; Appleby,
 MurmurHash3; Collet, XXH3's accumulate step (xxhash.h); RFC 4418 (NH); Lemire and Kaser, "Strongly
@@ -53,14 +55,11 @@ class PieceParts(Record, frozen=True):
     num_pieces: int
 
 
-class DevicePages(Protocol):
-    """An engine's pages in memory of a device. Called on the agent's thread."""
+class DigestsParts(Protocol):
+    """What is asked of a `DeviceAccess` here."""
 
     def digest(self, layers: range, parts: PieceParts) -> bytes:
-        """sum128 of each piece in each of these layers, layer after layer: 16 bytes each.
-
-        Waits for it: for the device's work on it, and not for the model's.
-        """
+        """See `baton.transfer.interface.DeviceAccess`."""
         ...
 
 
@@ -70,7 +69,7 @@ class DevicePieceDigests:
     Keeps where the last pieces are: a handoff's layers have the same ones.
     """
 
-    def __init__(self, pages: DevicePages) -> None:
+    def __init__(self, pages: DigestsParts) -> None:
         self._pages = pages
         self._last: tuple[PageGeometry, Pieces, PieceParts] | None = None
 

@@ -1,7 +1,7 @@
 """The kernel that digests runs of bytes: sum128 (`baton.kv.device_digest`).
 
-Few programs walk over all runs, each with all of its threads over one run, and add what they found to
-the sums of the run's piece. With TRITON_INTERPRET=1 it runs on tensors of the host.
+Few programs walk over all runs, each with all of its threads over one run, and add what they found
+to the sums of the run's piece. With TRITON_INTERPRET=1 it runs on tensors of the host.
 """
 
 from __future__ import annotations

@@ -30,7 +30,9 @@ _FALLBACK_BYTES: Final = 64 << 20
 class DigestRuns(Protocol):
     """How runs of bytes are digested; queued on the current stream."""
 
-    def __call__(self, memory: torch.Tensor, runs: NDArray[np.int64], num_pieces: int) -> torch.Tensor:
+    def __call__(
+        self, memory: torch.Tensor, runs: NDArray[np.int64], num_pieces: int
+    ) -> torch.Tensor:
         """int64 `[num_pieces, 2]`, A and B of each piece, on the memory's device.
 
         `memory` is uint8 `[n]`; a row of `runs`, int64 `[k, 4]`, is the first byte, how many, the
@@ -75,9 +77,7 @@ def digest_by_torch(memory: torch.Tensor, runs: NDArray[np.int64], num_pieces: i
 def _add_runs(memory: torch.Tensor, runs: torch.Tensor, num_bytes: int, sums: torch.Tensor) -> None:
     """Add runs of one size to the sums of their pieces."""
     num_words = -(-num_bytes // WORD_BYTES)
-    padded = torch.zeros(
-        len(runs), num_words * WORD_BYTES, dtype=torch.uint8, device=memory.device
-    )
+    padded = torch.zeros(len(runs), num_words * WORD_BYTES, dtype=torch.uint8, device=memory.device)
     places = runs[:, :1] + torch.arange(num_bytes, device=memory.device)
     padded[:, :num_bytes] = memory[places]
     words = padded.view(torch.int64)
