@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
 
@@ -30,12 +30,13 @@ from baton.handoff.kv_views import KVView
 from baton.handoff.options import AgentOptions
 from baton.ids import RequestId, WorkerId, new_epoch, new_ticket_id
 from baton.telemetry.trace import RequestSpan, Stamp
-from baton.transfer.interface import TRANSPORTS, TransportContext
+from baton.transfer.interface import TRANSPORTS, Transport, TransportContext
+from baton.transfer.region import allocate_shared_region
 from tests.tickets import issue
 from tests.unit.engines.harness import make_prompt, tiny_llama
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from baton.handoff.interface import SampledToken
     from baton.handoff.messages import TransferOp
     from baton.ids import TicketId
+    from baton.transfer.devices.extents import AllocateRegion
 
 CLOCK = MachineClock()
 WAIT_TIMEOUT_S = 90.0
@@ -141,6 +143,13 @@ def replace_address(ref: WorkerRef, address: str) -> WorkerRef:
     return WorkerRef(ref.worker, ref.epoch, address)
 
 
+TransportMaker: TypeAlias = "Callable[[str, TransportContext], Transport]"
+
+
+def make_transport(kind: str, context: TransportContext) -> Transport:
+    return TRANSPORTS.build(kind, {})(context)
+
+
 @contextmanager
 def node(
     name: str,
@@ -151,6 +160,8 @@ def node(
     hands_over_first_token: bool = True,
     loaded: LoadedModel | None = None,
     timeout_s: float = WAIT_TIMEOUT_S,
+    make: TransportMaker = make_transport,
+    allocate: AllocateRegion = allocate_shared_region,
     **options: int,
 ) -> Iterator[Node]:
     engine = TransformersEngine(
@@ -158,6 +169,7 @@ def node(
         loaded or tiny_llama(),
         path="nowhere",
         clock=CLOCK,
+        allocate=allocate,
     )
     epoch = new_epoch()
     context = TransportContext(credentials=key, epoch=epoch, bind_host="127.0.0.1", clock=CLOCK)
@@ -167,7 +179,7 @@ def node(
             epoch=epoch,
             fingerprint=engine.info.fingerprint,
             views=(KVView(engine.info.layout, engine.region, peer_mappings=engine.peer_mappings),),
-            transports=(TRANSPORTS.build(kind, {})(context),),
+            transports=(make(kind, context),),
             credentials=key,
             clock=CLOCK,
             timeout_s=timeout_s,

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from baton.telemetry.process_status import StatusReporter
     from baton.telemetry.trace import RequestSpan
     from baton.transfer.devices.extents import AllocateRegion
-    from baton.transfer.interface import PagedRegion
+    from baton.transfer.interface import MemoryKind, PagedRegion
     from baton.transfer.peer_mappings import PeerMappings
 
 
@@ -272,12 +272,14 @@ class StandbyEngine(Protocol):
 class EngineContext:
     """What every engine is built from, besides its own options.
 
-    `allocate` makes the memory that peers on this host can map: its KV belongs there.
+    `allocate` makes the memory that peers on this host can map: its KV belongs there. With `memory`
+    "cuda" KV belongs in the memory of the engine's GPU instead: peers reach nothing else.
     """
 
     model: Path
     clock: Clock
     allocate: AllocateRegion = allocate_shared_region
+    memory: MemoryKind = "shared"
 
 
 class EngineFactory(Protocol):

@@ -29,7 +29,6 @@ from baton.handoff.messages import (
     SenderMessage,
 )
 from baton.handoff.peer_transports import (
-    LinkOptions,
     PeerTransportLost,
     PeerTransportTable,
     PeerTransportUp,
@@ -99,7 +98,7 @@ class AgentLoop:
         self._is_woken = False
         self._waiting = AdaptiveWaiter(options.clock, options.spin_s)
         self._next_tick = 0.0
-        probe_buffer = _allocate_probe_buffer(options.links)
+        probe_buffer = _allocate_probe_buffer(options)
         self._probe_target = ProbeTarget(probe_buffer, options.transports, options.clock)
         self._peers = PeerTable(
             _make_hello(options, self._probe_target),
@@ -420,15 +419,19 @@ def _make_hello(options: AgentOptions, probe_target: ProbeTarget) -> Hello:
 
 
 def _offer(view: KVView, transports: tuple[Transport, ...]) -> KVViewDescriptor:
-    return KVViewDescriptor(view.layout, tuple(t.expose(view.region) for t in transports))
+    regions = tuple(transport.expose(view.region) for transport in transports)
+    return KVViewDescriptor(view.layout, regions, view.digest)
 
 
-def _allocate_probe_buffer(links: LinkOptions) -> ProbeBuffer | None:
-    """Memory for probes, if links are to be measured; one that cannot be had costs only that."""
-    if links.rule == "listed":
+def _allocate_probe_buffer(options: AgentOptions) -> ProbeBuffer | None:
+    """Memory for probes, if links are to be measured; one that cannot be had costs only that.
+
+    It is of the kind that the first view's is: transports move one kind to the same kind.
+    """
+    if options.links.rule == "listed":
         return None
     try:
-        return ProbeBuffer.allocate()
+        return ProbeBuffer.allocate(options.views[0].device_access)
     except TransferError as exc:
         logger.warning("handoff: links are not measured: %s", exc)
         return None

@@ -13,6 +13,7 @@ from baton.encodings.interface import RAW
 from baton.handoff.messages import DIGEST_BYTES, Notification, unpack_blocks
 from baton.handoff.peer_transports import TransportUsage
 from baton.kv.copies import BlockTable, compute_pieces, pair_layers
+from baton.kv.device_digest import DevicePieceDigests
 from baton.kv.digest import DigestKey, PieceDigests, PieceLocator, locate_pieces
 from baton.record import MutableRecord, Record
 from baton.telemetry.trace import Stamp
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from baton.handoff.session.receive import ReceiveSession
     from baton.handoff.verify import Level, VerificationPolicy
     from baton.kv.copies import CopyPlanner, PageCopies, PagedSequence
+    from baton.kv.device_digest import DigestsParts
     from baton.kv.digest import Pieces
     from baton.kv.layout import KVLayout
     from baton.transfer.interface import Transport
@@ -245,7 +247,13 @@ class IncomingHandoff(MutableRecord):  # noqa: PLR0904 - all that concerns one h
             key, plan = None, self.session.plan
             if plan is None or not plan.plain_digests:
                 key = DigestKey(self.peer.link.digest_secret, self.session.ticket)
-            self._verifier = DigestVerifier(pages.layer_pages, pages.sequence, theirs.layout, key)
+            self._verifier = DigestVerifier(
+                pages.layer_pages,
+                pages.sequence,
+                theirs.layout,
+                key,
+                device=pages.view.device_access,
+            )
         return self._verifier
 
     @property
@@ -323,7 +331,8 @@ class DigestResult(Record, frozen=True):
 class DigestVerifier:
     """Decode's side of one handoff: checks what a peer laid out as `peer` wrote.
 
-    `key` is for digests that cannot be forged.
+    `key` is for digests that cannot be forged. With `device` the pages are in its memory,
+    `layer_pages` are none, and no digest has a key.
     Keeps what the handoff's layers have in common. Owner thread: the handoff's.
 
     Raises:
@@ -336,8 +345,11 @@ class DigestVerifier:
         target: PagedSequence,
         peer: KVLayout,
         key: DigestKey | None = None,
+        *,
+        device: DigestsParts | None = None,
     ) -> None:
         self._layer_pages, self._target, self._key = layer_pages, target, key
+        self._device = None if device is None else DevicePieceDigests(device)
         self._block_sizes = peer.block_size, target.layout.block_size
         self._layers = pair_layers(peer, target.layout)
         self._locator = PieceLocator()
@@ -348,8 +360,10 @@ class DigestVerifier:
         """Digests of tokens `[start, stop)` of layers, to be made as their pages are filled.
 
         For `verify`. None where a page has several pieces, so that they are not all there at once,
-        and for layers that are not alike.
+        for layers that are not alike, and where pages are in a device's memory.
         """
+        if self._device is not None:
+            return None
         bounds = compute_pieces(*self._block_sizes, start, stop)
         pieces = self._locator.locate(self._target, bounds)
         if not pieces.has_one_in_each_block or self._layers.alike(layers) != layers:
@@ -382,7 +396,7 @@ class DigestVerifier:
         found, rest = b"", layers
         while rest:
             alike = self._layers.alike(rest)
-            found += (begun or self._begin(alike, pieces, key)).finish()
+            found += begun.finish() if begun else self._compute(alike, pieces, key)
             rest = rest[len(alike) :]
         wrong = [] if found == claimed else _find_wrong(layers, found, claimed, layer_bytes)
         return DigestResult(wrong, pieces.num_tokens * len(layers))
@@ -404,11 +418,18 @@ class DigestVerifier:
         for layer, digests in zip(layers, by_layer, strict=True):
             only = sampler.choose(layer, len(digests))
             pieces = locate_pieces(self._target, bounds, only)
-            found = self._begin(range(layer, layer + 1), pieces, key).finish()
+            found = self._compute(range(layer, layer + 1), pieces, key)
             if found != digests[only].tobytes():
                 wrong.append(layer)
             num_tokens += pieces.num_tokens
         return DigestResult(wrong, num_tokens)
+
+    def _compute(self, layers: range, pieces: Pieces, key: DigestKey | None) -> bytes:
+        """The digests of what lies in the pages now."""
+        if self._device is not None:
+            pair = self._layers.pairs[layers.start]
+            return self._device.compute(pair.dst, layers, pieces, pair.heads)
+        return self._begin(layers, pieces, key).finish()
 
     def _begin(self, layers: range, pieces: Pieces, key: DigestKey | None) -> PieceDigests:
         pair, pages = (

@@ -19,7 +19,7 @@ import numpy as np
 
 from baton.config.cluster_key import is_loopback
 from baton.encodings.interface import RAW
-from baton.errors import HandoffError
+from baton.errors import ConfigError, HandoffError
 from baton.kv.copies import BlockTable, PagedSequence
 from baton.kv.geometry import check_page_size, page_geometry
 from baton.record import Record
@@ -40,8 +40,9 @@ if TYPE_CHECKING:
     from baton.handoff.peers import Peer, PeerTable
     from baton.handoff.verify import VerificationPolicy
     from baton.ids import TicketId
+    from baton.kv.device_digest import DigestKind
     from baton.kv.layout import KVLayout
-    from baton.transfer.interface import PagedRegion, Transport
+    from baton.transfer.interface import DeviceAccess, PagedRegion, Transport
     from baton.transfer.peer_mappings import PeerMappings
 
 STAGING_STAGE = "staging"
@@ -192,6 +193,7 @@ class KVView:
     """One KV view. Without `staging`, an order's blocks are pages of `region` themselves.
 
     With `peer_mappings` its engine exports blocks, and attends over imported ones (`reference`).
+    A region in a device's memory is neither staged nor exported.
     """
 
     layout: KVLayout
@@ -199,12 +201,22 @@ class KVView:
     staging: Staging | None = None
     peer_mappings: PeerMappings | None = None
 
+    @property
+    def device_access(self) -> DeviceAccess | None:
+        """How to digest pages that are in a device's memory; None where they are in the host's."""
+        return None if self.region.device is None else self.region.device.access
+
+    @property
+    def digest(self) -> DigestKind:
+        """How this view's pages are digested."""
+        return "xxh3" if self.region.device is None else "sum128"
+
 
 class MappedPages(Record, frozen=True):
     """Page `pages.blocks[i]` of the view's region stands for `blocks.blocks[i]` of the engine's.
 
     Without staging both are the same, and `gather` and `scatter` have nothing to do. Both tables
-    have the same `first`. `layer_pages` are the view's (`RegisteredView`).
+    have the same `first`. `layer_pages` are the view's (`RegisteredView`): none on a device.
     """
 
     view: KVView
@@ -246,7 +258,8 @@ class MappedPages(Record, frozen=True):
 class RegisteredView:
     """A KV view as the agent works with it, with its staging pool if it has one.
 
-    `layer_pages[layer]` are the region's pages, uint8 `[num_blocks, page_bytes]`, until `close`.
+    `layer_pages[layer]` are the region's pages, uint8 `[num_blocks, page_bytes]`, until `close`;
+    none where they are in a device's memory.
     """
 
     view: KVView
@@ -259,12 +272,19 @@ class RegisteredView:
 
         Raises:
             InvalidLayoutError: the region's pages have other sizes than the layout's.
+            ConfigError: they are in a device's memory, and nothing digests them there.
         """
         region = view.region
-        pages = [view_pages(region.memory, array) for array in region.arrays]
-        for layer, layer_pages in enumerate(pages):
-            check_page_size(layer_pages, page_geometry(view.layout, layer))
-        return cls(view, make_staging_pool(view), pages)
+        for layer, array in enumerate(region.arrays):
+            check_page_size(array.page_bytes, page_geometry(view.layout, layer))
+        if region.device is None:
+            pages = [view_pages(region.memory, array) for array in region.arrays]
+            return cls(view, make_staging_pool(view), pages)
+        if region.device.access is None:
+            raise ConfigError(
+                "KV in a GPU's memory can be handed off only where its digests are computed there"
+            )
+        return cls(view, None, [])
 
     def close(self) -> None:
         """Look at the region's memory no more: it can be given back. Idempotent."""

@@ -15,6 +15,7 @@ from baton.encodings.interface import RAW
 from baton.errors import UNDECODABLE, ProtocolError
 from baton.handoff.interface import SampledToken
 from baton.ids import Epoch, TicketId, WorkerId
+from baton.kv.device_digest import DigestKind
 from baton.kv.layout import KVLayout
 from baton.telemetry.trace import Stamp
 from baton.transfer.interface import RegionDescriptor
@@ -22,7 +23,7 @@ from baton.transfer.interface import RegionDescriptor
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-PROTOCOL_VERSION: Final = 11
+PROTOCOL_VERSION: Final = 12
 MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
 MAX_TOKENS: Final = 16 * 1024 * 1024
 DIGEST_BYTES: Final = 16
@@ -79,10 +80,14 @@ class ProbeTargetMessage(_Message, frozen=True):
 
 
 class KVViewDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One KV view of a worker: pages of `layout`, and where each of its transports reaches them."""
+    """One KV view of a worker: pages of `layout`, and where each of its transports reaches them.
+
+    `digest` is how both ends digest its pages: "sum128" where they are in a device's memory.
+    """
 
     layout: KVLayout
     regions: Annotated[tuple[RegionDescriptor, ...], msgspec.Meta(max_length=16)]
+    digest: DigestKind = "xxh3"
 
 
 class Hello(_Message, frozen=True, tag="hello"):

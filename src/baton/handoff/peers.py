@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from baton.handoff.io_backend import IoBackend, NonBlockingSocket
     from baton.handoff.messages import KVViewDescriptor
     from baton.ids import Epoch, WorkerId
-    from baton.kv.layout import KVLayout
 
 MAX_REASONS: Final = 64
 MAX_REASON_CHARS: Final = 2000
@@ -76,23 +75,31 @@ class NegotiatedViews:
 
 
 def choose_views(
-    dialer: Sequence[KVLayout], listener: Sequence[KVLayout], encoding: str = RAW
+    dialer: Sequence[KVViewDescriptor],
+    listener: Sequence[KVViewDescriptor],
+    encoding: str = RAW,
 ) -> ViewPair | None:
-    """The first pair of views in one encoding, in the dialer's order, that can exchange KV."""
+    """The first pair of views in one encoding, in the dialer's order, that can exchange KV.
+
+    Both are digested in one way.
+    """
     for mine, destination in enumerate(dialer):
         for theirs, source in enumerate(listener):
-            if not encoding_of(source) == encoding_of(destination) == encoding:
+            if not encoding_of(source.layout) == encoding_of(destination.layout) == encoding:
                 continue
-            if not find_differences(source, destination):
+            if source.digest == destination.digest and not find_differences(
+                source.layout, destination.layout
+            ):
                 return ViewPair(mine, theirs)
     return None
 
 
 def find_encoded_views(dialer: Hello, listener: Hello) -> dict[str, ViewPair]:
     """By encoding: the views through which two workers that were negotiated exchange encoded KV."""
-    ours, theirs = ([view.layout for view in hello.views] for hello in (dialer, listener))
-    names = dict.fromkeys(map(encoding_of, ours))
-    pairs = {name: choose_views(ours, theirs, name) for name in names if name != RAW}
+    names = dict.fromkeys(encoding_of(view.layout) for view in dialer.views)
+    pairs = {
+        name: choose_views(dialer.views, listener.views, name) for name in names if name != RAW
+    }
     return {name: pair for name, pair in pairs.items() if pair is not None}
 
 
@@ -110,11 +117,10 @@ def negotiate(dialer: Hello, listener: Hello) -> ViewPair:
     if dialer.fingerprint != listener.fingerprint:
         prints = f"{dialer.fingerprint[:16]}… {names[0]}, {listener.fingerprint[:16]}… {names[1]}"
         raise _refusal([f"another model: fingerprint {prints}", *traits])
-    ours, theirs = ([view.layout for view in hello.views] for hello in (dialer, listener))
     _check_exactness(dialer, listener)
-    pair = choose_views(ours, theirs)
+    pair = choose_views(dialer.views, listener.views)
     if pair is None:
-        raise _refusal([*_explain_views(ours, theirs), *traits])
+        raise _refusal([*_explain_views(dialer.views, listener.views), *traits])
     return pair
 
 
@@ -141,15 +147,23 @@ def _refusal(reasons: Iterable[str]) -> LayoutMismatchError:
     return LayoutMismatchError(tuple(lines[:MAX_REASONS]))
 
 
-def _explain_views(dialer: Sequence[KVLayout], listener: Sequence[KVLayout]) -> Iterator[str]:
+def _explain_views(
+    dialer: Sequence[KVViewDescriptor], listener: Sequence[KVViewDescriptor]
+) -> Iterator[str]:
     """What keeps each pair apart; "source" is the listener."""
     is_one_pair = len(dialer) == len(listener) == 1
     for mine, destination in enumerate(dialer):
         for theirs, source in enumerate(listener):
-            if encoding_of(source) != RAW or encoding_of(destination) != RAW:
+            if encoding_of(source.layout) != RAW or encoding_of(destination.layout) != RAW:
                 continue
             pair = "" if is_one_pair else f"view {theirs} into view {mine}: "
-            for difference in find_differences(source, destination):
+            if source.digest != destination.digest:
+                yield (
+                    f"{pair}digests: {source.digest} of the source, {destination.digest} of the "
+                    "destination (sum128: KV in a GPU's memory, xxh3: in the host's); give both "
+                    "workers the same transfer.transports"
+                )
+            for difference in find_differences(source.layout, destination.layout):
                 yield pair + difference
 
 

@@ -28,6 +28,7 @@ from baton.kv.copies import (
     compute_pieces,
     count_blocks,
 )
+from baton.kv.device_digest import DevicePieceDigests
 from baton.kv.digest import (
     DigestKey,
     PieceDigests,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from baton.handoff.peers import Peer
     from baton.handoff.session.actions import SendFinished
     from baton.handoff.session.send import SendSession
+    from baton.kv.device_digest import DigestsParts
     from baton.kv.layout import KVLayout
     from baton.transfer.interface import PageArray, ScopesReads
 
@@ -91,8 +93,9 @@ class WriteBatch(Record, frozen=True):
 class WriteBatchBuilder:
     """Prefill's side of one handoff: `source` lies in `layer_pages`, `target` in the peer's.
 
-    `target_arrays` are the peer's region; `key` is for digests that cannot be forged. Keeps what
-    the handoff's layers have in common. Owner thread: the handoff's.
+    `target_arrays` are the peer's region; `key` is for digests that cannot be forged. With `device`
+    the pages are in its memory, `layer_pages` are none, and no digest has a key. Keeps what the
+    handoff's layers have in common. Owner thread: the handoff's.
 
     Raises:
         LayoutMismatchError: KV cannot be copied from the one to the other.
@@ -106,9 +109,11 @@ class WriteBatchBuilder:
         target_arrays: Sequence[PageArray] = (),
         *,
         key: DigestKey | None = None,
+        device: DigestsParts | None = None,
     ) -> None:
         self._layer_pages, self._source, self._target = layer_pages, source, target
         self._key = key
+        self._device = None if device is None else DevicePieceDigests(device)
         self.target_arrays = target_arrays
         self._planner = CopyPlanner(source.layout, target.layout)
         self._locator = PieceLocator()
@@ -149,8 +154,14 @@ class WriteBatchBuilder:
         key = self._key if is_keyed else None
         pieces = self._locator.locate(self._source, batch.bounds)
         first, stop = batch.copies.layer, batch.copies.layer + batch.copies.num_layers
-        pair, pages = self._planner.layers.pairs[first], self._layer_pages[first:stop]
-        digests = compute_digests(pair.src, pages, pieces, heads=pair.heads, key=key, layer=first)
+        pair = self._planner.layers.pairs[first]
+        if self._device is not None:
+            digests = self._device.compute(pair.src, range(first, stop), pieces, pair.heads)
+        else:
+            pages = self._layer_pages[first:stop]
+            digests = compute_digests(
+                pair.src, pages, pieces, heads=pair.heads, key=key, layer=first
+            )
         return _make_notification(batch, digests)
 
     def try_digest_in_copy(
@@ -158,8 +169,11 @@ class WriteBatchBuilder:
     ) -> DigestedInCopy | None:
         """The same, without a key, from pages that are digested once they are copied.
 
-        None where that is slower, or a page has several pieces, which are not all copied at once.
+        None where that is slower, or a page has several pieces, which are not all copied at once,
+        or the pages are in a device's memory.
         """
+        if self._device is not None:
+            return None
         first, stop = batch.copies.layer, batch.copies.layer + batch.copies.num_layers
         pieces = self._locator.locate(self._source, batch.bounds)
         pair, pages = self._planner.layers.pairs[first], self._layer_pages[first:stop]
@@ -437,6 +451,7 @@ class OutgoingHandoff(MutableRecord):
                 target,
                 theirs.regions[0].arrays,
                 key=None if granted.grant.plain_digests else _derive_key(granted),
+                device=mapped_pages.view.device_access,
             )
         return self._builder
 

@@ -211,7 +211,7 @@ class PieceDigests:
         """Of a piece that is no page as it lies, or with a key."""
         pieces, key, pages = self._pieces, self._key, self._layer_pages[index]
         first, length = pieces.firsts[place], pieces.lengths[place]
-        parts = _find_parts(self._geometry, self._heads, first, length)
+        parts = find_parts(self._geometry, self._heads, first, length)
         if parts is None:
             tokens = self._geometry.locate(range(first, first + length))
             rows = _gather(self._view_planes(index), pieces.blocks[place], tokens)
@@ -246,7 +246,7 @@ def _digest_rows(rows: list[memoryview]) -> bytes:
 
 
 @lru_cache(maxsize=1024)
-def _find_parts(
+def find_parts(
     geometry: PageGeometry, heads: range | None, first: int, num_tokens: int
 ) -> list[slice] | None:
     """The bytes of some tokens in a page, in canonical order; None where planes lie otherwise.

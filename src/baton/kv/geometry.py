@@ -140,19 +140,21 @@ def view_planes(
     Raises:
         InvalidLayoutError: the pages have another size than this geometry's.
     """
-    check_page_size(layer_pages, geometry)  # else the strides below would reach beyond the pages
+    check_page_size(
+        layer_pages.shape[1], geometry
+    )  # else the strides below would reach beyond the pages
     return [_view_plane(layer_pages, plane, heads) for plane in geometry.planes]
 
 
-def check_page_size(layer_pages: NDArray[np.uint8], geometry: PageGeometry) -> None:
-    """Refuse pages `[num_blocks, page_bytes]` of another size than this geometry's.
+def check_page_size(page_bytes: int, geometry: PageGeometry) -> None:
+    """Refuse pages of another size than this geometry's.
 
     Raises:
         InvalidLayoutError: they are.
     """
-    if layer_pages.shape[1] != geometry.page_bytes:
+    if page_bytes != geometry.page_bytes:
         raise InvalidLayoutError(
-            f"pages of {layer_pages.shape[1]} bytes where the layout has {geometry.page_bytes}"
+            f"pages of {page_bytes} bytes where the layout has {geometry.page_bytes}"
         )
 
 

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from baton.auth.credentials import Credentials
     from baton.clock import Clock
     from baton.kv.copies import PageCopies
+    from baton.kv.device_digest import PieceParts
     from baton.net.tls import Tls
 
 MemoryKind = Literal["host", "shared", "cuda"]
@@ -65,16 +66,48 @@ class PageArray(msgspec.Struct, frozen=True):
     num_pages: int
 
 
+class DeviceAccess(Protocol):
+    """How this process works with a region's memory on a device. Thread: the handoff agent's."""
+
+    def digest(self, layers: range, parts: PieceParts) -> bytes:
+        """sum128 (`baton.kv.device_digest`) of each piece in each layer, layer after layer.
+
+        Each has 16 bytes. Waits for the device's work on it, and for none of the model's.
+
+        Raises:
+            TransferError: a part is outside the region's pages.
+        """
+        ...
+
+    def read(self, first_byte: int, num_bytes: int) -> bytes:
+        """A copy of some bytes, counted from the region's beginning."""
+        ...
+
+    def write(self, first_byte: int, data: bytes) -> None:
+        """Put bytes there; they are in place when it returns."""
+        ...
+
+    def allocate(self, shapes: Sequence[tuple[int, int]]) -> PagedRegion:
+        """Another, zeroed region on the same device: an array for each `(num_pages, page_bytes)`.
+
+        Raises:
+            TransferError: there is not that much memory.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
     """Where a region begins on a GPU: an address of this process, on one of its devices.
 
     `device` is CUDA's number of it in this process. `holds` is whatever keeps the memory allocated.
+    Pages can be handed off only with `access`: their receiver compares digests.
     """
 
     device: int
     address: int
     holds: tuple[object, ...] = field(default=(), compare=False, repr=False)
+    access: DeviceAccess | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -529,6 +562,25 @@ def build_transports(
             "leave it out of transfer.transports"
         )
     return transports
+
+
+def choose_memory(transports: Sequence[Transport]) -> MemoryKind:
+    """Where KV must be so that all of these move it: `shared` memory of the host, or a GPU's.
+
+    Raises:
+        ConfigError: they have neither in common.
+    """
+    for kind in _PREFERRED_MEMORY:
+        if all(kind in each.capabilities.memory for each in transports):
+            return kind
+    kinds = "; ".join(f"{t.kind}: {', '.join(t.capabilities.memory)}" for t in transports)
+    raise ConfigError(
+        f"no memory can be reached by all of transfer.transports ({kinds}): cuda_ipc goes with no "
+        "other transport, since KV stays in the GPU's memory"
+    )
+
+
+_PREFERRED_MEMORY: Final[tuple[MemoryKind, ...]] = ("shared", "cuda")
 
 
 def _is_plain(transport: Transport) -> bool:

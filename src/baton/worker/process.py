@@ -19,6 +19,7 @@ from prometheus_client import disable_created_metrics
 from baton.clock import MachineClock
 from baton.config.cluster_key import is_loopback
 from baton.config.environment import pin_to
+from baton.encodings.interface import RAW
 from baton.engines.interface import ENGINES, EngineContext
 from baton.errors import ConfigError, EngineError
 from baton.handoff.dispatcher import HandoffDispatcher, open_handoffs
@@ -41,7 +42,7 @@ from baton.protocol.worker_http import Role
 from baton.store.interface import PeerAccess
 from baton.telemetry.process_status import Draining, Loading, Ready, StatusReporter
 from baton.transfer.devices.extents import choose_allocation
-from baton.transfer.interface import TransportContext, build_transports
+from baton.transfer.interface import TransportContext, build_transports, choose_memory
 from baton.transfer.links.probes import ProbeBounds
 from baton.worker.announcer import Announcer, SupersededError
 from baton.worker.fence import MembershipFence, Standing
@@ -281,9 +282,14 @@ def _load(options: ProcessOptions, clock: Clock) -> tuple[Worker, Epoch]:
     epoch = new_epoch()
     model = options.model.resolve()
     factory = ENGINES.build(options.engine, options.engine_options)
-    engine = factory(EngineContext(model, clock, choose_allocation(options.transport_options)))
+    transports = _transports(options, epoch, clock)
+    memory = choose_memory(transports)
+    if memory == "cuda":
+        _check_device_memory(options)
+    allocate = choose_allocation(options.transport_options)
+    engine = factory(EngineContext(model, clock, allocate, memory))
     fence = MembershipFence(options.announce_lease_s) if options.announce_to else None
-    handoffs = _handoffs(options, engine, epoch, clock, fence=fence)
+    handoffs = _handoffs(options, engine, epoch, clock, transports=transports, fence=fence)
     served_model_name = options.served_model_name or model.name
     worker_options = WorkerOptions(
         worker=options.worker,
@@ -308,6 +314,7 @@ def _handoffs(
     epoch: Epoch,
     clock: Clock,
     *,
+    transports: tuple[Transport, ...],
     fence: MembershipFence | None,
 ) -> HandoffDispatcher:
     view = KVView(engine.info.layout, engine.region, peer_mappings=engine.peer_mappings)
@@ -331,7 +338,7 @@ def _handoffs(
             fingerprint=engine.info.fingerprint,
             views=_views(options, engine, view, encoding, clock=clock),
             traits=list_lossy((received, stored)),
-            transports=_transports(options, epoch, clock),
+            transports=transports,
             credentials=options.credentials,
             clock=clock,
             host=options.handoff_host,
@@ -376,6 +383,23 @@ def _transports(options: ProcessOptions, epoch: Epoch, clock: Clock) -> tuple[Tr
         tls=_find_tls(options),
     )
     return build_transports(options.transports, options.transport_options, context)
+
+
+def _check_device_memory(options: ProcessOptions) -> None:
+    """Refuse what reads KV from the host's memory, where it is in a GPU's.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    for name, is_set in (
+        ("store.tiers", bool(options.store.tiers)),
+        ("handoff.encoding", options.handoff_encoding != RAW),
+    ):
+        if is_set:
+            raise ConfigError(
+                f"{name} needs KV in the host's memory, and transfer.transports keeps it in the "
+                "GPU's: remove the one, or choose another transport"
+            )
 
 
 def _find_tls(options: ProcessOptions) -> ClusterTls | None:

@@ -59,7 +59,16 @@ def hello(worker: str, *layouts: KVLayout, fingerprint: str = "f" * 64, **traits
 def test_the_first_pair_in_the_dialers_order(
     dialer: tuple[KVLayout, ...], listener: tuple[KVLayout, ...], pair: ViewPair | None
 ) -> None:
-    assert choose_views(dialer, listener) == pair
+    assert choose_views(*(hello("w", *layouts).views for layouts in (dialer, listener))) == pair
+
+
+def test_views_that_are_digested_in_different_ways_are_no_pair() -> None:
+    dialer, on_gpu = hello("d", CANONICAL), hello("p", CANONICAL)
+    views = tuple(msgspec.structs.replace(view, digest="sum128") for view in on_gpu.views)
+    on_gpu = msgspec.structs.replace(on_gpu, views=views)
+    with pytest.raises(LayoutMismatchError, match="sum128 of the source, xxh3 of the destination"):
+        negotiate(dialer, on_gpu)
+    assert negotiate(on_gpu, on_gpu) == ViewPair(0, 0)
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,14 @@ import logging
 import threading
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeAlias, assert_never
 
 import torch
 
 from baton.engines.first_tokens import FirstTokens
+from baton.engines.gpu.device_region import allocate_device_region
 from baton.engines.interface import EngineInfo, EngineStats
 from baton.engines.transformers.loading import load_model
 from baton.engines.transformers.loop import EngineLoop
@@ -349,12 +351,17 @@ def load_engine(options: TransformersOptions, context: EngineContext) -> Transfo
         torch.set_num_threads(options.num_threads)
     with mapped({TransferError: ConfigError}):  # there is not enough memory for the pages
         loaded = load_model(context.model, options)
+        allocate = context.allocate
+        if context.memory == "cuda":
+            device = loaded.model.device
+            if device.type != "cuda":
+                raise ConfigError(
+                    "transfer.transports moves KV between GPUs (cuda_ipc), and the model is on "
+                    f'{device}: set device = "cuda" in [engine], or another transport'
+                )
+            allocate = partial(allocate_device_region, device)
         return TransformersEngine(
-            options,
-            loaded,
-            path=str(context.model),
-            clock=context.clock,
-            allocate=context.allocate,
+            options, loaded, path=str(context.model), clock=context.clock, allocate=allocate
         )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 from transformers import Cache
 
-from baton.engines.gpu.copy_stream import CopyStream, pin_memory
+from baton.engines.gpu.copy_stream import CopyEvent, CopyStream, pin_memory
+from baton.engines.gpu.device_region import view_memory
 from baton.engines.gpu.page_copier import view_rows
 from baton.kv.geometry import page_geometry
 from baton.transfer.peer_mappings import PeerMappings
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from baton.engines.gpu.copy_stream import CopyEvent
     from baton.engines.transformers.attention import Step
     from baton.engines.transformers.shape import ModelShape
     from baton.kv.geometry import PlaneGeometry
@@ -52,13 +52,11 @@ class KVPages:
     ) -> None:
         self.region, self.peer_mappings = region, peer_mappings
         self._shape, self._layout = shape, layout
+        memory, dtype = view_memory(region), TORCH_DTYPES[layout.dtype]
         self._in_region = tuple(
-            torch.frombuffer(
-                region.memory,
-                dtype=TORCH_DTYPES[layout.dtype],
-                count=array.num_pages * array.page_bytes // layout.element_bytes,
-                offset=array.offset_bytes,
-            ).view(array.num_pages, -1)
+            memory[array.offset_bytes : array.offset_bytes + array.num_pages * array.page_bytes]
+            .view(dtype)
+            .view(array.num_pages, -1)
             for array in region.arrays
         )
         self.planes = _split(shape, layout, self._in_region)
@@ -108,6 +106,39 @@ class KVPages:
         self.planes = self._in_region = ()
         if self.peer_mappings is not None:
             self.peer_mappings.close()
+
+
+class DevicePages(KVPages):
+    """Pages in a region of an accelerator's own memory, which peers reach there.
+
+    Pages of a layer are visible once the accelerator has written them: the model goes on meanwhile.
+    """
+
+    def __init__(self, shape: ModelShape, layout: KVLayout, region: PagedRegion) -> None:
+        super().__init__(shape, layout, region)
+        self._device = self._in_region[0].device
+        # CUDA's module, or that of another accelerator; the CPU's does everything at once.
+        self._streams: Any = torch.get_device_module(self._device)
+        self._written: deque[tuple[int, CopyEvent]] = deque()
+
+    def publish_layer(self, layer: int, blocks: NDArray[np.int64]) -> None:
+        """See `KVPages`: visible once what the accelerator was given to do has been done."""
+        del blocks
+        event = self._streams.Event()
+        event.record(self._streams.current_stream(self._device))
+        self._written.append((layer, CopyEvent(event)))
+
+    def poll_published(self) -> Iterator[int]:
+        """See `KVPages`. Does not wait."""
+        while self._written and self._written[0][1].is_done():
+            yield self._written.popleft()[0]
+
+    def wait_published(self) -> Iterator[int]:
+        """See `KVPages`. Waits for the accelerator."""
+        while self._written:
+            layer, event = self._written.popleft()
+            event.wait()
+            yield layer
 
 
 class MirroredPages(KVPages):
@@ -166,7 +197,9 @@ def allocate_pages(
     *,
     allocate: AllocateRegion = allocate_shared_region,
 ) -> KVPages:
-    """Zeroed pages for `num_blocks` blocks of `layout`.
+    """Zeroed pages for `num_blocks` blocks of `layout`, on a device for a model on `device`.
+
+    Where `allocate` makes memory of that device, peers reach the pages there; else in a mirror.
 
     Raises:
         TransferError: there is not that much memory.
@@ -174,6 +207,8 @@ def allocate_pages(
     region = allocate([
         (num_blocks, layout.page_bytes(layer)) for layer in range(layout.num_layers)
     ])
+    if region.kind == "cuda":
+        return DevicePages(shape, layout, region)
     if device.type == "cpu":
         # Memory that is mapped a second time is a memfd's; a device's caches want care.
         peer_mappings = PeerMappings(region) if region.fd is not None else None

@@ -17,14 +17,14 @@ from xxhash import xxh3_128_digest
 
 from baton.kv.copies import CopyGroup, PageCopies
 from baton.transfer.links.cost_model import Sample, TransferShape, fit
-from baton.transfer.region import allocate_shared_region, view_pages
+from baton.transfer.region import allocate_shared_region
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
-    from baton.transfer.interface import PagedRegion
+    from baton.transfer.interface import DeviceAccess, PagedRegion
     from baton.transfer.links.cost_model import LinkModel
 
 PAGE_BYTES: Final = 4096
@@ -44,27 +44,40 @@ class ProbeBuffer:
     region: PagedRegion
 
     @classmethod
-    def allocate(cls) -> ProbeBuffer:
-        """8 MiB, with the pattern in place.
+    def allocate(cls, device: DeviceAccess | None = None) -> ProbeBuffer:
+        """8 MiB, with the pattern in place; in the memory of a device, if there is one.
 
         Raises:
             TransferError: there is not that much memory.
         """
-        region = allocate_shared_region([(NUM_PAGES, PAGE_BYTES)])
-        region.memory[: NUM_PATTERN_PAGES * PAGE_BYTES] = _make_pattern()
-        return cls(replace(region, is_public=True))
+        allocate = allocate_shared_region if device is None else device.allocate
+        buffer = cls(replace(allocate([(NUM_PAGES, PAGE_BYTES)]), is_public=True))
+        buffer._write(0, _make_pattern())
+        return buffer
 
     def try_take(self, num_pages: int, digest: bytes) -> bool:
         """Whether `num_pages` have landed with this digest; they are wiped, for the next probe."""
         if not 0 < num_pages <= NUM_PATTERN_PAGES:
             return False
-        landed = self._pages()[NUM_PATTERN_PAGES : NUM_PATTERN_PAGES + num_pages]
-        is_intact = xxh3_128_digest(landed.data) == digest
-        landed[:] = 0
+        first_byte, num_bytes = NUM_PATTERN_PAGES * PAGE_BYTES, num_pages * PAGE_BYTES
+        is_intact = xxh3_128_digest(self._read(first_byte, num_bytes)) == digest
+        self._write(first_byte, bytes(num_bytes))
         return is_intact
 
-    def _pages(self) -> NDArray[np.uint8]:
-        return view_pages(self.region.memory, self.region.arrays[0])
+    def _read(self, first_byte: int, num_bytes: int) -> bytes | memoryview:
+        if self._access is None:
+            return self.region.memory[first_byte : first_byte + num_bytes]
+        return self._access.read(first_byte, num_bytes)
+
+    def _write(self, first_byte: int, data: bytes) -> None:
+        if self._access is None:
+            self.region.memory[first_byte : first_byte + len(data)] = data
+        else:
+            self._access.write(first_byte, data)
+
+    @property
+    def _access(self) -> DeviceAccess | None:
+        return None if self.region.device is None else self.region.device.access
 
 
 def make_probe_copies(probe: Probe) -> PageCopies:
