@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.engines.transformers.scheduler import Work
-    from baton.handoff.interface import HandoffPort
+    from baton.handoff.interface import HandoffPort, StreamPosition
     from baton.ids import RequestId
     from baton.sim.handoff.process import SimProcess
 
@@ -153,11 +153,23 @@ class SimStaging:
     engine: Pages
     staged: Pages
 
-    def gather(self, layer: int, blocks: NDArray[np.int64], staged: NDArray[np.int64]) -> None:
+    def gather(
+        self,
+        layer: int,
+        blocks: NDArray[np.int64],
+        staged: NDArray[np.int64],
+        _after: StreamPosition | None = None,
+    ) -> None:
         """See `Staging`."""
         self.staged.words[layer][staged] = self.engine.words[layer][blocks]
 
-    def scatter(self, layer: int, staged: NDArray[np.int64], blocks: NDArray[np.int64]) -> None:
+    def scatter(
+        self,
+        layer: int,
+        staged: NDArray[np.int64],
+        blocks: NDArray[np.int64],
+        _after: StreamPosition | None = None,
+    ) -> None:
         """See `Staging`."""
         self.engine.words[layer][blocks] = self.staged.words[layer][staged]
 
