@@ -101,7 +101,9 @@ class _SendingSide(RecordingHandoff):
             self._copier.copy(order, layer, 0, order.num_ready_tokens)
             self._done[order.ticket.id, layer] = order.num_ready_tokens
 
-    def layer_ready(self, tickets: list[tuple[TicketId, int]], layer: int) -> None:
+    def layer_ready(
+        self, tickets: list[tuple[TicketId, int]], layer: int, after: object = None
+    ) -> None:
         orders = {order.ticket.id: order for order in self.sends}
         for ticket, stop in tickets:
             self._copier.copy(orders[ticket], layer, self._done[ticket, layer], stop)

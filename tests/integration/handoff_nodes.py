@@ -70,13 +70,25 @@ class ConvertedPages:
     face_layout: KVLayout
     region: PagedRegion
 
-    def gather(self, layer: int, blocks: NDArray[np.int64], staged: NDArray[np.int64]) -> None:
+    def gather(
+        self,
+        layer: int,
+        blocks: NDArray[np.int64],
+        staged: NDArray[np.int64],
+        _after: object = None,
+    ) -> None:
         source, target = self._sequences(blocks, staged)
         stop = len(blocks) * self.layout.block_size
         data = read_canonical(source, layer, self.own[layer], start=0, stop=stop)
         write_canonical(target, layer, self._staged(layer), data, start=0)
 
-    def scatter(self, layer: int, staged: NDArray[np.int64], blocks: NDArray[np.int64]) -> None:
+    def scatter(
+        self,
+        layer: int,
+        staged: NDArray[np.int64],
+        blocks: NDArray[np.int64],
+        _after: object = None,
+    ) -> None:
         target, source = self._sequences(blocks, staged)
         stop = len(blocks) * self.layout.block_size
         data = read_canonical(source, layer, self._staged(layer), start=0, stop=stop)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         ReceiveOrder,
         SampledToken,
         SendOrder,
+        StreamPosition,
     )
     from baton.handoff.options import AgentOptions
     from baton.handoff.peer_transports import LinkReport
@@ -146,6 +147,8 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
             num_layers=layout.num_layers,
             bytes_per_token=layout.bytes_per_token,
         )
+        self._after: StreamPosition | None = None
+        """Of the last layer that was ready; the engine's thread's."""
         self._heartbeat = EngineHeartbeat(options.clock)
         self._thread: threading.Thread | None = None
         self._address = ""
@@ -233,17 +236,25 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         """See `HandoffPort`."""
         self._heartbeat.report_progress(prompts)
 
-    def layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:
+    def layer_ready(
+        self,
+        tickets: Sequence[tuple[TicketId, int]],
+        layer: int,
+        after: StreamPosition | None = None,
+    ) -> None:
         """See `HandoffPort`."""
         self._heartbeat.tick()
+        self._after = after
         due = self._layers.layer_ready(tickets, layer)
         if due:
-            self.loop.call(partial(self.loop.sending.layers_ready, due))
+            self.loop.call(partial(self.loop.sending.layers_ready, due, after))
 
     def prefill_done(self, ticket: TicketId, first_token: SampledToken | None) -> None:
         """See `HandoffPort`."""
         rest = self._layers.take(ticket)
-        self.loop.call(partial(self.loop.sending.prefill_done, ticket, first_token, rest))
+        self.loop.call(
+            partial(self.loop.sending.prefill_done, ticket, first_token, rest, self._after)
+        )
 
     def decline(self, ticket: Ticket, reason: str) -> None:
         """See `HandoffPort`."""

@@ -69,6 +69,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TICK_S: Final = 0.05
+MIN_COPY_PAUSE_S: Final = 0.00005
+MAX_COPY_PAUSE_S: Final = 0.0005
+"""Between two looks at copies that a GPU carries out: it wakes no thread at their end."""
 
 
 class AgentLoop:
@@ -98,6 +101,7 @@ class AgentLoop:
         self._is_woken = False
         self._waiting = AdaptiveWaiter(options.clock, options.spin_s)
         self._next_tick = 0.0
+        self._copy_pause_s = MIN_COPY_PAUSE_S
         probe_buffer = _allocate_probe_buffer(options)
         self._probe_target = ProbeTarget(probe_buffer, options.transports, options.clock)
         self._peers = PeerTable(
@@ -170,7 +174,7 @@ class AgentLoop:
 
     def step(self) -> None:
         """Sleep until something is to be done, `TICK_S` at most, and do it."""
-        ready = self._waiting.wait(self._selector.select, TICK_S)
+        ready = self._wait()
         sources: list[object] = []
         for key, _ in ready:
             sources.append(key.data)
@@ -187,11 +191,29 @@ class AgentLoop:
         if now >= self._next_tick:
             self._tick(now)
         if self._has_staging:
+            if self.sending.is_copying or self.receiving.is_copying:
+                self._poll_copies()
             self._serve_staging()
         if self._prober.active is not None or self._prober.waiting:
             self._probe()
         if self._peers.unflushed:
             self._peers.flush()
+
+    def _wait(self) -> list[tuple[selectors.SelectorKey, int]]:
+        """What is ready; while pages are copied, what is ready after a short pause."""
+        if not (self.sending.is_copying or self.receiving.is_copying):
+            return self._waiting.wait(self._selector.select, TICK_S)
+        ready = self._selector.select(0)
+        if ready or self._is_woken:
+            return ready
+        self.options.io_backend.sleep(self._copy_pause_s)
+        self._copy_pause_s = min(2 * self._copy_pause_s, MAX_COPY_PAUSE_S)
+        return self._selector.select(0)
+
+    def _poll_copies(self) -> None:
+        has_sent, has_received = self.sending.poll_copies(), self.receiving.poll_copies()
+        if has_sent or has_received:
+            self._copy_pause_s = MIN_COPY_PAUSE_S
 
     def _poll_transports(self, ready: list[object], *, also_idle: bool) -> None:
         """Handle the events of those that are ready, or may have some of what was just posted."""

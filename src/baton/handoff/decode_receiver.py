@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from typing import TYPE_CHECKING, assert_never
 
 from baton.auth.ticket import seal
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 
     from baton.auth.ticket import Ticket
     from baton.handoff.interface import ReceiveOrder
-    from baton.handoff.kv_views import AgentContext
+    from baton.handoff.kv_views import AgentContext, PendingCopy
     from baton.handoff.link_encodings import LinkEncodings
     from baton.handoff.messages import GrantOp, Notification, ToReceiver
     from baton.handoff.peer_transports import PeerTransportLost, PeerTransportUp
@@ -73,9 +74,15 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self._context, self._importer, self._encodings = context, importer, encodings
         self._reads = PageReads(context, perform=self._perform, accept=self._accept)
         self.pending_reads = self._reads.pending
+        self._copies: deque[tuple[PendingCopy, IncomingHandoff]] = deque()
         self._incoming: dict[TicketId, IncomingHandoff] = {}
         self._aborted = Tombstones()
         self._lease_renewer = LeaseRenewer(context)
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether pages are on their way to the engine's: `poll_copies`."""
+        return bool(self._copies)
 
     @property
     def num_sessions(self) -> int:
@@ -233,6 +240,21 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             case _:
                 assert_never(event)
 
+    def poll_copies(self) -> bool:
+        """Go on with what has been copied to the engine's blocks; whether there was any."""
+        has_news = False
+        while self._copies:
+            copy, incoming = self._copies[0]
+            try:
+                if not copy.is_done():
+                    break
+            except BatonError as exc:
+                self._perform(incoming, incoming.session.fail(str(exc), stage=STAGING_STAGE))
+            self._copies.popleft()
+            has_news = True
+            self._perform(incoming, incoming.session.scattered())
+        return has_news
+
     def tick(self) -> None:
         """Fail what is past its deadline; renew leases."""
         self._lease_renewer.tick(each.session.order.ticket for each in self._incoming.values())
@@ -383,8 +405,15 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
 
     def _accept(self, incoming: IncomingHandoff, notification: Notification) -> None:
         """Count what is in the pages, and is what the sender had."""
-        incoming.scatter(notification)
         session, finished = incoming.session, notification.finished
+        try:
+            copy = incoming.scatter(notification)
+        except BatonError as exc:
+            self._perform(incoming, session.fail(str(exc), stage=STAGING_STAGE))
+            return
+        if copy is not None:
+            session.scattering()
+            self._copies.append((copy, incoming))
         actions = session.landed(notification)
         if finished is not None and session.phase is ReceivePhase.GRANTED:
             incoming.record_sender(finished)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         ReceiveOrder,
         SampledToken,
         SendOrder,
+        StreamPosition,
     )
     from baton.handoff.options import AgentOptions
     from baton.handoff.pool_mode.store_access import StoreAccess
@@ -149,14 +150,19 @@ class HandoffDispatcher:  # noqa: PLR0904 - the engine's contract
         if self.store is not None:
             self.store.report_progress(prompts)
 
-    def layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:
-        """See `HandoffPort`."""
+    def layer_ready(
+        self,
+        tickets: Sequence[tuple[TicketId, int]],
+        layer: int,
+        after: StreamPosition | None = None,
+    ) -> None:
+        """See `HandoffPort`. An engine with a store reports layers that are in place."""
         if self.store is not None:
             pooled = [each for each in tickets if each[0] in self._through_store]
             self.store.layer_ready(pooled, layer)
             if pooled:
                 tickets = [each for each in tickets if each[0] not in self._through_store]
-        self.agent.layer_ready(tickets, layer)
+        self.agent.layer_ready(tickets, layer, after)
 
     def prefill_done(self, ticket: TicketId, first_token: SampledToken | None) -> None:
         """See `HandoffPort`."""

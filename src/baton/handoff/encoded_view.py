@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from baton.clock import Clock, Instant
     from baton.encodings.interface import KVEncoding
     from baton.encodings.rates import EncodingRate, EncodingRates
+    from baton.handoff.interface import StreamPosition
     from baton.telemetry.trace import RequestSpan
     from baton.transfer.devices.extents import AllocateRegion
     from baton.transfer.interface import PagedRegion
@@ -159,7 +160,13 @@ class EncodedPages:
         layers = tuple(_one_layer(self.layout, layer) for layer in self.layout.layers)
         object.__setattr__(self, "_layers", layers)
 
-    def gather(self, layer: int, blocks: NDArray[np.int64], staged: NDArray[np.int64]) -> None:
+    def gather(
+        self,
+        layer: int,
+        blocks: NDArray[np.int64],
+        staged: NDArray[np.int64],
+        _after: StreamPosition | None = None,
+    ) -> None:
         """See `Staging`."""
         began_at = self.clock.now()
         raw = self._read(layer, blocks)
@@ -168,7 +175,13 @@ class EncodedPages:
         self._staged_pages(layer)[staged, :num_bytes] = np.stack(encoded)
         self._count(self.rates.encode, raw.nbytes, began_at)
 
-    def scatter(self, layer: int, staged: NDArray[np.int64], blocks: NDArray[np.int64]) -> None:
+    def scatter(
+        self,
+        layer: int,
+        staged: NDArray[np.int64],
+        blocks: NDArray[np.int64],
+        _after: StreamPosition | None = None,
+    ) -> None:
         """See `Staging`."""
         began_at = self.clock.now()
         num_bytes = self.encoding.max_bytes(self._layers[layer])

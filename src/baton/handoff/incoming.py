@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.clock import Instant
-    from baton.handoff.kv_views import MappedPages
+    from baton.handoff.kv_views import MappedPages, PendingCopy
     from baton.handoff.messages import Available, Finished, KVViewDescriptor
     from baton.handoff.peers import Peer
     from baton.handoff.session.receive import ReceiveSession
@@ -183,10 +183,15 @@ class IncomingHandoff(MutableRecord):  # noqa: PLR0904 - all that concerns one h
         trace.verified(transport.kind, num_bytes, is_intact=not seen.wrong_layers)
         return seen.wrong_layers
 
-    def scatter(self, notification: Notification) -> None:
-        """Bring what a notification names, which is intact, into the engine's blocks."""
+    def scatter(self, notification: Notification) -> PendingCopy | None:
+        """Copy what a notification names, which is intact, into the engine's blocks.
+
+        See `Staging`.
+        """
         layers = range(notification.layer, notification.layer + notification.num_layers)
-        self._mapped_pages.scatter(layers, notification.start, notification.stop)
+        return self._mapped_pages.scatter(
+            layers, notification.start, notification.stop, self.session.order.after
+        )
 
     def stamp_progress(self, now: Instant) -> None:
         """Note in the trace how far it came."""

@@ -63,12 +63,21 @@ class SampledToken(msgspec.Struct, frozen=True):
     top: tuple[TokenLogprob, ...] = ()
 
 
+StreamPosition: TypeAlias = object
+"""A position in what an engine has given its GPU to do, such as a recorded event.
+
+Only the engine and its `Staging` look into it: a copy that comes after it begins, on the GPU, once
+all that was given before it has been done. None where all is done already (on CPUs).
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class ReceiveOrder:
     """Decode's side: get KV of tokens `[start, num_tokens)` into `blocks`.
 
     `prompt_hash` commits to all prompt tokens, the model and the tenant (`kv.identity`).
     `prompt_ids`, int32 `[num_tokens]`, are needed in mode pool alone: entries are named by them.
+    Before `after` the engine's GPU may still use the blocks for what they held before.
     """
 
     ticket: Ticket
@@ -79,6 +88,7 @@ class ReceiveOrder:
     deadline: Instant
     trace: RequestSpan
     prompt_ids: NDArray[np.int32] | None = None
+    after: StreamPosition | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,9 +353,15 @@ class HandoffPort(SharedBlockPort, Protocol):
         """
         ...
 
-    def layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:
+    def layer_ready(
+        self,
+        tickets: Sequence[tuple[TicketId, int]],
+        layer: int,
+        after: StreamPosition | None = None,
+    ) -> None:
         """For each `(ticket, stop)`: KV of tokens `[0, stop)` of `layer` is in place.
 
+        On a GPU: it will be, at `after`, and so will be what was reported before.
         Called from the middle of a forward pass: only queues.
         """
         ...

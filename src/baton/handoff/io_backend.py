@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import selectors
 import socket
+import time
 from typing import Final, Protocol
 
 from baton.clock import read_clock_domain
@@ -60,6 +61,10 @@ class IoBackend(Protocol):
         """See `baton.clock.read_clock_domain`."""
         ...
 
+    def sleep(self, duration_s: float) -> None:
+        """Let other threads run for so long: below the resolution of a selector's timeout."""
+        ...
+
     def make_selector(self) -> selectors.BaseSelector:
         """A selector for the streams and wakers of this backend."""
         ...
@@ -91,6 +96,10 @@ class OsBackend:
     def clock_domain(self) -> str:
         """See `IoBackend`."""
         return read_clock_domain()
+
+    def sleep(self, duration_s: float) -> None:
+        """See `IoBackend`."""
+        time.sleep(duration_s)
 
     def make_selector(self) -> selectors.BaseSelector:
         """See `IoBackend`."""

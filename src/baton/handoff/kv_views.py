@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from baton.auth.credentials import Credentials
     from baton.auth.ticket import WorkerRef
     from baton.clock import Clock
-    from baton.handoff.interface import HandoffEvent
+    from baton.handoff.interface import HandoffEvent, StreamPosition
     from baton.handoff.messages import TransferOp
     from baton.handoff.options import WriteLease
     from baton.handoff.peer_transports import PeerTransportTable
@@ -170,6 +170,26 @@ def make_staging_pool(view: KVView) -> StagingPool | None:
     return StagingPool(min(array.num_pages for array in view.region.arrays))
 
 
+class PendingCopy(Protocol):
+    """A copy of pages that was begun, and that a device carries out by itself."""
+
+    def is_done(self) -> bool:
+        """Whether all of its pages are in place; does not wait.
+
+        Raises:
+            TransferError: the device failed.
+        """
+        ...
+
+    def wait(self) -> None:
+        """Wait until they are.
+
+        Raises:
+            TransferError: the device failed.
+        """
+        ...
+
+
 class Staging(Protocol):
     """Copies whole pages between an engine's own blocks and a view's region, converting them.
 
@@ -177,14 +197,40 @@ class Staging(Protocol):
     are int64 `[n]`: engine block `blocks[i]` corresponds to page `staged[i]` of the view's region.
     A view with staging has the engine's block size, and orders that use it start at a block's
     first token.
+
+    What is returned is None where the pages are in place. Else the copy has only begun: its pages,
+    on both sides, may not change until it is done. Copies in one direction end in the order in
+    which they were begun. Each comes after `after` (see `StreamPosition`).
     """
 
-    def gather(self, layer: int, blocks: NDArray[np.int64], staged: NDArray[np.int64]) -> None:
-        """Engine's blocks → staged pages, of one layer of the view."""
+    def gather(
+        self,
+        layer: int,
+        blocks: NDArray[np.int64],
+        staged: NDArray[np.int64],
+        after: StreamPosition | None = None,
+        /,
+    ) -> PendingCopy | None:
+        """Engine's blocks → staged pages, of one layer of the view.
+
+        Raises:
+            TransferError: it cannot be begun.
+        """
         ...
 
-    def scatter(self, layer: int, staged: NDArray[np.int64], blocks: NDArray[np.int64]) -> None:
-        """Staged pages → engine's blocks, of one layer of the view."""
+    def scatter(
+        self,
+        layer: int,
+        staged: NDArray[np.int64],
+        blocks: NDArray[np.int64],
+        after: StreamPosition | None = None,
+        /,
+    ) -> PendingCopy | None:
+        """Staged pages → engine's blocks, of one layer of the view.
+
+        Raises:
+            TransferError: it cannot be begun.
+        """
         ...
 
 
@@ -229,21 +275,31 @@ class MappedPages(Record, frozen=True):
         """The handoff's KV as it lies in the view's region."""
         return PagedSequence(self.view.layout, self.pages)
 
-    def gather(self, layers: range, start: int, stop: int) -> None:
-        """The engine's blocks of tokens `[start, stop)` of some layers → pages of the view."""
-        if self.view.staging is None:
-            return
-        blocks, pages = self.blocks_of(start, stop).blocks, self.pages_of(start, stop).blocks
-        for layer in layers:
-            self.view.staging.gather(layer, blocks, pages)
+    def gather(
+        self, layers: range, start: int, stop: int, after: StreamPosition | None
+    ) -> PendingCopy | None:
+        """The engine's blocks of tokens `[start, stop)` of some layers → pages of the view.
 
-    def scatter(self, layers: range, start: int, stop: int) -> None:
-        """Pages of the view that hold tokens `[start, stop)` of some layers → the engine's."""
+        See `Staging`: None where they are in place, else the last copy.
+        """
         if self.view.staging is None:
-            return
+            return None
         blocks, pages = self.blocks_of(start, stop).blocks, self.pages_of(start, stop).blocks
-        for layer in layers:
-            self.view.staging.scatter(layer, pages, blocks)
+        copies = [self.view.staging.gather(layer, blocks, pages, after) for layer in layers]
+        return copies[-1]
+
+    def scatter(
+        self, layers: range, start: int, stop: int, after: StreamPosition | None
+    ) -> PendingCopy | None:
+        """Pages of the view that hold tokens `[start, stop)` of some layers → the engine's.
+
+        See `gather`.
+        """
+        if self.view.staging is None:
+            return None
+        blocks, pages = self.blocks_of(start, stop).blocks, self.pages_of(start, stop).blocks
+        copies = [self.view.staging.scatter(layer, pages, blocks, after) for layer in layers]
+        return copies[-1]
 
     def pages_of(self, start: int, stop: int) -> BlockTable:
         """The pages that hold tokens `[start, stop)`."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Final, assert_never
+from collections import deque
+from typing import TYPE_CHECKING, Final, NamedTuple, assert_never
 
 from baton.clock import Instant
 from baton.errors import BatonError
@@ -41,6 +42,7 @@ from baton.handoff.session.actions import (
     AnnounceReadable,
     Emit,
     ExportBlocks,
+    GatherPages,
     SendAction,
     SendFinished,
     SendMessage,
@@ -53,6 +55,7 @@ from baton.handoff.write_batches import (
     OutgoingHandoff,
     announce,
     map_granted_pages,
+    split_gather,
     write_batches,
 )
 from baton.transfer.interface import find_read_scopes
@@ -62,8 +65,8 @@ if TYPE_CHECKING:
 
     from baton.handoff.agent import ReadyLayers
     from baton.handoff.heartbeat import PendingPrefills
-    from baton.handoff.interface import SampledToken, SendOrder
-    from baton.handoff.kv_views import AgentContext
+    from baton.handoff.interface import SampledToken, SendOrder, StreamPosition
+    from baton.handoff.kv_views import AgentContext, PendingCopy
     from baton.handoff.messages import ToSender
     from baton.handoff.peer_transports import PeerTransport, PeerTransportLost, PeerTransportUp
     from baton.handoff.peers import Peer
@@ -78,6 +81,15 @@ LEASE_OVER: Final = "this worker did not renew its membership lease, and may not
 _WRITING: Final = frozenset({SendPhase.SENDING, SendPhase.DRAINING})
 
 
+class _PendingGather(NamedTuple):
+    """Tokens of these layers, up to `stop`, are on their way to the pages of a view."""
+
+    copy: PendingCopy
+    outgoing: OutgoingHandoff
+    layers: range
+    stop: int
+
+
 class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     """All handoffs out of this worker. Owner: the agent's thread."""
 
@@ -86,10 +98,16 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self._read_scopes = find_read_scopes(context.transports)
         self._outgoing: dict[TicketId, OutgoingHandoff] = {}
         self._early = EarlyGrants()
+        self._copies: deque[_PendingGather] = deque()
         self.writes: dict[TransferHandle, tuple[PeerTransport, TicketId]] = {}
         """Those that are under way."""
         self._tombstones = Tombstones()
         self.num_lapsed_leases = 0
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether pages are on their way to a view's: `poll_copies`."""
+        return bool(self._copies)
 
     @property
     def num_sessions(self) -> int:
@@ -118,19 +136,25 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         else:
             self._refuse(granted.peer, session.ticket, "it was under another ticket")
 
-    def layers_ready(self, ready: Sequence[ReadyLayers]) -> None:
+    def layers_ready(self, ready: Sequence[ReadyLayers], after: StreamPosition | None) -> None:
         """See `HandoffPort.layer_ready`."""
         for ticket, layers, stop in ready:
             outgoing = self._outgoing.get(ticket)
             if outgoing is not None:
+                outgoing.after = after
                 self._perform(outgoing, outgoing.session.layers_ready(layers, stop))
 
     def prefill_done(
-        self, ticket: TicketId, first_token: SampledToken | None, rest: ReadyLayers | None
+        self,
+        ticket: TicketId,
+        first_token: SampledToken | None,
+        rest: ReadyLayers | None,
+        after: StreamPosition | None,
     ) -> None:
         """See `HandoffPort.prefill_done`; `rest` are layers that were not reported before."""
         outgoing = self._outgoing.get(ticket)
         if outgoing is not None:
+            outgoing.after = after
             now = self._context.clock.now()
             outgoing.session.lease.hold(now)
             outgoing.session.wait_until(Instant(now + self._context.timeout_s))
@@ -138,6 +162,21 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             self._perform(outgoing, outgoing.session.finish(first_token))
             if rest is not None:
                 self._perform(outgoing, outgoing.session.layers_ready(rest.layers, rest.stop))
+
+    def poll_copies(self) -> bool:
+        """Send what has been copied to the views' pages; whether there was any."""
+        has_news = False
+        while self._copies:
+            copy, outgoing, layers, stop = self._copies[0]
+            try:
+                if not copy.is_done():
+                    break
+            except BatonError as exc:
+                self._perform(outgoing, outgoing.session.fail(str(exc), stage=STAGING_STAGE))
+            self._copies.popleft()
+            has_news = True
+            self._perform(outgoing, outgoing.session.gathered(layers, stop))
+        return has_news
 
     def engine_progressed(self, pending: PendingPrefills) -> None:
         """This worker's engine lives, and has yet to compute these: their deadlines can wait."""
@@ -341,7 +380,7 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         if outgoing.mapped_pages is not None:
             note_encoding(session.order.trace, view.view.layout)
             self._context.peer_transports.record_encoding(granted.peer, granted.grant.encoding)
-            self._perform(outgoing, session.begin(view.page_tokens))
+            self._perform(outgoing, session.begin(view.page_tokens, is_staged=view.is_staged))
 
     def _is_reachable(self, peer: Peer) -> bool:
         """Whether there is a route; if not, `route_found` or `route_lost` follows.
@@ -439,6 +478,8 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
 
     def _carry_out(self, outgoing: OutgoingHandoff, action: SendAction) -> None:
         match action:
+            case GatherPages():
+                self._gather(outgoing, action)
             case WriteLayers():
                 self._submit(outgoing, action)
             case AnnounceReadable():
@@ -456,6 +497,23 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 self._context.emit(event)
             case _:
                 assert_never(action)
+
+    def _gather(self, outgoing: OutgoingHandoff, gather: GatherPages) -> None:
+        """Copy a range of one layer or more to the view's pages; a failure ends the session."""
+        session, pages = outgoing.session, outgoing.pages_to_send
+        for layers in split_gather(gather, pages.view.layout):
+            if session.phase is not SendPhase.SENDING:
+                return  # what was gathered first could not be sent
+            try:
+                copy = pages.gather(layers, gather.start, gather.stop, outgoing.after)
+            except BatonError as exc:
+                self._perform(outgoing, session.fail(str(exc), stage=STAGING_STAGE))
+                return
+            session.gathering()
+            if copy is None:
+                self._perform(outgoing, session.gathered(layers, gather.stop))
+            else:
+                self._copies.append(_PendingGather(copy, outgoing, layers, gather.stop))
 
     def _submit(self, outgoing: OutgoingHandoff, submit: WriteLayers) -> None:
         """Write a range of one layer or more, in batches; a failure ends the session."""

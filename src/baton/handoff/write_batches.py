@@ -45,12 +45,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.handoff.grants import Granted
-    from baton.handoff.interface import SampledToken, SendOrder
+    from baton.handoff.interface import SampledToken, SendOrder, StreamPosition
     from baton.handoff.kv_views import MappedPages, RegisteredView
     from baton.handoff.messages import Grant
     from baton.handoff.peer_transports import PeerTransportTable, TransportChoice
     from baton.handoff.peers import Peer
-    from baton.handoff.session.actions import SendFinished
+    from baton.handoff.session.actions import GatherPages, SendFinished
     from baton.handoff.session.send import SendSession
     from baton.kv.device_digest import DigestsParts
     from baton.kv.layout import KVLayout
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 MAX_SEGMENTS: Final = 2048
 """Pieces of one write: keeps its notification far below `MAX_NOTIFICATION_BYTES`."""
 STAGED_BATCH_BYTES: Final = 1 << 20
-"""Of staged pages that are filled at once: while they travel, the next are."""
+"""Of staged pages that are gathered at once: while they travel, the next are."""
 MIN_DIGESTED_PAGE_BYTES: Final = 8192
 """Smaller pages are digested before they are copied, which then takes fewer calls: adjacent ones
 are copied in one (docs/verification.md)."""
@@ -239,6 +239,16 @@ def map_granted_pages(view: RegisteredView, order: SendOrder, grant: Grant) -> M
     return view.try_map_pages(Holder("send", order.ticket.id), granted)
 
 
+def split_gather(gather: GatherPages, layout: KVLayout) -> Iterator[range]:
+    """Its layers, as many at once as have `STAGED_BATCH_BYTES`."""
+    token_bytes = layout.bytes_per_token // layout.num_layers
+    layer_bytes = max(1, (gather.stop - gather.start) * token_bytes)
+    at_once = max(1, STAGED_BATCH_BYTES // layer_bytes)
+    end = gather.layer + gather.num_layers
+    for first in range(gather.layer, end, at_once):
+        yield range(first, min(first + at_once, end))
+
+
 class PostedWrite(Record, frozen=True):
     """One write that was submitted: over what, and what it carries. `is_last`: Finished, too."""
 
@@ -263,7 +273,7 @@ def write_batches(
     layers = range(submit.layer, submit.layer + submit.num_layers)
     builder = outgoing.builder
     finish, end = outgoing.session.ends_with(submit), (layers.stop, submit.stop)
-    for batch in _gather_and_build(submit, layers, outgoing):
+    for batch in builder.build(layers, submit.start, submit.stop):
         chosen = _choose(batch, builder, peer_transports, outgoing)
         if batch.copies.num_layers == 1 or chosen.peer_transport.takes_several_arrays:
             rides = finish if batch.end == end else None
@@ -273,22 +283,6 @@ def write_batches(
             chosen = _choose(each, builder, peer_transports, outgoing)
             rides = finish if each.end == end else None
             yield _post(each, chosen, peer_transports, outgoing, finish=rides)
-
-
-def _gather_and_build(
-    submit: WriteLayers, layers: range, outgoing: OutgoingHandoff
-) -> Iterator[WriteBatch]:
-    """The batches of a range; staged pages are filled for some layers, sent, then for the next."""
-    pages = outgoing.pages_to_send
-    at_once = len(layers)
-    if pages.view.staging is not None:
-        token_bytes = pages.view.layout.bytes_per_token // pages.view.layout.num_layers
-        layer_bytes = max(1, (submit.stop - submit.start) * token_bytes)
-        at_once = max(1, STAGED_BATCH_BYTES // layer_bytes)
-    for first in range(0, len(layers), at_once):
-        some = layers[first : first + at_once]
-        pages.gather(some, submit.start, submit.stop)
-        yield from outgoing.builder.build(some, submit.start, submit.stop)
 
 
 def _choose(
@@ -360,7 +354,6 @@ def announce(
     granted, mapped_pages = outgoing.grant_to_fill, outgoing.pages_to_send
     layers = range(action.layer, action.layer + action.num_layers)
     trace = outgoing.session.order.trace
-    mapped_pages.gather(layers, action.start, action.stop)
     for batch in outgoing.builder.build(layers, action.start, action.stop):
         notification = outgoing.builder.digest(batch, is_keyed=True)
         source = mapped_pages.pages_of(notification.start, notification.stop)
@@ -394,7 +387,7 @@ class OutgoingHandoff(MutableRecord):
     """A session, what was granted, and what carries it.
 
     `mapped_pages` is known from `SendSession.begin` on. `waits`: something could not be submitted
-    before a route is attached.
+    before a route is attached. `after`: at that position all is computed that was reported.
     """
 
     session: SendSession
@@ -402,6 +395,7 @@ class OutgoingHandoff(MutableRecord):
     mapped_pages: MappedPages | None = None
     usage: TransportUsage = msgspec.field(default_factory=TransportUsage)
     waits: bool = False
+    after: StreamPosition | None = None
     _builder: WriteBatchBuilder | None = None
     _read_grant: ReadGrant | None = None
 

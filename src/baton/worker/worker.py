@@ -70,6 +70,7 @@ if TYPE_CHECKING:
         ReceiveOrder,
         SampledToken,
         SendOrder,
+        StreamPosition,
     )
     from baton.ids import TicketId
     from baton.protocol.worker_http import Health
@@ -96,7 +97,12 @@ class DisabledHandoffs:
     def report_progress(self, prompts: Sequence[Ticket]) -> None:
         """See `HandoffPort`."""
 
-    def layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:
+    def layer_ready(
+        self,
+        tickets: Sequence[tuple[TicketId, int]],
+        layer: int,
+        after: StreamPosition | None = None,
+    ) -> None:
         """See `HandoffPort`."""
 
     def prefill_done(self, ticket: TicketId, first_token: SampledToken | None) -> None:

@@ -53,6 +53,7 @@ from baton.handoff.session.actions import (
     CloseWriteGrant,
     Emit,
     Fence,
+    GatherPages,
     OpenWriteGrant,
     ReadPages,
     ReceiveAction,
@@ -87,6 +88,7 @@ class HandoffWorld(RuleBasedStateMachine):
         spreads=st.booleans(),
         op=st.sampled_from(["WRITE", "READ"]),
         staged=st.booleans(),
+        copies_late=st.booleans(),
         page_tokens=st.sampled_from([1, 4]),
         first_token=st.sampled_from([None, SampledToken(7)]),
         head_start=st.integers(0, 3),
@@ -101,6 +103,7 @@ class HandoffWorld(RuleBasedStateMachine):
         spreads: bool,
         op: TransferOp,
         staged: bool,
+        copies_late: bool,
         page_tokens: int,
         first_token: SampledToken | None,
         head_start: int,
@@ -108,6 +111,10 @@ class HandoffWorld(RuleBasedStateMachine):
         self.fault_budget = fault_budget
         self.may_be_doomed, self.spreads = may_be_doomed, spreads
         self.op, self.staged, self.page_tokens = op, staged, page_tokens
+        self.copies_late = copies_late
+        self.gathers: list[tuple[GatherPages, range]] = []  # begun, not done
+        self.gathered = [0] * NUM_LAYERS
+        self.num_scatters = 0  # begun, not done
         self.first_token = first_token
         ticket = make_ticket()
         self.num_tokens = num_tokens
@@ -191,6 +198,8 @@ class HandoffWorld(RuleBasedStateMachine):
                         self.post_read(available)
                 case Emit(event):
                     self.told.append(event)
+                    if isinstance(event, BlocksQuiescent | KVLanded):
+                        assert not self.num_scatters, "a copy into the engine's blocks goes on"
                     if isinstance(event, BlocksQuiescent) and not self.staged:
                         assert self.grant_state in {"never opened", "quiescent"}
                         assert not self.late, "quiescent, and a late write may still be stored"
@@ -218,6 +227,18 @@ class HandoffWorld(RuleBasedStateMachine):
     def perform_sender(self, actions: list[SendAction]) -> None:
         for action in actions:
             match action:
+                case GatherPages(layer, start, stop, num_layers):
+                    assert self.staged
+                    for each in range(layer, layer + num_layers):
+                        assert max(self.start, self.gathered[each]) <= start, "gathered twice"
+                        self.check_pages(each, start, stop)
+                    middle = layer + num_layers // 2  # in two parts
+                    for layers in (range(layer, middle), range(middle, layer + num_layers)):
+                        if layers:
+                            self.sender.gathering()
+                            self.gathers.append((action, layers))
+                            if not self.copies_late:
+                                self.a_gather_ends()
                 case WriteLayers(layer, start, stop, num_layers):
                     if self.sender.phase not in {SendPhase.SENDING, SendPhase.DRAINING}:
                         continue
@@ -255,15 +276,20 @@ class HandoffWorld(RuleBasedStateMachine):
                 case Emit(event):
                     self.sent.append(event)
                     assert not self.writes, "source pages given back under a write"
+                    assert not self.gathers, "source pages given back under a copy"
                     if isinstance(event, KVSent):
                         assert not self.reads, "source pages given back under a read"
                         assert any(isinstance(event, KVLanded) for event in self.told)
                 case _:
                     pytest.fail(f"{action} from a sender")
 
-    def check_range(self, layer: int, start: int, stop: int) -> None:
+    def check_pages(self, layer: int, start: int, stop: int) -> None:
         assert self.start <= start < stop <= self.computed[layer]
         assert stop == self.num_tokens or stop % self.page_tokens == 0
+
+    def check_range(self, layer: int, start: int, stop: int) -> None:
+        self.check_pages(layer, start, stop)
+        assert not self.staged or stop <= self.gathered[layer], "sent before it was gathered"
         is_again = bool(self.sender.excluded)
         assert is_again or not self.finished_said, "more after Finished"
 
@@ -306,7 +332,22 @@ class HandoffWorld(RuleBasedStateMachine):
 
     @rule()
     def the_way_is_clear(self) -> None:
-        self.perform_sender(self.sender.begin(self.page_tokens))
+        self.perform_sender(self.sender.begin(self.page_tokens, is_staged=self.staged))
+
+    @precondition(lambda self: self.gathers)
+    @rule()
+    def a_gather_ends(self) -> None:
+        """In the order in which they were begun."""
+        gather, layers = self.gathers.pop(0)
+        for layer in layers:
+            self.gathered[layer] = gather.stop
+        self.perform_sender(self.sender.gathered(layers, gather.stop))
+
+    @precondition(lambda self: self.num_scatters)
+    @rule()
+    def a_scatter_ends(self) -> None:
+        self.num_scatters -= 1
+        self.perform_receiver(self.receiver.scattered())
 
     @rule(layer=st.integers(0, NUM_LAYERS - 1), num_tokens=st.integers(1, 40))
     def compute(self, layer: int, num_tokens: int) -> None:
@@ -391,6 +432,9 @@ class HandoffWorld(RuleBasedStateMachine):
     def land_tokens(self, notification: Notification) -> None:
         layers = range(notification.layer, notification.layer + notification.num_layers)
         self.landed |= set(product(layers, range(notification.start, notification.stop)))
+        if self.staged and self.copies_late:
+            self.num_scatters += 1
+            self.receiver.scattering()
         self.perform_receiver(self.receiver.landed(notification))
 
     def try_reverse(self) -> None:
@@ -634,7 +678,8 @@ class HandoffWorld(RuleBasedStateMachine):
         assert told[BlocksQuiescent] <= 1
         assert not (told[KVLanded] and told[BlocksQuiescent])
         if self.staged:
-            assert told[KVFailed] <= told[BlocksQuiescent], "the engine's blocks are quiet at once"
+            is_quiet = self.num_scatters or told[KVFailed] <= told[BlocksQuiescent]
+            assert is_quiet, "the engine's blocks are quiet once no copy goes on"
         assert len(self.sent) <= 1
         assert bool(self.sent) == self.sender.over
         if self.receiver.phase is ReceivePhase.WAITING:
@@ -652,7 +697,8 @@ class HandoffWorld(RuleBasedStateMachine):
             self.computed[layer] = self.num_tokens
             self.perform_sender(self.sender.layers_ready([layer], self.num_tokens))
         self.finish()
-        while self.to_receiver or self.to_sender or self.writes or self.reads or self.fencing:
+        while self.is_under_way:
+            self.copies_end()
             while self.to_receiver:
                 self.hear(-1)
             for posted in sorted(self.writes, reverse=True):
@@ -665,6 +711,17 @@ class HandoffWorld(RuleBasedStateMachine):
                 self.a_fence_stands()  # as late as can be
         assert [type(event) for event in self.told] == [KVLanded]
         assert [type(event) for event in self.sent] == [KVSent]
+
+    @property
+    def is_under_way(self) -> bool:
+        is_sent = self.to_receiver or self.to_sender or self.writes or self.reads
+        return bool(is_sent or self.fencing or self.gathers or self.num_scatters)
+
+    def copies_end(self) -> None:
+        while self.gathers:
+            self.a_gather_ends()
+        while self.num_scatters:
+            self.a_scatter_ends()
 
     def finish_write(self, posted: TransferHandle) -> None:
         if posted in self.stored:
@@ -680,6 +737,7 @@ class HandoffWorld(RuleBasedStateMachine):
             self.carry_through()
         self.perform_receiver(self.receiver.expire(DEADLINE))
         self.perform_sender(self.sender.expire(DEADLINE))
+        self.copies_end()
         while self.writes:
             posted = next(iter(self.writes))
             self.perform_sender(self.sender.fail("the end", stage="transfer"))
@@ -688,6 +746,7 @@ class HandoffWorld(RuleBasedStateMachine):
             self.grant_becomes_quiescent()
         while self.reads:
             self.end_read(next(iter(self.reads)))
+        self.copies_end()
         assert self.receiver.over
         assert self.sender.over
         self.each_end_is_told_once()

@@ -191,6 +191,24 @@ def no_renewals(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LeaseRenewer, "tick", lambda self, reading: None)
 
 
+def landed_under_a_copy(patch: pytest.MonkeyPatch) -> None:
+    """KV is reported, and blocks are given back, while a GPU copies into them."""
+    patch.setattr(ReceiveSession, "scattering", lambda self: None)
+    patch.setattr(ReceiveSession, "scattered", lambda self: [])
+
+
+def sent_under_a_copy(patch: pytest.MonkeyPatch) -> None:
+    """Pages are sent while a GPU copies into them."""
+
+    def do_not_ask(self):
+        while self._copies:
+            _, outgoing, layers, stop = self._copies.popleft()
+            self._perform(outgoing, outgoing.session.gathered(layers, stop))
+        return False
+
+    patch.setattr(PrefillSender, "poll_copies", do_not_ask)
+
+
 PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     plant.__name__: plant
     for plant in (
@@ -214,6 +232,8 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         lease_not_checked,
         lease_for_ever,
         no_renewals,
+        landed_under_a_copy,
+        sent_under_a_copy,
     )
 }
 PLANTED |= PLANTED_IN_EXPORTS | PLANTED_IN_POOL

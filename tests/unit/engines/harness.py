@@ -202,7 +202,9 @@ class RecordingHandoff:
     def report_progress(self, prompts: Sequence[Ticket]) -> None:
         self.uncomputed.append(tuple(ticket.id for ticket in prompts))
 
-    def layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:
+    def layer_ready(
+        self, tickets: Sequence[tuple[TicketId, int]], layer: int, after: object = None
+    ) -> None:
         self.ready += [(ticket, stop, layer) for ticket, stop in tickets]
 
     def prefill_done(self, ticket: TicketId, first_token: SampledToken) -> None:

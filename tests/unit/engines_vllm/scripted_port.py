@@ -83,7 +83,9 @@ class ScriptedPort:
     def report_progress(self, prompts: Sequence[Ticket]) -> None:
         self.uncomputed.append(tuple(ticket.id for ticket in prompts))
 
-    def layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:
+    def layer_ready(
+        self, tickets: Sequence[tuple[TicketId, int]], layer: int, after: object = None
+    ) -> None:
         for ticket, stop in tickets:
             send = self.sends.get(ticket)
             if send is not None:

@@ -118,7 +118,7 @@ def test_a_sent_prompt_takes_few_calls_in_its_worker(harness: RankHarness) -> No
         harness.port.sent(ID)
         harness.rank.get_finished({"r"}, 0.01)
 
-    assert count_calls(send) <= 120
+    assert count_calls(send) <= 122  # a position for each of two layers
 
 
 def test_a_received_prompt_takes_few_calls_in_its_worker(harness: RankHarness) -> None:

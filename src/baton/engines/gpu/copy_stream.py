@@ -14,19 +14,29 @@ copy of many.
 from __future__ import annotations
 
 import logging
+import math
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 
-from baton.engines.gpu.page_copier import check_pairs, choose_copier
+from baton.engines.gpu.page_copier import (
+    ROW_DIMS,
+    IndexedCopier,
+    check_pairs,
+    choose_copier,
+)
+from baton.errors import TransferError
 from baton.kv.copies import CopyGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
+
+    from baton.engines.gpu.page_copier import PageCopier
 
 logger: Final = logging.getLogger(__name__)
 
@@ -36,24 +46,65 @@ _NO_SPANS: Final = np.empty((0, 3), np.int64)
 
 @dataclass(frozen=True, slots=True)
 class CopyEvent:
-    """Copies that were begun."""
+    """Copies that were begun. Implements `handoff.kv_views.PendingCopy`."""
 
     done: torch.Event
 
     def is_done(self) -> bool:
-        """Whether all pages are in place; does not wait."""
-        return bool(self.done.query())
+        """Whether all pages are in place; does not wait.
+
+        Raises:
+            TransferError: the device failed.
+        """
+        with device_errors():
+            return bool(self.done.query())
 
     def wait(self) -> None:
-        """Wait until they are."""
-        self.done.synchronize()
+        """Wait until they are.
+
+        Raises:
+            TransferError: the device failed.
+        """
+        with device_errors():
+            self.done.synchronize()
+
+
+@contextmanager
+def device_errors() -> Iterator[None]:
+    """What a device refuses, or reports of work that it was given before, as a `TransferError`."""
+    try:
+        yield
+    except RuntimeError as exc:  # torch's, for want of memory too
+        raise TransferError(f"the GPU failed to copy KV pages: {exc}") from exc
+
+
+def make_recorder(device: torch.device) -> Callable[[], torch.Event | None]:
+    """A function that records an event on the calling thread's current stream of a device.
+
+    On CPUs, where nothing runs behind the caller's back, it returns None.
+    """
+    if device.type == "cpu":
+        return lambda: None
+    streams = torch.get_device_module(device)
+
+    def record() -> torch.Event:
+        event: torch.Event = streams.Event()
+        event.record(streams.current_stream(device))
+        return event
+
+    return record
 
 
 class CopyStream:
-    """Copies for one device. Owned by the engine's thread, whose current stream is the model's.
+    """Copies for one device, one after the other. Owned by one thread.
 
-    Rows are those of `view_rows`. Host rows belong to memory that `pin_memory` was given: else the
-    host waits within `to_host` and `to_device`. Until a copy is done, its pages hold still.
+    That is the engine's, whose current stream is the model's; or another one, which names by
+    `after` what the model's stream has to have done before a copy begins.
+
+    Host rows are those of `view_rows`, in memory that `pin_memory` was given: else the host waits
+    within `to_host` and `to_device`. Pages on the device are such rows too, or `[n, …]` in whatever
+    order their bytes lie: the rows of the host are in the order of the dimensions. Until a copy is
+    done, its pages hold still.
     """
 
     def __init__(self, device: torch.device, staging_bytes: int = STAGING_BYTES) -> None:
@@ -62,7 +113,7 @@ class CopyStream:
         self._device, self._staging_bytes = device, staging_bytes
         on = {} if device.type == "cpu" else {"device": device}
         self._stream = self._streams.Stream(**on)
-        self._copier = choose_copier(device)
+        self._copier, self._reorderer = choose_copier(device), IndexedCopier()
         self._staging = torch.empty(0, dtype=torch.uint8, device=device)
 
     def to_host(
@@ -71,20 +122,25 @@ class CopyStream:
         index: NDArray[np.int64],
         host: torch.Tensor,
         at: NDArray[np.int64],
+        *,
+        after: torch.Event | None = None,
     ) -> CopyEvent:
         """Begin: `host[at[i]] = pages[index[i]]`, as the model's stream will have left them.
+
+        Without `after`, when it has done what the current stream was given until now.
 
         Raises:
             TransferError: a page is out of range, or pages of two sizes; nothing was begun.
         """
         check_pairs(pages, index, host, at)
-        with self._on_copy_stream():
-            if _count_runs(index, at) == _count_runs(at, at):
+        with self._on_copy_stream(after):
+            if pages.dim() == ROW_DIMS and _count_runs(index, at) == _count_runs(at, at):
                 _copy_runs(pages, index, host, at)
             else:
-                for part in self._parts(len(index), pages.shape[1]):
-                    staging, rows = self._stage(index[part], pages.shape[1])
-                    self._copier.gather(pages, index[part], staging)
+                copier, page_bytes = self._copier_for(pages), host.shape[1]
+                for part in self._parts(len(index), page_bytes):
+                    staging, rows = self._stage(index[part], page_bytes)
+                    copier.gather(pages, index[part], staging)
                     _copy_runs(staging, rows, host, at[part])
             return self._record_event()
 
@@ -94,32 +150,54 @@ class CopyStream:
         at: NDArray[np.int64],
         pages: torch.Tensor,
         index: NDArray[np.int64],
+        *,
+        after: torch.Event | None = None,
     ) -> CopyEvent:
         """Begin: `pages[index[i]] = host[at[i]]`, behind all that the model's stream was given.
 
-        What the model's stream is given from now on sees these pages.
+        Without `after`, what the current stream is given from now on sees these pages. With it,
+        what any stream is given once the copy is done.
 
         Raises:
             TransferError: see `to_host`.
         """
         check_pairs(host, at, pages, index)
-        with self._on_copy_stream():
-            if _count_runs(at, index) == _count_runs(at, at):
+        with self._on_copy_stream(after):
+            if pages.dim() == ROW_DIMS and _count_runs(at, index) == _count_runs(at, at):
                 _copy_runs(host, at, pages, index)
             else:
-                for part in self._parts(len(index), pages.shape[1]):
-                    staging, rows = self._stage(index[part], pages.shape[1])
+                copier, page_bytes = self._copier_for(pages), host.shape[1]
+                for part in self._parts(len(index), page_bytes):
+                    staging, rows = self._stage(index[part], page_bytes)
                     _copy_runs(host, at[part], staging, rows)
-                    self._copier.scatter(staging, index[part], pages)
+                    copier.scatter(staging, index[part], pages)
             event = self._record_event()
-        self._streams.current_stream(self._device).wait_event(event.done)
+        if after is None:
+            self._streams.current_stream(self._device).wait_event(event.done)
         return event
 
-    def _on_copy_stream(self) -> Any:  # noqa: ANN401 - the device module's context
-        """The copy stream's stream is current, and waits for what was given to the one that was."""
-        written = self._streams.Event()
-        written.record(self._streams.current_stream(self._device))
-        self._stream.wait_event(written)
+    def warm_up(self, pages: torch.Tensor) -> None:
+        """Begin to compile and allocate what copies of such pages take; no page changes."""
+        index = np.arange(min(2, len(pages)))
+        with self._on_copy_stream(None):
+            copier = self._copier_for(pages)
+            staging, _ = self._stage(index, math.prod(pages.shape[1:]) * pages.element_size())
+            copier.gather(pages, index, staging)
+            copier.scatter(staging, index, pages)
+
+    def wait(self) -> None:
+        """Wait until all copies that were begun are done: their memory can be given back."""
+        self._stream.synchronize()
+
+    def _copier_for(self, pages: torch.Tensor) -> PageCopier:
+        return self._copier if pages.dim() == ROW_DIMS else self._reorderer
+
+    def _on_copy_stream(self, after: torch.Event | None) -> Any:  # noqa: ANN401 - the device module's context
+        """The copy stream's stream is current, and waits for `after`."""
+        if after is None:
+            after = self._streams.Event()
+            after.record(self._streams.current_stream(self._device))
+        self._stream.wait_event(after)
         return self._streams.stream(self._stream)
 
     def _record_event(self) -> CopyEvent:

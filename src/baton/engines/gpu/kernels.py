@@ -25,7 +25,7 @@ MAX_WORD_BYTES: Final = 8
 _WORDS: Final = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_pages"])  # type: ignore[untyped-decorator]
 def copy_pages(  # type: ignore[no-untyped-def]  # noqa: ANN201, PLR0913, PLR0917 - a kernel's launch is flat
     source,  # noqa: ANN001
     source_pages,  # noqa: ANN001

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
@@ -41,14 +42,18 @@ def view_rows(pages: torch.Tensor) -> torch.Tensor:
     )
 
 
+ROW_DIMS: Final = 2
+"""Of `view_rows`. Pages with more are in whatever order their bytes lie."""
+
+
 def check_rows(rows: torch.Tensor, index: NDArray[np.int64], other: torch.Tensor) -> None:
     """Refuse what would read or write outside `rows`, or between pages of two sizes.
 
     Raises:
         TransferError: names the difference.
     """
-    if rows.shape[1] != other.shape[1]:
-        raise TransferError(f"pages of {rows.shape[1]} and {other.shape[1]} bytes")
+    if _page_bytes(rows) != _page_bytes(other):
+        raise TransferError(f"pages of {_page_bytes(rows)} and {_page_bytes(other)} bytes")
     if len(index) and not 0 <= int(index.min()) <= int(index.max()) < len(rows):
         raise TransferError(f"a page is outside the {len(rows)} that there are")
 
@@ -112,16 +117,19 @@ class PageCopier(Protocol):
 
 
 class IndexedCopier:
-    """See `PageCopier`: torch's own indexed copies, on any device."""
+    """See `PageCopier`: torch's own indexed copies, on any device.
+
+    `gather` and `scatter` also take `pages` that are no rows, in the order of their dimensions.
+    """
 
     def gather(self, pages: torch.Tensor, index: NDArray[np.int64], staging: torch.Tensor) -> None:
         _check_staging(pages, index, staging)
-        source, target = _widen(pages, staging[: len(index)])
+        source, target = _pair(pages, staging[: len(index)])
         torch.index_select(source, 0, _upload(index, source.device), out=target)
 
     def scatter(self, staging: torch.Tensor, index: NDArray[np.int64], pages: torch.Tensor) -> None:
         _check_staging(pages, index, staging)
-        source, target = _widen(staging[: len(index)], pages)
+        target, source = _pair(pages, staging[: len(index)])
         target.index_copy_(0, _upload(index, target.device), source)
 
     def copy(
@@ -205,6 +213,17 @@ def _upload(index: NDArray[np.int64], device: torch.device) -> torch.Tensor:
     if device.type == "cuda":
         owned = owned.pin_memory()
     return owned.to(device, non_blocking=True)
+
+
+def _page_bytes(pages: torch.Tensor) -> int:
+    return math.prod(pages.shape[1:]) * pages.element_size()
+
+
+def _pair(pages: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both as elements of one type and shape; see `_widen`."""
+    if pages.dim() == ROW_DIMS:
+        return _widen(pages, rows)
+    return pages, rows.view(pages.dtype).view(-1, *pages.shape[1:])
 
 
 def _widen(source: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

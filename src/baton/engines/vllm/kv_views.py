@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.overrides import TorchFunctionMode
 
+from baton.engines.vllm.device_pages import DevicePages
 from baton.engines.vllm.layouts import keep_layers, make_opaque, pages_of, read_arrangement
 from baton.errors import ConfigError, TransferError
 from baton.handoff.kv_views import KVView
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from baton.engines.vllm.layouts import Arrangement, CachedLayers
+    from baton.handoff.interface import StreamPosition
     from baton.kv.layout import KVLayout
     from baton.transfer.devices.extents import AllocateRegion
 
@@ -50,7 +52,7 @@ _BITS: Final[dict[int, torch.dtype]] = {1: torch.uint8, 2: torch.int16, 4: torch
 
 
 class PlainPages:
-    """`Staging` that copies pages as they are, from a device's memory or this host's.
+    """`Staging` that copies pages of this host's memory as they are.
 
     A staged page is `[head][unit]`, whatever the order of dimensions in the engine's memory.
     """
@@ -60,22 +62,31 @@ class PlainPages:
         self._pages = tuple(tensor.view(_bits(tensor)) for tensor in pages)
         self._staged = _staged_rows(region)
 
-    def gather(self, layer: int, blocks: NDArray[np.int64], staged: NDArray[np.int64]) -> None:
+    def gather(
+        self,
+        layer: int,
+        blocks: NDArray[np.int64],
+        staged: NDArray[np.int64],
+        _after: StreamPosition | None = None,
+    ) -> None:
         """Engine's blocks → staged pages."""
         pages, rows = self._pages[layer], self._staged[layer]
-        _synchronise(pages.device)
         for part in _bounded(len(blocks), rows):
-            taken = pages.index_select(0, _indices(blocks[part], pages.device))
-            _put_rows(rows, staged[part], taken.cpu())
+            _put_rows(rows, staged[part], pages.index_select(0, _indices(blocks[part])))
 
-    def scatter(self, layer: int, staged: NDArray[np.int64], blocks: NDArray[np.int64]) -> None:
+    def scatter(
+        self,
+        layer: int,
+        staged: NDArray[np.int64],
+        blocks: NDArray[np.int64],
+        _after: StreamPosition | None = None,
+    ) -> None:
         """Staged pages → engine's blocks, in place when this returns."""
         pages, rows = self._pages[layer], self._staged[layer]
         for part in _bounded(len(blocks), rows):
             taken = rows.index_select(0, _indices(staged[part]))
-            shaped = taken.view(pages.dtype).view(-1, *pages.shape[1:]).to(pages.device)
-            pages.index_copy_(0, _indices(blocks[part], pages.device), shaped)
-        _synchronise(pages.device)
+            shaped = taken.view(pages.dtype).view(-1, *pages.shape[1:])
+            pages.index_copy_(0, _indices(blocks[part]), shaped)
 
 
 class TransposedPages:
@@ -94,7 +105,13 @@ class TransposedPages:
         self._shapes = tuple(_page_shape(layout, layer) for layer in range(layout.num_layers))
         self._dtype = _BITS[layout.element_bytes]
 
-    def gather(self, layer: int, blocks: NDArray[np.int64], staged: NDArray[np.int64]) -> None:
+    def gather(
+        self,
+        layer: int,
+        blocks: NDArray[np.int64],
+        staged: NDArray[np.int64],
+        _after: StreamPosition | None = None,
+    ) -> None:
         """Engine's blocks → staged pages, canonical."""
         engine, rows = self._engine[layer], self._staged[layer]
         for part in _bounded(len(blocks), rows):
@@ -104,7 +121,13 @@ class TransposedPages:
                 canonical.copy_(native)
             _put_rows(rows, staged[part], converted)
 
-    def scatter(self, layer: int, staged: NDArray[np.int64], blocks: NDArray[np.int64]) -> None:
+    def scatter(
+        self,
+        layer: int,
+        staged: NDArray[np.int64],
+        blocks: NDArray[np.int64],
+        _after: StreamPosition | None = None,
+    ) -> None:
         """Staged pages, canonical → engine's blocks."""
         engine, rows = self._engine[layer], self._staged[layer]
         for part in _bounded(len(blocks), rows):
@@ -160,8 +183,8 @@ def _bits(tensor: torch.Tensor) -> torch.dtype:
     return _BITS[tensor.element_size()]
 
 
-def _indices(of: NDArray[np.int64], device: torch.device | None = None) -> torch.Tensor:
-    return torch.tensor(of, device=device)
+def _indices(of: NDArray[np.int64]) -> torch.Tensor:
+    return torch.tensor(of)
 
 
 def _bounded(num_pages: int, rows: torch.Tensor) -> Iterator[slice]:
@@ -169,12 +192,6 @@ def _bounded(num_pages: int, rows: torch.Tensor) -> Iterator[slice]:
     step = max(1, _TEMPORARY_BYTES // (rows.shape[1] * rows.element_size()))
     for start in range(0, num_pages, step):
         yield slice(start, start + step)
-
-
-def _synchronise(device: torch.device) -> None:
-    """Wait for what other threads have launched: an accelerator's streams are not ordered."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 logger: Final = logging.getLogger(__name__)
@@ -322,7 +339,9 @@ class KVViewBuilder:
         region = self._try_stage(layout)
         if region is None:
             raise ConfigError(f"staging_bytes: one block alone has {layout.block_bytes}")
-        return KVView(layout, region, PlainPages(pages, region))
+        on_host = pages[0].device.type == "cpu"
+        staging = PlainPages(pages, region) if on_host else DevicePages(pages, region)
+        return KVView(layout, region, staging)
 
     def try_canonical(self, arrangement: Arrangement) -> KVView | None:
         """The main model's pages for other engines and block sizes; None where that cannot be."""

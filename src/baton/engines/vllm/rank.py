@@ -15,8 +15,10 @@ from prometheus_client import CollectorRegistry
 
 import baton
 from baton.clock import MachineClock
+from baton.engines.gpu.copy_stream import make_recorder
 from baton.engines.vllm.compatibility import may_load_prefixes
 from baton.engines.vllm.control import ControlServer, RankView
+from baton.engines.vllm.device_pages import DevicePages
 from baton.engines.vllm.identity import (
     RankFacts,
     describe_worker,
@@ -52,7 +54,7 @@ from baton.transfer.links.probes import ProbeBounds
 from baton.transfer.region import release_region
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
     import torch
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
 
     from baton.engines.vllm.identity import Identity
     from baton.engines.vllm.options import ConnectorOptions
+    from baton.handoff.interface import StreamPosition
     from baton.handoff.kv_views import KVView
     from baton.handoff.pool_mode.store_access import StoreAccess
     from baton.ids import Epoch
@@ -157,7 +160,8 @@ class Rank:
         dispatcher.start(self._wake_event.set)
         self._dispatcher = dispatcher
         traces = TraceRing(NUM_TRACES)
-        handoffs = self._handoffs(dispatcher, traces, registry)
+        device = next(iter(kv_caches.values())).device
+        handoffs = self._handoffs(dispatcher, traces, registry, make_recorder(device))
         control = ControlServer(
             options.handoff_host,
             _port_of(options.control_port, plan.rank),
@@ -213,6 +217,8 @@ class Rank:
             self._dispatcher = None
         store_views = () if self._store_view is None else (self._store_view,)
         for view in (*self._kv_views, *store_views):
+            if isinstance(view.staging, DevicePages):
+                view.staging.close()
             release_region(view.region)
         self._kv_views, self._store_view = (), None
         if self._pool is not None:
@@ -220,7 +226,11 @@ class Rank:
             self._pool = None
 
     def _handoffs(
-        self, dispatcher: HandoffDispatcher, traces: TraceRing, registry: CollectorRegistry
+        self,
+        dispatcher: HandoffDispatcher,
+        traces: TraceRing,
+        registry: CollectorRegistry,
+        record_position: Callable[[], StreamPosition | None],
     ) -> RankHandoffs:
         plan = self._plan
         worker, epoch = plan.identity.of_rank(plan.rank)
@@ -233,6 +243,7 @@ class Rank:
             rank=plan.rank,
             layout=self._layers.main_layout,
             layers={name: index for index, name in enumerate(self._main_names)},
+            record_position=record_position,
         )
         return RankHandoffs(
             setting,

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
         Occupancy,
         VllmRequestId,
     )
-    from baton.handoff.interface import HandoffEvent
+    from baton.handoff.interface import HandoffEvent, StreamPosition
     from baton.ids import TicketId
     from baton.protocol.worker_http import StoreLoads
 
@@ -172,13 +172,15 @@ class RankHandoffs:
             return
         if not self._done_layers:
             self._sends.stamp(self._orders.progress, Stamp.FIRST_LAYER_READY)
-        self._report_layer_ready(layer)
+        self._report_layer_ready(layer, self._setting.record_position())
 
     def end_step(self) -> None:
         """The step's forward is over; layers whose hook vLLM skipped are done as well."""
         if self._ready:
-            for layer in sorted(self._all_layers - self._done_layers):
-                self._report_layer_ready(layer)
+            skipped = sorted(self._all_layers - self._done_layers)
+            after = self._setting.record_position() if skipped else None
+            for layer in skipped:
+                self._report_layer_ready(layer, after)
             self._ready = ()
             self._done_layers.clear()
         if self._orders is not NO_ORDERS:
@@ -258,10 +260,10 @@ class RankHandoffs:
         for ticket in tickets:
             self._port.abort(ticket, reason)
 
-    def _report_layer_ready(self, layer: int) -> None:
+    def _report_layer_ready(self, layer: int, after: StreamPosition | None) -> None:
         is_first_time = layer not in self._done_layers
         self._done_layers.add(layer)
-        self._port.layer_ready(self._ready, layer)
+        self._port.layer_ready(self._ready, layer, after)
         if is_first_time and len(self._done_layers) == len(self._all_layers):
             self._sends.complete(self._orders.progress)
 

@@ -25,7 +25,7 @@ from baton.kv.copies import BlockTable, count_blocks
 from baton.telemetry.trace import RequestSpan, Stamp
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from baton.auth.ticket import Ticket
     from baton.clock import Clock
@@ -40,11 +40,15 @@ if TYPE_CHECKING:
         Withdraw,
     )
     from baton.errors import HandoffError
-    from baton.handoff.interface import PrefixStore
+    from baton.handoff.interface import PrefixStore, StreamPosition
     from baton.ids import Epoch, TicketId, WorkerId
     from baton.kv.layout import KVLayout
 
 logger = logging.getLogger(__name__)
+
+
+def on_host() -> None:
+    """The position of work that is done when it is reported."""
 
 
 class RankPort(HandoffPort, Protocol):
@@ -71,13 +75,17 @@ class RankPort(HandoffPort, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RankSetting:
-    """One rank's identity and layout. `layers`: vLLM's layer name → index in the KV view."""
+    """One rank's identity and layout. `layers`: vLLM's layer name → index in the KV view.
+
+    `record_position`, called on vLLM's thread, names all that it has given the GPU until now.
+    """
 
     worker: WorkerId
     epoch: Epoch
     rank: int
     layout: KVLayout
     layers: Mapping[str, int]
+    record_position: Callable[[], StreamPosition | None] = on_host
 
     def open_trace(self, prompt: Prompt, role: str) -> RequestSpan:
         """The trace of a request in role `prefill` or `decode`."""
@@ -277,6 +285,8 @@ class RankLoads:
         )
         self.table.add(load)
         table = BlockTable(expect.first_block, np.array(expect.blocks, dtype=np.int64))
+        # Steps that were given to a GPU before may still use these blocks, for another request.
+        after = self._setting.record_position()
         for ticket in tickets:
             self._port.start_receive(
                 ReceiveOrder(
@@ -288,6 +298,7 @@ class RankLoads:
                     deadline=_deadline_of(prompt.ticket, self._clock),
                     trace=load.traces[ticket.id],
                     prompt_ids=prompt.token_ids,
+                    after=after,
                 )
             )
         self._abort_fanout.known(prompt.ticket.id, [ticket.id for ticket in tickets])

@@ -140,7 +140,9 @@ class BlockCopier:
                 self._unpack_layer(rows, batch, (bodies.layout, here, layer), start)
         if self._view.staging is not None:
             for layer in range(self._layout.num_layers):
-                self._view.staging.scatter(layer, span.pages.blocks, span.blocks)
+                copy = self._view.staging.scatter(layer, span.pages.blocks, span.blocks)
+                if copy is not None:
+                    copy.wait()
 
     def _find(self, start: int, stop: int, table: BlockTable) -> _Span:
         PagedSequence(self._layout, table).check_covers(start, stop)
@@ -152,7 +154,9 @@ class BlockCopier:
     def _gather_to_staging(self, blocks: NDArray[np.int64], pages: NDArray[np.int64]) -> None:
         if self._view.staging is not None:
             for layer in range(self._layout.num_layers):
-                self._view.staging.gather(layer, blocks, pages)
+                copy = self._view.staging.gather(layer, blocks, pages)
+                if copy is not None:
+                    copy.wait()
 
     def _pack_layer(
         self,

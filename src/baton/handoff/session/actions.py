@@ -97,6 +97,19 @@ class WriteLayers(Record, frozen=True):
     num_layers: int = 1
 
 
+class GatherPages(Record, frozen=True):
+    """Copy tokens `[start, stop)` of `layer` from the engine's blocks into the view's pages.
+
+    In one part or more: `gathering` for each as it begins, then `gathered`; or `fail`. Of
+    `num_layers` layers from `layer` on.
+    """
+
+    layer: int
+    start: int
+    stop: int
+    num_layers: int = 1
+
+
 class AnnounceReadable(Record, frozen=True):
     """Announce that tokens `[start, stop)` of `layer` can be read: then `announced`, or `fail`.
 
@@ -149,7 +162,7 @@ ReceiveAction: TypeAlias = (
     | Emit
 )
 SendAction: TypeAlias = (
-    SendMessage | WriteLayers | AnnounceReadable | ExportBlocks | SendFinished | Emit
+    SendMessage | GatherPages | WriteLayers | AnnounceReadable | ExportBlocks | SendFinished | Emit
 )
 
 

@@ -87,6 +87,8 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         # Whose hand may be in the pages: the peer's, through a window, or our own, by reads.
         self._grant_is_open = False
         self._reads: set[TransferHandle] = set()
+        self._num_scattering = 0
+        self._has_blocks = True  # until `BlocksQuiescent`, after a failure
         self._fencing: set[str] = set()
         self._fenced: set[str] = set()
         self._excluded: set[str] = set()
@@ -205,6 +207,17 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         )
         return self._complete()
 
+    def scattering(self) -> None:
+        """A copy from the view's pages to the engine's blocks has begun; `scattered` follows."""
+        self._num_scattering += 1
+
+    def scattered(self) -> list[ReceiveAction]:
+        """Such a copy is done. Or it failed: then `fail` came before."""
+        self._num_scattering -= 1
+        if self.phase is ReceivePhase.GRANTED:
+            return self._complete()
+        return [*self._give_back_staged(), *self._settle()]
+
     def transport_failed(self, message: TransportFailed) -> list[ReceiveAction]:
         """A transport failed at the peer, which has no write over it outstanding.
 
@@ -297,7 +310,7 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self.coverage.check_invariants()
         if self._requested is not None:
             self._requested.check_invariants()
-        if self.over and (self._reads or self._grant_is_open):
+        if self.over and (self._reads or self._grant_is_open or self._num_scattering):
             raise AssertionError("it is over, and a hand may still be in its pages")
         if self._fencing & self._fenced:
             raise AssertionError("a transport is being fenced that was")
@@ -326,6 +339,8 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     def _complete(self) -> list[ReceiveAction]:
         if self._finished is None or not self.coverage.complete or self._fencing:
             return []
+        if self._num_scattering:
+            return []
         landed = Emit(KVLanded(self.ticket, self._finished.first_token, imported=self._imported))
         self._has_landed = True
         if self._is_exported:
@@ -339,35 +354,42 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         return [landed, SendTransferAck()]
 
     def _end(self, reason: str, events: list[ReceiveAction]) -> list[ReceiveAction]:
-        quiescent = Emit(BlocksQuiescent(self.ticket))
         match self.phase:
             case ReceivePhase.WAITING:
                 self.phase = ReceivePhase.ENDED
                 # Nothing was granted, but the peer may hold its KV for us already.
                 declined = SendMessage(Declined(self._sealed_ticket, reason[:MAX_REASON_CHARS]))
-                return [declined, *events, quiescent]
+                return [declined, *events, *self._give_back()]
             case ReceivePhase.GRANTED:
                 self.phase = ReceivePhase.ENDING
                 actions = [SendMessage(Failed(self.ticket, reason)), *events]
-                if self._blocks_are_apart:
-                    actions.append(quiescent)
+                actions += self._give_back_staged()
                 actions += [CloseWriteGrant()] if self._grant_is_open else self._settle()
                 return actions
             case _:
                 return []
+
+    def _give_back(self) -> list[ReceiveAction]:
+        """It failed, and nothing is stored into the engine's blocks any more: once."""
+        if not self._has_blocks:
+            return []
+        self._has_blocks = False
+        return [Emit(BlocksQuiescent(self.ticket))]
+
+    def _give_back_staged(self) -> list[ReceiveAction]:
+        """The peer does not reach blocks of a staged view: only copies of this side do."""
+        is_apart = self.plan is not None and self.plan.staged
+        is_ending = self.phase is ReceivePhase.ENDING
+        return self._give_back() if is_apart and is_ending and not self._num_scattering else []
 
     @property
     def _writer_is_done(self) -> bool:
         """Once all is here. Else a write that failed at the peer may be on its way still."""
         return not (self._fenced or self._excluded or self._fell_back)
 
-    @property
-    def _blocks_are_apart(self) -> bool:
-        return self.plan is not None and self.plan.staged
-
     def _settle(self) -> list[ReceiveAction]:
         """Once it was closed and no hand is in the pages: over."""
-        if self._reads or self._grant_is_open:
+        if self._reads or self._grant_is_open or self._num_scattering:
             return []
         match self.phase:
             case ReceivePhase.LANDED:
@@ -375,6 +397,6 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 return []
             case ReceivePhase.ENDING:
                 self.phase = ReceivePhase.ENDED
-                return [] if self._blocks_are_apart else [Emit(BlocksQuiescent(self.ticket))]
+                return self._give_back()
             case _:
                 return []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from enum import StrEnum
+from operator import gt
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -15,6 +16,7 @@ from baton.handoff.session.actions import (
     AnnounceReadable,
     Emit,
     ExportBlocks,
+    GatherPages,
     SendAction,
     SendFinished,
     SendMessage,
@@ -125,6 +127,10 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
 
     What is missing of what a failed transport carried is sent again: see `CarriedWrites`. `lease`
     bounds how long it waits for the peer once all is computed.
+
+    Of a layer, in tokens: computed up to `_ready`; from a staged view `GatherPages` was asked for
+    up to `_asked`, is done up to `_gathered`; given to transports up to `_sent`. A page is gathered
+    once, so that it does not change under a write.
     """
 
     def __init__(
@@ -138,7 +144,11 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self.grant: Grant | None = None
         # Lists: for so few numbers numpy's calls cost more than what they do.
         self._ready = [order.num_ready_tokens] * num_layers
+        self._asked = [0] * num_layers
+        self._gathered = [0] * num_layers
         self._sent = [0] * num_layers
+        self._is_staged = False
+        self._num_gathering = 0
         self._writes = CarriedWrites()
         self._to_retransmit: list[LayerTokenRange] = []
         self._is_acked = False
@@ -179,18 +189,20 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             )
         self.grant = grant
         self._sent = [grant.start] * len(self._sent)
+        self._asked = self._sent.copy()
         return []
 
-    def begin(self, page_tokens: int) -> list[SendAction]:
+    def begin(self, page_tokens: int, *, is_staged: bool = False) -> list[SendAction]:
         """Transport and staging are there: send what is ready already.
 
         KV moves in multiples of `page_tokens`, as they lie in the sequence, and at last the rest.
+        With `is_staged` it is first gathered.
         """
         if self.phase is not SendPhase.OFFERED or self.grant is None:
             return []
-        self._page_tokens = page_tokens
+        self._page_tokens, self._is_staged = page_tokens, is_staged
         self.phase = SendPhase.SENDING
-        return self._submit_ready(range(len(self._ready)))
+        return self._gather_or_submit(range(len(self._ready)))
 
     def layers_ready(self, layers: Sequence[int], stop: int) -> list[SendAction]:
         """KV of tokens `[0, stop)` of these layers is in place."""
@@ -199,6 +211,22 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             ready[layer] = max(ready[layer], stop)
         if self.phase is not SendPhase.SENDING:
             return []
+        return self._gather_or_submit(layers)
+
+    def gathering(self) -> None:
+        """A `GatherPages`, or a part of it, has begun."""
+        self._num_gathering += 1
+
+    def gathered(self, layers: Sequence[int], stop: int) -> list[SendAction]:
+        """It is done: tokens of these layers up to `stop` are in the view's pages.
+
+        Or it failed: then `fail` came before.
+        """
+        self._num_gathering -= 1
+        for layer in layers:
+            self._gathered[layer] = stop
+        if self.phase is not SendPhase.SENDING:
+            return self._settle()
         return self._submit_ready(layers)
 
     def resume(self) -> list[SendAction]:
@@ -339,18 +367,34 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         what = "no grant came from the decode worker" if self.grant is None else "still sending"
         return self.fail(f"the deadline passed: {what}", stage=str(self.phase))
 
+    def _gather_or_submit(self, layers: Sequence[int]) -> list[SendAction]:
+        """Go on with layers of which more was computed."""
+        if not self._is_staged:
+            return self._submit_ready(layers)
+        due = self._find_due(layers, self._asked, self._ready)
+        for layer, _, stop in due:
+            self._asked[layer] = stop
+        return _join(GatherPages, due) or self._drain()
+
     def _submit_ready(self, layers: Sequence[int]) -> list[SendAction]:
         if self.grant is None or self.grant.op == "NONE":
             return self._drain()
         send = AnnounceReadable if self.grant.op == "READ" else WriteLayers
-        token_ranges: list[tuple[int, int, int]] = []
+        placed = self._gathered if self._is_staged else self._ready
+        return _join(send, self._find_due(layers, self._sent, placed)) or self._drain()
+
+    def _find_due(
+        self, layers: Sequence[int], done: Sequence[int], ready: Sequence[int]
+    ) -> list[tuple[int, int, int]]:
+        """`(layer, start, stop)` of the tokens between the two, whole pages or up to the end."""
+        due: list[tuple[int, int, int]] = []
         for layer in layers:
-            sent, stop = self._sent[layer], self._ready[layer]
+            start, stop = done[layer], ready[layer]
             if stop < self.order.num_tokens:  # a page is sent once: when it is full, or the last
                 stop -= stop % self._page_tokens
-            if stop > sent:
-                token_ranges.append((layer, sent, stop))
-        return _join(send, token_ranges) or self._drain()
+            if stop > start:
+                due.append((layer, start, stop))
+        return due
 
     @property
     def _is_read(self) -> bool:
@@ -391,17 +435,20 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         return [SendMessage(TransportFailed(self.ticket, transport))]
 
     def _settle(self) -> list[SendAction]:
-        """End, once no write holds the source pages, and the peer needs them no more."""
+        """End, once no copy or write holds the source pages, and the peer needs them no more."""
         is_settled = self.phase is SendPhase.ENDING or (not self.over and self._is_acked)
-        return self._over() if is_settled and not self._writes.are_under_way else []
+        is_held = self._writes.are_under_way or self._num_gathering
+        return self._over() if is_settled and not is_held else []
 
     def check_invariants(self) -> None:
         """Raise AssertionError where the books of what was sent disagree."""
         if any(stop > self._sent[layer] for layer, _, stop in self._to_retransmit):
             raise AssertionError("it is to be sent again, and was never sent")
         self._writes.check_invariants()
-        if self.over and self._writes.are_under_way:
-            raise AssertionError("it is over, and a write holds its source pages")
+        if self.over and (self._writes.are_under_way or self._num_gathering):
+            raise AssertionError("it is over, and a write or a copy holds its source pages")
+        if self._is_staged and any(map(gt, self._sent, self._asked)):
+            raise AssertionError("pages were sent that were not gathered")
 
     def _over(self) -> list[SendAction]:
         self.phase = SendPhase.ENDED
@@ -411,7 +458,8 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
 
 
 def _join(
-    send: type[WriteLayers | AnnounceReadable], token_ranges: Iterable[tuple[int, int, int]]
+    send: type[GatherPages | WriteLayers | AnnounceReadable],
+    token_ranges: Iterable[tuple[int, int, int]],
 ) -> list[SendAction]:
     """An action for each run of layers that follow each other with the same tokens."""
     runs: list[list[int]] = []

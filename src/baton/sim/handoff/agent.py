@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         ReceiveOrder,
         SampledToken,
         SendOrder,
+        StreamPosition,
     )
     from baton.handoff.options import AgentOptions
     from baton.handoff.peers import MessageReceived
@@ -122,10 +123,15 @@ class CheckedPort:  # noqa: PLR0904 - two contracts
         self._checker.deadlines.engine_alive(self._process, self._uncomputed)
         self._handoffs.report_progress(prompts)
 
-    def layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:
+    def layer_ready(
+        self,
+        tickets: Sequence[tuple[TicketId, int]],
+        layer: int,
+        after: StreamPosition | None = None,
+    ) -> None:
         """See `HandoffPort`."""
         self._checker.deadlines.engine_alive(self._process, self._uncomputed)
-        self._handoffs.layer_ready(tickets, layer)
+        self._handoffs.layer_ready(tickets, layer, after)
         self._handoffs.wake_store_handoff()
 
     def prefill_done(self, ticket: TicketId, first_token: SampledToken | None) -> None:

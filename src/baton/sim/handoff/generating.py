@@ -248,7 +248,7 @@ def _generate_modes(rng: Random, clients: tuple[Client, ...]) -> tuple[Client, .
 
 def _generate_worker(rng: Random, name: Host, block_size: int, *, is_staged: bool) -> WorkerPlan:
     most = count_blocks(MAX_PROMPT + MAX_OUTPUT, block_size)  # blocks of the largest request
-    return WorkerPlan(
+    worker = WorkerPlan(
         name=name,
         block_size=block_size,
         num_blocks=rng.choice((most, most + 2, 2 * most, 4 * most)),
@@ -257,6 +257,8 @@ def _generate_worker(rng: Random, name: Host, block_size: int, *, is_staged: boo
         rate=rng.choice((1.0, 1.0, rng.uniform(0.98, 1.02))),
         unix_skew_s=rng.choice((0.0, 0.0, rng.uniform(-3600.0, 3600.0))),
     )
+    # Not drawn: that would change all schedules that were known before.
+    return replace(worker, copies_late=is_staged and worker.offset_s % 2 < 1)
 
 
 def _generate_clients(rng: Random) -> tuple[Client, ...]:

@@ -7,7 +7,7 @@ that computed it. So whoever reads a page knows whose it is, and digests cover b
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -21,13 +21,13 @@ from baton.transfer.peer_mappings import PeerMappings
 from baton.transfer.region import allocate_shared_region, release_region, view_pages
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from random import Random
 
     from numpy.typing import NDArray
 
     from baton.engines.transformers.scheduler import Work
-    from baton.handoff.interface import HandoffPort
+    from baton.handoff.interface import HandoffPort, StreamPosition
     from baton.ids import RequestId
     from baton.sim.handoff.process import SimProcess
 
@@ -153,13 +153,90 @@ class SimStaging:
     engine: Pages
     staged: Pages
 
-    def gather(self, layer: int, blocks: NDArray[np.int64], staged: NDArray[np.int64]) -> None:
+    def gather(
+        self,
+        layer: int,
+        blocks: NDArray[np.int64],
+        staged: NDArray[np.int64],
+        _after: StreamPosition | None = None,
+    ) -> None:
         """See `Staging`."""
         self.staged.words[layer][staged] = self.engine.words[layer][blocks]
 
-    def scatter(self, layer: int, staged: NDArray[np.int64], blocks: NDArray[np.int64]) -> None:
+    def scatter(
+        self,
+        layer: int,
+        staged: NDArray[np.int64],
+        blocks: NDArray[np.int64],
+        _after: StreamPosition | None = None,
+    ) -> None:
         """See `Staging`."""
         self.engine.words[layer][blocks] = self.staged.words[layer][staged]
+
+
+MAX_COPY_S: Final = 0.004
+
+
+@dataclass(slots=True)
+class SimCopy:
+    """Implements `handoff.kv_views.PendingCopy`."""
+
+    copied: bool = False
+
+    def is_done(self) -> bool:
+        """See `PendingCopy`."""
+        return self.copied
+
+    def wait(self) -> None:
+        """See `PendingCopy`. No simulated thread waits for a GPU."""
+        raise AssertionError("a thread waits for a copy")
+
+
+class SimDeviceStaging:
+    """`SimStaging` whose copies a GPU carries out: they take time, of which the agent learns later.
+
+    Each moves its pages at its last instant: what changes until then is copied.
+    """
+
+    def __init__(self, pages: SimStaging, process: SimProcess) -> None:
+        self._pages, self._process = pages, process
+        self._ends_s = {"gather": 0.0, "scatter": 0.0}
+
+    def gather(
+        self,
+        layer: int,
+        blocks: NDArray[np.int64],
+        staged: NDArray[np.int64],
+        _after: StreamPosition | None = None,
+    ) -> SimCopy:
+        """See `Staging`."""
+        return self._begin("gather", partial(self._pages.gather, layer, blocks, staged))
+
+    def scatter(
+        self,
+        layer: int,
+        staged: NDArray[np.int64],
+        blocks: NDArray[np.int64],
+        _after: StreamPosition | None = None,
+    ) -> SimCopy:
+        """See `Staging`."""
+        return self._begin("scatter", partial(self._pages.scatter, layer, staged, blocks))
+
+    def _begin(self, direction: str, move: Callable[[], None]) -> SimCopy:
+        """Behind the copies in the same direction; of a process that dies, what is left is lost."""
+        world, copy = self._process.world, SimCopy()
+        took_s = MAX_COPY_S * world.rng.random()
+        ends_s = max(self._ends_s[direction], world.timeline.now_s) + took_s
+        self._ends_s[direction] = ends_s
+
+        def end() -> None:
+            if self._process.is_alive:
+                move()
+                copy.copied = True
+                self._process.when_running(self._process.wake)
+
+        world.timeline.at(ends_s, end)
+        return copy
 
 
 LAYER_S: Final = 0.002

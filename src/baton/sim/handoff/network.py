@@ -383,6 +383,9 @@ class SimIoBackend:
         """Each host has a clock of its own."""
         return self.owner.name
 
+    def sleep(self, duration_s: float) -> None:
+        """See `IoBackend`. Time goes on between steps alone."""
+
     def make_selector(self) -> SimSelector:
         """See `IoBackend`."""
         return SimSelector()

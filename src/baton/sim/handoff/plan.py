@@ -18,7 +18,10 @@ Host: TypeAlias = str
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """One worker. `staging_pool` is None where peers reach the engine's own pages."""
+    """One worker. `staging_pool` is None where peers reach the engine's own pages.
+
+    `copies_late`: a GPU copies between those and the staged ones, and the worker goes on meanwhile.
+    """
 
     name: Host
     block_size: int
@@ -27,6 +30,7 @@ class WorkerPlan:
     offset_s: float
     rate: float
     unix_skew_s: float
+    copies_late: bool = False
 
     @property
     def is_prefill(self) -> bool:

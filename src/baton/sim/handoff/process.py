@@ -41,6 +41,7 @@ from baton.sim.handoff.memory import (
     Pages,
     SamePages,
     SimComputer,
+    SimDeviceStaging,
     SimStaging,
     make_layout,
 )
@@ -246,7 +247,12 @@ class SimProcess:
         view = KVView(layout, self.pages.region, peer_mappings=self.pages.peer_mappings)
         if plan.staging_pool is not None:
             staged = Pages.allocate(plan.block_size, plan.staging_pool, world.rng)
-            view = KVView(layout, staged.region, SimStaging(self.pages, staged))
+            staging = SimStaging(self.pages, staged)
+            view = KVView(
+                layout,
+                staged.region,
+                SimDeviceStaging(staging, self) if plan.copies_late else staging,
+            )
         # It has pages of its own to stage through, where it stages at all.
         pool = make_store_access(self, KVView(layout, self.pages.region))
         self.transports = tuple(
