@@ -116,7 +116,7 @@ def capture(life: Life, endpoint: str, batches) -> list[list[str]]:
         life.publish(*batches)
         messages = []
         for _ in batches:
-            assert sub.poll(5_000)
+            assert sub.poll(30_000)
             topic, seq, payload = sub.recv_multipart()
             assert payload[1] == 0xCB, "the first element is a float64"
             messages.append([topic.hex(), seq.hex(), (payload[:2] + bytes(8) + payload[10:]).hex()])
@@ -142,7 +142,7 @@ class Relay:
 
     def wait_for_subscribers(self) -> None:
         """Until the subscriber's subscription is here; nothing tells that of the relay itself."""
-        assert self._pub.poll(20_000), "nobody has subscribed"
+        assert self._pub.poll(30_000), "nobody has subscribed"
         self._pub.recv()
         time.sleep(0.3)
 
