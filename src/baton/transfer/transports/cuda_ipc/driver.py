@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
@@ -11,7 +12,7 @@ from baton.errors import ConfigError, TransferError
 from baton.transfer.transports.cuda_ipc.session import HANDLE_BYTES, Allocation
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -21,6 +22,8 @@ LIBRARY: Final = "libcuda.so.1"
 _NOT_READY: Final = 600
 _NON_BLOCKING_STREAM: Final = 1
 """Not ordered with the default stream."""
+_HIGH_PRIORITY: Final = -5
+"""Blocks of a kernel go before those of the model that have not begun."""
 _EVENT_WITHOUT_TIME: Final = 2
 _LAZY_PEER_ACCESS: Final = 1
 _IS_LEGACY_IPC_CAPABLE: Final = 10
@@ -67,7 +70,11 @@ _PROTOTYPES: Final[dict[str, tuple[type, ...]]] = {
     "cuIpcGetMemHandle": (ctypes.POINTER(IpcHandle), _ADDRESS),
     "cuIpcOpenMemHandle_v2": (ctypes.POINTER(_ADDRESS), IpcHandle, _UINT),
     "cuIpcCloseMemHandle": (_ADDRESS,),
-    "cuStreamCreate": (ctypes.POINTER(_POINTER), _UINT),
+    "cuModuleLoadData": (ctypes.POINTER(_POINTER), ctypes.c_char_p),
+    "cuModuleUnload": (_POINTER,),
+    "cuModuleGetFunction": (ctypes.POINTER(_POINTER), _POINTER, ctypes.c_char_p),
+    "cuLaunchKernel": (_POINTER, *[_UINT] * 7, _POINTER, ctypes.POINTER(_POINTER), _POINTER),
+    "cuStreamCreateWithPriority": (ctypes.POINTER(_POINTER), _UINT, _INT),
     "cuStreamDestroy_v2": (_POINTER,),
     "cuEventCreate": (ctypes.POINTER(_POINTER), _UINT),
     "cuEventRecord": (_POINTER, _POINTER),
@@ -104,6 +111,14 @@ def load_driver(library: str = LIBRARY) -> Driver:
     if driver.count_devices() == 0:
         raise ConfigError("the transport cuda_ipc needs an NVIDIA GPU: the driver shows none")
     return driver
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A compiled kernel of one context, and the module to be unloaded."""
+
+    module: int
+    function: int
 
 
 class Driver:
@@ -208,10 +223,35 @@ class Driver:
         return address.value
 
     def create_stream(self) -> int:
-        """A stream that waits for no other."""
+        """A stream that waits for no other, of high priority."""
         stream = _POINTER()
-        self.call("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING_STREAM)
+        self.call(
+            "cuStreamCreateWithPriority",
+            ctypes.byref(stream),
+            _NON_BLOCKING_STREAM,
+            _HIGH_PRIORITY,
+        )
         return stream.value or 0
+
+    def load_kernel(self, ptx: bytes, name: bytes) -> Kernel:
+        """Compile a kernel for the device of the current context; takes some 10 ms.
+
+        Raises:
+            TransferError: the driver is too old for it, or has no compiler.
+        """
+        module, function = _POINTER(), _POINTER()
+        self.call("cuModuleLoadData", ctypes.byref(module), ptx)
+        self.call("cuModuleGetFunction", ctypes.byref(function), module, name)
+        return Kernel(module.value or 0, function.value or 0)
+
+    def launch(
+        self, kernel: Kernel, blocks: int, threads: int, stream: int, parameters: Sequence[object]
+    ) -> None:
+        """Queue a kernel. `parameters` are ctypes objects, copied before this returns."""
+        addresses = [ctypes.addressof(each) for each in parameters]  # type: ignore[arg-type]
+        pointers = (_POINTER * len(addresses))(*addresses)
+        sizes = (blocks, 1, 1, threads, 1, 1, 0)
+        self.call("cuLaunchKernel", kernel.function, *sizes, stream, pointers, None)
 
     def record_event(self, stream: int) -> int:
         """An event of its own, which has happened when all that was given to `stream` is done."""
