@@ -13,6 +13,8 @@ import torch
 from gpu_rows import Row, Spread
 
 from baton.engines.gpu.page_copier import IndexedCopier, KernelCopier, LaunchShape
+from baton.transfer.transports.cuda_ipc.copy_kernel import CopyKernel
+from baton.transfer.transports.cuda_ipc.driver import load_driver
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +33,46 @@ def describe(shape: LaunchShape) -> str:
     """For a table."""
     kib = shape.block_words * 8 // 1024
     return f"kernel, {shape.max_programs} programs, {kib} KiB by {shape.num_warps} warps"
+
+
+def describe_runs(multiprocessors: int) -> str:
+    """The same of `cuda_ipc`'s kernel."""
+    return f"kernel of cuda_ipc, {multiprocessors} multiprocessors"
+
+
+class RunCopier:
+    """Gathers and scatters by the kernel of the transport `cuda_ipc`, on torch's current stream."""
+
+    def __init__(self, multiprocessors: int) -> None:
+        torch.zeros(1, device="cuda")  # torch's context is current from then on
+        self._kernel = CopyKernel(load_driver(), multiprocessors)
+
+    def gather(self, pages: torch.Tensor, index: np.ndarray, staging: torch.Tensor) -> None:
+        """See `PageCopier`."""
+        self._copy(locate(pages, index), locate(staging, np.arange(len(index))), pages.shape[1])
+
+    def scatter(self, staging: torch.Tensor, index: np.ndarray, pages: torch.Tensor) -> None:
+        """See `PageCopier`."""
+        self._copy(locate(staging, np.arange(len(index))), locate(pages, index), pages.shape[1])
+
+    def _copy(self, sources: np.ndarray, targets: np.ndarray, num_bytes: int) -> None:
+        runs = np.stack((sources, targets, np.full_like(sources, num_bytes)), axis=1)
+        self._kernel.enqueue(runs, torch.cuda.current_stream().cuda_stream)
+
+
+def locate(pages: torch.Tensor, index: np.ndarray) -> np.ndarray:
+    """Addresses of pages."""
+    return (pages.data_ptr() + index * pages.stride(0)).astype(np.uint64)
+
+
+def make_copiers(setup: Setup) -> dict[str, KernelCopier | RunCopier]:
+    """The kernels, by what they take of the GPU."""
+    copiers: dict[str, KernelCopier | RunCopier] = {
+        describe(each): KernelCopier(each) for each in setup.shapes
+    }
+    for each in setup.multiprocessors:
+        copiers[describe_runs(each)] = RunCopier(each)
+    return copiers
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -94,8 +136,7 @@ def measure_kernel(setup: Setup) -> list[Row]:
         torch.randint(0, 256, (setup.pool_bytes,), dtype=torch.uint8, device=setup.device),
         torch.empty(setup.staging_bytes, dtype=torch.uint8, device=setup.device),
     )
-    copiers: dict[str, PageCopier] = {describe(each): KernelCopier(each) for each in setup.shapes}
-    copiers["torch's indexed copies"] = IndexedCopier()
+    copiers = make_copiers(setup) | {"torch's indexed copies": IndexedCopier()}
     rows = []
     for page_bytes in setup.page_sizes:
         pages = Pages.make(setup, page_bytes, memory)

@@ -1,18 +1,21 @@
 """A kernel that copies many short runs at once, for the driver to compile (PTX).
 
 A copy engine takes about a microsecond for each run, whatever its length, so that scattered pages
-reach a fraction of the memory's bandwidth. Here each warp takes a run, 4 KiB in flight. The runs are
-the kernel's parameters: nothing has to be uploaded. Copied are multiples of 16 bytes.
+reach a fraction of the memory's bandwidth. Here each warp takes a run, 4 KiB in flight. The runs
+are the kernel's parameters: nothing has to be uploaded. Copied are multiples of 16 bytes.
 """
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from baton.transfer.transports.cuda_ipc.driver import Driver
 
 MAX_RUNS: Final = 1360
 """Of one launch: parameters are 32,764 bytes at most (CUDA 12.1, compute capability 7.0)."""
@@ -24,7 +27,47 @@ LONG_RUN_BYTES: Final = 256 << 10
 """From this mean length on, copy engines are as fast, and take no multiprocessor."""
 UNIT_BYTES: Final = 16
 
-NAME: Final = b"copy_runs"
+
+class CopyKernel:
+    """The kernel, compiled for the device of the context that is current; so it must be later."""
+
+    def __init__(self, driver: Driver, multiprocessors: int) -> None:
+        """Takes some 10 ms.
+
+        Raises:
+            TransferError: the driver is older than CUDA 12.1, or has no compiler.
+        """
+        self._driver, self._multiprocessors = driver, multiprocessors
+        self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        driver.call("cuModuleLoadData", ctypes.byref(self._module), PTX)
+        driver.call("cuModuleGetFunction", ctypes.byref(self._function), self._module, b"copy_runs")
+
+    def enqueue(self, runs: NDArray[np.uint64], stream: int) -> None:
+        """Queue copies, in no order: see `CopyDevice.enqueue`."""
+        segments = cut_runs(runs)
+        parameter, num_runs = (ctypes.c_uint64 * (3 * MAX_RUNS))(), ctypes.c_uint32()
+        pointers = (ctypes.c_void_p * 2)(*map(ctypes.addressof, (parameter, num_runs)))
+        for at in range(0, len(segments), MAX_RUNS):
+            part = segments[at : at + MAX_RUNS]
+            ctypes.memmove(parameter, part.ctypes.data, part.nbytes)
+            num_runs.value = len(part)
+            blocks = (min(self._multiprocessors, len(part)), 1, 1)
+            threads, shared_bytes = (NUM_THREADS, 1, 1), 0
+            # The driver copies the parameters before it returns.
+            self._driver.call(
+                "cuLaunchKernel",
+                self._function,
+                *blocks,
+                *threads,
+                shared_bytes,
+                stream,
+                pointers,
+                None,
+            )
+
+    def close(self) -> None:
+        """Unload it, once its copies have ended."""
+        self._driver.call("cuModuleUnload", self._module)
 
 
 def suits_kernel(runs: NDArray[np.uint64]) -> bool:

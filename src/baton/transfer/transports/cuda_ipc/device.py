@@ -5,26 +5,18 @@ Short runs are copied by a kernel on few multiprocessors, long ones by the copy 
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import time
 from typing import TYPE_CHECKING, Final
 
 from baton.errors import TransferError
-from baton.transfer.transports.cuda_ipc.copy_kernel import (
-    MAX_RUNS,
-    NAME,
-    NUM_THREADS,
-    PTX,
-    cut_runs,
-    suits_kernel,
-)
+from baton.transfer.transports.cuda_ipc.copy_kernel import CopyKernel, suits_kernel
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from baton.transfer.transports.cuda_ipc.driver import Driver, Kernel
+    from baton.transfer.transports.cuda_ipc.driver import Driver
     from baton.transfer.transports.cuda_ipc.session import Allocation, Ticket
 
 logger: Final = logging.getLogger(__name__)
@@ -54,7 +46,7 @@ class CudaDevice:
         self._driver, self._number = driver, number
         self._context = driver.retain_context(number)
         self._multiprocessors = multiprocessors
-        self._kernel: Kernel | None = None
+        self._kernel: CopyKernel | None = None
         self._stream: int | None = None
         self._events: set[int] = set()
         self._mapped: list[int] = []
@@ -87,7 +79,7 @@ class CudaDevice:
             if self._stream is None:
                 self._stream = self._driver.create_stream()
             if self._multiprocessors and suits_kernel(runs) and (kernel := self._load_kernel()):
-                self._launch(kernel, runs, self._stream)
+                kernel.enqueue(runs, self._stream)
             else:
                 for at in range(0, len(runs), MAX_BATCH):
                     self._driver.copy_batch(runs[at : at + MAX_BATCH], self._stream)
@@ -118,14 +110,14 @@ class CudaDevice:
             for address in self._mapped:
                 self._driver.call("cuIpcCloseMemHandle", address)
             if self._kernel is not None:
-                self._driver.call("cuModuleUnload", self._kernel.module)
+                self._kernel.close()
         self._driver.release_context(self._number)
 
-    def _load_kernel(self) -> Kernel | None:
+    def _load_kernel(self) -> CopyKernel | None:
         """None, from then on, where the driver cannot compile it: copy engines do it all."""
         if self._kernel is None:
             try:
-                self._kernel = self._driver.load_kernel(PTX, NAME)
+                self._kernel = CopyKernel(self._driver, self._multiprocessors)
             except TransferError as exc:
                 self._multiprocessors = 0
                 logger.warning(
@@ -134,16 +126,6 @@ class CudaDevice:
                     exc,
                 )
         return self._kernel
-
-    def _launch(self, kernel: Kernel, runs: NDArray[np.uint64], stream: int) -> None:
-        segments = cut_runs(runs)
-        parameter = (ctypes.c_uint64 * (3 * MAX_RUNS))()
-        for at in range(0, len(segments), MAX_RUNS):
-            part = segments[at : at + MAX_RUNS]
-            ctypes.memmove(parameter, part.ctypes.data, part.nbytes)
-            num_blocks = min(self._multiprocessors, len(part))
-            num_runs = ctypes.c_uint32(len(part))
-            self._driver.launch(kernel, num_blocks, NUM_THREADS, stream, (parameter, num_runs))
 
     def _drain(self, stream: int) -> None:
         """Wait, a little at a time, for all that the stream was given, also without an event.

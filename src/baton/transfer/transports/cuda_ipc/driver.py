@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
@@ -12,7 +11,7 @@ from baton.errors import ConfigError, TransferError
 from baton.transfer.transports.cuda_ipc.session import HANDLE_BYTES, Allocation
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Generator
 
     import numpy as np
     from numpy.typing import NDArray
@@ -113,14 +112,6 @@ def load_driver(library: str = LIBRARY) -> Driver:
     return driver
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """A compiled kernel of one context, and the module to be unloaded."""
-
-    module: int
-    function: int
-
-
 class Driver:
     """Calls, and errors as exceptions. Stateless; safe to share."""
 
@@ -136,11 +127,6 @@ class Driver:
             if function is not None:
                 function.argtypes, function.restype = types, _INT
                 self._batch_function = self._batch_function or name
-
-    @property
-    def copies_in_batches(self) -> bool:
-        """Whether many copies can be given at once, and kept off the SMs (CUDA 12.8)."""
-        return self._batch_function is not None
 
     def call(self, name: str, *arguments: object) -> None:
         """Call a function.
@@ -232,26 +218,6 @@ class Driver:
             _HIGH_PRIORITY,
         )
         return stream.value or 0
-
-    def load_kernel(self, ptx: bytes, name: bytes) -> Kernel:
-        """Compile a kernel for the device of the current context; takes some 10 ms.
-
-        Raises:
-            TransferError: the driver is too old for it, or has no compiler.
-        """
-        module, function = _POINTER(), _POINTER()
-        self.call("cuModuleLoadData", ctypes.byref(module), ptx)
-        self.call("cuModuleGetFunction", ctypes.byref(function), module, name)
-        return Kernel(module.value or 0, function.value or 0)
-
-    def launch(
-        self, kernel: Kernel, blocks: int, threads: int, stream: int, parameters: Sequence[object]
-    ) -> None:
-        """Queue a kernel. `parameters` are ctypes objects, copied before this returns."""
-        addresses = [ctypes.addressof(each) for each in parameters]  # type: ignore[arg-type]
-        pointers = (_POINTER * len(addresses))(*addresses)
-        sizes = (blocks, 1, 1, threads, 1, 1, 0)
-        self.call("cuLaunchKernel", kernel.function, *sizes, stream, pointers, None)
 
     def record_event(self, stream: int) -> int:
         """An event of its own, which has happened when all that was given to `stream` is done."""
