@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 LIMIT = "one contiguous copy (limit)"
 MAX_LAUNCHES = 8
-SLEEP_CYCLES = 6_000_000
-"""Some 3 ms, in which the calling thread queues what is measured."""
+CYCLES_PER_S = 2_000_000_000
+"""Of the GPU's clock, about: a kernel waits while the calling thread queues what is measured."""
+MIN_QUEUED_S = 0.003
 
 
 def describe(shape: LaunchShape) -> str:
@@ -110,8 +111,13 @@ class Pages:
         return zip(cycle(self.requests), cycle(parts), strict=False)
 
 
-def time_on_device(setup: Setup, actions: Sequence[Callable[[], None]]) -> tuple[float, float]:
-    """Seconds of the device, and of the calling thread, for each action; they are queued."""
+def time_on_device(
+    setup: Setup, actions: Sequence[Callable[[], None]], queued_s: float
+) -> tuple[float, float]:
+    """Seconds of the device, and of the calling thread, for each action.
+
+    The device begins after `queued_s`, in which all are queued.
+    """
     if setup.device.type == "cpu":
         began = time.perf_counter()
         for action in actions:
@@ -119,7 +125,7 @@ def time_on_device(setup: Setup, actions: Sequence[Callable[[], None]]) -> tuple
         each_s = (time.perf_counter() - began) / len(actions)
         return each_s, each_s
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(SLEEP_CYCLES)  # noqa: SLF001 - as torch's own benchmarks do
+    torch.cuda._sleep(int(queued_s * CYCLES_PER_S))  # noqa: SLF001 - as torch's own benchmarks do
     begin.record()
     began = time.perf_counter()
     for action in actions:
@@ -192,22 +198,23 @@ def make_ways(
 def measure_ways(
     setup: Setup, what: str, num_bytes: int, ways: dict[str, Iterator[Callable[[], None]]]
 ) -> list[Row]:
-    """One row for each way, in turns, after a round that does not count."""
+    """One row for each way, in turns, after two rounds that do not count."""
     num_launches = max(1, min(MAX_LAUNCHES, setup.staging_bytes // num_bytes))
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    for number in range(setup.num_rounds + 1):
+    for _ in range(setup.num_rounds + 2):
         for name, moves in ways.items():
-            taken = time_on_device(setup, [next(moves) for _ in range(num_launches)])
-            if number:
-                times[name].append(taken)
+            called_s = max((each for _, each in times[name][-1:]), default=0.0)
+            queued_s = max(MIN_QUEUED_S, 2 * num_launches * called_s)
+            actions = [next(moves) for _ in range(num_launches)]
+            times[name].append(time_on_device(setup, actions, queued_s))
     return [
         Row(
             part="kernel",
             what=what,
             by=name,
             num_bytes=num_bytes,
-            seconds=Spread.of([each for each, _ in found]),
-            calling_s=Spread.of([each for _, each in found]),
+            seconds=Spread.of([each for each, _ in found[2:]]),
+            calling_s=Spread.of([each for _, each in found[2:]]),
         )
         for name, found in times.items()
     ]

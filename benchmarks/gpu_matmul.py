@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from gpu_kernel import LIMIT, RunCopier, describe, describe_runs
+from gpu_kernel import CYCLES_PER_S, LIMIT, RunCopier, describe, describe_runs
 from gpu_rows import BesideRow, Spread
 
 if TYPE_CHECKING:
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from baton.engines.gpu.page_copier import LaunchShape
 
-CYCLES_PER_S = 2_000_000_000
-"""Of the GPU's clock, about: how long a kernel that waits keeps both streams from beginning."""
 MIN_GATE_S = 0.01
 PAGE_BYTES = 32 << 10
 MAX_COPIES = 300
