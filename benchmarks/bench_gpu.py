@@ -10,8 +10,8 @@ kernel    gather and scatter of 1,024 scattered pages within the GPU: by `Kernel
           of copies that were queued before.
 matmul    a bf16 product of 8192 x 8192 alone, and while pages are copied on another stream.
 host      to pinned memory of the host and back: `CopyStream` with neighbours and scattered
-          pages, vLLM's `PlainPages`, and one copy of as many bytes. Seconds are from the call until
-          the calling thread sees the end of it.
+          pages, torch's indexed copies, and one copy of as many bytes. Seconds are from the call
+          until the calling thread sees the end of it.
 cuda_ipc  from one process to another on the same GPU: Baton's `cuda_ipc` and NIXL (UCX), and
           within one process the kernel and one contiguous copy. Seconds of a write are from the
           call until the peer, which polls all the time, has its notification.
