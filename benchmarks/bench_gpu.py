@@ -161,6 +161,8 @@ def main() -> None:
         return
     device = torch.device(given.device)
     is_gpu = device.type == "cuda"
+    if is_gpu and not torch.cuda.is_available():
+        parser.error(f"torch {torch.__version__} finds no GPU here; --device cpu tries the program")
     make = Setup if is_gpu else Setup.small
     setup = make(device=device, num_rounds=given.rounds, ipc_peers=tuple(given.peers))
     result = Result(
