@@ -251,9 +251,9 @@ CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, u
                         void **extra) {
     NEEDS_CONTEXT;
     const CUdeviceptr *runs = parameters[0];
-    unsigned count = *(unsigned *)parameters[1];
+    unsigned count = *(unsigned *)parameters[1], parts = *(unsigned *)parameters[2];
     if (function != (CUfunction)(uintptr_t)0x7f2123456789ULL || !grid_x || grid_x > 8 || grid_y != 1 || grid_z != 1 ||
-        block_x != 1024 || block_y != 1 || block_z != 1 || shared || !stream || extra || !count || count > 1360)
+        block_x != 1024 || block_y != 1 || block_z != 1 || shared || !stream || extra || !count || count > 1360 || !parts || parts > 8)
         return CUDA_ERROR_INVALID_VALUE;
     stand_in_num_launches++;
     for (unsigned i = 0; i < count; i++) {

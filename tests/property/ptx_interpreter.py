@@ -23,7 +23,7 @@ class Memory:
 
 def run_kernel(ptx, parameters, memory, num_blocks, num_threads):
     """Run the one entry; `parameters` are bytes by name."""
-    program, labels = parse(ptx)
+    program, labels = parse(ptx.partition("{")[2])
     places, body = {}, b""
     for name, value in parameters.items():
         places[name] = len(body)
@@ -36,10 +36,10 @@ def run_kernel(ptx, parameters, memory, num_blocks, num_threads):
             run_thread(program, labels, registers | places, body, memory)
 
 
-def parse(ptx):
+def parse(body):
     """(guard, operation, operands) of each instruction, and where labels are."""
     program, labels = [], {}
-    for line in map(str.strip, ptx.partition("{")[2].splitlines()):
+    for line in map(str.strip, body.splitlines()):
         if line.endswith(":"):
             labels[line[:-1]] = len(program)
         elif line and line[0] not in ".{}":
@@ -92,6 +92,9 @@ def compute(operation, operands, registers, body):
             "mov": lambda a: a,
             "and": lambda a, b: a & b,
             "shr": lambda a, b: a >> b,
+            "shl": lambda a, b: a << b,
+            "div": lambda a, b: a // b,
+            "rem": lambda a, b: a % b,
             "add": lambda a, b: a + b,
             "mul": lambda a, b: a * b,
             "mad": lambda a, b, c: a * b + c,

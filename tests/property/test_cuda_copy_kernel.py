@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from baton.transfer.transports.cuda_ipc.copy_kernel import (
     LONG_RUN_BYTES,
+    MAX_PARTS,
     MAX_RUNS,
-    MAX_SEGMENT_BYTES,
     PTX,
-    cut_runs,
+    WARPS_PER_BLOCK,
+    count_parts,
     suits_kernel,
 )
 from tests.property.ptx_interpreter import Memory, run_kernel
@@ -29,7 +30,7 @@ def runs_between_halves(draw):
     runs, at = [], 0
     for _ in range(draw(st.integers(1, 9))):
         at += 16 * draw(st.integers(0, 40))
-        num_bytes = 16 * draw(st.one_of(st.integers(1, 40), st.integers(240, 600)))
+        num_bytes = 16 * draw(st.one_of(st.integers(1, 40), st.integers(240, 1200)))
         if at + num_bytes > HALF_BYTES:
             break
         source = 16 * draw(st.integers(0, (HALF_BYTES - num_bytes) // 16))
@@ -39,13 +40,16 @@ def runs_between_halves(draw):
 
 
 @settings(max_examples=15, deadline=None)
-@given(runs_between_halves(), st.integers(1, 3), st.sampled_from([32, 96]))
-def test_the_ptx_copies_each_run_and_nothing_else(runs, num_blocks, num_threads):
+@given(
+    runs_between_halves(), st.integers(1, 3), st.sampled_from([32, 96]), st.sampled_from([1, 2, 8])
+)
+def test_the_ptx_copies_each_run_and_nothing_else(runs, num_blocks, num_threads, num_parts):
     content = np.random.default_rng(0).integers(0, 256, 2 * HALF_BYTES, np.uint8)
     memory = Memory(BASE, content.tobytes())
     parameters = {
         "runs": runs.tobytes().ljust(MAX_RUNS * 24),
         "num_runs": len(runs).to_bytes(4, "little"),
+        "num_parts": num_parts.to_bytes(4, "little"),
     }
     run_kernel(PTX.decode(), parameters, memory, num_blocks, num_threads)
     for source, target, num_bytes in (runs.astype(np.int64) - [BASE, BASE, 0]).tolist():
@@ -53,18 +57,12 @@ def test_the_ptx_copies_each_run_and_nothing_else(runs, num_blocks, num_threads)
     assert memory.content == content.tobytes()
 
 
-@given(runs_between_halves(), st.integers(0, 4))
-def test_cut_runs_are_the_same_bytes(runs, scale):
-    runs[:, 2] *= np.uint64(1 << scale)
-    segments = cut_runs(runs)
-    assert (segments[:, 2] <= MAX_SEGMENT_BYTES).all()
-    assert segments[:, 2].all()
-    expected = [
-        (source + at, target + at, min(MAX_SEGMENT_BYTES, num_bytes - at))
-        for source, target, num_bytes in runs.tolist()
-        for at in range(0, num_bytes, MAX_SEGMENT_BYTES)
-    ]
-    assert segments.tolist() == [list(each) for each in expected]
+@given(st.integers(1, MAX_RUNS), st.integers(1, 1024))
+def test_few_runs_are_shared_by_warps(num_runs, multiprocessors):
+    parts = count_parts(num_runs, multiprocessors)
+    assert 1 <= parts <= MAX_PARTS
+    num_warps = multiprocessors * WARPS_PER_BLOCK
+    assert parts == MAX_PARTS or num_runs * parts >= num_warps
 
 
 @pytest.mark.parametrize(

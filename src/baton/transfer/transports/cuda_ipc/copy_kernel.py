@@ -1,8 +1,9 @@
 """A kernel that copies many short runs at once, for the driver to compile (PTX).
 
 A copy engine takes about a microsecond for each run, whatever its length, so that scattered pages
-reach a fraction of the memory's bandwidth. Here each warp takes a run, 4 KiB in flight. The runs
-are the kernel's parameters: nothing has to be uploaded. Copied are multiples of 16 bytes.
+reach a fraction of the memory's bandwidth. Here each warp takes a run, or a part of one, and has
+4 KiB in flight. The runs are the kernel's parameters: nothing has to be uploaded. Copied are
+multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ MAX_RUNS: Final = 1360
 """Of one launch: parameters are 32,764 bytes at most (CUDA 12.1, compute capability 7.0)."""
 NUM_THREADS: Final = 1024
 """Of one block; one block takes a multiprocessor."""
-MAX_SEGMENT_BYTES: Final = 16 << 10
-"""What one warp copies: longer runs are cut, so that warps end together."""
+WARPS_PER_BLOCK: Final = NUM_THREADS // 32
+MAX_PARTS: Final = 8
+"""Warps that share a run, where runs are few: a part is each so manieth piece of 4 KiB."""
 LONG_RUN_BYTES: Final = 256 << 10
 """From this mean length on, copy engines are as fast, and take no multiprocessor."""
 UNIT_BYTES: Final = 16
@@ -44,14 +46,17 @@ class CopyKernel:
 
     def enqueue(self, runs: NDArray[np.uint64], stream: int) -> None:
         """Queue copies, in no order: see `CopyDevice.enqueue`."""
-        segments = cut_runs(runs)
-        parameter, num_runs = (ctypes.c_uint64 * (3 * MAX_RUNS))(), ctypes.c_uint32()
-        pointers = (ctypes.c_void_p * 2)(*map(ctypes.addressof, (parameter, num_runs)))
-        for at in range(0, len(segments), MAX_RUNS):
-            part = segments[at : at + MAX_RUNS]
+        parameter, num_runs, num_parts = (
+            (ctypes.c_uint64 * (3 * MAX_RUNS))(),
+            *(ctypes.c_uint32() for _ in range(2)),
+        )
+        pointers = (ctypes.c_void_p * 3)(*map(ctypes.addressof, (parameter, num_runs, num_parts)))
+        for at in range(0, len(runs), MAX_RUNS):
+            part = np.ascontiguousarray(runs[at : at + MAX_RUNS])
             ctypes.memmove(parameter, part.ctypes.data, part.nbytes)
             num_runs.value = len(part)
-            blocks = (min(self._multiprocessors, len(part)), 1, 1)
+            num_parts.value = count_parts(len(part), self._multiprocessors)
+            blocks = (min(self._multiprocessors, len(part) * num_parts.value), 1, 1)
             threads, shared_bytes = (NUM_THREADS, 1, 1), 0
             # The driver copies the parameters before it returns.
             self._driver.call(
@@ -77,17 +82,9 @@ def suits_kernel(runs: NDArray[np.uint64]) -> bool:
     return num_bytes < LONG_RUN_BYTES * len(runs) and all_bits % UNIT_BYTES == 0
 
 
-def cut_runs(runs: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The same bytes in runs of `MAX_SEGMENT_BYTES` at most, uint64 `[s, 3]`."""
-    lengths = runs[:, 2].astype(np.int64)
-    counts = -(-lengths // MAX_SEGMENT_BYTES)
-    owners = np.repeat(np.arange(len(runs)), counts)
-    firsts = np.cumsum(counts) - counts
-    offsets = (np.arange(len(owners)) - firsts[owners]) * MAX_SEGMENT_BYTES
-    segments = runs[owners]
-    segments[:, :2] += offsets.astype(np.uint64)[:, None]
-    segments[:, 2] = np.minimum(lengths[owners] - offsets, MAX_SEGMENT_BYTES)
-    return segments
+def count_parts(num_runs: int, multiprocessors: int) -> int:
+    """How many warps share each run: so many that no warp is idle, and they end together."""
+    return max(1, min(MAX_PARTS, 4 * multiprocessors * WARPS_PER_BLOCK // num_runs))
 
 
 def _many(form: str) -> str:
@@ -102,13 +99,16 @@ PTX: Final = f"""
 .version 8.1
 .target sm_80
 .address_size 64
-.visible .entry copy_runs(.param .align 8 .b8 runs[{MAX_RUNS * 24}], .param .u32 num_runs)
+.visible .entry copy_runs(
+  .param .align 8 .b8 runs[{MAX_RUNS * 24}], .param .u32 num_runs, .param .u32 num_parts
+)
 .maxntid {NUM_THREADS}, 1, 1
 {{
   .reg .pred %is_over;
-  .reg .b32 %thread, %lane, %warp, %block, %num_blocks, %num_warps, %number, %step, %num;
+  .reg .b32 %thread, %lane, %warp, %block, %num_blocks, %num_warps, %number, %step, %num, %parts;
+  .reg .b32 %owner, %part, %piece;
   .reg .b32 %word<32>;
-  .reg .b64 %run, %offset, %source, %target, %end, %first, %last;
+  .reg .b64 %run, %offset, %source, %target, %end, %first, %last, %stride;
   mov.u32 %thread, %tid.x;
   and.b32 %lane, %thread, 31;
   shr.u32 %warp, %thread, 5;
@@ -119,11 +119,18 @@ PTX: Final = f"""
   mad.lo.u32 %number, %warp, %num_blocks, %block;
   mul.lo.u32 %step, %num_blocks, %num_warps;
   ld.param.u32 %num, [num_runs];
-  mul.wide.u32 %first, %lane, 16;
+  ld.param.u32 %parts, [num_parts];
+  mul.lo.u32 %num, %num, %parts;
+  mul.wide.u32 %stride, %parts, 4096;
 next:
   setp.ge.u32 %is_over, %number, %num;
   @%is_over bra done;
-  mul.wide.u32 %offset, %number, 24;
+  div.u32 %owner, %number, %parts;
+  rem.u32 %part, %number, %parts;
+  shl.b32 %part, %part, 8;
+  add.u32 %piece, %part, %lane;
+  mul.wide.u32 %first, %piece, 16;
+  mul.wide.u32 %offset, %owner, 24;
   mov.b64 %run, runs;
   add.s64 %run, %run, %offset;
   ld.param.u64 %source, [%run];
@@ -139,8 +146,8 @@ wide:
   @%is_over bra narrow;
 {_many("ld.global.v4.u32 {{{words}}}, [%source+{at}];")}
 {_many("st.global.v4.u32 [%target+{at}], {{{words}}};")}
-  add.s64 %source, %source, 4096;
-  add.s64 %target, %target, 4096;
+  add.s64 %source, %source, %stride;
+  add.s64 %target, %target, %stride;
   bra wide;
 narrow:
   setp.ge.u64 %is_over, %source, %end;
@@ -154,4 +161,6 @@ done:
   ret;
 }}
 """.encode()
-"""Warp w of block b copies runs `w * blocks + b`, and so on; lane l words l, l + 32, …"""
+"""Warp w of block b copies item `w * blocks + b`, and so on: item i is part `i % parts` of run
+`i // parts`. A lane's words are 512 bytes apart; a part's pieces of 4 KiB, `parts` pieces apart.
+"""
