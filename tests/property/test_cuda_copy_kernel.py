@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baton.transfer.transports.cuda_ipc.copy_kernel import (
@@ -39,7 +39,14 @@ def runs_between_halves(draw):
     return np.array(runs, np.uint64).reshape(-1, 3)
 
 
+LONG_RUNS = np.array(
+    [(BASE, BASE + HALF_BYTES, 40_016), (BASE + 64, BASE + HALF_BYTES + 40_016, 4096)], np.uint64
+)
+
+
 @settings(max_examples=15, deadline=None)
+@example(LONG_RUNS, 2, 32, 2)
+@example(LONG_RUNS, 1, 96, 8)
 @given(
     runs_between_halves(), st.integers(1, 3), st.sampled_from([32, 96]), st.sampled_from([1, 2, 8])
 )
