@@ -4,13 +4,14 @@
         [--parts kernel matmul host cuda_ipc] [--peers cuda_ipc nixl] [--rounds 5]
     python benchmarks/bench_gpu.py --table benchmarks/results/gpu.json
 
-kernel    gather and scatter of 1,024 scattered pages within the GPU, by `KernelCopier` with several
-          numbers of programs, by torch's indexed copies, and one contiguous copy of as many bytes.
-          No page is in the L2 cache. Seconds are the GPU's, of copies that were queued before.
+kernel    gather and scatter of 1,024 scattered pages within the GPU: by `KernelCopier` and by the
+          kernel of `cuda_ipc` on several numbers of multiprocessors, by torch's indexed copies, and
+          one contiguous copy of as many bytes. No page is in the L2 cache. Seconds are the GPU's,
+          of copies that were queued before.
 matmul    a bf16 product of 8192 x 8192 alone, and while pages are copied on another stream.
 host      to pinned memory of the host and back: `CopyStream` with neighbours and scattered
-          pages, vLLM's `PlainPages`, and one copy of as many bytes. Seconds are from the call until
-          the calling thread sees the end of it.
+          pages, torch's indexed copies, and one copy of as many bytes. Seconds are from the call
+          until the calling thread sees the end of it.
 cuda_ipc  from one process to another on the same GPU: Baton's `cuda_ipc` and NIXL (UCX), and
           within one process the kernel and one contiguous copy. Seconds of a write are from the
           call until the peer, which polls all the time, has its notification.
@@ -45,7 +46,13 @@ PARTS: dict[str, tuple[str, str]] = {
     "cuda_ipc": ("gpu_ipc", "measure_ipc"),
 }
 """Module and function of each: only what is measured is imported."""
-PEERS = ("cuda_ipc", "nixl", "nixl_without_error_handling")
+PEERS = (
+    "cuda_ipc",
+    "cuda_ipc_32_multiprocessors",
+    "cuda_ipc_copy_engines",
+    "nixl",
+    "nixl_without_error_handling",
+)
 PACKAGES = ("torch", "triton", "nixl-cu13", "nixl-cu12")
 PROGRAMS = (4, 8, 16, 32, 64, 132)
 GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
@@ -69,8 +76,9 @@ class Setup:
         *(LaunchShape(each, 8192, 32) for each in (4, 8, 16)),
         *(LaunchShape(each, 4096, 8) for each in (4, 8)),
     )
+    multiprocessors: tuple[int, ...] = (4, 8, 16, 32, 132)
     matmul_size: int = 8192
-    num_matmuls: int = 10
+    num_matmuls: int = 4
     beside_bytes: int = 256 * MIB
     beside_pool_bytes: int = 4 * GIB
     host_requests: tuple[tuple[int, int], ...] = (
@@ -97,6 +105,7 @@ class Setup:
             num_pages=8,
             page_sizes=(16 * KIB,),
             shapes=(LaunchShape(), LaunchShape(4, 8192, 32)),
+            multiprocessors=(),
             matmul_size=64,
             num_matmuls=2,
             beside_bytes=64 * KIB,
@@ -152,6 +161,8 @@ def main() -> None:
         return
     device = torch.device(given.device)
     is_gpu = device.type == "cuda"
+    if is_gpu and not torch.cuda.is_available():
+        parser.error(f"torch {torch.__version__} finds no GPU here; --device cpu tries the program")
     make = Setup if is_gpu else Setup.small
     setup = make(device=device, num_rounds=given.rounds, ipc_peers=tuple(given.peers))
     result = Result(

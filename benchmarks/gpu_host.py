@@ -1,7 +1,7 @@
 """Part `host` of `bench_gpu.py`: pages between a GPU and pinned memory of the host.
 
-Beside Baton's copy stream: one copy of as many bytes (what PCIe gives), and vLLM's pages on a GPU
-as `PlainPages` gathers and scatters them today, which waits until the copy has ended.
+Beside Baton's copy stream: one copy of as many bytes (what PCIe gives), and what takes the fewest
+lines of torch, which waits until the copy has ended.
 """
 
 from __future__ import annotations
@@ -16,15 +16,12 @@ from gpu_kernel import LIMIT, format_bytes
 from gpu_rows import Row, Spread
 
 from baton.engines.gpu.copy_stream import CopyStream, pin_memory
-from baton.engines.vllm.kv_views import PlainPages
 from baton.transfer.region import allocate_shared_region, view_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bench_gpu import Setup
-
-    from baton.transfer.interface import PagedRegion
 
     Start = Callable[[np.ndarray], Callable[[], object] | None]
     """Begins a copy of these pages; what waits for its end, or None where it has ended."""
@@ -42,6 +39,9 @@ def measure_host(setup: Setup) -> list[Row]:
     return rows
 
 
+SIMPLE = "torch's index_select and index_copy_, scattered on the GPU"
+
+
 @dataclass(frozen=True)
 class HostMemory:
     """Pages on the device and on the host, four times as many as a request has."""
@@ -49,7 +49,6 @@ class HostMemory:
     num_pages: int
     pages: torch.Tensor
     host: torch.Tensor
-    region: PagedRegion
     stream: CopyStream
 
     @classmethod
@@ -59,13 +58,12 @@ class HostMemory:
         pin_memory(region.memory, setup.device)
         host = torch.from_numpy(view_pages(region.memory, region.arrays[0]))
         pages = torch.randint(0, 256, host.shape, dtype=torch.uint8, device=setup.device)
-        return cls(num_pages, pages, host, region, CopyStream(setup.device))
+        return cls(num_pages, pages, host, CopyStream(setup.device))
 
     def to_host(self) -> dict[str, Start]:
         """By name. What is not scattered is one run, from page 0 on."""
         run, pages, host = np.arange(self.num_pages), self.pages, self.host
-        stream, plain = self.stream, PlainPages([self.pages], self.region)
-        num = self.num_pages
+        stream, num = self.stream, self.num_pages
         return {
             LIMIT: lambda _: self._end_of(host[:num].copy_(pages[:num], non_blocking=True)),
             "copy stream, neighbours": lambda _: stream.to_host(pages, run, host, run).wait,
@@ -73,14 +71,13 @@ class HostMemory:
                 stream.to_host(pages, at, host, run).wait
             ),
             "copy stream, scattered on both": lambda at: stream.to_host(pages, at, host, at).wait,
-            "PlainPages (vLLM), scattered on the GPU": lambda at: plain.gather(0, at, run),
+            SIMPLE: self._gather,
         }
 
     def to_device(self) -> dict[str, Start]:
         """The other way round."""
         run, pages, host = np.arange(self.num_pages), self.pages, self.host
-        stream, plain = self.stream, PlainPages([self.pages], self.region)
-        num = self.num_pages
+        stream, num = self.stream, self.num_pages
         return {
             LIMIT: lambda _: self._end_of(pages[:num].copy_(host[:num], non_blocking=True)),
             "copy stream, neighbours": lambda _: stream.to_device(host, run, pages, run).wait,
@@ -88,7 +85,7 @@ class HostMemory:
                 stream.to_device(host, run, pages, at).wait
             ),
             "copy stream, scattered on both": lambda at: stream.to_device(host, at, pages, at).wait,
-            "PlainPages (vLLM), scattered on the GPU": lambda at: plain.scatter(0, run, at),
+            SIMPLE: self._scatter,
         }
 
     def check(self, name: str, direction: str, index: np.ndarray) -> None:
@@ -109,6 +106,16 @@ class HostMemory:
             source.random_(0, 256)
         if self.pages.device.type == "cuda":
             torch.cuda.synchronize()
+
+    def _gather(self, index: np.ndarray) -> None:
+        self.host[: self.num_pages].copy_(self.pages.index_select(0, self._upload(index)))
+
+    def _scatter(self, index: np.ndarray) -> Callable[[], object] | None:
+        taken = self.host[: self.num_pages].to(self.pages.device)
+        return self._end_of(self.pages.index_copy_(0, self._upload(index), taken))
+
+    def _upload(self, index: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(index).to(self.pages.device)
 
     def _end_of(self, target: torch.Tensor) -> Callable[[], object] | None:
         del target  # it is on the current stream by now

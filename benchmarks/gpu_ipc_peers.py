@@ -53,7 +53,11 @@ NIXL_PARAMETERS = {
     "nixl_without_error_handling": {"ucx_error_handling_mode": "none"},
 }
 """The second as Baton's transport sets it for one host."""
-BATON = "cuda_ipc"
+BATON_OPTIONS = {
+    "cuda_ipc": {},
+    "cuda_ipc_32_multiprocessors": {"multiprocessors": 32},
+    "cuda_ipc_copy_engines": {"multiprocessors": 0},
+}
 
 Direction = Literal["write", "read"]
 IsDone = Callable[[], bool]
@@ -125,20 +129,23 @@ class Owner(Protocol):
 class BatonSide:
     """A transport with one exposed region."""
 
-    def __init__(self, pool: Pool, key_hex: str, epoch: Epoch) -> None:
-        build = TRANSPORTS.build if pool.pages.is_cuda else host_device.build_transport
+    def __init__(self, pool: Pool, name: str, key_hex: str, epoch: Epoch) -> None:
+        is_gpu = pool.pages.is_cuda
+        build = TRANSPORTS.build if is_gpu else host_device.build_transport
         credentials = Credentials.of(ClusterKey.from_hex(key_hex))
         context = TransportContext(credentials, epoch, "127.0.0.1", MachineClock())
         self._region = pool.region
-        self._transport: Transport = build("cuda_ipc", {})(context)
+        self._transport: Transport = build("cuda_ipc", BATON_OPTIONS[name] if is_gpu else {})(
+            context
+        )
         self._descriptor = self._transport.expose(pool.region)
 
 
 class BatonOwner(BatonSide):
     """See `Owner`."""
 
-    def __init__(self, pool: Pool, welcome: Welcome) -> None:
-        super().__init__(pool, welcome.key_hex, new_epoch())
+    def __init__(self, pool: Pool, name: str, welcome: Welcome) -> None:
+        super().__init__(pool, name, welcome.key_hex, new_epoch())
         pages = np.arange(len(pool.pages))
         grant = WriteGrant(welcome.grant, pool.region.handle, welcome.writer, pages)
         self._transport.open_grant(grant)
@@ -155,8 +162,8 @@ class BatonOwner(BatonSide):
 class BatonDriver(BatonSide):
     """Starts writes and reads."""
 
-    def __init__(self, pool: Pool, welcome: Welcome, described: bytes) -> None:
-        super().__init__(pool, welcome.key_hex, welcome.writer)
+    def __init__(self, pool: Pool, name: str, welcome: Welcome, described: bytes) -> None:
+        super().__init__(pool, name, welcome.key_hex, welcome.writer)
         self._grant = welcome.grant
         owner = msgspec.json.decode(described, type=RegionDescriptor)
         self._remote = self._transport.attach(owner)
@@ -259,15 +266,15 @@ class NixlDriver(NixlSide):
 
 def open_owner(name: str, pool: Pool, welcome: Welcome) -> Owner:
     """In the owner's process."""
-    return BatonOwner(pool, welcome) if name == BATON else NixlOwner(pool, name)
+    return BatonOwner(pool, name, welcome) if name in BATON_OPTIONS else NixlOwner(pool, name)
 
 
 def open_driver(
     name: str, pool: Pool, welcome: Welcome, described: bytes
 ) -> BatonDriver | NixlDriver:
     """In the driver's process."""
-    if name == BATON:
-        return BatonDriver(pool, welcome, described)
+    if name in BATON_OPTIONS:
+        return BatonDriver(pool, name, welcome, described)
     return NixlDriver(pool, name, described)
 
 

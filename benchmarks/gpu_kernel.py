@@ -13,6 +13,8 @@ import torch
 from gpu_rows import Row, Spread
 
 from baton.engines.gpu.page_copier import IndexedCopier, KernelCopier, LaunchShape
+from baton.transfer.transports.cuda_ipc.copy_kernel import CopyKernel
+from baton.transfer.transports.cuda_ipc.driver import load_driver
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -23,14 +25,55 @@ if TYPE_CHECKING:
 
 LIMIT = "one contiguous copy (limit)"
 MAX_LAUNCHES = 8
-SLEEP_CYCLES = 6_000_000
-"""Some 3 ms, in which the calling thread queues what is measured."""
+CYCLES_PER_S = 2_000_000_000
+"""Of the GPU's clock, about: a kernel waits while the calling thread queues what is measured."""
+MIN_QUEUED_S = 0.003
 
 
 def describe(shape: LaunchShape) -> str:
     """For a table."""
     kib = shape.block_words * 8 // 1024
     return f"kernel, {shape.max_programs} programs, {kib} KiB by {shape.num_warps} warps"
+
+
+def describe_runs(multiprocessors: int) -> str:
+    """The same of `cuda_ipc`'s kernel."""
+    return f"kernel of cuda_ipc, {multiprocessors} multiprocessors"
+
+
+class RunCopier:
+    """Gathers and scatters by the kernel of the transport `cuda_ipc`, on torch's current stream."""
+
+    def __init__(self, multiprocessors: int) -> None:
+        torch.zeros(1, device="cuda")  # torch's context is current from then on
+        self._kernel = CopyKernel(load_driver(), multiprocessors)
+
+    def gather(self, pages: torch.Tensor, index: np.ndarray, staging: torch.Tensor) -> None:
+        """See `PageCopier`."""
+        self._copy(locate(pages, index), locate(staging, np.arange(len(index))), pages.shape[1])
+
+    def scatter(self, staging: torch.Tensor, index: np.ndarray, pages: torch.Tensor) -> None:
+        """See `PageCopier`."""
+        self._copy(locate(staging, np.arange(len(index))), locate(pages, index), pages.shape[1])
+
+    def _copy(self, sources: np.ndarray, targets: np.ndarray, num_bytes: int) -> None:
+        runs = np.stack((sources, targets, np.full_like(sources, num_bytes)), axis=1)
+        self._kernel.enqueue(runs, torch.cuda.current_stream().cuda_stream)
+
+
+def locate(pages: torch.Tensor, index: np.ndarray) -> np.ndarray:
+    """Addresses of pages."""
+    return (pages.data_ptr() + index * pages.stride(0)).astype(np.uint64)
+
+
+def make_copiers(setup: Setup) -> dict[str, KernelCopier | RunCopier]:
+    """The kernels, by what they take of the GPU."""
+    copiers: dict[str, KernelCopier | RunCopier] = {
+        describe(each): KernelCopier(each) for each in setup.shapes
+    }
+    for each in setup.multiprocessors:
+        copiers[describe_runs(each)] = RunCopier(each)
+    return copiers
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -68,8 +111,13 @@ class Pages:
         return zip(cycle(self.requests), cycle(parts), strict=False)
 
 
-def time_on_device(setup: Setup, actions: Sequence[Callable[[], None]]) -> tuple[float, float]:
-    """Seconds of the device, and of the calling thread, for each action; they are queued."""
+def time_on_device(
+    setup: Setup, actions: Sequence[Callable[[], None]], queued_s: float
+) -> tuple[float, float]:
+    """Seconds of the device, and of the calling thread, for each action.
+
+    The device begins after `queued_s`, in which all are queued.
+    """
     if setup.device.type == "cpu":
         began = time.perf_counter()
         for action in actions:
@@ -77,7 +125,7 @@ def time_on_device(setup: Setup, actions: Sequence[Callable[[], None]]) -> tuple
         each_s = (time.perf_counter() - began) / len(actions)
         return each_s, each_s
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(SLEEP_CYCLES)  # noqa: SLF001 - as torch's own benchmarks do
+    torch.cuda._sleep(int(queued_s * CYCLES_PER_S))  # noqa: SLF001 - as torch's own benchmarks do
     begin.record()
     began = time.perf_counter()
     for action in actions:
@@ -94,8 +142,7 @@ def measure_kernel(setup: Setup) -> list[Row]:
         torch.randint(0, 256, (setup.pool_bytes,), dtype=torch.uint8, device=setup.device),
         torch.empty(setup.staging_bytes, dtype=torch.uint8, device=setup.device),
     )
-    copiers: dict[str, PageCopier] = {describe(each): KernelCopier(each) for each in setup.shapes}
-    copiers["torch's indexed copies"] = IndexedCopier()
+    copiers = make_copiers(setup) | {"torch's indexed copies": IndexedCopier()}
     rows = []
     for page_bytes in setup.page_sizes:
         pages = Pages.make(setup, page_bytes, memory)
@@ -151,22 +198,23 @@ def make_ways(
 def measure_ways(
     setup: Setup, what: str, num_bytes: int, ways: dict[str, Iterator[Callable[[], None]]]
 ) -> list[Row]:
-    """One row for each way, in turns, after a round that does not count."""
+    """One row for each way, in turns, after two rounds that do not count."""
     num_launches = max(1, min(MAX_LAUNCHES, setup.staging_bytes // num_bytes))
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    for number in range(setup.num_rounds + 1):
+    for _ in range(setup.num_rounds + 2):
         for name, moves in ways.items():
-            taken = time_on_device(setup, [next(moves) for _ in range(num_launches)])
-            if number:
-                times[name].append(taken)
+            called_s = max((each for _, each in times[name][-1:]), default=0.0)
+            queued_s = max(MIN_QUEUED_S, 2 * num_launches * called_s)
+            actions = [next(moves) for _ in range(num_launches)]
+            times[name].append(time_on_device(setup, actions, queued_s))
     return [
         Row(
             part="kernel",
             what=what,
             by=name,
             num_bytes=num_bytes,
-            seconds=Spread.of([each for each, _ in found]),
-            calling_s=Spread.of([each for _, each in found]),
+            seconds=Spread.of([each for each, _ in found[2:]]),
+            calling_s=Spread.of([each for _, each in found[2:]]),
         )
         for name, found in times.items()
     ]

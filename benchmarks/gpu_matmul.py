@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import time
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from gpu_kernel import LIMIT, describe
+from gpu_kernel import CYCLES_PER_S, LIMIT, RunCopier, describe, describe_runs
 from gpu_rows import BesideRow, Spread
 
 if TYPE_CHECKING:
@@ -23,13 +24,22 @@ if TYPE_CHECKING:
 
     from bench_gpu import Setup
 
-GATE_CYCLES = 40_000_000
-"""Some 20 ms, in which the calling thread queues what is measured."""
+    from baton.engines.gpu.page_copier import LaunchShape
+
+MIN_GATE_S = 0.01
 PAGE_BYTES = 32 << 10
-MAX_COPIES = 400
-"""Fewer than a stream takes before it lets the calling thread wait."""
+MAX_COPIES = 300
+"""Fewer than a stream takes before the calling thread has to wait."""
 ALONE = "no copies"
 TO_HOST = "one copy to pinned host memory"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many copies, and for how long they are queued before they begin."""
+
+    num_copies: int
+    gate_s: float
 
 
 @dataclass(frozen=True)
@@ -52,16 +62,17 @@ class Model:
         self._product = torch.empty(size, size, dtype=torch.bfloat16, device=device)
         self._num, self._copying = setup.num_matmuls, torch.cuda.Stream()
 
-    def run(self, copy: Callable[[], None] | None, num_copies: int, copy_bytes: int) -> Sample:
+    def run(self, copy: Callable[[], None] | None, plan: Plan, copy_bytes: int) -> Sample:
         """The products beside so many copies, which begin with them."""
         gate = torch.cuda.Event()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(GATE_CYCLES)  # noqa: SLF001 - as torch's own benchmarks do
+        cycles = int(plan.gate_s * CYCLES_PER_S)
+        torch.cuda._sleep(cycles)  # noqa: SLF001 - as torch's own benchmarks do
         gate.record()
         copied = []
         with torch.cuda.stream(self._copying):
             self._copying.wait_event(gate)
-            for _ in range(num_copies):
+            for _ in range(plan.num_copies):
                 copy()
                 copied.append(torch.cuda.Event(enable_timing=True))
                 copied[-1].record()
@@ -77,37 +88,35 @@ class Model:
         is_covered = not copied or ended_ms[-1] >= total_ms
         return Sample(total_ms / 1e3 / self._num, rate, is_covered)
 
-    def time_copy(self, copy: Callable[[], None]) -> float:
-        """Seconds of one copy without the product."""
+    def plan(self, copy: Callable[[], None], matmul_s: float) -> Plan:
+        """Copies for longer than the products take, by the times of one without them."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(self._copying):
             copy()
+            torch.cuda.synchronize()
             begin.record()
+            began = time.perf_counter()
             copy()
+            calling_s = time.perf_counter() - began
             end.record()
         torch.cuda.synchronize()
-        return begin.elapsed_time(end) / 1e3
+        each_s = begin.elapsed_time(end) / 1e3
+        num = min(MAX_COPIES, 2 + math.ceil(1.6 * self._num * matmul_s / each_s))
+        return Plan(num, max(MIN_GATE_S, 1.5 * num * calling_s))
 
 
 def measure_matmul(setup: Setup) -> list[BesideRow]:
     """One row for each way to copy, in turns with the product alone."""
     model, copies = Model(setup), make_copies(setup)
+    nothing = Plan(0, MIN_GATE_S)
     for _ in range(3):
-        alone = model.run(None, 0, 0)
-    nums = {
-        name: min(
-            MAX_COPIES,
-            2 + math.ceil(1.6 * setup.num_matmuls * alone.matmul_s / model.time_copy(copy)),
-        )
-        for name, copy in copies.items()
-    }
+        alone = model.run(None, nothing, 0)
+    plans = {name: model.plan(copy, alone.matmul_s) for name, copy in copies.items()}
     samples: dict[str, list[Sample]] = {name: [] for name in (ALONE, *copies)}
     for number in range(setup.num_rounds + 1):
         for name, kept in samples.items():
-            num = nums.get(name, 0)
-            sample = model.run(copies.get(name), num, setup.beside_bytes)
-            if not sample.is_covered:
-                nums[name] = min(MAX_COPIES, 2 * num)
+            plan = plans.get(name, nothing)
+            sample = model.run(copies.get(name), plan, setup.beside_bytes)
             if number:
                 kept.append(sample)
         setup.progress(f"matmul: round {number} of {setup.num_rounds}")
@@ -115,24 +124,33 @@ def measure_matmul(setup: Setup) -> list[BesideRow]:
 
 
 def make_copies(setup: Setup) -> dict[str, Callable[[], None]]:
-    """Copies of `beside_bytes` each: gathers of scattered pages by the kernel, and plain ones."""
-    launch = importlib.import_module("baton.engines.gpu.kernels").launch_copy
+    """Copies of `beside_bytes` each: gathers of scattered pages by the kernels, and plain ones."""
     pool = torch.empty(setup.beside_pool_bytes, dtype=torch.uint8, device=setup.device)
     pages, num = pool.view(-1, PAGE_BYTES), setup.beside_bytes // PAGE_BYTES
-    order = torch.from_numpy(np.random.default_rng(0).permutation(len(pages))).to(setup.device)
-    requests = cycle(order[at : at + num] for at in range(0, len(order) - num + 1, num))
+    order = np.random.default_rng(0).permutation(len(pages))
+    requests = [order[at : at + num] for at in range(0, len(order) - num + 1, num)]
+    by_number = cycle(requests)
+    by_tensor = cycle([torch.from_numpy(each).to(setup.device) for each in requests])
+    launch = importlib.import_module("baton.engines.gpu.kernels").launch_copy
     staging = torch.empty(num, PAGE_BYTES, dtype=torch.uint8, device=setup.device)
     host = torch.empty_like(staging, device="cpu")
     if setup.device.type == "cuda":
         host = host.pin_memory()
 
-    def gather(shape: object) -> None:
-        launch(pages, next(requests), staging, None, shape=shape)
+    def gather(shape: LaunchShape) -> None:
+        launch(pages, next(by_tensor), staging, None, shape=shape)
+
+    def gather_runs(copier: RunCopier) -> None:
+        copier.gather(pages, next(by_number), staging)
 
     return {
         LIMIT: lambda: staging.copy_(pages[:num]),
         TO_HOST: lambda: host.copy_(staging, non_blocking=True),
         **{describe(each): partial(gather, each) for each in setup.shapes},
+        **{
+            describe_runs(each): partial(gather_runs, RunCopier(each))
+            for each in setup.multiprocessors
+        },
     }
 
 

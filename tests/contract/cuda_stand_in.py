@@ -72,7 +72,9 @@ def free_all():
 
 def build_transport(kind, options):
     assert (kind, dict(options)) == ("cuda_ipc", {})
-    return partial(make_transport, partial(CudaDevice, driver()), CudaIpcOptions())
+    options = CudaIpcOptions()
+    device = partial(CudaDevice, driver(), options.multiprocessors)
+    return partial(make_transport, device, options)
 
 
 if __name__ == "__main__":

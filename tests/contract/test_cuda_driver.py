@@ -14,7 +14,7 @@ from baton.testing.transport_contract.kit import (
 )
 from baton.testing.transport_contract.process import ProcessContract
 from baton.testing.transport_contract.writing import WriteContract
-from baton.testing.transport_pair import TransportPair, whole_pages
+from baton.testing.transport_pair import TransportPair, spans_of_pages, whole_pages
 from baton.transfer.interface import GrantQuiescent, RemoteLost, WriteFailed
 from baton.transfer.transports.cuda_ipc.device import CudaDevice
 from baton.transfer.transports.cuda_ipc.driver import load_driver
@@ -56,7 +56,7 @@ class StandInKit(TransportKit):
 
 def count_all():
     """What a transport makes on a GPU."""
-    return [cuda_stand_in.count(each) for each in ("events", "streams", "mapped")]
+    return [cuda_stand_in.count(each) for each in ("events", "streams", "mapped", "modules")]
 
 
 newest = pytest.mark.parametrize("library", [13], indirect=True, scope="module")
@@ -75,13 +75,21 @@ class TestProcess(StandInKit, ProcessContract): ...
 
 
 class TestDevice(StandInKit):
-    def test_batches_are_used_where_the_driver_has_them(self, pair, library):
+    def test_scattered_pages_take_the_kernel_and_long_runs_the_copy_engines(self, pair, library):
         remote, grant = pair.attach(), pair.open_grant(range(NUM_PAGES))
-        before = cuda_stand_in.count("batches")
-        sources = np.random.default_rng(5).permutation(NUM_PAGES)
-        check_write(pair, remote, grant, [whole_pages(sources, range(NUM_PAGES), PAGE_BYTES)])
-        assert cuda_stand_in.count("batches") - before == (1 if library else 0)
-        assert cuda_stand_in.driver().copies_in_batches == bool(library)
+        counts = []
+        for sources in (np.random.default_rng(5).permutation(NUM_PAGES), np.arange(NUM_PAGES)):
+            before = cuda_stand_in.count("launches"), cuda_stand_in.count("batches")
+            check_write(pair, remote, grant, [whole_pages(sources, range(NUM_PAGES), PAGE_BYTES)])
+            after = cuda_stand_in.count("launches"), cuda_stand_in.count("batches")
+            counts.append((after[0] - before[0], after[1] - before[1]))
+        assert counts == ([(1, 0), (0, 1)] if library else [(0, 0), (0, 0)])
+
+    def test_a_span_of_odd_bytes_takes_the_copy_engines(self, pair, library):
+        remote, grant = pair.attach(), pair.open_grant(range(NUM_PAGES))
+        before = cuda_stand_in.count("launches")
+        check_write(pair, remote, grant, [spans_of_pages([1, 5], [2, 9], [(8, 16, 100)])])
+        assert cuda_stand_in.count("launches") == before
 
     def test_memory_without_a_handle_is_not_shared(self, pair, monkeypatch):
         monkeypatch.setenv("STAND_IN_EXPANDABLE", "1")
@@ -92,11 +100,11 @@ class TestDevice(StandInKit):
     def test_a_gpu_shared_by_mps_is_not_used(self, monkeypatch):
         monkeypatch.setenv("STAND_IN_MPS", "1")
         with pytest.raises(TransferError, match="MPS"):
-            CudaDevice(cuda_stand_in.driver(), 0)
+            CudaDevice(cuda_stand_in.driver(), 8, 0)
 
     def test_a_device_that_is_not_there(self):
         with pytest.raises(TransferError, match="STAND_IN_101"):
-            CudaDevice(cuda_stand_in.driver(), 1)
+            CudaDevice(cuda_stand_in.driver(), 8, 1)
 
 
 class TestHungDevice(StandInKit):

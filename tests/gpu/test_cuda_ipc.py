@@ -1,6 +1,7 @@
 """`cuda_ipc` against the public contract on a real GPU, with peers in this and other processes."""
 
 import socket
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -11,9 +12,11 @@ from baton.errors import TransferError
 from baton.ids import new_epoch
 from baton.testing.transport_contract import NetworkReadingContract, NetworkTransportContract
 from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES, TransportKit, check_write
+from baton.testing.transport_contract.writing import WriteContract
 from baton.testing.transport_pair import TransportPair, whole_pages
 from baton.transfer.device_memory import make_device_region
 from baton.transfer.interface import TRANSPORTS, Arrived, RemoteLost, TransportContext
+from baton.transfer.transports.cuda_ipc.driver import Driver
 from tests.gpu.gpu_memory import GpuSide, allocate_region
 
 if not torch.cuda.is_available():
@@ -45,6 +48,26 @@ class GpuKit(TransportKit):
 
 
 class TestCudaIpc(GpuKit, NetworkTransportContract, NetworkReadingContract): ...
+
+
+class TestCopyEngines(GpuKit, WriteContract):
+    options: ClassVar = {"multiprocessors": 0}
+
+
+class TestKernel(GpuKit):
+    @pytest.mark.parametrize("num_pages", [1, 3, NUM_PAGES])
+    def test_scattered_pages_are_copied_by_the_kernel(self, pair, num_pages, monkeypatch):
+        called, call = [], Driver.call
+        monkeypatch.setattr(
+            Driver, "call", lambda self, name, *rest: called.append(name) or call(self, name, *rest)
+        )
+        remote, grant = pair.attach(), pair.open_grant(range(NUM_PAGES))
+        sources, targets = (
+            np.random.default_rng(seed).permutation(NUM_PAGES)[:num_pages] for seed in (1, 2)
+        )
+        check_write(pair, remote, grant, [whole_pages(sources, targets, PAGE_BYTES)])
+        assert called.count("cuLaunchKernel") == 1
+        assert not any(name.startswith("cuMemcpy") for name in called)
 
 
 class TestMemory(GpuKit):

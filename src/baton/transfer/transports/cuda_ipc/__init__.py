@@ -1,9 +1,9 @@
 """`cuda_ipc`: pages on one host's GPUs, copied from device to device by the copying side.
 
-Enters: whole page index lists and, of a write, its notification. Leaves: pages copied by the GPU's
-copy engines on a stream of their own, then a notification over our own connection. What is not
-CUDA's own is in `baton.transfer.onesided`: a closed grant is quiescent once its writers reported
-that no copy is in progress, or are dead.
+Enters: whole page index lists and, of a write, its notification. Leaves: pages copied by the GPU on
+a stream of their own, scattered ones by a kernel and long runs by copy engines, then a notification
+over our own connection. What is not CUDA's own is in `baton.transfer.onesided`: a closed grant is
+quiescent once its writers reported that no copy is in progress, or are dead.
 
 CUDA is reached through `libcuda.so.1`, by ctypes, not through torch or the runtime's `libcudart`:
 the driver brings exactly one such library to every host that has a GPU, its functions keep their
@@ -12,10 +12,11 @@ ABI for decades, and `baton` need import nothing. Torch's wheels, in contrast, c
 torch's means the same here.
 
 File map:
-    session.py   options; pages become runs of bytes between two mapped memories; the metadata
-                 that an owner sends of its memory; the interface to one device (`CopyDevice`)
-    device.py    `CopyDevice` on a real GPU
-    driver.py    `libcuda.so.1`, typed
+    session.py      options; pages become runs of bytes between two mapped memories; the metadata
+                    that an owner sends of its memory; the interface to one device (`CopyDevice`)
+    device.py       `CopyDevice` on a real GPU
+    copy_kernel.py  the kernel, in PTX, and which runs it is for
+    driver.py       `libcuda.so.1`, typed
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def _build(options: CudaIpcOptions) -> TransportFactory:
         ConfigError: this host has no GPU that CUDA can use.
     """
     driver = load_driver()
-    return partial(make_transport, partial(CudaDevice, driver), options)
+    return partial(make_transport, partial(CudaDevice, driver, options.multiprocessors), options)
 
 
 PLUGIN = Plugin(CudaIpcOptions, _build)

@@ -21,6 +21,8 @@ LIBRARY: Final = "libcuda.so.1"
 _NOT_READY: Final = 600
 _NON_BLOCKING_STREAM: Final = 1
 """Not ordered with the default stream."""
+_HIGH_PRIORITY: Final = -5
+"""Blocks of a kernel go before those of the model that have not begun."""
 _EVENT_WITHOUT_TIME: Final = 2
 _LAZY_PEER_ACCESS: Final = 1
 _IS_LEGACY_IPC_CAPABLE: Final = 10
@@ -67,7 +69,11 @@ _PROTOTYPES: Final[dict[str, tuple[type, ...]]] = {
     "cuIpcGetMemHandle": (ctypes.POINTER(IpcHandle), _ADDRESS),
     "cuIpcOpenMemHandle_v2": (ctypes.POINTER(_ADDRESS), IpcHandle, _UINT),
     "cuIpcCloseMemHandle": (_ADDRESS,),
-    "cuStreamCreate": (ctypes.POINTER(_POINTER), _UINT),
+    "cuModuleLoadData": (ctypes.POINTER(_POINTER), ctypes.c_char_p),
+    "cuModuleUnload": (_POINTER,),
+    "cuModuleGetFunction": (ctypes.POINTER(_POINTER), _POINTER, ctypes.c_char_p),
+    "cuLaunchKernel": (_POINTER, *[_UINT] * 7, _POINTER, ctypes.POINTER(_POINTER), _POINTER),
+    "cuStreamCreateWithPriority": (ctypes.POINTER(_POINTER), _UINT, _INT),
     "cuStreamDestroy_v2": (_POINTER,),
     "cuEventCreate": (ctypes.POINTER(_POINTER), _UINT),
     "cuEventRecord": (_POINTER, _POINTER),
@@ -121,11 +127,6 @@ class Driver:
             if function is not None:
                 function.argtypes, function.restype = types, _INT
                 self._batch_function = self._batch_function or name
-
-    @property
-    def copies_in_batches(self) -> bool:
-        """Whether many copies can be given at once, and kept off the SMs (CUDA 12.8)."""
-        return self._batch_function is not None
 
     def call(self, name: str, *arguments: object) -> None:
         """Call a function.
@@ -208,9 +209,14 @@ class Driver:
         return address.value
 
     def create_stream(self) -> int:
-        """A stream that waits for no other."""
+        """A stream that waits for no other, of high priority."""
         stream = _POINTER()
-        self.call("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING_STREAM)
+        self.call(
+            "cuStreamCreateWithPriority",
+            ctypes.byref(stream),
+            _NON_BLOCKING_STREAM,
+            _HIGH_PRIORITY,
+        )
         return stream.value or 0
 
     def record_event(self, stream: int) -> int:

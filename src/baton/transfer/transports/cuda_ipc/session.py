@@ -30,8 +30,10 @@ class CudaIpcOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options of the `cuda_ipc` transport.
 
     `connect_timeout_s`: from the start of connecting until the peer's region may be written.
+    `multiprocessors`: of the copying GPU, at most, that copy scattered pages; 0: copy engines do.
     """
 
+    multiprocessors: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 8
     connect_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
 
 
