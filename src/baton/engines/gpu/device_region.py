@@ -65,8 +65,14 @@ def allocate_device_region(device: torch.device, shapes: Sequence[tuple[int, int
     by default.
 
     Raises:
-        TransferError: the sizes make no sense, or there is not that much memory.
+        TransferError: the sizes make no sense, there is not that much memory, or the device is none
+            of CUDA's.
     """
+    if device.type != "cuda":
+        raise TransferError(
+            "transfer.transports moves KV between GPUs (cuda_ipc), and the model is on "
+            f'{device}: set engine.device = "cuda", or choose another transport'
+        )
     arrays = place_arrays(shapes)
     number = torch.cuda.current_device() if device.index is None else device.index
     device = torch.device("cuda", number)
