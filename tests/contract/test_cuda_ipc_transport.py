@@ -7,13 +7,17 @@ import socket
 from typing import ClassVar
 
 from baton.testing.host_device import HostDevice, allocate_region, build_transport
-from baton.testing.transport_contract import NetworkReadingContract, NetworkTransportContract
+from baton.testing.transport_contract import (
+    MultiArrayContract,
+    NetworkReadingContract,
+    NetworkTransportContract,
+)
 from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES, check_write
 from baton.testing.transport_pair import whole_pages
 from baton.transfer.interface import GrantQuiescent, RemoteLost, WriteCompleted
 
 
-class TestCudaIpc(NetworkTransportContract, NetworkReadingContract):
+class TestCudaIpc(NetworkTransportContract, NetworkReadingContract, MultiArrayContract):
     kind = "cuda_ipc"
     peer_writes = True
     peer_module: ClassVar[str] = "baton.testing.host_device"

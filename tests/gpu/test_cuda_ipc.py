@@ -10,7 +10,11 @@ import torch
 from baton.clock import MachineClock
 from baton.errors import TransferError
 from baton.ids import new_epoch
-from baton.testing.transport_contract import NetworkReadingContract, NetworkTransportContract
+from baton.testing.transport_contract import (
+    MultiArrayContract,
+    NetworkReadingContract,
+    NetworkTransportContract,
+)
 from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES, TransportKit, check_write
 from baton.testing.transport_contract.writing import WriteContract
 from baton.testing.transport_pair import TransportPair, whole_pages
@@ -47,7 +51,7 @@ class GpuKit(TransportKit):
         """The driver opens descriptors as it likes: nothing is checked."""
 
 
-class TestCudaIpc(GpuKit, NetworkTransportContract, NetworkReadingContract): ...
+class TestCudaIpc(GpuKit, NetworkTransportContract, NetworkReadingContract, MultiArrayContract): ...
 
 
 class TestCopyEngines(GpuKit, WriteContract):

@@ -91,7 +91,7 @@ Transport = Annotated[
     tuple[str, ...] | None,
     Sets("transfer.transports"),
     Parameter(
-        help="auto, or the one transport to use: shared or tcp.",
+        help="auto, or the one transport to use: shared, tcp, or cuda_ipc (one GPU host).",
         converter=chosen_transports,
         n_tokens=1,
         negative="",

@@ -14,6 +14,7 @@ File map:
     prefix_names.py  names of prefixes that need no state but the name before: what gateways use
     canonical.py  KV of a token range in canonical order, gathered and scattered
     digest.py     a digest for each piece, equal on both sides
+    device_digest.py  the same where the host cannot read the pages: sum128
     digest_table.py, row_order.py  many digests in few bytes, and the order of their last use
     blocks.py     `BlockState`, the ledger; reserved → in flight → quiescent, quarantined
     pool.py       `BlockPool`: references, prefix cache, eviction

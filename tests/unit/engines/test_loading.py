@@ -134,6 +134,12 @@ def test_cuda_without_cuda_is_refused(checkpoint: Path, monkeypatch: pytest.Monk
         load_model(checkpoint, TransformersOptions(device="cuda"))
 
 
+def test_kv_of_a_model_on_the_cpu_is_in_no_gpus_memory(checkpoint: Path) -> None:
+    factory = ENGINES.build("transformers", {"device": "cpu"})
+    with pytest.raises(ConfigError, match=r'model is on cpu: set engine\.device = "cuda"'):
+        factory(EngineContext(checkpoint, MachineClock(), memory="cuda"))
+
+
 @pytest.mark.parametrize(
     ("config", "reason"),
     [

@@ -5,10 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import HandoffError, InvalidLayoutError
+from baton.errors import ConfigError, HandoffError, InvalidLayoutError
 from baton.handoff.kv_views import Holder, KVView, RegisteredView, StagingPool
 from baton.ids import TicketId
 from baton.kv.geometry import page_geometry
+from baton.testing import host_device
 from baton.transfer.region import allocate_host_region, release_region
 from tests.integration.handoff_nodes import make_layout
 
@@ -123,3 +124,14 @@ def test_a_view_whose_pages_have_another_size_is_refused() -> None:
                 RegisteredView.open(KVView(layout, region)).close()
         finally:
             release_region(region)
+
+
+def test_pages_on_a_device_that_nothing_digests_are_refused() -> None:
+    layout = make_layout(16)
+    shapes = [(NUM_PAGES, layout.page_bytes(layer)) for layer in range(layout.num_layers)]
+    region = host_device.allocate_region(shapes)
+    try:
+        with pytest.raises(ConfigError, match="only where its digests are computed there"):
+            RegisteredView.open(KVView(layout, region))
+    finally:
+        release_region(region)

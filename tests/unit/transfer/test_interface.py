@@ -5,8 +5,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from baton.errors import TransferError
-from baton.transfer.interface import Capabilities, Transport, as_reader, as_viewer
+from baton.errors import ConfigError, TransferError
+from baton.transfer.interface import (
+    Capabilities,
+    Transport,
+    as_reader,
+    as_viewer,
+    choose_memory,
+)
 
 
 def claim(**claims):
@@ -63,3 +69,15 @@ def test_a_refusal_names_what_is_possible():
         as_viewer(Writer(claim(reads=True)))
     with pytest.raises(TransferError, match="; ask the peer to write them"):
         as_viewer(Writer(claim()))
+
+
+def move(*memory):
+    return Writer(Capabilities(memory=memory, same_host_only=False), kind="-".join(memory))
+
+
+def test_kv_is_where_all_transports_reach_it():
+    assert choose_memory(()) == "shared"
+    assert choose_memory((move("host", "shared"), move("shared"))) == "shared"
+    assert choose_memory((move("cuda"), move("cuda", "shared"))) == "cuda"
+    with pytest.raises(ConfigError, match="host-shared: host, shared; cuda: cuda"):
+        choose_memory((move("host", "shared"), move("cuda")))

@@ -10,13 +10,13 @@ import torch
 from baton.engines.gpu.page_digester import PageDigester
 from baton.errors import TransferError, mapped
 from baton.ids import new_region_handle
+from baton.kv.device_digest import WORD_BYTES, PieceParts
 from baton.transfer.interface import DeviceMemory, PagedRegion
 from baton.transfer.region import compute_region_bytes, place_arrays
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from baton.kv.device_digest import PieceParts
     from baton.transfer.interface import PageArray
 
 
@@ -40,6 +40,11 @@ class TensorAccess:
         """See `DeviceAccess`."""
         return self._digester.digest(layers, parts)
 
+    def warm_up(self) -> None:
+        """Compile what digests need, before the first handoff waits for it."""
+        word = np.array([(0, 0, 0, WORD_BYTES, 0)], np.int64)
+        self.digest(range(1), PieceParts(word, num_pieces=1))
+
     def read(self, first_byte: int, num_bytes: int) -> bytes:
         """See `DeviceAccess`. Waits for what this thread's stream was given."""
         found: bytes = self._memory[first_byte : first_byte + num_bytes].cpu().numpy().tobytes()
@@ -60,8 +65,14 @@ def allocate_device_region(device: torch.device, shapes: Sequence[tuple[int, int
     by default.
 
     Raises:
-        TransferError: the sizes make no sense, or there is not that much memory.
+        TransferError: the sizes make no sense, there is not that much memory, or the device is none
+            of CUDA's.
     """
+    if device.type != "cuda":
+        raise TransferError(
+            "transfer.transports moves KV between GPUs (cuda_ipc), and the model is on "
+            f'{device}: set engine.device = "cuda", or choose another transport'
+        )
     arrays = place_arrays(shapes)
     number = torch.cuda.current_device() if device.index is None else device.index
     device = torch.device("cuda", number)
@@ -73,6 +84,8 @@ def allocate_device_region(device: torch.device, shapes: Sequence[tuple[int, int
         return allocate_device_region(device, more)
 
     access = TensorAccess(memory, arrays, allocate_more)
+    if arrays[0].page_bytes >= WORD_BYTES:
+        access.warm_up()
     place = DeviceMemory(number, memory.data_ptr(), (memory,), access)
     return PagedRegion(new_region_handle(), "cuda", memoryview(b""), arrays, device=place)
 

@@ -23,7 +23,8 @@ WORD_BYTES: Final = 8
 _UNITS: Final = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# Compiled once for any number of runs: the first handoff does not wait for the compiler.
+@triton.jit(do_not_specialize=["num_runs"])  # type: ignore[untyped-decorator]
 def add_digests(  # type: ignore[no-untyped-def]  # noqa: ANN201, PLR0913, PLR0917 - a kernel's launch is flat
     memory,  # noqa: ANN001
     runs,  # noqa: ANN001

@@ -353,13 +353,7 @@ def load_engine(options: TransformersOptions, context: EngineContext) -> Transfo
         loaded = load_model(context.model, options)
         allocate = context.allocate
         if context.memory == "cuda":
-            device = loaded.model.device
-            if device.type != "cuda":
-                raise ConfigError(
-                    "transfer.transports moves KV between GPUs (cuda_ipc), and the model is on "
-                    f'{device}: set device = "cuda" in [engine], or another transport'
-                )
-            allocate = partial(allocate_device_region, device)
+            allocate = partial(allocate_device_region, loaded.model.device)
         return TransformersEngine(
             options, loaded, path=str(context.model), clock=context.clock, allocate=allocate
         )

@@ -71,9 +71,11 @@ class Library(Generic[M]):
     """How a transport's library is used.
 
     `open_session` starts one for a peer; it may raise `TransferError`. `reach`: `host` meets its
-    peers over a Unix socket, `network` over TCP.
+    peers over a Unix socket, `network` over TCP. `multi_array`: `post` takes copies of several
+    arrays.
     """
 
     open_session: Callable[[], OneSidedSession[M]]
     reach: Literal["host", "network"]
     memory: tuple[MemoryKind, ...] = ("host", "shared")
+    multi_array: bool = False

@@ -210,6 +210,7 @@ class OneSidedTransport(PeerWritesTransport[OneSidedRemote[M], Attach, OneSidedW
             reads=True,
             late_writes=True,
             admits_writes=True,
+            multi_array=library.multi_array,
         )
         self._library, self._advertise_host = library, advertise_host
         self._process = os.getpid()

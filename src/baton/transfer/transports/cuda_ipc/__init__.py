@@ -46,7 +46,9 @@ def make_transport(
     """The transport over a seam: tests bring one of their own."""
     return OneSidedTransport[CudaIpcHandle](
         "cuda_ipc",
-        Library(partial(CudaIpcSession, open_device), reach="host", memory=("cuda",)),
+        Library(
+            partial(CudaIpcSession, open_device), reach="host", memory=("cuda",), multi_array=True
+        ),
         context,
         connect_timeout_s=options.connect_timeout_s,
         advertise_host=None,

@@ -209,14 +209,16 @@ class CudaIpcSession:
         if peer is None:
             raise TransferError("the peer has not sent its metadata")
         lane = self._lane(memory.device, peer)
-        ours, theirs = region.arrays[copies.layer], peer.arrays[copies.layer]
-        our_base = memory.address
-        their_base = lane.addresses[copies.layer] - theirs.offset_bytes
-        if direction == "write":
-            runs = _join(copies, ours, theirs, bases=(our_base, their_base))
-        else:
-            runs = _join(copies, theirs, ours, bases=(their_base, our_base))
-        return CudaIpcHandle(lane.device, lane.device.enqueue(runs))
+        runs: list[NDArray[np.int64]] = []
+        for layer in copies.layers:
+            ours, theirs = region.arrays[layer], peer.arrays[layer]
+            their_base = lane.addresses[layer] - theirs.offset_bytes
+            if direction == "write":
+                runs += _locate(copies, ours, theirs, bases=(memory.address, their_base))
+            else:
+                runs += _locate(copies, theirs, ours, bases=(their_base, memory.address))
+        joined = np.concatenate([np.empty((0, 3), np.int64), *runs]).astype(np.uint64)
+        return CudaIpcHandle(lane.device, lane.device.enqueue(joined))
 
     def is_done(self, handle: CudaIpcHandle) -> bool:
         """See `OneSidedSession`."""
@@ -296,11 +298,9 @@ def _find(mapped: Allocation, place: ArrayLocation, array: PageArray) -> int:
     return address
 
 
-def _join(
+def _locate(
     copies: PageCopies, source: PageArray, target: PageArray, *, bases: tuple[int, int]
-) -> NDArray[np.uint64]:
-    """Addresses of both sides, and bytes: uint64 `[r, 3]`."""
-    found = [compute_copy_runs(group, source, target) for group in copies.groups]
-    runs: NDArray[np.int64] = np.concatenate([np.empty((0, 3), np.int64), *found])
-    runs[:, :2] += np.array(bases, np.int64)
-    return runs.astype(np.uint64)
+) -> list[NDArray[np.int64]]:
+    """Of each group, in one layer: addresses of both sides, and bytes, int64 `[r, 3]`."""
+    both = np.array((*bases, 0), np.int64)
+    return [compute_copy_runs(group, source, target) + both for group in copies.groups]
