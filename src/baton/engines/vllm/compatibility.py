@@ -87,10 +87,10 @@ def warn_of_graphs(compilation_config: object) -> None:
     mode = getattr(compilation_config, "cudagraph_mode", None)
     if mode is not None and mode.has_full_cudagraphs():
         logger.warning(
-            "cudagraph_mode %s: a pass inside a full CUDA graph does not call the connector for each "
-            "layer, so all layers are sent after it; with "
-            '--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\' they are sent as they are '
-            "computed (vLLM sets that by itself, unless fuse_attn_quant makes the graphs full again)",
+            "cudagraph_mode %s: a pass in a full CUDA graph does not call the connector for each "
+            "layer: all layers are sent after it. With --compilation-config "
+            '\'{"cudagraph_mode": "PIECEWISE"}\' they are sent as they are computed: vLLM sets '
+            "that by itself, unless fuse_attn_quant makes the graphs full again",
             mode.name,
         )
 
