@@ -63,6 +63,7 @@ class ScriptedPort:
         self.cut: list[TicketId] = []
         self.writes_can_be_cut = True
         self.uncomputed: list[tuple[TicketId, ...]] = []
+        self.positions: dict[int, object] = {}
         self._events: list[HandoffEvent] = []
 
     def renew_lease(self, ticket: Ticket) -> None:
@@ -86,6 +87,7 @@ class ScriptedPort:
     def layer_ready(
         self, tickets: Sequence[tuple[TicketId, int]], layer: int, after: object = None
     ) -> None:
+        self.positions[layer] = after
         for ticket, stop in tickets:
             send = self.sends.get(ticket)
             if send is not None:

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import pickle
 import subprocess
 import sys
 import warnings
 from multiprocessing import get_context
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 import baton.engines.vllm
-from baton.engines.vllm.compatibility import check_hooks
+from baton.engines.vllm.compatibility import check_hooks, warn_of_graphs
 from baton.engines.vllm.rank_observer import HandoffRecord
 from baton.engines.vllm.step_orders import Decline, Prompt, StepOrders, StepReport
 from baton.errors import ConfigError
 from tests.lazy_modules import LazyModule, skip_without_vllm
+from tests.unit.engines_vllm.caches import configure, write_model
 from tests.unit.engines_vllm.test_handoff_schedule import prompt
 
 skip_without_vllm()
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 base = LazyModule("vllm.distributed.kv_transfer.kv_connector.v1.base")
 connector = LazyModule("baton.engines.vllm.connector")
@@ -53,6 +58,27 @@ LOST = HandoffRecord(
     wait_s=1.0,
     failed_stage="granted",
 )
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_late"), [("FULL", True), ("PIECEWISE", False), ("NONE", False)]
+)
+def test_whole_passes_in_graphs_are_warned_of(
+    mode: str, is_late: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    compilation = LazyModule("vllm.config.compilation")
+    config = compilation.CompilationConfig(cudagraph_mode=mode)
+    with caplog.at_level(logging.WARNING):
+        warn_of_graphs(config)
+    assert ("layers are sent after it" in caplog.text) == is_late
+
+
+def test_pages_with_adjacent_bytes_are_asked_for(tmp_path: Path) -> None:
+    config = configure(write_model(tmp_path / "m"))
+    assert connector.BatonConnector.requires_piecewise_for_cudagraph({})
+    assert connector.BatonConnector.get_required_kvcache_layout(config) == "LBHNC"
+    config.model_config = None
+    assert connector.BatonConnector.get_required_kvcache_layout(config) is None
 
 
 def test_it_is_what_vllm_asks_for() -> None:

@@ -12,7 +12,7 @@ from baton.auth.ticket import Ticket, WorkerRef
 from baton.clock import Instant
 from baton.engines.vllm.rank_handoffs import RELEASE_TIMEOUT_S, WRITE_GRACE_S, RankHandoffs
 from baton.engines.vllm.rank_observer import RankObserver
-from baton.engines.vllm.rank_prompts import RankSetting
+from baton.engines.vllm.rank_prompts import RankSetting, on_host
 from baton.engines.vllm.step_orders import (
     Abort,
     Finished,
@@ -33,6 +33,8 @@ from tests.tickets import issue
 from tests.unit.engines_vllm.scripted_port import ScriptedPort, SettlingEvent
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from baton.handoff.interface import HandoffEvent, PrefixStore
 
 BLOCK_SIZE, NUM_LAYERS = 4, 2
@@ -62,7 +64,9 @@ def harness() -> RankHarness:
     return make_harness(None)
 
 
-def make_harness(store: PrefixStore | None) -> RankHarness:
+def make_harness(
+    store: PrefixStore | None, record_position: Callable[[], object] = on_host
+) -> RankHarness:
     clock, port, traces = ManualClock(), ScriptedPort(NUM_LAYERS), TraceRing(8)
     port.prefixes = store
     wake_event = SettlingEvent(port, clock)
@@ -73,6 +77,7 @@ def make_harness(store: PrefixStore | None) -> RankHarness:
         rank=0,
         layout=KVLayout.gqa(NUM_LAYERS, 4, 8, block_size=BLOCK_SIZE, dtype="float32"),
         layers={"a": 0, "b": 1},
+        record_position=record_position,
     )
     observer = RankObserver(traces, HandoffInstruments(CollectorRegistry(), ("shared",), ()))
     rank = RankHandoffs(setting, port, wake_event=wake_event, clock=clock, observer=observer)
@@ -113,6 +118,20 @@ def test_blocks_of_later_chunks_join_the_order_that_the_agent_has(harness: RankH
     run(harness, StepOrders(progress=(Progress("r", 1, (9,), 7, is_last=True),)), "a", "b")
     assert send.order.blocks.blocks.tolist() == [5, 9]
     assert (send.ready, send.is_finished) == ({0: 7, 1: 7}, True)
+
+
+def test_each_layer_is_reported_with_its_position() -> None:
+    """The last one that was skipped: with the position after the whole pass."""
+    positions = iter(("after a", "after the pass"))
+    harness = make_harness(None, lambda: next(positions))
+    run(harness, offer(harness, 7, 7, (5, 6)), "a")
+    assert harness.port.positions == {0: "after a", 1: "after the pass"}
+
+
+def test_blocks_are_received_behind_the_steps_that_were_begun() -> None:
+    harness = make_harness(None, lambda: "now")
+    run(harness, expect(harness))
+    assert harness.port.receives[ID].order.after == "now"
 
 
 def test_what_the_prefix_cache_has_is_not_ready_before_the_steps_layers(

@@ -131,7 +131,7 @@ def test_a_received_prompt_takes_few_calls_in_its_worker(harness: RankHarness) -
         work(harness, StepOrders(started=("r",)), "a", "b")
         work(harness, StepOrders(finished=(Finished("r", "stop", 1),)))
 
-    assert count_calls(receive) <= 117
+    assert count_calls(receive) <= 118  # the position, too
 
 
 def test_layers_are_followed_where_one_is_awaited(harness: RankHarness) -> None:

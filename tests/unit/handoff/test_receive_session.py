@@ -91,6 +91,30 @@ def test_an_expiry_says_what_is_missing() -> None:
     assert "5 layer-tokens still missing" in str(emitted.event.error)
 
 
+def test_kv_lands_when_the_last_copy_has_ended() -> None:
+    session = make_session(staged=True)
+    session.scattering()
+    land_all(session)
+    assert session.finished(finished(session)) == []
+    landed, acked, closed = session.scattered()
+    assert landed == Emit(KVLanded(session.ticket, SampledToken(3)))
+    assert acked == SendTransferAck(closes_grant=True)
+    assert closed == CloseWriteGrant(writer_is_done=True)
+
+
+def test_blocks_are_given_back_when_no_copy_writes_to_them() -> None:
+    session = make_session(staged=True)
+    for _ in range(2):
+        session.scattering()
+    land_all(session)
+    assert len(session.abort("the client left")) == 2  # Failed, and the window is closed
+    assert session.scattered() == []
+    assert session.grant_quiescent() == []
+    assert not session.over
+    assert session.scattered() == [Emit(BlocksQuiescent(session.ticket))]
+    assert session.over
+
+
 def test_what_was_read_is_taken() -> None:
     session = make_session("READ")
     for layer in range(2):

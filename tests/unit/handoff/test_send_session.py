@@ -15,6 +15,7 @@ from baton.handoff.messages import (
 from baton.handoff.session.actions import (
     AnnounceReadable,
     Emit,
+    GatherPages,
     SendFinished,
     SendMessage,
     TransferHandle,
@@ -109,6 +110,37 @@ def test_whole_pages_and_at_last_the_rest(ready: int, sent: int | None) -> None:
     session.begin(4)
     expected = [] if sent is None else [WriteLayers(0, 0, sent)]
     assert session.layers_ready([0], ready) == expected
+
+
+def make_staged_session() -> SendSession:
+    session, grant = make_session()
+    session.granted(grant)
+    assert session.begin(4, is_staged=True) == []
+    return session
+
+
+def test_a_page_is_gathered_once_and_sent_after_that() -> None:
+    session = make_staged_session()
+    assert session.layers_ready([0, 1], 6) == [GatherPages(0, 0, 4, num_layers=2)]
+    session.gathering()
+    assert session.layers_ready([0], 9) == [GatherPages(0, 4, 9)]
+    session.gathering()
+    assert session.gathered([0, 1], 4) == [WriteLayers(0, 0, 4, num_layers=2)]
+    session.submitted(TransferHandle("tcp", TransferId(1)), LayersWritten(range(2), 0, 4))
+    assert session.gathered([0], 9) == [WriteLayers(0, 4, 9)]
+
+
+def test_the_source_is_held_until_no_copy_reads_it() -> None:
+    session = make_staged_session()
+    session.layers_ready([0, 1], 9)
+    session.gathering()
+    (said,) = session.fail("the client left", stage="abort")
+    assert isinstance(said, SendMessage)
+    assert not session.over
+    (emitted,) = session.gathered([0, 1], 9)
+    assert isinstance(emitted, Emit)
+    assert isinstance(emitted.event, SendFailed)
+    assert session.over
 
 
 def make_written_session() -> SendSession:

@@ -187,7 +187,7 @@ class CopyStream:
 
     def wait(self) -> None:
         """Wait until all copies that were begun are done: their memory can be given back."""
-        self._stream.synchronize()
+        self._record_event().wait()
 
     def _copier_for(self, pages: torch.Tensor) -> PageCopier:
         return self._copier if pages.dim() == ROW_DIMS else self._reorderer

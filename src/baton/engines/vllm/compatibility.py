@@ -82,6 +82,19 @@ def warn_of_unused_store() -> None:
     )
 
 
+def warn_of_graphs(compilation_config: object) -> None:
+    """Log that a prefill worker's layers are sent late, if CUDA graphs hold whole passes."""
+    mode = getattr(compilation_config, "cudagraph_mode", None)
+    if mode is not None and mode.has_full_cudagraphs():
+        logger.warning(
+            "cudagraph_mode %s: a pass in a full CUDA graph does not call the connector for each "
+            "layer: all layers are sent after it. With --compilation-config "
+            '\'{"cudagraph_mode": "PIECEWISE"}\' they are sent as they are computed: vLLM sets '
+            "that by itself, unless fuse_attn_quant makes the graphs full again",
+            mode.name,
+        )
+
+
 def may_load_prefixes(kv_transfer_config: object) -> bool:
     """Whether vLLM computes what a load does not find any more."""
     return getattr(kv_transfer_config, "kv_load_failure_policy", None) == "recompute"

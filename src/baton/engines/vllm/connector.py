@@ -29,6 +29,7 @@ from baton.engines.vllm.compatibility import (
     join_logging,
     may_load_prefixes,
     read_extra,
+    warn_of_graphs,
     warn_of_policy,
     warn_of_unused_store,
 )
@@ -273,6 +274,15 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
         return BatonPromMetrics(*args)
 
     @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """See `KVConnectorBase_V1`. Heads first: a page's bytes are adjacent, as staged pages are.
+
+        A preference, of which vLLM warns where a backend cannot; `VLLM_KV_CACHE_LAYOUT` prevails.
+        """
+        config = vllm_config.model_config
+        return None if config is None or config.use_mla else "LBHNC"
+
+    @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:  # noqa: ARG003
         """True: layers are announced from inside the forward pass."""
         return True
@@ -332,6 +342,8 @@ def _make_rank(
 
     from baton.engines.vllm.rank import Rank, RankPlan  # noqa: PLC0415 - the agent, torch
 
+    if identity.role != "decode":
+        warn_of_graphs(vllm_config.compilation_config)
     return Rank(
         RankPlan(
             vllm_config=vllm_config,

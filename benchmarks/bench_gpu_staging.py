@@ -1,0 +1,305 @@
+"""What handing KV over costs a prefill on a GPU, whose pages cross to pinned memory of the host.
+
+    PYTHONPATH=src:. python benchmarks/bench_gpu_staging.py [--json FILE]
+
+A thread plays vLLM's: on a stream of its own it launches a pass of matrix products, stores each
+layer's KV into pages in vLLM's layout and reports the layer. Two real agents in this process hand
+the pages over `shared`. Three configurations take turns:
+
+    none     nothing is handed over
+    events   as vLLM's connector does: a copy comes after an event, the agent asks if it is done
+    device   as it did before: the agent waits for the whole device, then copies as it can
+
+Of each pass: its time on the GPU; what launching it took; the time of one report of a layer on the
+thread that launches; from the pass' end on the GPU until all KV has landed in the other's pages on
+the GPU. Every byte is compared afterwards. `--layout LBNHC` reorders pages on the GPU. Without a
+GPU (`--device cpu`) it shows only that it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import threading
+import time
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from baton.auth.credentials import Credentials
+from baton.engines.gpu.copy_stream import make_recorder
+from baton.engines.vllm.device_pages import DevicePages
+from baton.handoff.interface import KVLanded, KVSent
+from baton.handoff.kv_views import KVView
+from baton.kv.copies import BlockTable
+from baton.kv.layout import KVLayout
+from baton.transfer.region import allocate_shared_region, view_pages
+from tests.gpu.vllm_layouts import LAYOUTS, allocate_layers
+from tests.integration.handoff_nodes import Handoff, Node, Pages, make_handoff, node
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+HEADS, HEAD_DIM, BLOCK_SIZE = 8, 128, 16
+CONFIGURATIONS = ("none", "events", "device")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One pass; times in seconds. `landed_s` is from its end on the GPU."""
+
+    configuration: str
+    pass_s: float
+    launch_s: float
+    report_s: tuple[float, ...]
+    landed_s: float | None
+
+
+class DeviceWide:
+    """A `Staging` that waits for the whole device: what `DevicePages` replaced."""
+
+    def __init__(self, layers: Sequence[torch.Tensor], host: Sequence[torch.Tensor]) -> None:
+        self._layers = [layer.view(torch.int16) for layer in layers]
+        self._host = host
+
+    def gather(
+        self,
+        layer: int,
+        blocks: NDArray[np.int64],
+        staged: NDArray[np.int64],
+        _after: object = None,
+    ) -> None:
+        """See `Staging`."""
+        pages = self._layers[layer]
+        wait_for_device(pages.device)
+        taken = pages.index_select(0, torch.tensor(blocks, device=pages.device)).cpu()
+        self._host[layer][torch.tensor(staged)] = taken.view(torch.uint8).flatten(1)
+
+    def scatter(
+        self,
+        layer: int,
+        staged: NDArray[np.int64],
+        blocks: NDArray[np.int64],
+        _after: object = None,
+    ) -> None:
+        """See `Staging`."""
+        pages = self._layers[layer]
+        taken = self._host[layer][torch.tensor(staged)].view(torch.int16)
+        shaped = taken.view(-1, *pages.shape[1:]).to(pages.device)
+        pages.index_copy_(0, torch.tensor(blocks, device=pages.device), shaped)
+        wait_for_device(pages.device)
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Wait for all streams."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+class Worker:
+    """Pages on the device and an agent for each way to stage them; `kv` are the layers."""
+
+    def __init__(
+        self, name: str, options: argparse.Namespace, key: Credentials, stack: ExitStack
+    ) -> None:
+        shape = (options.layers, options.blocks, HEADS, BLOCK_SIZE, 2 * HEAD_DIM)
+        device = torch.device(options.device)
+        self.kv = allocate_layers(options.layout, shape, torch.bfloat16, device)
+        layout = describe(options)
+        num_pages = 2 * options.tokens // BLOCK_SIZE
+        self.nodes: dict[str, Node] = {}
+        for how in CONFIGURATIONS[1:]:
+            region = allocate_shared_region([(num_pages, layout.page_bytes(0))] * options.layers)
+            if how == "events":
+                staging = DevicePages(self.kv, region)
+            else:
+                host = [torch.from_numpy(view_pages(region.memory, each)) for each in region.arrays]
+                staging = DeviceWide(self.kv, host)
+            pages = Pages(layout, [], (KVView(layout, region, staging),))
+            self.nodes[how] = stack.enter_context(
+                node(f"{name}-{how}", kinds=("shared",), key=key, pages=pages, timeout_s=30.0)
+            )
+
+
+def describe(options: argparse.Namespace) -> KVLayout:
+    """What is in the pages."""
+    layout = KVLayout.gqa(options.layers, HEADS, HEAD_DIM, block_size=BLOCK_SIZE, dtype="bfloat16")
+    arrangement = f"vllm-{options.device}/benchmark/{options.layout}"
+    return KVLayout(
+        layout.layers, layout.block_size, layout.dtype, "opaque", layout.shard, arrangement
+    )
+
+
+class Model:
+    """A pass: for each layer matrix products, then its KV is stored in blocks of the pages."""
+
+    def __init__(self, options: argparse.Namespace, kv: list[torch.Tensor]) -> None:
+        self.device, self.kv = torch.device(options.device), kv
+        self.num_products = options.products
+        streams = torch.get_device_module(self.device)
+        self.on_gpu = self.device.type != "cpu"
+        self.stream = streams.Stream(self.device) if self.on_gpu else None
+        size = options.width
+        kind = {"dtype": torch.bfloat16, "device": self.device}
+        self.x = torch.randn(options.tokens, size, **kind) / size**0.5
+        self.weight = torch.randn(size, size, **kind) / size**0.5
+        num_blocks = options.tokens // BLOCK_SIZE
+        self.new = torch.randn(num_blocks, *kv[0].shape[1:], **kind)
+        self.record = make_recorder(self.device) if self.on_gpu else torch.cpu.Event
+
+    def run(
+        self, blocks: torch.Tensor, report: Callable[[int], None]
+    ) -> tuple[float, float, tuple[float, ...], float]:
+        """GPU time of a pass, launching time, that of each report, and when it ended."""
+        took = []
+        context = torch.cuda.stream(self.stream) if self.on_gpu else nullcontext()
+        with context, torch.inference_mode():
+            began_at = time.perf_counter()
+            start, end = self._event(), self._event()
+            self._mark(start)
+            x = self.x
+            for number, layer in enumerate(self.kv):
+                for _ in range(self.num_products):
+                    x = x @ self.weight
+                layer.index_copy_(0, blocks, self.new)
+                at = time.perf_counter()
+                report(number)
+                took.append(time.perf_counter() - at)
+            self._mark(end)
+            launched_at = time.perf_counter()
+            if end is not None:
+                end.synchronize()
+        ended_at = time.perf_counter()
+        pass_s = ended_at - began_at if end is None else start.elapsed_time(end) / 1000
+        return pass_s, launched_at - began_at, tuple(took), ended_at
+
+    def _event(self) -> torch.cuda.Event | None:
+        return torch.cuda.Event(enable_timing=True) if self.on_gpu else None
+
+    @staticmethod
+    def _mark(event: torch.cuda.Event | None) -> None:
+        if event is not None:
+            event.record()
+
+
+class Landing:
+    """Notes when the decode worker learns that all has landed."""
+
+    def __init__(self, decode: Node) -> None:
+        self.at = 0.0
+        self._thread = threading.Thread(target=self._wait, args=(decode,), daemon=True)
+        self._thread.start()
+
+    def _wait(self, decode: Node) -> None:
+        (landed,) = decode.wait_for(timeout_s=30.0)
+        self.at = time.perf_counter()
+        assert isinstance(landed, KVLanded), landed
+
+    def wait(self) -> float:
+        """The instant."""
+        self._thread.join(40.0)
+        assert self.at, "nothing landed"
+        return self.at
+
+
+def measure(
+    how: str, model: Model, prefill: Worker, decode: Worker, seed: int, tokens: int
+) -> Sample:
+    """One pass, with its handoff."""
+    if how == "none":
+        blocks = torch.arange(tokens // BLOCK_SIZE, device=model.device)
+        pass_s, launch_s, report_s, _ = model.run(blocks, lambda _: None)
+        return Sample(how, pass_s, launch_s, report_s, None)
+    sender, receiver = prefill.nodes[how], decode.nodes[how]
+    handoff: Handoff = make_handoff(sender, receiver, num_tokens=tokens, seed=seed)
+    most = len(model.kv[0])
+    chance = np.random.default_rng(seed)
+    num_blocks = tokens // BLOCK_SIZE
+    source, target = (BlockTable(0, chance.permutation(most)[:num_blocks]) for _ in range(2))
+    handoff.sending = replace(handoff.sending, blocks=source)
+    handoff.receiving = replace(handoff.receiving, blocks=target, after=model.record())
+    handoff.start_receive()
+    handoff.start_send()
+    handoff.wait_until_granted()
+    blocks = torch.from_numpy(source.blocks).to(model.device)
+    model.new.normal_()
+    wait_for_device(model.device)
+    landing, tickets = Landing(receiver), [(handoff.sending.ticket.id, tokens)]
+
+    def report(layer: int) -> None:
+        sender.agent.layer_ready(tickets, layer, model.record())
+        if layer + 1 == len(model.kv):
+            sender.agent.prefill_done(tickets[0][0], None)
+
+    pass_s, launch_s, report_s, ended_at = model.run(blocks, report)
+    landed_s = landing.wait() - ended_at
+    assert sender.wait_for(timeout_s=10.0) == [KVSent(tickets[0][0])]
+    there = torch.from_numpy(target.blocks).to(model.device)
+    for sent, received in zip(prefill.kv, decode.kv, strict=True):
+        same = torch.equal(sent[blocks].view(torch.int16), received[there].view(torch.int16))
+        assert same, "other bytes than were computed"
+    return Sample(how, pass_s, launch_s, report_s, landed_s)
+
+
+def main() -> None:
+    """Run the benchmark, print a table, keep the samples."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--layout", choices=LAYOUTS, default="LBHNC")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--blocks", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--width", type=int, default=8192)
+    parser.add_argument("--products", type=int, default=3, help="for each layer")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    samples: list[Sample] = []
+    with ExitStack() as stack:
+        key = Credentials.generate()
+        prefill, decode = (Worker(name, options, key, stack) for name in ("p", "d"))
+        model = Model(options, prefill.kv)
+        for turn in range(options.repetitions + 1):  # the first warms up
+            for how in CONFIGURATIONS:
+                sample = measure(how, model, prefill, decode, turn, options.tokens)
+                if turn:
+                    samples.append(sample)
+            print(f"turn {turn} is done", flush=True)
+    show(samples, options)
+    if options.json is not None:
+        name = torch.cuda.get_device_name() if model.on_gpu else "cpu"
+        options.json.write_text(json.dumps({
+            "device": name,
+            "torch": torch.__version__,
+            "options": {k: v for k, v in vars(options).items() if k != "json"},
+            "samples": [asdict(sample) for sample in samples],
+        }, indent=1))  # fmt: skip
+
+
+def show(samples: list[Sample], options: argparse.Namespace) -> None:
+    """Medians."""
+    num_bytes = describe(options).bytes_per_token * options.tokens
+    print(f"{options.tokens} tokens, {num_bytes >> 20} MiB, {options.layers} layers, "
+          f"{options.layout}; medians of {options.repetitions}")  # fmt: skip
+    print("configuration  pass ms  launch ms  report us (median, most)  landed after ms")
+    for how in CONFIGURATIONS:
+        some = [sample for sample in samples if sample.configuration == how]
+        reports = [each for sample in some for each in sample.report_s]
+        landed = [sample.landed_s for sample in some if sample.landed_s is not None]
+        print(
+            f"{how:13}  {statistics.median(s.pass_s for s in some) * 1e3:7.2f}"
+            f"  {statistics.median(s.launch_s for s in some) * 1e3:9.2f}"
+            f"  {statistics.median(reports) * 1e6:10.1f} {max(reports) * 1e6:10.1f}   "
+            + (f"{statistics.median(landed) * 1e3:15.2f}" if landed else " " * 14 + "-")
+        )
+
+
+if __name__ == "__main__":
+    main()
