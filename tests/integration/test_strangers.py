@@ -154,7 +154,7 @@ def test_without_a_descriptor_left_the_agent_waits_and_says_so(
                 assert process.stdout is not None
                 assert process.stdout.readline().strip() == "40"
                 wait_until(lambda: "no peer can be accepted" in caplog.text)
-                # A busy machine makes the same work dearer for a while; what spins does so each time.
+                # A busy machine makes work dearer for a while; what spins does so each time.
                 assert any(cpu_of_a_second() < 0.3 for _ in range(3))
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
