@@ -128,7 +128,7 @@ class S3Server(StoreServer):
         url = f"{self.endpoint}/{BUCKET}/{key}".rstrip("/")
         request = urllib.request.Request(url, body, headers, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=10) as answer:
+            with urllib.request.urlopen(request, timeout=60) as answer:
                 return answer.read()
         except urllib.error.HTTPError as exc:
             with exc:

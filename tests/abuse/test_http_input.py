@@ -20,7 +20,7 @@ ENGINE: dict[str, object] = {
     "engine.dtype": "float32",
     "engine.num_threads": 1,
     "engine.num_blocks": 128,
-    "engine.max_context_tokens": 128,
+    "engine.max_context_tokens": 48,  # answers without `max_tokens` are short
 }
 
 

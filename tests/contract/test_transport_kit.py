@@ -40,7 +40,7 @@ def test_a_peer_that_cannot_attach_says_why_and_ends():
         [sys.executable, "-m", "baton.testing.transport_peer"],
         input=msgspec.json.encode(task) + b"\n",
         capture_output=True,
-        timeout=20,
+        timeout=60,
         check=False,
     )
     assert ended.returncode == 1

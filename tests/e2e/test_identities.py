@@ -31,7 +31,7 @@ def status_of(url: str, directory: Path, body: dict[str, object] | None = None) 
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"content-type": "application/json"})
     try:
-        with urllib.request.urlopen(request, context=context, timeout=10) as response:
+        with urllib.request.urlopen(request, context=context, timeout=60) as response:
             return int(response.status)
     except urllib.error.HTTPError as error:
         return error.code

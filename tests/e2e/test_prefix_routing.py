@@ -187,7 +187,8 @@ def test_whole_answers_teach_what_prompts_and_steps_take(fleet, workers):
         chat(gateway, [{"role": "user", "content": f"teach {n}. {TEXT * (n + 1)}"}])
     for cost in ("prefill", "step"):
         labels = f'cost="{cost}",model="demo",worker="one"'
-        assert metric(gateway, f"baton_router_cost_error_ratio{{{labels}}}") > 0
+        name = f"baton_router_cost_error_ratio{{{labels}}}"
+        until(lambda name=name: metric(gateway, name) > 0)
 
 
 def test_tenants_find_their_own_blocks_alone(fleet, workers):
@@ -199,8 +200,9 @@ def test_tenants_find_their_own_blocks_alone(fleet, workers):
         answer, worker = chat(gateway, messages, cache_salt=salt)
         assert (cached(answer) > 0) is has_it
         assert (worker == first) is has_it
-    predicted = metric(gateway, 'baton_router_cached_tokens_total{kind="predicted"}')
-    assert predicted == metric(gateway, 'baton_router_cached_tokens_total{kind="actual"}')
+    name = "baton_router_cached_tokens_total"
+    predicted, actual = (f'{name}{{kind="{kind}"}}' for kind in ("predicted", "actual"))
+    until(lambda: metric(gateway, predicted) == metric(gateway, actual))
 
 
 def test_what_is_evicted_is_not_counted_on(fleet, tmp_path):

@@ -139,7 +139,7 @@ def post(url: str, body: Json, *, timeout_s: float = TIMEOUT_S) -> tuple[int, Js
 
 
 def get_text(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=10, context=TLS) as response:
+    with urllib.request.urlopen(url, timeout=60, context=TLS) as response:
         return response.read().decode()
 
 

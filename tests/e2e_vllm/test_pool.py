@@ -10,7 +10,7 @@ import pytest
 from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.auth.ticket import seal
-from tests.e2e_vllm.client import ask_all, ask_one, make_prompts, read_metric
+from tests.e2e_vllm.client import ask_all, ask_one, make_prompts, read_metric, wait_until
 from tests.e2e_vllm.cluster import KEY
 from tests.e2e_vllm.tickets import Handoff, Server, make_ticket, read_prefill_result, read_tokens
 
@@ -27,11 +27,14 @@ def assert_counted(prefill: Server, decode: Server) -> None:
     """Both have counted what went through the store, and what was held for it."""
     (put, *_), (taken, *_) = prefill.info["control_urls"], decode.info["control_urls"]
     shared = {"tier": "shared"}
-    assert read_metric(put, "baton_pool_entries_total", role="prefill", result="stored") > 0
-    assert read_metric(put, "baton_store_puts_total", result="stored", **shared) > 0
-    assert read_metric(put, "baton_handoff_held_block_seconds_total", mode="pool") > 0
-    assert read_metric(taken, "baton_pool_entries_total", role="decode", result="loaded") > 0
-    assert read_metric(taken, "baton_store_leases_total", result="hit", **shared) > 0
+    for url, name, labels in (
+        (put, "baton_pool_entries_total", {"role": "prefill", "result": "stored"}),
+        (put, "baton_store_puts_total", {"result": "stored", **shared}),
+        (put, "baton_handoff_held_block_seconds_total", {"mode": "pool"}),
+        (taken, "baton_pool_entries_total", {"role": "decode", "result": "loaded"}),
+        (taken, "baton_store_leases_total", {"result": "hit", **shared}),
+    ):
+        wait_until(lambda c=(url, name), labels=labels: read_metric(*c, **labels) > 0, 20.0)
     used = {read_metric(url, "baton_store_used_bytes", **shared) for url in (put, taken)}
     assert len(used) == 1
     assert used != {0.0}

@@ -129,6 +129,6 @@ def _get(url: str) -> tuple[int, bytes]:
 
 def _post(url: str, body: bytes) -> tuple[int, bytes]:
     with urllib.request.urlopen(
-        urllib.request.Request(url, body), timeout=10, context=TLS
+        urllib.request.Request(url, body), timeout=60, context=TLS
     ) as response:
         return response.status, response.read()

@@ -28,7 +28,7 @@ from tests.unit.bench.architectures import cells as plans
 
 STUB = Path(__file__).with_name("stub_vllm_peer.py")
 FIRST_CORE = min(os.sched_getaffinity(0))
-TIMEOUT_S = 60
+TIMEOUT_S = 150
 
 
 class StubbedPlan(PeerPlan):

@@ -28,7 +28,7 @@ from tests.integration.gateway_cluster import run, until_true
 
 ROOT = Path(__file__).parents[2]
 DOCTOR = (sys.executable, "-m", "baton.cli", "doctor")
-TIMEOUT_S = 60
+TIMEOUT_S = 150
 
 
 def environment(tmp_path, *paths):

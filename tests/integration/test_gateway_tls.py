@@ -53,7 +53,7 @@ def certificate_files(directory: Path, serial_number: int) -> tuple[Path, Path]:
 
 def serial_number_at(url: str) -> int:
     port = int(url.rpartition(":")[2])
-    shown = ssl.get_server_certificate(("127.0.0.1", port), timeout=5)
+    shown = ssl.get_server_certificate(("127.0.0.1", port), timeout=30)
     return x509.load_pem_x509_certificate(shown.encode()).serial_number
 
 

@@ -289,11 +289,11 @@ def test_after_a_failed_handoff_the_decode_server_is_asked_whether_it_began_anew
         decode.script = never_answer
         decode.begin_another_life()
         request = asyncio.create_task(cluster.post(PROMPT).__aenter__())
-        await until(lambda: decode.num_discoveries == 2, within_s=2)
+        await until(lambda: decode.num_discoveries == 2, within_s=10)
         request.cancel()
 
-    # the tenth probe, which would ask it anyway, is 5 s away
-    run(scenario, decodes=[vllm_decode()], probe_interval_s=0.5)
+    # the tenth probe, which would ask it anyway, is 15 s away
+    run(scenario, decodes=[vllm_decode()], probe_interval_s=1.5)
 
 
 def test_a_baton_worker_may_come_back_where_vllm_was():

@@ -148,9 +148,14 @@ def test_nothing_listens_to_the_network_unless_asked_to():
 def test_it_takes_no_core_while_nothing_moves():
     pair = TransportPair.of(NetworkKit().make_side(), NetworkKit().make_side())
     pair.attach()
-    before = time.process_time()
-    pair.poll_for(0.5)
-    assert time.process_time() - before < 0.1
+
+    def measure_cpu_s() -> float:
+        before = time.process_time()
+        pair.poll_for(0.5)
+        return time.process_time() - before
+
+    # A busy machine makes the same work dearer for a while; what spins does so each time.
+    assert any(measure_cpu_s() < 0.1 for _ in range(3))
     pair.close()
 
 

@@ -138,9 +138,9 @@ def read_to_the_end(answer):
 
 def assert_handed_over(url):
     """The one request so far went from prefill to decode, over shared memory."""
-    with urllib.request.urlopen(f"{url}/debug/requests", timeout=10) as response:
+    with urllib.request.urlopen(f"{url}/debug/requests", timeout=60) as response:
         (listed,) = json.load(response)["requests"]
-    with urllib.request.urlopen(f"{url}/debug/requests/{listed['id']}", timeout=10) as response:
+    with urllib.request.urlopen(f"{url}/debug/requests/{listed['id']}", timeout=60) as response:
         summary = json.load(response)["summary"]
     assert summary["transport"] == summary["expected_transport"] == "shared"
     assert summary["num_received_tokens"] > 0

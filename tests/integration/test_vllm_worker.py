@@ -185,7 +185,7 @@ def test_a_worker_starts_answers_and_drains(runtime):
     def probe(path):
         address = f"http://127.0.0.1:{probe_port}{path}"
         try:
-            with urllib.request.urlopen(address, timeout=10) as answer:
+            with urllib.request.urlopen(address, timeout=60) as answer:
                 return answer.status
         except urllib.error.HTTPError as error:
             with error:
@@ -212,7 +212,7 @@ def test_a_worker_starts_answers_and_drains(runtime):
             os.killpg(process.pid, signal.SIGTERM)
             until_said(process, runtime, "draining")
             health = status_of(
-                lambda: urllib.request.urlopen(f"{url}/health", timeout=10, context=tls)
+                lambda: urllib.request.urlopen(f"{url}/health", timeout=60, context=tls)
             )
             assert health == (503, {"status": "draining"})
             assert (probe("/live"), probe("/ready")) == (200, 503)
