@@ -38,7 +38,7 @@ from baton.router.cost_parts import (
 )
 from baton.router.demand import Limits
 from baton.router.devices import DeviceSums
-from baton.router.division import Division
+from baton.router.division import THROUGHPUT, Division
 from baton.router.explanation import ExplainedCandidate, why_unusable
 from baton.router.pair_search import MOST_OF_EACH, PairSearch
 from baton.router.pairing import (
@@ -311,16 +311,20 @@ class CostPolicy:
         self, served: ModelWorkers, request: PlacementRequest, load: FleetLoad
     ) -> frozenset[WorkerId]:
         """The workers of both roles that only prefill at present."""
-        if self._options.objective == "throughput" or self._mode == "colocated":
+        if self._mode == "colocated":
             return frozenset()
         division = self._divisions.get(request.model)
         if division is None:
-            limits = Limits(self._options.ttft_s, self._options.tpot_s)
-            division = self._divisions[request.model] = Division(limits)
+            division = self._divisions[request.model] = self._begin_division()
         if division.is_due(request.at):
             both = [w for w in served.helpers if w.role is Role.BOTH and w.available]
             division.look(both, load, request.at)
         return division.prefills
+
+    def _begin_division(self) -> Division:
+        if self._options.objective == "throughput":
+            return Division(Limits(inf, inf), THROUGHPUT)
+        return Division(Limits(self._options.ttft_s, self._options.tpot_s))
 
     def _best_alone(self, parts: Parts, request: PlacementRequest) -> Candidate:
         """The best worker to do both parts; among equals the one that has had no prompt longest."""
