@@ -72,6 +72,8 @@ PREFERRED_ALONE: Final = 0.95
 PREFERRED_REPLICA: Final = 0.75
 """The same where both do both parts, no labour is divided, and the first has no more of the prompt
 cached: the next requests need both, too."""
+PREFERRED_DIVIDED: Final = 1.0
+"""The same where the first only prefills at present: that is what it is for."""
 
 EQUAL: Final = 1.0 + 1e-9
 LOADING_MODES: Final = frozenset({"auto", "push"})
@@ -189,7 +191,7 @@ class CostPolicy:
         prefills = usable.prefills
         divided = [f"only prefilling at present: {', '.join(sorted(prefills))}"] if prefills else []
         for pair in chain(pairs, ranked):
-            if pair.prefill is None or pair.cost >= PREFERRED_ALONE * best.cost:
+            if pair.prefill is None or pair.cost >= best.cost:
                 break
             if pair.cost >= pair.preferred * best.cost:
                 continue
@@ -375,7 +377,9 @@ class CostPolicy:
                 taking_s, preferred = float(handoff_s[at]), PREFERRED_ALONE
                 seen = parts.predict(first, second, taking_s, request.num_prompt_tokens)
                 ahead = parts.num_uncached[second] - parts.num_uncached[first]
-                if prefill.role is Role.BOTH and not usable.prefills and ahead < LEAST_LOADED:
+                if prefill.id in usable.prefills:
+                    preferred = PREFERRED_DIVIDED
+                elif prefill.role is Role.BOTH and ahead < LEAST_LOADED:
                     preferred = PREFERRED_REPLICA
                 cost = float(costs[at])
                 yield Candidate(prefill, decode, seen, cost, handoffs, preferred=preferred)
