@@ -185,6 +185,10 @@ class Division:
             self._give_up(self._trial, now, is_too_slow=True)
             return
         costs = load.costs(workers[0].model)
+        if self._is_hopeful and not costs.arrivals.are_closed_loops:
+            if self.prefills:  # of independent arrivals no division serves more
+                self._change(frozenset(), now)
+            return
         if self._trial is not None and self._is_hopeful and costs.step.shown >= LEAST_SHOWN:
             share = self._trial.predict_share(costs.step, len(workers), len(self.prefills))
             if share < self.margins.predicted:
