@@ -34,7 +34,7 @@ MOST_RATIO: Final = 0.1
 MOST_CHANGE: Final = 2.0
 """What one window counts at most, as that ratio: clients that begin or leave together."""
 LEAST_UNDER_WAY: Final = 1.9
-"""On the average: two clients, one of which may pause for a moment. One alone cannot be told apart."""
+"""On the average: two clients, one of which may pause for a moment. One alone shows nothing."""
 LASTED_SHARE: Final = 0.05
 """What the newest duration counts in the mean."""
 

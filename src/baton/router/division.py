@@ -11,7 +11,8 @@ for the traffic as it comes (`router/demand.py`).
       └─► another division, until it is known what that achieves
             │ it achieves more: it stays
             │ it does not: back, and it is not tried again at such a load for a while
-            └ requests pile up meanwhile: back at once, and not again at such a load or a higher one
+            │ requests pile up meanwhile: back at once, and not again at such a load or a higher one
+            └ for throughput: its first answers show that it cannot gain: back at once
 
 Pure: times are given.
 """
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from baton.router.demand import Demand, Traffic
     from baton.router.fleet import WorkerView
     from baton.router.learning import LearnedLine
-    from baton.router.load import EndedRequest, FleetLoad
+    from baton.router.load import EndedRequest, FleetLoad, ModelCosts
 
 LOOK_EVERY_S: Final = 1.0
 SETTLING_S: Final = 3.0
@@ -181,19 +182,9 @@ class Division:
         if len(workers) < 2:  # noqa: PLR2004 - a pair
             return
         num_under_way = sum(load.of(each.id, each.model).num_decodes for each in workers)
-        if self._trial is not None and num_under_way > self._trial.most_under_way:
-            self._give_up(self._trial, now, is_too_slow=True)
-            return
         costs = load.costs(workers[0].model)
-        if self._is_hopeful and not costs.arrivals.are_closed_loops:
-            if self.prefills:  # of independent arrivals no division serves more
-                self._change(frozenset(), now)
+        if self._is_ended(costs, num_under_way, len(workers), now):
             return
-        if self._trial is not None and self._is_hopeful and costs.step.shown >= LEAST_SHOWN:
-            share = self._trial.predict_share(costs.step, len(workers), len(self.prefills))
-            if share < self.margins.predicted:
-                self._give_up(self._trial, now, share=share)
-                return
         least = LEAST_ENDED if costs.arrivals.are_closed_loops else LEAST_INDEPENDENT
         ended, is_whole = self._find_ended(costs.ended, now, least)
         if not ended:
@@ -214,6 +205,27 @@ class Division:
                 trial = _Trial.begin(self.prefills, traffic.demand, num_under_way, predicted)
             self._set(chosen, workers, load, now)
             self._trial = trial
+
+    def _is_ended(
+        self, costs: ModelCosts, num_under_way: int, num_workers: int, now: float
+    ) -> bool:
+        """Whether there is nothing to divide, or a trial is given up before its effect is known."""
+        if self._is_hopeful and not costs.arrivals.are_closed_loops:
+            if self.prefills:  # of independent arrivals no division serves more
+                self._change(frozenset(), now)
+            return True
+        trial = self._trial
+        if trial is None:
+            return False
+        if num_under_way > trial.most_under_way:  # they come faster than they are served
+            self._give_up(trial, now, is_too_slow=True)
+            return True
+        if self._is_hopeful and costs.step.shown >= LEAST_SHOWN:
+            share = trial.predict_share(costs.step, num_workers, len(self.prefills))
+            if share < self.margins.predicted:
+                self._give_up(trial, now, share=share)
+                return True
+        return False
 
     def _find_traffic(
         self,
@@ -300,7 +312,7 @@ class Division:
     def _give_up(
         self, trial: _Trial, now: float, *, is_too_slow: bool = False, share: float = 1.0
     ) -> None:
-        """Requests pile up (`is_too_slow`), or it is seen by now that it gains nothing."""
+        """Back to the division before; see `_Refuted`."""
         at_once = trial.demand.num_at_once
         self._refute(len(self.prefills), at_once, now, is_too_slow=is_too_slow, share=share)
         self._change(trial.before, now)

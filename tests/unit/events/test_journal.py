@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import ProtocolError
+from baton.events import journal_page
 from baton.events.blocks import (
     BlockRemoved,
     BlocksExpected,
@@ -19,7 +20,6 @@ from baton.events.blocks import (
     pack_names,
     unpack_names,
 )
-from baton.events import journal_page
 from baton.events.journal import BATON_HASHES, MOST_EXPECTED_BLOCKS, CacheJournal
 from baton.events.wire import decode_page, encode_page
 
