@@ -190,8 +190,9 @@ class CostPolicy:
         pairs = [] if first is None else [first]
         prefills = usable.prefills
         divided = [f"only prefilling at present: {', '.join(sorted(prefills))}"] if prefills else []
+        most = PREFERRED_DIVIDED if prefills else PREFERRED_ALONE
         for pair in chain(pairs, ranked):
-            if pair.prefill is None or pair.cost >= best.cost:
+            if pair.prefill is None or pair.cost >= most * best.cost:
                 break
             if pair.cost >= pair.preferred * best.cost:
                 continue
