@@ -161,6 +161,11 @@ def test_workers_with_the_gateways_tokenizer_get_the_prompts_token_ids():
                 sent = worker.visits[-1].body
                 assert sent["prompt"] == text
                 assert sent["kv_transfer_params"].get("baton_prompt") == expected
+        await ask(cluster, STREAM | {"prompt": ids})
+        for worker in (prefill, decode):
+            sent = worker.visits[-1].body
+            assert sent["prompt"] == ids
+            assert "baton_prompt" not in sent["kv_transfer_params"], "it has them already"
 
     run(scenario, prefills=[prefill], decodes=[decode], policy="prefix", mode="push")
 

@@ -85,7 +85,7 @@ class CacheJournal:
     def __init__(self, num_remembered: int = NUM_REMEMBERED) -> None:
         self.lock = threading.RLock()
         self.store: ReportedStore | None = None
-        self._last = 0
+        self._last = self._last_expected = 0
         self._latest: deque[_Change] = deque()
         self._num_latest, self._num_remembered = 0, num_remembered
         self._held: dict[BlockHash, _Stored] = {}
@@ -94,6 +94,11 @@ class CacheJournal:
     def last(self) -> int:
         """The number of the latest event; 0 before the first."""
         return self._last
+
+    @property
+    def last_expected(self) -> int:
+        """The number of the latest event of a queued prompt; 0 before the first."""
+        return self._last_expected
 
     def add_stored(
         self,
@@ -129,6 +134,7 @@ class CacheJournal:
         salt = tenant_salt if parent is None else ""
         with self.lock:
             self._add(BlocksExpected(parent, raw, block_size, salt))
+            self._last_expected = self._last
 
     def add_removed(self, block_hash: BlockHash) -> None:
         """A block is not there any more, because its room was needed."""

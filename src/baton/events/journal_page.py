@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 POLL_S: Final = 0.05
 NUM_POLLS: Final = 20
+NUM_POLLS_FOR_FEW: Final = 8
+"""Few events wait so long for more: an engine that generates has some in each step, and each page
+takes time of the worker's and the gateway's processors. Queued prompts do not wait."""
 MAX_DIGITS: Final = 18
 FEW_EVENTS: Final = 64
 """Are encoded in less time than another thread takes to begin."""
@@ -31,10 +34,14 @@ async def make_page(
 ) -> bytes:
     """What happened since event number `after`, encoded.
 
-    Where that is nothing yet, it waits up to a second for it, or until `is_ending`.
+    Where that is nothing yet, it waits up to a second for it, or until `is_ending`; where that are
+    few stored and removed blocks, for less time.
     """
-    for _ in range(NUM_POLLS):
-        if journal.last != after or is_ending():
+    for num_polls in range(NUM_POLLS):
+        is_few = 0 < after < journal.last <= after + FEW_EVENTS
+        is_few = is_few and journal.last_expected <= after
+        most = NUM_POLLS_FOR_FEW if is_few else NUM_POLLS if journal.last == after else 0
+        if num_polls >= most or is_ending():
             break
         await asyncio.sleep(POLL_S)
     if after <= journal.last <= after + FEW_EVENTS:

@@ -267,7 +267,8 @@ class KVEvents:
     async def _drop_stale(self) -> bool:
         """Forget lives that are over; whether there were any."""
         gone = [w for w, f in self._following.items() if f.publisher != self._publisher_of(w)]
-        await asyncio.gather(*(self._drop(worker) for worker in gone))
+        if gone:
+            await asyncio.gather(*(self._drop(worker) for worker in gone))
         return bool(gone)
 
     def _follow_new(self) -> None:

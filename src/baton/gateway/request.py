@@ -101,15 +101,20 @@ class CompletionBody:
         except UNDECODABLE:
             return ""  # its worker refuses the request, or ignores the field
 
+    @property
+    def gives_ids(self) -> bool:
+        """Whether the prompt is a list of token ids, or of such lists."""
+        prompt = self.fields.get("prompt")
+        return prompt is not None and lists_ids(memoryview(prompt))
+
     def check_ids(self, max_context_tokens: Callable[[], int]) -> None:
         """Refuse more token ids than the model's workers have room for.
 
         Raises:
             InvalidRequestError: the prompt has more.
         """
-        prompt = self.fields.get("prompt")
-        if prompt is not None and lists_ids(memoryview(prompt)):
-            check_ids(bytes(prompt), max_context_tokens())
+        if self.gives_ids:
+            check_ids(bytes(self.fields["prompt"]), max_context_tokens())
 
     def check_text(self, max_prompt_chars: Callable[[], int | None]) -> None:
         """Refuse a prompt that is a text and certainly too long for the model's workers.

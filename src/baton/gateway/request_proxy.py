@@ -321,9 +321,9 @@ class RequestProxy:
                 await self._push(prefill_request, bodies.prefill, send_decode)
 
     def _with_ids(self, body: CompletionBody, placement: Placement) -> CompletionBody:
-        """With the prompt's token ids, where all its workers would get the same ones."""
+        """With the token ids of a text, where all its workers would get the same ones."""
         match = self._match
-        if match is None or match.token_ids is None:
+        if match is None or match.token_ids is None or body.gives_ids:
             return body
         workers = (placement.prefill, placement.decode)
         if any(each is not None and each.tokenizer != match.tokenizer for each in workers):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import ProtocolError
+from baton.events import journal_page
 from baton.events.blocks import (
     BlockRemoved,
     BlocksExpected,
@@ -215,3 +218,29 @@ def test_entries_count_one_by_one_in_what_is_remembered():
     store.keep(set(range(20, 40)))
     assert journal.read(journal.last - 1).is_whole, "one event alone is more than is remembered"
     assert journal.read(journal.last).events == ()
+
+
+def test_few_stored_blocks_wait_for_more_and_queued_prompts_do_not(monkeypatch):
+    monkeypatch.setattr(journal_page, "POLL_S", 0.0)
+    journal = CacheJournal()
+
+    def read(after):
+        """The page after that event, and how often it was looked whether it is time."""
+        looks = []
+        page = journal_page.make_page(journal, after, lambda: bool(looks.append(0)))
+        return decode_page(asyncio.run(page), BATON_HASHES), len(looks)
+
+    def store(first, num):
+        hashes = [first + at.to_bytes(31, "big") for at in range(num)]
+        journal.add_stored(hashes, None, np.zeros(num * BLOCK_SIZE, np.int32), "")
+
+    assert read(0)[1] == journal_page.NUM_POLLS, "nothing is there"
+    store(b"a", 2)
+    assert read(0)[1] == 0, "a gateway that begins"
+    page, num_looks = read(1)
+    assert num_looks == journal_page.NUM_POLLS_FOR_FEW
+    assert page.last == 2
+    journal.add_expected(None, np.zeros(200, np.int32), BLOCK_SIZE, "")
+    assert read(2)[1] == 0, "a queued prompt"
+    store(b"b", journal_page.FEW_EVENTS + 1)
+    assert read(3)[1] == 0, "many"
