@@ -17,6 +17,8 @@ for the answer of a lookup took of it, of embedded workers: the load of the mach
 workers: `unkept`, which looks and keeps nothing, and `unused`, which has the store open and does
 neither. `none again` is as `none`: what it differs is noise.
 
+Tier `peer` is the memory of a `baton store serve` on this machine.
+
 With `--engine vllm` the timed workers are vLLM servers; writers and checks are embedded workers.
 
     python benchmarks/bench_stored_prefixes.py --json benchmarks/results/stored-prefixes.json
@@ -44,9 +46,11 @@ from rich.table import Table
 from baton.testing.fleet import Fleet, FleetProcess
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.store_servers import S3_CREDENTIALS, RedisServer, S3Server
+from tests.free_ports import find_free_port
+from tests.store_servers import S3_CREDENTIALS, RedisServer, S3Server, StoreServer
 
-TIERS = ("shared", "file", "redis", "object")
+TIERS = ("shared", "file", "redis", "object", "peer")
+PEER_BYTES = 512 << 20
 DEFAULT_TIERS = {"transformers": ["shared", "file"], "vllm": ["file"]}
 """By engine: a vLLM server takes a GiB, and half a minute to start."""
 SHARE = 0.9
@@ -167,8 +171,37 @@ def make_store(tier: str, folder: Path, stack: ExitStack) -> dict[str, object]:
         options = {"url": stack.enter_context(closing(RedisServer(place))).url}
     elif tier == "object":
         options = stack.enter_context(closing(S3Server())).options
+    elif tier == "peer":
+        options = {"urls": [stack.enter_context(closing(start_daemon())).address]}
     settings = {f"store.options.{tier}.{name}": value for name, value in options.items()}
     return {"store.tiers": [tier], **settings}
+
+
+class Daemon(StoreServer):
+    """`baton store serve` with memory that workers read and write as tier `peer`."""
+
+    @property
+    def address(self) -> str:
+        """What workers name it."""
+        return f"tcp://127.0.0.1:{self.port}"
+
+
+def start_daemon() -> Daemon:
+    """It has this process's environment, and with it the cluster key."""
+    port = find_free_port()
+    capacity = f"store.options.host.capacity_bytes={PEER_BYTES}"
+    command = [
+        sys.executable,
+        "-m",
+        "baton.cli",
+        "store",
+        "serve",
+        "--store",
+        "host",
+        "--port",
+        "0",
+    ]
+    return Daemon([*command, "--listen", f"127.0.0.1:{port}", "--set", capacity], port)
 
 
 def start_fleet(
@@ -211,7 +244,7 @@ def main() -> None:
     parser.add_argument("--parts", action="store_true", help="what costs what, of new prompts")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    environment = dict(os.environ, BATON_CLUSTER_KEY=os.urandom(32).hex(), **S3_CREDENTIALS)
+    os.environ.update(S3_CREDENTIALS, BATON_CLUSTER_KEY=os.urandom(32).hex())
     rng = np.random.default_rng()
     runs: list[Run] = []
     with ExitStack() as stack:
@@ -220,7 +253,7 @@ def main() -> None:
             tier: make_store(tier, folder, stack)
             for tier in options.tiers or DEFAULT_TIERS[options.engine]
         }
-        fleet = stack.enter_context(Fleet(folder, environment))
+        fleet = stack.enter_context(Fleet(folder, dict(os.environ)))
         arms = start_fleet(fleet, folder, stores, options.engine, parts=options.parts)
         for _, gateway in arms.values():
             ask(gateway, rng.integers(300, 4000, 600).tolist())  # engines learn what tokens take
