@@ -45,9 +45,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from baton.clock import MachineClock
 from baton.handoff.pool_mode.keep_queue import KEEP_BATCH_ENTRIES
@@ -74,6 +71,7 @@ ORDER = (
     *("mooncake", "mooncake shm", "mooncake tcp"),
 )
 """Of the table's rows; the first one is the limit."""
+FIGURES = ("GB/s (quartiles)", "of memcpy", "GB per CPU s")
 
 
 class Place(Protocol):
@@ -430,24 +428,28 @@ def main() -> None:
 
 
 def show(runs: list[Run], num_bytes: int) -> None:
-    """Medians and quartiles of rates; ratios of medians."""
-    table = Table(
-        "place", "op", "GB/s", "quartiles", "of memcpy", "GB/CPU s", "of memcpy", box=box.MARKDOWN
-    )
-    limits: dict[str, list[float]] = {}
-    for name in ORDER:
-        for op in ("put", "read"):
-            own = [run for run in runs if (run.place, run.op) == (name, op)]
-            if not own:
-                continue
-            rates = [num_bytes / run.seconds / 1e9 for run in own]
-            low, rate, high = statistics.quantiles(rates, n=4)
-            of_cpu = statistics.median(num_bytes / run.cpu_seconds / 1e9 for run in own)
-            limit = limits.setdefault(op, [rate, of_cpu])
-            ratios = f"{rate / limit[0]:.2f}", f"{of_cpu / limit[1]:.2f}"
-            row = f"{rate:.2f}", f"{low:.2f} to {high:.2f}", ratios[0], f"{of_cpu:.2f}", ratios[1]
-            table.add_row(name, op, *row)
-    Console(width=100).print(table)
+    """The table of docs/store-peers.md: medians and quartiles of rates; ratios of medians."""
+    limits = {op: describe_runs(runs, "memcpy", op, num_bytes)[1] for op in ("put", "read")}
+    print("| place |" + "".join(f" {op}, {figure} |" for op in limits for figure in FIGURES))
+    print("|---" * (1 + len(limits) * len(FIGURES)) + "|")
+    for place in ORDER:
+        if not any(run.place == place for run in runs):
+            continue
+        cells = [place]
+        for op, limit in limits.items():
+            low, rate, high, of_cpu = describe_runs(runs, place, op, num_bytes)
+            cells += [f"{rate:.2f} ({low:.2f} to {high:.2f})", f"{rate / limit:.2f}"]
+            cells.append(f"{of_cpu:.2f}")
+        print("| " + " | ".join(cells) + " |")
+
+
+def describe_runs(
+    runs: list[Run], place: str, op: str, num_bytes: int
+) -> tuple[float, float, float, float]:
+    """GB/s of the clock: lower quartile, median, upper one; median of GB for each CPU second."""
+    own = [run for run in runs if (run.place, run.op) == (place, op)]
+    low, rate, high = statistics.quantiles([num_bytes / run.seconds / 1e9 for run in own], n=4)
+    return low, rate, high, statistics.median(num_bytes / run.cpu_seconds / 1e9 for run in own)
 
 
 if __name__ == "__main__":
