@@ -135,6 +135,7 @@ class CopyAndTag(Memcpy):
     def __init__(self, folder: str, source: np.ndarray, target: np.ndarray) -> None:
         super().__init__(source, target)
         fd = os.open(folder, os.O_RDWR | os.O_TMPFILE)
+        os.ftruncate(fd, source.nbytes)
         fill_with_huge_pages(fd, source.nbytes)
         os.posix_fallocate(fd, 0, source.nbytes)
         self.memory = map_shared(fd, source.nbytes)
