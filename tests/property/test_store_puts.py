@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from baton.clock import MachineClock
 from baton.errors import StoreError, StoreFullError
-from baton.store.folder import bodies
 from baton.store.folder.body_pool import EXTENT_BYTES, MAX_PACKED_BYTES, Run, split_runs
 from baton.store.interface import NamedBody, PutResult, TenantLabel, TierContext
 from baton.store.tiers.shared import SharedTier, SharedTierOptions
@@ -24,7 +23,7 @@ from baton.testing.store_syscalls import failing
 from tests.contract.direct_tier import open_direct_tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from random import Random
 
     from baton.store.folder.tier import FolderTier
@@ -127,28 +126,3 @@ def test_runs_are_divided_without_a_gap(lengths: Sequence[tuple[int, int]], chan
     parts = split_runs(runs, counts)
     assert [e for part in parts for run in part for e in range(run.first, run.stop)] == extents
     assert [sum(run.num_extents for run in part) for part in parts] == counts
-
-
-def test_pooled_bodies_are_copied_before_their_files_are_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Calls after a copy are slow: those of several entries follow each other (ADR 38)."""
-    steps: list[str] = []
-
-    def recorded(step: str, call: Callable[..., object]) -> Callable[..., object]:
-        def record(*arguments: object) -> object:
-            steps.append(step)
-            return call(*arguments)
-
-        return record
-
-    for step in ("copy_in", "open_unnamed"):
-        monkeypatch.setattr(bodies, step, recorded(step, getattr(bodies, step)))
-    contents = ("3", "4", "8")
-    with closing(open_tier("shared", tmp_path)) as tier:
-        outcomes = tier.put_many([entry(content) for content in contents], TENANT)
-        assert outcomes == [PutResult.STORED] * len(contents)
-        assert steps == ["copy_in"] * len(contents) + ["open_unnamed"] * len(contents)
-        for content in contents:
-            assert read(tier, content) == entry(content).body
-        check_counts(tier)

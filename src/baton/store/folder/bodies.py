@@ -263,11 +263,7 @@ class PooledBodies(FileBodies):
     def _begin(
         self, index: int, entry: NewEntry, tenant: TenantLabel, stack: ExitStack
     ) -> Callable[[], UnnamedFile]:
-        """See `FileBodies`. Files are made once all bodies are copied.
-
-        A copy replaces what the processor's caches hold, so that the calls after it are slow: those
-        of several entries follow each other.
-        """
+        """See `FileBodies`. The file is made once the bodies of all entries are copied."""
         runs = self._taken[index] if self._taken else ()
         if not runs:
             return super()._begin(index, entry, tenant, stack)
