@@ -208,15 +208,30 @@ def _resident_bytes() -> int:
     return pages * resource.getpagesize()
 
 
+def show(lookups: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
+    """The table of docs/store.md."""
+    print("| tier | for the first time | again | after another process removed 16 others |")
+    print("|---|---|---|---|")
+    for tier, rows in lookups.items():
+        if tier != "names":
+            each = [f"{row['p50_us']:,.0f} ({row['p90_us']:,.0f})" for row in rows.values()]
+            print(f"| `{tier}` | {' | '.join(each)} |")
+    print(f"names: {lookups['names']['names']['p50_us']:,.0f} us")
+
+
 def main() -> None:
     """Measure, print, keep."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--table", type=Path, help="print the table of such a file again")
     parser.add_argument("--memory-of", choices=INDEXES, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.memory_of:
         print(measure_memory(given.memory_of))
+        return
+    if given.table:
+        show(json.loads(given.table.read_bytes())["lookups"])
         return
     lookups: dict[str, dict[str, dict[str, float]]] = {}
     with ExitStack() as stack:
@@ -242,8 +257,7 @@ def main() -> None:
                 }
                 for row, times in rows.items()
             }
-            for row, found in lookups[kind].items():
-                print(f"{kind:8} {row:8} {found['p50_us']:8.0f} us ({found['p90_us']:.0f})")
+    show(lookups)
     memory = {}
     for index in INDEXES:
         command = [sys.executable, __file__, "--memory-of", index]

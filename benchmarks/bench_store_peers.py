@@ -7,7 +7,10 @@ A request of `--tokens` tokens in Llama-3.1-8B's layout (128 KiB a token in bflo
 place, in another order; bytes are compared with the source after each read.
 
     memcpy            array to array: the limit
+    copy and tag      the same into memory like that of `shared`, and back, with each entry's tag
+                      made and checked, and nothing else: the limit with verification
     host, shared      Baton's tiers, entry by entry, with what workers pay: name, tag, check
+    shared, together  the same, but 8 entries are put at once (`put_many`)
     mooncake          Mooncake Store (`batch_put_from`, `batch_get_into`, memory registered), in a
                       segment of this process
     mooncake shm      the same, in the segment of a `mooncake_client` of this host, which maps the
@@ -42,24 +45,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from baton.clock import MachineClock
-from baton.store.interface import EntryName, TierContext
+from baton.handoff.pool_mode.keep_queue import KEEP_BATCH_ENTRIES
+from baton.store.entry_format import MAGIC, BodyCheck, BodySeal, parse_header
+from baton.store.folder.body_pool import COPIED_IN_BYTES, PIECE_BYTES, copy_in
+from baton.store.interface import EntryName, NamedBody, PutResult, TierContext
 from baton.store.tiers.host import HostTier, HostTierOptions
 from baton.store.tiers.shared import SharedTier, SharedTierOptions
+from baton.transfer.huge_pages import fill_with_huge_pages, map_shared
 
 if TYPE_CHECKING:
+    from baton.store.entry_format import EntryHeader
     from baton.store.interface import Tier
 
 TOKEN_BYTES = 32 * 2 * 8 * 128 * 2
 """Llama-3.1-8B: layers, keys and values, KV heads, their size, bfloat16."""
 ENTRY_TOKENS = 64
 START_S = 3.0
+KEY = bytes(32)
 BUFFER_BYTES = 64 << 20
 CONTAINED = "--contained"
+ORDER = (
+    *("memcpy", "copy and tag", "host", "shared", "shared, together"),
+    *("mooncake", "mooncake shm", "mooncake tcp"),
+)
+"""Of the table's rows; the first one is the limit."""
+FIGURES = ("GB/s (quartiles)", "of memcpy", "GB per CPU s")
 
 
 class Place(Protocol):
@@ -115,6 +127,45 @@ class Memcpy:
         return 0.0
 
 
+class CopyAndTag(Memcpy):
+    """What a verified put and read are at least, by this library's tag."""
+
+    name = "copy and tag"
+
+    def __init__(self, folder: str, source: np.ndarray, target: np.ndarray) -> None:
+        super().__init__(source, target)
+        fd = os.open(folder, os.O_RDWR | os.O_TMPFILE)
+        os.ftruncate(fd, source.nbytes)
+        fill_with_huge_pages(fd, source.nbytes)
+        os.posix_fallocate(fd, 0, source.nbytes)
+        self.memory = map_shared(fd, source.nbytes)
+        os.close(fd)
+        self.kept = np.frombuffer(self.memory, np.uint8).reshape(source.shape)
+        self.headers: list[EntryHeader] = []
+
+    def put(self, names: list[bytes]) -> None:
+        """Each row, some MiB at once."""
+        self.headers = []
+        for name, row, kept in zip(names, self.source, self.kept, strict=True):
+            seal = BodySeal(KEY, EntryName(name), len(row))
+            for piece in copy_in(iter(np.split(kept, len(row) // COPIED_IN_BYTES)), row.data):
+                seal.add(piece.data)
+            header = parse_header(seal.make_header(MAGIC))
+            assert header is not None
+            self.headers.append(header)
+
+    def read(self, names: list[bytes]) -> None:
+        """Each row, a MiB at once."""
+        del names
+        for header, row, kept in zip(self.headers, self.target, self.kept, strict=True):
+            check = BodyCheck(KEY, header)
+            for at in range(0, len(row), PIECE_BYTES):
+                piece = row[at : at + PIECE_BYTES]
+                piece[:] = kept[at : at + PIECE_BYTES]
+                check.add(piece.data)
+            assert check.is_passed()
+
+
 class BatonTier:
     """One of Baton's tiers."""
 
@@ -149,6 +200,18 @@ class FullTier(BatonTier):
 
     def forget(self, names: list[bytes]) -> None:
         """The next round's entries do it."""
+
+
+class TierTogether(BatonTier):
+    """Some entries are put at once."""
+
+    def put(self, names: list[bytes]) -> None:
+        """As many as a worker keeps at once, at most."""
+        rows = zip(names, self.source, strict=True)
+        entries = [NamedBody(EntryName(name), row.data) for name, row in rows]
+        for at in range(0, len(entries), KEEP_BATCH_ENTRIES):
+            batch = entries[at : at + KEEP_BATCH_ENTRIES]
+            assert self.tier.put_many(batch) == [PutResult.STORED] * len(batch)
 
 
 class Mooncake:
@@ -330,7 +393,7 @@ def main() -> None:
     shape = options.tokens // ENTRY_TOKENS, ENTRY_TOKENS * TOKEN_BYTES
     source = np.random.default_rng(1).integers(0, 256, shape, dtype=np.uint8)
     target = np.ones_like(source)
-    context = TierContext("bench", bytes(32), MachineClock())
+    context = TierContext("bench", KEY, MachineClock())
     runs: list[Run] = []
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))
@@ -342,8 +405,10 @@ def main() -> None:
         arrays = [source, target]
         places: list[Place] = [
             Memcpy(*arrays),
+            CopyAndTag(folder, *arrays),
             FullTier(host, "host", *arrays),
             BatonTier(shared, "shared", *arrays),
+            TierTogether(shared, "shared, together", *arrays),
         ]
         if has_mooncake:
             places += [make(stack, arrays) for make in (make_local, make_shm, make_tcp)]
@@ -364,24 +429,28 @@ def main() -> None:
 
 
 def show(runs: list[Run], num_bytes: int) -> None:
-    """Medians and quartiles of rates; ratios of medians."""
-    table = Table(
-        "place", "op", "GB/s", "quartiles", "of memcpy", "GB/CPU s", "of memcpy", box=box.MARKDOWN
-    )
-    limits: dict[str, list[float]] = {}
-    for name in ("memcpy", "host", "shared", "mooncake", "mooncake shm", "mooncake tcp"):
-        for op in ("put", "read"):
-            own = [run for run in runs if (run.place, run.op) == (name, op)]
-            if not own:
-                continue
-            rates = [num_bytes / run.seconds / 1e9 for run in own]
-            low, rate, high = statistics.quantiles(rates, n=4)
-            of_cpu = statistics.median(num_bytes / run.cpu_seconds / 1e9 for run in own)
-            limit = limits.setdefault(op, [rate, of_cpu])
-            ratios = f"{rate / limit[0]:.2f}", f"{of_cpu / limit[1]:.2f}"
-            row = f"{rate:.2f}", f"{low:.2f} to {high:.2f}", ratios[0], f"{of_cpu:.2f}", ratios[1]
-            table.add_row(name, op, *row)
-    Console(width=100).print(table)
+    """The table of docs/store-peers.md: medians and quartiles of rates; ratios of medians."""
+    limits = {op: describe_runs(runs, "memcpy", op, num_bytes)[1] for op in ("put", "read")}
+    print("| place |" + "".join(f" {op}, {figure} |" for op in limits for figure in FIGURES))
+    print("|---" * (1 + len(limits) * len(FIGURES)) + "|")
+    for place in ORDER:
+        if not any(run.place == place for run in runs):
+            continue
+        cells = [place]
+        for op, limit in limits.items():
+            low, rate, high, of_cpu = describe_runs(runs, place, op, num_bytes)
+            cells += [f"{rate:.2f} ({low:.2f} to {high:.2f})", f"{rate / limit:.2f}"]
+            cells.append(f"{of_cpu:.2f}")
+        print("| " + " | ".join(cells) + " |")
+
+
+def describe_runs(
+    runs: list[Run], place: str, op: str, num_bytes: int
+) -> tuple[float, float, float, float]:
+    """GB/s of the clock: lower quartile, median, upper one; median of GB for each CPU second."""
+    own = [run for run in runs if (run.place, run.op) == (place, op)]
+    low, rate, high = statistics.quantiles([num_bytes / run.seconds / 1e9 for run in own], n=4)
+    return low, rate, high, statistics.median(num_bytes / run.cpu_seconds / 1e9 for run in own)
 
 
 if __name__ == "__main__":

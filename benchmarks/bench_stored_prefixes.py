@@ -17,6 +17,8 @@ for the answer of a lookup took of it, of embedded workers: the load of the mach
 workers: `unkept`, which looks and keeps nothing, and `unused`, which has the store open and does
 neither. `none again` is as `none`: what it differs is noise.
 
+Tier `peer` is the memory of a `baton store serve` on this machine.
+
 With `--engine vllm` the timed workers are vLLM servers; writers and checks are embedded workers.
 
     python benchmarks/bench_stored_prefixes.py --json benchmarks/results/stored-prefixes.json
@@ -38,15 +40,18 @@ from pathlib import Path
 
 import numpy as np
 from bench_prefixes import SERVED, make_model
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from baton.testing.fleet import Fleet, FleetProcess
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.store_servers import S3_CREDENTIALS, RedisServer, S3Server
+from tests.free_ports import find_free_port
+from tests.store_servers import S3_CREDENTIALS, RedisServer, S3Server, StoreServer
 
-TIERS = ("shared", "file", "redis", "object")
+TIERS = ("shared", "file", "redis", "object", "peer")
+PEER_BYTES = 512 << 20
 DEFAULT_TIERS = {"transformers": ["shared", "file"], "vllm": ["file"]}
 """By engine: a vLLM server takes a GiB, and half a minute to start."""
 SHARE = 0.9
@@ -134,7 +139,8 @@ def measure_round(
         took_ms, cached, token, request_id = ask(gateways[arm], prompt)
         held_ms = read_held_ms(gateways[arm], request_id)
         runs.append(Run(arm, "cold", num_tokens, took_ms, cached, held_ms=held_ms))
-        check(cached == 0 and token == ask(gateways["checks"], prompt)[2], arm)
+        right = ask(gateways["checks"], prompt)[2]
+        check(cached == 0 and token == right, f"{arm}: {cached} cached, {token!r} for {right!r}")
         if f"{arm} writer" not in gateways:
             continue
         prompt = rng.integers(300, 4000, num_tokens).tolist()
@@ -146,7 +152,8 @@ def measure_round(
         held_ms = read_held_ms(gateways[arm], request_id)
         load_ms = read_load_ms(fleet[arm][0]) - before_ms
         runs.append(Run(arm, "hit", num_tokens, took_ms, cached, load_ms, held_ms))
-        check(token == ask(gateways["checks"], prompt)[2], arm)
+        right = ask(gateways["checks"], prompt)[2]
+        check(token == right, f"{arm}: {cached} cached, {token!r} for {right!r}")
     return runs
 
 
@@ -167,8 +174,37 @@ def make_store(tier: str, folder: Path, stack: ExitStack) -> dict[str, object]:
         options = {"url": stack.enter_context(closing(RedisServer(place))).url}
     elif tier == "object":
         options = stack.enter_context(closing(S3Server())).options
+    elif tier == "peer":
+        options = {"urls": [stack.enter_context(closing(start_daemon())).address]}
     settings = {f"store.options.{tier}.{name}": value for name, value in options.items()}
     return {"store.tiers": [tier], **settings}
+
+
+class Daemon(StoreServer):
+    """`baton store serve` with memory that workers read and write as tier `peer`."""
+
+    @property
+    def address(self) -> str:
+        """What workers name it."""
+        return f"tcp://127.0.0.1:{self.port}"
+
+
+def start_daemon() -> Daemon:
+    """It has this process's environment, and with it the cluster key."""
+    port = find_free_port()
+    capacity = f"store.options.host.capacity_bytes={PEER_BYTES}"
+    command = [
+        sys.executable,
+        "-m",
+        "baton.cli",
+        "store",
+        "serve",
+        "--store",
+        "host",
+        "--port",
+        "0",
+    ]
+    return Daemon([*command, "--listen", f"127.0.0.1:{port}", "--set", capacity], port)
 
 
 def start_fleet(
@@ -210,8 +246,12 @@ def main() -> None:
     parser.add_argument("--tiers", nargs="*", choices=TIERS)
     parser.add_argument("--parts", action="store_true", help="what costs what, of new prompts")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--read", type=Path, help="print the table of such a file again")
     options = parser.parse_args()
-    environment = dict(os.environ, BATON_CLUSTER_KEY=os.urandom(32).hex(), **S3_CREDENTIALS)
+    if options.read is not None:
+        show([Run(**run) for run in json.loads(options.read.read_bytes())["runs"]])
+        return
+    os.environ.update(S3_CREDENTIALS, BATON_CLUSTER_KEY=os.urandom(32).hex())
     rng = np.random.default_rng()
     runs: list[Run] = []
     with ExitStack() as stack:
@@ -220,7 +260,7 @@ def main() -> None:
             tier: make_store(tier, folder, stack)
             for tier in options.tiers or DEFAULT_TIERS[options.engine]
         }
-        fleet = stack.enter_context(Fleet(folder, environment))
+        fleet = stack.enter_context(Fleet(folder, dict(os.environ)))
         arms = start_fleet(fleet, folder, stores, options.engine, parts=options.parts)
         for _, gateway in arms.values():
             ask(gateway, rng.integers(300, 4000, 600).tolist())  # engines learn what tokens take
@@ -228,27 +268,29 @@ def main() -> None:
             for num_tokens in options.tokens:
                 runs += measure_round(arms, num_tokens, rng, turned=bool(number % 2))
                 print(runs[-1], file=sys.stderr)
-    show(runs, options.tokens)
+    show(runs)
     if options.json is not None:
         result = {"engine": options.engine, "share": SHARE, "runs": [asdict(run) for run in runs]}
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def show(runs: list[Run], lengths: list[int]) -> None:
-    """Medians, quartiles, and the ratio to a worker without a store."""
+def show(runs: list[Run]) -> None:
+    """Medians and quartiles: of times, and of ratios to no store in the same round."""
     figures = ("TTFT, ms", "quartiles", "of none", "loaded")
-    table = Table("tokens", "store", "case", *figures, "load / TTFT", "held / TTFT")
-    for num_tokens in lengths:
+    columns = ("tokens", "store", "case", *figures, "load / TTFT", "held / TTFT")
+    table = Table(*columns, box=box.MARKDOWN)
+    for num_tokens in sorted({run.num_tokens for run in runs}):
         found: dict[tuple[str, str], list[Run]] = {}
         for run in runs:
             if run.num_tokens == num_tokens:
                 found.setdefault((run.arm, run.case), []).append(run)
-        usual = statistics.median(run.ttft_ms for run in found["none", "cold"])
+        usual = [run.ttft_ms for run in found["none", "cold"]]
         for (arm, case), own in sorted(found.items()):
             times = [run.ttft_ms for run in own]
             loaded = statistics.fmean(run.cached for run in own) / num_tokens
             low, middle, high = statistics.quantiles(times, n=4)
-            ratio = f"{middle / usual:.2f}"
+            ratios = [time / none for time, none in zip(times, usual, strict=True)]
+            ratio = "{1:.2f} ({0:.2f} to {2:.2f})".format(*statistics.quantiles(ratios, n=4))
             load = statistics.median(run.load_ms / run.ttft_ms for run in own)
             held = statistics.median(run.held_ms / run.ttft_ms for run in own)
             row = (
@@ -260,7 +302,7 @@ def show(runs: list[Run], lengths: list[int]) -> None:
                 f"{held:.1%}",
             )
             table.add_row(str(num_tokens), arm, case, *row)
-    Console().print(table)
+    Console(width=120).print(table)
 
 
 if __name__ == "__main__":

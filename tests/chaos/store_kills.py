@@ -29,7 +29,7 @@ from baton.handoff.pool_mode.store_access import open_keyed_store
 from baton.ops import store as ops
 from baton.store.folder.bodies import compute_cost
 from baton.store.folder.directory import UNFINISHED
-from baton.store.folder.tier import COUNT_TOLERANCE_PARTS
+from baton.store.folder.evictor import COUNT_TOLERANCE_PARTS
 from baton.testing.store_contract import body_of, name_of, read
 
 if TYPE_CHECKING:

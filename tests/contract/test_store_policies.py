@@ -349,7 +349,7 @@ def test_many_small_entries_make_room_in_their_order(place: Place) -> None:
                 lease = tier.try_lease(name(0))
                 assert lease is not None, number
                 lease.release()
-        assert tier._victims._num_lists >= 4
+        assert tier._evictor._victims._num_lists >= 4
         entries = [entry for entry in tier.entries() if entry.name != name(0)]
         assert all(abs(entry.used_at - put_at[entry.name]) < 0.1 for entry in entries)
         kept = {name(0), *(entry.name for entry in entries)}

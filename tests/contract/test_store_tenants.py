@@ -95,7 +95,7 @@ def test_another_place_in_the_queue_is_no_other_tenant(place: Place) -> None:
     with place.opened(NUM_ENTRIES) as tier:
         put(tier, QUIET, "a")
         (entry,) = tier.entries()
-        tier._mark(replace(entry, queued_at=entry.queued_at + 5, tenant=LOUD))
+        tier._files.mark(replace(entry, queued_at=entry.queued_at + 5, tenant=LOUD))
         (marked,) = tier.entries()
         assert marked.queued_at == pytest.approx(entry.queued_at + 5)
         assert marked.tenant == QUIET

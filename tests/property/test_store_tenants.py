@@ -85,7 +85,7 @@ class Users(RuleBasedStateMachine):
     @rule(user=st.integers(0, 1))
     def recount(self, user: int) -> None:
         tier = self.users[user]
-        tier._capacity.recount(tier._count)
+        tier._entries.recount()
         self.is_exact = True
 
     @invariant()

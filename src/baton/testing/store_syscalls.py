@@ -26,6 +26,8 @@ from baton.store.folder import (
     direct_bodies,
     direct_files,
     directory,
+    entries,
+    entry_files,
     evicted_names,
     known_names,
     leases,
@@ -34,7 +36,6 @@ from baton.store.folder import (
     shared_capacity,
     spare_files,
     tenant_counts,
-    tier,
 )
 from baton.store.folder.tier import FolderTier
 from baton.store.interface import NamedBody, PutResult, TenantLabel
@@ -115,6 +116,8 @@ def failing(
         direct_bodies,
         direct_files,
         directory,
+        entries,
+        entry_files,
         evicted_names,
         known_names,
         leases,
@@ -123,7 +126,6 @@ def failing(
         shared_capacity,
         spare_files,
         tenant_counts,
-        tier,
     )
     for module in modules:
         vars(module)["os"] = calls

@@ -18,6 +18,9 @@ File map:
     evicted_names.py    names that were evicted lately
     known_names.py      names that this process has found, and that were not removed since
     unreadable_entries.py   entries that the disk refused to read lately
+    entry_files.py      files of entries: looked at, opened, listed and marked
+    entries.py          the entries: found, opened, removed and counted
+    evictor.py          makes entries go
     tier.py             `FolderTier`
     compressing_tier.py, compressed_lease.py    the same where bodies may be compressed
 """

@@ -14,7 +14,7 @@ import stat
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from baton.errors import StoreError
 from baton.store.entry_format import (
@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from baton.store.folder.leases import ReadFaults
     from baton.store.folder.shared_capacity import SharedCapacity
     from baton.store.interface import Body, EntryName, TenantLabel
+
+_T = TypeVar("_T")
 
 ALLOCATION_BYTES: Final = 4096
 """What a filesystem gives a file at least."""
@@ -94,14 +96,6 @@ class NewEntry:
     name: EntryName
     body: Body
     whole_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class BegunFile:
-    """An entry's file, complete but for its name after `finish`, which raises OSError."""
-
-    file: UnnamedFile
-    finish: Callable[[], None]
 
 
 class FileBodies:
@@ -152,7 +146,7 @@ class FileBodies:
             _attempt(partial(self._begin, index, entry, tenant, stack))
             for index, entry in enumerate(entries)
         ]
-        return [each if isinstance(each, StoreError) else _finish(each) for each in begun]
+        return [each if isinstance(each, StoreError) else _attempt(each) for each in begun]
 
     def _begin(
         self,
@@ -160,8 +154,10 @@ class FileBodies:
         entry: NewEntry,
         tenant: TenantLabel,
         stack: ExitStack,
-    ) -> BegunFile:
+    ) -> Callable[[], UnnamedFile]:
         """Begin to write the entry number `index` of those that memory was taken for.
+
+        Returns what completes its file, and raises as this method does.
 
         Raises:
             OSError: its file cannot be written.
@@ -172,7 +168,13 @@ class FileBodies:
         )
         file = open_unnamed(self._folder, stack)
         write_all(file.fd, (header, entry.body))
-        return BegunFile(file, file.make_durable if self._is_durable(entry.body) else _do_nothing)
+
+        def complete() -> UnnamedFile:
+            if self._is_durable(entry.body):
+                file.make_durable()
+            return file
+
+        return complete
 
     def _is_durable(self, body: Body) -> bool:
         return len(body) >= self._min_durable_bytes
@@ -260,7 +262,8 @@ class PooledBodies(FileBodies):
 
     def _begin(
         self, index: int, entry: NewEntry, tenant: TenantLabel, stack: ExitStack
-    ) -> BegunFile:
+    ) -> Callable[[], UnnamedFile]:
+        """See `FileBodies`. The file is made once the bodies of all entries are copied."""
         runs = self._taken[index] if self._taken else ()
         if not runs:
             return super()._begin(index, entry, tenant, stack)
@@ -268,10 +271,14 @@ class PooledBodies(FileBodies):
         views = self._pool.views(runs, num_bytes, COPIED_IN_BYTES)
         for piece in copy_in(views, entry.body):
             seal.add(piece.data)
-        file = open_unnamed(self._folder, stack)
-        head = seal.make_header(POOLED_MAGIC) + pack_runs(runs)
-        write_all(file.fd, (head,), HEADER_BYTES + num_bytes)
-        return BegunFile(file, _do_nothing)
+
+        def complete() -> UnnamedFile:
+            file = open_unnamed(self._folder, stack)
+            head = seal.make_header(POOLED_MAGIC) + pack_runs(runs)
+            write_all(file.fd, (head,), HEADER_BYTES + num_bytes)
+            return file
+
+        return complete
 
     def give_back(self, index: int) -> None:
         if self._taken:
@@ -340,22 +347,10 @@ class PooledBodies(FileBodies):
                     os.close(fd)
 
 
-def _attempt(begin: Callable[[], BegunFile]) -> BegunFile | StoreError:
+def _attempt(action: Callable[[], _T]) -> _T | StoreError:
     try:
-        return begin()
+        return action()
     except OSError as exc:
         return to_store_error(exc)
     except StoreError as exc:
         return exc
-
-
-def _finish(begun: BegunFile) -> UnnamedFile | StoreError:
-    try:
-        begun.finish()
-    except OSError as exc:
-        return to_store_error(exc)
-    return begun.file
-
-
-def _do_nothing() -> None:
-    """Such a file is not waited for."""

@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from baton.store.folder.bodies import BegunFile, FileBodies
+from baton.store.folder.bodies import FileBodies
 from baton.store.folder.directory import open_unnamed
 from baton.store.folder.leases import FileEntryLease, UncachedEntryLease
 from baton.store.folder.spare_files import SpareFiles
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import ExitStack
 
     from baton.store.folder.bodies import NewEntry
     from baton.store.folder.direct_files import DirectFiles
+    from baton.store.folder.directory import UnnamedFile
     from baton.store.interface import EntryName, TenantLabel
 
 
@@ -54,7 +55,7 @@ class DirectBodies(FileBodies):
 
     def _begin(
         self, index: int, entry: NewEntry, tenant: TenantLabel, stack: ExitStack
-    ) -> BegunFile:
+    ) -> Callable[[], UnnamedFile]:
         if len(entry.body) < self._min_body_bytes:
             return super()._begin(index, entry, tenant, stack)
         file_bytes = self.compute_cost(len(entry.body))
@@ -69,7 +70,12 @@ class DirectBodies(FileBodies):
             is_durable=self._is_durable(entry.body),
         )
         stack.callback(write.settle)  # before the file is closed
-        return BegunFile(file, write.finish)
+
+        def complete() -> UnnamedFile:
+            write.finish()
+            return file
+
+        return complete
 
     def _choose_lease(self, num_bytes: int) -> type[FileEntryLease]:
         return UncachedEntryLease if num_bytes >= self._min_body_bytes else FileEntryLease

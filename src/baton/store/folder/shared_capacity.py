@@ -103,10 +103,11 @@ class SharedCapacity:
         """
         added_bytes = num_bytes - spare_bytes
         with self._locked():
-            _, held_bytes = self._tenants.find(tenant)
-            too_much = Capacity(self._tenant_bytes, held_bytes).shortage(num_bytes)
-            if too_much and tenant != NO_TENANT:
-                return Shortage(too_much, tenant)
+            if tenant != NO_TENANT:
+                _, held_bytes = self._tenants.find(tenant)
+                too_much = Capacity(self._tenant_bytes, held_bytes).shortage(num_bytes)
+                if too_much:
+                    return Shortage(too_much, tenant)
             capacity = self._read()
             if capacity.try_reserve(added_bytes) is None:
                 self._reservations.take_back()
