@@ -150,6 +150,7 @@ def _options(config: Config, status_fd: int) -> GatewayOptions:
         probe_interval_s=section.probe_interval_s,
         probe_timeout_s=section.probe_timeout_s,
         abandon_after_s=section.abandon_after_s,
+        silent_after_s=section.silent_after_s,
         health=HealthOptions(section.ejection_s, section.slow_start_s),
         wait_for_worker_s=section.wait_for_worker_s,
         drain_timeout_s=section.drain_timeout_s,

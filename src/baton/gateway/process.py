@@ -49,6 +49,7 @@ from baton.gateway.queue_page import QueuePage
 from baton.gateway.request_context import BackgroundTasks, Fallbacks, Services
 from baton.gateway.route_explainer import RouteExplainer
 from baton.gateway.running_streams import RunningStreams
+from baton.gateway.silence_monitor import SilenceMonitor
 from baton.gateway.stream_moves import StreamMoves
 from baton.gateway.stream_record import RecordBudget
 from baton.gateway.upstream import Upstream
@@ -187,6 +188,8 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
             Membership(services, events, room, options.build_sources(clock, announced)),
             LinkFeed(workers, upstream, load, clock),
         ):
+            if announced is not None:
+                announced.liveness = SilenceMonitor(services)
             yield GatewayApp(
                 Completions(services, records),
                 workers,
