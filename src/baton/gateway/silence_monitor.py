@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from baton.gateway.health_monitor import has_substitute
+from baton.gateway.members.heartbeat_table import Silence, judge_silence
 
 if TYPE_CHECKING:
     from yarl import URL
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from baton.gateway.members.heartbeat_table import Heartbeats, HeartbeatTable
     from baton.gateway.request_context import Services
     from baton.gateway.workers import Worker
-
-SUSPECTED_SHARE: Final = 0.5
 
 log = logging.getLogger(__name__)
 
@@ -83,13 +82,13 @@ class SilenceMonitor:
         if is_missing and not watched.worker.is_gone:
             return False
         del self._watched[heartbeats]
-        return self._clear(watched)
+        return self._clear(heartbeats, watched)
 
-    def _clear(self, watched: _Watched) -> bool:
+    def _clear(self, heartbeats: Heartbeats, watched: _Watched) -> bool:
         health = watched.worker.health
         if not health.is_suspected:
             return False
-        if watched.is_silent:
+        if watched.is_silent and heartbeats.received_at is not None:
             log.info("%s is received again", watched.worker)
         health.is_suspected = watched.is_silent = False
         return True
@@ -112,9 +111,10 @@ class SilenceMonitor:
         """Whether what is thought of it has changed."""
         worker, health = watched.worker, watched.worker.health
         silent_s = now - max(heartbeats.received_at or 0.0, watched.received_at)
-        if silent_s < SUSPECTED_SHARE * self._silent_after_s:
-            return self._clear(watched)
-        if silent_s >= self._silent_after_s and has_substitute(worker, self._workers):
+        silence = judge_silence(silent_s, self._silent_after_s)
+        if silence is Silence.NONE:
+            return self._clear(heartbeats, watched)
+        if silence is Silence.SILENT and has_substitute(worker, self._workers):
             reason = f"nothing was received from it for {silent_s:.1f} s"
             if not watched.is_silent:
                 watched.is_silent = True

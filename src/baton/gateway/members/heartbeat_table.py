@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 MISSED_S: Final = 2 * HEARTBEAT_INTERVAL_S + 0.1
 """Without a heartbeat for so long, at least one is missing."""
+SUSPECTED_SHARE: Final = 0.5
+"""Of the time after which it is silent, a worker is suspected."""
 
 
 class HeartbeatResult(StrEnum):
@@ -34,9 +36,27 @@ class HeartbeatResult(StrEnum):
     REPEATED = "repeated"
 
 
+class Silence(StrEnum):
+    """What is thought of a worker from which nothing is received."""
+
+    NONE = "none"
+    SUSPECTED = "suspected"
+    SILENT = "silent"
+
+
+def judge_silence(silent_s: float, silent_after_s: float) -> Silence:
+    """Of a worker from which nothing was received for `silent_s` seconds."""
+    if silent_s < SUSPECTED_SHARE * silent_after_s:
+        return Silence.NONE
+    return Silence.SILENT if silent_s >= silent_after_s else Silence.SUSPECTED
+
+
 @dataclass(slots=True, eq=False)
 class Heartbeats:
-    """Those of one epoch of a worker, at `origin`. `received_at` is None before the first one."""
+    """Those of one epoch of a worker, at `origin`.
+
+    `received_at` is None before the first one, and after the end of the lease.
+    """
 
     worker: WorkerId
     epoch: Epoch
@@ -84,6 +104,7 @@ class HeartbeatTable:
         known = self._by_worker.pop(worker, None)
         if known is not None:
             del self._by_id[known.grant.id]
+            known.received_at = None
 
     def take(self, datagram: bytes, now: Instant) -> HeartbeatResult:
         """One that arrived."""
