@@ -47,6 +47,7 @@ from baton.auth.certificates import IdentityRole
 from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.clock import Instant, MachineClock
+from baton.config.sections import GatewaySection
 from baton.gateway.members.announced import SWEEP_S
 from baton.gateway.members.gossip import INTERVAL_S as GOSSIP_INTERVAL_S
 from baton.gateway.members.gossip import NUM_PEERS
@@ -80,7 +81,7 @@ if TYPE_CHECKING:
 
 KEY = ClusterKey(b"m" * 32)
 STATIC = (WorkerAddress("https://127.0.0.1:1", Role.BOTH),)
-SILENT_AFTER_S = GatewayOptions(workers=STATIC).silent_after_s
+SILENT_AFTER_S = GatewaySection().silent_after_s
 STALL_S = 2.0
 HEARTBEATS_FOR_S = 5.0
 MIB = 1 << 20
@@ -171,6 +172,7 @@ class SimulatedFleet:
         self.heartbeats = [HeartbeatTable(bytes([at]) * 32) for at in range(args.gateways)]
         self.suspected: set[tuple[int, WorkerId]] = set()
         self.silent: dict[tuple[int, WorkerId], float] = {}
+        self.ended: set[WorkerId] = set()
         self.now = 0.0
         self.num_direct = self.num_relayed = self.num_false_ends = 0
         self.workers = [self._make_worker(number) for number in range(args.workers)]
@@ -209,7 +211,7 @@ class SimulatedFleet:
                 with self.cpu.spent_on("sweep"):
                     lapsed = table.lapse(Instant(self.now))
                     table.take_overdue(Instant(self.now))
-                self.num_false_ends += len(lapsed)
+                self.num_false_ends += sum(each.worker not in self.ended for each in lapsed)
                 if int(self.now / GOSSIP_INTERVAL_S + number / len(self.tables)) != int(
                     (self.now - SWEEP_S) / GOSSIP_INTERVAL_S + number / len(self.tables)
                 ):
@@ -270,6 +272,7 @@ class SimulatedFleet:
         latest_s = until_s - 2 * SILENT_AFTER_S
         for worker in chosen[: self.args.faults]:
             worker.stalls_at = self.rng.uniform(self.now, latest_s)
+        self.ended = {worker.template.worker for worker in chosen[self.args.faults :]}
         for worker in chosen[self.args.faults :]:
             worker.ends_at = self.rng.uniform(self.now, latest_s)
         self.suspected.clear()
@@ -537,7 +540,9 @@ class SilentWorkers:
                     self.at.setdefault(each.worker, time.monotonic())
 
     def lost(self, origin: URL, reason: str) -> None:
-        """See `Liveness`."""
+        """See `Liveness`. Workers are named by their URLs here."""
+        del reason
+        self.at.setdefault(WorkerId(str(origin)), time.monotonic())
 
 
 async def measure_deaths(args: argparse.Namespace) -> Deaths:

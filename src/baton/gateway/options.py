@@ -337,7 +337,6 @@ class GatewayOptions:
             "probe_interval_s",
             "probe_timeout_s",
             "abandon_after_s",
-            "silent_after_s",
             "members_interval_s",
             "num_records",
         ):

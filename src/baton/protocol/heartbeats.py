@@ -2,7 +2,7 @@
 
 docs/wire/announcements.md. A gateway gives each epoch of a worker an id and a key, in its answer to
 an announcement, over TLS. A datagram proves that key, and is taken once. It renews no lease: it
-only tells a gateway sooner than the lease that a worker is silent.
+only shows a gateway sooner than the lease that a worker is silent.
 """
 
 from __future__ import annotations
