@@ -34,6 +34,7 @@ Workers, metrics, debugging:
     members/        lists of workers that are followed while the gateway runs
     worker_discovery.py   who a worker is, and how loaded
     health_monitor.py     what probes and requests show of each worker's health
+    silence_monitor.py    what missing heartbeats show: suspected, and silent
     waiting.py      requests that wait until a worker is back
     kv_events.py    which blocks vLLM workers hold
     link_feed.py    what workers have measured of their links
