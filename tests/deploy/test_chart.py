@@ -16,8 +16,7 @@ import yaml
 
 from baton.auth.issuing import Order, create_authority, issue
 from baton.cli.engine_options import engine_options
-from baton.cli.gateway import GatewayFlags
-from baton.cli.gateway import _options as gateway_options
+from baton.cli.gateway import GatewayFlags, gateway_options
 from baton.cli.main import build_app
 from baton.cli.worker import _options as worker_options
 from baton.config.resolve import read_variables

@@ -99,7 +99,7 @@ def gateway(flags: GatewayFlags | None = None) -> int:
     config = flags.resolve().to_config()
     configure_logging(config.log)
     options = replace(
-        _options(config, flags.status_fd),
+        gateway_options(config, flags.status_fd),
         listen_fds=_numbers(flags.listen_fds),
         management_fds=_numbers(flags.management_fds),
     )
@@ -108,7 +108,8 @@ def gateway(flags: GatewayFlags | None = None) -> int:
     return 0
 
 
-def _options(config: Config, status_fd: int) -> GatewayOptions:
+def gateway_options(config: Config, status_fd: int) -> GatewayOptions:
+    """What a gateway is built from."""
     section = config.gateway
     announces = section.announce_port is not None
     hosts = (section.host, *((section.announce_host,) if announces else ()))

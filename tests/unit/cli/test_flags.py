@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 from cyclopts import App, CoercionError
 
-from baton.cli.gateway import GatewayFlags
-from baton.cli.gateway import _options as gateway_options
+from baton.cli.gateway import GatewayFlags, gateway_options
 from baton.cli.up import UpFlags
 from baton.cli.worker import WorkerFlags
 from baton.cli.worker import _options as worker_options
