@@ -55,7 +55,7 @@ from baton.gateway.members.heartbeat_table import HeartbeatTable, Silence, judge
 from baton.gateway.members.lease_table import MIN_INTERVAL_S, LeaseTable
 from baton.gateway.members.listener import open_announcements
 from baton.gateway.options import GatewayOptions, WorkerAddress
-from baton.ids import WorkerId, new_epoch
+from baton.ids import Epoch, WorkerId, new_epoch
 from baton.net.cluster_client import ClusterClient
 from baton.net.tls import ClusterTls
 from baton.protocol.announcements import (
@@ -539,9 +539,9 @@ class SilentWorkers:
                 if judge_silence(silent_s, SILENT_AFTER_S) is Silence.SILENT:
                     self.at.setdefault(each.worker, time.monotonic())
 
-    def lost(self, origin: URL, reason: str) -> None:
+    def lost(self, origin: URL, epoch: Epoch, reason: str) -> None:
         """See `Liveness`. Workers are named by their URLs here."""
-        del reason
+        del epoch, reason
         self.at.setdefault(WorkerId(str(origin)), time.monotonic())
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from baton.gateway.members.heartbeat_table import Heartbeats, HeartbeatTable
     from baton.gateway.request_context import Services
     from baton.gateway.workers import Worker
+    from baton.ids import Epoch
 
 log = logging.getLogger(__name__)
 
@@ -65,11 +66,11 @@ class SilenceMonitor:
                 changed.append(watched.worker)
         self._workers.note_health(*changed)
 
-    def lost(self, origin: URL, reason: str) -> None:
-        """See `Liveness`."""
+    def lost(self, origin: URL, epoch: Epoch, reason: str) -> None:
+        """See `Liveness`. Requests at another epoch, which is there already, stay."""
         self._index()
         worker = self._by_url.get(origin)
-        if worker is not None:
+        if worker is not None and (worker.info is None or worker.info.epoch == epoch):
             self._abandon(worker, reason)
 
     def _index(self) -> None:

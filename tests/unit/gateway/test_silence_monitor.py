@@ -131,7 +131,11 @@ def test_where_all_are_silent_none_is_given_up(num_workers: int) -> None:
         assert gateway.states() == [HealthState.SUSPECTED] * num_workers
         assert gateway.workers.fleet.can_decode, "better one of them than none"
         assert not waiting.done()
-        gateway.monitor.lost(gateway.workers.all[0].url, "its lease has lapsed")
+        url = gateway.workers.all[0].url
+        gateway.monitor.lost(url, Epoch("f" * 32), "its lease has lapsed")
+        await asyncio.sleep(0)
+        assert not waiting.done(), "that was another epoch"
+        gateway.monitor.lost(url, EPOCH, "its lease has lapsed")
         with pytest.raises(WorkerLostError, match="lapsed"):
             await waiting
 

@@ -78,8 +78,8 @@ class Liveness(Protocol):
         """All heartbeats that had arrived by `now` were read."""
         ...
 
-    def lost(self, origin: URL, reason: str) -> None:
-        """The worker at `origin` has not renewed its lease, or is gone."""
+    def lost(self, origin: URL, epoch: Epoch, reason: str) -> None:
+        """That epoch of the worker at `origin` has not renewed its lease, or is gone."""
         ...
 
 
@@ -353,7 +353,7 @@ class AnnouncedWorkers:
     def _lost(self, held: Announcement, reason: str) -> None:
         self.heartbeats.forget(held.worker)
         if self.liveness is not None:
-            self.liveness.lost(WorkerAddress(held.url, held.role).origin, reason)
+            self.liveness.lost(WorkerAddress(held.url, held.role).origin, held.epoch, reason)
 
     def _wake(self) -> None:
         for changed in self._watchers:
