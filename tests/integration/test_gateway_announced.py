@@ -86,6 +86,7 @@ def test_requests_at_a_worker_whose_lease_has_lapsed_are_given_up_at_once() -> N
     async def scenario(cluster: Cluster) -> None:
         worker = ScriptedWorker("w", "both", never_answer)
         async with worker.running(), life("w", worker.url, at, lease_s=1.0) as alive:
+            worker.epoch = alive.epoch
             await until_true(is_ready(cluster))
             asking = asyncio.create_task(cluster.post(PROMPT).__aenter__())
 
