@@ -16,9 +16,9 @@ import yaml
 
 from baton.auth.issuing import Order, create_authority, issue
 from baton.cli.engine_options import engine_options
-from baton.cli.gateway import GatewayFlags
-from baton.cli.gateway import _options as gateway_options
+from baton.cli.gateway import GatewayFlags, gateway_options
 from baton.cli.main import build_app
+from baton.cli.picker import PickerFlags
 from baton.cli.worker import _options as worker_options
 from baton.config.resolve import read_variables
 from baton.engines.vllm.arguments import LaunchParameters, server_arguments
@@ -99,7 +99,7 @@ def test_helm_renders_what_is_kept():
 def test_every_object_is_valid(name):
     for found in OBJECTS[name]:
         match found["kind"]:
-            case "RayCluster" | "ServiceMonitor":
+            case "RayCluster" | "ServiceMonitor" | "InferencePool":
                 pass  # not Kubernetes' own: below
             case _:
                 validate(found)
@@ -172,8 +172,7 @@ def settings_of(
     command, bound, _ = build_app().parse_args(arguments)
     flags = bound.arguments.get("flags")
     if flags is None:
-        flags = GatewayFlags()
-        assert command.__name__ == "gateway"
+        flags = {"gateway": GatewayFlags, "picker": PickerFlags}[command.__name__]()
     return flags.resolve().to_config()
 
 
@@ -194,7 +193,8 @@ def test_baton_understands_each_command(
     sleep_s = workload.container["lifecycle"]["preStop"]["sleep"]["seconds"]
     if is_gateway:
         section = config.gateway
-        assert ports == {"http": section.port, "management": section.management_port}
+        served = "grpc" if workload.name.endswith("picker") else "http"
+        assert ports == {served: section.port, "management": section.management_port}
         assert section.host == section.management_host == "0.0.0.0"
         assert bool(section.client_keys_file) is not section.insecure
         assert ("/etc/baton/clients" in files) is bool(section.client_keys_file)
@@ -329,12 +329,20 @@ def test_selectors_take_the_pods_that_they_should(name: str):
 @pytest.mark.parametrize("name", PODS)
 def test_a_gateway_watches_every_pools_service_and_may(name: str):
     objects = OBJECTS[name]
-    (gateway,) = (found for found in workloads(objects) if found.owner["kind"] == "Deployment")
-    (variable,) = (
-        found for found in gateway.container["env"] if found["name"] == "BATON_GATEWAY__MEMBERS"
+    gateways = [found for found in workloads(objects) if found.owner["kind"] == "Deployment"]
+    assert len(gateways) == (2 if name == "picker" else 1)
+    gateway, (members, *others) = (
+        gateways[0],
+        [
+            found["value"]
+            for each in gateways
+            for found in each.container["env"]
+            if found["name"] == "BATON_GATEWAY__MEMBERS"
+        ],
     )
+    assert set(others) <= {members}
     watched = {}
-    for text in variable["value"].split(","):
+    for text in members.split(","):
         target = ServiceTarget.parse(text.removeprefix("kubernetes:"))
         (service,) = find(objects, "Service", target.service)
         assert service["spec"]["clusterIP"] == "None"
@@ -364,8 +372,9 @@ def test_workers_are_reached_by_gateways_and_workers_alone(name: str):
     (policy,) = find(OBJECTS[name], "NetworkPolicy", "baton-workers")
     first, *others = policy["spec"]["ingress"]
     (peer,) = first["from"]
+    asking = ["gateway", "worker", *(["picker"] if name == "picker" else [])]
     assert peer["podSelector"]["matchExpressions"] == [
-        {"key": "app.kubernetes.io/component", "operator": "In", "values": ["gateway", "worker"]}
+        {"key": "app.kubernetes.io/component", "operator": "In", "values": asking}
     ]
     for rule in others:  # scrapers, which show a certificate
         assert rule["from"]
@@ -374,6 +383,25 @@ def test_workers_are_reached_by_gateways_and_workers_alone(name: str):
     for rule in policy["spec"]["ingress"]:
         if {"port": "management", "protocol": "TCP"} in rule["ports"]:
             assert rule["from"], "everybody reaches the management port"
+
+
+def test_an_inference_pool_takes_the_workers_and_names_the_picker():
+    objects = OBJECTS["picker"]
+    (pool,) = find(objects, "InferencePool")
+    assert pool["apiVersion"] == "inference.networking.k8s.io/v1"
+    taken = [
+        w
+        for w in workloads(objects)
+        if is_selected(pool["spec"]["selector"]["matchLabels"], w.labels)
+    ]
+    assert [w.owner["kind"] for w in taken] == ["StatefulSet"]
+    ports = {port["name"]: port["containerPort"] for port in taken[0].container["ports"]}
+    assert pool["spec"]["targetPorts"] == [{"number": ports["http"]}]
+    reference = pool["spec"]["endpointPickerRef"]
+    (service,) = find(objects, "Service", reference["name"])
+    assert service["spec"]["ports"][0]["port"] == reference["port"]["number"]
+    (policy,) = find(objects, "NetworkPolicy", "baton-picker")
+    assert policy["spec"]["ingress"][0]["from"], "everybody reaches the picker"
 
 
 def test_racks_are_stateful_sets_whose_workers_know_theirs(container_files, monkeypatch):

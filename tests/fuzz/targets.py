@@ -38,7 +38,7 @@ from baton.bench.workloads.traces import (
     BrokenLineError,
     MooncakeReader,
 )
-from baton.clock import MachineClock
+from baton.clock import Instant, MachineClock
 from baton.config import resolve
 from baton.engines.vllm.identity import Identity
 from baton.engines.vllm.options import read_options
@@ -79,6 +79,7 @@ from baton.gateway.members.endpoint_slices import (
 )
 from baton.gateway.members.endpoint_slices import decode_page as decode_slices
 from baton.gateway.members.file import read_addresses
+from baton.gateway.members.heartbeat_table import HeartbeatTable
 from baton.gateway.members.member_set import MemberSet
 from baton.gateway.options import WorkerAddress
 from baton.gateway.request import (
@@ -116,6 +117,7 @@ from baton.ops.doctor import fleet
 from baton.planner.links import read_links
 from baton.protocol import announcements
 from baton.protocol.announcements import AnnouncementError
+from baton.protocol.heartbeats import HeartbeatGrant, make_heartbeat
 from baton.protocol.worker_http import FirstToken, NextTokens, PrefillReply, Role
 from baton.rig import backend
 from baton.rig.transport import PageAnnouncement, decode_announcement, map_announced
@@ -435,6 +437,12 @@ def sign(body: bytes) -> bytes:
 def read_signed_announcement(body: bytes) -> object:
     sealed = SealedMessage.sign(b"baton/announcement/1|", body, KEY)
     return announcements.read_announcement(encode_sealed(sealed), KEY)
+
+
+def take_heartbeat(data: bytes) -> object:
+    table = HeartbeatTable(bytes(32))
+    table.grant(WorkerId("w"), Epoch("e" * 32), URL("https://127.0.0.1:8100"))
+    return table.take(data, Instant(1.0))
 
 
 def read_envelope(data: bytes) -> object:
@@ -965,6 +973,7 @@ ANNOUNCEMENT: Final = announcements.Announcement(
     lease_s=6.0,
     sequence=3,
 )
+GRANT: Final = HeartbeatGrant.derive(bytes(32), WorkerId("w"), Epoch("e" * 32))
 KNOWN: Final = announcements.Known(bytes(8), bytes(8), 3)
 RELAYED: Final = announcements.Relayed(b"sealed", 0.5)
 CONFIG_ERROR: Final = (ConfigError,)
@@ -1001,6 +1010,7 @@ TARGETS: Final = {
                (AnnouncementError,), (announcements.seal_announcement(ANNOUNCEMENT, KEY),)),
         Target("announcement-signed", read_signed_announcement, (AnnouncementError,),
                seeds_of(ANNOUNCEMENT), encode=msgspec.msgpack.encode),
+        Target("heartbeat", take_heartbeat, NO_ERROR, (make_heartbeat(GRANT, 7),)),
         Target("announcement-reply", announcements.read_reply, PROTOCOL,
                seeds_of(announcements.AnnouncementReply(result="waiting", wait_s=1.5))),
         Target("announcement-exchange", announcements.read_exchange, PROTOCOL,

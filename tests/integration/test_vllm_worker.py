@@ -3,8 +3,10 @@
 One test starts it to the end by its command; others take processes that have vLLM loaded.
 """
 
+import asyncio
 import json
 import os
+import queue
 import shutil
 import signal
 import socket
@@ -15,20 +17,30 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
+from baton.clock import MachineClock
+from baton.handoff.lease_file import LeaseFile
 from baton.net.tls import ClusterTls
 from baton.testing.fleet import start_command
 from tests.free_ports import find_free_port
+from tests.integration.announcing import gateway
 from tests.preloaded import start_preloaded_vllm
 
 START_TIMEOUT_S = 240
 POOL = "engine.kv_cache_bytes=134217728"
+LEASE, LEASE_S = "worker.announce_lease_s", 2.0
+
+
+@pytest.fixture
+def stack():
+    with ExitStack() as stack:
+        yield stack
 
 
 @pytest.fixture
@@ -156,12 +168,45 @@ def test_ctrl_c_while_loading_leaves_at_once_and_nothing_behind(runtime, phase, 
         assert not list(runtime.glob("baton/worker-*"))
 
 
-def tls_of(runtime):
+def credentials_of(runtime):
     """Of a holder of the key that the worker has made up."""
-    key = Credentials.of(
+    return Credentials.of(
         ClusterKey.from_hex((runtime / "baton" / "cluster.key").read_text("ascii"))
     )
-    return ClusterTls(key).dialing
+
+
+@contextmanager
+def taking_announcements(port, credentials):
+    """A gateway's listener, in a thread of its own; yields what it knows."""
+    opened, may_end = queue.SimpleQueue(), threading.Event()
+
+    async def serve():
+        async with gateway(port=port, credentials=credentials) as running:
+            opened.put(running)
+            await asyncio.to_thread(may_end.wait)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    try:
+        yield opened.get(timeout=10)
+    finally:
+        may_end.set()
+        thread.join()
+
+
+def until_health(url, tls, status, timeout_s=10):
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=10, context=tls) as answer:
+                found = answer.status
+        except urllib.error.HTTPError as error:
+            with error:
+                found = error.code
+        if found == status:
+            return
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
 
 
 def ask(url, tls, **fields):
@@ -179,7 +224,33 @@ def status_of(question):
         return error.code, json.load(error)
 
 
-def test_a_worker_starts_answers_and_drains(runtime):
+def check_fence(runtime, url, tls, port, credentials, epoch):
+    """It serves, and may write to others, only while a gateway accepts its announcements."""
+    (file,) = runtime.glob("baton/worker-*/lease")
+    lease, now = LeaseFile.open(file), MachineClock().now
+    assert lease.until < now()
+    until_health(url, tls, 503)
+    code, body = status_of(lambda: ask(url, tls, max_tokens=1))
+    assert (code, body["error"]["code"]) == (503, "fenced")
+    with taking_announcements(port, credentials) as known:
+        until_health(url, tls, 200)
+        assert known.epoch_of("v") == epoch
+        assert now() < lease.until <= now() + LEASE_S
+        answer = ask(url, tls, stream=True, max_tokens=2000, ignore_eos=True)
+        assert answer.readline().startswith(b"data: ")
+        deadline = time.monotonic() + 10
+        while known.count("baton_gateway_heartbeats_total", result="taken") == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    with answer:
+        lines = [line for line in answer if line.startswith(b"data: ")]
+    assert lines[-1] == b"data: [DONE]\n"
+    assert json.loads(lines[-2].removeprefix(b"data: "))["error"]["code"] == "fenced"
+    assert lease.until <= now()
+    until_health(url, tls, 503)
+
+
+def test_a_worker_starts_answers_and_drains(runtime, stack):
     probe_port = find_free_port()
 
     def probe(path):
@@ -191,17 +262,24 @@ def test_a_worker_starts_answers_and_drains(runtime):
             with error:
                 return error.code
 
+    port = find_free_port()
     options = ("--set", POOL, "--set", "engine.num_threads=1")
+    options += ("--announce-to", f"https://127.0.0.1:{port}", "--set", f"{LEASE}={LEASE_S}")
     probes = ("--set", f"worker.probe_port={probe_port}")
     with worker(runtime, "--name", "v", *options, *probes) as process:
         ready = until_said(process, runtime, "ready")
+        url, engines = ready["url"], descendants(process.pid)
+        credentials = credentials_of(runtime)
+        tls = ClusterTls(credentials).dialing
+        check_fence(runtime, url, tls, port, credentials, ready["epoch"])
+        stack.enter_context(taking_announcements(port, credentials))
+        until_health(url, tls, 200)
         assert (probe("/live"), probe("/ready"), probe("/v1/models")) == (200, 200, 404)
-        url, engines, tls = ready["url"], descendants(process.pid), tls_of(runtime)
         assert (ready["worker"], ready["role"]) == ("v", "both")
         assert ready["epoch"]
         assert int(ready["handoff_address"].rpartition(":")[2]) > 0
         (directory,) = runtime.glob("baton/worker-*")
-        assert {path.name for path in directory.iterdir()} >= {"events", "replay"}
+        assert {path.name for path in directory.iterdir()} >= {"events", "replay", "lease"}
         assert directory.stat().st_mode & 0o077 == 0
 
         usage = {"include_usage": True}  # a busy server sends several tokens at once

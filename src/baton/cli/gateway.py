@@ -99,7 +99,7 @@ def gateway(flags: GatewayFlags | None = None) -> int:
     config = flags.resolve().to_config()
     configure_logging(config.log)
     options = replace(
-        _options(config, flags.status_fd),
+        gateway_options(config, flags.status_fd),
         listen_fds=_numbers(flags.listen_fds),
         management_fds=_numbers(flags.management_fds),
     )
@@ -108,7 +108,8 @@ def gateway(flags: GatewayFlags | None = None) -> int:
     return 0
 
 
-def _options(config: Config, status_fd: int) -> GatewayOptions:
+def gateway_options(config: Config, status_fd: int) -> GatewayOptions:
+    """What a gateway is built from."""
     section = config.gateway
     announces = section.announce_port is not None
     hosts = (section.host, *((section.announce_host,) if announces else ()))
@@ -150,6 +151,7 @@ def _options(config: Config, status_fd: int) -> GatewayOptions:
         probe_interval_s=section.probe_interval_s,
         probe_timeout_s=section.probe_timeout_s,
         abandon_after_s=section.abandon_after_s,
+        silent_after_s=section.silent_after_s,
         health=HealthOptions(section.ejection_s, section.slow_start_s),
         wait_for_worker_s=section.wait_for_worker_s,
         drain_timeout_s=section.drain_timeout_s,

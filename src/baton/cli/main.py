@@ -49,6 +49,11 @@ def build_app() -> App:
         help="Size a fleet's pools by its traffic.",
     )
     app.command("baton.cli.gateway:gateway", name="gateway", help="Start a gateway.")
+    app.command(
+        "baton.cli.picker:picker",
+        name="picker",
+        help="Start an endpoint picker for the Gateway API Inference Extension.",
+    )
     app.command("baton.cli.worker:worker", name="worker", help="Start one worker.")
     app.command(
         "baton.cli.doctor:doctor", name="doctor", help="Report what works here, and why not."

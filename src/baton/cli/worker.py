@@ -3,7 +3,7 @@
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated
 
 from cyclopts import Parameter
 
@@ -16,14 +16,10 @@ from baton.config.environment import change_environment, read_environment
 from baton.config.logs import configure_logging
 from baton.config.sections import Config, Role
 from baton.config.topology import find_topology
-from baton.errors import ConfigError
 from baton.ids import WorkerId
 from baton.models import DEMO_MODEL_PATH
 from baton.net.credentials import find_credentials
 from baton.worker.options import ProcessOptions
-
-SUPERSEDED: Final = 76
-"""Exit code of a worker whose name another epoch has: a supervisor must not restart it."""
 
 
 @Parameter(name="*")
@@ -82,16 +78,11 @@ def worker(flags: WorkerFlags | None = None) -> int:
     if config.worker.engine in ENGINE_SERVERS.kinds():
         from baton.cli.serving import run_engine_server  # noqa: PLC0415
 
-        if config.worker.announce_to:
-            raise ConfigError(
-                f"a worker with engine {config.worker.engine} cannot announce itself: its agents "
-                "could not be fenced; list it at the gateways (--prefill, --decode, --worker), and "
-                "leave worker.announce_to out"
-            )
         run_engine_server(config, _credentials(config), flags.status_fd)
     else:
         from baton.worker.announcer import SupersededError  # noqa: PLC0415
         from baton.worker.process import run_worker  # noqa: PLC0415
+        from baton.worker.server_membership import SUPERSEDED  # noqa: PLC0415
 
         options = _options(config, flags.status_fd)
         change_environment({}, (KEY_VARIABLE,))  # what a worker starts needs no key

@@ -81,6 +81,7 @@ class GatewaySection(Struct, frozen=True, kw_only=True):
     probe_interval_s: Seconds = 1.0
     probe_timeout_s: Seconds = 2.0
     abandon_after_s: Seconds = 15.0
+    silent_after_s: Annotated[float, Meta(ge=2, le=3600)] = 2.75
     ejection_s: Seconds = 5.0
     slow_start_s: SecondsOrNone = 10.0
     wait_for_worker_s: SecondsOrNone = 5.0

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from baton.errors import BatonError
     from baton.events.journal import CacheJournal
     from baton.handoff.interface import HandoffPort, SampledToken
-    from baton.ids import RequestId, TicketId
+    from baton.ids import Epoch, RequestId, TicketId, WorkerId
     from baton.telemetry.process_status import StatusReporter
     from baton.telemetry.trace import RequestSpan
     from baton.transfer.devices.extents import AllocateRegion
@@ -297,12 +297,38 @@ class EngineFactory(Protocol):
 ENGINES: Final[Registry[EngineFactory]] = Registry("baton.engines")
 
 
+class ServerMembership(Protocol):
+    """Announces a worker whose engine has a server of its own, and states whether it may serve."""
+
+    def open(self, lease_file: Path) -> None:
+        """Create the file from which agents read until when they may write (`LeaseFile`)."""
+        ...
+
+    def why_fenced(self) -> str | None:
+        """Why the worker may serve nothing, now; None where it may."""
+        ...
+
+    async def run(
+        self, worker: WorkerId, epoch: Epoch, url: str, on_fenced: Callable[[str], None]
+    ) -> int:
+        """Announce until cancelled. `on_fenced` gets the reason each time the worker is fenced.
+
+        Returns where another epoch has the name: the exit code with which this process must end.
+        """
+        ...
+
+    async def leave(self) -> None:
+        """Report the end of the worker to gateways."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerContext:
     """What every engine server is built from, besides its own options.
 
     `listener` is bound to `url` and does not listen yet: whoever connects before the server is
     ready is refused. `run_directory` is this worker's alone, for sockets; it may not exist yet.
+    `membership`: of a worker that announces itself.
     """
 
     config: Config
@@ -312,6 +338,7 @@ class ServerContext:
     url: str
     status_reporter: StatusReporter
     run_directory: Path
+    membership: ServerMembership | None = None
 
     @property
     def served_model_name(self) -> str:

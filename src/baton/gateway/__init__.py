@@ -31,9 +31,11 @@ File map, along the way of a request:
 Workers, metrics, debugging:
     workers.py      the registry: state, epoch and load of each worker, and its description
     worker_info.py  what a worker reports of itself, compared with how it is listed
+    picker/         placement alone, for Envoy: an endpoint picker
     members/        lists of workers that are followed while the gateway runs
     worker_discovery.py   who a worker is, and how loaded
     health_monitor.py     what probes and requests show of each worker's health
+    silence_monitor.py    what missing heartbeats show: suspected, and silent
     waiting.py      requests that wait until a worker is back
     kv_events.py    which blocks vLLM workers hold
     link_feed.py    what workers have measured of their links

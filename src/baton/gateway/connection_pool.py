@@ -21,6 +21,15 @@ KEEP_ALIVE_S: Final = 3.0
 """Below what workers keep (75 s; vLLM's server and any other uvicorn: 5 s), so that it is we who
 close an idle connection: one that they close as it is used costs the request."""
 
+KEEPALIVE: Final = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
+"""A worker's kernel answers these probes however busy its process is: a connection on which nothing
+arrives ends 4 s after its worker's host is lost."""
+
 
 class ConnectionPool:
     """Of one worker's `origin`, of which nothing else is used. Owner: the event loop's thread.
@@ -109,7 +118,7 @@ class ConnectionPool:
 
         try:
             if context is not None:
-                _, connection = await loop.create_connection(
+                transport, connection = await loop.create_connection(
                     make,
                     host,
                     port,
@@ -118,7 +127,7 @@ class ConnectionPool:
                     ssl_handshake_timeout=self._connect_timeout_s,
                 )
             else:
-                _, connection = await loop.create_connection(make, host, port)
+                transport, connection = await loop.create_connection(make, host, port)
         except ssl.SSLError as exc:
             raise WorkerUnreachableError(
                 f"{self._name} did not prove that it is of this cluster ({exc}): give it the "
@@ -131,6 +140,8 @@ class ConnectionPool:
             ) from exc
         if connection.is_open:
             self._open.add(connection)
+            for level, option, value in KEEPALIVE:
+                transport.get_extra_info("socket").setsockopt(level, option, value)
         return connection
 
     def _keep(self, connection: Connection) -> None:

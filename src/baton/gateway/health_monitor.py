@@ -237,6 +237,15 @@ def is_spare(worker: Worker, workers: Workers) -> bool:
     return may_eject([w.health for w in workers.all if w is not worker and _decodes(w, model)])
 
 
+def has_substitute(worker: Worker, workers: Workers) -> bool:
+    """Whether requests of a worker that is certainly silent can go on without it."""
+    info = worker.info
+    if info is None or worker.address.role is Role.PREFILL:
+        return True
+    model = info.served_model_name
+    return any(w.is_available and _decodes(w, model) for w in workers.all if w is not worker)
+
+
 def _decodes(worker: Worker, model: str) -> bool:
     """Whether a worker answers requests for a model, or would if it were not ejected."""
     match worker.state:
@@ -297,6 +306,11 @@ class HealthMonitor:
             prober.note_unanswered(error)
         elif isinstance(error, WorkerFailedError) and is_own_fault(error.answer.status):
             self.note_failed(worker, str(error))
+
+    def ask_now(self, worker: Worker) -> None:
+        """Probe it now."""
+        if (prober := self._probers.get(worker)) is not None:
+            prober.ask_now()
 
     def note_failed(self, worker: Worker, reason: str) -> None:
         """It answered a request with an error that is its own fault."""

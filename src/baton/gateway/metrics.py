@@ -364,6 +364,11 @@ class GatewayMetrics:
         )
 
     def _add_health(self) -> None:
+        self.silent_workers = Counter(
+            "baton_gateway_silent_workers",
+            "Workers whose requests were given up, as nothing was received from them any more.",
+            registry=self.registry,
+        )
         ejections = Counter(
             "baton_gateway_ejections",
             "Workers that were taken out: their process gone, not well, late, or failing requests.",

@@ -148,6 +148,7 @@ class GatewayOptions:
     probe_interval_s: float = 1.0
     probe_timeout_s: float = 2.0
     abandon_after_s: float = 15.0
+    silent_after_s: float = 2.75
     health: HealthOptions = DEFAULT_HEALTH
     wait_for_worker_s: float = 5.0
     drain_timeout_s: float = 30.0

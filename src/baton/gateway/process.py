@@ -49,6 +49,7 @@ from baton.gateway.queue_page import QueuePage
 from baton.gateway.request_context import BackgroundTasks, Fallbacks, Services
 from baton.gateway.route_explainer import RouteExplainer
 from baton.gateway.running_streams import RunningStreams
+from baton.gateway.silence_monitor import SilenceMonitor
 from baton.gateway.stream_moves import StreamMoves
 from baton.gateway.stream_record import RecordBudget
 from baton.gateway.upstream import Upstream
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Generator
 
     from baton.clock import Clock
+    from baton.gateway.members.announced import AnnouncedWorkers
     from baton.gateway.options import GatewayOptions
 
 M_MMAP_THRESHOLD: Final = -3
@@ -135,6 +137,15 @@ def _give_large_bodies_back() -> None:
 @contextlib.asynccontextmanager
 async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[GatewayApp]:
     """The ASGI application with its probes and connections, for as long as the block runs."""
+    async with open_parts(options, clock) as (app, _):
+        yield app
+
+
+@contextlib.asynccontextmanager
+async def open_parts(
+    options: GatewayOptions, clock: Clock
+) -> AsyncGenerator[tuple[GatewayApp, Services]]:
+    """The same, and what it is made of."""
     metrics, load = GatewayMetrics(), FleetLoad()
     room = FleetRoom(load, options.max_running_per_worker)
     workers = Workers(
@@ -187,7 +198,8 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
             Membership(services, events, room, options.build_sources(clock, announced)),
             LinkFeed(workers, upstream, load, clock),
         ):
-            yield GatewayApp(
+            _watch(announced, services)
+            app = GatewayApp(
                 Completions(services, records),
                 workers,
                 metrics,
@@ -206,6 +218,7 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
                     is_managed_here=options.is_managed_here,
                 ),
             )
+            yield app, services
     finally:
         await services.background_tasks.stop()
         await events.stop()
@@ -214,6 +227,11 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
         upstream.close()
         if services.audit is not None:
             services.audit.close()
+
+
+def _watch(announced: AnnouncedWorkers | None, services: Services) -> None:
+    if announced is not None:
+        announced.liveness = SilenceMonitor(services)
 
 
 async def _serve(options: GatewayOptions, listener: socket.socket, find_workers_s: float) -> None:
@@ -236,7 +254,7 @@ async def _serve(options: GatewayOptions, listener: socket.socket, find_workers_
             Ready(url_of(listener, options.host, is_tls=connections.tls is not None)),
             StatusReporter(options.status_fd),
         )
-        async with _managing(options, app):
+        async with managing(options, app):
             await app.find_workers(find_workers_s)
             await server.serve(sockets=[listener])
 
@@ -262,7 +280,7 @@ def _open_management_listener(options: GatewayOptions) -> socket.socket:
 
 
 @contextlib.asynccontextmanager
-async def _managing(options: GatewayOptions, app: GatewayApp) -> AsyncGenerator[None]:
+async def managing(options: GatewayOptions, app: GatewayApp) -> AsyncGenerator[None]:
     """The management listener, if there is one, for as long as the block runs."""
     if options.management_port is None:
         yield

@@ -303,20 +303,25 @@ class Workers:
         if worker.info is not None:
             self.change(worker, Draining(worker.info))
 
-    def note_health(self, worker: Worker) -> None:
-        """What is thought of it may have changed: note that, if so."""
+    def note_health(self, *workers: Worker) -> None:
+        """What is thought of them may have changed: note that, if so; one fleet is made of all."""
+        changed = [worker for worker in workers if self._has_changed_health(worker)]
+        if changed:
+            self._make_fleet()
+
+    def _has_changed_health(self, worker: Worker) -> bool:
         health = worker.health
         noted = (health.state, health.takes_trial)
         before, worker.noted_health = worker.noted_health, noted
         if before == noted:
-            return
+            return False
         is_new = before[0] is not health.state
         if health.cause is not None and health.state is HealthState.EJECTED and is_new:
             self._metrics.ejections[health.cause].inc()
         if isinstance(worker.state, Up):
             _log_health(worker)
         self._note_available(worker)
-        self._make_fleet()
+        return True
 
     def note_load(self, worker: Worker, load: WorkerLoad | None) -> None:
         """It reported its load, or that it does not."""
@@ -461,6 +466,8 @@ def _log_health(worker: Worker) -> None:
     match health.state:
         case HealthState.EJECTED:
             log.warning("%s is ejected: %s", worker, health.reason)
+        case HealthState.SUSPECTED:
+            log.info("%s is suspected: nothing is received from it", worker)
         case HealthState.HALF_OPEN if health.takes_trial:
             log.info("%s gets one trial request", worker)
         case HealthState.RECOVERING:

@@ -10,7 +10,7 @@ File map:
     dispatcher.py       what an engine holds: each order goes to whoever carries out its mode
     agent.py            a `HandoffPort`: queues what the engine orders, and its thread
     agent_loop.py       what that thread owns: links, transports, sessions; dispatches their events
-    options.py          what an agent is built from
+    options.py          what an agent is built from; lease_file.py: a write lease of a whole host
     prefill_sender.py   the prefill worker's handoffs: carries out what `SendSession` asks for
     decode_receiver.py  the decode worker's handoffs: carries out what `ReceiveSession` asks for
     session/            the two state machines of one handoff, pure

@@ -93,6 +93,12 @@ class ClusterClient:
             self.close()  # an answer that was not read would be taken for the next one
             raise
 
+    @property
+    def peer(self) -> tuple[str, int] | None:
+        """Address and port of the other end; None while there is no connection."""
+        name = None if self._open is None else self._open[1].get_extra_info("peername")
+        return None if name is None else (name[0], name[1])
+
     def close(self) -> None:
         """Close the connection; the next request makes another one."""
         opened, self._open = self._open, None

@@ -19,6 +19,7 @@ from baton.auth.certificates import IdentityRole
 from baton.auth.sealed import SealedMessage, decode_sealed, encode_sealed
 from baton.errors import UNDECODABLE, AuthenticationError, ConfigError, ProtocolError
 from baton.ids import Epoch, WorkerId
+from baton.protocol.heartbeats import HeartbeatGrant
 from baton.protocol.worker_http import EPOCH_CHARS, MAX_REASON_CHARS, Role, Topology
 
 if TYPE_CHECKING:
@@ -94,7 +95,8 @@ class AnnouncementReply(msgspec.Struct, frozen=True, kw_only=True):
 
     `accepted`: the lease is renewed. `waiting`: another epoch holds the name, for at most `wait_s`
     seconds unless it renews. `superseded`: this epoch has lost its name to `owner` and must end.
-    `refused`: not taken, for `reason`. `gateways` are all that this one knows.
+    `refused`: not taken, for `reason`. `gateways` are all that this one knows. With `heartbeat`
+    the worker sends heartbeats here.
     """
 
     result: Literal["accepted", "waiting", "superseded", "refused"]
@@ -102,6 +104,7 @@ class AnnouncementReply(msgspec.Struct, frozen=True, kw_only=True):
     owner: Annotated[Epoch, Meta(max_length=EPOCH_CHARS)] = Epoch("")
     wait_s: Annotated[float, Meta(ge=0)] = 0.0
     gateways: Annotated[tuple[Url, ...], Meta(max_length=MAX_GATEWAYS)] = ()
+    heartbeat: HeartbeatGrant | None = None
 
 
 class Known(msgspec.Struct, frozen=True, array_like=True):

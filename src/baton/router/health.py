@@ -8,6 +8,7 @@
     two probes in a row not well  ejected: by its own word
     two probes in a row late      ejected, unless something was received meanwhile, or it is needed
     five requests in a row fail   ejected for a time, unless it is needed
+    nothing is received from it   suspected, until something is: see `is_suspected`
 
 What comes late or fails may be the fault of a busy machine, or of the requests; so for that at most
 half of a model's workers are ejected, and never the last one (`may_eject`). A late worker that
@@ -45,6 +46,7 @@ class HealthState(StrEnum):
 
     HEALTHY = "healthy"
     DOUBTED = "doubted"
+    SUSPECTED = "suspected"
     EJECTED = "ejected"
     HALF_OPEN = "half_open"
     RECOVERING = "recovering"
@@ -90,7 +92,8 @@ class WorkerHealth:
     """One worker's. Times are seconds on any clock that does not go back.
 
     `reason` is the latest failure, for people; `ends_at` when the present ejection may end;
-    `active_at` when anything was received from it: its process lives and runs.
+    `active_at` when anything was received from it: its process lives and runs. While
+    `is_suspected`, its heartbeats are missing: it is used only where no other worker can be.
     """
 
     options: HealthOptions = DEFAULT_HEALTH
@@ -102,6 +105,7 @@ class WorkerHealth:
     num_failed_probes: int = 0
     num_failed_requests: int = 0
     active_at: float = -inf
+    is_suspected: bool = False
     _is_half_open: bool = False
     _trial_ends_at: float | None = None
     _failed_at: float = -inf
@@ -112,6 +116,8 @@ class WorkerHealth:
         """See the module."""
         if self.cause is not None:
             return HealthState.HALF_OPEN if self._is_half_open else HealthState.EJECTED
+        if self.is_suspected:
+            return HealthState.SUSPECTED
         if self.slow_start is not None:
             return HealthState.RECOVERING
         if self.num_failed_probes or self.num_failed_requests:
@@ -121,12 +127,13 @@ class WorkerHealth:
     @property
     def is_usable(self) -> bool:
         """Whether it gets requests as others do."""
-        return self.cause is None
+        return self.cause is None and not self.is_suspected
 
     @property
     def takes_trial(self) -> bool:
         """Whether one request is to show if it is well again."""
-        return self._is_half_open and self._trial_ends_at is None
+        is_due = self._is_half_open and self._trial_ends_at is None
+        return is_due and not self.is_suspected
 
     def pass_time(self, now: float) -> None:
         """What ends by itself: call it now and then, as with each probe."""

@@ -17,5 +17,7 @@ File map, along the way of a request:
     metrics.py        metrics and traces of requests; the engine's own statistics
     worker.py         `build_worker`: all of it around an engine and a handoff agent
     process.py        `run_worker`: the process, from its port to its end
+    announcer.py, heartbeats.py  announce the worker to gateways; fence.py: until when it serves
+    server_membership.py  the same for an engine that has a server of its own
     options.py        `WorkerOptions`, `ProcessOptions`
 """

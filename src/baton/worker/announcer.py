@@ -2,6 +2,7 @@
 
     each lease / 3: sign once, post to every gateway ──accepted──► serve for the lease's length
                                                      └─superseded─► end: see `Announcer.run`
+    each 0.25 s: a heartbeat to every gateway that has accepted it
 
 Gateways that are not configured are learned from the replies of others.
 """
@@ -31,8 +32,10 @@ from baton.protocol.announcements import (
     require_https,
     seal_announcement,
 )
+from baton.protocol.heartbeats import HEARTBEAT_INTERVAL_S
 from baton.telemetry.log_limit import LimitedLog
 from baton.worker.fence import Standing
+from baton.worker.heartbeats import HeartbeatSender
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -94,6 +97,7 @@ class Announcer:
         self._log = LimitedLog(logger, clock)
         self._reported = fence.standing
         self._gateways: dict[str, _Gateway] = {}
+        self._heartbeats = HeartbeatSender()
         for url in gateways:
             self._add(url, is_configured=True)
 
@@ -103,7 +107,7 @@ class Announcer:
         Raises:
             SupersededError: another epoch has the name.
         """
-        next_at = self._clock.now()
+        next_at = heartbeat_at = self._clock.now()
         while True:
             now = self._clock.now()
             if self._report(self._fence.look(now)) is Standing.SUPERSEDED:
@@ -115,8 +119,11 @@ class Announcer:
             if now >= next_at:
                 self._announce(now)
                 next_at = Instant(now + self._interval_s)
+            if now >= heartbeat_at:
+                self._heartbeats.send()
+                heartbeat_at = Instant(now + HEARTBEAT_INTERVAL_S)
             is_serving = self._fence.standing is Standing.SERVING
-            wake_at = min(next_at, self._fence.until) if is_serving else next_at
+            wake_at = min(next_at, heartbeat_at, self._fence.until if is_serving else next_at)
             with suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, wake_at - self._clock.now())):
                     await self._news.wait()
@@ -124,6 +131,7 @@ class Announcer:
 
     async def leave(self) -> None:
         """Report the end of this epoch to every gateway, once; close all connections."""
+        self._heartbeats.close()
         posting = [each.posting for each in self._gateways.values() if each.posting is not None]
         for task in posting:
             task.cancel()
@@ -174,6 +182,7 @@ class Announcer:
             if not gateway.is_configured and gateway.num_failures >= MAX_FAILURES:
                 gateway.client.close()
                 del self._gateways[gateway.client.url]
+                self._heartbeats.remove(gateway.client.url)
             return
         gateway.num_failures = 0
         self._take(gateway, reply, sequence)
@@ -185,6 +194,8 @@ class Announcer:
         match reply.result:
             case "accepted":
                 self._fence.accepted(sequence, self._clock.now())
+                if reply.heartbeat is not None and gateway.client.peer is not None:
+                    self._heartbeats.add(url, reply.heartbeat, gateway.client.peer)
             case "superseded":
                 self._fence.superseded(reply.owner)
             case "waiting":

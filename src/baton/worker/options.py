@@ -12,7 +12,7 @@ from baton.handoff.verify import VerificationPolicy
 from baton.protocol.announcements import require_https
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from baton.auth.credentials import Credentials
@@ -103,9 +103,19 @@ class ProcessOptions:
     status_fd: int = 1
 
     def __post_init__(self) -> None:
-        require_https("worker.announce_to", self.announce_to)
-        if self.announce_to and self.announce_url is None and is_wildcard(self.host):
-            raise ConfigError(
-                f"no gateway can reach {self.host}: give worker.announce_url, as "
-                "https://host:port, or a worker.host that gateways can reach"
-            )
+        check_announcing(self.announce_to, self.announce_url, self.host)
+
+
+def check_announcing(announce_to: Sequence[str], announce_url: str | None, host: str) -> None:
+    """Pass, or raise.
+
+    Raises:
+        ConfigError: a worker would announce an address that no gateway can use, or at one that is
+            not a gateway's.
+    """
+    require_https("worker.announce_to", announce_to)
+    if announce_to and announce_url is None and is_wildcard(host):
+        raise ConfigError(
+            f"no gateway can reach {host}: give worker.announce_url, as https://host:port, or a "
+            "worker.host that gateways can reach"
+        )

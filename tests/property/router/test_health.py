@@ -63,7 +63,8 @@ class FleetHealth(RuleBasedStateMachine):
         before = worker.state
         worker.probe_ok(self.now)
         if before is HealthState.EJECTED and worker.cause is not EjectionCause.FAILED:
-            assert worker.is_usable == (self.now >= worker.ends_at)
+            is_back = self.now >= worker.ends_at
+            assert worker.is_usable is (is_back and not worker.is_suspected)
 
     @rule(index=INDEX, took=st.sampled_from([0.5, 2.0]))
     def probe_late(self, index: int, took: float) -> None:
@@ -85,6 +86,15 @@ class FleetHealth(RuleBasedStateMachine):
         worker, _ = self.pick(index)
         worker.lose(EjectionCause.GONE, self.now, "connection refused")
         assert worker.state is HealthState.EJECTED
+
+    @rule(index=INDEX, is_suspected=st.booleans())
+    def heartbeats(self, index: int, is_suspected: bool) -> None:
+        worker, _ = self.pick(index)
+        cause = worker.cause
+        worker.is_suspected = is_suspected
+        assert worker.cause is cause
+        assert worker.is_usable is (cause is None and not is_suspected)
+        assert not (is_suspected and worker.takes_trial)
 
     @rule(index=INDEX)
     def request_failed(self, index: int) -> None:
@@ -128,6 +138,7 @@ class FleetHealth(RuleBasedStateMachine):
         """Whatever happened, a worker that is well is used again within a bounded time."""
         for worker in getattr(self, "workers", ()):
             at = self.now
+            worker.is_suspected = False
             while not worker.is_usable:
                 at += 1.0
                 assert at - self.now <= MAX_EJECTION_S + TRIAL_S + 2
@@ -136,7 +147,7 @@ class FleetHealth(RuleBasedStateMachine):
                     worker.begin_trial(at)
                     worker.answered(at)
             worker.answered(at)
-            worker.probe_ok(at + OPTIONS.slow_start_s)
+            worker.probe_ok(at + OPTIONS.slow_start_s + 0.001)  # sums are rounded
             assert worker.state is HealthState.HEALTHY
 
 

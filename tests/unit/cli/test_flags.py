@@ -5,10 +5,9 @@ import dataclasses
 import pytest
 from cyclopts import App, CoercionError
 
-from baton.cli.gateway import GatewayFlags
-from baton.cli.gateway import _options as gateway_options
+from baton.cli.gateway import GatewayFlags, gateway_options
 from baton.cli.up import UpFlags
-from baton.cli.worker import WorkerFlags, worker
+from baton.cli.worker import WorkerFlags
 from baton.cli.worker import _options as worker_options
 from baton.config.resolve import FromDefault, FromFlag
 from baton.config.sections import Config
@@ -134,9 +133,3 @@ def test_a_worker_announces_an_address_that_gateways_can_reach():
     flags = (*flags, "--set", "worker.announce_url=https://10.0.0.3:8100")
     options = worker_options(parse(WorkerFlags, *flags).resolve().to_config(), 1)
     assert options.announce_to == ("https://gw:9000",)
-
-
-def test_a_worker_that_could_not_be_fenced_does_not_announce_itself():
-    flags = parse(WorkerFlags, "--announce-to", "https://gw:9000", "--engine", "vllm")
-    with pytest.raises(ConfigError, match="cannot announce itself"):
-        worker(flags)

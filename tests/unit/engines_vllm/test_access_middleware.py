@@ -149,3 +149,61 @@ def test_the_lifespan_passes():
         assert seen == ["lifespan"]
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("has_started", [True, False])
+def test_a_fenced_worker_serves_nothing_and_ends_what_it_serves(has_started):
+    async def scenario():
+        reasons = [None]
+        drain_state = DrainState(why_fenced=lambda: reasons[0])
+        sent, was_cancelled = [], []
+
+        async def stream(scope, receive, send):
+            try:
+                if has_started:
+                    await send({"type": "http.response.start", "status": 200, "headers": []})
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                was_cancelled.append(True)
+                raise
+
+        async def send(message):
+            sent.append(message)
+
+        middleware = AccessMiddleware(stream, drain_state)
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        serving = asyncio.create_task(middleware(scope, None, send))
+        await asyncio.sleep(0)
+        reasons[0] = "no gateway"
+        drain_state.end_requests()
+        drain_state.end_requests()
+        await serving
+        assert was_cancelled == [True]
+        assert drain_state.num_open == 0
+        assert sent[0]["status"] == (200 if has_started else 503)
+        assert b'"code":"fenced"' in sent[1]["body"]
+        assert not sent[-1].get("more_body", False)
+        server = Server(why_fenced=lambda: reasons[0])
+        assert (await server.ask("POST", "/v1/completions"))[1]["error"]["code"] == "fenced"
+        assert (await server.ask("GET", "/health"))[1] == {
+            "status": "fenced",
+            "reason": "no gateway",
+        }
+        reasons[0] = None
+        assert (await server.ask("POST", "/v1/completions"))[0] == 200
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_its_client_has_cancelled_is_not_one_that_the_fence_has_ended():
+    async def scenario():
+        server = Server(why_fenced=lambda: None)
+        server.may_answer.clear()
+        asking = asyncio.create_task(server.ask("POST", "/v1/completions"))
+        await asyncio.sleep(0)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert server.drain_state.num_open == 0
+
+    asyncio.run(scenario())

@@ -27,7 +27,7 @@ File map, in the order in which a request meets them:
     layouts.py              what is in the KV memory
     kv_views.py             allocates it, and shows it to peers
     serving.py              vLLM's server in `baton worker`; arguments.py its command line
-    access_middleware.py    its bearer, and its drain
+    access_middleware.py    its bearer, its drain, and its fence
     resumed_streams.py      goes on from token ids; stream_tokens.py names them in its events
     engine_process.py       set-up inside vLLM's engine process
 

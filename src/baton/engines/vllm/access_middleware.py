@@ -17,12 +17,13 @@ from baton.engines.vllm.stream_tokens import TokenIdsMiddleware
 from baton.protocol.worker_http import MOVE_HEADER
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 OPEN_PATHS: Final = frozenset({"/health"})
 MOVES: Final = (MOVE_HEADER.encode(), b"1")
+FENCED: Final = "fenced"
 POLICY_VIOLATION: Final = 1008
 """RFC 6455, section 7.4.1. Before a websocket is accepted, the server answers 403."""
 
@@ -32,11 +33,15 @@ class DrainState:
     """One process's door. Owned by the event loop's thread.
 
     `bearer` is required in `authorization` on every path but `/health`; None: not checked.
+    `why_fenced`: of a worker that announces itself, why it may serve nothing now (None: it may).
     """
 
     bearer: bytes | None = None
+    why_fenced: Callable[[], str | None] | None = None
     num_open: int = 0
     is_draining: bool = False
+    _ended: set[asyncio.Task[object]] = field(default_factory=set)
+    _inside: set[asyncio.Task[object]] = field(default_factory=set)
     _is_drained: asyncio.Event = field(default_factory=asyncio.Event)
 
     def start_drain(self) -> None:
@@ -49,13 +54,33 @@ class DrainState:
         """Until the last request that was inside when it closed is answered."""
         await self._is_drained.wait()
 
-    def request_started(self) -> None:
-        """One more request is inside."""
-        self.num_open += 1
+    def find_fenced(self) -> str | None:
+        """Why this worker may serve nothing, now."""
+        return None if self.why_fenced is None else self.why_fenced()
 
-    def request_finished(self) -> None:
-        """One of them is answered, or its client gone."""
+    def request_started(self) -> asyncio.Task[object]:
+        """One more request is inside, in this task."""
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101 - a server calls an application in a task
+        self.num_open += 1
+        self._inside.add(task)
+        return task
+
+    def end_requests(self) -> None:
+        """Cancel all that are inside: vLLM aborts them."""
+        for task in self._inside - self._ended:
+            self._ended.add(task)
+            task.cancel()
+
+    def was_ended(self, task: asyncio.Task[object]) -> bool:
+        """Whether `end_requests` has cancelled it, and nothing else has."""
+        return task in self._ended and task.uncancel() == 0
+
+    def request_finished(self, task: asyncio.Task[object]) -> None:
+        """One of them is answered, or ended, or its client gone."""
         self.num_open -= 1
+        self._inside.discard(task)
+        self._ended.discard(task)
         if self.is_draining and self.num_open == 0:
             self._is_drained.set()
 
@@ -86,16 +111,49 @@ class AccessMiddleware:
             await _refuse(send, 401, _error("a bearer token is needed", "unauthorized"))
         elif drain_state.is_draining and path in OPEN_PATHS:
             await _refuse(send, 503, {"status": "draining"})
+        elif (reason := drain_state.find_fenced()) is not None and path in OPEN_PATHS:
+            await _refuse(send, 503, {"status": "fenced", "reason": reason})
         elif scope["method"] != "POST":
             await self._app(scope, receive, send)
         elif drain_state.is_draining and not (drain_state.num_open and MOVES in scope["headers"]):
             await _refuse(send, 503, _error("this worker is draining", "draining"))
+        elif reason is not None:
+            await _refuse(send, 503, _error(reason, FENCED))
         else:
-            drain_state.request_started()
-            try:
-                await self._app(scope, receive, send)
-            finally:
-                drain_state.request_finished()
+            await self._serve(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        drain_state = self._drain_state
+        answer = send if drain_state.why_fenced is None else _Answer(send)
+        task = drain_state.request_started()
+        try:
+            await self._app(scope, receive, answer)
+        except asyncio.CancelledError:
+            if not (isinstance(answer, _Answer) and drain_state.was_ended(task)):
+                raise
+            await answer.end(drain_state.find_fenced() or "this worker was fenced")
+        finally:
+            drain_state.request_finished(task)
+
+
+class _Answer:
+    """An ASGI `send` of one request, which may have to be ended in the middle."""
+
+    def __init__(self, send: Send) -> None:
+        self._send, self._has_started = send, False
+
+    async def __call__(self, message: Message) -> None:
+        self._has_started = True
+        await self._send(message)
+
+    async def end(self, reason: str) -> None:
+        """As embedded workers do: an error, or one as a stream's last event."""
+        error = _error(reason, FENCED)
+        if not self._has_started:
+            await _refuse(self._send, 503, error)
+            return
+        event = b"data: " + msgspec.json.encode(error) + b"\n\ndata: [DONE]\n\n"
+        await self._send({"type": "http.response.body", "body": event})
 
 
 def _is_authorized(headers: Iterable[tuple[bytes, bytes]], bearer: bytes | None) -> bool:

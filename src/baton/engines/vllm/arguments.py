@@ -40,13 +40,17 @@ LOG_LEVELS: Final[Mapping[LogLevel, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class LaunchParameters:
-    """Where a server runs and what it serves. `run_directory` holds its sockets."""
+    """Where a server runs and what it serves. `run_directory` holds its sockets.
+
+    `lease_file`: see `ConnectorOptions`.
+    """
 
     model: Path
     served_model_name: str
     port: int
     run_directory: Path
     platform: Platform
+    lease_file: Path | None = None
 
 
 def server_arguments(options: VllmOptions, config: Config, launch: LaunchParameters) -> list[str]:
@@ -58,7 +62,7 @@ def server_arguments(options: VllmOptions, config: Config, launch: LaunchParamet
         *("--shutdown-timeout", str(ENGINE_END_TIMEOUT_S)),
         *("--middleware", ACCESS_MIDDLEWARE),
         *("--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
-        *("--kv-transfer-config", _json(_transfer(config, options))),
+        *("--kv-transfer-config", _json(_transfer(config, options, launch.lease_file))),
         *engine_flags(options, launch.platform),
         *_event_flags(options, launch, worker.name),
         *options.arguments,
@@ -96,7 +100,7 @@ def event_endpoints(run_directory: Path) -> tuple[str, str]:
     return f"ipc://{run_directory / 'events'}", f"ipc://{run_directory / 'replay'}"
 
 
-def _transfer(config: Config, options: VllmOptions) -> dict[str, object]:
+def _transfer(config: Config, options: VllmOptions, lease_file: Path | None) -> dict[str, object]:
     """The value of `--kv-transfer-config`: Baton's connector, and a failed load costs time only.
 
     Raises:
@@ -138,6 +142,8 @@ def _transfer(config: Config, options: VllmOptions) -> dict[str, object]:
         extra["topology"] = config.worker.topology
     if config.cluster.key_file is not None:
         extra["key_file"] = config.cluster.key_file
+    if lease_file is not None:
+        extra["lease_file"] = str(lease_file)
     return {
         "kv_connector": "BatonConnector",
         "kv_connector_module_path": "baton.engines.vllm",

@@ -42,6 +42,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     replaces the one that is computed from the checkpoint's files. `clients_are_gateways`: the
     server answers no client that has not proved to be a gateway, so that tickets are believed.
     `resumes_streams`: Baton extended the server, so that streams go on here from token ids.
+    `lease_file`: of a server that announces itself, until when it may write to others.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
@@ -74,6 +75,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     identity: str | None = None
     clients_are_gateways: bool = False
     resumes_streams: bool = False
+    lease_file: str | None = None
     store: StoreSection = msgspec.field(default_factory=StoreSection)
 
 

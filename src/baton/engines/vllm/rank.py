@@ -9,6 +9,7 @@ import logging
 import threading
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry
@@ -35,6 +36,7 @@ from baton.engines.vllm.rank_prompts import RankSetting
 from baton.events.journal import CacheJournal
 from baton.handoff.dispatcher import HandoffDispatcher, open_handoffs
 from baton.handoff.encoded_view import list_lossy
+from baton.handoff.lease_file import LeaseFile
 from baton.handoff.link_page import describe_links
 from baton.handoff.options import AgentOptions
 from baton.handoff.peer_transports import LinkOptions
@@ -281,6 +283,7 @@ class Rank:
                 options.choice, ProbeBounds(options.probe_time_s, options.probe_bytes)
             ),
             spin_s=options.spin_s,
+            write_lease=LeaseFile.open(Path(options.lease_file)) if options.lease_file else None,
         )
 
     def _open_pool(self, fingerprint: str, journal: CacheJournal) -> StoreAccess | None:

@@ -36,6 +36,7 @@ from baton.engines.vllm.arguments import (
 from baton.engines.vllm.engine_process import server_variables
 from baton.engines.vllm.options import VllmOptions, require_cpu_block_size
 from baton.errors import UNDECODABLE, BatonError, ConfigError, EngineError
+from baton.ids import Epoch, WorkerId
 from baton.net.http_limits import WORKER_LIMITS, Connections, allow_descriptors
 from baton.net.http_server import bounded_protocol
 from baton.net.probes import serve_probes
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Callable, Mapping, Sequence
 
-    from baton.engines.interface import EngineServer, ServerContext
+    from baton.engines.interface import EngineServer, ServerContext, ServerMembership
     from baton.net.tls import Tls
 
 RETRY_INTERVAL_S: Final = 0.1
@@ -156,6 +157,7 @@ INSTALL_HINT: Final = (
     "vLLM's own build into the same environment"
 )
 CHILD_END_TIMEOUT_S: Final = 5.0
+LEASE_FILE: Final = "lease"
 
 
 class ServerLifecycle:
@@ -166,6 +168,7 @@ class ServerLifecycle:
         self._status_reporter = context.status_reporter
         self._ending: asyncio.Task[None] | None = None
         self._is_ready = False
+        self._announcing: asyncio.Task[None] | None = None
         self._tls: ClusterTls | None = None
         if context.config.security.tls != "off":
             self._tls = ClusterTls(context.credentials)
@@ -238,6 +241,23 @@ class ServerLifecycle:
         logger.info(
             "%s answers at %s, hands over at %s", worker.name, url, identity.handoff_address
         )
+        if context.membership is not None:
+            DRAIN_STATE.why_fenced = context.membership.why_fenced
+            self._announcing = asyncio.create_task(self._announce(context.membership, identity))
+
+    async def _announce(self, membership: ServerMembership, identity: ProbedIdentity) -> None:
+        try:
+            status = await membership.run(
+                WorkerId(identity.worker), Epoch(identity.epoch), self._context.url, self._on_fenced
+            )
+        except Exception:
+            logger.exception("announcing has failed: this worker ends")
+            status = 1
+        self._exit(status)
+
+    def _on_fenced(self, reason: str) -> None:
+        logger.error("%s; %d requests are ended", reason, DRAIN_STATE.num_open)
+        DRAIN_STATE.end_requests()
 
     def _announce_loading(self, phase: str) -> None:
         context = self._context
@@ -277,6 +297,9 @@ class ServerLifecycle:
         except TimeoutError:
             logger.warning("%d requests were not answered in time", DRAIN_STATE.num_open)
             self._exit(0)
+        if self._announcing is not None and self._context.membership is not None:
+            self._announcing.cancel()
+            await self._context.membership.leave()
         stop()
 
     def _exit(self, status: int) -> NoReturn:
@@ -334,14 +357,18 @@ def serve(options: VllmOptions, context: ServerContext) -> None:
     change_environment({**environment, **server_variables(config.log)}, REMOVED_VARIABLES)
     if config.security.tls == "off" and not is_loopback(config.worker.host):
         DRAIN_STATE.bearer = context.credentials.key.sign("http", b"worker").hex().encode()
+    lease_file = None if context.membership is None else context.run_directory / LEASE_FILE
     launch = LaunchParameters(
         model=context.model,
         served_model_name=context.served_model_name,
         port=context.listener.getsockname()[1],
         run_directory=context.run_directory,
         platform=platform,
+        lease_file=lease_file,
     )
     _make_private(context)
+    if context.membership is not None and lease_file is not None:
+        context.membership.open(lease_file)
     try:
         ServerLifecycle(context).run(server_arguments(options, config, launch))
     finally:

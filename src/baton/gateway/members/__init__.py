@@ -10,5 +10,9 @@ File map:
                     the source `kubernetes`; its requests; what they answer (pure)
     member_set.py   which workers all sources together list, and by which rule (pure)
     membership.py   follows the sources; forgets workers that have left
+    announced.py, lease_table.py, heartbeat_table.py
+                    the source `announced`: leases of workers' names, their heartbeats (both pure)
+    listener.py, heartbeat_socket.py, gossip.py
+                    where announcements and heartbeats arrive; exchanges between gateways
     metrics.py      what is known of each source, as Prometheus reads it
 """

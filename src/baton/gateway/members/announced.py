@@ -3,18 +3,21 @@
 worker ──announcement──► receive ─► LeaseTable ─► addresses ─► watch()
 other gateway ──relayed──► take_relayed ─┘  ▲
                                   sweep ────┘ lapsed leases; overdue ones are looked at
+worker ──heartbeats──► HeartbeatSocket ─► HeartbeatTable ─► `Liveness`, after each sweep
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from baton.auth.certificates import IdentityRole
 from baton.clock import Instant
 from baton.errors import ProtocolError
+from baton.gateway.members.heartbeat_table import HeartbeatTable
 from baton.gateway.members.lease_table import LeaseTable, Outcome
 from baton.gateway.options import WorkerAddress
 from baton.gateway.worker_info import read_info
@@ -34,14 +37,18 @@ from baton.telemetry.log_limit import LimitedLog
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable
 
+    from yarl import URL
+
     from baton.auth.credentials import Credentials
     from baton.clock import Clock
     from baton.gateway.members.announced_metrics import AnnouncementMetrics
+    from baton.gateway.members.heartbeat_socket import HeartbeatSocket
     from baton.gateway.members.interface import SourceStatus
     from baton.gateway.members.lease_table import Lease, Verdict
     from baton.ids import WorkerId
     from baton.net.tls import ClusterTls
     from baton.protocol.announcements import Announcement, Relayed
+    from baton.protocol.heartbeats import HeartbeatGrant
 
 SWEEP_S: Final = 0.1
 STALL_S: Final = 1.0
@@ -64,11 +71,24 @@ _REASONS: Final = {
 log = logging.getLogger(__name__)
 
 
+class Liveness(Protocol):
+    """Acts on what leases and heartbeats show. From the event loop's thread."""
+
+    def look(self, heartbeats: HeartbeatTable, now: Instant) -> None:
+        """All heartbeats that had arrived by `now` were read."""
+        ...
+
+    def lost(self, origin: URL, epoch: Epoch, reason: str) -> None:
+        """That epoch of the worker at `origin` has not renewed its lease, or is gone."""
+        ...
+
+
 class AnnouncedWorkers:
     """Implements `WorkerSource`. Owner: the event loop's thread.
 
     `takes_plain`: workers without TLS are taken, too. `list_gateways` is what workers get to know.
-    `status`, once it is set, is what the gateway shows of this source.
+    Once they are set: `status` is what the gateway shows of this source, `heartbeat_socket` where
+    heartbeats arrive, and `liveness` what acts on their absence.
     """
 
     def __init__(
@@ -82,7 +102,10 @@ class AnnouncedWorkers:
         list_gateways: Callable[[], tuple[str, ...]],
     ) -> None:
         self.table = LeaseTable()
+        self.heartbeats = HeartbeatTable(secrets.token_bytes(32))
         self.status: SourceStatus | None = None
+        self.liveness: Liveness | None = None
+        self.heartbeat_socket: HeartbeatSocket | None = None
         self._credentials, self._tls, self._clock = credentials, tls, clock
         self._metrics, self._takes_plain = metrics, takes_plain
         self._list_gateways = list_gateways
@@ -199,6 +222,7 @@ class AnnouncedWorkers:
         if announcement.is_farewell:
             log.info("%s has ended (epoch %s)", announcement.worker, announcement.epoch)
             self._metrics.left("farewell")
+            self.heartbeats.forget(announcement.worker)
         elif before is None:
             log.info(
                 "%s announces itself: %s worker at %s, epoch %s",
@@ -213,7 +237,9 @@ class AnnouncedWorkers:
         match verdict.outcome:
             case Outcome.ACCEPTED | Outcome.KNOWN:
                 self._metrics.answered("accepted")
-                return AnnouncementReply(result="accepted", gateways=gateways)
+                return AnnouncementReply(
+                    result="accepted", gateways=gateways, heartbeat=self._grant(announcement)
+                )
             case Outcome.SUPERSEDED:
                 self._metrics.answered("superseded")
                 return AnnouncementReply(
@@ -224,6 +250,12 @@ class AnnouncedWorkers:
             case outcome:
                 reason, text = _REASONS[outcome]
                 return self._refuse(reason, f"{announcement.worker}: {text}")
+
+    def _grant(self, announcement: Announcement) -> HeartbeatGrant | None:
+        if self.heartbeat_socket is None or announcement.is_farewell:
+            return None
+        origin = WorkerAddress(announcement.url, announcement.role).origin
+        return self.heartbeats.grant(announcement.worker, announcement.epoch, origin)
 
     def _ask_to_wait(
         self, announcement: Announcement, verdict: Verdict, gateways: tuple[str, ...]
@@ -258,6 +290,11 @@ class AnnouncedWorkers:
         self._metrics.held(len(self.table))
         if self.status is not None:
             self.status.note_read()
+        if self.heartbeat_socket is not None:
+            for datagram in self.heartbeat_socket.read():
+                self._metrics.heartbeat(self.heartbeats.take(datagram, now))
+        if self.liveness is not None:
+            self.liveness.look(self.heartbeats, now)
 
     def now(self) -> Instant:
         """By the clock of the leases, which stands while this process does not run.
@@ -280,6 +317,7 @@ class AnnouncedWorkers:
                 *(announcement.worker, announcement.lease_s),
             )
             self._metrics.left("lapsed")
+            self._lost(announcement, f"its lease of {announcement.lease_s:g} s has lapsed")
         if lapsed:
             self._wake()
         return now
@@ -308,8 +346,14 @@ class AnnouncedWorkers:
             return False
         log.warning("%s (epoch %s) is gone: %s; it is taken out", held.worker, held.epoch, reason)
         self._metrics.left("gone")
+        self._lost(held, reason)
         self._wake()
         return True
+
+    def _lost(self, held: Announcement, reason: str) -> None:
+        self.heartbeats.forget(held.worker)
+        if self.liveness is not None:
+            self.liveness.lost(WorkerAddress(held.url, held.role).origin, held.epoch, reason)
 
     def _wake(self) -> None:
         for changed in self._watchers:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Gauge
 
+from baton.gateway.members.heartbeat_table import HeartbeatResult
 from baton.gateway.members.lease_table import Outcome
 from baton.protocol.announcements import RefusalReason
 
@@ -47,6 +48,13 @@ class AnnouncementMetrics:
             ("cause",),
             registry=registry,
         )
+        heartbeats = Counter(
+            "baton_gateway_heartbeats",
+            "Datagrams at the port of heartbeats, by what became of them.",
+            ("result",),
+            registry=registry,
+        )
+        self._heartbeats = {result: heartbeats.labels(result) for result in HeartbeatResult}
         self._held = Gauge(
             "baton_gateway_announced_workers", "Workers that hold a lease.", registry=registry
         )
@@ -71,6 +79,10 @@ class AnnouncementMetrics:
     def exchanged(self, *, is_ok: bool) -> None:
         """An exchange with another gateway ended."""
         self._exchanges[is_ok].inc()
+
+    def heartbeat(self, result: HeartbeatResult) -> None:
+        """A datagram was read."""
+        self._heartbeats[result].inc()
 
     def left(self, cause: str) -> None:
         """A lease ended."""

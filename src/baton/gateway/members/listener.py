@@ -25,6 +25,7 @@ from baton.gateway.errors import PathNotFoundError, answer_for
 from baton.gateway.members.announced import AnnouncedWorkers
 from baton.gateway.members.announced_metrics import AnnouncementMetrics
 from baton.gateway.members.gossip import Gossip, Peers
+from baton.gateway.members.heartbeat_socket import HeartbeatSocket
 from baton.net.http_exchange import EXTENSION
 from baton.net.http_limits import Connections, HttpLimits, allow_descriptors
 from baton.net.http_server import bind, count_refusals, make_server_config, start_listening, url_of
@@ -151,15 +152,19 @@ async def open_announcements(
     None where `announce_port` is not configured.
 
     Raises:
-        ConfigError: the port is taken.
+        ConfigError: the port is taken, by TCP or UDP.
     """
     if options.announce_port is None:
         yield None
         return
     credentials = options.credentials
     tls, metrics = ClusterTls(credentials), AnnouncementMetrics(registry)
-    with contextlib.closing(bind(options.announce_host, options.announce_port)) as listener:
-        own = options.announce_url or url_of(listener, options.announce_host, is_tls=True)
+    host = options.announce_host
+    with (
+        contextlib.closing(bind(host, options.announce_port)) as listener,
+        contextlib.closing(HeartbeatSocket(host, listener.getsockname()[1])) as heartbeats,
+    ):
+        own = options.announce_url or url_of(listener, host, is_tls=True)
         own = own.rstrip("/")
         peers = Peers(own, options.peers)
         members = AnnouncedWorkers(
@@ -170,6 +175,7 @@ async def open_announcements(
             takes_plain=options.tls == "off",
             list_gateways=peers.with_own,
         )
+        members.heartbeat_socket = heartbeats
         gossip = Gossip(members, peers, tls, clock=clock, metrics=metrics)
         connections = WorkerConnections(
             clock,

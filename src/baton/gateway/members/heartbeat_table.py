@@ -1,0 +1,121 @@
+"""Which workers' heartbeats arrive at one gateway, and since when they do not. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final
+
+from baton.protocol.heartbeats import (
+    HEARTBEAT_INTERVAL_S,
+    HeartbeatGrant,
+    find_id,
+    read_sequence,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from yarl import URL
+
+    from baton.clock import Instant
+    from baton.ids import Epoch, WorkerId
+
+MISSED_S: Final = 2 * HEARTBEAT_INTERVAL_S + 0.1
+"""Without a heartbeat for so long, at least one is missing."""
+SUSPECTED_SHARE: Final = 0.5
+"""Of the time after which it is silent, a worker is suspected."""
+
+
+class HeartbeatResult(StrEnum):
+    """What became of a datagram; the label of a metric."""
+
+    TAKEN = "taken"
+    UNKNOWN = "unknown"
+    FORGED = "forged"
+    REPEATED = "repeated"
+
+
+class Silence(StrEnum):
+    """What is thought of a worker from which nothing is received."""
+
+    NONE = "none"
+    SUSPECTED = "suspected"
+    SILENT = "silent"
+
+
+def judge_silence(silent_s: float, silent_after_s: float) -> Silence:
+    """Of a worker from which nothing was received for `silent_s` seconds."""
+    if silent_s < SUSPECTED_SHARE * silent_after_s:
+        return Silence.NONE
+    return Silence.SILENT if silent_s >= silent_after_s else Silence.SUSPECTED
+
+
+@dataclass(slots=True, eq=False)
+class Heartbeats:
+    """Those of one epoch of a worker, at `origin`.
+
+    `received_at` is None before the first one, and after the end of the lease.
+    """
+
+    worker: WorkerId
+    epoch: Epoch
+    origin: URL
+    grant: HeartbeatGrant
+    sequence: int = 0
+    received_at: Instant | None = None
+
+    def is_missing(self, now: Instant) -> bool:
+        """Whether one is, of a worker whose heartbeats did arrive before."""
+        return self.received_at is not None and now - self.received_at > MISSED_S
+
+
+class HeartbeatTable:
+    """Of all workers that hold a lease. `secret`: 32 bytes of this gateway's own."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._by_worker: dict[WorkerId, Heartbeats] = {}
+        self._by_id: dict[bytes, Heartbeats] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_worker)
+
+    def __iter__(self) -> Iterator[Heartbeats]:
+        return iter(self._by_worker.values())
+
+    def find(self, worker: WorkerId) -> Heartbeats | None:
+        """Those of a worker."""
+        return self._by_worker.get(worker)
+
+    def grant(self, worker: WorkerId, epoch: Epoch, origin: URL) -> HeartbeatGrant:
+        """What this epoch, which holds the name, sends heartbeats with; the same one each time."""
+        known = self._by_worker.get(worker)
+        if known is None or known.epoch != epoch:
+            self.forget(worker)
+            grant = HeartbeatGrant.derive(self._secret, worker, epoch)
+            known = Heartbeats(worker, epoch, origin, grant)
+            self._by_worker[worker] = self._by_id[grant.id] = known
+        known.origin = origin
+        return known.grant
+
+    def forget(self, worker: WorkerId) -> None:
+        """It does not hold its name any more."""
+        known = self._by_worker.pop(worker, None)
+        if known is not None:
+            del self._by_id[known.grant.id]
+            known.received_at = None
+
+    def take(self, datagram: bytes, now: Instant) -> HeartbeatResult:
+        """One that arrived."""
+        id_ = find_id(datagram)
+        known = None if id_ is None else self._by_id.get(id_)
+        if known is None:
+            return HeartbeatResult.UNKNOWN
+        sequence = read_sequence(datagram, known.grant)
+        if sequence is None:
+            return HeartbeatResult.FORGED
+        if sequence <= known.sequence:
+            return HeartbeatResult.REPEATED
+        known.sequence, known.received_at = sequence, now
+        return HeartbeatResult.TAKEN

@@ -1,0 +1,185 @@
+"""One HTTP request that Envoy forwards: which worker it goes to, and what that worker gets."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from contextlib import ExitStack
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Final
+
+from baton.clock import Instant
+from baton.gateway.app import COMPLETION_PATHS
+from baton.gateway.errors import NoWorkerError, PathNotFoundError
+from baton.gateway.health_monitor import is_own_fault
+from baton.gateway.metrics import NO_MODE, NO_MODEL
+from baton.gateway.placing import find_prompt, find_serving
+from baton.gateway.request import (
+    check_content_type,
+    estimate_prompt_tokens,
+    parse_body,
+    request_id_from,
+)
+from baton.gateway.request_context import RequestContext
+from baton.gateway.targets import read_targets
+from baton.ids import Epoch
+from baton.router.failover import EVERY_MODE
+from baton.router.fleet import Fleet, ModelWorkers
+from baton.router.placement import PlacementRequest, Unplaceable
+from baton.telemetry.trace import RequestSpan
+
+if TYPE_CHECKING:
+    from yarl import URL
+
+    from baton.gateway.request import CompletionBody
+    from baton.gateway.request_context import Services
+    from baton.gateway.workers import Worker
+    from baton.router.placement import Placement
+    from baton.router.prefixes import PromptMatch
+
+Headers = tuple[tuple[bytes, bytes], ...]
+_POST: Final = b"POST"
+
+
+class PickedRequest:
+    """Owner: the event loop's thread. `close` must follow, whatever happens.
+
+    Raises:
+        BatonError: the client may not ask this, as by `answer_for`.
+    """
+
+    def __init__(self, services: Services, method: bytes, path: str, headers: Headers) -> None:
+        if method != _POST or path not in COMPLETION_PATHS:
+            raise PathNotFoundError(f"{path[:200]} is not forwarded; POST to /v1/…completions is")
+        self._services = services
+        client = services.clients.authenticate(headers)
+        check_content_type(headers)
+        now, request_id = services.clock.now(), request_id_from(headers)
+        self._context = RequestContext(
+            id=request_id,
+            path=path,
+            received_at=now,
+            deadline=Instant(now + services.options.request_timeout_s),
+            forwarded_headers=b"",
+            trace=RequestSpan(
+                request_id=request_id, worker="picker", epoch=Epoch(""), role="gateway"
+            ),
+            metrics=services.metrics.of(NO_MODEL, NO_MODE),
+            client=client,
+            targets=read_targets(headers),
+        )
+        self._placement: Placement | None = None
+        self._num_parts = 0
+        self._held = ExitStack()
+        self._held.enter_context(services.clients.admit(client))
+        self._held.callback(self._account)
+
+    async def place(self, data: bytes, subset: frozenset[str] | None) -> tuple[str, bytes]:
+        """Choose a worker: its address, `ip:port`, and the body that it is to get.
+
+        `subset`: addresses of which one must be chosen; None: of any worker.
+
+        Raises:
+            BatonError: the request is refused, or no worker is there for it.
+        """
+        services, context = self._services, self._context
+        body = parse_body(data, context.client.tenant)
+        context.model = body.model
+        match = await find_prompt(services, body)
+        num_tokens = estimate_prompt_tokens(body) if match is None else match.num_tokens
+        full = await services.admission.enter(context, body, num_tokens, match)
+        self._held.callback(services.admission.leave, body.model)
+        request = PlacementRequest(
+            body.model,
+            num_prompt_tokens=num_tokens,
+            at=services.clock.now(),
+            cached={} if match is None else match.cached,
+            stored={} if match is None else match.stored,
+            failed_modes=EVERY_MODE,  # Envoy asks one worker
+            full=full,
+        )
+        placement = self._place(body, request, subset)
+        context.begin_attempt(placement, services.metrics.of(context.model, placement.mode))
+        self._begin(placement, num_tokens, match)
+        return await _address_of(services.workers.of(placement.decode).url), body.encode()
+
+    def note_status(self, status: int) -> None:
+        """The worker has begun to answer."""
+        self._context.status = status
+        worker = self._worker
+        if worker is None:
+            return
+        if is_own_fault(status):
+            self._services.health_monitor.note_failed(worker, f"it answered {status}")
+        elif status < HTTPStatus.BAD_REQUEST:
+            self._services.health_monitor.note_answered(worker)
+
+    def note_part(self) -> None:
+        """A part of the answer has come."""
+        self._num_parts += 1
+        if self._context.running is not None:
+            self._context.running.first_token(self._services.clock.now())
+
+    def close(self) -> None:
+        """The request is over, or its client has left."""
+        self._held.close()
+
+    def _account(self) -> None:
+        context, now = self._context, self._services.clock.now()
+        context.metrics.count(context.status or HTTPStatus.SERVICE_UNAVAILABLE)
+        context.metrics.duration.observe(now - context.received_at)
+
+    def _begin(self, placement: Placement, num_tokens: int, match: PromptMatch | None) -> None:
+        """Count a placement in, until `close`."""
+        services, context, now = self._services, self._context, self._services.clock.now()
+        num_cached = 0 if match is None else match.cached.get(placement.decode.id, 0)
+        if match is not None and services.prefixes is not None:
+            services.prefixes.expect(context.model, match, placement)
+        running = context.running = services.load.begin(
+            placement,
+            num_tokens - num_cached - placement.num_stored_tokens,
+            now,
+            num_cached=num_cached,
+            waited_s=context.waited_s,
+        )
+        services.health_monitor.begin(placement)
+        self._placement = placement
+        self._held.callback(services.health_monitor.end, placement)
+        self._held.callback(lambda: running.end(services.clock.now(), self._num_parts))
+
+    @property
+    def _worker(self) -> Worker | None:
+        placement = self._placement
+        return None if placement is None else self._services.workers.with_id(placement.decode.id)
+
+    def _place(
+        self, body: CompletionBody, request: PlacementRequest, subset: frozenset[str] | None
+    ) -> Placement:
+        services, model = self._services, body.model
+        fleet = find_serving(services.workers.fleet, body)
+        decodes = [
+            view
+            for view in fleet.models[model].decodes
+            if subset is None or services.workers.of(view).url.authority in subset
+        ]
+        alone = Fleet({model: ModelWorkers.of(decodes)})
+        placement = services.placement.place(alone, request, services.load)
+        if isinstance(placement, Unplaceable):
+            raise NoWorkerError(placement.reason)
+        return placement
+
+
+async def _address_of(url: URL) -> str:
+    """`ip:port`, as Envoy wants it."""
+    host, port = url.host or "", url.port
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except OSError as exc:
+            raise NoWorkerError(f"{host} has no address: {exc.strerror}") from exc
+        address = ipaddress.ip_address(found[0][4][0])
+    return f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"  # noqa: PLR2004

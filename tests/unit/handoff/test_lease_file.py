@@ -1,0 +1,35 @@
+"""A write lease in a file, as processes of one host share it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import pytest
+
+from baton.clock import Instant
+from baton.errors import ConfigError
+from baton.handoff.lease_file import LeaseFile
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_what_one_process_writes_another_reads(tmp_path: Path) -> None:
+    file = tmp_path / "lease"
+    ours = LeaseFile.create(file)
+    theirs = LeaseFile.open(file)
+    assert theirs.until == -math.inf, "none may write yet"
+    ours.extend(Instant(12.5))
+    assert theirs.until == 12.5
+    assert file.stat().st_mode & 0o077 == 0
+    file.unlink()  # as with the end of the server
+    assert theirs.until == 12.5
+
+
+def test_one_that_is_not_there_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="have to run there"):
+        LeaseFile.open(tmp_path / "none")
+    (tmp_path / "short").write_bytes(b"1234")
+    with pytest.raises(ConfigError, match="too short"):
+        LeaseFile.open(tmp_path / "short")
