@@ -1,7 +1,7 @@
 """How fast pages move on a GPU: Baton beside other ways, and beside what the hardware gives.
 
     python benchmarks/bench_gpu.py --json benchmarks/results/gpu.json
-        [--parts kernel matmul host cuda_ipc] [--peers cuda_ipc nixl] [--rounds 5]
+        [--parts kernel matmul cuda_ipc host] [--peers cuda_ipc nixl] [--rounds 5]
     python benchmarks/bench_gpu.py --table benchmarks/results/gpu.json
 
 kernel    gather and scatter of 1,024 scattered pages within the GPU: by `KernelCopier` and by the
@@ -9,12 +9,12 @@ kernel    gather and scatter of 1,024 scattered pages within the GPU: by `Kernel
           one contiguous copy of as many bytes. No page is in the L2 cache. Seconds are the GPU's,
           of copies that were queued before.
 matmul    a bf16 product of 8192 x 8192 alone, and while pages are copied on another stream.
-host      to pinned memory of the host and back: `CopyStream` with neighbours and scattered
-          pages, torch's indexed copies, and one copy of as many bytes. Seconds are from the call
-          until the calling thread sees the end of it.
 cuda_ipc  from one process to another on the same GPU: Baton's `cuda_ipc` and NIXL (UCX), and
           within one process the kernel and one contiguous copy. Seconds of a write are from the
           call until the peer, which polls all the time, has its notification.
+host      to pinned memory of the host and back: `CopyStream` with neighbours and scattered
+          pages, torch's indexed copies, and one copy of as many bytes. Seconds are from the call
+          until the calling thread sees the end of it.
 
 All ways of a part are measured in turns in one run; the bytes of each are compared first. A part
 that fails is reported, and the others run; the exit code is 1 then. On the CPU (`--device cpu` and
@@ -42,8 +42,8 @@ from baton.engines.gpu.page_copier import LaunchShape
 PARTS: dict[str, tuple[str, str]] = {
     "kernel": ("gpu_kernel", "measure_kernel"),
     "matmul": ("gpu_matmul", "measure_matmul"),
-    "host": ("gpu_host", "measure_host"),
     "cuda_ipc": ("gpu_ipc", "measure_ipc"),
+    "host": ("gpu_host", "measure_host"),
 }
 """Module and function of each: only what is measured is imported."""
 PEERS = (
@@ -54,7 +54,6 @@ PEERS = (
     "nixl_without_error_handling",
 )
 PACKAGES = ("torch", "triton", "nixl-cu13", "nixl-cu12")
-PROGRAMS = (4, 8, 16, 32, 64, 132)
 GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
 
 
@@ -69,17 +68,16 @@ class Setup:
     pool_bytes: int = 8 * GIB
     staging_bytes: int = 2 * GIB
     num_pages: int = 1024
-    page_sizes: tuple[int, ...] = (16 * KIB, 32 * KIB, 64 * KIB, MIB)
+    page_sizes: tuple[int, ...] = (16 * KIB, 32 * KIB, MIB)
     shapes: tuple[LaunchShape, ...] = (
-        *(LaunchShape(each) for each in PROGRAMS),
-        *(LaunchShape(each, 4096, 16) for each in (4, 8, 16)),
-        *(LaunchShape(each, 8192, 32) for each in (4, 8, 16)),
-        *(LaunchShape(each, 4096, 8) for each in (4, 8)),
+        *(LaunchShape(max_programs=each) for each in (4, 8, 16, 32, 132)),
+        *(LaunchShape(8, words, warps) for words, warps in ((4096, 16), (4096, 8), (2048, 8))),
     )
+    beside_shapes: tuple[LaunchShape, ...] = (LaunchShape(4), LaunchShape(8), LaunchShape(32))
     multiprocessors: tuple[int, ...] = (4, 8, 16, 32, 132)
     matmul_size: int = 8192
     num_matmuls: int = 4
-    beside_bytes: int = 256 * MIB
+    beside_bytes: int = 64 * MIB
     beside_pool_bytes: int = 4 * GIB
     host_requests: tuple[tuple[int, int], ...] = (
         (64, 32 * KIB), (256, 32 * KIB), (1024, 32 * KIB), (64, MIB),
@@ -104,7 +102,8 @@ class Setup:
             staging_bytes=256 * KIB,
             num_pages=8,
             page_sizes=(16 * KIB,),
-            shapes=(LaunchShape(), LaunchShape(4, 8192, 32)),
+            shapes=(LaunchShape(), LaunchShape(4, 2048, 8)),
+            beside_shapes=(LaunchShape(),),
             multiprocessors=(),
             matmul_size=64,
             num_matmuls=2,

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from bench_gpu import Setup
 
+    from baton.transfer.interface import PagedRegion
+
     Start = Callable[[np.ndarray], Callable[[], object] | None]
     """Begins a copy of these pages; what waits for its end, or None where it has ended."""
 
@@ -36,6 +38,7 @@ def measure_host(setup: Setup) -> list[Row]:
             what = f"{direction} {num_pages:,} x {format_bytes(page_bytes)}"
             rows += measure_starts(setup, memory, what, starts)
             setup.progress(f"host: {what}")
+        memory.close()
     return rows
 
 
@@ -49,6 +52,7 @@ class HostMemory:
     num_pages: int
     pages: torch.Tensor
     host: torch.Tensor
+    region: PagedRegion
     stream: CopyStream
 
     @classmethod
@@ -58,7 +62,16 @@ class HostMemory:
         pin_memory(region.memory, setup.device)
         host = torch.from_numpy(view_pages(region.memory, region.arrays[0]))
         pages = torch.randint(0, 256, host.shape, dtype=torch.uint8, device=setup.device)
-        return cls(num_pages, pages, host, CopyStream(setup.device))
+        return cls(num_pages, pages, host, region, CopyStream(setup.device))
+
+    def close(self) -> None:
+        """Unpin it: addresses that are given back while they are pinned cannot be pinned again."""
+        if self.pages.is_cuda:
+            torch.cuda.synchronize()
+            cudart = torch.cuda.cudart()
+            error = cudart.cudaHostUnregister(self.host.data_ptr())
+            if int(error):
+                raise RuntimeError(f"cudaHostUnregister: {error}")
 
     def to_host(self) -> dict[str, Start]:
         """By name. What is not scattered is one run, from page 0 on."""

@@ -165,6 +165,9 @@ class OwnerProcess:
         """
         self._process.stdin.write(msgspec.json.encode(command) + b"\n")
         self._process.stdin.flush()
+        # A thread that slept would begin its next call with cold caches.
+        while not select.select([self._process.stdout], [], [], 0)[0]:
+            pass
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"the owner's process ended ({self._process.wait(10)})")

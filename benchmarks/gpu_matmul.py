@@ -1,7 +1,8 @@
 """Part `matmul` of `bench_gpu.py`: what copies of pages take from a model on the same GPU.
 
 The model is a bf16 product of two matrices of 8192 x 8192, again and again on one stream; copies
-are on another. Both streams wait for one event, so that all is queued before either begins.
+are on another, of normal or of high priority. Both streams wait for one event, so that all is
+queued before either begins.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ PAGE_BYTES = 32 << 10
 MAX_COPIES = 300
 """Fewer than a stream takes before the calling thread has to wait."""
 ALONE = "no copies"
+HIGH = ", high priority"
 TO_HOST = "one copy to pinned host memory"
 
 
@@ -51,8 +53,16 @@ class Sample:
     is_covered: bool
 
 
+@dataclass(frozen=True)
+class Way:
+    """A copy, and the stream that it is given to."""
+
+    copy: Callable[[], None]
+    stream: torch.cuda.Stream
+
+
 class Model:
-    """The product, and the two streams. Owned by the thread that calls."""
+    """The product, on the current stream. Owned by the thread that calls."""
 
     def __init__(self, setup: Setup) -> None:
         size, device = setup.matmul_size, setup.device
@@ -60,9 +70,9 @@ class Model:
             torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2)
         ]
         self._product = torch.empty(size, size, dtype=torch.bfloat16, device=device)
-        self._num, self._copying = setup.num_matmuls, torch.cuda.Stream()
+        self._num = setup.num_matmuls
 
-    def run(self, copy: Callable[[], None] | None, plan: Plan, copy_bytes: int) -> Sample:
+    def run(self, way: Way | None, plan: Plan, copy_bytes: int) -> Sample:
         """The products beside so many copies, which begin with them."""
         gate = torch.cuda.Event()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -70,12 +80,13 @@ class Model:
         torch.cuda._sleep(cycles)  # noqa: SLF001 - as torch's own benchmarks do
         gate.record()
         copied = []
-        with torch.cuda.stream(self._copying):
-            self._copying.wait_event(gate)
-            for _ in range(plan.num_copies):
-                copy()
-                copied.append(torch.cuda.Event(enable_timing=True))
-                copied[-1].record()
+        if way is not None:
+            with torch.cuda.stream(way.stream):
+                way.stream.wait_event(gate)
+                for _ in range(plan.num_copies):
+                    way.copy()
+                    copied.append(torch.cuda.Event(enable_timing=True))
+                    copied[-1].record()
         begin.record()
         for _ in range(self._num):
             torch.mm(*self._factors, out=self._product)
@@ -88,15 +99,15 @@ class Model:
         is_covered = not copied or ended_ms[-1] >= total_ms
         return Sample(total_ms / 1e3 / self._num, rate, is_covered)
 
-    def plan(self, copy: Callable[[], None], matmul_s: float) -> Plan:
+    def plan(self, way: Way, matmul_s: float) -> Plan:
         """Copies for longer than the products take, by the times of one without them."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.stream(self._copying):
-            copy()
+        with torch.cuda.stream(way.stream):
+            way.copy()
             torch.cuda.synchronize()
             begin.record()
             began = time.perf_counter()
-            copy()
+            way.copy()
             calling_s = time.perf_counter() - began
             end.record()
         torch.cuda.synchronize()
@@ -107,23 +118,23 @@ class Model:
 
 def measure_matmul(setup: Setup) -> list[BesideRow]:
     """One row for each way to copy, in turns with the product alone."""
-    model, copies = Model(setup), make_copies(setup)
+    model, ways = Model(setup), make_ways(setup)
     nothing = Plan(0, MIN_GATE_S)
     for _ in range(3):
         alone = model.run(None, nothing, 0)
-    plans = {name: model.plan(copy, alone.matmul_s) for name, copy in copies.items()}
-    samples: dict[str, list[Sample]] = {name: [] for name in (ALONE, *copies)}
+    plans = {name: model.plan(way, alone.matmul_s) for name, way in ways.items()}
+    samples: dict[str, list[Sample]] = {name: [] for name in (ALONE, *ways)}
     for number in range(setup.num_rounds + 1):
         for name, kept in samples.items():
             plan = plans.get(name, nothing)
-            sample = model.run(copies.get(name), plan, setup.beside_bytes)
+            sample = model.run(ways.get(name), plan, setup.beside_bytes)
             if number:
                 kept.append(sample)
         setup.progress(f"matmul: round {number} of {setup.num_rounds}")
     return [summarize(name, found, samples[ALONE]) for name, found in samples.items()]
 
 
-def make_copies(setup: Setup) -> dict[str, Callable[[], None]]:
+def make_ways(setup: Setup) -> dict[str, Way]:
     """Copies of `beside_bytes` each: gathers of scattered pages by the kernels, and plain ones."""
     pool = torch.empty(setup.beside_pool_bytes, dtype=torch.uint8, device=setup.device)
     pages, num = pool.view(-1, PAGE_BYTES), setup.beside_bytes // PAGE_BYTES
@@ -143,15 +154,17 @@ def make_copies(setup: Setup) -> dict[str, Callable[[], None]]:
     def gather_runs(copier: RunCopier) -> None:
         copier.gather(pages, next(by_number), staging)
 
-    return {
-        LIMIT: lambda: staging.copy_(pages[:num]),
-        TO_HOST: lambda: host.copy_(staging, non_blocking=True),
-        **{describe(each): partial(gather, each) for each in setup.shapes},
-        **{
-            describe_runs(each): partial(gather_runs, RunCopier(each))
-            for each in setup.multiprocessors
-        },
+    normal, high = (torch.cuda.Stream(priority=each) for each in (0, -1))
+    ways = {
+        LIMIT: Way(lambda: staging.copy_(pages[:num]), normal),
+        TO_HOST: Way(lambda: host.copy_(staging, non_blocking=True), normal),
     }
+    for shape in setup.beside_shapes:
+        ways[describe(shape)] = Way(partial(gather, shape), normal)
+        ways[describe(shape) + HIGH] = Way(partial(gather, shape), high)
+    for each in setup.multiprocessors:
+        ways[describe_runs(each) + HIGH] = Way(partial(gather_runs, RunCopier(each)), high)
+    return ways
 
 
 def summarize(name: str, samples: list[Sample], alone: list[Sample]) -> BesideRow:

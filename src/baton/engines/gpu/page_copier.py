@@ -155,8 +155,8 @@ class LaunchShape:
     """
 
     max_programs: int = 8
-    block_words: int = 2048
-    num_warps: int = 8
+    block_words: int = 8192
+    num_warps: int = 32
 
 
 class KernelCopier:
