@@ -69,8 +69,8 @@ def digest_by_torch(memory: torch.Tensor, runs: NDArray[np.int64], num_pieces: i
     for num_bytes in np.unique(runs[:, 1]).tolist():
         alike = torch.from_numpy(runs[runs[:, 1] == num_bytes]).to(memory.device)
         step = max(1, _FALLBACK_BYTES // max(1, num_bytes))
-        for some in alike.split(step):
-            _add_runs(memory, some, num_bytes, sums)
+        for first in range(0, len(alike), step):
+            _add_runs(memory, alike[first : first + step], num_bytes, sums)
     return sums
 
 
