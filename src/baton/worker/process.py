@@ -346,7 +346,11 @@ def _handoffs(
             timeout_s=options.handoff_timeout_s,
             liveness_timeout_s=options.liveness_timeout_s,
             lease_s=options.lease_s,
-            layer_batch_bytes=options.layer_batch_bytes,
+            layer_batch_bytes=(
+                options.layer_batch_bytes
+                if view.device_access is None
+                else options.device_layer_batch_bytes
+            ),
             verification=options.verification,
             links=LinkOptions(
                 options.transport_choice, ProbeBounds(options.probe_time_s, options.probe_bytes)
