@@ -1,6 +1,7 @@
 """Two workers on one GPU: KV through mirrored pages and `shared`, or from GPU to GPU by `cuda_ipc`.
 
-    python benchmarks/bench_gpu_handoff.py [--json benchmarks/results/gpu_handoff.json]
+    python benchmarks/bench_gpu_handoff.py [--json benchmarks/results/gpu-handoff.json]
+    python benchmarks/bench_gpu_handoff.py --table benchmarks/results/gpu-handoff.json
 
 A pair of workers for each of `--pairs` (a transport, and settings behind commas), and one worker
 that serves prompts alone, share the GPU. Each has a gateway; one more asks each pair by pull, where
@@ -76,7 +77,11 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=1200)
     parser.add_argument("--layers", type=int, default=MODEL["layers"])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--table", type=Path, help="print the table of such a file, and end")
     options = parser.parse_args()
+    if options.table:
+        print(render(json.loads(options.table.read_text())["summary"]))
+        return
     with tempfile.TemporaryDirectory() as folder:
         samples, links = measure(Path(folder), options)
     rows = summarize(samples)
@@ -251,6 +256,25 @@ def summarize(samples: list[Sample]) -> list[dict[str, object]]:
                     row["gb_per_s"] = round(here[0].num_bytes / statistics.median(exposed) / 1e9, 2)
             rows.append(row)
     return rows
+
+
+def render(rows: list[dict]) -> str:
+    """The summary as docs/gpu.md has it."""
+    lines = [
+        "| tokens, KV | workers | TTFT (min to max) | prefill | exposed transfer |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        median, least, most = row["ttft_ms"]
+        size = f", {row['kv_mb']:.0f} MB" if "kv_mb" in row else ""
+        exposed = f"{row['exposed_ms']:.1f} ms" if "exposed_ms" in row else ""
+        if "gb_per_s" in row:
+            exposed += f", {row['gb_per_s']} GB/s"
+        lines.append(
+            f"| {row['num_tokens']}{size} | {row['configuration']} | {median:.1f} ms "
+            f"({least:.1f} to {most:.1f}) | {row['prefill_ms']:.1f} ms | {exposed} |"
+        )
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
