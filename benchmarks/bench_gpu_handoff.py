@@ -1,12 +1,14 @@
 """Two workers on one GPU: KV through mirrored pages and `shared`, or from GPU to GPU by `cuda_ipc`.
 
-    python benchmarks/bench_gpu_handoff.py [--json benchmarks/results/gpu_handoff.json]
+    python benchmarks/bench_gpu_handoff.py [--json benchmarks/results/gpu-handoff.json]
+    python benchmarks/bench_gpu_handoff.py --table benchmarks/results/gpu-handoff.json
 
-Five workers share the GPU: a pair for each transport, and one that serves prompts alone. Each has a
-gateway; one more asks each pair by pull, where the transfer begins after prefill. Weights and KV
+A pair of workers for each of `--pairs` (a transport, and settings behind commas), and one worker
+that serves prompts alone, share the GPU. Each has a gateway; one more asks each pair by pull, where
+the transfer begins after prefill. Weights and KV
 are float32 (a random Llama, made on first use), so that all answers must be equal, token by token.
 Prompts are random: no prefix cache helps. Times come from the requests' traces. With
-`--device cpu --transports shared tcp` it runs without a GPU.
+`--device cpu --pairs shared tcp` it runs without a GPU.
 """
 
 from __future__ import annotations
@@ -36,6 +38,13 @@ if TYPE_CHECKING:
     from baton.testing.fleet import FleetProcess
 
 MODEL = {"layers": 16, "hidden": 1024, "heads": 16, "kv-heads": 16, "context": 16_384}
+PAIRS = (
+    "shared",
+    "cuda_ipc",
+    "cuda_ipc,handoff.device_layer_batch_bytes=0",
+    "cuda_ipc,handoff.verify_same_host=identity",
+)
+"""The last two show what batches of layers gain, and what digests cost."""
 MODES = ("push", "pull")
 NUM_TOKENS = 8
 PROBED = re.compile(r"over (\S+) \((\w+)\): ([\d.]+) us, ([\d.]+) us a descriptor, ([\d.]+) GB/s")
@@ -62,13 +71,17 @@ def main() -> None:
     """Run it, print a line for each length and configuration, keep the samples."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--transports", nargs="+", default=["shared", "cuda_ipc"])
+    parser.add_argument("--pairs", nargs="+", default=PAIRS)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096])
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--blocks", type=int, default=1200)
     parser.add_argument("--layers", type=int, default=MODEL["layers"])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--table", type=Path, help="print the table of such a file, and end")
     options = parser.parse_args()
+    if options.table:
+        print(render(json.loads(options.table.read_text())["summary"]))
+        return
     with tempfile.TemporaryDirectory() as folder:
         samples, links = measure(Path(folder), options)
     rows = summarize(samples)
@@ -119,15 +132,11 @@ def measure(folder: Path, options: argparse.Namespace) -> tuple[list[Sample], li
     samples: list[Sample] = []
     with Fleet(folder, environment) as fleet:
         pairs = {
-            transport: [
-                fleet.start_worker(
-                    f"{role}-{transport.replace('_', '-')}",
-                    role,
-                    settings | {"transfer.transports": [transport]},
-                )
+            pair: [
+                fleet.start_worker(f"{role}-{number}", role, settings | read_pair(pair))
                 for role in ("prefill", "decode")
             ]
-            for transport in options.transports
+            for number, pair in enumerate(options.pairs)
         }
         alone = fleet.start_worker("alone", "both", settings | {"transfer.transports": ["tcp"]})
         for worker in (alone, *itertools.chain(*pairs.values())):
@@ -135,10 +144,8 @@ def measure(folder: Path, options: argparse.Namespace) -> tuple[list[Sample], li
             print(f"{worker.name} ready after {time.monotonic() - began_at:.0f} s", flush=True)
         colocated = fleet.start_gateway([], [], both=[alone])
         gateways = {
-            (transport, mode): fleet.start_gateway(
-                [prefill], [decode], settings={"gateway.mode": mode}
-            )
-            for transport, (prefill, decode) in pairs.items()
+            (pair, mode): fleet.start_gateway([prefill], [decode], settings={"gateway.mode": mode})
+            for pair, (prefill, decode) in pairs.items()
             for mode in MODES
         }
         for repetition in range(-1, options.repetitions):
@@ -151,12 +158,22 @@ def measure(folder: Path, options: argparse.Namespace) -> tuple[list[Sample], li
                     samples += found
             print(f"round {repetition} after {time.monotonic() - began_at:.0f} s", flush=True)
         links = [
-            f"{transport}: {' '.join(found)}"
-            for transport, workers in pairs.items()
+            f"{pair}: {' '.join(found)}"
+            for pair, workers in pairs.items()
             for worker in workers
             for found in PROBED.findall(worker.log.read_text())
         ]
     return samples, links
+
+
+def read_pair(pair: str) -> dict[str, object]:
+    """Its settings."""
+    transport, *others = pair.split(",")
+    settings: dict[str, object] = {"transfer.transports": [transport]}
+    for other in others:
+        name, _, value = other.partition("=")
+        settings[name] = int(value) if value.isdecimal() else value
+    return settings
 
 
 def ask(configuration: str, gateway: FleetProcess, key: str, prompt: list[int]) -> Sample:
@@ -210,7 +227,9 @@ def find_failures(samples: list[Sample]) -> list[str]:
         name, expected = one.configuration, alone[one.prompt]
         if one.tokens != expected or len(expected) != NUM_TOKENS:
             failures.append(f"{name}: {one.tokens} where one worker has {expected}")
-        if name != "colocated" and (one.fallbacks or one.transport != name.split()[0]):
+        if name != "colocated" and (
+            one.fallbacks or one.transport not in name.split()[0].split(",")
+        ):
             failures.append(f"{name}: {one.transport}, {one.fallbacks}")
     return failures
 
@@ -237,6 +256,25 @@ def summarize(samples: list[Sample]) -> list[dict[str, object]]:
                     row["gb_per_s"] = round(here[0].num_bytes / statistics.median(exposed) / 1e9, 2)
             rows.append(row)
     return rows
+
+
+def render(rows: list[dict]) -> str:
+    """The summary as docs/gpu.md has it."""
+    lines = [
+        "| tokens, KV | workers | TTFT (min to max) | prefill | exposed transfer |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        median, least, most = row["ttft_ms"]
+        size = f", {row['kv_mb']:.0f} MB" if "kv_mb" in row else ""
+        exposed = f"{row['exposed_ms']:.1f} ms" if "exposed_ms" in row else ""
+        if "gb_per_s" in row:
+            exposed += f", {row['gb_per_s']} GB/s"
+        lines.append(
+            f"| {row['num_tokens']}{size} | {row['configuration']} | {median:.1f} ms "
+            f"({least:.1f} to {most:.1f}) | {row['prefill_ms']:.1f} ms | {exposed} |"
+        )
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python benchmarks/bench_page_digests.py [--json benchmarks/results/page_digests.json]
 
-1. The kernel alone: GB/s for page sizes and launches (programs, words of a step, warps).
+1. The kernel alone: GB/s for page sizes and launches (programs, runs and words at once, warps).
 2. `PageDigester.digest` as a handoff calls it: one layer's pages, from call to digests on the host.
 3. A stream of matrix products with and without a digest running beside it.
 """
@@ -61,29 +61,26 @@ def main() -> None:
 def measure_launches(memory: torch.Tensor) -> list[dict[str, float]]:
     """GB/s of the kernel by page size and launch; torch's own operations once."""
     rows = []
+    default = (
+        digest_kernel.MAX_PROGRAMS, digest_kernel.TILE_RUNS,
+        digest_kernel.BLOCK_WORDS, digest_kernel.NUM_WARPS,
+    )  # fmt: skip
     launches = [
-        *itertools.product((8, 16, 32, 64, 132), (2048,), (8,)),
-        *itertools.product((16, 32), (1024, 4096), (8,)),
-        *itertools.product((16, 32), (2048, 4096), (16,)),
-        *itertools.product((32,), (1024, 2048), (4,)),
+        *((programs, *default[1:]) for programs in (8, 16, 32, 64, 128, 264, 528)),
+        *itertools.product((128,), (1, 2, 4, 8), (512, 1024, 2048), (4, 8)),
     ]
-    defaults = digest_kernel.MAX_PROGRAMS, digest_kernel.BLOCK_WORDS, digest_kernel.NUM_WARPS
-    for page_bytes in (16_384, 131_072):
+    for page_bytes, launch in itertools.product((16_384, 131_072), dict.fromkeys(launches)):
+        _set_launch(*launch)
         runs = _make_runs(page_bytes, 256 << 20)
-        for launch in launches:
-            programs, words, warps = launch
-            digest_kernel.MAX_PROGRAMS = programs
-            digest_kernel.BLOCK_WORDS, digest_kernel.NUM_WARPS = words, warps
-            seconds = _time_kernel(memory, runs)
-            rows.append({
-                "page_bytes": page_bytes, "programs": programs, "words": words, "warps": warps,
-                "gb_per_s": round(runs[:, 1].sum() / seconds / 1e9, 1),
-            })  # fmt: skip
-            print(rows[-1], flush=True)
-    digest_kernel.MAX_PROGRAMS, digest_kernel.BLOCK_WORDS, digest_kernel.NUM_WARPS = defaults
+        seconds = _time_kernel(memory, runs)
+        gb_per_s = round(float(runs[:, 1].sum()) / seconds / 1e9, 1)
+        rows.append({"page_bytes": page_bytes, "gb_per_s": gb_per_s} | dict(zip(
+            ("programs", "runs", "words", "warps"), launch, strict=True)))  # fmt: skip
+        print(rows[-1], flush=True)
+    _set_launch(*default)
     runs = _make_runs(131_072, 64 << 20)
     seconds = _time(lambda: digest_by_torch(memory, runs, len(runs)))
-    rows.append({"torch": 1, "gb_per_s": round(runs[:, 1].sum() / seconds / 1e9, 1)})
+    rows.append({"torch": 1, "gb_per_s": round(float(runs[:, 1].sum()) / seconds / 1e9, 1)})
     print(rows[-1], flush=True)
     return rows
 
@@ -91,7 +88,13 @@ def measure_launches(memory: torch.Tensor) -> list[dict[str, float]]:
 def measure_calls(memory: torch.Tensor) -> list[dict[str, float]]:
     """Microseconds of `PageDigester.digest` for one layer of some pages."""
     rows = []
-    for page_bytes, num_pages in ((16_384, 1), (16_384, 64), (16_384, 512), (131_072, 256)):
+    for page_bytes, num_pages in (
+        (16_384, 1),
+        (16_384, 64),
+        (16_384, 512),
+        (131_072, 256),
+        (131_072, 1024),
+    ):
         array = PageArray(0, page_bytes, TOTAL_BYTES // page_bytes)
         digester = PageDigester(memory, (array,))
         pages = np.random.default_rng(0).permutation(array.num_pages)[:num_pages]
@@ -140,6 +143,11 @@ def measure_interference(memory: torch.Tensor) -> dict[str, float]:
     return row
 
 
+def _set_launch(programs: int, runs: int, words: int, warps: int) -> None:
+    digest_kernel.MAX_PROGRAMS, digest_kernel.TILE_RUNS = programs, runs
+    digest_kernel.BLOCK_WORDS, digest_kernel.NUM_WARPS = words, warps
+
+
 def _make_runs(page_bytes: int, num_bytes: int) -> np.ndarray:
     """Pages all over the memory, in no order; each is a piece."""
     pages = np.random.default_rng(0).permutation(TOTAL_BYTES // page_bytes)
@@ -151,7 +159,7 @@ def _make_runs(page_bytes: int, num_bytes: int) -> np.ndarray:
 
 def _time_kernel(memory: torch.Tensor, runs: np.ndarray) -> float:
     """Seconds of the kernel: no upload, no call."""
-    on_device = torch.from_numpy(runs).to(DEVICE)
+    on_device = torch.from_numpy(digest_kernel.make_tiles(runs)).to(DEVICE)
     sums = torch.zeros(len(runs), 2, dtype=torch.int64, device=DEVICE)
     return _time(lambda: digest_kernel.launch_digests(memory, on_device, sums, 8))
 

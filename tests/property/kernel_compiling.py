@@ -40,7 +40,12 @@ VARIANTS = (
 
 
 DIGESTS = [
-    {"UNIT": unit, "UNIT_BYTES": size, "BLOCK": digest_kernel.BLOCK_WORDS}
+    {
+        "UNIT": unit,
+        "UNIT_BYTES": size,
+        "BLOCK": digest_kernel.BLOCK_WORDS,
+        "RUNS": digest_kernel.TILE_RUNS,
+    }
     for size, unit in ((1, tl.uint8), (2, tl.uint16), (4, tl.uint32), (8, tl.uint64))
 ]
 

@@ -131,6 +131,7 @@ def _options(config: Config, status_fd: int) -> ProcessOptions:
         handoff_encoding=config.handoff.encoding,
         staging_bytes=config.handoff.staging_bytes,
         layer_batch_bytes=config.handoff.layer_batch_bytes,
+        device_layer_batch_bytes=config.handoff.device_layer_batch_bytes,
         verification=VerificationPolicy.of(config.handoff),
         transports=config.transfer.transports,
         transport_options=config.transfer.options,

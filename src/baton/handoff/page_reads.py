@@ -17,7 +17,13 @@ from baton.handoff.incoming import BlockTableCache, explain_mismatch, verify_rea
 from baton.handoff.messages import Notification
 from baton.handoff.session.actions import TransferHandle
 from baton.handoff.session.receive import ReceivePhase
-from baton.kv.copies import CopyPlanner, PageCopies, PagedSequence
+from baton.kv.copies import (
+    MAX_JOINED_BYTES,
+    MAX_JOINED_DEVICE_BYTES,
+    CopyPlanner,
+    PageCopies,
+    PagedSequence,
+)
 from baton.record import Record
 from baton.transfer.interface import PageRead, as_reader
 from baton.transfer.links.cost_model import measure_shape
@@ -203,7 +209,9 @@ class PageReads:
         ours = mapped_pages.sequence
         planner, tables = incoming.planner, incoming.block_tables
         if planner is None or tables is None:  # neither layout changes while there is the link
-            planner = incoming.planner = CopyPlanner(theirs.layout, ours.layout)
+            is_on_device = mapped_pages.view.device_access is not None
+            joined = MAX_JOINED_DEVICE_BYTES if is_on_device else MAX_JOINED_BYTES
+            planner = incoming.planner = CopyPlanner(theirs.layout, ours.layout, joined)
             tables = incoming.block_tables = BlockTableCache()
         source = PagedSequence(theirs.layout, tables.find(available))
         source_arrays, region = theirs.regions[0].arrays, mapped_pages.view.region

@@ -21,6 +21,8 @@ from baton.handoff.peer_transports import TransportUsage
 from baton.handoff.session.actions import AnnounceReadable, TransferHandle, WriteLayers
 from baton.handoff.session.send import LayersWritten
 from baton.kv.copies import (
+    MAX_JOINED_BYTES,
+    MAX_JOINED_DEVICE_BYTES,
     BlockTable,
     CopyPlanner,
     PageCopies,
@@ -115,7 +117,8 @@ class WriteBatchBuilder:
         self._key = key
         self._device = None if device is None else DevicePieceDigests(device)
         self.target_arrays = target_arrays
-        self._planner = CopyPlanner(source.layout, target.layout)
+        joined = MAX_JOINED_BYTES if device is None else MAX_JOINED_DEVICE_BYTES
+        self._planner = CopyPlanner(source.layout, target.layout, joined)
         self._locator = PieceLocator()
 
     def build(self, layers: range, start: int, stop: int) -> Iterator[WriteBatch]:

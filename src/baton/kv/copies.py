@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 MAX_JOINED_BYTES: Final = 4 << 20
 """Of layers that are moved together: the receiver verifies them while the next are moved."""
+MAX_JOINED_DEVICE_BYTES: Final = 256 << 20
+"""The same between GPUs' memories, which move and digest it in less than a millisecond."""
 _GATHER_BYTES: Final = 1 << 20
 PART_BYTES: Final = 512 << 10
 """What is copied and then looked at in one go: 128 to 512 KiB are equally fast, and a
@@ -583,8 +585,11 @@ class CopyPlanner:
     once, too (`CopyGroup`). Only the last answer is kept. Owner thread: the handoff's.
     """
 
-    def __init__(self, src: KVLayout, dst: KVLayout) -> None:
+    def __init__(
+        self, src: KVLayout, dst: KVLayout, max_joined_bytes: int = MAX_JOINED_BYTES
+    ) -> None:
         self.layers = pair_layers(src, dst)
+        self._max_joined_bytes = max_joined_bytes
         self._last: _Plan | None = None
 
     def plan(
@@ -607,7 +612,7 @@ class CopyPlanner:
     def join(self, copies: PageCopies, layers: range) -> PageCopies:
         """The same of more than the first of `layers`, whose `copies` are.
 
-        Of as many as follow it with the same copies, and move at most `MAX_JOINED_BYTES` together.
+        Of as many as follow it with the same copies, and move at most `max_joined_bytes` together.
         """
-        layers = layers[: max(1, MAX_JOINED_BYTES // max(1, copies.layer_bytes))]
+        layers = layers[: max(1, self._max_joined_bytes // max(1, copies.layer_bytes))]
         return PageCopies(layers.start, copies.groups, len(self.layers.alike(layers)))

@@ -85,6 +85,7 @@ class ProcessOptions:
     handoff_encoding: str = "raw"
     staging_bytes: int = 256 * 1024 * 1024
     layer_batch_bytes: int = 4 * 1024 * 1024
+    device_layer_batch_bytes: int = 128 * 1024 * 1024
     verification: VerificationPolicy = field(default_factory=VerificationPolicy)
     transports: tuple[str, ...] = ("shared", "tcp")
     transport_options: Mapping[str, Mapping[str, object]] = field(default_factory=dict)

@@ -285,7 +285,7 @@ def _load(options: ProcessOptions, clock: Clock) -> tuple[Worker, Epoch]:
     transports = _transports(options, epoch, clock)
     memory = choose_memory(transports)
     if memory == "cuda":
-        _check_device_memory(options)
+        check_device_memory(options)
     allocate = choose_allocation(options.transport_options)
     engine = factory(EngineContext(model, clock, allocate, memory))
     fence = MembershipFence(options.announce_lease_s) if options.announce_to else None
@@ -346,7 +346,11 @@ def _handoffs(
             timeout_s=options.handoff_timeout_s,
             liveness_timeout_s=options.liveness_timeout_s,
             lease_s=options.lease_s,
-            layer_batch_bytes=options.layer_batch_bytes,
+            layer_batch_bytes=(
+                options.layer_batch_bytes
+                if view.device_access is None
+                else options.device_layer_batch_bytes
+            ),
             verification=options.verification,
             links=LinkOptions(
                 options.transport_choice, ProbeBounds(options.probe_time_s, options.probe_bytes)
@@ -385,7 +389,7 @@ def _transports(options: ProcessOptions, epoch: Epoch, clock: Clock) -> tuple[Tr
     return build_transports(options.transports, options.transport_options, context)
 
 
-def _check_device_memory(options: ProcessOptions) -> None:
+def check_device_memory(options: ProcessOptions) -> None:
     """Refuse what reads KV from the host's memory, where it is in a GPU's.
 
     Raises:

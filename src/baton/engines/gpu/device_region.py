@@ -74,8 +74,6 @@ def allocate_device_region(device: torch.device, shapes: Sequence[tuple[int, int
             f'{device}: set engine.device = "cuda", or choose another transport'
         )
     arrays = place_arrays(shapes)
-    number = torch.cuda.current_device() if device.index is None else device.index
-    device = torch.device("cuda", number)
     with mapped({torch.OutOfMemoryError: TransferError}):
         memory = torch.zeros(compute_region_bytes(arrays), dtype=torch.uint8, device=device)
     torch.cuda.synchronize(device)
@@ -86,7 +84,7 @@ def allocate_device_region(device: torch.device, shapes: Sequence[tuple[int, int
     access = TensorAccess(memory, arrays, allocate_more)
     if arrays[0].page_bytes >= WORD_BYTES:
         access.warm_up()
-    place = DeviceMemory(number, memory.data_ptr(), (memory,), access)
+    place = DeviceMemory(memory.device.index, memory.data_ptr(), (memory,), access)
     return PagedRegion(new_region_handle(), "cuda", memoryview(b""), arrays, device=place)
 
 

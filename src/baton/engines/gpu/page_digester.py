@@ -55,11 +55,13 @@ def digest_by_kernel(
     kernel: Any = importlib.import_module("baton.engines.gpu.digest_kernel")
     common = int(np.gcd.reduce(runs[:, :2], axis=None)) if len(runs) else 0
     unit = kernel.compute_unit_bytes(memory.data_ptr(), common)
-    sums = torch.zeros(num_pieces, 2, dtype=torch.int64, device=memory.device)
-    on_device = torch.from_numpy(runs)
+    # Sums that begin at 0, and the runs behind them: one upload for both.
+    packed = np.concatenate((np.zeros(2 * num_pieces, np.int64), kernel.make_tiles(runs).ravel()))
+    work = torch.from_numpy(packed)
     if memory.device.type == "cuda":
-        on_device = on_device.pin_memory().to(memory.device, non_blocking=True)
-    kernel.launch_digests(memory, on_device, sums, unit)
+        work = work.pin_memory().to(memory.device, non_blocking=True)
+    sums = work[: 2 * num_pieces].view(-1, 2)
+    kernel.launch_digests(memory, work[2 * num_pieces :].view(-1, 4), sums, unit)
     return sums
 
 
@@ -69,8 +71,8 @@ def digest_by_torch(memory: torch.Tensor, runs: NDArray[np.int64], num_pieces: i
     for num_bytes in np.unique(runs[:, 1]).tolist():
         alike = torch.from_numpy(runs[runs[:, 1] == num_bytes]).to(memory.device)
         step = max(1, _FALLBACK_BYTES // max(1, num_bytes))
-        for some in alike.split(step):
-            _add_runs(memory, some, num_bytes, sums)
+        for first in range(0, len(alike), step):
+            _add_runs(memory, alike[first : first + step], num_bytes, sums)
     return sums
 
 
