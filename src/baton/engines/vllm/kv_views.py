@@ -199,6 +199,16 @@ logger: Final = logging.getLogger(__name__)
 STORE_STAGING_BYTES: Final = 16 * 1024 * 1024
 """A write batch of the store (`BATCH_BYTES` in `pool_mode`), and some."""
 
+CONVERTED_STAGING_BYTES: Final = 256 << 20
+DEVICE_STAGING_BYTES: Final = 2 << 30
+
+
+def choose_staging_bytes(configured: int | None, device: torch.device) -> int:
+    """The option, or its default: on a GPU all KV that is handed over passes through staging."""
+    if configured is not None:
+        return configured
+    return CONVERTED_STAGING_BYTES if device.type == "cpu" else DEVICE_STAGING_BYTES
+
 
 def build_kv_views(
     vllm_config: VllmConfig,
