@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from baton.engines.vllm.host_pages import PlainPages, TransposedPages
 from baton.engines.vllm.kv_views import (
-    PlainPages,
     SharedKVMemory,
-    TransposedPages,
     build_kv_views,
     choose_staging_bytes,
 )

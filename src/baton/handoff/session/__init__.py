@@ -68,7 +68,8 @@ WAITING, nothing was granted: it sends Declined, as the peer may hold its KV alr
 A hand in the decode worker's pages is the peer's (op WRITE: an open window, until
 `grant_quiescent`) or its own (op READ: reads, until each has ended). With staged pages the
 engine's blocks are apart from them: BlocksQuiescent comes with KVFailed, or when the last copy into
-the blocks has ended, and ENDING goes on for the staged pages alone. LANDED is passed at once where no window is open.
+the blocks has ended, and ENDING goes on for the staged pages alone. LANDED is passed at once where
+no window is open.
 
 Finished states that the sender submits nothing more (except retransmissions), so pages are complete
 when the count is full and Finished was received, whichever comes last. Writes that arrive after
