@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
 HEADS, HEAD_DIM, BLOCK_SIZE = 8, 128, 16
 CONFIGURATIONS = ("none", "events", "device")
+UNKEPT = {"json", "show", "child"}
 
 
 @dataclass(frozen=True)
@@ -334,10 +335,15 @@ def main() -> None:
     parser.add_argument("--products", type=int, default=3, help="for each layer")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--show", type=Path, help="a table of an earlier run's JSON")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         serve_decode(options)
+        return
+    if options.show is not None:
+        found = json.loads(options.show.read_text())
+        show([Sample(**each) for each in found["samples"]], argparse.Namespace(**found["options"]))
         return
     samples: list[Sample] = []
     key_hex = os.urandom(32).hex()
@@ -358,26 +364,27 @@ def main() -> None:
         options.json.write_text(json.dumps({
             "device": name,
             "torch": torch.__version__,
-            "options": {k: v for k, v in vars(options).items() if k not in {"json", "child"}},
+            "options": {k: v for k, v in vars(options).items() if k not in UNKEPT},
             "samples": [asdict(sample) for sample in samples],
         }, indent=1))  # fmt: skip
 
 
 def show(samples: list[Sample], options: argparse.Namespace) -> None:
-    """Medians."""
+    """Medians, as a table for docs/gpu.md."""
     num_bytes = describe(options).bytes_per_token * options.tokens
     print(f"{options.tokens} tokens, {num_bytes >> 20} MiB, {options.layers} layers, "
           f"{options.layout}; medians of {options.repetitions}")  # fmt: skip
-    print("configuration  pass ms  launch ms  report us (median, most)  landed after ms")
+    print("| | pass on the GPU, ms | launching it, ms | a layer's report, us (most) "
+          "| all landed after the pass, ms |\n|---|---|---|---|---|")  # fmt: skip
     for how in CONFIGURATIONS:
         some = [sample for sample in samples if sample.configuration == how]
         reports = [each for sample in some for each in sample.report_s]
         landed = [sample.landed_s for sample in some if sample.landed_s is not None]
+        after = f"{statistics.median(landed) * 1e3:.1f}" if landed else ""
         print(
-            f"{how:13}  {statistics.median(s.pass_s for s in some) * 1e3:7.2f}"
-            f"  {statistics.median(s.launch_s for s in some) * 1e3:9.2f}"
-            f"  {statistics.median(reports) * 1e6:10.1f} {max(reports) * 1e6:10.1f}   "
-            + (f"{statistics.median(landed) * 1e3:15.2f}" if landed else " " * 14 + "-")
+            f"| `{how}` | {statistics.median(s.pass_s for s in some) * 1e3:.1f}"
+            f" | {statistics.median(s.launch_s for s in some) * 1e3:.1f}"
+            f" | {statistics.median(reports) * 1e6:.1f} ({max(reports) * 1e6:.0f}) | {after} |"
         )
 
 
