@@ -3,8 +3,8 @@
     PYTHONPATH=src:. python benchmarks/bench_gpu_staging.py [--json FILE]
 
 A thread plays vLLM's: on a stream of its own it launches a pass of matrix products, stores each
-layer's KV into pages in vLLM's layout and reports the layer. Two real agents in this process hand
-the pages over `shared`. Three configurations take turns:
+layer's KV into pages in vLLM's layout and reports the layer. Two real agents hand the pages over
+`shared`; decode's is in a process of its own, on the same GPU. Three configurations take turns:
 
     none     nothing is handed over
     events   as vLLM's connector does: a copy comes after an event, the agent asks if it is done
@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
-import threading
+import subprocess
+import sys
 import time
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -32,15 +34,20 @@ import numpy as np
 import torch
 
 from baton.auth.credentials import Credentials
+from baton.auth.key import ClusterKey
+from baton.auth.ticket import WorkerRef, seal, unseal
 from baton.engines.gpu.copy_stream import make_recorder
 from baton.engines.vllm.device_pages import DevicePages
 from baton.handoff.interface import KVLanded, KVSent
 from baton.handoff.kv_views import KVView
+from baton.ids import Epoch, WorkerId
 from baton.kv.copies import BlockTable
 from baton.kv.layout import KVLayout
+from baton.telemetry.trace import Stamp
 from baton.transfer.region import allocate_shared_region, view_pages
 from tests.gpu.vllm_layouts import LAYOUTS, allocate_layers
-from tests.integration.handoff_nodes import Handoff, Node, Pages, make_handoff, node
+from tests.integration.handoff_nodes import Node, Pages, node
+from tests.unit.handoff.orders import make_ticket, receive_order, send_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,6 +56,7 @@ if TYPE_CHECKING:
 
 HEADS, HEAD_DIM, BLOCK_SIZE = 8, 128, 16
 CONFIGURATIONS = ("none", "events", "device")
+UNKEPT = {"json", "show", "child"}
 
 
 @dataclass(frozen=True)
@@ -109,6 +117,7 @@ class Worker:
     def __init__(
         self, name: str, options: argparse.Namespace, key: Credentials, stack: ExitStack
     ) -> None:
+        self.options, self.key = options, key
         shape = (options.layers, options.blocks, HEADS, BLOCK_SIZE, 2 * HEAD_DIM)
         device = torch.device(options.device)
         self.kv = allocate_layers(options.layout, shape, torch.bfloat16, device)
@@ -152,7 +161,12 @@ class Model:
         self.weight = torch.randn(size, size, **kind) / size**0.5
         num_blocks = options.tokens // BLOCK_SIZE
         self.new = torch.randn(num_blocks, *kv[0].shape[1:], **kind)
-        self.record = make_recorder(self.device) if self.on_gpu else torch.cpu.Event
+        self.record = self.make_record(self.device)
+
+    @staticmethod
+    def make_record(device: torch.device) -> Callable[[], object]:
+        """What records a position; CPUs have none, but the copies want one."""
+        return torch.cpu.Event if device.type == "cpu" else make_recorder(device)
 
     def run(
         self, blocks: torch.Tensor, report: Callable[[int], None]
@@ -189,63 +203,124 @@ class Model:
             event.record()
 
 
-class Landing:
-    """Notes when the decode worker learns that all has landed."""
+class DecodeProcess:
+    """The decode worker. One line of JSON in each direction for each step of a handoff."""
 
-    def __init__(self, decode: Node) -> None:
-        self.at = 0.0
-        self._thread = threading.Thread(target=self._wait, args=(decode,), daemon=True)
-        self._thread.start()
+    def __init__(self, arguments: list[str], key_hex: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--child", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.send({"key": key_hex})
+        self.refs = {
+            how: WorkerRef(WorkerId(f"d-{how}"), Epoch(epoch), address)
+            for how, (epoch, address) in self.receive().items()
+        }
 
-    def _wait(self, decode: Node) -> None:
-        (landed,) = decode.wait_for(timeout_s=30.0)
-        self.at = time.perf_counter()
-        assert isinstance(landed, KVLanded), landed
+    def send(self, message: dict[str, object]) -> None:
+        """One line."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(message) + "\n")
+        self._process.stdin.flush()
 
-    def wait(self) -> float:
-        """The instant."""
-        self._thread.join(40.0)
-        assert self.at, "nothing landed"
-        return self.at
+    def receive(self) -> dict:
+        """One line."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the decode process has ended"
+        return json.loads(line)
+
+    def close(self) -> None:
+        """End it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(10.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(10.0)
 
 
-def measure(
-    how: str, model: Model, prefill: Worker, decode: Worker, seed: int, tokens: int
-) -> Sample:
+def serve_decode(options: argparse.Namespace) -> None:
+    """What the decode process does: receive, and sum up what has landed."""
+    key = read_key(json.loads(sys.stdin.readline())["key"])
+    record = Model.make_record(torch.device(options.device))
+
+    def say(message: dict[str, object]) -> None:
+        print(json.dumps(message), flush=True)
+
+    with ExitStack() as stack:
+        worker = Worker("d", options, key, stack)
+        say({how: [each.epoch, each.agent.address] for how, each in worker.nodes.items()})
+        for line in sys.stdin:
+            asked = json.loads(line)
+            node_ = worker.nodes[asked["how"]]
+            target = choose_blocks(options, asked["seed"] + 1_000)
+            ticket = unseal(asked["ticket"], key)
+            order = receive_order(ticket, start=0, num_tokens=options.tokens, blocks=target)
+            node_.agent.start_receive(replace(order, after=record()))
+            while Stamp.GRANTED not in order.trace.stamps:
+                time.sleep(0.005)
+            say({})
+            (landed,) = node_.wait_for(timeout_s=30.0)
+            landed_at = time.perf_counter()  # CLOCK_MONOTONIC, the same in both processes
+            assert isinstance(landed, KVLanded), landed
+            say({"landed_at": landed_at, "sums": sum_up(worker.kv, target)})
+
+
+def read_key(key_hex: str) -> Credentials:
+    """Both sides' key."""
+    return Credentials.of(ClusterKey(bytes.fromhex(key_hex)))
+
+
+def choose_blocks(options: argparse.Namespace, seed: int) -> BlockTable:
+    """Blocks in random order."""
+    chosen = np.random.default_rng(seed).permutation(options.blocks)
+    return BlockTable(0, chosen[: options.tokens // BLOCK_SIZE])
+
+
+def sum_up(layers: list[torch.Tensor], table: BlockTable) -> list[int]:
+    """For each layer a sum of its numbers' bits, each by its place."""
+    blocks = torch.from_numpy(table.blocks).to(layers[0].device)
+    sums = []
+    for layer in layers:
+        bits = layer[blocks].contiguous().view(torch.int16).flatten().long()
+        places = torch.arange(len(bits), device=bits.device) % 65_521 + 1
+        sums.append(int((bits * places).sum()))
+    return sums
+
+
+def measure(how: str, model: Model, prefill: Worker, decode: DecodeProcess, seed: int) -> Sample:
     """One pass, with its handoff."""
+    options = prefill.options
+    table = choose_blocks(options, seed)
+    blocks = torch.from_numpy(table.blocks).to(model.device)
+    model.new.normal_()
     if how == "none":
-        blocks = torch.arange(tokens // BLOCK_SIZE, device=model.device)
+        wait_for_device(model.device)
         pass_s, launch_s, report_s, _ = model.run(blocks, lambda _: None)
         return Sample(how, pass_s, launch_s, report_s, None)
-    sender, receiver = prefill.nodes[how], decode.nodes[how]
-    handoff: Handoff = make_handoff(sender, receiver, num_tokens=tokens, seed=seed)
-    most = len(model.kv[0])
-    chance = np.random.default_rng(seed)
-    num_blocks = tokens // BLOCK_SIZE
-    source, target = (BlockTable(0, chance.permutation(most)[:num_blocks]) for _ in range(2))
-    handoff.sending = replace(handoff.sending, blocks=source)
-    handoff.receiving = replace(handoff.receiving, blocks=target, after=model.record())
-    handoff.start_receive()
-    handoff.start_send()
-    handoff.wait_until_granted()
-    blocks = torch.from_numpy(source.blocks).to(model.device)
-    model.new.normal_()
+    sender = prefill.nodes[how]
+    ticket = make_ticket(sender.ref, decode.refs[how])
+    decode.send({"how": how, "seed": seed, "ticket": seal(ticket, prefill.key)})
+    sender.agent.start_send(send_order(ticket, num_tokens=options.tokens, blocks=table))
+    decode.receive()
+    time.sleep(0.1)  # the grant's way
     wait_for_device(model.device)
-    landing, tickets = Landing(receiver), [(handoff.sending.ticket.id, tokens)]
+    tickets = [(ticket.id, options.tokens)]
 
     def report(layer: int) -> None:
         sender.agent.layer_ready(tickets, layer, model.record())
         if layer + 1 == len(model.kv):
-            sender.agent.prefill_done(tickets[0][0], None)
+            sender.agent.prefill_done(ticket.id, None)
 
     pass_s, launch_s, report_s, ended_at = model.run(blocks, report)
-    landed_s = landing.wait() - ended_at
-    assert sender.wait_for(timeout_s=10.0) == [KVSent(tickets[0][0])]
-    there = torch.from_numpy(target.blocks).to(model.device)
-    for sent, received in zip(prefill.kv, decode.kv, strict=True):
-        same = torch.equal(sent[blocks].view(torch.int16), received[there].view(torch.int16))
-        assert same, "other bytes than were computed"
-    return Sample(how, pass_s, launch_s, report_s, landed_s)
+    landed = decode.receive()
+    assert sender.wait_for(timeout_s=10.0) == [KVSent(ticket.id)]
+    assert landed["sums"] == sum_up(prefill.kv, table), "other bytes than were computed"
+    return Sample(how, pass_s, launch_s, report_s, landed["landed_at"] - ended_at)
 
 
 def main() -> None:
@@ -260,44 +335,56 @@ def main() -> None:
     parser.add_argument("--products", type=int, default=3, help="for each layer")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--show", type=Path, help="a table of an earlier run's JSON")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.child:
+        serve_decode(options)
+        return
+    if options.show is not None:
+        found = json.loads(options.show.read_text())
+        show([Sample(**each) for each in found["samples"]], argparse.Namespace(**found["options"]))
+        return
     samples: list[Sample] = []
+    key_hex = os.urandom(32).hex()
+    decode = DecodeProcess(sys.argv[1:], key_hex)
     with ExitStack() as stack:
-        key = Credentials.generate()
-        prefill, decode = (Worker(name, options, key, stack) for name in ("p", "d"))
+        stack.callback(decode.close)
+        prefill = Worker("p", options, read_key(key_hex), stack)
         model = Model(options, prefill.kv)
         for turn in range(options.repetitions + 1):  # the first warms up
             for how in CONFIGURATIONS:
-                sample = measure(how, model, prefill, decode, turn, options.tokens)
+                sample = measure(how, model, prefill, decode, turn)
                 if turn:
                     samples.append(sample)
             print(f"turn {turn} is done", flush=True)
     show(samples, options)
     if options.json is not None:
-        name = torch.cuda.get_device_name() if model.on_gpu else "cpu"
+        name = torch.cuda.get_device_name() if (options.device != "cpu") else "cpu"
         options.json.write_text(json.dumps({
             "device": name,
             "torch": torch.__version__,
-            "options": {k: v for k, v in vars(options).items() if k != "json"},
+            "options": {k: v for k, v in vars(options).items() if k not in UNKEPT},
             "samples": [asdict(sample) for sample in samples],
         }, indent=1))  # fmt: skip
 
 
 def show(samples: list[Sample], options: argparse.Namespace) -> None:
-    """Medians."""
+    """Medians, as a table for docs/gpu.md."""
     num_bytes = describe(options).bytes_per_token * options.tokens
     print(f"{options.tokens} tokens, {num_bytes >> 20} MiB, {options.layers} layers, "
           f"{options.layout}; medians of {options.repetitions}")  # fmt: skip
-    print("configuration  pass ms  launch ms  report us (median, most)  landed after ms")
+    print("| | pass on the GPU, ms | launching it, ms | a layer's report, us (most) "
+          "| all landed after the pass, ms |\n|---|---|---|---|---|")  # fmt: skip
     for how in CONFIGURATIONS:
         some = [sample for sample in samples if sample.configuration == how]
         reports = [each for sample in some for each in sample.report_s]
         landed = [sample.landed_s for sample in some if sample.landed_s is not None]
+        after = f"{statistics.median(landed) * 1e3:.1f}" if landed else ""
         print(
-            f"{how:13}  {statistics.median(s.pass_s for s in some) * 1e3:7.2f}"
-            f"  {statistics.median(s.launch_s for s in some) * 1e3:9.2f}"
-            f"  {statistics.median(reports) * 1e6:10.1f} {max(reports) * 1e6:10.1f}   "
-            + (f"{statistics.median(landed) * 1e3:15.2f}" if landed else " " * 14 + "-")
+            f"| `{how}` | {statistics.median(s.pass_s for s in some) * 1e3:.1f}"
+            f" | {statistics.median(s.launch_s for s in some) * 1e3:.1f}"
+            f" | {statistics.median(reports) * 1e6:.1f} ({max(reports) * 1e6:.0f}) | {after} |"
         )
 
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engines.vllm import kv_views
-from baton.engines.vllm.kv_views import TransposedPages
+from baton.engines.vllm import host_pages
+from baton.engines.vllm.host_pages import TransposedPages
 from baton.kv.canonical import read_canonical
 from baton.kv.copies import BlockTable, PagedSequence
 from baton.kv.layout import DTYPE_BYTES, DType, KVLayout, LayerLayout, TensorParallelShard
@@ -83,8 +83,8 @@ def test_what_the_kernel_writes_becomes_canonical_and_back(
     staging = TransposedPages([written.cache], layout, region)
     # Parts of a page or two, so that index lists are cut into several.
     limit = data.draw(st.integers(1, 3)) * layout.page_bytes(0)
-    before = kv_views._TEMPORARY_BYTES
-    kv_views._TEMPORARY_BYTES = limit  # type: ignore[misc]
+    before = host_pages._TEMPORARY_BYTES
+    host_pages._TEMPORARY_BYTES = limit  # type: ignore[misc]
     try:
         staging.gather(0, written.blocks, staged)
         sequence = PagedSequence(layout, BlockTable(0, staged))
@@ -97,7 +97,7 @@ def test_what_the_kernel_writes_becomes_canonical_and_back(
         landed = np.random.default_rng(seed + 1).permutation(NUM_BLOCKS)[: len(staged)]
         TransposedPages([other], layout, region).scatter(0, staged, landed)
     finally:
-        kv_views._TEMPORARY_BYTES = before  # type: ignore[misc]
+        host_pages._TEMPORARY_BYTES = before  # type: ignore[misc]
     assert bytes_of(other[torch.from_numpy(landed)]) == bytes_of(
         written.cache[torch.from_numpy(written.blocks)]
     )

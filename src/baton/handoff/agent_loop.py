@@ -98,7 +98,7 @@ class AgentLoop:
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._selector = options.io_backend.make_selector()
         self._waker = options.io_backend.make_waker()
-        self._is_woken = False
+        self._is_woken = self._looks_often = False
         self._waiting = AdaptiveWaiter(options.clock, options.spin_s)
         self._next_tick = 0.0
         self._copy_pause_s = MIN_COPY_PAUSE_S
@@ -161,10 +161,11 @@ class AgentLoop:
     def call(self, command: Callable[[], object]) -> None:
         """Have the thread do something now: queues it, and wakes the thread. Thread-safe.
 
-        A thread that was woken, and has not run its commands yet, is not woken again.
+        A thread that was woken, and has not run its commands yet, is not woken again; nor is one
+        that looks at copies all the time.
         """
         self._commands.put(command)
-        if not self._is_woken:
+        if not (self._is_woken or self._looks_often):
             self._is_woken = True
             self._waker.wake()
 
@@ -202,9 +203,14 @@ class AgentLoop:
     def _wait(self) -> list[tuple[selectors.SelectorKey, int]]:
         """What is ready; while pages are copied, what is ready after a short pause."""
         if not (self.sending.is_copying or self.receiving.is_copying):
+            # First this, then the look at the queue: who queues does it the other way round.
+            self._looks_often = False
+            if not self._commands.empty():
+                return self._selector.select(0)
             return self._waiting.wait(self._selector.select, TICK_S)
+        self._looks_often = True
         ready = self._selector.select(0)
-        if ready or self._is_woken:
+        if ready or not self._commands.empty():
             return ready
         self.options.io_backend.sleep(self._copy_pause_s)
         self._copy_pause_s = min(2 * self._copy_pause_s, MAX_COPY_PAUSE_S)

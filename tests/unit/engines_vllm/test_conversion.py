@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from baton.engines.vllm.kv_views import PlainPages, TransposedPages
+from baton.engines.vllm.host_pages import PlainPages, TransposedPages
 from baton.kv.layout import KVLayout
 from baton.transfer.region import allocate_host_region, view_pages
 

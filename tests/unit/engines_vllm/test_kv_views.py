@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from baton.engines.vllm.kv_views import PlainPages, SharedKVMemory, TransposedPages, build_kv_views
+from baton.engines.vllm.host_pages import PlainPages, TransposedPages
+from baton.engines.vllm.kv_views import (
+    SharedKVMemory,
+    build_kv_views,
+    choose_staging_bytes,
+)
 from baton.engines.vllm.layouts import read_layers
 from baton.errors import ConfigError
 from baton.kv.layout import KVLayout, TensorParallelShard, find_differences
@@ -121,6 +126,12 @@ def test_an_unknown_arrangement_has_no_canonical_face(
         (native,) = worker.faces(worker.pool)
     assert native.layout.arrangement == "vllm-cpu/amx/LBHNC"
     assert "vllm-cpu/amx/LBHNC" in caplog.text
+
+
+def test_a_gpu_has_more_staging_memory_by_default() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    assert choose_staging_bytes(None, cpu) < choose_staging_bytes(None, gpu)
+    assert choose_staging_bytes(0, gpu) == 0
 
 
 def test_staging_is_bounded_and_says_what_the_longest_request_needs(

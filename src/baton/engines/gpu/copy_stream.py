@@ -27,6 +27,7 @@ from baton.engines.gpu.page_copier import (
     IndexedCopier,
     check_pairs,
     choose_copier,
+    upload_index,
 )
 from baton.errors import TransferError
 from baton.kv.copies import CopyGroup
@@ -95,6 +96,38 @@ def make_recorder(device: torch.device) -> Callable[[], torch.Event | None]:
     return record
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Pages that cross together, in runs `[first row, first of the host's, number]`.
+
+    Rows are the pages' own; with `index`, which is on the device, those of staging memory there.
+    """
+
+    num_pages: int
+    runs: list[list[int]]
+    index: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How pages `index` cross to or from rows `at` of the host."""
+
+    kind: tuple[torch.Size, torch.dtype, torch.Size]
+    index: NDArray[np.int64]
+    at: NDArray[np.int64]
+    parts: list[_Part]
+
+    def is_of(
+        self,
+        kind: tuple[torch.Size, torch.dtype, torch.Size],
+        index: NDArray[np.int64],
+        at: NDArray[np.int64],
+    ) -> bool:
+        """Whether it is for these pages of such arrays."""
+        is_same = self.kind == kind and np.array_equal(self.index, index)
+        return is_same and np.array_equal(self.at, at)
+
+
 class CopyStream:
     """Copies for one device, one after the other. Owned by one thread.
 
@@ -115,6 +148,7 @@ class CopyStream:
         self._stream = self._streams.Stream(**on)
         self._copier, self._reorderer = choose_copier(device), IndexedCopier()
         self._staging = torch.empty(0, dtype=torch.uint8, device=device)
+        self._last: _Plan | None = None
 
     def to_host(
         self,
@@ -132,16 +166,15 @@ class CopyStream:
         Raises:
             TransferError: a page is out of range, or pages of two sizes; nothing was begun.
         """
-        check_pairs(pages, index, host, at)
         with self._on_copy_stream(after):
-            if pages.dim() == ROW_DIMS and _count_runs(index, at) == _count_runs(at, at):
-                _copy_runs(pages, index, host, at)
-            else:
-                copier, page_bytes = self._copier_for(pages), host.shape[1]
-                for part in self._parts(len(index), page_bytes):
-                    staging, rows = self._stage(index[part], page_bytes)
-                    copier.gather(pages, index[part], staging)
-                    _copy_runs(staging, rows, host, at[part])
+            for part in self._plan(pages, index, host, at):
+                source = pages
+                if part.index is not None:
+                    source = self._stage(part.num_pages, host.shape[1])
+                    self._copier_for(pages).gather(pages, part.index, source)
+                for first, to, num_pages in part.runs:
+                    rows = source[first : first + num_pages]
+                    host[to : to + num_pages].copy_(rows, non_blocking=True)
             return self._record_event()
 
     def to_device(
@@ -161,16 +194,15 @@ class CopyStream:
         Raises:
             TransferError: see `to_host`.
         """
-        check_pairs(host, at, pages, index)
         with self._on_copy_stream(after):
-            if pages.dim() == ROW_DIMS and _count_runs(at, index) == _count_runs(at, at):
-                _copy_runs(host, at, pages, index)
-            else:
-                copier, page_bytes = self._copier_for(pages), host.shape[1]
-                for part in self._parts(len(index), page_bytes):
-                    staging, rows = self._stage(index[part], page_bytes)
-                    _copy_runs(host, at[part], staging, rows)
-                    copier.scatter(staging, index[part], pages)
+            for part in self._plan(pages, index, host, at):
+                is_staged = part.index is not None
+                target = self._stage(part.num_pages, host.shape[1]) if is_staged else pages
+                for first, to, num_pages in part.runs:
+                    rows = host[to : to + num_pages]
+                    target[first : first + num_pages].copy_(rows, non_blocking=True)
+                if part.index is not None:
+                    self._copier_for(pages).scatter(target, part.index, pages)
             event = self._record_event()
         if after is None:
             self._streams.current_stream(self._device).wait_event(event.done)
@@ -181,7 +213,7 @@ class CopyStream:
         index = np.arange(min(2, len(pages)))
         with self._on_copy_stream(None):
             copier = self._copier_for(pages)
-            staging, _ = self._stage(index, math.prod(pages.shape[1:]) * pages.element_size())
+            staging = self._stage(len(index), math.prod(pages.shape[1:]) * pages.element_size())
             copier.gather(pages, index, staging)
             copier.scatter(staging, index, pages)
 
@@ -205,22 +237,45 @@ class CopyStream:
         done.record(self._stream)
         return CopyEvent(done)
 
-    def _parts(self, num_pages: int, page_bytes: int) -> Iterator[slice]:
-        step = max(1, self._staging_bytes // page_bytes)
-        for first in range(0, num_pages, step):
-            yield slice(first, first + step)
+    def _plan(
+        self,
+        pages: torch.Tensor,
+        index: NDArray[np.int64],
+        host: torch.Tensor,
+        at: NDArray[np.int64],
+    ) -> list[_Part]:
+        """How these pages cross. Layers of one handoff cross in the same way: the last is kept."""
+        kind, last = (pages.shape, pages.dtype, host.shape), self._last
+        if last is not None and last.is_of(kind, index, at):
+            return last.parts
+        check_pairs(pages, index, host, at)
+        group = CopyGroup(index, at, _NO_SPANS)
+        is_direct = pages.dim() == ROW_DIMS and group.num_runs == _count_runs(at)
+        parts = [_Part(len(index), group.runs)] if is_direct else self._plan_staged(index, at, host)
+        self._last = _Plan(kind, index.copy(), at.copy(), parts)
+        return parts
 
-    def _stage(
-        self, index: NDArray[np.int64], page_bytes: int
-    ) -> tuple[torch.Tensor, NDArray[np.int64]]:
-        """Room on the device for these pages; its users are in the order of one stream."""
-        num_bytes = len(index) * page_bytes
+    def _plan_staged(
+        self, index: NDArray[np.int64], at: NDArray[np.int64], host: torch.Tensor
+    ) -> list[_Part]:
+        parts: list[_Part] = []
+        step = max(1, self._staging_bytes // host.shape[1])
+        for first in range(0, len(index), step):
+            some = slice(first, first + step)
+            rows = np.arange(len(index[some]))
+            runs = CopyGroup(rows, at[some], _NO_SPANS).runs
+            parts.append(_Part(len(rows), runs, upload_index(index[some], self._device)))
+        return parts
+
+    def _stage(self, num_pages: int, page_bytes: int) -> torch.Tensor:
+        """Room on the device for so many pages; its users are in the order of one stream."""
+        num_bytes = num_pages * page_bytes
         if self._staging.numel() < num_bytes:
             with torch.inference_mode(mode=False):  # it is written to outside of inference as well
                 self._staging = torch.empty(
                     max(num_bytes, self._staging_bytes), dtype=torch.uint8, device=self._device
                 )
-        return self._staging[:num_bytes].view(-1, page_bytes), np.arange(len(index))
+        return self._staging[:num_bytes].view(-1, page_bytes)
 
 
 def pin_memory(memory: memoryview, device: torch.device) -> None:
@@ -242,16 +297,5 @@ def pin_memory(memory: memoryview, device: torch.device) -> None:
         )
 
 
-def _count_runs(source: NDArray[np.int64], target: NDArray[np.int64]) -> int:
-    return CopyGroup(source, target, _NO_SPANS).num_runs
-
-
-def _copy_runs(
-    source: torch.Tensor,
-    source_index: NDArray[np.int64],
-    target: torch.Tensor,
-    target_index: NDArray[np.int64],
-) -> None:
-    """Pages that are neighbours on both sides in one copy each."""
-    for first, to, num_pages in CopyGroup(source_index, target_index, _NO_SPANS).runs:
-        target[to : to + num_pages].copy_(source[first : first + num_pages], non_blocking=True)
+def _count_runs(rows: NDArray[np.int64]) -> int:
+    return CopyGroup(rows, rows, _NO_SPANS).num_runs

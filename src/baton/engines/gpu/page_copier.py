@@ -7,7 +7,7 @@ import importlib.util
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 import torch
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     import numpy as np
     from numpy.typing import NDArray
+
+    PageIndex: TypeAlias = NDArray[np.int64] | torch.Tensor
+    """Pages by number, on the host or uploaded."""
 
 
 def view_rows(pages: torch.Tensor) -> torch.Tensor:
@@ -46,15 +49,19 @@ ROW_DIMS: Final = 2
 """Of `view_rows`. Pages with more are in whatever order their bytes lie."""
 
 
-def check_rows(rows: torch.Tensor, index: NDArray[np.int64], other: torch.Tensor) -> None:
+def check_rows(rows: torch.Tensor, index: PageIndex, other: torch.Tensor) -> None:
     """Refuse what would read or write outside `rows`, or between pages of two sizes.
+
+    An index on the device was looked at before it got there.
 
     Raises:
         TransferError: names the difference.
     """
     if _page_bytes(rows) != _page_bytes(other):
         raise TransferError(f"pages of {_page_bytes(rows)} and {_page_bytes(other)} bytes")
-    if len(index) and not 0 <= int(index.min()) <= int(index.max()) < len(rows):
+    if isinstance(index, torch.Tensor) or not len(index):
+        return
+    if not 0 <= int(index.min()) <= int(index.max()) < len(rows):
         raise TransferError(f"a page is outside the {len(rows)} that there are")
 
 
@@ -82,10 +89,10 @@ class PageCopier(Protocol):
     """Moves pages between two arrays of one device. Stateless; safe to share.
 
     Indices are int64 `[k]` on the host; those of a target name no page twice. Source and target do
-    not overlap.
+    not overlap. `gather` and `scatter` also take what `upload_index` returned.
     """
 
-    def gather(self, pages: torch.Tensor, index: NDArray[np.int64], staging: torch.Tensor) -> None:
+    def gather(self, pages: torch.Tensor, index: PageIndex, staging: torch.Tensor) -> None:
         """`staging[i] = pages[index[i]]`; `staging` has k rows or more.
 
         Raises:
@@ -93,7 +100,7 @@ class PageCopier(Protocol):
         """
         ...
 
-    def scatter(self, staging: torch.Tensor, index: NDArray[np.int64], pages: torch.Tensor) -> None:
+    def scatter(self, staging: torch.Tensor, index: PageIndex, pages: torch.Tensor) -> None:
         """`pages[index[i]] = staging[i]`.
 
         Raises:
@@ -122,15 +129,15 @@ class IndexedCopier:
     `gather` and `scatter` also take `pages` that are no rows, in the order of their dimensions.
     """
 
-    def gather(self, pages: torch.Tensor, index: NDArray[np.int64], staging: torch.Tensor) -> None:
+    def gather(self, pages: torch.Tensor, index: PageIndex, staging: torch.Tensor) -> None:
         _check_staging(pages, index, staging)
         source, target = _pair(pages, staging[: len(index)])
-        torch.index_select(source, 0, _upload(index, source.device), out=target)
+        torch.index_select(source, 0, upload_index(index, source.device), out=target)
 
-    def scatter(self, staging: torch.Tensor, index: NDArray[np.int64], pages: torch.Tensor) -> None:
+    def scatter(self, staging: torch.Tensor, index: PageIndex, pages: torch.Tensor) -> None:
         _check_staging(pages, index, staging)
         target, source = _pair(pages, staging[: len(index)])
-        target.index_copy_(0, _upload(index, target.device), source)
+        target.index_copy_(0, upload_index(index, target.device), source)
 
     def copy(
         self,
@@ -142,8 +149,8 @@ class IndexedCopier:
         """See `PageCopier`. Takes as much memory again as it moves, for a while."""
         check_pairs(source, source_index, target, target_index)
         wide_source, wide_target = _widen(source, target)
-        taken = wide_source.index_select(0, _upload(source_index, source.device))
-        wide_target.index_copy_(0, _upload(target_index, target.device), taken)
+        taken = wide_source.index_select(0, upload_index(source_index, source.device))
+        wide_target.index_copy_(0, upload_index(target_index, target.device), taken)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,13 +174,13 @@ class KernelCopier:
         kernels = importlib.import_module("baton.engines.gpu.kernels")
         self._launch: Callable[..., None] = partial(kernels.launch_copy, shape=shape)
 
-    def gather(self, pages: torch.Tensor, index: NDArray[np.int64], staging: torch.Tensor) -> None:
+    def gather(self, pages: torch.Tensor, index: PageIndex, staging: torch.Tensor) -> None:
         _check_staging(pages, index, staging)
-        self._launch(pages, _upload(index, pages.device), staging, None)
+        self._launch(pages, upload_index(index, pages.device), staging, None)
 
-    def scatter(self, staging: torch.Tensor, index: NDArray[np.int64], pages: torch.Tensor) -> None:
+    def scatter(self, staging: torch.Tensor, index: PageIndex, pages: torch.Tensor) -> None:
         _check_staging(pages, index, staging)
-        self._launch(staging, None, pages, _upload(index, pages.device))
+        self._launch(staging, None, pages, upload_index(index, pages.device))
 
     def copy(
         self,
@@ -185,9 +192,9 @@ class KernelCopier:
         check_pairs(source, source_index, target, target_index)
         self._launch(
             source,
-            _upload(source_index, source.device),
+            upload_index(source_index, source.device),
             target,
-            _upload(target_index, target.device),
+            upload_index(target_index, target.device),
         )
 
 
@@ -198,17 +205,19 @@ def choose_copier(device: torch.device) -> PageCopier:
     return IndexedCopier()
 
 
-def _check_staging(pages: torch.Tensor, index: NDArray[np.int64], staging: torch.Tensor) -> None:
+def _check_staging(pages: torch.Tensor, index: PageIndex, staging: torch.Tensor) -> None:
     check_rows(pages, index, staging)
     if len(staging) < len(index):
         raise TransferError(f"{len(index)} pages and room for {len(staging)}")
 
 
-def _upload(index: NDArray[np.int64], device: torch.device) -> torch.Tensor:
+def upload_index(index: PageIndex, device: torch.device) -> torch.Tensor:
     """On the device, in the order of the current stream.
 
     From pinned memory: from other memory the host would wait for all that the stream was given.
     """
+    if isinstance(index, torch.Tensor):
+        return index
     owned = torch.tensor(index, dtype=torch.int64)  # numpy's memory may change once we return
     if device.type == "cuda":
         owned = owned.pin_memory()

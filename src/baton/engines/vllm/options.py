@@ -65,7 +65,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     verify_same_host: Verification = "full"
     verify_network: Verification = "full"
     verify_share: Share = 0.125
-    staging_bytes: Annotated[int, Meta(ge=0)] = 256 * 1024 * 1024
+    staging_bytes: Annotated[int, Meta(ge=0)] | None = None
     max_held_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
     max_kept_share: Annotated[float, Meta(ge=0, le=1)] = 0.25
     poll_interval_ms: Annotated[float, Meta(ge=0, le=1000)] = 10.0

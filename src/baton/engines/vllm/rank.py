@@ -28,7 +28,12 @@ from baton.engines.vllm.identity import (
     read_model_facts,
     read_traits,
 )
-from baton.engines.vllm.kv_views import SharedKVMemory, build_kv_views, try_build_store_view
+from baton.engines.vllm.kv_views import (
+    SharedKVMemory,
+    build_kv_views,
+    choose_staging_bytes,
+    try_build_store_view,
+)
 from baton.engines.vllm.layouts import read_layers
 from baton.engines.vllm.rank_handoffs import RankHandoffs
 from baton.engines.vllm.rank_observer import FALLBACK_CAUSE, RankObserver
@@ -137,12 +142,13 @@ class Rank:
         """
         plan = self._plan
         options = plan.options
+        device = next(iter(kv_caches.values())).device
         self._kv_views = build_kv_views(
             plan.vllm_config,
             self._layers,
             kv_caches,
             self._pool,
-            staging_bytes=options.staging_bytes,
+            staging_bytes=choose_staging_bytes(options.staging_bytes, device),
         )
         if options.store.tiers:
             self._store_view = try_build_store_view(
@@ -162,7 +168,6 @@ class Rank:
         dispatcher.start(self._wake_event.set)
         self._dispatcher = dispatcher
         traces = TraceRing(NUM_TRACES)
-        device = next(iter(kv_caches.values())).device
         handoffs = self._handoffs(dispatcher, traces, registry, make_recorder(device))
         control = ControlServer(
             options.handoff_host,

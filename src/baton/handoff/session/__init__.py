@@ -37,6 +37,10 @@ Why what was verified stays right. Let W be a write over the failed transport T.
    error.
 5. Only ranges that T carried are sent again: not those that are on their way over another.
 
+With a staged view KV goes through its pages, and a GPU may copy: `layers_ready` asks for it
+(GatherPages), `gathered` sends it; on decode's side `scattering` and `scattered` enclose the copy
+of what has landed, and KVLanded waits for the last one.
+
 With op READ there is no such hand: a read that ended is made again elsewhere. Where nothing
 reads any more, and no read is under way, `reverse` makes the op WRITE: a window opens, and
 what has not landed is written.
@@ -63,8 +67,9 @@ WAITING, nothing was granted: it sends Declined, as the peer may hold its KV alr
 
 A hand in the decode worker's pages is the peer's (op WRITE: an open window, until
 `grant_quiescent`) or its own (op READ: reads, until each has ended). With staged pages the
-engine's blocks are apart from them: BlocksQuiescent comes with KVFailed, and ENDING goes on for the
-staged pages alone. LANDED is passed at once where no window is open.
+engine's blocks are apart from them: BlocksQuiescent comes with KVFailed, or when the last copy into
+the blocks has ended, and ENDING goes on for the staged pages alone. LANDED is passed at once where
+no window is open.
 
 Finished states that the sender submits nothing more (except retransmissions), so pages are complete
 when the count is full and Finished was received, whichever comes last. Writes that arrive after
