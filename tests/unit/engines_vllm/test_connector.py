@@ -142,7 +142,7 @@ def test_the_connector_itself_loads_no_agent() -> None:
 def test_what_crosses_between_vllms_processes_is_pickled() -> None:
     told: Prompt = prompt(9)
     orders = StepOrders(declined=(Decline(told, "cached"),), preempted=("r",))
-    assert pickle.loads(pickle.dumps(connector.StepMetadata(orders))).orders == orders
+    assert pickle.loads(pickle.dumps(connector.StepMetadata(orders, True))).orders == orders
     first, second = (
         connector.RankReport(StepReport(((name, why),))) for name, why in (("a", "x"), ("b", "y"))
     )

@@ -74,9 +74,12 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc] # vLLM is untyped
     """Scheduler → workers, each step. None stands for `NO_ORDERS`: it is pickled to nothing."""
 
     orders: StepOrders | None
+    has_tokens: bool
+    """Whether the step computes. vLLM's forward context does not always tell: its model runner V2,
+    the default on GPUs, starts loads after the forward pass, in a context without one."""
 
 
-_NOTHING: Final = StepMetadata(None)
+_NOTHING: Final = {has_tokens: StepMetadata(None, has_tokens) for has_tokens in (False, True)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +176,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         orders = self._scheduler.step(scheduler_output)
-        return _NOTHING if orders is NO_ORDERS else StepMetadata(orders)
+        has_tokens = scheduler_output.total_num_scheduled_tokens > 0
+        return _NOTHING[has_tokens] if orders is NO_ORDERS else StepMetadata(orders, has_tokens)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         metadata = connector_output.kv_connector_worker_meta
@@ -213,13 +217,13 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
     def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:
         """See `KVConnectorBase_V1`: the earliest moment at which a step's orders are known."""
         super().bind_connector_metadata(connector_metadata)
+        is_idle = not connector_metadata.has_tokens
+        self._wait_s = self._options.poll_interval_ms / 1000 if is_idle else 0.0
         orders = connector_metadata.orders
         self._worker.begin_step(NO_ORDERS if orders is None else orders)
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002
-        """Note whether this step computes; loads were begun when its orders came."""
-        is_empty = forward_context.attn_metadata is None
-        self._wait_s = self._options.poll_interval_ms / 1000 if is_empty else 0.0
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        """Nothing: loads were begun when the step's orders came."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: a request runs only once all its KV is there."""
