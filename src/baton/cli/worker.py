@@ -80,9 +80,8 @@ def worker(flags: WorkerFlags | None = None) -> int:
 
         run_engine_server(config, _credentials(config), flags.status_fd)
     else:
-        from baton.worker.announcer import SupersededError  # noqa: PLC0415
+        from baton.worker.announcer import SUPERSEDED, SupersededError  # noqa: PLC0415
         from baton.worker.process import run_worker  # noqa: PLC0415
-        from baton.worker.server_membership import SUPERSEDED  # noqa: PLC0415
 
         options = _options(config, flags.status_fd)
         change_environment({}, (KEY_VARIABLE,))  # what a worker starts needs no key

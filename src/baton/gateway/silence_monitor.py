@@ -124,7 +124,7 @@ class SilenceMonitor:
             self._abandon(worker, reason)
         if health.is_suspected:
             return False
-        health.is_suspected = True
+        health.is_suspected, health.reason = True, f"silent for {silent_s:.1f} s"
         self._health_monitor.ask_now(worker)
         return True
 

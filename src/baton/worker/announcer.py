@@ -52,6 +52,10 @@ MAX_FAILURES: Final = 30
 logger = logging.getLogger(__name__)
 
 
+SUPERSEDED: Final = 76
+"""Exit code of a worker whose name another epoch has: a supervisor must not restart it."""
+
+
 class SupersededError(BatonError):
     """Another epoch has this worker's name: this one must not go on."""
 

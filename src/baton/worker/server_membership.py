@@ -7,12 +7,12 @@ other processes, may write to others.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from baton.handoff.lease_file import LeaseFile
 from baton.protocol.announcements import Announcement
 from baton.protocol.worker_http import Role
-from baton.worker.announcer import Announcer, SupersededError
+from baton.worker.announcer import SUPERSEDED, Announcer, SupersededError
 from baton.worker.fence import MembershipFence, Standing
 from baton.worker.options import check_announcing
 
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from baton.clock import Clock, Instant
     from baton.config.sections import WorkerSection
     from baton.ids import Epoch, WorkerId
-
-SUPERSEDED: Final = 76
-"""Exit code of a worker whose name another epoch has: a supervisor must not restart it."""
 
 logger = logging.getLogger(__name__)
 

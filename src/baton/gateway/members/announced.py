@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections import Counter
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -18,7 +19,7 @@ from baton.auth.certificates import IdentityRole
 from baton.clock import Instant
 from baton.errors import ProtocolError
 from baton.gateway.members.heartbeat_table import HeartbeatTable
-from baton.gateway.members.lease_table import LeaseTable, Outcome
+from baton.gateway.members.lease_table import LOOK_S, LeaseTable, Outcome
 from baton.gateway.options import WorkerAddress
 from baton.gateway.worker_info import read_info
 from baton.ids import Epoch
@@ -111,6 +112,7 @@ class AnnouncedWorkers:
         self._list_gateways = list_gateways
         self._log = LimitedLog(log, clock)
         self._last_look, self._stalled_s = clock.now(), 0.0
+        self._overdue_at = self._last_look
         self._watchers: set[asyncio.Event] = set()
         self._checks: dict[tuple[WorkerId, Epoch], asyncio.Task[bool]] = {}
         self._by_sender: dict[bytes, WorkerId] = {}
@@ -284,15 +286,17 @@ class AnnouncedWorkers:
 
     def _sweep(self) -> None:
         now = self._sweep_lapsed()
-        if len(self._checks) < MAX_CHECKS:
+        if len(self._checks) < MAX_CHECKS and now - self._overdue_at >= LOOK_S:
+            self._overdue_at = now
             for lease in self.table.take_overdue(now)[:MAX_CHECKS]:
                 self._check(lease)
         self._metrics.held(len(self.table))
         if self.status is not None:
             self.status.note_read()
         if self.heartbeat_socket is not None:
-            for datagram in self.heartbeat_socket.read():
-                self._metrics.heartbeat(self.heartbeats.take(datagram, now))
+            take = self.heartbeats.take
+            results = Counter(take(each, now) for each in self.heartbeat_socket.read())
+            self._metrics.heartbeats(results)
         if self.liveness is not None:
             self.liveness.look(self.heartbeats, now)
 

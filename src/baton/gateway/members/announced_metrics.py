@@ -11,6 +11,8 @@ from baton.gateway.members.lease_table import Outcome
 from baton.protocol.announcements import RefusalReason
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from prometheus_client import CollectorRegistry
 
 
@@ -80,9 +82,10 @@ class AnnouncementMetrics:
         """An exchange with another gateway ended."""
         self._exchanges[is_ok].inc()
 
-    def heartbeat(self, result: HeartbeatResult) -> None:
-        """A datagram was read."""
-        self._heartbeats[result].inc()
+    def heartbeats(self, results: Mapping[HeartbeatResult, int]) -> None:
+        """So many datagrams were read."""
+        for result, num in results.items():
+            self._heartbeats[result].inc(num)
 
     def left(self, cause: str) -> None:
         """A lease ended."""
