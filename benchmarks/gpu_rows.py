@@ -68,11 +68,12 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """One run, as far as it is."""
+    """One run, as far as it is. `system_calls_us`: of one send and one recv, which differ a lot."""
 
     command: str
     gpu: str
     versions: dict[str, str]
+    system_calls_us: float = 0.0
     rows: list[Row] = []
     beside: list[BesideRow] = []
     failures: list[Failure] = []
@@ -92,7 +93,9 @@ class Result(msgspec.Struct, kw_only=True):
 def format_tables(result: Result) -> str:
     """Markdown: a table for each part, medians and ± half the range; then what did not run."""
     parts = groupby(result.rows, key=lambda row: row.part)
-    blocks = [f"{result.gpu}; {', '.join(map(' '.join, result.versions.items()))}."]
+    versions = ", ".join(map(" ".join, result.versions.items()))
+    system_calls = f"a send and a recv take {result.system_calls_us:.1f} us"
+    blocks = [f"{result.gpu}; {versions}; {system_calls}."]
     blocks += ["\n".join(_format_part(part, list(rows))) for part, rows in parts]
     if result.beside:
         blocks.append("\n".join(_format_beside(result.beside)))
