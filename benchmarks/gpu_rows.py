@@ -93,9 +93,10 @@ class Result(msgspec.Struct, kw_only=True):
 def format_tables(result: Result) -> str:
     """Markdown: a table for each part, medians and ± half the range; then what did not run."""
     parts = groupby(result.rows, key=lambda row: row.part)
-    versions = ", ".join(map(" ".join, result.versions.items()))
-    system_calls = f"a send and a recv take {result.system_calls_us:.1f} us"
-    blocks = [f"{result.gpu}; {versions}; {system_calls}."]
+    about = [result.gpu, ", ".join(map(" ".join, result.versions.items()))]
+    if result.system_calls_us:
+        about.append(f"a send and a recv take {result.system_calls_us:.1f} us")
+    blocks = [f"{'; '.join(about)}."]
     blocks += ["\n".join(_format_part(part, list(rows))) for part, rows in parts]
     if result.beside:
         blocks.append("\n".join(_format_beside(result.beside)))
