@@ -37,7 +37,7 @@ from pathlib import Path
 
 import msgspec
 import torch
-from gpu_rows import BesideRow, Failure, Result, Row, format_tables
+from gpu_rows import BesideRow, Failure, Result, Row, encode_result, format_tables
 
 from baton.engines.gpu.page_copier import LaunchShape
 
@@ -189,8 +189,7 @@ def main() -> None:
     for part in given.parts:
         result.add(measure(part, setup))
         if given.json:  # after each part: a driver's or a library's fault ends the process
-            encoded = msgspec.json.format(msgspec.json.encode(result), indent=1)
-            given.json.write_bytes(encoded + b"\n")
+            given.json.write_bytes(encode_result(result))
     print(format_tables(result))
     sys.exit(1 if result.failures else 0)
 

@@ -90,6 +90,18 @@ class Result(msgspec.Struct, kw_only=True):
                     self.failures.append(each)
 
 
+def encode_result(result: Result) -> bytes:
+    """JSON with a line for each row."""
+    fields = []
+    for name, value in msgspec.to_builtins(result).items():
+        text = msgspec.json.encode(value).decode()
+        if isinstance(value, list):
+            rows = ",\n  ".join(msgspec.json.encode(each).decode() for each in value)
+            text = f"[\n  {rows}\n ]" if rows else "[]"
+        fields.append(f' "{name}": {text}')
+    return ("{\n" + ",\n".join(fields) + "\n}\n").encode()
+
+
 def format_tables(result: Result) -> str:
     """Markdown: a table for each part, medians and ± half the range; then what did not run."""
     parts = groupby(result.rows, key=lambda row: row.part)
