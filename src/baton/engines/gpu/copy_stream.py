@@ -13,6 +13,7 @@ copy of many.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -162,6 +163,9 @@ def pin_memory(memory: memoryview, device: torch.device) -> None:
             len(memory),
             result,
         )
+        # CUDA reports an error once more, to the next kernel's launch: not to the model's.
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=device)
 
 
 def _count_runs(source: NDArray[np.int64], target: NDArray[np.int64]) -> int:
