@@ -68,11 +68,12 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """One run, as far as it is."""
+    """One run, as far as it is. `system_calls_us`: of one send and one recv, which differ a lot."""
 
     command: str
     gpu: str
     versions: dict[str, str]
+    system_calls_us: float = 0.0
     rows: list[Row] = []
     beside: list[BesideRow] = []
     failures: list[Failure] = []
@@ -89,10 +90,25 @@ class Result(msgspec.Struct, kw_only=True):
                     self.failures.append(each)
 
 
+def encode_result(result: Result) -> bytes:
+    """JSON with a line for each row."""
+    fields = []
+    for name, value in msgspec.to_builtins(result).items():
+        text = msgspec.json.encode(value).decode()
+        if isinstance(value, list):
+            rows = ",\n  ".join(msgspec.json.encode(each).decode() for each in value)
+            text = f"[\n  {rows}\n ]" if rows else "[]"
+        fields.append(f' "{name}": {text}')
+    return ("{\n" + ",\n".join(fields) + "\n}\n").encode()
+
+
 def format_tables(result: Result) -> str:
     """Markdown: a table for each part, medians and ± half the range; then what did not run."""
     parts = groupby(result.rows, key=lambda row: row.part)
-    blocks = [f"{result.gpu}; {', '.join(map(' '.join, result.versions.items()))}."]
+    about = [result.gpu, ", ".join(map(" ".join, result.versions.items()))]
+    if result.system_calls_us:
+        about.append(f"a send and a recv take {result.system_calls_us:.1f} us")
+    blocks = [f"{'; '.join(about)}."]
     blocks += ["\n".join(_format_part(part, list(rows))) for part, rows in parts]
     if result.beside:
         blocks.append("\n".join(_format_beside(result.beside)))

@@ -135,10 +135,10 @@ def test_a_farewell_proves_that_nothing_lands():
 def test_a_peer_that_says_that_it_moves_costs_a_poll_a_millisecond_until_it_rests():
     with RawWriter() as writer:
         writer.say(wire.TransfersActive())
-        assert writer.reader.transport._pacer._is_set
+        assert writer.reader.transport._pacer.is_set
         writer.say(wire.TransfersIdle())
         writer.poll()
-        assert not writer.reader.transport._pacer._is_set
+        assert not writer.reader.transport._pacer.is_set
 
 
 def lie_in_the_introduction(change):

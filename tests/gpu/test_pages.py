@@ -80,6 +80,12 @@ def host():
     release_region(region)
 
 
+def test_memory_that_cannot_be_pinned_is_logged_and_fails_nothing_else(host, caplog):
+    pin_memory(memoryview(host.numpy()).cast("B"), DEVICE)  # it is pinned already
+    assert "cannot pin" in caplog.text
+    assert torch.ones(8, device=DEVICE).sum() == 8
+
+
 @pytest.mark.parametrize("is_scattered", [False, True])
 def test_pages_reach_the_host_as_the_model_left_them(host, is_scattered):
     """What a busy stream will write is waited for, by the GPU: not by the host."""

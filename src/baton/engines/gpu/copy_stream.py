@@ -13,6 +13,7 @@ copy of many.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from contextlib import contextmanager
@@ -295,6 +296,9 @@ def pin_memory(memory: memoryview, device: torch.device) -> None:
             len(memory),
             result,
         )
+        # CUDA reports an error once more, to the next kernel's launch: not to the model's.
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=device)
 
 
 def _count_runs(rows: NDArray[np.int64]) -> int:

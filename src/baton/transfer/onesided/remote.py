@@ -196,6 +196,8 @@ class OneSidedRemote(PeerWritesRemote, Generic[M]):
         self._connection.send_body(encode(GrantClosed(grant)))
 
     def _send_activity(self) -> None:
+        if self._session is None or not self._session.needs_serving:
+            return
         if self._connection is not None and self.is_active != self._is_active_sent:
             self._is_active_sent = self.is_active
             self._connection.send_body(

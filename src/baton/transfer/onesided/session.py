@@ -22,10 +22,12 @@ class OneSidedSession(Protocol[M]):
     the engine is of no more use and is to be closed. It starts no thread that spins.
 
     `peer_process_writes`: the peer's process stores into this side's memory by itself, so that
-    closing this engine does not stop it.
+    closing this engine does not stop it. `needs_serving`: the owner's session has to be served
+    while its peer moves bytes, so that the peer sends when it begins and when it ends.
     """
 
     peer_process_writes: bool
+    needs_serving: bool
 
     def get_metadata(self, region: PagedRegion) -> bytes:
         """Let the peer at `region`; what the peer's engine needs (`load_metadata`)."""

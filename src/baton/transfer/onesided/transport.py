@@ -87,22 +87,27 @@ class Pacer:
         if self._fd < 0:
             raise TransferError(f"cannot make a timer: {os.strerror(ctypes.get_errno())}")
         self._since = clock.now()
-        self._is_set = False
+        self._delay_s = 0.0
         reactor.watch(self._fd, self._expired)
+
+    @property
+    def is_set(self) -> bool:
+        """Whether the reactor will be ready without anything that arrives."""
+        return self._delay_s > 0
 
     def activate(self) -> None:
         """Something began, or came to an end: look again soon."""
         self._since = self._clock.now()
-        if self._is_set:
+        if self._delay_s > MIN_INTERVAL_S:
             self._set(MIN_INTERVAL_S)
 
     def pace(self, *, is_under_way: bool) -> None:
         """Set the timer if there is something to wait for, and it is not set yet."""
         if not is_under_way:
-            if self._is_set:
+            if self.is_set:
                 self._set(0.0)
             return
-        if not self._is_set:
+        if not self.is_set:
             age_s = self._clock.now() - self._since
             self._set(min(max(age_s / POLLS_PER_AGE, MIN_INTERVAL_S), MAX_INTERVAL_S))
 
@@ -116,13 +121,13 @@ class Pacer:
     def _expired(self) -> None:
         with suppress(BlockingIOError):  # set anew since it expired
             os.read(self._fd, 8)
-            self._is_set = False
+            self._delay_s = 0.0
 
     def _set(self, delay_s: float) -> None:
         """Expire once after so long, or never (0)."""
         spec = _Spec(0, 0, 0, int(delay_s * 1e9))
         _libc.timerfd_settime(self._fd, 0, ctypes.byref(spec), None)
-        self._is_set = delay_s > 0
+        self._delay_s = delay_s
 
 
 class OneSidedWriter(WriterConnection):
@@ -235,6 +240,7 @@ class OneSidedTransport(PeerWritesTransport[OneSidedRemote[M], Attach, OneSidedW
         """See `Transport`."""
         self._check_process()
         transfer = super().submit(write)
+        self._pacer.activate()
         self._pace()
         return transfer
 
@@ -243,6 +249,7 @@ class OneSidedTransport(PeerWritesTransport[OneSidedRemote[M], Attach, OneSidedW
         self._check_process()
         transfer, remote, region = self._check_read(read)
         remote.read(transfer, read.copies, region)
+        self._pacer.activate()
         self._pace()
         return transfer
 

@@ -1,9 +1,8 @@
 """A kernel that copies many short runs at once, for the driver to compile (PTX).
 
-A copy engine takes about a microsecond for each run, whatever its length, so that scattered pages
-reach a fraction of the memory's bandwidth. Here each warp takes a run, or a part of one, and has
-4 KiB in flight. The runs are the kernel's parameters: nothing has to be uploaded. Copied are
-multiples of 16 bytes.
+Given to the driver as copies, each run costs the calling thread some 4 us, whatever its length.
+Here each warp takes a run, or a part of one, and has 4 KiB in flight. The runs are the kernel's
+parameters: nothing has to be uploaded. Copied are multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ NUM_THREADS: Final = 1024
 """Of one block; one block takes a multiprocessor."""
 WARPS_PER_BLOCK: Final = NUM_THREADS // 32
 MAX_PARTS: Final = 8
-"""Warps that share a run, where runs are few: a part is each so manieth piece of 4 KiB."""
+"""Warps that share a run, where runs are few: part p has pieces p, p + parts, … of 4 KiB."""
 LONG_RUN_BYTES: Final = 256 << 10
 """From this mean length on, copy engines are as fast, and take no multiprocessor."""
 UNIT_BYTES: Final = 16

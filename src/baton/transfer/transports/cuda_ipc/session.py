@@ -183,6 +183,7 @@ class CudaIpcSession:
     """
 
     peer_process_writes = True
+    needs_serving = False
 
     def __init__(self, open_device: OpenDevice) -> None:
         self._open_device = open_device

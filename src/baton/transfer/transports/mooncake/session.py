@@ -173,6 +173,7 @@ class MooncakeSession:
     """See `OneSidedSession`. `get_metadata` waits for the process to start, a third of a second."""
 
     peer_process_writes = False
+    needs_serving = True
 
     def __init__(self, host: str, interface: str, *, protocol: str, devices: str) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -114,6 +114,8 @@ class _Side:
 class NixlSession:
     """See `OneSidedSession`."""
 
+    needs_serving = True
+
     def __init__(self, parameters: Mapping[str, str], *, peer_process_writes: bool) -> None:
         self.peer_process_writes = peer_process_writes
         self._name = f"baton-{secrets.token_hex(8)}"
