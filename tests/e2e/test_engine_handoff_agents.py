@@ -162,6 +162,7 @@ def node(
     timeout_s: float = WAIT_TIMEOUT_S,
     make: TransportMaker = make_transport,
     allocate: AllocateRegion = allocate_shared_region,
+    layer_batch_bytes: int = 0,
     **options: int,
 ) -> Iterator[Node]:
     engine = TransformersEngine(
@@ -184,6 +185,7 @@ def node(
             clock=CLOCK,
             timeout_s=timeout_s,
             preferred_op=op,
+            layer_batch_bytes=layer_batch_bytes,
         )
     )
     ref = WorkerRef(WorkerId(name), epoch, "")

@@ -55,12 +55,16 @@ def hand_over(prefill, decode):
     prefill.wait_for_ends()
 
 
-@pytest.mark.parametrize("op", ["WRITE", "READ"])
-def test_pages_go_from_device_to_device_and_give_the_same_tokens(op, expected):
-    """Pages of two sizes, and prompts that end within one: a page holds several pieces."""
+@pytest.mark.parametrize(
+    ("op", "layer_batch_bytes"), [("WRITE", 0), ("WRITE", 1 << 20), ("READ", 1 << 20)]
+)
+def test_pages_go_from_device_to_device_and_give_the_same_tokens(op, layer_batch_bytes, expected):
+    """Pages of two sizes, prompts that end within one, layers one by one and together."""
     key = Credentials.generate()
     with (
-        device_node("p", key, block_size=16, max_batch_tokens=40) as prefill,
+        device_node(
+            "p", key, block_size=16, max_batch_tokens=40, layer_batch_bytes=layer_batch_bytes
+        ) as prefill,
         device_node("d", key, op=op, block_size=8) as decode,
     ):
         assert prefill.engine.region.kind == decode.engine.region.kind == "cuda"

@@ -567,12 +567,21 @@ def build_transports(
 def choose_memory(transports: Sequence[Transport]) -> MemoryKind:
     """Where KV must be so that all of these move it: `shared` memory of the host, or a GPU's.
 
+    Digests of a GPU's memory have no key, so that it is moved within a host only.
+
     Raises:
-        ConfigError: they have neither in common.
+        ConfigError: they have neither in common, or one moves a GPU's memory to other hosts.
     """
-    for kind in _PREFERRED_MEMORY:
-        if all(kind in each.capabilities.memory for each in transports):
-            return kind
+    if all("shared" in each.capabilities.memory for each in transports):
+        return "shared"
+    if all("cuda" in each.capabilities.memory for each in transports):
+        beyond = [t.kind for t in transports if _leaves_host(t.capabilities)]
+        if beyond:
+            raise ConfigError(
+                f"{', '.join(beyond)} would move a GPU's memory to other hosts, where it could be "
+                "changed on its way: its digests have no key. Leave it out of transfer.transports"
+            )
+        return "cuda"
     kinds = "; ".join(f"{t.kind}: {', '.join(t.capabilities.memory)}" for t in transports)
     raise ConfigError(
         f"no memory can be reached by all of transfer.transports ({kinds}): cuda_ipc goes with no "
@@ -580,9 +589,11 @@ def choose_memory(transports: Sequence[Transport]) -> MemoryKind:
     )
 
 
-_PREFERRED_MEMORY: Final[tuple[MemoryKind, ...]] = ("shared", "cuda")
+def _leaves_host(capabilities: Capabilities) -> bool:
+    """Whether a transport reaches other hosts."""
+    return not (capabilities.same_host_only or capabilities.same_process_only)
 
 
 def _is_plain(transport: Transport) -> bool:
     can = transport.capabilities
-    return not (can.encrypted or can.same_host_only or can.same_process_only)
+    return not can.encrypted and _leaves_host(can)

@@ -71,8 +71,9 @@ def test_a_refusal_names_what_is_possible():
         as_viewer(Writer(claim()))
 
 
-def move(*memory):
-    return Writer(Capabilities(memory=memory, same_host_only=False), kind="-".join(memory))
+def move(*memory, same_host_only=True):
+    capabilities = Capabilities(memory=memory, same_host_only=same_host_only)
+    return Writer(capabilities, kind="-".join(memory))
 
 
 def test_kv_is_where_all_transports_reach_it():
@@ -81,3 +82,9 @@ def test_kv_is_where_all_transports_reach_it():
     assert choose_memory((move("cuda"), move("cuda", "shared"))) == "cuda"
     with pytest.raises(ConfigError, match="host-shared: host, shared; cuda: cuda"):
         choose_memory((move("host", "shared"), move("cuda")))
+
+
+def test_a_gpus_memory_does_not_leave_its_host():
+    """Its digests have no key: who is on the way could change what they are of."""
+    with pytest.raises(ConfigError, match="its digests have no key"):
+        choose_memory((move("cuda"), move("cuda", same_host_only=False)))

@@ -111,13 +111,13 @@ def make_tiles(runs: NDArray[np.int64]) -> NDArray[np.int64]:
 
     Filled up with runs of no bytes. Pages digested whole have one place, 0.
     """
+    places = np.unique(runs[:, 2]) if runs[:, 2].any() else np.zeros(1, np.int64)
     tiles = []
-    for place in np.unique(runs[:, 2]):
-        some = runs[runs[:, 2] == place]
-        filled = np.zeros((-(-len(some) // TILE_RUNS) * TILE_RUNS, 4), np.int64)
-        filled[: len(some)] = some
-        tiles.append(filled)
-    return np.concatenate([np.empty((0, 4), np.int64), *tiles])
+    for place in places:
+        some = runs if len(places) == 1 else runs[runs[:, 2] == place]
+        missing = -len(some) % TILE_RUNS
+        tiles.append(np.concatenate((some, np.zeros((missing, 4), np.int64))) if missing else some)
+    return np.concatenate(tiles) if len(tiles) > 1 else tiles[0]
 
 
 def compute_unit_bytes(address: int, gcd_of_runs: int) -> int:

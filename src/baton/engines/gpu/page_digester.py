@@ -117,12 +117,9 @@ class PageDigester:
         """See `DevicePages`. What was written before the call is what is digested.
 
         Raises:
-            TransferError: a run is outside its page.
+            TransferError: a run is outside its page, or the layers' pages have two sizes.
         """
-        runs = np.concatenate([
-            self._locate(layer, parts, index * parts.num_pieces)
-            for index, layer in enumerate(layers)
-        ])
+        runs = self._locate(layers, parts)
         num_pieces = len(layers) * parts.num_pieces
         if self._memory.device.type == "cpu":
             found = self._digest_runs(self._memory, runs, num_pieces)
@@ -145,18 +142,19 @@ class PageDigester:
         done.synchronize()
         return found
 
-    def _locate(self, layer: int, parts: PieceParts, first_piece: int) -> NDArray[np.int64]:
-        """The runs of one layer, as `DigestRuns` takes them."""
-        array, runs = self._arrays[layer], parts.runs
-        pages, firsts, lengths = runs[:, 1], runs[:, 2], runs[:, 3]
-        is_inside = (
-            (pages >= 0)
-            & (pages < array.num_pages)
-            & (firsts >= 0)
-            & (lengths > 0)
-            & (firsts + lengths <= array.page_bytes)
-        )
-        if not is_inside.all():
+    def _locate(self, layers: range, parts: PieceParts) -> NDArray[np.int64]:
+        """The runs of some layers, as `DigestRuns` takes them: the same in each of them."""
+        arrays = self._arrays[layers.start : layers.stop]
+        page_bytes, num_pages = arrays[0].page_bytes, min(each.num_pages for each in arrays)
+        if any(each.page_bytes != page_bytes for each in arrays):
+            raise TransferError("layers with pages of two sizes are digested one by one")
+        pieces, pages, firsts, lengths, places = parts.runs.T
+        is_inside = (pages >= 0) & (pages < num_pages) & (firsts >= 0) & (lengths > 0)
+        if not (is_inside & (firsts + lengths <= page_bytes)).all():
             raise TransferError("bytes to be digested are outside the region's pages")
-        offsets = array.offset_bytes + pages * array.page_bytes + firsts
-        return np.stack((offsets, lengths, runs[:, 4], runs[:, 0] + first_piece), axis=1)
+        offsets = np.array([each.offset_bytes for each in arrays], np.int64)
+        runs = np.empty((len(arrays), len(pieces), 4), np.int64)
+        runs[:, :, 0] = offsets[:, None] + (pages * page_bytes + firsts)
+        runs[:, :, 1], runs[:, :, 2] = lengths, places
+        runs[:, :, 3] = pieces + (np.arange(len(arrays)) * parts.num_pieces)[:, None]
+        return runs.reshape(-1, 4)
