@@ -14,7 +14,6 @@ copy of many.
 from __future__ import annotations
 
 import logging
-import math
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -213,7 +212,7 @@ class CopyStream:
         index = np.arange(min(2, len(pages)))
         with self._on_copy_stream(None):
             copier = self._copier_for(pages)
-            staging = self._stage(len(index), math.prod(pages.shape[1:]) * pages.element_size())
+            staging = self._stage(len(index), pages.shape[1:].numel() * pages.element_size())
             copier.gather(pages, index, staging)
             copier.scatter(staging, index, pages)
 
