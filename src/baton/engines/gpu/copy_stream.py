@@ -14,7 +14,6 @@ copy of many.
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,11 +27,11 @@ from baton.engines.gpu.page_copier import (
     choose_copier,
     upload_index,
 )
-from baton.errors import TransferError
+from baton.errors import BatonError, TransferError, mapped
 from baton.kv.copies import CopyGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from numpy.typing import NDArray
 
@@ -41,6 +40,8 @@ if TYPE_CHECKING:
 logger: Final = logging.getLogger(__name__)
 
 STAGING_BYTES: Final = 8 << 20
+DEVICE_ERRORS: Final[dict[type[Exception], type[BatonError]]] = {RuntimeError: TransferError}
+"""For `mapped`: what a device refuses, for want of memory too, or reports of earlier work."""
 _NO_SPANS: Final = np.empty((0, 3), np.int64)
 
 
@@ -56,7 +57,7 @@ class CopyEvent:
         Raises:
             TransferError: the device failed.
         """
-        with device_errors():
+        with mapped(DEVICE_ERRORS):
             return bool(self.done.query())
 
     def wait(self) -> None:
@@ -65,17 +66,8 @@ class CopyEvent:
         Raises:
             TransferError: the device failed.
         """
-        with device_errors():
+        with mapped(DEVICE_ERRORS):
             self.done.synchronize()
-
-
-@contextmanager
-def device_errors() -> Iterator[None]:
-    """What a device refuses, or reports of work that it was given before, as a `TransferError`."""
-    try:
-        yield
-    except RuntimeError as exc:  # torch's, for want of memory too
-        raise TransferError(f"the GPU failed to copy KV pages: {exc}") from exc
 
 
 def make_recorder(device: torch.device) -> Callable[[], torch.Event | None]:
