@@ -4,7 +4,8 @@
 
 A thread plays vLLM's: on a stream of its own it launches a pass of matrix products, stores each
 layer's KV into pages in vLLM's layout and reports the layer. Two real agents hand the pages over
-`shared`; decode's is in a process of its own, on the same GPU. Three configurations take turns:
+`shared`; decode's is in a process of its own, on the same GPU, and reads (as vLLM's connector does
+by default). Three configurations take turns:
 
     none     nothing is handed over
     events   as vLLM's connector does: a copy comes after an event, the agent asks if it is done
@@ -133,7 +134,14 @@ class Worker:
                 staging = DeviceWide(self.kv, host)
             pages = Pages(layout, [], (KVView(layout, region, staging),))
             self.nodes[how] = stack.enter_context(
-                node(f"{name}-{how}", kinds=("shared",), key=key, pages=pages, timeout_s=30.0)
+                node(
+                    f"{name}-{how}",
+                    kinds=("shared",),
+                    key=key,
+                    pages=pages,
+                    op="READ",
+                    timeout_s=30.0,
+                )
             )
 
 

@@ -98,10 +98,9 @@ class AgentLoop:
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._selector = options.io_backend.make_selector()
         self._waker = options.io_backend.make_waker()
-        self._is_woken = self._looks_often = False
+        self._is_woken = False
         self._waiting = AdaptiveWaiter(options.clock, options.spin_s)
         self._next_tick = 0.0
-        self._copy_pause_s = MIN_COPY_PAUSE_S
         probe_buffer = _allocate_probe_buffer(options)
         self._probe_target = ProbeTarget(probe_buffer, options.transports, options.clock)
         self._peers = PeerTable(
@@ -141,6 +140,7 @@ class AgentLoop:
         )
         self._views = context.views
         self._has_staging = any(view.is_staged for view in context.views)
+        self._looks_often, self._copy_pause_s = False, MIN_COPY_PAUSE_S
         self.importer, self.exporter = (
             SharedBlockImporter(context, ImportTable()),
             SharedBlockExporter(context),

@@ -37,6 +37,19 @@ def test_a_plain_model(tmp_path: Path) -> None:
     assert layers.names == tuple(main_layers())
 
 
+@pytest.mark.parametrize(
+    ("option", "value"), [("pipeline_parallel_size", 2), ("enable_dbo", True), ("ubatch_size", 2)]
+)
+def test_steps_that_are_cut_in_parts_are_refused(
+    option: str, value: object, tmp_path: Path
+) -> None:
+    config = configure(write_model(tmp_path / "m"))
+    cache = plan(config, main_layers())
+    setattr(config.parallel_config, option, value)
+    with pytest.raises(ConfigError, match="hands over no KV under"):
+        read_layers(config, cache, ALONE)
+
+
 def test_layers_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     config = configure(write_model(tmp_path / "m", num_hidden_layers=11))
     specs = main_layers(11)

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,11 +28,11 @@ from baton.engines.gpu.page_copier import (
     choose_copier,
     upload_index,
 )
-from baton.errors import TransferError
+from baton.errors import BatonError, TransferError, mapped
 from baton.kv.copies import CopyGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from numpy.typing import NDArray
 
@@ -43,6 +41,8 @@ if TYPE_CHECKING:
 logger: Final = logging.getLogger(__name__)
 
 STAGING_BYTES: Final = 8 << 20
+DEVICE_ERRORS: Final[dict[type[Exception], type[BatonError]]] = {RuntimeError: TransferError}
+"""For `mapped`: what a device refuses, for want of memory too, or reports of earlier work."""
 _NO_SPANS: Final = np.empty((0, 3), np.int64)
 
 
@@ -58,7 +58,7 @@ class CopyEvent:
         Raises:
             TransferError: the device failed.
         """
-        with device_errors():
+        with mapped(DEVICE_ERRORS):
             return bool(self.done.query())
 
     def wait(self) -> None:
@@ -67,17 +67,8 @@ class CopyEvent:
         Raises:
             TransferError: the device failed.
         """
-        with device_errors():
+        with mapped(DEVICE_ERRORS):
             self.done.synchronize()
-
-
-@contextmanager
-def device_errors() -> Iterator[None]:
-    """What a device refuses, or reports of work that it was given before, as a `TransferError`."""
-    try:
-        yield
-    except RuntimeError as exc:  # torch's, for want of memory too
-        raise TransferError(f"the GPU failed to copy KV pages: {exc}") from exc
 
 
 def make_recorder(device: torch.device) -> Callable[[], torch.Event | None]:
@@ -214,7 +205,7 @@ class CopyStream:
         index = np.arange(min(2, len(pages)))
         with self._on_copy_stream(None):
             copier = self._copier_for(pages)
-            staging = self._stage(len(index), math.prod(pages.shape[1:]) * pages.element_size())
+            staging = self._stage(len(index), pages.shape[1:].numel() * pages.element_size())
             copier.gather(pages, index, staging)
             copier.scatter(staging, index, pages)
 

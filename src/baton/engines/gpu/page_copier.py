@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import math
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
@@ -225,7 +224,7 @@ def upload_index(index: PageIndex, device: torch.device) -> torch.Tensor:
 
 
 def _page_bytes(pages: torch.Tensor) -> int:
-    return math.prod(pages.shape[1:]) * pages.element_size()
+    return pages.shape[1:].numel() * pages.element_size()
 
 
 def _pair(pages: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Final, cast
 
 import torch
 
-from baton.engines.gpu.copy_stream import CopyStream, device_errors, pin_memory
+from baton.engines.gpu.copy_stream import DEVICE_ERRORS, CopyStream, pin_memory
 from baton.engines.gpu.page_copier import view_rows
-from baton.errors import TransferError
+from baton.errors import TransferError, mapped
 from baton.transfer.region import view_pages
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class DevicePages:
             torch.from_numpy(view_pages(region.memory, array)) for array in region.arrays
         )
         pin_memory(region.memory, device)
-        with device_errors():
+        with mapped(DEVICE_ERRORS):
             self._to_host, self._to_device = CopyStream(device), CopyStream(device)
             for copy_stream in (self._to_host, self._to_device):
                 for layer_pages in self._pages:
@@ -66,7 +66,7 @@ class DevicePages:
         after: StreamPosition | None = None,
     ) -> CopyEvent:
         """See `Staging`."""
-        with device_errors():
+        with mapped(DEVICE_ERRORS):
             return self._to_host.to_host(
                 self._pages[layer], blocks, self._host[layer], staged, after=_as_event(after)
             )
@@ -79,14 +79,14 @@ class DevicePages:
         after: StreamPosition | None = None,
     ) -> CopyEvent:
         """See `Staging`."""
-        with device_errors():
+        with mapped(DEVICE_ERRORS):
             return self._to_device.to_device(
                 self._host[layer], staged, self._pages[layer], blocks, after=_as_event(after)
             )
 
     def close(self) -> None:
         """Wait for copies that were begun: then the region can be given back."""
-        with device_errors():
+        with mapped(DEVICE_ERRORS):
             self._to_host.wait()
             self._to_device.wait()
 

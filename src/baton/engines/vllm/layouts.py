@@ -217,6 +217,9 @@ def _check_parallelism(vllm_config: VllmConfig) -> None:
         if getattr(parallel, name, 1) > 1:
             flag = name.replace("_", "-")
             raise ConfigError(f"Baton hands over no KV under --{flag} above 1 yet")
+    if getattr(parallel, "use_ubatching", False):
+        # Each half of a step reports its layers, on a stream of its own: half of the KV is there.
+        raise ConfigError("Baton hands over no KV under --enable-dbo or --ubatch-size yet")
 
 
 def _layer_specs(kv_cache_config: KVCacheConfig) -> dict[str, AttentionSpec]:
