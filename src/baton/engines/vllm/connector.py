@@ -75,8 +75,8 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc] # vLLM is untyped
 
     orders: StepOrders | None
     has_tokens: bool
-    """Whether the step computes. vLLM's forward context does not always tell: its model runner V2,
-    the default on GPUs, starts loads after the forward pass, in a context without one."""
+    """Whether the step computes. vLLM's forward context does not always show it: model runner V2,
+    the default on GPUs, starts loads after the forward pass, in a context without metadata."""
 
 
 _NOTHING: Final = {has_tokens: StepMetadata(None, has_tokens) for has_tokens in (False, True)}
