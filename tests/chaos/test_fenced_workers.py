@@ -92,7 +92,8 @@ def test_the_old_life_of_a_worker_writes_nowhere(fleet: Fleet) -> None:
             return num_owners == 1
 
         await until("the second life is accepted", is_accepted, 20.0)
-        assert time.monotonic() - frozen_at > LEASE_S
+        # A lease runs from its last renewal, which was up to a third of it before.
+        assert time.monotonic() - frozen_at > LEASE_S / 2
         assert not answering.done(), "the handoff must be under way still"
         await until("the name has one owner", has_one_owner, 20.0)
 

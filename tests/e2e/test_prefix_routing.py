@@ -170,14 +170,18 @@ def test_a_prefix_is_loaded_from_the_worker_that_has_it(fleet, workers):
     both = [workers["one"], workers["two"]]
     settings = {**TLS, "router.policy": "cost", "router.options.cost.objective": "throughput"}
     gateway = fleet.start_gateway([], [], both=both, settings=settings)
-    beginning = {"role": "user", "content": f"one for all. {TEXT * 5}"}
-    chat(gateway, [beginning])
-    talks = [[beginning, {"role": "user", "content": f"{n}. {TEXT * 2}"}] for n in range(8)]
-    with ThreadPoolExecutor(len(talks)) as pool:
-        answers = list(pool.map(partial(chat_traced, gateway), talks))
-    handoffs = [trace for _, trace in answers if trace["decode"]["num_received_tokens"]]
-    loaded = [each for each in handoffs if num_prompt(each, "prefill") < num_prompt(each, "decode")]
-    assert loaded, "no prefix was loaded"
+    for number in range(5):  # how many of them wait at once, is this machine's business
+        beginning = {"role": "user", "content": f"one for all, {number}. {TEXT * 5}"}
+        chat(gateway, [beginning])
+        talks = [[beginning, {"role": "user", "content": f"{n}. {TEXT * 2}"}] for n in range(8)]
+        with ThreadPoolExecutor(len(talks)) as pool:
+            answers = list(pool.map(partial(chat_traced, gateway), talks))
+        handoffs = [trace for _, trace in answers if trace["decode"]["num_received_tokens"]]
+        loaded = [t for t in handoffs if num_prompt(t, "prefill") < num_prompt(t, "decode")]
+        if loaded:
+            break
+    else:
+        raise AssertionError("no prefix was loaded")
     for trace in loaded:
         num_tokens = num_prompt(trace, "decode")
         assert LEAST_LOADED <= trace["decode"]["num_received_tokens"] < num_tokens
