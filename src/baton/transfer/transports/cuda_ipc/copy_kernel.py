@@ -1,6 +1,6 @@
 """A kernel that copies many short runs at once, for the driver to compile (PTX).
 
-Given to the driver as copies, each run costs the calling thread some 4 us, whatever its length.
+Given to the driver as copies, each run costs the calling thread some 5 us, whatever its length.
 Here each warp takes a run, or a part of one, and has 4 KiB in flight. The runs are the kernel's
 parameters: nothing has to be uploaded. Copied are multiples of 16 bytes.
 """
