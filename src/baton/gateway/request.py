@@ -113,8 +113,9 @@ class CompletionBody:
         Raises:
             InvalidRequestError: the prompt has more.
         """
-        if self.gives_ids:
-            check_ids(bytes(self.fields["prompt"]), max_context_tokens())
+        prompt = self.fields.get("prompt")
+        if prompt is not None and lists_ids(memoryview(prompt)):
+            check_ids(bytes(prompt), max_context_tokens())
 
     def check_text(self, max_prompt_chars: Callable[[], int | None]) -> None:
         """Refuse a prompt that is a text and certainly too long for the model's workers.

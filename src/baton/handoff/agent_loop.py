@@ -175,7 +175,10 @@ class AgentLoop:
 
     def step(self) -> None:
         """Sleep until something is to be done, `TICK_S` at most, and do it."""
-        ready = self._wait()
+        if self._has_staging:
+            ready = self._wait()
+        else:
+            ready = self._waiting.wait(self._selector.select, TICK_S)
         sources: list[object] = []
         for key, _ in ready:
             sources.append(key.data)
