@@ -26,15 +26,14 @@ from typing import Final
 WINDOW_SHARE: Final = 0.5
 """A window's length, of the mean duration of a request."""
 MOST_WINDOWS: Final = 40
-LATEST_WINDOWS: Final = 6
 LEAST_TURNS: Final = 3
 """How often as many as are under way must have ended before closed loops are recognized."""
 MOST_RATIO: Final = 0.1
 """Squared changes over arrivals and ends, of closed loops."""
 MOST_CHANGE: Final = 2.0
 """What one window counts at most, as that ratio: clients that begin or leave together."""
-LEAST_UNDER_WAY: Final = 1.9
-"""On the average: two clients, one of which may pause for a moment. One alone shows nothing."""
+LEAST_UNDER_WAY: Final = 3.0
+"""On the average. The fewer they are, the less do independent arrivals change their number."""
 LASTED_SHARE: Final = 0.05
 """What the newest duration counts in the mean."""
 
@@ -88,12 +87,6 @@ class Arrivals:
     def num_begun(self) -> int:
         """Requests that were ever given to workers."""
         return self._num_ended + self._num_under_way
-
-    @property
-    def most_under_way(self) -> int:
-        """The most at once of the latest windows: of closed loops, all clients."""
-        latest = [each.most_under_way for each in list(self._windows)[-LATEST_WINDOWS:]]
-        return max(latest, default=self._most_under_way)
 
     @property
     def are_closed_loops(self) -> bool:

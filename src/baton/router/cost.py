@@ -38,7 +38,7 @@ from baton.router.cost_parts import (
 )
 from baton.router.demand import Limits
 from baton.router.devices import DeviceSums
-from baton.router.division import THROUGHPUT, Division
+from baton.router.division import Division
 from baton.router.explanation import ExplainedCandidate, why_unusable
 from baton.router.pair_search import MOST_OF_EACH, PairSearch
 from baton.router.pairing import (
@@ -72,8 +72,6 @@ PREFERRED_ALONE: Final = 0.95
 PREFERRED_REPLICA: Final = 0.75
 """The same where both do both parts, no labour is divided, and the first has no more of the prompt
 cached: the next requests need both, too."""
-PREFERRED_DIVIDED: Final = 1.0
-"""The same where the first only prefills at present: that is what it is for."""
 
 EQUAL: Final = 1.0 + 1e-9
 LOADING_MODES: Final = frozenset({"auto", "push"})
@@ -190,9 +188,8 @@ class CostPolicy:
         pairs = [] if first is None else [first]
         prefills = usable.prefills
         divided = [f"only prefilling at present: {', '.join(sorted(prefills))}"] if prefills else []
-        most = PREFERRED_DIVIDED if prefills else PREFERRED_ALONE
         for pair in chain(pairs, ranked):
-            if pair.prefill is None or pair.cost >= most * best.cost:
+            if pair.prefill is None or pair.cost >= PREFERRED_ALONE * best.cost:
                 break
             if pair.cost >= pair.preferred * best.cost:
                 continue
@@ -314,20 +311,16 @@ class CostPolicy:
         self, served: ModelWorkers, request: PlacementRequest, load: FleetLoad
     ) -> frozenset[WorkerId]:
         """The workers of both roles that only prefill at present."""
-        if self._mode == "colocated":
+        if self._options.objective == "throughput" or self._mode == "colocated":
             return frozenset()
         division = self._divisions.get(request.model)
         if division is None:
-            division = self._divisions[request.model] = self._begin_division()
+            limits = Limits(self._options.ttft_s, self._options.tpot_s)
+            division = self._divisions[request.model] = Division(limits)
         if division.is_due(request.at):
             both = [w for w in served.helpers if w.role is Role.BOTH and w.available]
             division.look(both, load, request.at)
         return division.prefills
-
-    def _begin_division(self) -> Division:
-        if self._options.objective == "throughput":
-            return Division(Limits(inf, inf), THROUGHPUT)
-        return Division(Limits(self._options.ttft_s, self._options.tpot_s))
 
     def _best_alone(self, parts: Parts, request: PlacementRequest) -> Candidate:
         """The best worker to do both parts; among equals the one that has had no prompt longest."""
@@ -378,9 +371,7 @@ class CostPolicy:
                 taking_s, preferred = float(handoff_s[at]), PREFERRED_ALONE
                 seen = parts.predict(first, second, taking_s, request.num_prompt_tokens)
                 ahead = parts.num_uncached[second] - parts.num_uncached[first]
-                if prefill.id in usable.prefills:
-                    preferred = PREFERRED_DIVIDED
-                elif prefill.role is Role.BOTH and ahead < LEAST_LOADED:
+                if prefill.role is Role.BOTH and not usable.prefills and ahead < LEAST_LOADED:
                     preferred = PREFERRED_REPLICA
                 cost = float(costs[at])
                 yield Candidate(prefill, decode, seen, cost, handoffs, preferred=preferred)

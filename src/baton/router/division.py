@@ -5,14 +5,13 @@ no single request gains by its first step, though all gain once it is made. So i
 and then: what the present division achieves is counted, what another one would achieve is predicted
 for the traffic as it comes (`router/demand.py`).
 
-    stays ◄── no other is predicted, or known, to be better by a margin, at such a load
+    stays ◄── no other is predicted to be `MUCH_BETTER`, or known to be `BETTER`, at such a load
       │       (before a whole window has passed: by more than chance)
       │
       └─► another division, until it is known what that achieves
             │ it achieves more: it stays
             │ it does not: back, and it is not tried again at such a load for a while
-            │ requests pile up meanwhile: back at once, and not again at such a load or a higher one
-            └ for throughput: its first answers show that it cannot gain: back at once
+            └ requests pile up meanwhile: back at once, and not again at such a load or a higher one
 
 Pure: times are given.
 """
@@ -36,10 +35,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from baton.ids import WorkerId
-    from baton.router.demand import Demand, Traffic
+    from baton.router.demand import Traffic
     from baton.router.fleet import WorkerView
-    from baton.router.learning import LearnedLine
-    from baton.router.load import EndedRequest, FleetLoad, ModelCosts
+    from baton.router.load import EndedRequest, FleetLoad
 
 LOOK_EVERY_S: Final = 1.0
 SETTLING_S: Final = 3.0
@@ -51,34 +49,14 @@ LEAST_ENDED: Final = 8
 """Requests from which what a division achieves is counted."""
 LEAST_INDEPENDENT: Final = 32
 """The same of independent arrivals: the share of good ones is what counts, and chance moves it."""
+MUCH_BETTER: Final = 1.1
+BETTER: Final = 1.05
+"""What must be predicted, or must be known of the last `KNOWN_FOR_S`, of another division."""
 KNOWN_FOR_S: Final = 120.0
 RETRY_AFTER_S: Final = 60.0
 MOST_RETRY_AFTER_S: Final = 3600.0
 ALIKE: Final = 1.5
 """Numbers of requests at once, one over the other."""
-
-
-@dataclass(frozen=True, slots=True)
-class Margins:
-    """What of another division, over the present one, decides for it.
-
-    `predicted`: where nothing of it is known; `known`: what it achieved within `KNOWN_FOR_S`;
-    `before_trial`: the same, of the one that a trial has replaced.
-    """
-
-    predicted: float
-    known: float
-    before_trial: float
-
-
-GOODPUT: Final = Margins(predicted=1.1, known=1.05, before_trial=1.05)
-THROUGHPUT: Final = Margins(predicted=0.9, known=1.03, before_trial=1.0)
-"""What divisions differ by is little, and mostly not in the learned costs: workers of one machine
-slow each other, and fewer of them are busy where some only prefill. So a division is tried unless
-it is predicted to lose, and stays if it serves more."""
-LEAST_SHOWN: Final = 0.5
-"""Of what a step's time depends on, before a trial is predicted again: with equal numbers of
-answers at all workers nothing shows what more of them at one would take, a trial does at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,25 +96,17 @@ class _Trial:
     """
 
     before: frozenset[WorkerId]
-    demand: Demand
+    at_once: float
     most_under_way: float
     predicted: float
 
     @classmethod
     def begin(
-        cls, before: frozenset[WorkerId], demand: Demand, num_under_way: int, predicted: float
+        cls, before: frozenset[WorkerId], at_once: float, num_under_way: int, predicted: float
     ) -> _Trial:
         """Of independent arrivals so many more come by chance: two standard deviations."""
         most = num_under_way + 2.0 * sqrt(max(1, num_under_way))
-        return cls(before, demand, most, predicted)
-
-    def predict_share(self, step: LearnedLine, num_workers: int, num_prefill: int) -> float:
-        """Requests a second, over those of the division before, by what steps take as known now."""
-        demand = replace(self.demand, step_s=(step.fixed, step.each))
-        there, _, _ = predict_rate(demand.of_division(num_prefill), num_workers, num_prefill)
-        num_before = len(self.before)
-        here, _, _ = predict_rate(demand.of_division(num_before), num_workers, num_before)
-        return there / here
+        return cls(before, at_once, most, predicted)
 
 
 def _is_alike(one: float, other: float) -> bool:
@@ -152,18 +122,12 @@ class Division:
     """
 
     limits: Limits
-    margins: Margins = GOODPUT
     prefills: frozenset[WorkerId] = frozenset()
     changed_at: float = float("-inf")
     _trial: _Trial | None = None
     _looked_at: float = float("-inf")
     _known: dict[int, _Known] = field(default_factory=dict)
     _refuted: dict[int, _Refuted] = field(default_factory=dict)
-
-    @property
-    def _is_hopeful(self) -> bool:
-        """Whether divisions are tried that are not predicted to gain."""
-        return self.margins.predicted < 1.0
 
     def is_due(self, now: float) -> bool:
         """Whether it is time to look again."""
@@ -182,9 +146,10 @@ class Division:
         if len(workers) < 2:  # noqa: PLR2004 - a pair
             return
         num_under_way = sum(load.of(each.id, each.model).num_decodes for each in workers)
-        costs = load.costs(workers[0].model)
-        if self._is_ended(costs, num_under_way, len(workers), now):
+        if self._trial is not None and num_under_way > self._trial.most_under_way:
+            self._give_up(self._trial, now)
             return
+        costs = load.costs(workers[0].model)
         least = LEAST_ENDED if costs.arrivals.are_closed_loops else LEAST_INDEPENDENT
         ended, is_whole = self._find_ended(costs.ended, now, least)
         if not ended:
@@ -192,40 +157,16 @@ class Division:
         # Two standard deviations of a share of so many requests, as a rate.
         doubt = 0.0 if is_whole else sqrt(len(ended)) / (now - ended[0].at)
         traffic = self._find_traffic(ended, workers, load, num_under_way=num_under_way, now=now)
-        chosen = self._judge(traffic, doubt, now)
-        at_once = traffic.demand.num_at_once
+        chosen, at_once = self._judge(traffic, doubt, now), traffic.demand.num_at_once
         if is_whole:
-            if self._trial is not None and chosen == len(self.prefills) and self._is_hopeful:
-                self._refute(len(self._trial.before), at_once, now)
             self._trial = None
         if chosen != len(self.prefills):
             trial = None
             if self._find_known(chosen, at_once, now) is None:
                 predicted = traffic.predict(chosen)
-                trial = _Trial.begin(self.prefills, traffic.demand, num_under_way, predicted)
+                trial = _Trial.begin(self.prefills, at_once, num_under_way, predicted)
             self._set(chosen, workers, load, now)
             self._trial = trial
-
-    def _is_ended(
-        self, costs: ModelCosts, num_under_way: int, num_workers: int, now: float
-    ) -> bool:
-        """Whether there is nothing to divide, or a trial is given up before its effect is known."""
-        if self._is_hopeful and not costs.arrivals.are_closed_loops:
-            if self.prefills:  # of independent arrivals no division serves more
-                self._change(frozenset(), now)
-            return True
-        trial = self._trial
-        if trial is None:
-            return False
-        if num_under_way > trial.most_under_way:  # they come faster than they are served
-            self._give_up(trial, now, is_too_slow=True)
-            return True
-        if self._is_hopeful and costs.step.shown >= LEAST_SHOWN:
-            share = trial.predict_share(costs.step, num_workers, len(self.prefills))
-            if share < self.margins.predicted:
-                self._give_up(trial, now, share=share)
-                return True
-        return False
 
     def _find_traffic(
         self,
@@ -238,11 +179,8 @@ class Division:
     ) -> Traffic:
         """How requests come, and what this division achieves, which is known from now on."""
         num_prefill, window_s = len(self.prefills), now - ended[0].at
-        arrivals = load.costs(workers[0].model).arrivals
         rate = len(ended) / window_s
-        if arrivals.are_closed_loops:  # counts depend on where in a wave the window ends
-            rate = arrivals.most_under_way * len(ended) / sum(each.lasted_s for each in ended)
-        achieved = Achieved(rate, rate * sum(map(self.limits.are_met, ended)) / len(ended))
+        achieved = Achieved(rate, sum(map(self.limits.are_met, ended)) / window_s)
         demand = find_demand(ended, window_s, workers, load)
         at_once = max(demand.num_at_once, num_under_way)
         demand = replace(demand, num_at_once=at_once)
@@ -250,6 +188,7 @@ class Division:
         if known is not None:
             achieved = achieved.mean_with(known)
         self._known[num_prefill] = _Known(achieved, at_once, now)
+        arrivals = load.costs(workers[0].model).arrivals
         if not arrivals.are_closed_loops:
             return IndependentArrivals(demand, self.limits, achieved, len(workers), num_prefill)
         predicted, _, _ = predict_rate(demand, len(workers), num_prefill)
@@ -295,31 +234,25 @@ class Division:
                 continue
             known = self._find_known(other, at_once, now)
             if known is not None:
-                was_before = self._trial is not None and other == len(self._trial.before)
-                margins = self.margins
-                worth = traffic.value(known)
-                worth /= margins.before_trial if was_before else margins.known
+                worth = traffic.value(known) / BETTER
             else:
-                worth = traffic.predict(other) * (believed if other else 1.0)
-                worth /= self.margins.predicted
+                worth = traffic.predict(other) * (believed if other else 1.0) / MUCH_BETTER
             if worth > most:
                 best, most, is_known = other, worth, known is not None
         if is_known:  # back: what was tried is not as good
             share = 1.0 if self._trial is None else min(1.0, achieved / self._trial.predicted)
-            self._refute(num, at_once, now, share=share)
+            self._refute(at_once, now, share=share)
         return best
 
-    def _give_up(
-        self, trial: _Trial, now: float, *, is_too_slow: bool = False, share: float = 1.0
-    ) -> None:
-        """Back to the division before; see `_Refuted`."""
-        at_once = trial.demand.num_at_once
-        self._refute(len(self.prefills), at_once, now, is_too_slow=is_too_slow, share=share)
+    def _give_up(self, trial: _Trial, now: float) -> None:
+        """Requests pile up: they come faster than this division serves them."""
+        self._refute(trial.at_once, now, is_too_slow=True)
         self._change(trial.before, now)
 
     def _refute(
-        self, num: int, at_once: float, now: float, *, is_too_slow: bool = False, share: float = 1.0
+        self, at_once: float, now: float, *, is_too_slow: bool = False, share: float = 1.0
     ) -> None:
+        num = len(self.prefills)
         before = self._refuted.get(num)
         for_s = RETRY_AFTER_S if before is None else min(MOST_RETRY_AFTER_S, 2 * before.for_s)
         self._refuted[num] = _Refuted(for_s, at_once, now, is_too_slow, share)

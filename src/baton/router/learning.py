@@ -54,7 +54,7 @@ class LearnedLine:
     """What workers share. `guess`: fixed seconds, and for each unit of size, before any was seen.
 
     `num_seen` observations of `num_workers`, the means of whose logarithms are `sum_of_logs` in
-    all. `shown` is how much of the slope they show, 0 (it is the guess's) to 1. Owner: one thread.
+    all. Owner: one thread.
     """
 
     guess: tuple[float, float]
@@ -63,7 +63,6 @@ class LearnedLine:
     num_seen: int = 0
     num_workers: int = 0
     sum_of_logs: float = 0.0
-    shown: float = 0.0
     _sums: list[float] = field(default_factory=lambda: [0.0] * 6)
 
     def __post_init__(self) -> None:
@@ -127,15 +126,13 @@ class LearnedLine:
         usual = fixed + each * size
         each *= seconds / usual if usual else 0.0
         spread, together = squares - size * size, products - size * seconds
-        self.shown = 0.0
         # More never takes less: where that is seen, it comes from something else.
         if spread > _TINY * squares and together > 0.0:
-            slope = together / spread
-            unexplained = variance - seconds * seconds - slope * together
+            shown = together / spread
+            unexplained = variance - seconds * seconds - shown * together
             uncertain = max(unexplained, _TINY * seconds * seconds) / (weight * spread)
             guessed = SLOPE_SPREAD * seconds / size
-            self.shown = 1.0 / (1.0 + uncertain / (guessed * guessed))
-            each += (slope - each) * self.shown
+            each += (shown - each) / (1.0 + uncertain / (guessed * guessed))
         fixed = seconds - each * size
         if fixed < 0.0:
             fixed, each = 0.0, products / squares

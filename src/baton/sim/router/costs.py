@@ -38,7 +38,7 @@ class SimulatedCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_tokens: _Count = 1 << 18
     event_delay_s: _Seconds = 0.05
     reports_queued: bool = True
-    num_processors: Annotated[float, msgspec.Meta(ge=1, le=1e4)] | None = None
+    num_processors: _Count | None = None
     workers_per_device: _Count | None = None
     store_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 0
     workers_per_store: _Count | None = None

@@ -59,7 +59,7 @@ class Timeline:
 class Processors:
     """What workers compute on. The same seed, the same times. Owner: one simulation."""
 
-    def __init__(self, num: float | None, jitter: float, seed: int) -> None:
+    def __init__(self, num: int | None, jitter: float, seed: int) -> None:
         self._num, self._jitter = num, jitter
         self._num_busy = 0
         self._random = Random(seed)  # noqa: S311 - a simulation, no secret
