@@ -249,6 +249,7 @@ class IncomingHandoff(MutableRecord):  # noqa: PLR0904 - all that concerns one h
             if self.peer is None or self.theirs is None:
                 raise AssertionError("nothing is noticed before the terms are settled")
             pages, theirs = self._mapped_pages, self.theirs
+            memory = pages.view.region.device
             key, plan = None, self.session.plan
             if plan is None or not plan.plain_digests:
                 key = DigestKey(self.peer.link.digest_secret, self.session.ticket)
@@ -257,7 +258,7 @@ class IncomingHandoff(MutableRecord):  # noqa: PLR0904 - all that concerns one h
                 pages.sequence,
                 theirs.layout,
                 key,
-                device=pages.view.device_access,
+                device=None if memory is None else memory.access,
             )
         return self._verifier
 

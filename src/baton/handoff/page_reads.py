@@ -209,7 +209,7 @@ class PageReads:
         ours = mapped_pages.sequence
         planner, tables = incoming.planner, incoming.block_tables
         if planner is None or tables is None:  # neither layout changes while there is the link
-            is_on_device = mapped_pages.view.device_access is not None
+            is_on_device = mapped_pages.view.region.device is not None
             joined = MAX_JOINED_DEVICE_BYTES if is_on_device else MAX_JOINED_BYTES
             planner = incoming.planner = CopyPlanner(theirs.layout, ours.layout, joined)
             tables = incoming.block_tables = BlockTableCache()

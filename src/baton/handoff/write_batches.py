@@ -436,7 +436,7 @@ class OutgoingHandoff(MutableRecord):
         if self._builder is None:
             granted, mapped_pages = self.grant_to_fill, self.pages_to_send
             theirs = granted.peer.views_for(granted.grant.encoding).theirs
-            layout = theirs.layout
+            layout, memory = theirs.layout, mapped_pages.view.region.device
             target = (
                 PagedSequence(layout, granted.target)
                 if self.session.is_written
@@ -448,7 +448,7 @@ class OutgoingHandoff(MutableRecord):
                 target,
                 theirs.regions[0].arrays,
                 key=None if granted.grant.plain_digests else _derive_key(granted),
-                device=mapped_pages.view.device_access,
+                device=None if memory is None else memory.access,
             )
         return self._builder
 

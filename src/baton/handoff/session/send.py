@@ -202,7 +202,8 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             return []
         self._page_tokens, self._is_staged = page_tokens, is_staged
         self.phase = SendPhase.SENDING
-        return self._gather_or_submit(range(len(self._ready)))
+        advance = self._gather_ready if is_staged else self._submit_ready
+        return advance(range(len(self._ready)))
 
     def layers_ready(self, layers: Sequence[int], stop: int) -> list[SendAction]:
         """KV of tokens `[0, stop)` of these layers is in place."""
@@ -211,7 +212,8 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             ready[layer] = max(ready[layer], stop)
         if self.phase is not SendPhase.SENDING:
             return []
-        return self._gather_or_submit(layers)
+        advance = self._gather_ready if self._is_staged else self._submit_ready
+        return advance(layers)
 
     def gathering(self) -> None:
         """A `GatherPages`, or a part of it, has begun."""
@@ -367,10 +369,8 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         what = "no grant came from the decode worker" if self.grant is None else "still sending"
         return self.fail(f"the deadline passed: {what}", stage=str(self.phase))
 
-    def _gather_or_submit(self, layers: Sequence[int]) -> list[SendAction]:
-        """Go on with layers of which more was computed."""
-        if not self._is_staged:
-            return self._submit_ready(layers)
+    def _gather_ready(self, layers: Sequence[int]) -> list[SendAction]:
+        """Of a staged view: what was computed is first copied to the view's pages."""
         due = self._find_due(layers, self._asked, self._ready)
         for layer, _, stop in due:
             self._asked[layer] = stop
@@ -437,8 +437,9 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     def _settle(self) -> list[SendAction]:
         """End, once no copy or write holds the source pages, and the peer needs them no more."""
         is_settled = self.phase is SendPhase.ENDING or (not self.over and self._is_acked)
-        is_held = self._writes.are_under_way or self._num_gathering
-        return self._over() if is_settled and not is_held else []
+        if not is_settled or self._num_gathering or self._writes.are_under_way:
+            return []
+        return self._over()
 
     def check_invariants(self) -> None:
         """Raise AssertionError where the books of what was sent disagree."""
