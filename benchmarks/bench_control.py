@@ -32,7 +32,10 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from control_figures import (
+    PUSH,
     TARGET_CONCURRENCY,
+    TLS,
+    WHOLE,
     Figure,
     GatewaySample,
     Sample,
@@ -77,13 +80,17 @@ console = Console(width=None if sys.stdout.isatty() else 190)
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured: seconds of a load, events of a stream, repetitions of the agents."""
+    """How much is measured: seconds of a load, events of a stream, repetitions of the agents.
+
+    `gateways` are measured beside the proxy and other routers.
+    """
 
     num_rounds: int
     duration_s: float
     num_events: int
     num_handoffs: int
     concurrencies: tuple[int, ...]
+    gateways: tuple[str, ...]
     budget_s: float
     """After so much time of this process no row begins, and no round but the first one of a row."""
 
@@ -100,8 +107,9 @@ class Effort:
             yield number
 
 
-FULL = Effort(5, 1.5, 200, 31, CONCURRENCIES, float("inf"))
-SHORT = Effort(2, 0.6, 50, 9, (TARGET_CONCURRENCY,), 50.0)
+GATEWAYS = (WHOLE, PUSH, WHOLE + TLS, PUSH + TLS)
+FULL = Effort(5, 1.5, 200, 31, CONCURRENCIES, GATEWAYS, float("inf"))
+SHORT = Effort(2, 0.6, 50, 9, (TARGET_CONCURRENCY,), GATEWAYS[:2], 50.0)
 
 
 @dataclass
@@ -199,7 +207,8 @@ def measure(row: str, effort: Effort, peers: Path | None, findings: Findings) ->
             case "gateway":
                 with Fleet(folder, environment) as fleet:
                     load = GatewayLoad(effort.duration_s, effort.num_events)
-                    found = measure_gateways(fleet, load, effort.rounds(), peers)
+                    rounds, names = effort.rounds(), effort.gateways
+                    found = measure_gateways(fleet, load, rounds, names, peers)
                 findings.gateways += found
                 findings.figures += find_gateway_figures(found)
             case "agents":

@@ -20,6 +20,8 @@ MOST_TTFT_RATIO = {
 LEAST_THROUGHPUT_RATIO = {"embedded": 0.85}
 TARGET_CONCURRENCY = 16
 PUSH, WHOLE = "baton, push", "baton, 2 workers"
+TLS = ", TLS"
+"""Behind the name of a configuration: with TLS between gateway and workers."""
 
 
 @dataclass(frozen=True)
@@ -166,19 +168,22 @@ def find_gateway_figures(samples: list[GatewaySample]) -> Iterator[Figure]:
         "gateway", "CPU per SSE event, 50 a second and stream", "us",
         values(WHOLE, "event", _cpu_us), at_most=25,
     )  # fmt: skip
-    for other in dict.fromkeys(s.configuration for s in samples):
-        if other in {PUSH, WHOLE}:
-            continue
-        for name, configuration, load in (
-            ("push, CPU per request", PUSH, "whole"),
-            ("whole requests, CPU", WHOLE, "whole"),
-            ("SSE event, CPU", WHOLE, "event"),
-        ):
-            pairs = zip(
-                values(configuration, load, _cpu_us), values(other, load, _cpu_us), strict=True
-            )
+    others = {s.configuration: None for s in samples}.keys() - {PUSH, WHOLE}
+    for name, configuration, load in (
+        ("push, CPU per request", PUSH, "whole"),
+        ("whole requests, CPU", WHOLE, "whole"),
+        ("SSE event, CPU", WHOLE, "event"),
+    ):
+        own, tls = values(configuration, load, _cpu_us), configuration + TLS
+        for other in sorted(other for other in others if not other.endswith(TLS)):
+            pairs = zip(own, values(other, load, _cpu_us), strict=True)
             yield Figure(
                 "gateway", f"{name} over {other}'s", "ratio", tuple(a / b for a, b in pairs)
+            )
+        if tls in others:
+            pairs = zip(values(tls, load, _cpu_us), own, strict=True)
+            yield Figure(
+                "gateway", f"{name}, with TLS over without", "ratio", tuple(a / b for a, b in pairs)
             )
 
 

@@ -1,8 +1,9 @@
 """Gateways and routers on one core, client and scripted workers on the other.
 
-proxy              the byte copier of bench_gateway.py
+proxy              the byte copier of plain_proxy.py
 baton, 2 workers   `baton gateway` before two workers of both roles: one upstream request
 baton, push        `baton gateway` before prefill and decode: two upstream requests and a ticket
+baton, …, TLS      the same before workers that speak TLS (the default); the ticket is not signed
 vllm-router, sglang-router   before two workers, round-robin
 """
 
@@ -22,21 +23,32 @@ from typing import TYPE_CHECKING
 import numpy as np
 import uvloop
 from bench_burst import read_threads
-from bench_gateway import DONE, EVENT, MODEL, ServerProcess, proxy_app
-from control_figures import GatewaySample
+from control_figures import PUSH, TLS, GatewaySample
+from control_figures import WHOLE as WHOLE_REQUESTS
 from control_fleets import pin
 from control_load import PATH, is_whole, run_load, run_streams
+from plain_proxy import plain_proxy
 from vllm_servers import ServerError, find_free_port, post
 
+from baton.auth.credentials import Credentials
+from baton.auth.key import ClusterKey
 from baton.ids import new_epoch
+from baton.net.tls import ClusterTls
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    import ssl
+    from collections.abc import Iterator, Sequence
     from multiprocessing.connection import Connection
     from pathlib import Path
 
     from baton.testing.fleet import Fleet
 
+MODEL = "demo"
+EVENT = (
+    b'data: {"id":"cmpl-1","object":"text_completion","created":1,"model":"demo","choices":'
+    b'[{"index":0,"text":" token","logprobs":null,"finish_reason":null}]}\n\n'
+)
+DONE = b"data: [DONE]\n\n"
 ROLES = ("both", "both", "prefill", "decode")
 CONCURRENCY = 32
 NUM_STREAMS = 16
@@ -122,38 +134,46 @@ ANSWER = json.dumps({
 }).encode()  # fmt: skip
 
 
-def serve_upstreams(ports_out: Connection, core: int) -> None:
-    """Body of the process of all scripted workers, one port for each of ROLES."""
+def serve_upstreams(ports_out: Connection, core: int, key: str) -> None:
+    """Body of the process of all scripted workers: a port for each of ROLES, then those of TLS."""
     os.sched_setaffinity(0, {core})
+    tls = ClusterTls(Credentials.of(ClusterKey.from_hex(key))).listening
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve_upstreams(ports_out))
+        runner.run(_serve_upstreams(ports_out, (None, tls)))
 
 
-async def _serve_upstreams(ports_out: Connection) -> None:
+async def _serve_upstreams(ports_out: Connection, kinds: Sequence[ssl.SSLContext | None]) -> None:
     loop, ports = asyncio.get_running_loop(), []
-    for number, role in enumerate(ROLES):
-        info = json.dumps({
-            "worker": f"{role}-{number}", "epoch": new_epoch(), "role": role, "model": "m",
-            "served_model_name": MODEL, "fingerprint": "f", "max_context_tokens": 4096,
-            "handoff_address": "127.0.0.1:1", "layout": {}, "transports": ["tcp"], "version": "0",
-        }).encode()  # fmt: skip
-        server = await loop.create_server(
-            lambda info=info, role=role: _Upstream(info, role), "127.0.0.1", 0
-        )
-        ports.append(server.sockets[0].getsockname()[1])
+    for tls in kinds:
+        for number, role in enumerate(ROLES):
+            info = json.dumps({
+                "worker": f"{role}-{number}", "epoch": new_epoch(), "role": role, "model": "m",
+                "served_model_name": MODEL, "fingerprint": "f", "max_context_tokens": 4096,
+                "handoff_address": "127.0.0.1:1", "layout": {}, "transports": ["tcp"],
+                "version": "0", "takes_unsigned_tickets": tls is not None,
+            }).encode()  # fmt: skip
+            server = await loop.create_server(
+                lambda info=info, role=role: _Upstream(info, role), "127.0.0.1", 0, ssl=tls
+            )
+            ports.append(server.sockets[0].getsockname()[1])
     ports_out.send(ports)
     await asyncio.Event().wait()
 
 
 @contextmanager
-def upstreams(core: int) -> Iterator[list[str]]:
-    """URLs of the scripted workers, as many as ROLES."""
+def upstreams(core: int, key: str) -> Iterator[tuple[list[str], list[str]]]:
+    """URLs of the scripted workers, as many as ROLES: without TLS, and with it."""
     reading, writing = multiprocessing.Pipe(duplex=False)
     context = multiprocessing.get_context("spawn")
-    process = context.Process(target=serve_upstreams, args=(writing, core), daemon=True)
+    process = context.Process(target=serve_upstreams, args=(writing, core, key), daemon=True)
     process.start()
     try:
-        yield [f"http://127.0.0.1:{port}" for port in reading.recv()]
+        ports = reading.recv()
+        plain, tls = ports[: len(ROLES)], ports[len(ROLES) :]
+        yield (
+            [f"http://127.0.0.1:{port}" for port in plain],
+            [f"https://127.0.0.1:{port}" for port in tls],
+        )
     finally:
         process.terminate()
         process.join(5)
@@ -199,28 +219,29 @@ def _cpu_s(pid: int) -> float:
 
 
 @contextmanager
-def gateways(fleet: Fleet, peers: Path | None) -> Iterator[dict[str, tuple[str, int]]]:
+def gateways(
+    fleet: Fleet, configurations: Sequence[str], peers: Path | None
+) -> Iterator[dict[str, tuple[str, int]]]:
     """URL and process id by name: all on the first core, this process and workers on the last.
 
     `peers` is a virtual environment with the routers; None leaves them out.
     """
     cores = sorted(os.sched_getaffinity(0))
     with ExitStack() as stack:
-        urls = stack.enter_context(upstreams(cores[-1]))
-        proxy = ServerProcess(proxy_app, urls[0])
-        stack.callback(proxy.stop)
-        turns = {"gateway.workers": urls[:2], "router.policy": "round_robin"}  # as the peers do
-        both = fleet.start_gateway([], [], settings=turns)
-        push = fleet.start_gateway(
-            [], [], settings={"gateway.prefill": urls[2:3], "gateway.decode": urls[3:]}
-        )
-        found = {
-            "proxy": (proxy.url, proxy.pid),
-            "baton, 2 workers": (both.url, both.pid),
-            "baton, push": (push.url, push.pid),
-        }
+        key = fleet.environment["BATON_CLUSTER_KEY"]
+        plain, tls = stack.enter_context(upstreams(cores[-1], key))
+        settings: dict[str, dict[str, object]] = {}
+        for suffix, kind, urls in (("", "off", plain), (TLS, "control", tls)):
+            turns = {"gateway.workers": urls[:2], "router.policy": "round_robin"}  # as the peers do
+            pair = {"gateway.prefill": urls[2:3], "gateway.decode": urls[3:]}
+            settings[WHOLE_REQUESTS + suffix] = {"security.tls": kind, **turns}
+            settings[PUSH + suffix] = {"security.tls": kind, **pair}
+        found = {"proxy": stack.enter_context(plain_proxy(plain[0]))}
+        for name in configurations:
+            gateway = fleet.start_gateway([], [], settings=settings[name])
+            found[name] = gateway.url, gateway.pid
         for name in PEERS if peers is not None else ():
-            found[name] = stack.enter_context(router(name, peers, urls[:2]))
+            found[name] = stack.enter_context(router(name, peers, plain[:2]))
         time.sleep(1.0)  # both workers of the push configuration have been found by now
         for _, pid in found.values():
             pin(pid, {cores[0]})
@@ -277,11 +298,15 @@ def router(
 
 
 def measure_gateways(
-    fleet: Fleet, load: GatewayLoad, rounds: Iterator[int], peers: Path | None
+    fleet: Fleet,
+    load: GatewayLoad,
+    rounds: Iterator[int],
+    configurations: Sequence[str],
+    peers: Path | None,
 ) -> list[GatewaySample]:
-    """All configurations in turn, in the other order every second round, warmed up before."""
+    """Those and the others in turn, in the other order every second round, warmed up before."""
     samples = []
-    with gateways(fleet, peers) as found:
+    with gateways(fleet, configurations, peers) as found:
         warm_up = GatewayLoad(load.duration_s / 2, 2)
         for name, served in found.items():
             for kind in KINDS:
