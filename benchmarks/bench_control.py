@@ -49,11 +49,11 @@ from control_fleets import (
     LENGTHS,
     MODEL,
     FleetLoad,
-    make_model,
     start_servings,
 )
 from control_gateway import PEERS, GatewayLoad, RouterError, measure_gateways
 from control_load import LoadError
+from random_model import make_model
 from rich.console import Console
 from rich.table import Table
 
@@ -201,7 +201,7 @@ def measure(row: str, effort: Effort, peers: Path | None, findings: Findings) ->
         match row:
             case "embedded" | "vllm":
                 with Fleet(folder, environment, tls="control") as fleet:  # as it is by default
-                    samples = measure_fleets(fleet, make_model(folder), row, effort)
+                    samples = measure_fleets(fleet, make_model(folder, MODEL), row, effort)
                 findings.fleets += samples
                 findings.figures += find_fleet_figures(samples)
             case "gateway":

@@ -27,7 +27,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -41,6 +40,7 @@ from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
+from random_model import make_model
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -66,7 +66,8 @@ DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 BLOCK = 64
 CONTEXT, SCORED, GREEDY = 1024, 256, 64
 BATCH_BYTES = 8 << 20
-LINK_MODEL = ("--layers", "4", "--hidden", "512", "--heads", "4", "--intermediate", "256")
+LINK_MODEL = {"layers": 4, "hidden": 512, "heads": 4, "intermediate": 256}
+"""Heads of 128: 16 KiB of KV for each token in float32."""
 LINK_ARMS = ("raw", "int8")
 Cache = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -317,7 +318,7 @@ def measure_link(options: argparse.Namespace) -> list[Answer]:
             fleet = stack.enter_context(Fleet(folder, environment))
             for host in hosts if mbit else ():
                 shape(host, mbit)
-            model = make_model(folder)
+            model = make_model(folder, LINK_MODEL)
             arms = {arm: start_arm(fleet, hosts, model, (arm, dtype)) for arm in LINK_ARMS}
             rng = np.random.default_rng(1)
             for number in range(options.rounds + 1):
@@ -386,15 +387,6 @@ def start_arm(
         fleet.start_gateway([], [], both=[prefill]).url,
         fleet.start_gateway([prefill], [decode], settings=pair).url,
     )
-
-
-def make_model(folder: Path) -> Path:
-    """A random Llama with heads of 128: 16 KiB of KV for each token in float32."""
-    path = folder / "model"
-    command = [sys.executable, "-m", "baton.cli", "model", "make", "--random", *LINK_MODEL]
-    command += ["--context", "8192", "--dtype", "float32", "--out", str(path)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return path
 
 
 # ---------------------------------------------------------------------------- output

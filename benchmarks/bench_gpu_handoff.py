@@ -20,7 +20,6 @@ import json
 import os
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +29,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import numpy as np
+from random_model import make_model
 import torch
 
 from baton.testing.fleet import Fleet
@@ -104,22 +104,11 @@ def main() -> None:
         sys.exit(1)
 
 
-def make_model(folder: Path, num_layers: int) -> Path:
-    """A random Llama in float32."""
-    path = folder / "model"
-    sizes = MODEL | {"layers": num_layers}
-    shape = [word for key, value in sizes.items() for word in (f"--{key}", str(value))]
-    shape += ["--dtype", "float32", "--out", str(path)]
-    command = [sys.executable, "-m", "baton.cli", "model", "make", "--random", *shape]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return path
-
-
 def measure(folder: Path, options: argparse.Namespace) -> tuple[list[Sample], list[str]]:
     """Start all workers, ask the configurations in turn; the samples, and what probes found."""
     began_at = time.monotonic()
     settings: dict[str, object] = {
-        "worker.model": str(make_model(folder, options.layers)),
+        "worker.model": str(make_model(folder, MODEL | {"layers": options.layers})),
         "worker.served_model_name": "model",
         "engine.device": options.device,
         "engine.dtype": "float32",

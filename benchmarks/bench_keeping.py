@@ -35,7 +35,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from bench_prefixes import make_model
+from bench_prefixes import MODEL
+from random_model import make_model
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -285,7 +286,7 @@ def main() -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         memory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
-        model = make_model(folder)
+        model = make_model(folder, MODEL)
         nodes = [Node(arm, model, memory, options.share) for arm in options.arms]
         for node in nodes:
             stack.callback(node.stop)

@@ -21,7 +21,6 @@ import http.client
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,6 +34,7 @@ import numpy as np
 from bench_recovery import find, is_free, read, wait_until
 from bench_ttft import read_trace
 from bench_verification import read_info
+from random_model import make_model
 from rich.console import Console
 from rich.table import Table
 
@@ -49,8 +49,7 @@ if TYPE_CHECKING:
     from baton.testing.fleet import FleetProcess
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
-MODEL = {"layers": 4, "hidden": 256, "heads": 8, "kv-heads": 8}
-CONTEXT_TOKENS = 8448
+MODEL = {"layers": 4, "hidden": 256, "heads": 8, "kv-heads": 8, "context": 8448}
 NUM_OUTPUT_TOKENS = 16
 KV_BYTES = 512 << 20
 STORE_BYTES = 1 << 30
@@ -128,21 +127,11 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def make_model(folder: Path, dtype: str) -> Path:
-    """A random Llama of about 6 million parameters."""
-    path = folder / "model"
-    shape = [word for key, value in MODEL.items() for word in (f"--{key}", str(value))]
-    command = [sys.executable, "-m", "baton.cli", "model", "make", "--random", *shape]
-    command += ["--context", str(CONTEXT_TOKENS), "--dtype", dtype, "--out", str(path)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return path
-
-
 def worker_settings(folder: Path, options: argparse.Namespace) -> dict[str, object]:
     """The same for both workers."""
     store = f"store.options.{options.store}"
     settings: dict[str, object] = {
-        "worker.model": str(make_model(folder, options.dtype)),
+        "worker.model": str(make_model(folder, MODEL, options.dtype)),
         "worker.served_model_name": "model",
         "worker.engine": options.engine,
         "engine.num_threads": 1,
@@ -155,7 +144,7 @@ def worker_settings(folder: Path, options: argparse.Namespace) -> dict[str, obje
     if options.store == "file":
         settings[f"{store}.directory"] = str(folder / "store")
     if options.engine == "vllm":
-        settings["engine.max_context_tokens"] = CONTEXT_TOKENS
+        settings["engine.max_context_tokens"] = MODEL["context"]
     return settings
 
 

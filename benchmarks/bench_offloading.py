@@ -42,8 +42,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from bench_prefixes import make_model
+from bench_prefixes import MODEL
 from bench_store_peers import contain, start_master
+from random_model import make_model
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -239,7 +240,7 @@ def main() -> None:
         contain()
     runs: list[Run] = []
     with ExitStack() as stack:
-        model = make_model(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        model = make_model(Path(stack.enter_context(tempfile.TemporaryDirectory())), MODEL)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
         if "mooncake" in arms:
             start_master(stack, MASTER_PORT)

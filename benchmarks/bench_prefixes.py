@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING
 
 from bench_control import install_peers
 from control_gateway import PEERS, router
+from random_model import make_model
 from rich.console import Console
 from rich.table import Table
 from vllm_servers import find_free_port
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 NUM_WORKERS = 4
 SERVED = "unknown"
 """What sglang-router calls the model of workers that it cannot ask in its own way."""
-MODEL = ("--layers", "4", "--hidden", "256", "--heads", "8", "--kv-heads", "2")
+MODEL = {"layers": 4, "hidden": 256, "heads": 8, "kv-heads": 2}
 ARMS: dict[str, dict[str, object]] = {
     "round_robin": {"router.policy": "round_robin"},
     "prefix": {"router.policy": "prefix"},
@@ -157,15 +158,6 @@ def find_free_ports(num: int) -> int:
         return first
 
 
-def make_model(folder: Path) -> Path:
-    """A random Llama with the demo model's tokenizer."""
-    path = folder / "model"
-    command = [sys.executable, "-m", "baton.cli", "model", "make", "--random", *MODEL]
-    command += ["--context", "8192", "--dtype", "float32", "--out", str(path)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return path
-
-
 def start_arms(
     fleet: Fleet, stack: ExitStack, workers: list[FleetProcess], options: argparse.Namespace
 ) -> dict[str, str]:
@@ -209,7 +201,7 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         fleet = stack.enter_context(Fleet(folder, environment))
         settings = ENGINE | {
-            "worker.model": str(make_model(folder)),
+            "worker.model": str(make_model(folder, MODEL)),
             "worker.served_model_name": SERVED,
         }
         workers = [fleet.start_worker(f"w{i}", "both", settings) for i in range(NUM_WORKERS)]

@@ -32,6 +32,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from random_model import make_model
 from rich.console import Console
 from rich.table import Table
 
@@ -47,7 +48,7 @@ POLICIES = ("round_robin", "prefix", "cost")
 SCENARIOS = ("racks", "unlabelled", "equal")
 ROLES = ("prefill", "decode", "decode")
 NUM_RACKS = 2
-MODEL = ("--layers", "4", "--hidden", "256", "--heads", "8", "--kv-heads", "8")
+MODEL = {"layers": 4, "hidden": 256, "heads": 8, "kv-heads": 8}
 KV_BYTES_PER_TOKEN = 4 * 2 * 256 * 4
 ENGINE: dict[str, object] = {
     "engine.num_threads": 1,
@@ -158,15 +159,6 @@ def measure(
     )
 
 
-def make_model(folder: Path) -> Path:
-    """A random Llama with much KV for each token, for what it computes."""
-    path = folder / "model"
-    command = [sys.executable, "-m", "baton.cli", "model", "make", "--random", *MODEL]
-    command += ["--context", "8192", "--dtype", "float32", "--out", str(path)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return path
-
-
 def measure_scenario(scenario: str, options: argparse.Namespace) -> list[Run]:
     """All arms in turns, before workers of their own."""
     environment = dict(os.environ, BATON_CLUSTER_KEY=os.urandom(32).hex())
@@ -178,7 +170,7 @@ def measure_scenario(scenario: str, options: argparse.Namespace) -> list[Run]:
         fleet = stack.enter_context(Fleet(folder, environment))
         shape(hosts, racks, options.near, options.near if scenario == "equal" else options.far)
         shown = [rack if scenario == "racks" else 0 for rack in racks]
-        settings = {"worker.model": str(make_model(folder))}
+        settings = {"worker.model": str(make_model(folder, MODEL))}
         workers = start_workers(fleet, hosts, shown, settings)
         names = {f"{ROLES[n % len(ROLES)]}-{n}": rack for n, rack in enumerate(racks)}
         arms = {

@@ -29,7 +29,6 @@ import platform
 import signal
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -40,6 +39,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from urllib.parse import urlsplit
 
 import numpy as np
+from random_model import make_model
 from rich.console import Console
 
 from baton.testing.fleet import Fleet, FleetProcess
@@ -198,11 +198,7 @@ def main() -> None:
 
 def measure(folder: Path, options: argparse.Namespace) -> dict[str, list[float]]:
     """All parts, in turn, so many times."""
-    model = folder / "model"
-    shape = [word for key, value in MODEL.items() for word in (f"--{key}", str(value))]
-    command = [sys.executable, "-m", "baton.cli", "model", "make", "--random", *shape]
-    command += ["--context", "8192", "--dtype", options.dtype, "--out", str(model)]
-    subprocess.run(command, check=True)
+    model = make_model(folder, MODEL, options.dtype)
     settings: dict[str, object] = {
         "worker.model": str(model),
         "worker.served_model_name": "model",

@@ -39,7 +39,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from bench_prefixes import SERVED, make_model
+from bench_prefixes import MODEL, SERVED
+from random_model import make_model
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -212,7 +213,7 @@ def start_fleet(
 ) -> dict[str, tuple[FleetProcess, FleetProcess]]:
     """A worker and its gateway, by the arm's name. `engine` is that of workers which are timed."""
     settings: dict[str, object] = {
-        "worker.model": str(make_model(folder)),
+        "worker.model": str(make_model(folder, MODEL)),
         "worker.served_model_name": SERVED,
     }
     arms: dict[str, dict[str, object]] = {"none": {}, "checks": {}}

@@ -42,7 +42,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import msgspec
-from bench_prefixes import SERVED, make_model
+from bench_prefixes import MODEL, SERVED
+from random_model import make_model
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -53,7 +54,7 @@ BLOCK_TOKENS = 512
 """Of the trace."""
 CONTEXT_TOKENS = 8192
 TOKEN_BYTES = 2048
-"""KV of a token of `make_model`'s model, in float32."""
+"""KV of a token of MODEL, in float32."""
 POOL_TOKENS = 16_384
 ENTRIES = "baton_prefix_entries_total"
 LARGE = 1.5
@@ -253,7 +254,7 @@ def main() -> None:
         trace.write_bytes(b"\n".join(map(msgspec.json.encode, sample.requests)) + b"\n")
         fleet = stack.enter_context(Fleet(folder, environment))
         model: dict[str, object] = {
-            "worker.model": str(make_model(folder)),
+            "worker.model": str(make_model(folder, MODEL)),
             "worker.served_model_name": SERVED,
         }
         workers = {arm: fleet.start_worker(arm, "both", arms[arm] | model) for arm in options.arms}

@@ -16,7 +16,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import numpy as np
+from random_model import make_model
 from rich.console import Console
 from rich.table import Table
 
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        model = make_model(Path(folder), options.dtype)
+        model = make_model(Path(folder), MODEL, options.dtype)
         samples = measure(Path(folder), model, options)
     console.print(render(samples))
     if options.json:
@@ -79,16 +79,6 @@ def main() -> None:
 
 
 LOAD_BEFORE = os.getloadavg()[0]
-
-
-def make_model(folder: Path, dtype: str) -> Path:
-    """A random Llama of about 200 million parameters."""
-    path = folder / "model"
-    shape = [word for key, value in MODEL.items() for word in (f"--{key}", str(value))]
-    command = [sys.executable, "-m", "baton.cli", "model", "make", "--random", *shape]
-    command += ["--context", "8192", "--dtype", dtype, "--out", str(path)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return path
 
 
 def measure(folder: Path, model: Path, options: argparse.Namespace) -> list[Sample]:

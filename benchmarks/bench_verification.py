@@ -27,7 +27,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -39,6 +38,7 @@ import msgspec
 import numpy as np
 from copy_and_verify import measure_copies
 from digest_and_send import PROMPTS, measure_sends
+from random_model import make_model
 from rich.console import Console
 from verified_handoffs import KEYED, NUM_BYTES, measure
 
@@ -141,11 +141,7 @@ def ask_a_pair(
     folder: Path, options: argparse.Namespace
 ) -> tuple[list[float], tuple[KVLayout, KVLayout]]:
     """TTFT of fresh prompts through a gateway, and the layouts of the two workers."""
-    model = folder / "model"
-    shape = [word for key, value in MODEL.items() for word in (f"--{key}", str(value))]
-    command = [sys.executable, "-m", "baton.cli", "model", "make", "--random", *shape]
-    command += ["--context", "8192", "--dtype", options.dtype, "--out", str(model)]
-    subprocess.run(command, check=True)
+    model = make_model(folder, MODEL, options.dtype)
     settings: dict[str, object] = {
         "worker.model": str(model),
         "worker.served_model_name": "model",

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from random_model import make_model
 from rich.console import Console
 from rich.table import Table
 from vllm_servers import Server, ServerError, Servers, post, stream
@@ -91,7 +92,7 @@ def main() -> None:
     load_before = os.getloadavg()[0]
     failures: dict[str, str] = {}
     with tempfile.TemporaryDirectory(dir="/dev/shm") as shm, tempfile.TemporaryDirectory() as disk:
-        model = make_model(Path(disk), options.dtype)
+        model = make_model(Path(disk), MODEL, options.dtype)
         environment = dict(os.environ, BATON_CLUSTER_KEY=os.urandom(32).hex())
         with (
             Servers(Path(disk), model, options.dtype) as servers,
@@ -124,16 +125,6 @@ class Setting:
     environment: dict[str, str]
     shm: Path
     options: argparse.Namespace
-
-
-def make_model(folder: Path, dtype: str) -> Path:
-    """A random Llama of about 200 million parameters."""
-    path = folder / "model"
-    shape = [word for key, value in MODEL.items() for word in (f"--{key}", str(value))]
-    command = [sys.executable, "-m", "baton.cli", "model", "make", "--random", *shape]
-    command += ["--context", "8192", "--dtype", dtype, "--out", str(path)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return path
 
 
 def start_configurations(setting: Setting, failures: dict[str, str]) -> list[Configuration]:

@@ -24,7 +24,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import numpy as np
-from bench_vllm import make_model
+from bench_vllm import MODEL
+from random_model import make_model
 from rich.console import Console
 from vllm_servers import Server, Servers
 
@@ -74,7 +75,7 @@ def main() -> None:
 
 def measure(folder: Path, options: argparse.Namespace) -> list[Sample]:
     """Two servers, a gateway, one request at a time."""
-    model = make_model(folder, options.dtype)
+    model = make_model(folder, MODEL, options.dtype)
     environment = dict(os.environ, BATON_CLUSTER_KEY=os.urandom(32).hex())
     rng = np.random.default_rng(0)
     with Servers(folder, model, options.dtype) as servers, Fleet(folder, environment) as fleet:

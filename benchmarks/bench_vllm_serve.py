@@ -19,8 +19,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench_vllm import make_model
+from bench_vllm import MODEL
 from bench_vllm_copies import transfer_config
+from random_model import make_model
 from rich.console import Console
 from rich.table import Table
 from vllm_servers import ServerError, Servers
@@ -64,7 +65,7 @@ def main() -> None:
 
 def measure(folder: Path, options: argparse.Namespace) -> list[dict]:
     """Two servers, a gateway, one run of the client for each concurrency."""
-    model = make_model(folder, options.dtype)
+    model = make_model(folder, MODEL, options.dtype)
     environment = dict(os.environ, BATON_CLUSTER_KEY=os.urandom(32).hex())
     with Servers(folder, model, options.dtype) as servers, Fleet(folder, environment) as fleet:
         pair = [

@@ -20,7 +20,6 @@ import platform
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,13 +28,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+from random_model import make_model
 from rich.console import Console
 from rich.table import Table
 from vllm_servers import Server, ServerError, Servers, stream
 
 from baton.testing.fleet import Fleet
 
-SHAPE = {"layers": 4, "hidden": 256, "heads": 8, "kv-heads": 8}
+MODEL = {"layers": 4, "hidden": 256, "heads": 8, "kv-heads": 8, "context": 4096}
 CONNECTOR = {
     "kv_connector": "BatonConnector", "kv_connector_module_path": "baton.engines.vllm",
     "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
@@ -83,7 +83,7 @@ def main() -> None:
     environment = dict(os.environ, BATON_CLUSTER_KEY=os.urandom(32).hex())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = options.model or make_model(folder)
+        model = options.model or make_model(folder, MODEL)
         with Servers(folder, model, "float32") as servers, Fleet(folder, environment) as fleet:
             samples = measure(start(servers, fleet, environment), options)
     console.print(render(samples))
@@ -95,16 +95,6 @@ def main() -> None:
             "samples": [asdict(sample) for sample in samples],
         }
         options.json.write_text(json.dumps(record, indent=1) + "\n")
-
-
-def make_model(folder: Path) -> Path:
-    """A random Llama whose steps are short."""
-    path = folder / "model"
-    shape = [word for key, value in SHAPE.items() for word in (f"--{key}", str(value))]
-    command = [sys.executable, "-m", "baton.cli", "model", "make", "--random", *shape]
-    command += ["--context", "4096", "--dtype", "float32", "--out", str(path)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return path
 
 
 def start(servers: Servers, fleet: Fleet, environment: dict[str, str]) -> list[Configuration]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
 import sys
 import time
 from contextlib import contextmanager, nullcontext
@@ -75,16 +74,6 @@ def pin(pid: int, cores: set[int]) -> None:
             os.sched_setaffinity(thread, cores)
         except ProcessLookupError:
             continue
-
-
-def make_model(folder: Path) -> Path:
-    """A random Llama of MODEL's shape."""
-    path = folder / "model"
-    shape = [word for key, value in MODEL.items() for word in (f"--{key}", str(value))]
-    command = [sys.executable, "-m", "baton.cli", "model", "make", "--random", *shape]
-    command += ["--context", "8192", "--dtype", "float32", "--out", str(path)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return path
 
 
 def start_servings(fleet: Fleet, model: Path, engine: str) -> dict[str, Serving]:
