@@ -14,7 +14,6 @@ Prompts are random: no prefix cache helps. Times come from the requests' traces.
 from __future__ import annotations
 
 import argparse
-import http.client
 import itertools
 import json
 import os
@@ -26,9 +25,9 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 import numpy as np
+from completion_client import read_trace, stream
 from random_model import make_model
 import torch
 
@@ -167,39 +166,16 @@ def read_pair(pair: str) -> dict[str, object]:
 
 def ask(configuration: str, gateway: FleetProcess, key: str, prompt: list[int]) -> Sample:
     """Stream some tokens; time to the first event."""
-    connection = http.client.HTTPConnection(urlsplit(gateway.url).netloc, timeout=60)
-    body = {
-        "model": "model",
-        "prompt": prompt,
-        "max_tokens": NUM_TOKENS,
-        "temperature": 0,
-        "stream": True,
-    }
-    body |= {"ignore_eos": True, "logprobs": 1}
-    started = time.perf_counter()
-    connection.request("POST", "/v1/completions", json.dumps(body))
-    response = connection.getresponse()
-    first = response.readline()
-    ttft_s = time.perf_counter() - started
-    answer = (first + response.read()).decode()
-    if response.status != 200 or '"error"' in answer:
-        raise RuntimeError(f"{configuration}: HTTP {response.status}: {answer[:500]}")
-    events = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith("data: {")]
-    tokens = [
-        token
-        for event in events
-        for choice in event["choices"]
-        for token in (choice.get("logprobs") or {}).get("tokens", ())
-    ]
-    connection.request("GET", f"/debug/requests/{response.headers['x-request-id']}")
-    summary = json.load(connection.getresponse())["summary"]
-    connection.close()
+    body = {"model": "model", "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0}
+    reply = stream(gateway.url, body | {"ignore_eos": True, "logprobs": 1})
+    logprobs = (choice.get("logprobs") or {} for choice in reply.choices)
+    summary = read_trace(gateway.url, reply.request_id)
     return Sample(
         configuration=configuration,
         prompt=key,
         num_tokens=len(prompt),
-        ttft_s=ttft_s,
-        tokens=tokens,
+        ttft_s=reply.ttft_s,
+        tokens=[token for each in logprobs for token in each.get("tokens", ())],
         prefill_s=summary["prefill_s"],
         exposed_transfer_s=summary["exposed_transfer_s"],
         num_bytes=summary["num_bytes"],

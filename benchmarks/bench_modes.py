@@ -17,7 +17,6 @@ that counter. A request that was handed over otherwise ends the run.
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import os
 import statistics
@@ -27,13 +26,12 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
-from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
-from bench_recovery import find, is_free, read, wait_until
-from bench_ttft import read_trace
+from bench_recovery import is_free, wait_until
 from bench_verification import read_info
+from completion_client import find_metric, get, read_trace, stream
 from random_model import make_model
 from rich.console import Console
 from rich.table import Table
@@ -216,20 +214,20 @@ class WorkerCluster:
             RuntimeError: it was not answered, or not in the way that the arm is about.
         """
         before, early_before = self._count(), count_early(gateway)
-        connection = http.client.HTTPConnection(urlsplit(gateway.url).netloc, timeout=300)
-        ttft_s, second_s, request = stream(connection, prompt)
+        # With logprobs every token is an event, whether it makes a character or not.
+        body = {"model": "model", "prompt": prompt, "max_tokens": NUM_OUTPUT_TOKENS}
+        reply = stream(gateway.url, body | {"temperature": 0, "ignore_eos": True, "logprobs": 0})
         self._wait_released(before)
         held = self._held(before)
-        trace = read_trace(connection, request) or UNTRACED
-        connection.close()
+        trace = read_trace(gateway.url, reply.request_id) or UNTRACED
         mode = None if configuration == "colocated" else configuration.partition(",")[0]
         check(trace, held, mode, len(prompt))
         block_bytes = msgspec.convert(self.info["layout"], KVLayout).block_bytes
         return Sample(
             configuration=configuration,
             num_tokens=len(prompt),
-            ttft_s=ttft_s,
-            second_token_s=second_s,
+            ttft_s=reply.ttft_s,
+            second_token_s=reply.arrivals_s[1] - reply.arrivals_s[0],
             computing_byte_s=held.get((mode, "computing"), 0.0) * block_bytes,
             waiting_byte_s=held.get((mode, "waiting"), 0.0) * block_bytes,
             num_bytes=trace["num_bytes"],
@@ -240,14 +238,8 @@ class WorkerCluster:
     def _count(self) -> str:
         """The prefill worker's metrics; those of vLLM's connector have a port of their own."""
         if self.engine != "vllm":
-            return read(self.prefill, "/metrics")
-        parts = urlsplit(self.info["control_urls"][0])
-        connection = http.client.HTTPConnection(parts.netloc, timeout=30)
-        try:
-            connection.request("GET", "/metrics")
-            return connection.getresponse().read().decode()
-        finally:
-            connection.close()
+            return get(self.prefill.url, "/metrics")
+        return get(self.info["control_urls"][0], "/metrics")
 
     def _wait_released(self, before: str) -> None:
         """Until its blocks are free. vLLM's count is not ours to read: until the handoff is over.
@@ -266,28 +258,8 @@ class WorkerCluster:
         after = self._count()
         modes, phases = ("push", "pull", "pool", "reference"), ("computing", "waiting")
         names = {(m, p): f'{HELD}{{mode="{m}",phase="{p}"}}' for m in modes for p in phases}
-        grown = {key: find(after, name) - find(before, name) for key, name in names.items()}
+        grown = {key: find_metric(after, name) - find_metric(before, name) for key, name in names.items()}
         return {key: block_s for key, block_s in grown.items() if block_s}
-
-
-def stream(connection: http.client.HTTPConnection, prompt: list[int]) -> tuple[float, float, str]:
-    """Stream an answer: TTFT, the gap to the second token, and the request's id.
-
-    With logprobs every token is an event, whether it makes a character or not.
-    """
-    body = {"model": "model", "prompt": prompt, "max_tokens": NUM_OUTPUT_TOKENS, "stream": True}
-    body |= {"temperature": 0, "ignore_eos": True, "logprobs": 0}
-    headers = {"content-type": "application/json"}
-    arrivals: list[float] = []
-    started = time.perf_counter()
-    connection.request("POST", "/v1/completions", json.dumps(body), headers)
-    response = connection.getresponse()
-    while line := response.readline():
-        if response.status != http.HTTPStatus.OK or b'"error"' in line:
-            raise RuntimeError(f"HTTP {response.status}: {line[:500]!r}")
-        if line.startswith(b"data: {"):
-            arrivals.append(time.perf_counter() - started)
-    return arrivals[0], arrivals[1] - arrivals[0], response.headers["x-request-id"]
 
 
 def check(
@@ -304,7 +276,7 @@ def check(
 
 def count_early(gateway: FleetProcess) -> float:
     """Streams that began with the prefill worker's token."""
-    return find(read(gateway, "/metrics"), "baton_gateway_early_first_tokens_total")
+    return find_metric(get(gateway.url, "/metrics"), "baton_gateway_early_first_tokens_total")
 
 
 def count_sent(text: str) -> float:

@@ -48,7 +48,8 @@ from random_model import make_model
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from vllm_servers import Server, ServerError, Servers, find_free_port, post
+from completion_client import ServerError, post
+from vllm_servers import Server, Servers, find_free_port
 
 ARMS = ("baton host", "baton shared", "offloading", "mooncake")
 ARGUMENTS = ("--enable-prompt-tokens-details",)

@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING
 
 from bench_control import install_peers
 from control_gateway import PEERS, router
+from completion_client import get
 from random_model import make_model
 from rich.console import Console
 from rich.table import Table
@@ -110,9 +111,8 @@ def count_tokens(workers: list[FleetProcess]) -> dict[str, float]:
     """Prompt tokens since the workers' start, by where their KV came from."""
     counts = {"computed": 0.0, "received": 0.0}
     for worker in workers:
-        with urllib.request.urlopen(f"{worker.url}/metrics", timeout=30) as reply:
-            for source, value in SOURCE.findall(reply.read().decode()):
-                counts[source] = counts.get(source, 0.0) + float(value)
+        for source, value in SOURCE.findall(get(worker.url, "/metrics")):
+            counts[source] = counts.get(source, 0.0) + float(value)
     return counts
 
 

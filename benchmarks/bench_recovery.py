@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from urllib.parse import urlsplit
 
 import numpy as np
+from completion_client import ServerError, find_metric, get
 from random_model import make_model
 from rich.console import Console
 
@@ -141,7 +142,7 @@ class Pair:
         url = f'url="{self.prefill.url}"'
         wait_until(lambda: any(
             url in line and line.endswith(" 1.0")
-            for line in read(self.gateway, "/metrics").splitlines()
+            for line in get(self.gateway.url, "/metrics").splitlines()
             if line.startswith("baton_gateway_worker_up")
         ))  # fmt: skip
 
@@ -275,43 +276,26 @@ def crash_gateway(pair: Pair, prompt: MakePrompt, note: Recorder) -> None:
 
 def is_free(worker: FleetProcess) -> bool:
     """Whether every block is free, and nothing is under way."""
-    text = read(worker, "/metrics")
-    capacity = find(text, "baton_worker_blocks_capacity")
-    free = find(text, 'baton_worker_blocks{state="free"}')
+    text = get(worker.url, "/metrics")
+    capacity = find_metric(text, "baton_worker_blocks_capacity")
+    free = find_metric(text, 'baton_worker_blocks{state="free"}')
     states = ("waiting", "running", "awaiting_kv")
-    busy = [find(text, f'baton_worker_inflight_requests{{state="{one}"}}') for one in states]
+    busy = [find_metric(text, f'baton_worker_inflight_requests{{state="{one}"}}') for one in states]
     return free == capacity and not any(busy)
 
 
 def gauge(worker: FleetProcess, state: str) -> float:
     """Blocks in a state."""
-    return find(read(worker, "/metrics"), f'baton_worker_blocks{{state="{state}"}}')
+    return find_metric(get(worker.url, "/metrics"), f'baton_worker_blocks{{state="{state}"}}')
 
 
 def has_written(worker: FleetProcess, request_id: str) -> bool:
     """Whether some of a request's KV was written, while the rest is being computed."""
     try:
-        trace = json.loads(read(worker, f"/baton/v1/traces/{request_id}"))
-    except ValueError:
+        trace = json.loads(get(worker.url, f"/baton/v1/traces/{request_id}"))
+    except (ServerError, ValueError):
         return False
     return trace.get("num_bytes", 0) > 0 and "prefill_done" not in trace["stamps"]
-
-
-def find(text: str, name: str) -> float:
-    """One sample."""
-    return next(
-        (float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name)), 0.0
-    )
-
-
-def read(process: FleetProcess, path: str) -> str:
-    """A GET."""
-    connection = http.client.HTTPConnection(urlsplit(process.url).netloc, timeout=30)
-    try:
-        connection.request("GET", path)
-        return connection.getresponse().read().decode()
-    finally:
-        connection.close()
 
 
 def wait_until(holds: Callable[[], bool]) -> None:

@@ -40,6 +40,7 @@ from pathlib import Path
 
 import numpy as np
 from bench_prefixes import MODEL, SERVED
+from completion_client import find_metric, get
 from random_model import make_model
 from rich import box
 from rich.console import Console
@@ -96,16 +97,14 @@ class Run:
 
 def read_held_ms(gateway: FleetProcess, request_id: str) -> float:
     """How long a request was held by its worker."""
-    with urllib.request.urlopen(f"{gateway.url}/debug/requests/{request_id}", timeout=30) as reply:
-        return 1e3 * (json.load(reply).get("decode") or {}).get("held_s", 0.0)
+    trace = json.loads(get(gateway.url, f"/debug/requests/{request_id}"))
+    return 1e3 * (trace.get("decode") or {}).get("held_s", 0.0)
 
 
 def read_load_ms(worker: FleetProcess) -> float:
     """What a worker's loads have taken since its start."""
-    with urllib.request.urlopen(f"{worker.url}/metrics", timeout=30) as reply:
-        lines = reply.read().decode().splitlines()
     name = 'baton_prefix_load_seconds_total{kind="actual"}'
-    return sum(float(line.split()[-1]) * 1e3 for line in lines if line.startswith(name))
+    return 1e3 * find_metric(get(worker.url, "/metrics"), name)
 
 
 def ask(gateway: FleetProcess, prompt: list[int]) -> tuple[float, int, str, str]:

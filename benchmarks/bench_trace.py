@@ -43,6 +43,7 @@ from pathlib import Path
 
 import msgspec
 from bench_prefixes import MODEL, SERVED
+from completion_client import get
 from random_model import make_model
 from rich import box
 from rich.console import Console
@@ -213,8 +214,7 @@ def measure(
 
 def read_entries(worker: FleetProcess) -> tuple[float, float]:
     """Entries that a worker has kept since its start, and that it had no room to keep."""
-    with urllib.request.urlopen(f"{worker.url}/metrics", timeout=30) as reply:
-        lines = reply.read().decode().splitlines()
+    lines = get(worker.url, "/metrics").splitlines()
     counted = [line.rpartition(" ") for line in lines if line.startswith(ENTRIES)]
     stored, dropped = (
         sum(float(value) for name, _, value in counted if f'result="{result}"' in name)

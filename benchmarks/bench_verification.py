@@ -22,7 +22,6 @@ parts, as Baton does it, and in two; beside them memcpy of the same pages, in th
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import os
 import platform
@@ -32,10 +31,10 @@ import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
+from completion_client import ServerError, get, post, read_trace, stream
 from copy_and_verify import measure_copies
 from digest_and_send import PROMPTS, measure_sends
 from random_model import make_model
@@ -173,42 +172,22 @@ def read_layout(worker: FleetProcess) -> KVLayout:
 
 def read_info(worker: FleetProcess) -> dict:
     """What a worker, or the connector in a vLLM server, says about itself."""
-    connection = http.client.HTTPConnection(urlsplit(worker.url).netloc, timeout=30)
-    connection.request("GET", "/baton/v1/info")
-    response = connection.getresponse()
-    if response.status == http.HTTPStatus.OK:
-        return json.load(response)
-    response.read()
-    body = {
-        "model": "model",
-        "prompt": [0],
-        "max_tokens": 1,
-        "temperature": 0,
-        "kv_transfer_params": {"baton_info": True},
-    }
-    headers = {"content-type": "application/json"}
-    connection.request("POST", "/v1/completions", json.dumps(body), headers)
-    return json.load(connection.getresponse())["kv_transfer_params"]["baton_info"]
+    try:
+        return json.loads(get(worker.url, "/baton/v1/info"))
+    except ServerError:  # a vLLM server has no such path
+        body = {"model": "model", "prompt": [0], "max_tokens": 1, "temperature": 0}
+        body["kv_transfer_params"] = {"baton_info": True}
+        return post(worker.url, "/v1/completions", body)["kv_transfer_params"]["baton_info"]
 
 
 def ask(gateway: FleetProcess, prompt: list[int]) -> float:
     """Seconds to the first byte of the first event; it must have been a handoff."""
-    connection = http.client.HTTPConnection(urlsplit(gateway.url).netloc, timeout=300)
-    body = {"model": "model", "prompt": prompt, "max_tokens": 1, "temperature": 0, "stream": True}
-    headers = {"content-type": "application/json"}
-    begun = time.perf_counter()
-    connection.request("POST", "/v1/completions", json.dumps(body | {"ignore_eos": True}), headers)
-    response = connection.getresponse()
-    first = response.readline()
-    ttft_s = time.perf_counter() - begun
-    rest = response.read()
-    if response.status != http.HTTPStatus.OK or b'"error"' in first + rest:
-        raise RuntimeError(f"HTTP {response.status}: {(first + rest)[:500]!r}")
-    connection.request("GET", f"/debug/requests/{response.headers['x-request-id']}")
-    summary = json.load(connection.getresponse())["summary"]
+    body = {"model": "model", "prompt": prompt, "max_tokens": 1, "temperature": 0}
+    reply = stream(gateway.url, body | {"ignore_eos": True})
+    summary = read_trace(gateway.url, reply.request_id)
     if summary["num_received_tokens"] != len(prompt):
         raise RuntimeError(f"not a handoff: {summary}")
-    return ttft_s
+    return reply.ttft_s
 
 
 def time_digests(own: KVLayout, peer: KVLayout) -> float:

@@ -32,7 +32,8 @@ import numpy as np
 from random_model import make_model
 from rich.console import Console
 from rich.table import Table
-from vllm_servers import Server, ServerError, Servers, post, stream
+from completion_client import Reply, ServerError, post, stream
+from vllm_servers import Server, Servers
 
 from baton.testing.fleet import Fleet
 
@@ -62,11 +63,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Configuration:
-    """A way to serve: `ask(body)` gives (TTFT, total, text)."""
+    """A way to serve."""
 
     name: str
     servers: tuple[Server, ...]
-    ask: Callable[[dict[str, object]], tuple[float, float, str]]
+    ask: Callable[[dict[str, object]], Reply]
 
     def resume(self) -> None:
         """Let its processes run."""
@@ -148,9 +149,7 @@ def start_colocated(setting: Setting) -> Configuration:
     """One server that does both."""
     server = setting.servers.start("colocated", 0)
     server.wait_ready()
-    return Configuration(
-        "colocated", (server,), lambda body: stream(server.url, body, time.perf_counter())
-    )
+    return Configuration("colocated", (server,), lambda body: stream(server.url, body))
 
 
 def start_baton(setting: Setting, name: str, transport: str) -> Configuration:
@@ -164,11 +163,7 @@ def start_baton(setting: Setting, name: str, transport: str) -> Configuration:
     settings = {"gateway.prefill": [pair[0].url], "gateway.decode": [pair[1].url]}
     # The gateway takes no part in the pauses: it sees its workers go and come back.
     gateway = setting.fleet.start_gateway([], [], settings=settings)
-
-    def ask(body: dict[str, object]) -> tuple[float, float, str]:
-        return stream(gateway.url, body, time.perf_counter())
-
-    return Configuration(name, pair, ask)
+    return Configuration(name, pair, lambda body: stream(gateway.url, body))
 
 
 def start_nixl(setting: Setting) -> Configuration:
@@ -240,7 +235,7 @@ def _start_pair(
 
 def _ask_two_phase(
     pair: tuple[Server, ...], body: dict[str, object], params: dict[str, object] | None
-) -> tuple[float, float, str]:
+) -> Reply:
     """What a proxy does: prefill first, then decode with what prefill says."""
     started = time.perf_counter()
     first = body | {"max_tokens": 1, "stream": False}
@@ -303,10 +298,12 @@ def measure_turn(
     for num_tokens in lengths:
         body = make_body(rng, num_tokens)
         before = sum(server.cpu_seconds() for server in configuration.servers)
-        ttft_s, total_s, _ = configuration.ask(body)
+        reply = configuration.ask(body)
         spent = sum(server.cpu_seconds() for server in configuration.servers) - before
-        samples.append(Sample(configuration.name, num_tokens, ttft_s, total_s, spent))
-        console.print(f"{configuration.name:24} {num_tokens:5} tokens {ttft_s:7.3f} s")
+        samples.append(
+            Sample(configuration.name, num_tokens, reply.ttft_s, reply.total_s, spent)
+        )
+        console.print(f"{configuration.name:24} {num_tokens:5} tokens {reply.ttft_s:7.3f} s")
     return samples
 
 

@@ -12,7 +12,6 @@ the request's trace. Wall time of the copy is less where the two cores work at o
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import os
 import statistics
@@ -21,10 +20,10 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import numpy as np
 from bench_vllm import MODEL
+from completion_client import read_trace, stream
 from random_model import make_model
 from rich.console import Console
 from vllm_servers import Server, Servers
@@ -124,20 +123,11 @@ def ask(gateway: str, rng: np.random.Generator) -> tuple[float, dict]:
     """Stream one token; (TTFT, the trace's summary)."""
     prompt = rng.integers(300, 4000, NUM_TOKENS).tolist()
     body = {
-        "model": "model", "prompt": prompt, "max_tokens": 1, "temperature": 0, "stream": True,
-        "ignore_eos": True,
+        "model": "model", "prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True,
     }  # fmt: skip
-    connection = http.client.HTTPConnection(urlsplit(gateway).netloc, timeout=300)
-    started = time.perf_counter()
-    headers = {"content-type": "application/json"}
-    connection.request("POST", "/v1/completions", json.dumps(body), headers)
-    response = connection.getresponse()
-    response.readline()
-    ttft_s = time.perf_counter() - started
-    response.read()
+    reply = stream(gateway, body)
     time.sleep(0.2)
-    connection.request("GET", f"/debug/requests/{response.headers['x-request-id']}")
-    return ttft_s, json.load(connection.getresponse())["summary"]
+    return reply.ttft_s, read_trace(gateway, reply.request_id)
 
 
 def agent_cpu_s(server: Server) -> float:

@@ -24,7 +24,8 @@ from bench_vllm_copies import transfer_config
 from random_model import make_model
 from rich.console import Console
 from rich.table import Table
-from vllm_servers import ServerError, Servers
+from completion_client import ServerError
+from vllm_servers import Servers
 
 from baton.testing.fleet import Fleet
 

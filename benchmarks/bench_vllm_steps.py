@@ -31,7 +31,8 @@ import numpy as np
 from random_model import make_model
 from rich.console import Console
 from rich.table import Table
-from vllm_servers import Server, ServerError, Servers, stream
+from completion_client import ServerError, stream
+from vllm_servers import Server, Servers
 
 from baton.testing.fleet import Fleet
 
@@ -111,7 +112,7 @@ def start(servers: Servers, fleet: Fleet, environment: dict[str, str]) -> list[C
             configurations.append(
                 Configuration(f"{name}, gateway", server, gateway.url, gateway.pid)
             )
-        stream(configurations[-1].url, make_body(np.random.default_rng(9), 16), time.perf_counter())
+        stream(configurations[-1].url, make_body(np.random.default_rng(9), 16))
         server.send(signal.SIGSTOP)
         console.print(f"{name}: up")
     return configurations
@@ -166,7 +167,7 @@ def warm_up(configuration: Configuration, rng: np.random.Generator) -> None:
     error: Exception | None = None
     while time.monotonic() < deadline:
         try:
-            stream(configuration.url, make_body(rng, 4), time.perf_counter())
+            stream(configuration.url, make_body(rng, 4))
         except (ServerError, OSError) as exc:
             error = exc
             time.sleep(0.5)

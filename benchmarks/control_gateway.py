@@ -28,7 +28,8 @@ from control_figures import WHOLE as WHOLE_REQUESTS
 from control_fleets import pin
 from control_load import PATH, is_whole, run_load, run_streams
 from plain_proxy import plain_proxy
-from vllm_servers import ServerError, find_free_port, post
+from completion_client import ServerError, post
+from vllm_servers import find_free_port
 
 from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey

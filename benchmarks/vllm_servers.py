@@ -18,15 +18,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
-from urllib.parse import urlsplit
+
+from completion_client import ServerError
 
 from baton.testing.fleet import sigterm_as_ctrl_c
 
 START_TIMEOUT_S = 180.0
-
-
-class ServerError(Exception):
-    """A server did not start, or answered with an error."""
 
 
 @dataclass
@@ -144,38 +141,6 @@ class Servers:
         server = Server(name, port, popen, log)
         self.started.append(server)
         return server
-
-
-def post(url: str, path: str, body: dict[str, object]) -> dict:
-    """Post JSON, get JSON."""
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=300)
-    connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
-    response = connection.getresponse()
-    raw = response.read()
-    connection.close()
-    if response.status != 200:
-        raise ServerError(f"{url}{path}: HTTP {response.status}: {raw[:300]!r}")
-    return json.loads(raw)
-
-
-def stream(url: str, body: dict[str, object], started: float) -> tuple[float, float, str]:
-    """Post a streaming completion; (TTFT, time to the end, text), seconds since `started`."""
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=300)
-    text, first_s = "", None
-    headers = {"content-type": "application/json"}
-    connection.request("POST", "/v1/completions", json.dumps(body | {"stream": True}), headers)
-    response = connection.getresponse()
-    while line := response.readline():
-        if first_s is None and line.startswith(b"data:"):
-            first_s = time.perf_counter() - started
-        if line.startswith(b'data: {"error"') or response.status != 200:
-            raise ServerError(f"{url}: HTTP {response.status}: {line[:300]!r}")
-        if line.startswith(b"data: {"):
-            text += json.loads(line[6:])["choices"][0]["text"]
-    connection.close()
-    if first_s is None:
-        raise ServerError(f"{url}: an empty stream")
-    return first_s, time.perf_counter() - started, text
 
 
 def find_free_port() -> int:
