@@ -2,13 +2,17 @@
 
     python benchmarks/bench_modes.py [--quick] [--engine vllm] [--store file] [--repetitions 5]
         [--json benchmarks/results/modes.json]
+    python benchmarks/bench_modes.py --model large --dtype bfloat16 --arms colocated push
+        --lengths 128 512 2048 4096 --repetitions 3 --json benchmarks/results/ttft.json
 
 One prefill and one decode worker, a core each, behind a gateway for each arm; arms take turns.
 Random prompts, so that no cache helps, and 16 tokens of answer, so that what is lent is held for a
-while. The model has much KV for little computing: a random Llama of 8 KiB a token.
+while.
 
-`colocated` is the prefill worker alone. `second token` is the gap between the first two tokens:
-what an early first token leaves to wait for. Memory is read from the prefill worker's
+`colocated` is the prefill worker alone. `exposed` is how long after prefill's end the last layer
+arrived, from the trace: below zero, all of the transfer was hidden behind prefill. `second token`
+is the gap between the first two tokens: what an early first token leaves to wait for. Memory is
+read from the prefill worker's
 `baton_handoff_held_block_seconds_total`, times the bytes of a block: while the prompt is computed,
 and from then on until the handoff ends. Each request's own mode is checked in its trace and in
 that counter. A request that was handed over otherwise ends the run.
@@ -47,7 +51,11 @@ if TYPE_CHECKING:
     from baton.testing.fleet import FleetProcess
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
-MODEL = {"layers": 4, "hidden": 256, "heads": 8, "kv-heads": 8, "context": 8448}
+MODELS: Final = {
+    "small": {"layers": 4, "hidden": 256, "heads": 8, "kv-heads": 8, "context": 8448},
+    "large": {"layers": 16, "hidden": 1024, "heads": 16, "kv-heads": 8},
+}
+"""Random Llamas: 8 KiB of KV per token in float32 for little computing; 194 M parameters."""
 NUM_OUTPUT_TOKENS = 16
 KV_BYTES = 512 << 20
 STORE_BYTES = 1 << 30
@@ -74,7 +82,7 @@ console = Console(stderr=True, width=160)
 class Sample:
     """One request. Seconds; bytes times seconds for memory, which colocated requests do not hold.
 
-    `was_early`: the first token was the prefill worker's own word.
+    `was_early`: the first token was the prefill worker's own.
     """
 
     configuration: str
@@ -86,6 +94,7 @@ class Sample:
     num_bytes: int
     transport: str | None
     was_early: bool
+    exposed_transfer_s: float | None = None
 
 
 def main() -> None:
@@ -99,7 +108,7 @@ def main() -> None:
         record = {
             "manifest": msgspec.to_builtins(close_manifest(manifest)),
             "engine": options.engine,
-            "model": MODEL | {"dtype": options.dtype},
+            "model": MODELS[options.model] | {"dtype": options.dtype},
             "store": options.store,
             "summary": summarize(samples),
             "samples": [asdict(sample) for sample in samples],
@@ -114,7 +123,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--arms", nargs="+", choices=CONFIGURATIONS)
     parser.add_argument("--engine", choices=sorted(ENGINE_CONFIGURATIONS), default="transformers")
+    parser.add_argument("--model", choices=MODELS, default="small")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--transport", choices=["shared", "tcp"], default="shared")
     parser.add_argument("--store", choices=["shared", "file"], default="shared")
     parser.add_argument("--quick", action="store_true", help="512 and 1,024 tokens, once")
     parser.add_argument("--json", type=Path)
@@ -129,20 +140,20 @@ def worker_settings(folder: Path, options: argparse.Namespace) -> dict[str, obje
     """The same for both workers."""
     store = f"store.options.{options.store}"
     settings: dict[str, object] = {
-        "worker.model": str(make_model(folder, MODEL, options.dtype)),
+        "worker.model": str(make_model(folder, MODELS[options.model], options.dtype)),
         "worker.served_model_name": "model",
         "worker.engine": options.engine,
         "engine.num_threads": 1,
         "engine.dtype": options.dtype,
         "engine.kv_cache_bytes": KV_BYTES,
-        "transfer.transports": ["shared"],
+        "transfer.transports": [options.transport],
         "store.tiers": [options.store],
         f"{store}.capacity_bytes": STORE_BYTES,
     }
     if options.store == "file":
         settings[f"{store}.directory"] = str(folder / "store")
     if options.engine == "vllm":
-        settings["engine.max_context_tokens"] = MODEL["context"]
+        settings["engine.max_context_tokens"] = MODELS["small"]["context"]
     return settings
 
 
@@ -233,6 +244,7 @@ class WorkerCluster:
             num_bytes=trace["num_bytes"],
             transport=trace["transport"],
             was_early=count_early(gateway) > early_before,
+            exposed_transfer_s=trace.get("exposed_transfer_s"),
         )
 
     def _count(self) -> str:
@@ -297,15 +309,15 @@ def summarize(samples: list[Sample]) -> list[dict[str, object]]:
                 continue
             ttfts = sorted(sample.ttft_s for sample in found)
             waits = sorted(sample.waiting_byte_s for sample in found)
+            exposed = [s.exposed_transfer_s for s in found if s.exposed_transfer_s is not None]
             rows.append({
                 "num_tokens": num_tokens,
                 "configuration": configuration,
                 "ttft_s": statistics.median(ttfts),
                 "ttft_min_s": ttfts[0],
                 "ttft_max_s": ttfts[-1],
-                "over_colocated": statistics.median(ttfts) / statistics.median(alone)
-                if alone
-                else None,
+                **compare_ttft([sample.ttft_s for sample in found], alone),
+                "exposed_transfer_s": statistics.median(exposed) if exposed else None,
                 "second_token_s": statistics.median(s.second_token_s for s in found),
                 "computing_byte_s": statistics.median(s.computing_byte_s for s in found),
                 "waiting_byte_s": statistics.median(waits),
@@ -318,22 +330,37 @@ def summarize(samples: list[Sample]) -> list[dict[str, object]]:
     return rows
 
 
+def compare_ttft(found_s: list[float], alone_s: list[float]) -> dict[str, float | None]:
+    """An arm's TTFT over the colocated one's: of the medians, and the range of each repetition's."""
+    if not alone_s:
+        return {"over_colocated": None}
+    ratios = [found / alone for found, alone in zip(found_s, alone_s, strict=True)]
+    return {
+        "over_colocated": statistics.median(found_s) / statistics.median(alone_s),
+        "over_colocated_min": min(ratios),
+        "over_colocated_max": max(ratios),
+    }
+
+
 def render(samples: list[Sample]) -> Table:
     """The summary for people."""
     table = Table(title="One request at a time, a core for each worker")
     for name in (
-        "tokens", "how", "TTFT s (range)", "over colocated", "second token ms",
+        "tokens", "how", "TTFT s (range)", "over colocated", "exposed ms", "second token ms",
         "held while computed MiB s", "and until released (range)", "MiB moved",
     ):  # fmt: skip
         table.add_column(name, justify="right")
     for row in summarize(samples):
         is_alone, ratio = row["configuration"] == "colocated", row["over_colocated"]
+        exposed_s = row["exposed_transfer_s"]
         waits = [row[f"waiting{which}_byte_s"] / 2**20 for which in ("", "_min", "_max")]
         table.add_row(
             f"{row['num_tokens']}",
             f"{row['configuration']}",
             f"{row['ttft_s']:.3f} ({row['ttft_min_s']:.3f} to {row['ttft_max_s']:.3f})",
-            "" if ratio is None else f"{ratio:.3f}",
+            "" if ratio is None else f"{ratio:.3f} ({row['over_colocated_min']:.3f} to "
+            f"{row['over_colocated_max']:.3f})",
+            "" if exposed_s is None else f"{1e3 * exposed_s:.1f}",
             f"{1e3 * row['second_token_s']:.1f}",
             "" if is_alone else f"{row['computing_byte_s'] / 2**20:.2f}",
             "" if is_alone else f"{waits[0]:.3f} ({waits[1]:.3f} to {waits[2]:.3f})",
