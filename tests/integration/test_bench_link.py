@@ -138,16 +138,8 @@ def test_peers_are_rows_or_are_skipped_with_a_reason(measured):
     peers = {row.name for row in measured.rows if row.kind == "peer"}
     skipped = {each.name: each.reason for each in measured.skipped if each.kind == "peer"}
     named = peers | skipped.keys()
-    assert named >= {
-        "NIXL",
-        "NIXL (TCP)",
-        "Mooncake",
-        "gloo",
-        "socket",
-        "pickle",
-        "torch.save",
-    }
-    assert {"socket", "pickle"} <= peers
+    assert named >= {"NIXL", "NIXL (TCP)", "Mooncake", "gloo", "socket"}
+    assert "socket" in peers
     assert all("install" in reason or "load" in reason for reason in skipped.values()), skipped
 
 
@@ -166,7 +158,7 @@ def test_two_listening_ends(without_nixl):
         report = measure([driver, owner, *arguments], environment)
         assert {row.name for row in report.rows} >= {"tcp", "socket", "memcpy"}
         reasons = {skipped.name: skipped.reason for skipped in report.skipped}
-        assert "one host" in reasons["pickle"]
+        assert "one host" in reasons["gloo"]
         assert "not installed: pip install" in reasons["NIXL"]
 
         stranger = environment | {"BATON_CLUSTER_KEY": secrets.token_hex(32)}

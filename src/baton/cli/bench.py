@@ -61,7 +61,7 @@ class LinkFlags(ConfigFlags):
     peers: Annotated[
         bool,
         Parameter(
-            help="Also measure NIXL, Mooncake, gloo, plain sockets, pickle and torch.save.",
+            help="Also measure NIXL, Mooncake, gloo, plain sockets and iperf3.",
             negative="",
             show_default=False,
         ),

@@ -48,8 +48,6 @@ PEERS: Final = (
     LinkEntry("peer", "Mooncake", {}, "two contained"),
     LinkEntry("peer", "gloo", {}, "two on one host"),
     LinkEntry("peer", "socket", {}),
-    LinkEntry("peer", "pickle", {}, "two on one host"),
-    LinkEntry("peer", "torch.save", {}, "two on one host"),
     LinkEntry("peer", "iperf3", {}, "two on one host", ("message",), STREAM_BYTES),
     LinkEntry("peer", "iperf3 -P 2", {}, "two on one host", ("message",), STREAM_BYTES),
 )

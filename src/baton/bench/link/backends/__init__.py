@@ -3,7 +3,7 @@
 File map:
     limits.py      memcpy, and one TCP connection, tuned and plain
     engines.py     NIXL and Mooncake
-    gloo.py, serialised.py (pickle, torch.save)
+    gloo.py        PyTorch's gloo
     iperf.py       iperf3, which sends bytes of its own
 """
 
@@ -33,8 +33,6 @@ _FACTORIES: Final[Mapping[str, tuple[str, str]]] = {
     "NIXL (TCP)": ("engines", "nixl_over_tcp"),
     "Mooncake": ("engines", "Mooncake"),
     "gloo": ("gloo", "Gloo"),
-    "pickle": ("serialised", "pickled"),
-    "torch.save": ("serialised", "torch_saved"),
     "iperf3": ("iperf", "one_stream"),
     "iperf3 -P 2": ("iperf", "two_streams"),
 }

@@ -173,13 +173,20 @@ class SocketPair:
                 sock.setsockopt(socket.SOL_SOCKET, option, asked)
 
 
-class OverSocket(Backend):
-    """A backend whose two sides share one TCP connection."""
+class SocketBackend(Backend):
+    """See `Backend`: `sendmsg` and `recvmsg_into`, one connection, one thread on either side.
 
-    def __init__(self, context: BackendContext, buffer_bytes: int | None = None) -> None:
+    Plain: blocking calls and the system's buffers. `is_tuned`: busy polling, and buffers that hold
+    several of loopback's 64 KiB segments from the start.
+    """
+
+    def __init__(self, context: BackendContext, *, is_tuned: bool) -> None:
         self.traits = Traits("TCP", ("push",), "tuned socket")
         self.region = self.target = allocate_pool(("host",), context.num_pages)
-        self._pair = SocketPair(context, buffer_bytes=buffer_bytes)
+        self._pair = SocketPair(context, buffer_bytes=TUNED_BUFFER_BYTES if is_tuned else None)
+        self._is_spinning = is_tuned
+        self._wait: Wait = _spin if is_tuned else _call
+        self._flags = socket.MSG_DONTWAIT if is_tuned else 0
 
     def local_metadata(self) -> bytes:
         """See `Backend`."""
@@ -193,20 +200,6 @@ class OverSocket(Backend):
         """See `Backend`."""
         self._pair.close()
         super().close()
-
-
-class SocketBackend(OverSocket):
-    """See `Backend`: `sendmsg` and `recvmsg_into`, one connection, one thread on either side.
-
-    Plain: blocking calls and the system's buffers. `is_tuned`: busy polling, and buffers that hold
-    several of loopback's 64 KiB segments from the start.
-    """
-
-    def __init__(self, context: BackendContext, *, is_tuned: bool) -> None:
-        super().__init__(context, TUNED_BUFFER_BYTES if is_tuned else None)
-        self._is_spinning = is_tuned
-        self._wait: Wait = _spin if is_tuned else _call
-        self._flags = socket.MSG_DONTWAIT if is_tuned else 0
 
     def prepare(self, move: Move, direction: Direction) -> Callable[[], None]:
         """See `Backend`."""
@@ -227,7 +220,7 @@ class SocketBackend(OverSocket):
     def serve(self, stop: StopRequested) -> None:
         """See `Backend`."""
         stream, header = self._pair.accept(), memoryview(bytearray(HEADER_BYTES))
-        for _ in wait_messages(stream, stop, is_spinning=self._is_spinning):
+        for _ in _wait_messages(stream, stop, is_spinning=self._is_spinning):
             self._receive(stream, [header])
             ranges = np.empty((int.from_bytes(header, "little"), 2), np.int64)
             self._receive(stream, [ranges.data.cast("B")])
@@ -269,8 +262,8 @@ def tuned_socket(context: BackendContext) -> SocketBackend:
     return SocketBackend(context, is_tuned=True)
 
 
-def wait_messages(
-    stream: socket.socket, stop: StopRequested, *, is_spinning: bool = False
+def _wait_messages(
+    stream: socket.socket, stop: StopRequested, *, is_spinning: bool
 ) -> Iterator[None]:
     """Yield once for each message that begins to arrive, until the next command arrives."""
     fd, timeout_s = stream.fileno(), 0 if is_spinning else None
