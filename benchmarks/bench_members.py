@@ -120,7 +120,7 @@ async def measure(num_workers: int, num_rounds: int) -> Figures:
 
     process.HealthMonitor, process.Membership = NoProbes, Opened  # type: ignore[misc]
     options = GatewayOptions(
-        workers=(), credentials=Credentials.of(ClusterKey(b"k" * 32)), members=("file:/nowhere",)
+        addresses=(), credentials=Credentials.of(ClusterKey(b"k" * 32)), members=("file:/nowhere",)
     )
     figures: Figures = {}
     async with process.open_gateway(options, MachineClock()):

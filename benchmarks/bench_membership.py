@@ -389,7 +389,7 @@ def serve(pipe: Connection, port: int) -> None:
 
 async def _serve(pipe: Connection, port: int) -> None:
     options = GatewayOptions(
-        workers=STATIC,
+        addresses=STATIC,
         members=("announced",),
         credentials=Credentials.of(KEY),
         key_origin="configured",
@@ -550,7 +550,7 @@ async def measure_deaths(args: argparse.Namespace) -> Deaths:
     """The part `death`: several workers at once, which end at random moments between renewals."""
     port = free_port()
     options = GatewayOptions(
-        workers=STATIC,
+        addresses=STATIC,
         members=("announced",),
         credentials=Credentials.of(KEY),
         key_origin="configured",

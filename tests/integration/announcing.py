@@ -59,7 +59,7 @@ async def gateway(
     """A gateway's source `announced`, without the rest of a gateway."""
     port = port or free_port()
     options = GatewayOptions(
-        workers=STATIC,
+        addresses=STATIC,
         credentials=credentials,
         key_origin="configured",
         members=("announced",),

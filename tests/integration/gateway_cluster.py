@@ -91,7 +91,7 @@ async def cluster(
     settings = {"probe_interval_s": 0.1, "probe_timeout_s": 3.0, "connect_timeout_s": 3.0}
     settings["wait_for_worker_s"] = 0.3
     settings["tls"] = "off"  # what scripted workers speak
-    gateway = GatewayOptions(workers=workers, credentials=KEY, **{**settings, **options})
+    gateway = GatewayOptions(addresses=workers, credentials=KEY, **{**settings, **options})
     async with contextlib.AsyncExitStack() as stack:
         for worker in prefill + decode:
             await stack.enter_async_context(worker.running())

@@ -183,7 +183,7 @@ async def _gateway(roles: tuple[str, ...], streams: list[_Worker]) -> AsyncGener
         servers.append(listening)
         port = listening.sockets[0].getsockname()[1]
         workers.append(WorkerAddress(f"http://127.0.0.1:{port}", Role(role)))
-    options = GatewayOptions(workers=tuple(workers), credentials=KEY, tls="off")
+    options = GatewayOptions(addresses=tuple(workers), credentials=KEY, tls="off")
     listener = bind("127.0.0.1", 0)
     start_listening(listener)
     async with open_gateway(options, MachineClock()) as app:

@@ -161,7 +161,7 @@ async def picking(num_workers: int = 2, **options: Any) -> AsyncGenerator[Picker
     workers = [ScriptedWorker(f"w{i}", "both", say_abc) for i in range(num_workers)]
     settings: dict[str, Any] = {"probe_interval_s": 0.1, "tls": "off", "port": 0} | options
     addresses = tuple(WorkerAddress(w.url, Role.BOTH) for w in workers)
-    gateway = GatewayOptions(workers=addresses, credentials=KEY, **settings)
+    gateway = GatewayOptions(addresses=addresses, credentials=KEY, **settings)
     async with contextlib.AsyncExitStack() as stack:
         for worker in workers:
             await stack.enter_async_context(worker.running())

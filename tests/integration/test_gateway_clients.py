@@ -204,7 +204,7 @@ def test_a_gateway_that_is_managed_elsewhere_shows_nothing_to_clients() -> None:
 
 def test_beyond_loopback_keys_are_needed(path: Path) -> None:
     workers = (WorkerAddress("https://127.0.0.1:1", Role.BOTH),)
-    settings = {"workers": workers, "credentials": KEY, "key_origin": "configured"}
+    settings = {"addresses": workers, "credentials": KEY, "key_origin": "configured"}
     with pytest.raises(ConfigError, match="--insecure"):
         GatewayOptions(**settings, host="0.0.0.0")
     GatewayOptions(**settings, host="0.0.0.0", insecure=True)

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from baton.ids import new_epoch
-from baton.router.health import REQUESTS_TO_EJECT, HealthOptions
+from baton.router.health import REQUESTS_TO_EJECT
 from tests.integration.gateway_cluster import STREAM, Cluster, run, until, until_true
 from tests.integration.scripted_worker import (
     ScriptedWorker,
@@ -19,7 +19,7 @@ from tests.integration.scripted_worker import (
     say_abc,
 )
 
-QUICK = HealthOptions(ejection_s=0.3, slow_start_s=0.3)
+QUICK = {"ejection_s": 0.3, "slow_start_s": 0.3}
 
 
 class LateWorker(ScriptedWorker):
@@ -126,7 +126,7 @@ def test_a_silent_worker_beside_another_is_down_until_it_answers_its_probes():
 
     run(
         scenario, prefills=0, decodes=[late, other], probe_timeout_s=0.1, probe_interval_s=0.05,
-        health=QUICK,
+        **QUICK,
     )  # fmt: skip
 
 
@@ -188,7 +188,7 @@ def test_a_worker_that_fails_every_request_is_ejected_and_comes_back_by_a_trial(
         assert await cluster.metric(up) == 1
         await until_true(has_state(cluster, "worker-0", "healthy"))
 
-    run(scenario, prefills=0, decodes=0, boths=2, health=QUICK, probe_interval_s=0.05)
+    run(scenario, prefills=0, decodes=0, boths=2, **QUICK, probe_interval_s=0.05)
 
 
 def test_one_trial_at_a_time():
@@ -215,7 +215,7 @@ def test_one_trial_at_a_time():
         await until_true(tried_again)
         assert (await shown(cluster, "worker-0"))["health"] in {"recovering", "healthy"}
 
-    run(scenario, prefills=0, decodes=0, boths=2, health=QUICK, probe_interval_s=0.05)
+    run(scenario, prefills=0, decodes=0, boths=2, **QUICK, probe_interval_s=0.05)
 
 
 def test_the_ejected_worker_is_used_where_there_is_no_other():
@@ -230,7 +230,7 @@ def test_the_ejected_worker_is_used_where_there_is_no_other():
 
     run(
         scenario, prefills=0, decodes=0, boths=2, probe_interval_s=0.05,
-        health=HealthOptions(ejection_s=30),
+        ejection_s=30,
     )  # fmt: skip
 
 
@@ -272,7 +272,7 @@ def test_a_prefill_worker_that_fails_every_request_is_left_out():
         assert await ask(cluster) == 200
         await until_true(has_state(cluster, "prefill-0", "recovering", "healthy"))
 
-    run(scenario, mode="pull", health=HealthOptions(0.5, 0.3), probe_interval_s=0.05)
+    run(scenario, mode="pull", ejection_s=0.5, slow_start_s=0.3, probe_interval_s=0.05)
 
 
 # Waiting for a worker -----------------------------------------------------------------------------

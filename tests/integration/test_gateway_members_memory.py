@@ -107,7 +107,7 @@ def test_workers_that_came_and_went_leave_nothing(
     monkeypatch.setattr(process, "Membership", Opened)
     monkeypatch.setattr(membership, "LOOK_S", 0.05)
     options = GatewayOptions(
-        workers=(), credentials=KEY, tls="off", policy="prefix", members=("file:/nowhere/at/all",)
+        addresses=(), credentials=KEY, tls="off", policy="prefix", members=("file:/nowhere/at/all",)
     )
 
     async def run(fleet: Fleet, num_rounds: int) -> int:

@@ -45,7 +45,7 @@ from baton.protocol.worker_http import (Role)
 
 url, drain_timeout_s, status_fd, management_port, *tls = sys.argv[1:]
 run_gateway(GatewayOptions(
-    workers=(WorkerAddress(url, Role.BOTH),),
+    addresses=(WorkerAddress(url, Role.BOTH),),
     credentials=Credentials.of(ClusterKey(b"k" * 32)),
     port=0,
     status_fd=int(status_fd),

@@ -40,10 +40,10 @@ from baton.protocol.worker_http import Role
 url, num_processes, port, management_port, status_fd, *listen_fds = sys.argv[1:]
 try:
     run_gateway(GatewayOptions(
-        workers=(WorkerAddress(url, Role.BOTH),),
+        addresses=(WorkerAddress(url, Role.BOTH),),
         credentials=Credentials.of(ClusterKey(b"k" * 32)),
         port=int(port),
-        num_processes=int(num_processes),
+        processes=int(num_processes),
         management_port=int(management_port),
         status_fd=int(status_fd),
         listen_fds=tuple(map(int, listen_fds)),
@@ -280,9 +280,9 @@ def test_other_processes_take_over_the_sockets_and_no_request_fails():
 def test_metrics_of_all_must_be_reachable():
     with pytest.raises(ConfigError, match="--management-port"):
         GatewayOptions(
-            workers=(WorkerAddress("https://127.0.0.1:1", Role.BOTH),),
+            addresses=(WorkerAddress("https://127.0.0.1:1", Role.BOTH),),
             credentials=KEY,
-            num_processes=2,
+            processes=2,
         )
 
 

@@ -171,7 +171,7 @@ async def probe(url: str, until: list[Any]) -> str:
     """What a gateway with that worker says of it, once `until` has something."""
     worker = WorkerAddress(url, Role.BOTH)
     options = GatewayOptions(
-        workers=(worker,), credentials=KEY, probe_interval_s=0.05, probe_timeout_s=1.0
+        addresses=(worker,), credentials=KEY, probe_interval_s=0.05, probe_timeout_s=1.0
     )
     async with open_gateway(options, MachineClock()) as app, asyncio.timeout(30):
         while not until:
@@ -275,7 +275,7 @@ def test_connections_that_are_given_up_in_their_handshake_leave_nothing() -> Non
             start_listening(silent)
             url = URL(url_of(silent, "127.0.0.1", is_tls=True)) / "v1/completions"
             workers = (WorkerAddress(str(url.origin()), Role.BOTH),)
-            options = GatewayOptions(workers=workers, credentials=KEY, connect_timeout_s=0.5)
+            options = GatewayOptions(addresses=workers, credentials=KEY, connect_timeout_s=0.5)
             upstream = Upstream(options)
             try:
                 most = 0

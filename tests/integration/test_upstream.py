@@ -69,7 +69,7 @@ def run(serve: Serve, scenario: Callable[[RawServer, Upstream, URL], Awaitable[N
 
 def upstream_of(url: URL) -> Upstream:
     workers = (WorkerAddress(str(url.origin()), Role.BOTH),)
-    options = GatewayOptions(workers=workers, credentials=KEY, tls="off", connect_timeout_s=0.5)
+    options = GatewayOptions(addresses=workers, credentials=KEY, tls="off", connect_timeout_s=0.5)
     return Upstream(options)
 
 

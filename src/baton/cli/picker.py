@@ -64,7 +64,7 @@ def picker(flags: PickerFlags | None = None) -> int:
     config = flags.resolve().to_config()
     configure_logging(config.log)
     options = gateway_options(config, flags.status_fd)
-    if options.num_processes > 1:
+    if options.processes > 1:
         raise ConfigError("a picker is one process: start several, each with a port of its own")
     change_environment({}, (KEY_VARIABLE,))
     run_picker(options)

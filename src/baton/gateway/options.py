@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
+from msgspec import structs
 from yarl import URL
 
 from baton.clock import MachineClock
 from baton.config.cluster_key import is_loopback, is_wildcard
+from baton.config.sections import GatewaySection
 from baton.errors import ConfigError
 from baton.gateway.members.interface import NamedSource, SourceStatus, build_source
 from baton.gateway.targets import NO_TARGETS
 from baton.protocol.announcements import require_https
 from baton.protocol.worker_http import Role
-from baton.router.health import DEFAULT_HEALTH, HealthOptions
+from baton.router.health import HealthOptions
 from baton.router.placement import POLICIES, choose_policy, find_first_share
 
 if TYPE_CHECKING:
@@ -24,13 +26,11 @@ if TYPE_CHECKING:
 
     from baton.auth.credentials import Credentials
     from baton.clock import Clock
-    from baton.config.sections import MoveStreams, Tls
+    from baton.config.sections import Tls
     from baton.gateway.members.announced import AnnouncedWorkers
     from baton.gateway.targets import Targets
-    from baton.router.modes import ModeSetting
     from baton.router.placement import PlacementPolicy
 
-MIB = 1 << 20
 ANNOUNCED = "announced"
 """The source of workers that needs `announce_port`."""
 ANY_MODEL = "*"
@@ -85,122 +85,60 @@ def check_processes(num_processes: int, management_port: int | None) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatewayOptions:
-    """Everything `run_gateway` needs. Durations in seconds.
+class GatewayOptions(GatewaySection, frozen=True, kw_only=True):
+    """Everything `run_gateway` needs: the section `[gateway]`, and what belongs to other sections.
 
-    `key_origin` is whether an operator configured the cluster key or a launcher made it up for
-    this machine: a gateway that others can reach insists on the former. `status_fd` is the file
-    descriptor that gets the line `{"event":"ready",...}`. `listen_fds` and `management_fds`: bound
-    sockets of a launcher, one for each process, in place of the ports. `first_share`: where in the
-    workers' order a process of several begins (`Fleet.beginning_at`). `mode` is how KV is handed
-    over,
-    `policy` how workers are chosen, one of `POLICIES` (None: see `choose_policy`), and
-    `policy_options` those of each policy by its name;
-    `first_token_early` lets streams begin with the prefill worker's token; `move_streams`: when
-    running streams move to other workers (see `baton.gateway.stream_moves`).
-    `client_keys_file`: see `baton.gateway.clients`; beyond loopback it is needed unless `insecure`.
-    `management_port` None: /metrics and /debug on the gateway's own port, if that is loopback's
-    or `insecure`. Of several processes, which share the gateway's port, each has its own one.
-    `announce_port`: workers announce themselves there, and gateways exchange what they know; None:
-    nowhere. Of several processes each has its own one. `announce_url` is how others reach it (None:
-    by `announce_host`), `peers` are those of other gateways.
-    `tls_certificate` and `tls_key`: PEM files, with which the gateway's own port speaks TLS.
-    `wait_for_worker_s`: how long a request waits where no worker can serve it; 0: not at all.
-    `max_running_per_worker` None: as workers report; `max_queued_…`: what may wait for them.
-    `targets`: by model, "*" for those that are not named.
-    `allowed_hosts` and `allowed_origins`: see `baton.gateway.app.RequestOrigin`.
-    `members`: sources of workers that come and go (`baton.gateway.members`); those that cannot be
-    watched are asked every `members_interval_s`.
+    `addresses` are those of `prefill`, `decode` and `workers`. `key_origin` is whether an operator
+    configured the cluster key or a launcher made it up for this machine: a gateway that others can
+    reach insists on the former. `status_fd` is the file descriptor that gets the line
+    `{"event":"ready",...}`. `listen_fds` and `management_fds`: bound sockets of a launcher, one for
+    each process, in place of the ports. `first_share`: where in the workers' order a process of
+    several begins (`Fleet.beginning_at`). `policy` is how workers are chosen, one of `POLICIES`
+    (None: see `choose_policy`), and `policy_options` those of each policy by its name. `targets`:
+    by model, "*" for those that are not named.
 
     Raises:
-        ConfigError: no worker can ever decode, a limit is not positive, or the gateway would be
-            reachable from other machines without a configured cluster key.
+        ConfigError: no worker can ever decode, or the gateway would be reachable from other
+            machines without a configured cluster key.
     """
 
-    workers: tuple[WorkerAddress, ...]
+    addresses: tuple[WorkerAddress, ...]
     credentials: Credentials
     key_origin: Literal["configured", "generated"] = "generated"
-    host: str = "127.0.0.1"
-    port: int = 8000
-    num_processes: int = 1
     status_fd: int = 1
     listen_fds: tuple[int, ...] = ()
     management_fds: tuple[int, ...] = ()
-    max_connections: int = 4096
-    max_connections_per_address: int = 1024
-    max_inflight_requests: int = 1024
-    max_body_bytes: int = 32 * MIB
-    max_body_bytes_per_token: int = 64
-    max_total_body_bytes: int = 512 * MIB
-    max_answer_bytes: int = 64 * MIB
-    max_answers: int = 128
-    max_total_record_bytes: int = 256 * MIB
-    max_running_per_worker: int | None = None
-    max_queued_requests: int = 1024
-    max_queued_tokens: int = 4 * MIB
-    max_queued_per_tenant: int | None = None
-    targets: Mapping[str, Targets] = field(default_factory=dict)
-    request_timeout_s: float = 600.0
-    first_byte_timeout_s: float = 300.0
-    connect_timeout_s: float = 3.0
-    prefill_grace_period_s: float = 2.0
-    probe_interval_s: float = 1.0
-    probe_timeout_s: float = 2.0
-    abandon_after_s: float = 15.0
-    silent_after_s: float = 2.75
-    health: HealthOptions = DEFAULT_HEALTH
-    wait_for_worker_s: float = 5.0
-    drain_timeout_s: float = 30.0
     num_records: int = 1024
-    mode: ModeSetting = "auto"
     policy: str | None = None
-    policy_options: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
-    tokenizers: Mapping[str, Path] = field(default_factory=dict)
+    policy_options: Mapping[str, Mapping[str, object]] = {}
+    tokenizers: Mapping[str, Path] = {}
+    targets: Mapping[str, Targets] = {}
     costs_file: Path | None = None
     tls: Tls = "control"
-    first_token_early: bool = False
-    move_streams: MoveStreams = "auto"
-    client_keys_file: Path | None = None
-    insecure: bool = False
-    audit_log: Path | None = None
-    management_host: str = "127.0.0.1"
-    management_port: int | None = None
     first_share: float = 0.0
-    announce_host: str = "127.0.0.1"
-    announce_port: int | None = None
-    announce_url: str | None = None
-    peers: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()
-    allowed_origins: tuple[str, ...] = ()
-    tls_certificate: Path | None = None
-    tls_key: Path | None = None
-    members: tuple[str, ...] = ()
-    members_interval_s: float = 2.0
 
     def __post_init__(self) -> None:
-        can_decode = any(worker.role is not Role.PREFILL for worker in self.workers)
+        can_decode = any(worker.role is not Role.PREFILL for worker in self.addresses)
         if not (can_decode or self.members):
             raise ConfigError(
                 "no worker can decode; give the gateway at least one --decode or --worker address, "
                 "or a list that is followed: --members file:/PATH"
             )
-        urls = [worker.url.rstrip("/") for worker in self.workers]
+        urls = [worker.url.rstrip("/") for worker in self.addresses]
         twice = {url for url in urls if urls.count(url) > 1}
         if twice:
             raise ConfigError(f"listed twice: {', '.join(sorted(twice))}")
         if len(set(self.members)) < len(self.members):
             raise ConfigError("gateway.members names a source twice")
-        self._check_limits()
         self.build_policy()
         self._check_announcements()
         self.build_sources(MachineClock())
-        check_processes(self.num_processes, self.management_port)
-        if (self.tls_certificate is None) != (self.tls_key is None):
+        check_processes(self.processes, self.management_port)
+        if bool(self.tls_certificate) != bool(self.tls_key):
             raise ConfigError(
                 "gateway.tls_certificate and gateway.tls_key go together: give both, or neither"
             )
-        plain = [worker.url for worker in self.workers if worker.is_plain]
+        plain = [worker.url for worker in self.addresses if worker.is_plain]
         if plain and self.tls != "off":
             raise ConfigError(
                 f"{plain[0]} does not prove who answers there: workers speak TLS, write https://; "
@@ -225,11 +163,16 @@ class GatewayOptions:
         return self.targets.get(ANY_MODEL, NO_TARGETS) if found is None else found
 
     @property
+    def health(self) -> HealthOptions:
+        """When a worker is ejected, and how it comes back."""
+        return HealthOptions(self.ejection_s, self.slow_start_s)
+
+    @property
     def policy_name(self) -> str:
         """The policy in use: workers that come and go may have any role, and `cost` suits all."""
         if self.policy is None and self.members:
             return "cost"
-        return choose_policy(self.policy, [worker.role for worker in self.workers])
+        return choose_policy(self.policy, [worker.role for worker in self.addresses])
 
     def build_policy(self) -> PlacementPolicy:
         """A new one of the policy in use, with its options.
@@ -270,11 +213,11 @@ class GatewayOptions:
         They exchange announcements with each other.
         """
         own_port, announced = self.management_port, self._announced_urls()
-        return replace(
+        return structs.replace(
             self,
             status_fd=status_fd,
-            num_processes=1,
-            first_share=find_first_share(self.policy_name, index, self.num_processes),
+            processes=1,
+            first_share=find_first_share(self.policy_name, index, self.processes),
             management_port=own_port and own_port + index,
             management_fds=self.management_fds[index : index + 1],
             announce_port=self.announce_port and self.announce_port + index,
@@ -288,7 +231,7 @@ class GatewayOptions:
             return []
         host = f"[{self.announce_host}]" if ":" in self.announce_host else self.announce_host
         first = URL(self.announce_url or f"https://{host}:{self.announce_port}").origin()
-        return [str(first.with_port((first.port or 0) + i)) for i in range(self.num_processes)]
+        return [str(first.with_port((first.port or 0) + i)) for i in range(self.processes)]
 
     def _check_announcements(self) -> None:
         if (self.announce_port is not None) != (ANNOUNCED in self.members):
@@ -310,40 +253,10 @@ class GatewayOptions:
                 f"no other process can reach {self.announce_host}: give gateway.announce_url, as "
                 "https://host:port, or a gateway.announce_host that others can reach"
             )
-        if self.num_processes > 1 and self.announce_port == 0:
+        if self.processes > 1 and self.announce_port == 0:
             raise ConfigError("several gateway processes need a fixed gateway.announce_port")
         if self.key_origin == "generated" and not is_loopback(self.announce_host):
             raise ConfigError(
                 f"refusing to take announcements at {self.announce_host} without a configured "
                 "cluster key; set BATON_CLUSTER_KEY"
             )
-
-    def _check_limits(self) -> None:
-        for name in (
-            "num_processes",
-            "max_connections",
-            "max_connections_per_address",
-            "max_inflight_requests",
-            "max_body_bytes",
-            "max_body_bytes_per_token",
-            "max_total_body_bytes",
-            "max_answer_bytes",
-            "max_answers",
-            "max_queued_requests",
-            "max_queued_tokens",
-            "request_timeout_s",
-            "first_byte_timeout_s",
-            "connect_timeout_s",
-            "probe_interval_s",
-            "probe_timeout_s",
-            "abandon_after_s",
-            "members_interval_s",
-            "num_records",
-        ):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"gateway.{name} must be above 0")
-        if self.wait_for_worker_s < 0:
-            raise ConfigError("gateway.wait_for_worker_s must not be below 0")
-        for name in ("max_running_per_worker", "max_queued_per_tenant"):
-            if (limit := getattr(self, name)) is not None and limit <= 0:
-                raise ConfigError(f"gateway.{name} must be above 0, or left out")

@@ -13,6 +13,7 @@ import gc
 import logging
 import os
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import uvicorn
@@ -104,7 +105,7 @@ def run_gateway(options: GatewayOptions) -> None:
     """
     disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the series
     _give_large_bodies_back()
-    if options.num_processes > 1:
+    if options.processes > 1:
         ProcessGroup(options, MachineClock(), _run_server).run()
         return
     with contextlib.closing(_open_listener(options)) as listener:
@@ -149,7 +150,7 @@ async def open_parts(
     metrics, load = GatewayMetrics(), FleetLoad()
     room = FleetRoom(load, options.max_running_per_worker)
     workers = Workers(
-        options.workers,
+        options.addresses,
         metrics,
         options.health,
         on_load=(load.note_report, room.note_report),
@@ -160,7 +161,7 @@ async def open_parts(
     metrics.registry.register(HealthCollector(workers))
     upstream = Upstream(options)
     health_monitor = HealthMonitor(workers, upstream, options, clock)
-    policy = options.build_policy()
+    policy, keys_file = options.build_policy(), options.client_keys_file
     prefixes = (
         Prefixes(workers, options.tokenizers, clock, metrics.registry)
         if policy.uses_prefixes
@@ -182,8 +183,8 @@ async def open_parts(
         background_tasks=BackgroundTasks(),
         ticket_issuer=TicketIssuer(clock),
         retry_budget=RetryBudget(clock.now(), 2 * options.max_inflight_requests),
-        clients=Clients(options.client_keys_file, clock),
-        audit=AuditLog(options.audit_log) if options.audit_log else None,
+        clients=Clients(Path(keys_file) if keys_file else None, clock),
+        audit=AuditLog(Path(options.audit_log)) if options.audit_log else None,
         stream_records=RecordBudget(options.max_total_record_bytes),
         streams=RunningStreams(),
     )
@@ -261,8 +262,8 @@ async def _serve(options: GatewayOptions, listener: socket.socket, find_workers_
 
 def _find_tls(options: GatewayOptions) -> ServerTls | None:
     """For clients. Beyond loopback without it, prompts and API keys can be read on their way."""
-    if options.tls_certificate is not None and options.tls_key is not None:
-        return ServerTls(options.tls_certificate, options.tls_key, MachineClock())
+    if options.tls_certificate and options.tls_key:
+        return ServerTls(Path(options.tls_certificate), Path(options.tls_key), MachineClock())
     if not is_loopback(options.host):
         log.warning(
             "clients reach %s without encryption: give --tls-certificate and --tls-key, or have a "

@@ -99,7 +99,7 @@ class ProcessGroup:
         if options.listen_fds:
             listeners = tuple(inherit(fd) for fd in options.listen_fds)
         else:
-            listeners = bind_shared(options.host, options.port, options.num_processes)
+            listeners = bind_shared(options.host, options.port, options.processes)
         for index, listener in enumerate(listeners):
             sockets.enter_context(closing(listener))
             self._members.append(_Member(index, listener, 0))

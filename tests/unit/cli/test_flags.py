@@ -1,6 +1,5 @@
 """Flags set settings, and defaults agree with the options that they end in."""
 
-import dataclasses
 
 import pytest
 from cyclopts import App, CoercionError
@@ -12,7 +11,6 @@ from baton.cli.worker import _options as worker_options
 from baton.config.resolve import FromDefault, FromFlag
 from baton.config.sections import Config
 from baton.errors import ConfigError
-from baton.gateway.options import GatewayOptions
 from baton.models import DEMO_MODEL_PATH
 from baton.router.cost import CostPolicy
 from baton.router.simple import RoundRobin
@@ -93,14 +91,7 @@ def test_sources_of_workers_are_named_one_by_one():
     flags = parse(GatewayFlags, "--members", names[0], "--members", names[1])
     options = gateway_options(flags.resolve().to_config(), 1)
     assert options.members == names
-    assert options.workers == ()
-
-
-def test_the_gateways_defaults_are_those_of_its_options():
-    flags = parse(GatewayFlags, "--worker", "https://127.0.0.1:1")
-    options = gateway_options(flags.resolve().to_config(), status_fd=1)
-    bare = GatewayOptions(workers=options.workers, credentials=options.credentials)
-    assert dataclasses.replace(options, key_origin="generated") == bare
+    assert options.addresses == ()
 
 
 def test_the_workers_defaults_are_those_of_its_options():

@@ -34,7 +34,7 @@ def workers() -> Workers:
 
 def follow(workers: Workers, clock: ManualClock) -> KVEvents:
     addresses = (WorkerAddress(URL, Role.DECODE),)
-    upstream = Upstream(GatewayOptions(workers=addresses, credentials=KEY, tls="off"))
+    upstream = Upstream(GatewayOptions(addresses=addresses, credentials=KEY, tls="off"))
     return KVEvents(workers, GatewayMetrics(), clock, upstream=upstream)
 
 

@@ -36,7 +36,7 @@ def test_many_new_workers_are_not_probed_at_once(num: int, monkeypatch: pytest.M
         monkeypatch.setattr(health_monitor.Prober, "probe", probe)
         listed = addresses(num)
         options = GatewayOptions(
-            workers=listed,
+            addresses=listed,
             credentials=Credentials.of(ClusterKey(b"k" * 32)),
             probe_interval_s=INTERVAL_S,
         )

@@ -62,7 +62,7 @@ def run(scenario: Callable[[Gateway], Awaitable[None]], num_workers: int = 2) ->
         urls = [f"https://10.0.0.{n}:1" for n in range(1, num_workers + 1)]
         addresses = tuple(WorkerAddress(url, Role.DECODE) for url in urls)
         credentials = Credentials.of(ClusterKey(b"k" * 32))
-        options = GatewayOptions(workers=addresses, credentials=credentials)
+        options = GatewayOptions(addresses=addresses, credentials=credentials)
         metrics = GatewayMetrics()
         workers = Workers(addresses, metrics)
         upstream = Upstream(options)

@@ -55,7 +55,7 @@ class Membership:
         self._services, self._events, self._room = services, events, room
         self.sources = sources
         self._members = MemberSet((CONFIGURED, *(source.name for source in sources)))
-        self._members.update(CONFIGURED, services.options.workers)
+        self._members.update(CONFIGURED, services.options.addresses)
         self._leaving: dict[Worker, Instant] = {}
         self._names: frozenset[Name] = frozenset()
         self._tasks: list[asyncio.Task[None]] = []

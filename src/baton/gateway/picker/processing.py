@@ -109,7 +109,7 @@ class Processing:
         self._request = PickedRequest(self._services, method, path, headers)
         self._held.callback(self._request.close)
         self._removed = [n.decode("latin-1") for n, _ in headers if n.startswith(OWN_HEADERS)]
-        if self._services.options.client_keys_file is not None:
+        if self._services.options.client_keys_file:
             self._removed.append("authorization")  # the client's key is for gateways
         if not self._is_buffered:
             return ()

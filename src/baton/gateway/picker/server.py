@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import grpc
@@ -93,8 +94,8 @@ async def serving_picker(services: Services) -> AsyncGenerator[int]:
 
 
 def _listen(server: grpc.aio.Server, address: str, options: GatewayOptions) -> int:
-    if options.tls_certificate is not None and options.tls_key is not None:
-        pair = options.tls_key.read_bytes(), options.tls_certificate.read_bytes()
+    if options.tls_certificate and options.tls_key:
+        pair = Path(options.tls_key).read_bytes(), Path(options.tls_certificate).read_bytes()
         return int(server.add_secure_port(address, grpc.ssl_server_credentials([pair])))
     if not is_loopback(options.host):
         log.warning(
@@ -135,7 +136,7 @@ async def _run(options: GatewayOptions) -> None:
         serving_picker(services) as port,
     ):
         host = f"[{options.host}]" if ":" in options.host else options.host
-        scheme = "grpc" if options.tls_certificate is None else "grpcs"
+        scheme = "grpcs" if options.tls_certificate else "grpc"
         StatusReporter(options.status_fd).report(Ready(f"{scheme}://{host}:{port}"))
         log.info("picks endpoints at %s:%d", host, port)
         await ending.wait()
