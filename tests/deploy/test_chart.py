@@ -216,7 +216,7 @@ def test_baton_understands_each_command(
         assert worker.role == workload.labels["baton/role"]
         assert grace_s > sleep_s + worker.drain_timeout_s
         check_engine(config)
-        assert worker_options(config, 1).topology.split("/")[2] == "node-7"
+        assert worker_options(config, 1).at.split("/")[2] == "node-7"
     for mounted in files:
         assert any(
             value.startswith(mounted)

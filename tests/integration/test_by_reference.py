@@ -41,8 +41,8 @@ def worker(name: str, role: str) -> Generator[WorkerProcess]:
     with starting(
         name,
         role=role,
-        transports=["shared"],
-        liveness_timeout_s=LIVENESS_TIMEOUT_S,
+        transfer={"transports": ["shared"]},
+        handoff={"liveness_timeout_s": LIVENESS_TIMEOUT_S},
         engine_options=ENGINE_OPTIONS | {"num_blocks": NUM_BLOCKS},
     ) as running:
         running.wait_until_ready()

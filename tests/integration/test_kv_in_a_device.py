@@ -33,10 +33,8 @@ def device() -> Generator[Path]:
 
 
 def options_of(device: Path) -> dict[str, Any]:
-    return {
-        "transports": ["shared"],
-        "transport_options": {"shared": {"device": {"path": str(device)}}},
-    }
+    options = {"shared": {"device": {"path": str(device)}}}
+    return {"transfer": {"transports": ["shared"], "options": options}}
 
 
 def extents_of(device: Path) -> dict[int, Extent]:
@@ -74,7 +72,7 @@ def test_a_handoff_within_a_device_gives_what_one_worker_gives(device: Path) -> 
         asyncio.run(hand_over(Pair(prefill, decode)))
         # A third one, as large, finds no room, and says who has it.
         engine = {**ENGINE_OPTIONS, "num_blocks": 2048}
-        given = json.dumps({"worker": "third", "engine_options": engine, **options})
+        given = json.dumps({"name": "third", "engine_options": engine, **options})
         third = subprocess.run(
             [sys.executable, "-m", "tests.integration.worker_process", given],
             capture_output=True,

@@ -44,7 +44,7 @@ class Pair:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Generator[Pair]:
     place = str(tmp_path_factory.mktemp("place") / "store")
     store = {"tiers": ["file"], "options": {"file": {"directory": place}}}
-    options: Json = {"lease_s": LEASE_S, "store": store}
+    options: Json = {"handoff": {"lease_s": LEASE_S}, "store": store}
     with (
         starting("p0", role="prefill", **options) as prefill,
         starting("d0", role="decode", **options) as decode,

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import signal
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -20,7 +19,6 @@ from baton.config.cluster_key import is_loopback
 from baton.engines.interface import NewToken
 from baton.errors import ConfigError, EngineError
 from baton.handoff.interface import SampledToken
-from baton.ids import WorkerId
 from baton.net.http_server import bind, start_listening
 from baton.telemetry.process_status import StatusReporter
 from baton.worker.fence import MembershipFence
@@ -45,11 +43,12 @@ async def living(
 ) -> AsyncGenerator[tuple[str, asyncio.Task[None], Worker]]:
     """A worker that serves: its URL and the task that ends with it."""
     key = Credentials.of(ClusterKey(b"k" * 32))
-    names: dict[str, Any] = {"worker": WorkerId("w0"), "credentials": key}
-    at = ProcessOptions(tls="off", model=Path(engine.info.model_path), **names, **options)
+    at = ProcessOptions(name="w0", tls="off", credentials=key, **options)
     fence = MembershipFence(at.announce_lease_s) if at.announce_to else None
     worker = build_worker(
-        WorkerOptions(epoch=EPOCH, served_model_name="demo", fence=fence, **names),
+        WorkerOptions(
+            worker=at.worker, epoch=EPOCH, served_model_name="demo", fence=fence, credentials=key
+        ),
         engine,
         None,
         MachineClock(),

@@ -244,7 +244,7 @@ def test_a_taken_port_is_said_before_the_model_loads() -> None:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        given = {"worker": "late", "port": port}
+        given = {"name": "late", "port": port}
         result = subprocess.run(
             [sys.executable, "-m", "tests.integration.worker_process", json.dumps(given)],
             capture_output=True,

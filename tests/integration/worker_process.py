@@ -1,6 +1,6 @@
 """Workers as processes of their own, for tests: started, announced, spoken to, ended.
 
-`python -m tests.integration.worker_process OPTIONS` runs one; OPTIONS are `ProcessOptions` as JSON.
+`python -m tests.integration.worker_process OPTIONS` runs one; OPTIONS are those of `starting` as JSON.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import msgspec
 from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.auth.ticket import HandoffMode, Ticket, WorkerRef, seal
-from baton.config.sections import StoreSection
+from baton.config.sections import HandoffSection, StoreSection, TransferSection, WorkerSection
 from baton.ids import Epoch, WorkerId, new_ticket_id
-from baton.models import DEMO_MODEL_PATH
 from baton.worker.options import ProcessOptions
 from baton.worker.process import run_worker
 from tests.preloaded import TORCH, PreloadedProcess
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 
 
 KEY = Credentials.of(ClusterKey(b"k" * 32))
+SECTIONS = {"handoff": HandoffSection, "transfer": TransferSection, "store": StoreSection}
 ENGINE_OPTIONS = {"num_threads": 1, "num_blocks": 256, "dtype": "float32"}
 
 
@@ -74,7 +74,7 @@ class WorkerProcess:
 @contextmanager
 def starting(name: str, **options: Any) -> Generator[WorkerProcess]:
     """A worker that is starting; it is gone afterwards."""
-    given = {"worker": name, "engine_options": ENGINE_OPTIONS} | options
+    given = {"name": name, "engine_options": ENGINE_OPTIONS} | options
     command = (TORCH, __name__, [json.dumps(given)], os.environ)
     with open(2, "wb", closefd=False) as stderr:
         popen = PreloadedProcess(*command, stderr)
@@ -104,13 +104,13 @@ def make_ticket(
 
 def main() -> None:
     given = json.loads(sys.argv[1])
-    for name in ("cpu_affinity", "transports"):
-        if name in given:
-            given[name] = tuple(given[name])
-    if "store" in given:
-        given["store"] = msgspec.convert(given["store"], StoreSection)
+    own = {name: given.pop(name) for name in ("engine_options", "parent_pid") if name in given}
+    own |= {name: given.pop(name) for name in SECTIONS if name in given}
+    for name, section in SECTIONS.items():
+        own[name] = msgspec.convert(own.get(name, {}), section)
+    section = msgspec.convert(given, WorkerSection)
     run_worker(
-        ProcessOptions(**({"model": DEMO_MODEL_PATH, "credentials": KEY, "tls": "off"} | given))
+        ProcessOptions(**msgspec.structs.asdict(section), credentials=KEY, tls="off", **own)
     )
 
 

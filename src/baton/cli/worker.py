@@ -2,10 +2,10 @@
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
+from msgspec import structs
 
 from baton.auth.certificates import IdentityRole
 from baton.auth.credentials import Credentials
@@ -16,8 +16,6 @@ from baton.config.environment import change_environment, read_environment
 from baton.config.logs import configure_logging
 from baton.config.sections import Config, Role
 from baton.config.topology import find_topology
-from baton.ids import WorkerId
-from baton.models import DEMO_MODEL_PATH
 from baton.net.credentials import find_credentials
 from baton.worker.options import ProcessOptions
 
@@ -106,44 +104,17 @@ def _credentials(config: Config) -> Credentials:
 def _options(config: Config, status_fd: int) -> ProcessOptions:
     # Here, so that --help imports nothing heavy.
     from baton.cli.engine_options import engine_options  # noqa: PLC0415
-    from baton.handoff.verify import VerificationPolicy  # noqa: PLC0415
 
     section = config.worker
     return ProcessOptions(
-        worker=WorkerId(section.name),
-        role=section.role,
-        model=Path(section.model) if section.model else DEMO_MODEL_PATH,
-        served_model_name=section.served_model_name,
-        host=section.host,
-        port=section.port,
-        probe_port=section.probe_port,
+        **structs.asdict(section),
         credentials=_credentials(config),
         tls=config.security.tls,
-        engine=section.engine,
         engine_options=engine_options(section.engine, config.engine),
-        handoff_host=section.handoff_host,
-        handoff_port=section.handoff_port,
-        topology=find_topology(section.topology, read_environment(), read_clock_domain()),
-        handoff_timeout_s=config.handoff.timeout_s,
-        liveness_timeout_s=config.handoff.liveness_timeout_s,
-        lease_s=config.handoff.lease_s,
-        handoff_encoding=config.handoff.encoding,
-        staging_bytes=config.handoff.staging_bytes,
-        layer_batch_bytes=config.handoff.layer_batch_bytes,
-        device_layer_batch_bytes=config.handoff.device_layer_batch_bytes,
-        verification=VerificationPolicy.of(config.handoff),
-        transports=config.transfer.transports,
-        transport_options=config.transfer.options,
-        transport_choice=config.transfer.choice,
-        probe_time_s=config.transfer.probe_time_s,
-        probe_bytes=config.transfer.probe_bytes,
+        at=find_topology(section.topology, read_environment(), read_clock_domain()),
+        handoff=config.handoff,
+        transfer=config.transfer,
         store=config.store,
-        spin_s=config.transfer.spin_s,
-        drain_timeout_s=section.drain_timeout_s,
         num_traces=config.trace.ring_size,
-        cpu_affinity=section.cpu_affinity,
-        announce_to=section.announce_to,
-        announce_url=section.announce_url,
-        announce_lease_s=section.announce_lease_s,
         status_fd=status_fd,
     )

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from baton.config.cluster_key import is_wildcard
-from baton.config.sections import StoreSection
+from baton.config.sections import HandoffSection, StoreSection, TransferSection, WorkerSection
 from baton.errors import ConfigError
-from baton.handoff.verify import VerificationPolicy
+from baton.ids import WorkerId
+from baton.models import DEMO_MODEL_PATH
 from baton.protocol.announcements import require_https
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from baton.auth.credentials import Credentials
     from baton.auth.ticket import HandoffMode
-    from baton.config.sections import Tls
-    from baton.ids import Epoch, WorkerId
+    from baton.config.sections import Role, Tls
+    from baton.ids import Epoch
     from baton.worker.fence import MembershipFence
-
-Role: TypeAlias = Literal["prefill", "decode", "both"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:
@@ -52,56 +50,37 @@ class WorkerOptions:
     fence: MembershipFence | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessOptions:
-    """The process that one worker lives in. `port` 0 takes a free one.
+class ProcessOptions(WorkerSection, frozen=True, kw_only=True):
+    """The process that one worker lives in: the section `[worker]`, and others that it reads.
 
-    `probe_port`: see `baton.net.probes`.
-    `status_fd` is where JSON lines report to a launcher what happens (1: standard output).
-    `parent_pid` set: the worker ends when that process does. `announce_to` are gateways to which it
-    announces itself, as reached at `announce_url` (None: where it listens).
+    `engine_options` are those of its engine alone, `at` is where it is (`config/topology.py`).
+    `parent_pid` set: the worker ends when that process does. `status_fd` is where JSON lines report
+    to a launcher what happens (1: standard output).
 
     Raises:
         ConfigError: it would announce an address that no gateway can use.
     """
 
-    worker: WorkerId
-    role: Role = "both"
-    model: Path
-    served_model_name: str | None = None
-    host: str = "127.0.0.1"
-    port: int = 0
-    probe_port: int | None = None
     credentials: Credentials
     tls: Tls = "control"
-    engine: str = "transformers"
-    engine_options: Mapping[str, object] = field(default_factory=dict)
-    handoff_host: str = "127.0.0.1"
-    handoff_port: int = 0
-    topology: str = ""
-    handoff_timeout_s: float = 60.0
-    liveness_timeout_s: float = 3.0
-    lease_s: float = 10.0
-    handoff_encoding: str = "raw"
-    staging_bytes: int = 256 * 1024 * 1024
-    layer_batch_bytes: int = 4 * 1024 * 1024
-    device_layer_batch_bytes: int = 128 * 1024 * 1024
-    verification: VerificationPolicy = field(default_factory=VerificationPolicy)
-    transports: tuple[str, ...] = ("shared", "tcp")
-    transport_options: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
-    transport_choice: Literal["measured", "listed"] = "measured"
-    probe_time_s: float = 0.5
-    probe_bytes: int = 128 * 1024 * 1024
-    store: StoreSection = field(default_factory=StoreSection)
-    spin_s: float = 0.0005
-    drain_timeout_s: float = 30.0
+    engine_options: Mapping[str, object] = {}
+    at: str = ""
+    handoff: HandoffSection = HandoffSection()
+    transfer: TransferSection = TransferSection()
+    store: StoreSection = StoreSection()
     num_traces: int = 1024
-    cpu_affinity: tuple[int, ...] = ()
-    announce_to: tuple[str, ...] = ()
-    announce_url: str | None = None
-    announce_lease_s: float = 10.0
     parent_pid: int | None = None
     status_fd: int = 1
+
+    @property
+    def worker(self) -> WorkerId:
+        """Its name."""
+        return WorkerId(self.name)
+
+    @property
+    def model_path(self) -> Path:
+        """The model's folder."""
+        return Path(self.model) if self.model else DEMO_MODEL_PATH
 
     def __post_init__(self) -> None:
         check_announcing(self.announce_to, self.announce_url, self.host)

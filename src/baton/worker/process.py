@@ -33,6 +33,7 @@ from baton.handoff.kv_views import KVView
 from baton.handoff.options import AgentOptions
 from baton.handoff.peer_transports import LinkOptions
 from baton.handoff.pool_mode.store_access import open_store_access, report_to
+from baton.handoff.verify import VerificationPolicy
 from baton.ids import new_epoch
 from baton.net.http_server import bind, make_server_config, start_listening, url_of
 from baton.net.probes import serve_probes
@@ -117,7 +118,7 @@ def run_worker(options: ProcessOptions) -> None:
     status_reporter = StatusReporter(options.status_fd)
     with closing(bind(options.host, options.port)) as listener:
         url = url_of(listener, options.host, is_tls=options.tls != "off")
-        what = f"model {options.model} with engine {options.engine}"
+        what = f"model {options.model_path} with engine {options.engine}"
         status_reporter.report(Loading(url, what))
         worker, epoch = _load(options, MachineClock())
         _freeze_garbage_collector()
@@ -203,7 +204,7 @@ class ProcessLife:
                 role=Role(options.role),
                 lease_s=options.announce_lease_s,
                 sequence=1,
-                topology=options.topology,
+                topology=options.at,
             ),
             options.announce_to,
             options.credentials,
@@ -280,13 +281,13 @@ class _Server(uvicorn.Server):
 
 def _load(options: ProcessOptions, clock: Clock) -> tuple[Worker, Epoch]:
     epoch = new_epoch()
-    model = options.model.resolve()
+    model = options.model_path.resolve()
     factory = ENGINES.build(options.engine, options.engine_options)
     transports = _transports(options, epoch, clock)
     memory = choose_memory(transports)
     if memory == "cuda":
         check_device_memory(options)
-    allocate = choose_allocation(options.transport_options)
+    allocate = choose_allocation(options.transfer.options)
     engine = factory(EngineContext(model, clock, allocate, memory))
     fence = MembershipFence(options.announce_lease_s) if options.announce_to else None
     handoffs = _handoffs(options, engine, epoch, clock, transports=transports, fence=fence)
@@ -300,8 +301,8 @@ def _load(options: ProcessOptions, clock: Clock) -> tuple[Worker, Epoch]:
         is_tls=options.tls != "off",
         require_bearer=options.tls == "off" and not is_loopback(options.host),
         num_traces=options.num_traces,
-        transports=options.transports,
-        topology=options.topology,
+        transports=options.transfer.transports,
+        topology=options.at,
         modes=handoffs.modes,
         fence=fence,
     )
@@ -318,7 +319,8 @@ def _handoffs(
     fence: MembershipFence | None,
 ) -> HandoffDispatcher:
     view = KVView(engine.info.layout, engine.region, peer_mappings=engine.peer_mappings)
-    encoding = open_handoff_encoding(options.handoff_encoding, view.layout)
+    handoff, transfer = options.handoff, options.transfer
+    encoding = open_handoff_encoding(handoff.encoding, view.layout)
     access = open_store_access(
         options.store,
         view,
@@ -343,19 +345,19 @@ def _handoffs(
             clock=clock,
             host=options.handoff_host,
             port=options.handoff_port,
-            timeout_s=options.handoff_timeout_s,
-            liveness_timeout_s=options.liveness_timeout_s,
-            lease_s=options.lease_s,
+            timeout_s=handoff.timeout_s,
+            liveness_timeout_s=handoff.liveness_timeout_s,
+            lease_s=handoff.lease_s,
             layer_batch_bytes=(
-                options.layer_batch_bytes
+                handoff.layer_batch_bytes
                 if view.device_access is None
-                else options.device_layer_batch_bytes
+                else handoff.device_layer_batch_bytes
             ),
-            verification=options.verification,
+            verification=VerificationPolicy.of(handoff),
             links=LinkOptions(
-                options.transport_choice, ProbeBounds(options.probe_time_s, options.probe_bytes)
+                transfer.choice, ProbeBounds(transfer.probe_time_s, transfer.probe_bytes)
             ),
-            spin_s=options.spin_s,
+            spin_s=transfer.spin_s,
             write_lease=fence,
         ),
         report_to(engine.journal, access, fingerprint=engine.info.fingerprint, clock=clock),
@@ -373,8 +375,8 @@ def _views(
     """The engine's pages as they are, and encoded, where that is configured."""
     if encoding is None:
         return (view,)
-    size = StagingSize(options.staging_bytes, engine.info.max_context_tokens)
-    allocate = choose_allocation(options.transport_options)
+    size = StagingSize(options.handoff.staging_bytes, engine.info.max_context_tokens)
+    allocate = choose_allocation(options.transfer.options)
     return make_encoded_view(view, encoding, size, clock=clock, allocate=allocate), view
 
 
@@ -386,7 +388,7 @@ def _transports(options: ProcessOptions, epoch: Epoch, clock: Clock) -> tuple[Tr
         clock=clock,
         tls=_find_tls(options),
     )
-    return build_transports(options.transports, options.transport_options, context)
+    return build_transports(options.transfer.transports, options.transfer.options, context)
 
 
 def check_device_memory(options: ProcessOptions) -> None:
@@ -397,7 +399,7 @@ def check_device_memory(options: ProcessOptions) -> None:
     """
     for name, is_set in (
         ("store.tiers", bool(options.store.tiers)),
-        ("handoff.encoding", options.handoff_encoding != RAW),
+        ("handoff.encoding", options.handoff.encoding != RAW),
     ):
         if is_set:
             raise ConfigError(

@@ -14,7 +14,6 @@ from baton.errors import ConfigError
 from baton.models import DEMO_MODEL_PATH
 from baton.router.cost import CostPolicy
 from baton.router.simple import RoundRobin
-from baton.worker.options import ProcessOptions
 
 KEY = "ab" * 32
 
@@ -94,15 +93,10 @@ def test_sources_of_workers_are_named_one_by_one():
     assert options.addresses == ()
 
 
-def test_the_workers_defaults_are_those_of_its_options():
+def test_a_worker_serves_the_demo_model_and_knows_its_host():
     options = worker_options(Config(), status_fd=1)
-    assert options == ProcessOptions(
-        worker=options.worker,
-        model=DEMO_MODEL_PATH,
-        credentials=options.credentials,
-        topology=options.topology,
-    )
-    assert options.topology.startswith("//boot-")
+    assert options.model_path == DEMO_MODEL_PATH
+    assert options.at.startswith("//boot-")
 
 
 def test_the_key_is_in_no_repr():

@@ -3,16 +3,15 @@
 import pytest
 
 from baton.auth.credentials import Credentials
-from baton.config.sections import StoreSection
+from baton.config.sections import HandoffSection, StoreSection
 from baton.errors import ConfigError
-from baton.ids import WorkerId
 from baton.worker.options import ProcessOptions
 from baton.worker.process import check_device_memory
 
 
 def make_options(**options):
     key = Credentials.generate()
-    return ProcessOptions(worker=WorkerId("w"), model=".", credentials=key, **options)
+    return ProcessOptions(credentials=key, **options)
 
 
 def test_a_worker_that_only_hands_off_is_accepted():
@@ -23,7 +22,7 @@ def test_a_worker_that_only_hands_off_is_accepted():
     ("options", "name"),
     [
         ({"store": StoreSection(tiers=("host",))}, "store.tiers"),
-        ({"handoff_encoding": "int8"}, "handoff.encoding"),
+        ({"handoff": HandoffSection(encoding="int8")}, "handoff.encoding"),
     ],
 )
 def test_what_reads_kv_from_the_hosts_memory_is_refused(options, name):
