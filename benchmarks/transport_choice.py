@@ -4,7 +4,7 @@
 
     two handoff agents connect ──► links probed      as in the product: its own code
     one pair for each transport ──► times            in turn, transfer by transfer
-    links + times ──► choices, regrets               again after the links learned from the times
+    links + times ──► choices, regrets
 
 Two hosts: `--listen HOST:PORT` on both, with one BATON_CLUSTER_KEY, then `--hosts A B` anywhere.
 docs/bench-link.md, "The choice", describes the figures.
@@ -13,22 +13,19 @@ docs/bench-link.md, "The choice", describes the figures.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import threading
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import msgspec
 from transport_choice_model import (
     PAGE_SIZES,
     QUICK,
     THOROUGH,
-    ChoiceManifest,
     ChoicePlan,
     ChoiceReport,
     MeasuredLink,
@@ -40,10 +37,10 @@ from transport_choice_model import (
     sum_up,
 )
 
-from baton import __version__
 from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.auth.ticket import Ticket, TicketIssuer, WorkerRef
+from baton.bench.files import close_manifest, open_manifest
 from baton.bench.link.listen import Listener, listen
 from baton.bench.link.report import LinkEntry, Skipped
 from baton.bench.link.runner import choose_transports
@@ -70,7 +67,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from baton.rig.backend import Build
-    from baton.rig.machine import Machine
 
 NODE: Final = (sys.executable, str(Path(__file__).resolve()), "--node")
 AGENT: Final = "agent"
@@ -201,12 +197,8 @@ def build_backend(command: Build, context: BackendContext) -> Backend:
     return build_transport(command, context)
 
 
-@dataclass(frozen=True, slots=True)
-class Survey:
-    """What the driver found: `links[direction][transport]`, in the transports' order."""
-
-    links: Mapping[Direction, Models]
-    machines: Mapping[Role, Machine]
+Survey: TypeAlias = "Mapping[Direction, Models]"
+"""What the driver found: `survey[direction][transport]`."""
 
 
 def survey(
@@ -223,7 +215,7 @@ def survey(
         pushes = _wait(pair, "push", wanted)
         pair.call("driver", "dial", pair.metadata["owner"])
         pulls = _wait(pair, "pull", wanted)
-        return Survey({"push": pushes, "pull": pulls}, dict(pair.machines))
+        return {"push": pushes, "pull": pulls}
 
 
 def _wait(pair: NodePair, direction: Direction, wanted: Mapping[Direction, set[str]]) -> Models:
@@ -252,52 +244,33 @@ class _Found:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceRunner:
-    """Measures. `command`: the command line's arguments, for the manifest."""
+    """Measures."""
 
     plan: ChoicePlan
     nodes: Nodes
     progress: StepProgress
     clock: Clock
-    command: Sequence[str]
 
     def run(self) -> ChoiceReport:
-        """All of it. Ctrl-C ends it early, with the cells that were measured so far.
+        """All of it.
 
         Raises:
             ConfigError, AuthenticationError: a listener cannot be used at all.
             TransferError: no two agents can connect here.
         """
         self.nodes.check()
-        found = _Found()
-        began, load_before = self.clock.unix_now(), os.getloadavg()
-        is_partial = False
+        found, manifest = _Found(), open_manifest(sys.argv, self.clock)
         try:
             readable = self._time_all(found)
             self._survey_all(found, readable)
-        except KeyboardInterrupt:
-            is_partial = True
         finally:
             self.progress.end()
-        cells = judge(found.timed, [each.links for each in found.surveys])
-        machines = found.surveys[-1].machines if found.surveys else {}
+        cells = judge(found.timed, found.surveys)
         return ChoiceReport(
-            is_partial=is_partial,
-            manifest=ChoiceManifest(
-                baton=__version__,
-                started_at=datetime.fromtimestamp(began, UTC).isoformat(timespec="seconds"),
-                command=tuple(self.command),
-                num_surveys=self.plan.effort.num_surveys,
-                num_rounds=self.plan.effort.num_rounds,
-                budget_s=self.plan.effort.budget_s,
-                driver=machines.get("driver"),
-                owner=machines.get("owner"),
-                load_before=load_before,
-                load_after=os.getloadavg(),
-            ),
+            manifest=close_manifest(manifest),
             links=_list_links(found.surveys),
             cells=cells,
             surveyed=sum_up([each for cell in cells for each in cell.surveyed]),
-            refined=sum_up([each for cell in cells for each in cell.refined]),
             skipped=tuple(found.skipped.values()),
         )
 
@@ -388,7 +361,7 @@ def _list_links(surveys: Sequence[Survey]) -> tuple[SurveyedLink, ...]:
             MeasuredLink(kind, m.latency_s, m.descriptor_s, m.byte_s, m.num_probes),
         )
         for number, one in enumerate(surveys)
-        for direction, models in one.links.items()
+        for direction, models in one.items()
         for kind, m in models.items()
     )
 
@@ -428,7 +401,7 @@ def _measure(flags: argparse.Namespace) -> int:
         driver, owner = (_address(text) for text in flags.hosts)
         nodes = RemoteNodes(driver, owner, _key(), clock)
     progress = StepProgress(len(plan.workloads) + effort.num_surveys)
-    report = ChoiceRunner(plan, nodes, progress, clock, sys.argv[1:]).run()
+    report = ChoiceRunner(plan, nodes, progress, clock).run()
     if flags.json:
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:

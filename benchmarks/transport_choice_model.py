@@ -1,8 +1,7 @@
 """What two workers would choose between transports, and what that would cost. Pure.
 
 A cell is one size, shape and direction. Its transports are timed; the choice is what two handoff
-agents would take after they probed their links (`surveyed`), and once their links have learned
-from transfers (`refined`). `transport_choice.py` measures.
+agents would take after they probed their links. `transport_choice.py` measures.
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TextIO
 
 import msgspec
-import numpy as np
 
+from baton.bench.files import RunManifest
 from baton.bench.link.report import Measurement, Skipped
 from baton.bench.printing import new_table, open_console
-from baton.rig.machine import Machine
 from baton.rig.pages import Direction, Workload, format_size
 from baton.transfer.links.choice import Chooser
 from baton.transfer.links.cost_model import LinkModel, TransferShape
@@ -118,8 +116,7 @@ class Decision(msgspec.Struct, frozen=True):
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """One size and shape, one direction. `samples_s[transport][i]`, and their medians.
 
-    `surveyed[i]` is chosen after survey number i, `refined[i]` once its links have carried all
-    transfers of this table some times.
+    `surveyed[i]` is chosen after survey number i.
     """
 
     workload: Measurement
@@ -129,7 +126,6 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     median_s: dict[str, float]
     samples_s: dict[str, tuple[float, ...]]
     surveyed: tuple[Decision, ...]
-    refined: tuple[Decision, ...]
 
 
 class SurveyedLink(msgspec.Struct, frozen=True):
@@ -138,21 +134,6 @@ class SurveyedLink(msgspec.Struct, frozen=True):
     survey: int
     direction: Direction
     link: MeasuredLink
-
-
-class ChoiceManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Where and how it was measured."""
-
-    baton: str
-    started_at: str
-    command: tuple[str, ...]
-    num_surveys: int
-    num_rounds: int
-    budget_s: float
-    driver: Machine | None
-    owner: Machine | None
-    load_before: tuple[float, float, float]
-    load_after: tuple[float, float, float]
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -167,20 +148,15 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class ChoiceReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything. `is_partial`: it was interrupted, and cells are absent."""
+    """Everything."""
 
     schema: str = SCHEMA
-    is_partial: bool
-    manifest: ChoiceManifest
+    manifest: RunManifest
     links: tuple[SurveyedLink, ...]
     cells: tuple[Cell, ...]
     surveyed: Verdict | None
-    refined: Verdict | None
     skipped: tuple[Skipped, ...]
 
-
-NUM_LESSONS: Final = 100
-"""So many times a refined link has carried, or was passed over for, each of the transfers."""
 
 Models = dict[str, LinkModel]
 
@@ -203,7 +179,6 @@ def judge(
     timed: Sequence[Timed], surveys: Sequence[Mapping[Direction, Models]]
 ) -> tuple[Cell, ...]:
     """A cell for each that was timed, with a decision for each survey."""
-    taught = [teach(timed, survey) for survey in surveys]
     fresh = [{direction: Chooser("measured") for direction in survey} for survey in surveys]
     return tuple(
         Cell(
@@ -219,40 +194,9 @@ def judge(
             median_s=each.median_s,
             samples_s=dict(each.samples_s),
             surveyed=_decide(each, surveys, fresh),
-            refined=_decide(each, [t.models for t in taught], [t.choosers for t in taught]),
         )
         for each in timed
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Taught:
-    """What a worker knows after many transfers."""
-
-    models: dict[Direction, Models]
-    choosers: dict[Direction, Chooser]
-
-
-def teach(timed: Sequence[Timed], survey: Mapping[Direction, Models]) -> Taught:
-    """The links after many transfers, each over the one that is chosen at the time.
-
-    The samples are replayed in random order: a link learns from a time that it really took.
-    """
-    models = {direction: dict(links) for direction, links in survey.items()}
-    choosers = {direction: Chooser("measured") for direction in models}
-    rng = np.random.default_rng(3)
-    for _ in range(NUM_LESSONS):
-        for number in rng.permutation(len(timed)).tolist():
-            each = timed[number]
-            links = models[each.direction]
-            usable = [kind for kind in links if kind in each.samples_s]
-            shape = shape_of(each.workload)
-            choice = choosers[each.direction].choose(shape, links, usable)
-            if choice is not None:
-                samples = each.samples_s[choice.used]
-                took_s = samples[int(rng.integers(len(samples)))]
-                links[choice.used] = links[choice.used].refine(shape, took_s)
-    return Taught(models, choosers)
 
 
 def sum_up(decisions: Sequence[Decision]) -> Verdict | None:
@@ -290,13 +234,10 @@ def _decide(
 def print_choices(report: ChoiceReport, file: TextIO) -> None:
     """The links of each survey, a row for each cell, the verdict, what was skipped."""
     console = open_console(file)
-    if report.is_partial:
-        console.print("PARTIAL: interrupted; cells are absent", style="bold red")
     console.print(_link_table(report))
     console.print(_cell_table(report.cells))
-    for name, verdict in (("after the survey", report.surveyed), ("refined", report.refined)):
-        if verdict is not None:
-            console.print(f"{name}: {_write_verdict(verdict)}", soft_wrap=True)
+    if report.surveyed is not None:
+        console.print(_write_verdict(report.surveyed), soft_wrap=True)
     for skipped in report.skipped:
         verb = "WRONG" if skipped.is_wrong else "not measured"
         console.print(f"{verb}: {skipped.name}: {skipped.reason}", style="yellow", soft_wrap=True)
@@ -320,7 +261,7 @@ def _link_table(report: ChoiceReport) -> Table:
 
 
 def _cell_table(cells: Sequence[Cell]) -> Table:
-    numbers = ("p50 us", "next best", "chosen", "regret", "error", "refined", "regret", "error")
+    numbers = ("p50 us", "next best", "chosen", "regret", "error")
     table = new_table("what each transfer would go by", ("size", "pages", "way", "best"), numbers)
     for cell in cells:
         others = sorted(took_s for kind, took_s in cell.median_s.items() if kind != cell.best)
@@ -334,7 +275,6 @@ def _cell_table(cells: Sequence[Cell]) -> Table:
             f"{best_s * 1e6:,.0f}",
             f"{others[0] / best_s - 1:+.0%}" if others else "-",
             *_write_decisions(cell.surveyed),
-            *_write_decisions(cell.refined),
         )
     return table
 
