@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
 
+from run_record import write_record
 from baton.clock import MachineClock
 from baton.store.capacity import Capacity, StoredEntry, count_use
 from baton.store.eviction import EVICTIONS, EvictionPolicy
@@ -263,8 +264,7 @@ def main() -> None:
             for kind in ("lru", "s3fifo")
             for num_entries in NUM_ENTRIES
         ]
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
+    write_record(arguments.json, **results)
 
 
 def replay_all(trace: Trace, parts: Sequence[str]) -> dict[str, object]:

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 
+from run_record import write_record
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
@@ -265,13 +266,8 @@ def main() -> None:
     flag = "--decode" if arguments.prefill else "--workers"
     commands = ((), ("scale", flag, "4"), ("scale", flag, "1"), ("upgrade",))
     phases = asyncio.run(measure(arguments.prefill, commands, arguments.clients))
-    if arguments.json:
-        result = {
-            "clients": arguments.clients,
-            "prefill": arguments.prefill,
-            "phases": [asdict(phase) for phase in phases],
-        }
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+    given = {"clients": arguments.clients, "prefill": arguments.prefill}
+    write_record(arguments.json, **given, phases=phases)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from completion_client import read_trace, stream
 from random_model import make_model
+from run_record import write_record
 import torch
 
 from baton.testing.fleet import Fleet
@@ -88,17 +89,15 @@ def main() -> None:
         print(json.dumps(row))
     failures = find_failures(samples)
     print("\n".join(failures) or "all answers are equal, and every handoff arrived")
-    if options.json:
-        record = {
-            "command": " ".join(["python", *sys.argv]),
-            "device": DEVICE,
-            "model": MODEL | {"layers": options.layers, "dtype": "float32"},
-            "links": links,
-            "summary": rows,
-            "failures": failures,
-            "samples": [asdict(sample) for sample in samples],
-        }
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(
+        options.json,
+        device=DEVICE,
+        model=MODEL | {"layers": options.layers, "dtype": "float32"},
+        links=links,
+        summary=rows,
+        failures=failures,
+        samples=samples,
+    )
     if failures:
         sys.exit(1)
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
+from run_record import write_record
 from rich.console import Console
 
 from baton.auth.credentials import Credentials
@@ -201,7 +202,7 @@ def main() -> None:
         options.layers, options.kv_heads, HEAD_DIM, block_size=BLOCK_SIZE, dtype="float32"
     )
     num_blocks = 2 * -(-max(lengths) // BLOCK_SIZE)
-    key, samples, load_before = Credentials.generate(), [], os.getloadavg()[0]
+    key, samples = Credentials.generate(), []
     with (
         node("prefill", key, options.transport, layout, num_blocks) as prefill,
         node("decode", key, options.transport, layout, num_blocks) as decode,
@@ -224,15 +225,7 @@ def main() -> None:
                     f"(least {cpu_ms[0]:.2f}), wall {statistics.median(wall_ms):7.1f} ms "
                     f"(least {wall_ms[0]:.1f}) {more}"
                 )
-    if options.json:
-        record = {
-            "command": " ".join(["python", *sys.argv]),
-            "machine": f"{os.cpu_count()} cores",
-            "load_before": load_before,
-            "load_after": os.getloadavg()[0],
-            "samples": [asdict(sample) for sample in samples],
-        }
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(options.json, samples=samples)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from bench_prefixes import MODEL
 from random_model import make_model
+from run_record import write_record
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -296,10 +297,7 @@ def main() -> None:
                 runs.append(measure(node, options.turn, rng))
                 print(runs[-1], file=sys.stderr)
     show(runs)
-    if options.json is not None:
-        machine = {"cores": os.cpu_count(), "load": os.getloadavg()}
-        result = {"machine": machine, "runs": [asdict(run) for run in runs]}
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_record(options.json, runs=runs)
 
 
 if __name__ == "__main__":

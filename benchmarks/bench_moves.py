@@ -37,6 +37,7 @@ from typing import Any, Self
 
 import aiohttp
 import numpy as np
+from run_record import write_record
 from rich.console import Console
 
 from baton.engines.transformers.random_model import RandomModelSpec, make_random_model
@@ -327,14 +328,7 @@ def main() -> int:
         with suppress(KeyboardInterrupt):  # what was measured by then is reported
             asyncio.run(measure_all(arms, arguments.rounds, lengths, arguments.streams, rounds))
     report(rounds)
-    if arguments.json is not None:
-        machine = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-        result = {
-            **machine,
-            "num_streams": arguments.streams,
-            "rounds": [asdict(each) for each in rounds],
-        }
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_record(arguments.json, num_streams=arguments.streams, rounds=rounds)
     return 0 if all(each.is_same for each in rounds) else 1
 
 

@@ -45,6 +45,7 @@ import numpy as np
 from bench_prefixes import MODEL
 from bench_store_peers import contain, start_master
 from random_model import make_model
+from run_record import write_record
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -256,10 +257,7 @@ def main() -> None:
                     runs += bench.measure(arm, num_tokens)
                     print(*runs[-2:], file=sys.stderr)
     show(runs)
-    if options.json is not None:
-        machine = {"cores": os.cpu_count(), "load": os.getloadavg()}
-        result = {"share": SHARE, "machine": machine, "runs": [asdict(run) for run in runs]}
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_record(options.json, share=SHARE, runs=runs)
 
 
 def show(runs: list[Run]) -> None:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from run_record import write_record
 from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.clock import MachineClock
@@ -239,8 +240,7 @@ def main() -> None:
                 row = run(changed, policy, url, key)
                 rows.append(row)
                 print(json.dumps(row), flush=True)
-    result = {"entry_bytes": entry_bytes, "ops": options.ops, "rows": rows}
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_record(options.out, entry_bytes=entry_bytes, ops=options.ops, rows=rows)
     print_table(rows)
 
 

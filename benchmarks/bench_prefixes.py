@@ -40,6 +40,7 @@ from bench_control import install_peers
 from control_gateway import PEERS, router
 from completion_client import get
 from random_model import make_model
+from run_record import write_record
 from rich.console import Console
 from rich.table import Table
 from vllm_servers import find_free_port
@@ -214,9 +215,7 @@ def main() -> None:
                     runs.append(measure(arm, arms[arm], load, workers, options))
                     print(runs[-1], file=sys.stderr)
     show(runs, list(arms), options.loads)
-    if options.json is not None:
-        result = {"concurrency": options.concurrency, "runs": [asdict(run) for run in runs]}
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_record(options.json, concurrency=options.concurrency, runs=runs)
 
 
 def show(runs: list[Run], arms: list[str], loads: list[str]) -> None:

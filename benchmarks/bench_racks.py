@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from random_model import make_model
+from run_record import write_record
 from rich.console import Console
 from rich.table import Table
 
@@ -208,11 +209,9 @@ def main() -> None:
     except NoNamespaceError as exc:
         sys.exit(f"skipped: {exc}; run it as root, with iproute2")
     show(runs, options.scenarios)
-    if options.json is not None:
-        named = ("concurrency", "input_len", "duration", "near", "far")
-        result = {name: getattr(options, name) for name in named}
-        result |= {"kv_bytes_per_token": KV_BYTES_PER_TOKEN, "runs": [asdict(run) for run in runs]}
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    named = ("concurrency", "input_len", "duration", "near", "far")
+    given = {name: getattr(options, name) for name in named}
+    write_record(options.json, **given, kv_bytes_per_token=KV_BYTES_PER_TOKEN, runs=runs)
 
 
 def show(runs: Sequence[Run], scenarios: Sequence[str]) -> None:

@@ -41,6 +41,7 @@ from urllib.parse import urlsplit
 import numpy as np
 from completion_client import ServerError, find_metric, get
 from random_model import make_model
+from run_record import write_record
 from rich.console import Console
 
 from baton.testing.fleet import Fleet, FleetProcess
@@ -179,22 +180,13 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", help="bfloat16 where cores have units for it")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         samples = measure(Path(folder), options)
-    record = {
-        "command": " ".join(["python", *sys.argv]),
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-        "load_before": load_before,
-        "load_after": os.getloadavg()[0],
-        "targets": {"recompute_ratio": RECOMPUTE_TARGET, "disconnect_s": DISCONNECT_TARGET_S},
-        "summary": {name: summarize(values) for name, values in samples.items()},
-        "samples": samples,
-    }
-    for name, row in record["summary"].items():
+    summary = {name: summarize(values) for name, values in samples.items()}
+    for name, row in summary.items():
         console.print(f"{name:28} {row['median']:.3f} ({row['min']:.3f} to {row['max']:.3f})")
-    if options.json:
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    targets = {"recompute_ratio": RECOMPUTE_TARGET, "disconnect_s": DISCONNECT_TARGET_S}
+    write_record(options.json, targets=targets, summary=summary, samples=samples)
 
 
 def measure(folder: Path, options: argparse.Namespace) -> dict[str, list[float]]:

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
+from run_record import write_record
 from rich.console import Console
 from rich.table import Table
 
@@ -332,9 +333,7 @@ def main() -> None:
         rate = f"{row['per_second']:,.0f}" if "per_second" in row else ""
         table.add_row(name, f"{row['p50_us']:.2f}", f"{row['p99_us']:.2f}", rate)
     Console().print(table)
-    if options.json is not None:
-        result = {"repetitions": options.repetitions, "rows": figures.rows}
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_record(options.json, repetitions=options.repetitions, rows=figures.rows)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
 
+from run_record import write_record
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -297,10 +298,8 @@ def main() -> None:
             f"{run.worker_hours:.1f}", f"{run.least} to {run.most}", str(run.num_resizes),
         )  # fmt: skip
     Console(width=110).print(table)
-    if options.json is not None:
-        shown = {key: value for key, value in vars(options).items() if key != "json"}
-        result = {"options": shown, "runs": [asdict(run) for run in runs]}
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    shown = {key: value for key, value in vars(options).items() if key != "json"}
+    write_record(options.json, options=shown, runs=runs)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from run_record import write_record
 from rich.console import Console
 from rich.table import Table
 
@@ -46,7 +47,6 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=32)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    load_before = os.getloadavg()[0]
     runs: dict[str, list[dict[str, float]]] = {"baton": [], "vllm": []}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(options.rounds):
@@ -57,14 +57,7 @@ def main() -> None:
                 runs[name].append(found)
     ratios = {key: compute_ratio(runs, key) for key in METRICS}
     console.print(render(runs, ratios))
-    if options.json:
-        record = {
-            "command": " ".join(["python", *sys.argv]),
-            "load_before": load_before,
-            "runs": runs,
-            "ratios": ratios,
-        }
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(options.json, runs=runs, ratios=ratios)
 
 
 def run_baton(options: argparse.Namespace, result: Path, number: int) -> dict[str, float]:

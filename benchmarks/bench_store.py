@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from run_record import write_record
 from baton.clock import MachineClock
 from baton.handoff.pool_mode.block_copier import BATCH_BYTES
 from baton.store.interface import TIERS, EntryName, NamedBody, PutResult, Tier, TierContext
@@ -232,11 +233,9 @@ def main() -> None:
                 )
             bench.remove()
         tier.close()
-    if given.output is not None:
-        machine = {"cores": os.cpu_count(), "load": os.getloadavg(), "python": sys.version}
-        result = {"total_bytes": TOTAL_BYTES, "machine": machine, "rates_gb_per_s": found}
-        result["small_entries_per_s"] = small
-        given.output.write_text(json.dumps(result, indent=1) + "\n")
+    write_record(
+        given.output, total_bytes=TOTAL_BYTES, rates_gb_per_s=found, small_entries_per_s=small
+    )
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import numpy as np
 
+from run_record import write_record
 from baton.clock import MachineClock
 from baton.handoff.pool_mode.block_copier import BATCH_BYTES
 from baton.store.folder.bodies import compute_cost
@@ -271,14 +272,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=given.directory) as place:
             found[str(body_kib << 10)] = measure(Path(place), body_kib << 10, given)
     print_table(found)
-    if given.output is not None:
-        result = {
-            "total_bytes": given.total_mib << 20,
-            "num_rounds": given.rounds,
-            "machine": {"cores": os.cpu_count(), "load": os.getloadavg(), "python": sys.version},
-            "rates_mb_per_s": found,
-        }
-        given.output.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+    total_bytes = given.total_mib << 20
+    write_record(
+        given.output, total_bytes=total_bytes, num_rounds=given.rounds, rates_mb_per_s=found
+    )
 
 
 def print_table(found: Mapping[str, ByOp]) -> None:

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from run_record import write_record
 from baton.clock import Instant, MachineClock
 from baton.events.journal import CacheJournal
 from baton.handoff.pool_mode.block_copier import TokenSegment
@@ -264,10 +265,7 @@ def main() -> None:
         done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
         memory[index] = float(done.stdout)
         print(f"{index:32} {memory[index]:6.0f} bytes an entry")
-    if given.output is not None:
-        machine = {"cores": os.cpu_count(), "load": os.getloadavg(), "python": sys.version}
-        result = {"machine": machine, "lookups": lookups, "bytes_per_entry": memory}
-        given.output.write_text(json.dumps(result, indent=1) + "\n")
+    write_record(given.output, lookups=lookups, bytes_per_entry=memory)
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from run_record import write_record
 from baton.clock import MachineClock
 from baton.handoff.pool_mode.keep_queue import KEEP_BATCH_ENTRIES
 from baton.store.entry_format import MAGIC, BodyCheck, BodySeal, parse_header
@@ -422,10 +423,7 @@ def main() -> None:
                 found = measure(place, names)
                 runs += found if number > 1 else []  # the first two take memory into use
     show(runs, source.nbytes)
-    if options.json is not None:
-        machine = {"cores": os.cpu_count(), "load": os.getloadavg(), "python": sys.version}
-        result = {"num_bytes": source.nbytes, "machine": machine, "runs": [*map(asdict, runs)]}
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_record(options.json, num_bytes=source.nbytes, runs=runs)
 
 
 def show(runs: list[Run], num_bytes: int) -> None:

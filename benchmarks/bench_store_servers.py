@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from run_record import write_record
 import obstore
 import redis
 from obstore.store import from_url
@@ -205,10 +206,7 @@ def main() -> None:
                     rows["find"] = measure_find(tier, given.rounds)
                 found[kind] = rows
                 print(kind, json.dumps(rows, indent=1))
-    if given.json is not None:
-        machine = {"cores": os.cpu_count(), "load": os.getloadavg(), "python": sys.version}
-        result = {"total_bytes": TOTAL_BYTES, "machine": machine, "gb_per_s": found}
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_record(given.json, total_bytes=TOTAL_BYTES, gb_per_s=found)
 
 
 if __name__ == "__main__":

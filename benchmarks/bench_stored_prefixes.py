@@ -42,6 +42,7 @@ import numpy as np
 from bench_prefixes import MODEL, SERVED
 from completion_client import find_metric, get
 from random_model import make_model
+from run_record import write_record
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -269,9 +270,7 @@ def main() -> None:
                 runs += measure_round(arms, num_tokens, rng, turned=bool(number % 2))
                 print(runs[-1], file=sys.stderr)
     show(runs)
-    if options.json is not None:
-        result = {"engine": options.engine, "share": SHARE, "runs": [asdict(run) for run in runs]}
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_record(options.json, engine=options.engine, share=SHARE, runs=runs)
 
 
 def show(runs: list[Run]) -> None:

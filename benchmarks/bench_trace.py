@@ -45,6 +45,7 @@ import msgspec
 from bench_prefixes import MODEL, SERVED
 from completion_client import get
 from random_model import make_model
+from run_record import write_record
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -272,15 +273,13 @@ def main() -> None:
                 print(runs[-1], file=sys.stderr)
     result = describe(sample, options) | {"runs": [asdict(run) for run in runs]}
     show(result)
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_record(options.json, **result)
 
 
 def describe(sample: Sample, options: argparse.Namespace) -> dict[str, object]:
     """What the figures are of."""
     return {
         "engine": options.engine,
-        "machine": {"cores": os.cpu_count(), "load": os.getloadavg()},
         "sample": {
             "one_of": options.sample,
             "divided_by": options.divide,

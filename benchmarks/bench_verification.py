@@ -38,6 +38,7 @@ from completion_client import ServerError, get, post, read_trace, stream
 from copy_and_verify import measure_copies
 from digest_and_send import PROMPTS, measure_sends
 from random_model import make_model
+from run_record import write_record
 from rich.console import Console
 from verified_handoffs import KEYED, NUM_BYTES, measure
 
@@ -70,11 +71,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", help="bfloat16 where cores have units for it")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    record: dict[str, object] = {
-        "command": " ".join(["python", *sys.argv]),
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-        "load_before": os.getloadavg()[0],
-    }
+    record: dict[str, object] = {}
     if "ttft" in options.part:
         record["ttft"] = measure_ttft(options)
     if "handoff" in options.part:
@@ -90,9 +87,7 @@ def main() -> None:
             found = measure_sends(prompt, options.repetitions)
             sends[prompt.name] = report_copies(found, prompt.num_bytes)
         record["send"] = sends
-    record["load_after"] = os.getloadavg()[0]
-    if options.json:
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(options.json, **record)
 
 
 def measure_ttft(options: argparse.Namespace) -> dict[str, float]:

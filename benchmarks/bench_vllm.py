@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from random_model import make_model
+from run_record import write_record
 from rich.console import Console
 from rich.table import Table
 from completion_client import Reply, ServerError, post, stream
@@ -90,7 +91,6 @@ def main() -> None:
     parser.add_argument("--nixl", type=Path, help="folder with NIXL's wheels")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    load_before = os.getloadavg()[0]
     failures: dict[str, str] = {}
     with tempfile.TemporaryDirectory(dir="/dev/shm") as shm, tempfile.TemporaryDirectory() as disk:
         model = make_model(Path(disk), MODEL, options.dtype)
@@ -104,17 +104,13 @@ def main() -> None:
             )
             samples = measure(configurations, options, failures)
     console.print(render(samples, failures))
-    if options.json:
-        record = {
-            "command": " ".join(["python", *sys.argv]),
-            "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-            "load_before": load_before,
-            "model": MODEL | {"dtype": options.dtype},
-            "summary": summarize(samples),
-            "failed_arms": failures,
-            "samples": [asdict(sample) for sample in samples],
-        }
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(
+        options.json,
+        model=MODEL | {"dtype": options.dtype},
+        summary=summarize(samples),
+        failed_arms=failures,
+        samples=samples,
+    )
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ import numpy as np
 from bench_vllm import MODEL
 from completion_client import read_trace, stream
 from random_model import make_model
+from run_record import write_record
 from rich.console import Console
 from vllm_servers import Server, Servers
 
@@ -55,21 +56,12 @@ def main() -> None:
     parser.add_argument("--transport", default="shared")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         samples = measure(Path(folder), options)
     summary = summarize(samples)
     console.print(summary)
-    if options.json:
-        record = {
-            "command": " ".join(["python", *sys.argv]),
-            "load_before": load_before,
-            "num_tokens": NUM_TOKENS,
-            "dtype": options.dtype,
-            "summary": summary,
-            "samples": [asdict(sample) for sample in samples],
-        }
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    given = {"num_tokens": NUM_TOKENS, "dtype": options.dtype}
+    write_record(options.json, **given, summary=summary, samples=samples)
 
 
 def measure(folder: Path, options: argparse.Namespace) -> list[Sample]:

@@ -29,6 +29,7 @@ from pathlib import Path
 
 import numpy as np
 from random_model import make_model
+from run_record import write_record
 from rich.console import Console
 from rich.table import Table
 from completion_client import ServerError, stream
@@ -80,7 +81,6 @@ def main() -> None:
     parser.add_argument("--num-tokens", type=int, default=384)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    load_before = os.getloadavg()[0]
     environment = dict(os.environ, BATON_CLUSTER_KEY=os.urandom(32).hex())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -88,14 +88,7 @@ def main() -> None:
         with Servers(folder, model, "float32") as servers, Fleet(folder, environment) as fleet:
             samples = measure(start(servers, fleet, environment), options)
     console.print(render(samples))
-    if options.json:
-        record = {
-            "command": " ".join(["python", *sys.argv]),
-            "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-            "load_before": load_before,
-            "samples": [asdict(sample) for sample in samples],
-        }
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(options.json, samples=samples)
 
 
 def start(servers: Servers, fleet: Fleet, environment: dict[str, str]) -> list[Configuration]:
