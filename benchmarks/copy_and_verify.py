@@ -9,24 +9,18 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-from verified_handoffs import CLOCK, LAYOUT, NUM_BLOCKS, NUM_TOKENS, random_blocks
+from digest_and_send import PROMPTS, Side
+from verified_handoffs import LAYOUT, NUM_TOKENS, random_blocks
 
 from baton.auth.credentials import Credentials
 from baton.handoff.incoming import DigestVerifier
 from baton.handoff.write_batches import WriteBatchBuilder
-from baton.ids import new_epoch
 from baton.kv.copies import CopyPlanner, PagedSequence
-from baton.transfer.interface import (
-    TRANSPORTS,
-    PageRead,
-    ReadCompleted,
-    RemoteAttached,
-    TransportContext,
-)
-from baton.transfer.region import allocate_shared_region, release_region, view_pages
+from baton.transfer.interface import PageRead, ReadCompleted, RemoteAttached
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,30 +28,16 @@ if TYPE_CHECKING:
     from baton.handoff.messages import Notification
 
 
-class Side:
-    """A transport, its region, and the pages of each layer."""
-
-    def __init__(self, key: Credentials, closing: ExitStack) -> None:
-        self.region = allocate_shared_region([
-            (NUM_BLOCKS, LAYOUT.page_bytes(layer)) for layer in range(LAYOUT.num_layers)
-        ])
-        context = TransportContext(key, new_epoch(), "127.0.0.1", CLOCK)
-        self.transport = TRANSPORTS.build("shared", {})(context)
-        closing.callback(release_region, self.region)
-        closing.callback(self.transport.close)
-        self.pages = [view_pages(self.region.memory, array) for array in self.region.arrays]
-
-
 def measure_copies(num_rounds: int) -> dict[str, list[float]]:
     """CPU seconds of each round, the three ways taking turns."""
     with ExitStack() as closing:
         key = Credentials.generate()
-        owner, reader = Side(key, closing), Side(key, closing)
+        prompt = replace(PROMPTS[0], num_places=1)
+        owner, reader = Side(prompt, key, closing), Side(prompt, key, closing)
         rng = np.random.default_rng(0)
         for pages in owner.pages:
             pages[:] = rng.integers(0, 256, pages.shape, np.uint8)
-        reader.transport.expose(reader.region)
-        remote = reader.transport.attach(owner.transport.expose(owner.region))
+        remote = reader.transport.attach(owner.descriptor)
         while not any(isinstance(e, RemoteAttached) for e in reader.transport.poll()):
             owner.transport.poll()
         for _ in range(256):  # idle polls enter pages into the page table
