@@ -1,9 +1,10 @@
 """Tiers in memory beside Mooncake Store: one request's KV in and out.
 
     python benchmarks/bench_store_peers.py --json benchmarks/results/store-peers.json
+    python benchmarks/bench_store_peers.py --entry-bytes 65536 1048576 8388608 --json FILE
 
 A request of `--tokens` tokens in Llama-3.1-8B's layout (128 KiB a token in bfloat16: 256 MiB for
-2,048), as entries of 64 tokens (8 MiB). Each round puts all of it and reads all of it once in each
+2,048), as entries of 64 tokens (8 MiB) or of `--entry-bytes`. Each round puts all of it and reads all of it once in each
 place, in another order; bytes are compared with the source after each read.
 
     memcpy            array to array: the limit
@@ -62,7 +63,7 @@ if TYPE_CHECKING:
 
 TOKEN_BYTES = 32 * 2 * 8 * 128 * 2
 """Llama-3.1-8B: layers, keys and values, KV heads, their size, bfloat16."""
-ENTRY_TOKENS = 64
+ENTRY_BYTES = 64 * TOKEN_BYTES
 START_S = 3.0
 KEY = bytes(32)
 BUFFER_BYTES = 64 << 20
@@ -149,7 +150,7 @@ class CopyAndTag(Memcpy):
         self.headers = []
         for name, row, kept in zip(names, self.source, self.kept, strict=True):
             seal = BodySeal(KEY, EntryName(name), len(row))
-            for piece in copy_in(iter(np.split(kept, len(row) // COPIED_IN_BYTES)), row.data):
+            for piece in copy_in(iter(np.split(kept, max(1, len(row) // COPIED_IN_BYTES))), row.data):
                 seal.add(piece.data)
             header = parse_header(seal.make_header(MAGIC))
             assert header is not None
@@ -344,9 +345,10 @@ class Run:
     op: str
     seconds: float
     cpu_seconds: float
+    entry_bytes: int = ENTRY_BYTES
 
 
-def measure(place: Place, names: list[bytes]) -> list[Run]:
+def measure_one(place: Place, names: list[bytes]) -> list[Run]:
     """One put and one read."""
     runs = []
     place.target[:] = 0
@@ -354,7 +356,8 @@ def measure(place: Place, names: list[bytes]) -> list[Run]:
         cpu_s, began = time.process_time() + place.cpu_s(), time.perf_counter()
         work(names)
         seconds = time.perf_counter() - began
-        runs.append(Run(place.name, op, seconds, time.process_time() + place.cpu_s() - cpu_s))
+        spent_s = time.process_time() + place.cpu_s() - cpu_s
+        runs.append(Run(place.name, op, seconds, spent_s, place.source.shape[1]))
     if not (place.source == place.target).all():
         raise AssertionError(f"{place.name}: other bytes")
     place.forget(names)
@@ -373,6 +376,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--entry-bytes", type=int, nargs="+", default=[ENTRY_BYTES])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--read", type=Path, help="print the table of such a file again")
     parser.add_argument("--own", help=argparse.SUPPRESS)
@@ -391,7 +395,17 @@ def main() -> None:
     has_mooncake = importlib.util.find_spec("mooncake") is not None
     if has_mooncake and not options.contained:
         contain()
-    shape = options.tokens // ENTRY_TOKENS, ENTRY_TOKENS * TOKEN_BYTES
+    runs: list[Run] = []
+    num_bytes = options.tokens * TOKEN_BYTES
+    for entry_bytes in options.entry_bytes:
+        shape = num_bytes // entry_bytes, entry_bytes
+        runs += measure(shape, options.rounds, has_mooncake=has_mooncake)
+    show(runs, num_bytes)
+    write_record(options.json, num_bytes=num_bytes, runs=runs)
+
+
+def measure(shape: tuple[int, int], num_rounds: int, *, has_mooncake: bool) -> list[Run]:
+    """All places in turn, with so many entries of so many bytes."""
     source = np.random.default_rng(1).integers(0, 256, shape, dtype=np.uint8)
     target = np.ones_like(source)
     context = TierContext("bench", KEY, MachineClock())
@@ -414,20 +428,26 @@ def main() -> None:
         if has_mooncake:
             places += [make(stack, arrays) for make in (make_local, make_shm, make_tcp)]
         chance = random.Random(2)
-        for number in range(options.rounds + 2):
+        for number in range(num_rounds + 2):
             chance.shuffle(places)
             names = [
                 hashlib.sha256(f"{number} {row}".encode()).digest() for row in range(len(source))
             ]
             for place in places:
-                found = measure(place, names)
+                found = measure_one(place, names)
                 runs += found if number > 1 else []  # the first two take memory into use
-    show(runs, source.nbytes)
-    write_record(options.json, num_bytes=source.nbytes, runs=runs)
+    return runs
 
 
 def show(runs: list[Run], num_bytes: int) -> None:
     """The table of docs/store-peers.md: medians and quartiles of rates; ratios of medians."""
+    for entry_bytes in dict.fromkeys(run.entry_bytes for run in runs):
+        print(f"entries of {entry_bytes >> 10} KiB")
+        show_size([run for run in runs if run.entry_bytes == entry_bytes], num_bytes)
+
+
+def show_size(runs: list[Run], num_bytes: int) -> None:
+    """Of one size of entries."""
     limits = {op: describe_runs(runs, "memcpy", op, num_bytes)[1] for op in ("put", "read")}
     print("| place |" + "".join(f" {op}, {figure} |" for op in limits for figure in FIGURES))
     print("|---" * (1 + len(limits) * len(FIGURES)) + "|")
