@@ -71,9 +71,10 @@ CONTAINED = "--contained"
 ORDER = (
     *("memcpy", "copy and tag", "host", "shared", "shared, together"),
     *("mooncake", "mooncake shm", "mooncake tcp"),
+    *("redis", "redis-py", "object", "obstore"),
 )
-"""Of the table's rows; the first one is the limit."""
-FIGURES = ("GB/s (quartiles)", "of memcpy", "GB per CPU s")
+"""Of the table's rows."""
+FIGURES = ("GB/s (quartiles)", "of the limit", "GB per CPU s")
 
 
 class Place(Protocol):
@@ -409,7 +410,6 @@ def measure(shape: tuple[int, int], num_rounds: int, *, has_mooncake: bool) -> l
     source = np.random.default_rng(1).integers(0, 256, shape, dtype=np.uint8)
     target = np.ones_like(source)
     context = TierContext("bench", KEY, MachineClock())
-    runs: list[Run] = []
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))
         shared = SharedTier(
@@ -427,33 +427,39 @@ def measure(shape: tuple[int, int], num_rounds: int, *, has_mooncake: bool) -> l
         ]
         if has_mooncake:
             places += [make(stack, arrays) for make in (make_local, make_shm, make_tcp)]
-        chance = random.Random(2)
-        for number in range(num_rounds + 2):
-            chance.shuffle(places)
-            names = [
-                hashlib.sha256(f"{number} {row}".encode()).digest() for row in range(len(source))
-            ]
-            for place in places:
-                found = measure_one(place, names)
-                runs += found if number > 1 else []  # the first two take memory into use
+        return measure_rounds(places, num_rounds)
+
+
+def measure_rounds(places: list[Place], num_rounds: int) -> list[Run]:
+    """Each place once in each round, in another order; two rounds before take memory into use."""
+    runs: list[Run] = []
+    num_entries, entry_bytes = places[0].source.shape
+    chance = random.Random(2)
+    for number in range(num_rounds + 2):
+        chance.shuffle(places)
+        names = [
+            hashlib.sha256(f"{entry_bytes} {number} {row}".encode()).digest()
+            for row in range(num_entries)
+        ]
+        for place in places:
+            found = measure_one(place, names)
+            runs += found if number > 1 else []
     return runs
 
 
-def show(runs: list[Run], num_bytes: int) -> None:
-    """The table of docs/store-peers.md: medians and quartiles of rates; ratios of medians."""
+def show(runs: list[Run], num_bytes: int, limit: str = "memcpy") -> None:
+    """A table for each size: medians and quartiles of rates; ratios of medians to `limit`."""
     for entry_bytes in dict.fromkeys(run.entry_bytes for run in runs):
         print(f"entries of {entry_bytes >> 10} KiB")
-        show_size([run for run in runs if run.entry_bytes == entry_bytes], num_bytes)
+        show_size([run for run in runs if run.entry_bytes == entry_bytes], num_bytes, limit)
 
 
-def show_size(runs: list[Run], num_bytes: int) -> None:
+def show_size(runs: list[Run], num_bytes: int, limit_name: str) -> None:
     """Of one size of entries."""
-    limits = {op: describe_runs(runs, "memcpy", op, num_bytes)[1] for op in ("put", "read")}
+    limits = {op: describe_runs(runs, limit_name, op, num_bytes)[1] for op in ("put", "read")}
     print("| place |" + "".join(f" {op}, {figure} |" for op in limits for figure in FIGURES))
     print("|---" * (1 + len(limits) * len(FIGURES)) + "|")
-    for place in ORDER:
-        if not any(run.place == place for run in runs):
-            continue
+    for place in sorted({run.place for run in runs}, key=ORDER.index):
         cells = [place]
         for op, limit in limits.items():
             low, rate, high, of_cpu = describe_runs(runs, place, op, num_bytes)
