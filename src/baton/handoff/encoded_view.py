@@ -167,7 +167,6 @@ class EncodedPages:
         staged: NDArray[np.int64],
         _after: StreamPosition | None = None,
     ) -> None:
-        """See `Staging`."""
         began_at = self.clock.now()
         raw = self._read(layer, blocks)
         encoded = self.encoding.encode(self._layers[layer], raw)
@@ -182,7 +181,6 @@ class EncodedPages:
         blocks: NDArray[np.int64],
         _after: StreamPosition | None = None,
     ) -> None:
-        """See `Staging`."""
         began_at = self.clock.now()
         num_bytes = self.encoding.max_bytes(self._layers[layer])
         raw = np.empty((len(blocks), self._layers[layer].block_bytes), np.uint8)

@@ -60,7 +60,6 @@ class LeaseFile:
 
     @property
     def until(self) -> Instant:
-        """See `WriteLease`."""
         return Instant(self._until[0])
 
     def extend(self, until: Instant) -> None:

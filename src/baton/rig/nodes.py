@@ -133,11 +133,9 @@ class LocalNode:
 
     @property
     def pid(self) -> int | None:
-        """See `Node`."""
         return self._process.pid
 
     def close(self) -> None:
-        """See `Node`."""
         self.channel.close()
         self._process.end()
 

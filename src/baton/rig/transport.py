@@ -190,7 +190,6 @@ class TransportBackend(Backend):
         self._referenced: list[ReferencedPages] = []
 
     def local_metadata(self) -> bytes:
-        """See `Backend`."""
         descriptor = self._transport.expose(self.region)
         return msgspec.msgpack.encode(Metadata(descriptor, self._epoch, self._grant))
 
@@ -239,7 +238,6 @@ class TransportBackend(Backend):
         return pull
 
     def serve(self, stop: StopRequested) -> None:
-        """See `Backend`."""
         while not stop():
             for event in self._transport.poll():
                 self._handle(event)
@@ -266,7 +264,6 @@ class TransportBackend(Backend):
         return digest_referenced(self._referenced)
 
     def close(self) -> None:
-        """See `Backend`."""
         self._referenced.clear()
         self._transport.close()
         super().close()

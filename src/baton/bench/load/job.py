@@ -97,7 +97,6 @@ class RecordLines:
         """See `Observer`: only ended requests are written."""
 
     def ended(self, record: Record) -> None:
-        """See `Observer`."""
         self.file.append(record)
 
 

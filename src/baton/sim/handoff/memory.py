@@ -160,7 +160,6 @@ class SimStaging:
         staged: NDArray[np.int64],
         _after: StreamPosition | None = None,
     ) -> None:
-        """See `Staging`."""
         self.staged.words[layer][staged] = self.engine.words[layer][blocks]
 
     def scatter(
@@ -170,7 +169,6 @@ class SimStaging:
         blocks: NDArray[np.int64],
         _after: StreamPosition | None = None,
     ) -> None:
-        """See `Staging`."""
         self.engine.words[layer][blocks] = self.staged.words[layer][staged]
 
 
@@ -184,7 +182,6 @@ class SimCopy:
     copied: bool = False
 
     def is_done(self) -> bool:
-        """See `PendingCopy`."""
         return self.copied
 
     def wait(self) -> None:

@@ -156,7 +156,6 @@ class OneSidedWriter(WriterConnection):
             self._connection.fail(exc)
 
     def close(self) -> None:
-        """See `WriterConnection`."""
         self.is_active = False
         super().close()
         self._session.close()
@@ -237,7 +236,6 @@ class OneSidedTransport(PeerWritesTransport[OneSidedRemote[M], Attach, OneSidedW
         return super().expose(region)
 
     def submit(self, write: PageWrite) -> TransferId:
-        """See `Transport`."""
         self._check_process()
         transfer = super().submit(write)
         self._pacer.activate()
@@ -254,7 +252,6 @@ class OneSidedTransport(PeerWritesTransport[OneSidedRemote[M], Attach, OneSidedW
         return transfer
 
     def poll(self) -> list[TransferEvent]:
-        """See `Transport`."""
         self._check_process()
         for remote in list(self._remotes.values()):
             if remote.is_active:
@@ -270,7 +267,6 @@ class OneSidedTransport(PeerWritesTransport[OneSidedRemote[M], Attach, OneSidedW
         return [*events, *map(GrantQuiescent, self._ledger.take_quiescent())]
 
     def close(self) -> None:
-        """See `Transport`."""
         if self._process == os.getpid():
             super().close()
 
