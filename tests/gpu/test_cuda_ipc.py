@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from baton.clock import MachineClock
-from baton.errors import TransferError
 from baton.ids import new_epoch
 from baton.testing.transport_contract import (
     MultiArrayContract,
@@ -18,7 +17,6 @@ from baton.testing.transport_contract import (
 from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES, TransportKit, check_write
 from baton.testing.transport_contract.writing import WriteContract
 from baton.testing.transport_pair import TransportPair, whole_pages
-from baton.transfer.device_memory import make_device_region
 from baton.transfer.interface import TRANSPORTS, Arrived, RemoteLost, TransportContext
 from baton.transfer.transports.cuda_ipc.driver import Driver
 from tests.gpu.gpu_memory import GpuSide, allocate_region
@@ -75,25 +73,6 @@ class TestKernel(GpuKit):
 
 
 class TestMemory(GpuKit):
-    def test_layers_of_their_own_are_one_region(self, pair):
-        layers = [
-            torch.full((NUM_PAGES, size), byte, dtype=torch.uint8, device="cuda:0")
-            for byte, size in ((1, PAGE_BYTES), (2, 1536))
-        ]
-        torch.cuda.synchronize()
-        region = make_device_region(layers, NUM_PAGES)
-        context = TransportContext(self.credentials, new_epoch(), "127.0.0.1", MachineClock())
-        writer = GpuSide.start(self.make_transport(context), context.epoch, region)
-        other = TransportPair.of(writer, pair.reader)
-        remote, grant = other.attach(), other.open_grant(range(NUM_PAGES))
-        for array, (byte, size) in enumerate(((1, PAGE_BYTES), (2, 1536))):
-            group = whole_pages(range(NUM_PAGES), range(NUM_PAGES)[::-1], size)
-            write = other.write(remote, grant, [group], array=array)
-            writer.transport.submit(write)
-            other.pump(lambda: len(other.seen(Arrived)) == array + 1)  # noqa: B023 -- at once
-            assert (other.reader.pages(array) == byte).all()
-        writer.transport.close()
-
     def test_a_write_does_not_wait_for_the_model(self, pair):
         """The model's stream is torch's; a write that is posted is no part of its order."""
         remote, grant = pair.attach(), pair.open_grant(range(NUM_PAGES))
@@ -107,10 +86,6 @@ class TestMemory(GpuKit):
         assert not model.query()
         torch.cuda.synchronize()
         assert (pair.reader.pages()[::-1] == pair.writer.pages()).all()
-
-    def test_memory_of_this_host_is_refused(self):
-        with pytest.raises(TransferError):
-            make_device_region([torch.zeros(64)], 1)
 
     def test_two_gpus(self):
         if torch.cuda.device_count() < 2:

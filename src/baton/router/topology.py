@@ -34,31 +34,9 @@ class Distance(IntEnum):
         return self.name.lower()
 
 
-def compute_distance(one: str, other: str) -> Distance:
-    """Of two workers, by their paths."""
-    zone, rack, host, device = zip(_split(one), _split(other), strict=True)
-    if _differ(zone):
-        return Distance.CROSS_ZONE
-    if _differ(rack):
-        return Distance.SAME_ZONE
-    if _differ(host):
-        return Distance.SAME_RACK if all(rack) else Distance.SAME_ZONE
-    if _differ(device):
-        return Distance.SAME_HOST
-    if all(device):
-        return Distance.SAME_DEVICE
-    if all(host):
-        return Distance.SAME_HOST
-    return Distance.SAME_RACK if all(rack) else Distance.SAME_ZONE
-
-
 def _split(path: str) -> tuple[str, ...]:
     names = path.split("/", NUM_LEVELS - 1)
     return (*names, *[""] * (NUM_LEVELS - len(names)))
-
-
-def _differ(names: tuple[str, str]) -> bool:
-    return all(names) and names[0] != names[1]
 
 
 class Places:
@@ -114,7 +92,7 @@ class Places:
         return Distance(int(self.distances[places]))
 
     def _compute_row(self, number: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """`compute_distance` to all places up to this one."""
+        """Distances to all places up to this one."""
         levels, own = self._levels[:, : number + 1], self._levels[:, number, None]
         known = (levels != _UNKNOWN) & (own != _UNKNOWN)
         differ = known & (levels != own)

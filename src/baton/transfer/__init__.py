@@ -8,7 +8,6 @@ File map:
     region.py       registered memory: allocate, view, check bounds and what a peer claims
     scatter_gather.py  which bytes a part of a transfer moves, and those bytes as lists of buffers
     peer_mappings.py  peers' pages as further pages of one's own, by reference
-    device_memory.py  an engine's tensors on a GPU as a region
     devices/        regions in a DAX device or a file
     links/          what a link costs, and which one is the cheapest for a transfer
     transports/     the kinds: `shared` (one host's memory), `local` (one process), `tcp`, `file`,
