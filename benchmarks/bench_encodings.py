@@ -40,8 +40,8 @@ from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
-from random_model import make_model
 import torch
+from random_model import make_model
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
 import statistics
 import tempfile
@@ -34,8 +33,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
-
 from run_record import write_record
+
 from baton.clock import MachineClock
 from baton.store.capacity import Capacity, StoredEntry, count_use
 from baton.store.eviction import EVICTIONS, EvictionPolicy

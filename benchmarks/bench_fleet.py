@@ -26,13 +26,13 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import aiohttp
-
 from run_record import write_record
+
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 

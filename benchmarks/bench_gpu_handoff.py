@@ -22,15 +22,15 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from completion_client import read_trace, stream
 from random_model import make_model
 from run_record import write_record
-import torch
 
 from baton.testing.fleet import Fleet
 

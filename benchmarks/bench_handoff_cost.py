@@ -12,21 +12,18 @@ what the page table costs whoever attends over a peer's pages for the first time
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import sys
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
-from run_record import write_record
 from rich.console import Console
+from run_record import write_record
 
 from baton.auth.credentials import Credentials
 from baton.auth.ticket import Ticket, TicketIssuer, WorkerRef, seal, unseal

@@ -22,14 +22,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
 import threading
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,10 +36,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from bench_prefixes import MODEL
 from random_model import make_model
-from run_record import write_record
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from run_record import write_record
 
 from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey

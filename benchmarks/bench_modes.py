@@ -270,7 +270,9 @@ class WorkerCluster:
         after = self._count()
         modes, phases = ("push", "pull", "pool", "reference"), ("computing", "waiting")
         names = {(m, p): f'{HELD}{{mode="{m}",phase="{p}"}}' for m in modes for p in phases}
-        grown = {key: find_metric(after, name) - find_metric(before, name) for key, name in names.items()}
+        grown = {
+            key: find_metric(after, name) - find_metric(before, name) for key, name in names.items()
+        }
         return {key: block_s for key, block_s in grown.items() if block_s}
 
 
@@ -331,7 +333,7 @@ def summarize(samples: list[Sample]) -> list[dict[str, object]]:
 
 
 def compare_ttft(found_s: list[float], alone_s: list[float]) -> dict[str, float | None]:
-    """An arm's TTFT over the colocated one's: of the medians, and the range of each repetition's."""
+    """TTFT over the colocated one's: of the medians, and the range of each repetition's."""
     if not alone_s:
         return {"over_colocated": None}
     ratios = [found / alone for found, alone in zip(found_s, alone_s, strict=True)]
@@ -358,7 +360,9 @@ def render(samples: list[Sample]) -> Table:
             f"{row['num_tokens']}",
             f"{row['configuration']}",
             f"{row['ttft_s']:.3f} ({row['ttft_min_s']:.3f} to {row['ttft_max_s']:.3f})",
-            "" if ratio is None else f"{ratio:.3f} ({row['over_colocated_min']:.3f} to "
+            ""
+            if ratio is None
+            else f"{ratio:.3f} ({row['over_colocated_min']:.3f} to "
             f"{row['over_colocated_max']:.3f})",
             "" if exposed_s is None else f"{1e3 * exposed_s:.1f}",
             f"{1e3 * row['second_token_s']:.1f}",

@@ -23,7 +23,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import secrets
 import signal
 import statistics
@@ -31,14 +30,14 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import aiohttp
 import numpy as np
-from run_record import write_record
 from rich.console import Console
+from run_record import write_record
 
 from baton.engines.transformers.random_model import RandomModelSpec, make_random_model
 from baton.testing.fleet import Fleet, FleetProcess

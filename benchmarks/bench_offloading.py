@@ -38,18 +38,18 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from bench_prefixes import MODEL
 from bench_store_peers import contain, start_master
+from completion_client import ServerError, post
 from random_model import make_model
-from run_record import write_record
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from completion_client import ServerError, post
+from run_record import write_record
 from vllm_servers import Server, Servers, find_free_port
 
 ARMS = ("baton host", "baton shared", "offloading", "mooncake")

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
 from run_record import write_record
+
 from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.clock import MachineClock

@@ -30,19 +30,18 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import urllib.request
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench_control import install_peers
-from control_gateway import PEERS, router
 from completion_client import get
+from control_gateway import PEERS, router
 from random_model import make_model
-from run_record import write_record
 from rich.console import Console
 from rich.table import Table
+from run_record import write_record
 from vllm_servers import find_free_port
 
 from baton.testing.fleet import Fleet, FleetProcess

@@ -27,15 +27,15 @@ import sys
 import tempfile
 import urllib.request
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from random_model import make_model
-from run_record import write_record
 from rich.console import Console
 from rich.table import Table
+from run_record import write_record
 
 from baton.testing.fleet import Fleet, start_command
 from baton.testing.network_namespaces import BridgedHost, NoNamespaceError, bridged_hosts, run

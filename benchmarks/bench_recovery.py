@@ -25,11 +25,9 @@ import contextlib
 import http.client
 import json
 import os
-import platform
 import signal
 import socket
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -41,8 +39,8 @@ from urllib.parse import urlsplit
 import numpy as np
 from completion_client import ServerError, find_metric, get
 from random_model import make_model
-from run_record import write_record
 from rich.console import Console
+from run_record import write_record
 
 from baton.testing.fleet import Fleet, FleetProcess
 

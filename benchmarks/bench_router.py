@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
-from run_record import write_record
 from rich.console import Console
 from rich.table import Table
+from run_record import write_record
 
 from baton.auth.ticket import WorkerRef
 from baton.events.blocks import (

@@ -23,19 +23,18 @@ Arms:
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
-from run_record import write_record
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from run_record import write_record
 
 from baton.auth.ticket import WorkerRef
 from baton.ids import Epoch, WorkerId

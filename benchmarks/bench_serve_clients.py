@@ -19,9 +19,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from run_record import write_record
 from rich.console import Console
 from rich.table import Table
+from run_record import write_record
 
 VLLM_CLIENT = """
 from vllm.benchmarks.serve import add_cli_args, main

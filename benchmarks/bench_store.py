@@ -14,11 +14,10 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-
 from run_record import write_record
+
 from baton.clock import MachineClock
 from baton.store.interface import TIERS, EntryName, Tier, TierContext
-
 
 KEY = bytes(32)
 SMALL_BYTES = 4 << 10

@@ -30,7 +30,6 @@ import os
 import random
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from contextlib import ExitStack, closing
@@ -39,8 +38,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import numpy as np
-
 from run_record import write_record
+
 from baton.clock import MachineClock
 from baton.handoff.pool_mode.block_copier import BATCH_BYTES
 from baton.store.folder.bodies import compute_cost

@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-
 from run_record import write_record
+
 from baton.clock import Instant, MachineClock
 from baton.events.journal import CacheJournal
 from baton.handoff.pool_mode.block_copier import TokenSegment

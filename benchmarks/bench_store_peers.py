@@ -4,8 +4,8 @@
     python benchmarks/bench_store_peers.py --entry-bytes 65536 1048576 8388608 --json FILE
 
 A request of `--tokens` tokens in Llama-3.1-8B's layout (128 KiB a token in bfloat16: 256 MiB for
-2,048), as entries of 64 tokens (8 MiB) or of `--entry-bytes`. Each round puts all of it and reads all of it once in each
-place, in another order; bytes are compared with the source after each read.
+2,048), as entries of 64 tokens (8 MiB) or of `--entry-bytes`. Each round puts all of it and reads
+all of it once in each place, in another order; bytes are compared with the source after each read.
 
     memcpy            array to array: the limit
     copy and tag      the same into memory like that of `shared`, and back, with each entry's tag
@@ -41,13 +41,13 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-
 from run_record import write_record
+
 from baton.clock import MachineClock
 from baton.handoff.pool_mode.keep_queue import KEEP_BATCH_ENTRIES
 from baton.store.entry_format import MAGIC, BodyCheck, BodySeal, parse_header
@@ -151,7 +151,9 @@ class CopyAndTag(Memcpy):
         self.headers = []
         for name, row, kept in zip(names, self.source, self.kept, strict=True):
             seal = BodySeal(KEY, EntryName(name), len(row))
-            for piece in copy_in(iter(np.split(kept, max(1, len(row) // COPIED_IN_BYTES))), row.data):
+            for piece in copy_in(
+                iter(np.split(kept, max(1, len(row) // COPIED_IN_BYTES))), row.data
+            ):
                 seal.add(piece.data)
             header = parse_header(seal.make_header(MAGIC))
             assert header is not None

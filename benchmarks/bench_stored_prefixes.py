@@ -35,17 +35,17 @@ import tempfile
 import time
 import urllib.request
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from bench_prefixes import MODEL, SERVED
 from completion_client import find_metric, get
 from random_model import make_model
-from run_record import write_record
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from run_record import write_record
 
 from baton.testing.fleet import Fleet, FleetProcess
 

@@ -36,7 +36,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import urllib.request
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -45,10 +44,10 @@ import msgspec
 from bench_prefixes import MODEL, SERVED
 from completion_client import get
 from random_model import make_model
-from run_record import write_record
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from run_record import write_record
 
 from baton.testing.fleet import Fleet, FleetProcess
 

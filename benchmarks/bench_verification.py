@@ -24,9 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -38,8 +36,8 @@ from completion_client import ServerError, get, post, read_trace, stream
 from copy_and_verify import measure_copies
 from digest_and_send import PROMPTS, measure_sends
 from random_model import make_model
-from run_record import write_record
 from rich.console import Console
+from run_record import write_record
 from verified_handoffs import KEYED, NUM_BYTES, measure
 
 from baton.auth.credentials import Credentials

@@ -15,25 +15,22 @@ prefill with max_tokens=1, then decode with what prefill answered; no proxy proc
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from completion_client import Reply, ServerError, post, stream
 from random_model import make_model
-from run_record import write_record
 from rich.console import Console
 from rich.table import Table
-from completion_client import Reply, ServerError, post, stream
+from run_record import write_record
 from vllm_servers import Server, Servers
 
 from baton.testing.fleet import Fleet
@@ -296,9 +293,7 @@ def measure_turn(
         before = sum(server.cpu_seconds() for server in configuration.servers)
         reply = configuration.ask(body)
         spent = sum(server.cpu_seconds() for server in configuration.servers) - before
-        samples.append(
-            Sample(configuration.name, num_tokens, reply.ttft_s, reply.total_s, spent)
-        )
+        samples.append(Sample(configuration.name, num_tokens, reply.ttft_s, reply.total_s, spent))
         console.print(f"{configuration.name:24} {num_tokens:5} tokens {reply.ttft_s:7.3f} s")
     return samples
 

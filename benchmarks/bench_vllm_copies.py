@@ -12,21 +12,19 @@ the request's trace. Wall time of the copy is less where the two cores work at o
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from bench_vllm import MODEL
 from completion_client import read_trace, stream
 from random_model import make_model
-from run_record import write_record
 from rich.console import Console
+from run_record import write_record
 from vllm_servers import Server, Servers
 
 from baton.testing.fleet import Fleet

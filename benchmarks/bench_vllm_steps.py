@@ -14,25 +14,22 @@ a few milliseconds, on which a fraction of one shows.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import random
 import signal
 import statistics
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from completion_client import ServerError, stream
 from random_model import make_model
-from run_record import write_record
 from rich.console import Console
 from rich.table import Table
-from completion_client import ServerError, stream
+from run_record import write_record
 from vllm_servers import Server, Servers
 
 from baton.testing.fleet import Fleet

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import uvloop
 from bench_burst import read_threads
+from completion_client import ServerError, post
 from control_figures import PUSH, TLS, GatewaySample
 from control_figures import WHOLE as WHOLE_REQUESTS
 from control_fleets import pin
 from control_load import PATH, is_whole, run_load, run_streams
 from plain_proxy import plain_proxy
-from completion_client import ServerError, post
 from vllm_servers import find_free_port
 
 from baton.auth.credentials import Credentials

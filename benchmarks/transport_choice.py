@@ -53,7 +53,7 @@ from baton.handoff.kv_views import KVView
 from baton.handoff.options import AgentOptions
 from baton.ids import WorkerId, new_epoch, new_ticket_id
 from baton.kv.layout import KVLayout
-from baton.rig.backend import Backend, BackendContext, BackendSpec, Role, Traits
+from baton.rig.backend import Backend, BackendContext, BackendSpec, Traits
 from baton.rig.node import build_transport, run_node
 from baton.rig.nodes import Address, LocalNodes, Nodes, RemoteNodes
 from baton.rig.pages import Direction, Workload, parse_size

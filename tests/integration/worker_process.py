@@ -1,6 +1,6 @@
 """Workers as processes of their own, for tests: started, announced, spoken to, ended.
 
-`python -m tests.integration.worker_process OPTIONS` runs one; OPTIONS are those of `starting` as JSON.
+`python -m tests.integration.worker_process OPTIONS` runs one: those of `starting`, as JSON.
 """
 
 from __future__ import annotations
@@ -109,9 +109,7 @@ def main() -> None:
     for name, section in SECTIONS.items():
         own[name] = msgspec.convert(own.get(name, {}), section)
     section = msgspec.convert(given, WorkerSection)
-    run_worker(
-        ProcessOptions(**msgspec.structs.asdict(section), credentials=KEY, tls="off", **own)
-    )
+    run_worker(ProcessOptions(**msgspec.structs.asdict(section), credentials=KEY, tls="off", **own))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from baton.ids import Epoch
     from baton.worker.fence import MembershipFence
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:
     """One life of one worker, as HTTP shows it.

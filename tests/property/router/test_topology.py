@@ -10,7 +10,9 @@ from baton.router.topology import MOST_PLACES, Distance, Places
 
 def compute_distance(one: str, other: str) -> Distance:
     """What `Places` is to find, pair by pair."""
-    pairs = list(zip(*((*path.split("/", 3), "", "", "")[:4] for path in (one, other)), strict=True))
+    pairs = list(
+        zip(*((*path.split("/", 3), "", "", "")[:4] for path in (one, other)), strict=True)
+    )
     zone, rack, host, device = (all(pair) and pair[0] != pair[1] for pair in pairs)
     _, has_rack, has_host, has_device = map(all, pairs)
     near = Distance.SAME_RACK if has_rack else Distance.SAME_ZONE

@@ -1,6 +1,5 @@
 """Flags set settings, and defaults agree with the options that they end in."""
 
-
 import pytest
 from cyclopts import App, CoercionError
 
