@@ -6,6 +6,7 @@ owner's memory; nothing else in these messages is its business.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Final, TypeAlias
 
 import msgspec
@@ -52,43 +53,13 @@ FromPeer: TypeAlias = (
 )
 FirstFromOwner: TypeAlias = Attached | NotAttached
 
-_attach = msgspec.msgpack.Decoder(Attach)
-_from_peer: msgspec.msgpack.Decoder[FromPeer] = msgspec.msgpack.Decoder(FromPeer)
-_first_from_owner: msgspec.msgpack.Decoder[FirstFromOwner] = msgspec.msgpack.Decoder(FirstFromOwner)
-_from_owner: msgspec.msgpack.Decoder[FromOwner] = msgspec.msgpack.Decoder(FromOwner)
-
-
-def decode_attach(body: bytes) -> Attach:
-    """Read a peer's first message.
-
-    Raises:
-        ProtocolError: it is something else.
-    """
-    return decode(_attach, body)
-
-
-def decode_from_peer(body: bytes) -> FromPeer:
-    """Read a peer's later messages.
-
-    Raises:
-        ProtocolError: it is none of them.
-    """
-    return decode(_from_peer, body)
-
-
-def decode_first_from_owner(body: bytes) -> FirstFromOwner:
-    """Read an owner's answer to `Attach`.
-
-    Raises:
-        ProtocolError: it is something else.
-    """
-    return decode(_first_from_owner, body)
-
-
-def decode_from_owner(body: bytes) -> FromOwner:
-    """Read an owner's later messages.
-
-    Raises:
-        ProtocolError: it is none of them.
-    """
-    return decode(_from_owner, body)
+decode_attach = partial(decode, msgspec.msgpack.Decoder(Attach))
+"""A peer's first message. ProtocolError: it is something else."""
+decode_from_peer: partial[FromPeer] = partial(decode, msgspec.msgpack.Decoder(FromPeer))
+"""A peer's later messages. ProtocolError: it is none of them."""
+decode_first_from_owner: partial[FirstFromOwner] = partial(
+    decode, msgspec.msgpack.Decoder(FirstFromOwner)
+)
+"""An owner's answer to `Attach`. ProtocolError: it is none of them."""
+decode_from_owner: partial[FromOwner] = partial(decode, msgspec.msgpack.Decoder(FromOwner))
+"""An owner's later messages. ProtocolError: it is none of them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Final, TypeAlias
 
 import msgspec
@@ -71,36 +72,12 @@ class PartRefused(msgspec.Struct, frozen=True, tag="part_refused"):
 FromWriter: TypeAlias = PartFile | WriteAbandoned
 FromReceiver: TypeAlias = Attached | NotAttached | PartLanded | PartRefused
 
-_attach = msgspec.msgpack.Decoder(Attach)
-_from_writer: msgspec.msgpack.Decoder[FromWriter] = msgspec.msgpack.Decoder(FromWriter)
-_from_receiver: msgspec.msgpack.Decoder[FromReceiver] = msgspec.msgpack.Decoder(FromReceiver)
-
-
-def decode_attach(body: bytes) -> Attach:
-    """Read a writer's first message.
-
-    Raises:
-        ProtocolError: it is something else.
-    """
-    return decode(_attach, body)
-
-
-def decode_from_writer(body: bytes) -> FromWriter:
-    """Read a writer's later messages.
-
-    Raises:
-        ProtocolError: it is none of them.
-    """
-    return decode(_from_writer, body)
-
-
-def decode_from_receiver(body: bytes) -> FromReceiver:
-    """Read a receiver's message.
-
-    Raises:
-        ProtocolError: it is none of them.
-    """
-    return decode(_from_receiver, body)
+decode_attach = partial(decode, msgspec.msgpack.Decoder(Attach))
+"""A writer's first message. ProtocolError: it is something else."""
+decode_from_writer: partial[FromWriter] = partial(decode, msgspec.msgpack.Decoder(FromWriter))
+"""A writer's later messages. ProtocolError: it is none of them."""
+decode_from_receiver: partial[FromReceiver] = partial(decode, msgspec.msgpack.Decoder(FromReceiver))
+"""A receiver's message. ProtocolError: it is none of them."""
 
 
 def part_file_name(link: bytes, number: int) -> str:

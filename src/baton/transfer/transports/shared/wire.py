@@ -5,6 +5,7 @@ Page bytes never do: the writer stores them into the receiver's memory, then sen
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -57,45 +58,13 @@ class WriteNotification(msgspec.Struct, frozen=True, tag="write_notification", o
 FromWriter: TypeAlias = WriteNotification | QueryGrant | GrantClosed | MemoryReleased
 FirstFromReceiver: TypeAlias = Attached | NotAttached
 
-_attach = msgspec.msgpack.Decoder(Attach)
-_from_writer: msgspec.msgpack.Decoder[FromWriter] = msgspec.msgpack.Decoder(FromWriter)
-_first_from_receiver: msgspec.msgpack.Decoder[FirstFromReceiver] = msgspec.msgpack.Decoder(
-    FirstFromReceiver
+decode_attach = partial(decode, msgspec.msgpack.Decoder(Attach))
+"""A writer's first message. ProtocolError: it is something else."""
+decode_from_writer: partial[FromWriter] = partial(decode, msgspec.msgpack.Decoder(FromWriter))
+"""A writer's later messages. ProtocolError: it is none of them."""
+decode_first_from_receiver: partial[FirstFromReceiver] = partial(
+    decode, msgspec.msgpack.Decoder(FirstFromReceiver)
 )
-_from_receiver: msgspec.msgpack.Decoder[FromOwner] = msgspec.msgpack.Decoder(FromOwner)
-
-
-def decode_attach(body: bytes) -> Attach:
-    """Read a writer's first message.
-
-    Raises:
-        ProtocolError: it is something else.
-    """
-    return decode(_attach, body)
-
-
-def decode_from_writer(body: bytes) -> FromWriter:
-    """Read a writer's later messages.
-
-    Raises:
-        ProtocolError: it is none of them.
-    """
-    return decode(_from_writer, body)
-
-
-def decode_first_from_receiver(body: bytes) -> FirstFromReceiver:
-    """Read a receiver's answer to `Attach`.
-
-    Raises:
-        ProtocolError: it is something else.
-    """
-    return decode(_first_from_receiver, body)
-
-
-def decode_from_receiver(body: bytes) -> FromOwner:
-    """Read a receiver's later messages.
-
-    Raises:
-        ProtocolError: it is none of them.
-    """
-    return decode(_from_receiver, body)
+"""A receiver's answer to `Attach`. ProtocolError: it is none of them."""
+decode_from_receiver: partial[FromOwner] = partial(decode, msgspec.msgpack.Decoder(FromOwner))
+"""A receiver's later messages. ProtocolError: it is none of them."""

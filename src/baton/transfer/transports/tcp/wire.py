@@ -9,6 +9,7 @@ notification (docs/wire/transfer.md).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 
 import msgspec
@@ -115,36 +116,12 @@ FromListener: TypeAlias = (
     Attached | NotAttached | WriteLanded | WriteRefused | FetchServed | FetchRefused
 )
 
-_attach = msgspec.msgpack.Decoder(Attach)
-_from_dialer: msgspec.msgpack.Decoder[FromDialer] = msgspec.msgpack.Decoder(FromDialer)
-_from_listener: msgspec.msgpack.Decoder[FromListener] = msgspec.msgpack.Decoder(FromListener)
-
-
-def decode_attach(body: bytes) -> Attach:
-    """Read a dialer's first message.
-
-    Raises:
-        ProtocolError: it is something else.
-    """
-    return decode(_attach, body)
-
-
-def decode_from_dialer(body: bytes) -> FromDialer:
-    """Read a dialer's later messages.
-
-    Raises:
-        ProtocolError: it is none of them.
-    """
-    return decode(_from_dialer, body)
-
-
-def decode_from_listener(body: bytes) -> FromListener:
-    """Read a listener's message.
-
-    Raises:
-        ProtocolError: it is none of them.
-    """
-    return decode(_from_listener, body)
+decode_attach = partial(decode, msgspec.msgpack.Decoder(Attach))
+"""A dialer's first message. ProtocolError: it is something else."""
+decode_from_dialer: partial[FromDialer] = partial(decode, msgspec.msgpack.Decoder(FromDialer))
+"""A dialer's later messages. ProtocolError: it is none of them."""
+decode_from_listener: partial[FromListener] = partial(decode, msgspec.msgpack.Decoder(FromListener))
+"""A listener's message. ProtocolError: it is none of them."""
 
 
 @dataclass(frozen=True, slots=True)
