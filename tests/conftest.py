@@ -9,21 +9,24 @@ import shutil
 import signal
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import hypothesis
 import pytest
 
 from baton.testing.network_namespaces import FarHost, NoNamespaceError, far_host
-from tests.scheduling import GroupScheduling, rank_of
+from tests.scheduling import SERVERS, GroupScheduling, group_of, rank_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
+    from _pytest.fixtures import SubRequest
     from xdist.remote import Producer
 
     from tests.e2e_vllm.cluster import ClusterFactory, VllmCluster
 
+STARTED: Final = pytest.StashKey[list[tuple["pytest.FixtureDef[object]", "SubRequest"]]]()
+"""The fixtures of `SERVERS` whose servers run."""
 
 pytest.register_assert_rewrite(
     "baton.testing.transport_contract",
@@ -70,6 +73,35 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[object], request: SubRequest
+) -> Generator[None, object, object]:
+    """Note which servers of a group of tests were started."""
+    value = yield
+    if fixturedef.argname in SERVERS and fixturedef.scope == "session":
+        request.session.stash.setdefault(STARTED, []).append((fixturedef, request))
+    return value
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
+    """After the last test of a group, end its servers: they would run to the end of the session.
+
+    Only in xdist's processes, whose tests are sorted by group.
+    """
+    value = yield
+    is_last = nextitem is None or group_of(nextitem.nodeid) != group_of(item.nodeid)
+    if is_last and hasattr(item.config, "workerinput"):
+        started = item.session.stash.get(STARTED, [])
+        while started:
+            fixturedef, request = started.pop()
+            fixturedef.finish(request)
+    return value
 
 
 def pytest_configure(config: pytest.Config) -> None:

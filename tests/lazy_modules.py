@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from importlib import import_module
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
@@ -21,6 +21,9 @@ def skip_without_vllm() -> None:
 
 class LazyModule:
     """Has what the module has. What vLLM and torch warn of as they load is not ours to repair."""
+
+    __test__: Final = False
+    """pytest reads it of everything in a test module, and would import the module to look for it."""
 
     def __init__(self, name: str) -> None:
         self._name = name

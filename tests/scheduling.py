@@ -1,7 +1,8 @@
 """Which tests run one after another in the same process of `make test`, and which begin first.
 
-Starting a server costs seconds of processor time, so tests of the same servers stay together; all
-others stay together by file. The groups that take longest begin first: the last ones are short.
+To start a server, or to import vLLM, takes seconds of processor time: tests of the same servers and
+those that use vLLM stay together; all others stay together by file. The groups that take longest
+begin first: the last ones are short.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ if TYPE_CHECKING:
 
 GROUPS: Final[Sequence[tuple[str, tuple[str, ...]]]] = (
     (
-        "vLLM servers",
+        "vLLM",
         (
+            "tests/unit/engines_vllm/",
+            "tests/property/test_vllm_",
+            "tests/integration/test_vllm_rank.py",
             "tests/e2e_vllm/",
             "tests/chaos/test_vllm_faults.py",
             "tests/integration/test_kv_events.py",
@@ -50,6 +54,10 @@ GROUPS: Final[Sequence[tuple[str, tuple[str, ...]]]] = (
 )
 """Each with the beginnings of its tests' paths; the first one that fits counts. These tests share
 the servers of `tests/conftest.py`, `tests/chaos/conftest.py` or `tests/e2e/conftest.py`."""
+
+SERVERS: Final = frozenset({"vllm_cluster_factory", "standing_cluster", "cluster"})
+"""Fixtures of the session whose servers only the tests of one group use: they end with the group.
+Servers that nobody uses still take processor time: gateways probe, workers renew their leases."""
 
 LONG: Final = (
     "tests/property/sim/test_handoff_simulation.py",
