@@ -7,6 +7,7 @@ import importlib.util
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -65,11 +66,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection() -> Generator[None, object, object]:
     """From now on garbage is searched for only among what tests make.
 
-    To go through millions of objects of torch, vLLM and hypothesis takes half a second each time.
+    To go through millions of objects of torch and hypothesis takes half a second each time.
+
+    Raises:
+        pytest.UsageError: vLLM was imported, by each process that collects the tests.
     """
     gc.disable()
     try:
-        return (yield)
+        collected = yield
+        if "vllm" in sys.modules:
+            raise pytest.UsageError(
+                "a test module imports vLLM as it is collected, which takes each process five "
+                "seconds: import it in the tests, or through tests.lazy_modules"
+            )
+        return collected
     finally:
         gc.freeze()
         gc.enable()
