@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from importlib import import_module
-from typing import Any, Final
+from typing import Any
 
 import pytest
 
@@ -20,15 +20,17 @@ def skip_without_vllm() -> None:
 
 
 class LazyModule:
-    """Has what the module has. What vLLM and torch warn of as they load is not ours to repair."""
+    """Has what the module has, but for private names: pytest looks for some in every module.
 
-    __test__: Final = False
-    """pytest reads it of everything in a test module, and would import the module to look for it."""
+    What vLLM and torch warn of as they load is not ours to repair.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_"):
+            raise AttributeError(attribute)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return getattr(import_module(self._name), attribute)
