@@ -10,24 +10,20 @@ import signal
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 
 from baton.testing.network_namespaces import FarHost, NoNamespaceError, far_host
-from tests.scheduling import SERVERS, GroupScheduling, group_of, rank_of
+from tests.scheduling import GroupScheduling, ServersOfGroups, rank_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
-    from _pytest.fixtures import SubRequest
     from xdist.remote import Producer
 
     from tests.e2e_vllm.cluster import ClusterFactory, VllmCluster
-
-STARTED: Final = pytest.StashKey[list[tuple["pytest.FixtureDef[object]", "SubRequest"]]]()
-"""The fixtures of `SERVERS` whose servers run."""
 
 pytest.register_assert_rewrite(
     "baton.testing.transport_contract",
@@ -85,36 +81,9 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(
-    fixturedef: pytest.FixtureDef[object], request: SubRequest
-) -> Generator[None, object, object]:
-    """Note which servers of a group of tests were started."""
-    value = yield
-    if fixturedef.argname in SERVERS and fixturedef.scope == "session":
-        request.session.stash.setdefault(STARTED, []).append((fixturedef, request))
-    return value
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(
-    item: pytest.Item, nextitem: pytest.Item | None
-) -> Generator[None, object, object]:
-    """After the last test of a group, end its servers: they would run to the end of the session.
-
-    Only in xdist's processes, whose tests are sorted by group.
-    """
-    value = yield
-    is_last = nextitem is None or group_of(nextitem.nodeid) != group_of(item.nodeid)
-    if is_last and hasattr(item.config, "workerinput"):
-        started = item.session.stash.get(STARTED, [])
-        while started:
-            fixturedef, request = started.pop()
-            fixturedef.finish(request)
-    return value
-
-
 def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):  # one of xdist's processes
+        config.pluginmanager.register(ServersOfGroups())
     # Several of these run at once: a second thread of torch would only wait, and spins meanwhile.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # A shell's background job ignores it, and so would each process that a test interrupts.

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Generator, Sequence
 
-    import pytest
+    from _pytest.fixtures import SubRequest
     from xdist.remote import Producer
 
 GROUPS: Final[Sequence[tuple[str, tuple[str, ...]]]] = (
@@ -109,3 +110,36 @@ class GroupScheduling(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid)
+
+
+class ServersOfGroups:
+    """Ends the servers of a group after its last test: they would run to the end of the session.
+
+    A plug-in of a process of xdist, whose tests are sorted by group; not a part of conftest.py,
+    since the hooks of `tests/conftest.py` are not called for fixtures of the session.
+    """
+
+    def __init__(self) -> None:
+        self._started: list[tuple[pytest.FixtureDef[object], SubRequest]] = []
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(
+        self, fixturedef: pytest.FixtureDef[object], request: SubRequest
+    ) -> Generator[None, object, object]:
+        """Note what was started."""
+        value = yield
+        if fixturedef.argname in SERVERS and fixturedef.scope == "session":
+            self._started.append((fixturedef, request))
+        return value
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(
+        self, item: pytest.Item, nextitem: pytest.Item | None
+    ) -> Generator[None, object, object]:
+        """End what was started, and the fixtures that depend on it."""
+        value = yield
+        if nextitem is None or group_of(nextitem.nodeid) != group_of(item.nodeid):
+            while self._started:
+                fixturedef, request = self._started.pop()
+                fixturedef.finish(request)
+        return value

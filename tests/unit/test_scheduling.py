@@ -21,7 +21,11 @@ IMPORTS_VLLM = "tests/unit/engines_vllm/test_connector.py::test_a"
 
 SERVERS = """
 import pathlib, pytest
-from tests.conftest import pytest_fixture_setup, pytest_runtest_teardown
+from tests.scheduling import ServersOfGroups
+
+def pytest_configure(config):
+    if hasattr(config, "workerinput"):
+        config.pluginmanager.register(ServersOfGroups())
 
 @pytest.fixture(scope="session")
 def standing_cluster():
@@ -74,10 +78,12 @@ def test_servers_end_with_the_group_that_uses_them_in_a_process_of_xdist(
     tmp_path, processes, status
 ):
     """Without xdist they end with the session: tests are not sorted by group there."""
+    (tmp_path / "pytest.ini").touch()
+    (tmp_path / "below").mkdir()
     for name, text in {
         "conftest.py": SERVERS, "test_a.py": OF_ONE_GROUP, "test_b.py": OF_ANOTHER
     }.items():  # fmt: skip
-        (tmp_path / name).write_text(text)
+        (tmp_path / "below" / name).write_text(text)
     environment = os.environ | {"PYTHONPATH": str(TESTS.parent)}
     environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     environment.pop("PYTEST_XDIST_WORKER", None)
