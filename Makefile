@@ -36,7 +36,7 @@ RAY := $(VENV)/.installed-ray
 DOCS := $(VENV)/.installed-docs
 COLLECTED := $(VENV)/.collected
 
-.PHONY: help up test test-ray bench-control-short chaos simulate fuzz abuse soak store-kills explore check lint types words docs docs-serve install install-dev format clean
+.PHONY: help up test checked run-tests test-ray bench-control-short chaos simulate fuzz abuse soak store-kills explore check lint types words docs docs-serve install install-dev format clean
 .DEFAULT_GOAL := help
 
 ifneq ($(filter-out vllm transformers,$(ENGINE)),)
@@ -48,6 +48,7 @@ help:
 	@echo 'make up [ARGS="--decode 2"]  install what is needed, start gateway and workers'
 	@echo 'make up ENGINE=vllm          the same with vLLM as the engine'
 	@echo 'make test                    install what tests need, run every check and test'
+	@echo 'make run-tests               the tests alone, of what is installed'
 	@echo 'make test-ray                fleets on a real Ray cluster of three hosts; needs root'
 	@echo 'make bench-control-short     what a handoff and the gateway cost, in a minute: ratios'
 	@echo 'make chaos                   every fault, to everybody, at every stage: an hour on 2 busy cores'
@@ -70,12 +71,18 @@ help:
 up: $(ENGINE_INSTALLED)
 	@$(BIN)/baton up $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
 
-# On two cores, four processes: vLLM's servers, other servers and all else (tests/scheduling.py) wait
-# for a third of their time. Hundreds of processes start: none compiles again what another did.
+test: checked
+	@$(MAKE) --no-print-directory run-tests
+
+# Four processes keep two cores busy: with five each test took a third longer, and all together more.
+# Hundreds of processes start: none compiles again what another did.
 # At most ten that failed run again, alone, and that run decides (docs/contributing.md).
-test: $(DEV) $(DOCS)
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target $(COLLECTED) types docs words lint
+run-tests:
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python scripts/run_tests.py -q -n 4 --durations 20 --dist loadscope $(PYTEST_ARGS)
+
+# mypy takes one core; meanwhile vLLM is installed, and what the tests import is compiled.
+checked: $(DEV) $(DOCS)
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target $(COLLECTED) types docs words lint
 
 # Three hosts in network namespaces: without root or iproute2 it skips. Not a part of `make test`.
 test-ray: $(DEV) $(RAY)

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ import hypothesis
 import pytest
 
 from baton.testing.network_namespaces import FarHost, NoNamespaceError, far_host
-from tests.scheduling import GroupScheduling, rank_of
+from tests.scheduling import GroupScheduling, ServersOfGroups, rank_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from xdist.remote import Producer
 
     from tests.e2e_vllm.cluster import ClusterFactory, VllmCluster
-
 
 pytest.register_assert_rewrite(
     "baton.testing.transport_contract",
@@ -62,17 +62,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection() -> Generator[None, object, object]:
     """From now on garbage is searched for only among what tests make.
 
-    To go through millions of objects of torch, vLLM and hypothesis takes half a second each time.
+    To go through millions of objects of torch and hypothesis takes half a second each time.
+
+    Raises:
+        pytest.UsageError: vLLM was imported, by each process that collects the tests.
     """
     gc.disable()
     try:
-        return (yield)
+        collected = yield
+        if "vllm" in sys.modules:
+            raise pytest.UsageError(
+                "a test module imports vLLM as it is collected, which takes each process five "
+                "seconds: import it in the tests, or through tests.lazy_modules"
+            )
+        return collected
     finally:
         gc.freeze()
         gc.enable()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):  # one of xdist's processes
+        config.pluginmanager.register(ServersOfGroups())
     # Several of these run at once: a second thread of torch would only wait, and spins meanwhile.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # A shell's background job ignores it, and so would each process that a test interrupts.

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 LOADED: Final = (
-    TORCH,  # other tests of this process may fork workers from it
     "baton.cli.bench_serve",
     "baton.cli.doctor",
     "baton.cli.store",
@@ -30,6 +29,7 @@ LOADED: Final = (
     "baton.testing.transport_peer",
     "baton.transfer.transports.file",
     "baton.transfer.transports.mooncake.child",
+    TORCH,  # other tests of this process may fork workers from it
 )
 
 

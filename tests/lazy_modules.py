@@ -20,12 +20,17 @@ def skip_without_vllm() -> None:
 
 
 class LazyModule:
-    """Has what the module has. What vLLM and torch warn of as they load is not ours to repair."""
+    """Has what the module has, but for private names: pytest looks for some in every module.
+
+    What vLLM and torch warn of as they load is not ours to repair.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_"):
+            raise AttributeError(attribute)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return getattr(import_module(self._name), attribute)

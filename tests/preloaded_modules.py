@@ -1,5 +1,10 @@
-"""What `baton worker` and `baton gateway` import, before their model loads (`tests.preloaded`)."""
+"""What `baton worker` and `baton gateway` import, before their model loads (`tests.preloaded`).
 
+All of it is left out of garbage collection: else each forked process goes through a million objects
+several times as it starts, and copies the pages that hold them.
+"""
+
+import gc
 from importlib import import_module
 
 MODULES = (
@@ -18,5 +23,8 @@ MODULES = (
     "baton.worker.process",
 )
 
+gc.disable()
 for _name in MODULES:
     import_module(_name)
+gc.freeze()
+gc.enable()

@@ -1,5 +1,6 @@
 """What a vLLM server and its processes import before their model loads (`tests.preloaded`)."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -14,6 +15,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  #
 os.environ["TORCH_COMPILE_DISABLE"] = "1"
 os.environ |= {"VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_NO_USAGE_STATS": "1"}
 
+gc.disable()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     for _name in (
@@ -30,6 +32,8 @@ with warnings.catch_warnings():
     from vllm import plugins
     from vllm.v1.engine import coordinator, utils
     from vllm.v1.executor import multiproc_executor
+gc.freeze()  # see `tests.preloaded_modules`
+gc.enable()
 
 for _module in (coordinator, utils, multiproc_executor):
     # For CPUs vLLM sets the method "spawn" by itself, and that would import all of it again.

@@ -1,25 +1,30 @@
 """Which tests run one after another in the same process of `make test`, and which begin first.
 
-Starting a server costs seconds of processor time, so tests of the same servers stay together; all
-others stay together by file. The groups that take longest begin first: the last ones are short.
+To start a server, or to import vLLM, takes seconds of processor time: tests of the same servers and
+those that use vLLM stay together; all others stay together by file. The groups that take longest
+begin first: the last ones are short.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Generator, Sequence
 
-    import pytest
+    from _pytest.fixtures import SubRequest
     from xdist.remote import Producer
 
 GROUPS: Final[Sequence[tuple[str, tuple[str, ...]]]] = (
     (
-        "vLLM servers",
+        "vLLM",
         (
+            "tests/unit/engines_vllm/",
+            "tests/property/test_vllm_",
+            "tests/integration/test_vllm_rank.py",
             "tests/e2e_vllm/",
             "tests/chaos/test_vllm_faults.py",
             "tests/integration/test_kv_events.py",
@@ -50,6 +55,10 @@ GROUPS: Final[Sequence[tuple[str, tuple[str, ...]]]] = (
 )
 """Each with the beginnings of its tests' paths; the first one that fits counts. These tests share
 the servers of `tests/conftest.py`, `tests/chaos/conftest.py` or `tests/e2e/conftest.py`."""
+
+SERVERS: Final = frozenset({"vllm_cluster_factory", "standing_cluster", "cluster"})
+"""Fixtures of the session whose servers only the tests of one group use: they end with the group.
+Servers that nobody uses still take processor time: gateways probe, workers renew their leases."""
 
 LONG: Final = (
     "tests/property/sim/test_handoff_simulation.py",
@@ -101,3 +110,36 @@ class GroupScheduling(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid)
+
+
+class ServersOfGroups:
+    """Ends the servers of a group after its last test: they would run to the end of the session.
+
+    A plug-in of a process of xdist, whose tests are sorted by group; not a part of conftest.py,
+    since the hooks of `tests/conftest.py` are not called for fixtures of the session.
+    """
+
+    def __init__(self) -> None:
+        self._started: list[tuple[pytest.FixtureDef[object], SubRequest]] = []
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(
+        self, fixturedef: pytest.FixtureDef[object], request: SubRequest
+    ) -> Generator[None, object, object]:
+        """Note what was started."""
+        value = yield
+        if fixturedef.argname in SERVERS and fixturedef.scope == "session":
+            self._started.append((fixturedef, request))
+        return value
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(
+        self, item: pytest.Item, nextitem: pytest.Item | None
+    ) -> Generator[None, object, object]:
+        """End what was started, and the fixtures that depend on it."""
+        value = yield
+        if nextitem is None or group_of(nextitem.nodeid) != group_of(item.nodeid):
+            while self._started:
+                fixturedef, request = self._started.pop()
+                fixturedef.finish(request)
+        return value

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of vLLM
 
 @pytest.fixture(scope="module", autouse=True)
 def _quietly_loaded():
-    assert LazyModule("vllm").__version__
+    assert LazyModule("vllm").version
 
 
 def make_records(num=60):

@@ -120,8 +120,8 @@ def run_worker(options: ProcessOptions) -> None:
         url = url_of(listener, options.host, is_tls=options.tls != "off")
         what = f"model {options.model_path} with engine {options.engine}"
         status_reporter.report(Loading(url, what))
-        worker, epoch = _load(options, MachineClock())
-        _freeze_garbage_collector()
+        with _outside_garbage_collection():
+            worker, epoch = _load(options, MachineClock())
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(ProcessLife(options, worker, epoch, status_reporter).run(listener))
 
@@ -413,11 +413,17 @@ def _find_tls(options: ProcessOptions) -> ClusterTls | None:
     return ClusterTls(options.credentials) if options.tls == "all" else None
 
 
-def _freeze_garbage_collector() -> None:
-    """Take what the model's libraries made out of garbage collection: it lives until the end.
+@contextmanager
+def _outside_garbage_collection() -> Generator[None]:
+    """Exclude what is made in the block, which lives until the end, from garbage collection.
 
-    A full collection over all of it stops every stream for half a second (torch and transformers
-    loaded, 2-core machine), and one more of them at exit delays a restart by seconds.
+    A full collection over torch and transformers stops every stream for half a second (2-core
+    machine). While they load, several would find nothing; one more at exit delays a restart.
     """
-    gc.collect()
-    gc.freeze()
+    gc.disable()
+    try:
+        yield
+        gc.collect()
+        gc.freeze()
+    finally:
+        gc.enable()

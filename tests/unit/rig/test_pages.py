@@ -87,7 +87,7 @@ def test_ranges_and_copies_say_the_same(workload):
 
 @pytest.mark.parametrize("shape", ["message", "scattered", "descriptors"])
 def test_the_rest_is_every_byte_that_is_not_written(shape):
-    workload = Workload(shape, 200_000)
+    workload = Workload(shape, 2 * PAGE_BYTES + 4096)
     num_pages = plan_pool([workload], 16)
     (move, *_) = layout_moves(workload, num_pages)
     region = allocate_pool(("host",), num_pages)
