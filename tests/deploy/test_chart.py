@@ -24,9 +24,9 @@ from baton.config.resolve import read_variables
 from baton.engines.vllm.arguments import LaunchParameters, server_arguments
 from baton.engines.vllm.options import VllmOptions
 from baton.errors import ConfigError
-from baton.gateway.members import kubernetes_api
 from baton.gateway.members.kubernetes import ServiceTarget
 from baton.gateway.openapi import describe
+from baton.net.kubernetes import access
 from baton.net.probes import ProbeApp
 from scripts.render_chart import CHART, RENDERED, ROOT, compute_digest, list_values
 from tests.deploy.manifests import environment_of, find, is_selected, workloads
@@ -200,7 +200,7 @@ def test_baton_understands_each_command(
         assert ("/etc/baton/clients" in files) is bool(section.client_keys_file)
         assert ("/etc/baton/tls" in files) is bool(section.tls_certificate)
         assert grace_s > sleep_s + section.drain_timeout_s
-        monkeypatch.setattr(kubernetes_api, "ACCOUNT", service_account(workload, tmp_path))
+        monkeypatch.setattr(access, "ACCOUNT", service_account(workload, tmp_path))
         monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
         options = gateway_options(config, 1)
         assert options.credentials.own
