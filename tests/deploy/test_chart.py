@@ -20,10 +20,8 @@ from baton.cli.gateway import GatewayFlags, gateway_options
 from baton.cli.main import build_app
 from baton.cli.picker import PickerFlags
 from baton.cli.worker import _options as worker_options
-from baton.config.resolve import read_variables
 from baton.engines.vllm.arguments import LaunchParameters, server_arguments
 from baton.engines.vllm.options import VllmOptions
-from baton.errors import ConfigError
 from baton.gateway.members.kubernetes import ServiceTarget
 from baton.gateway.openapi import describe
 from baton.net.kubernetes import access
@@ -135,11 +133,6 @@ def test_a_pod_is_valid_by_itself_and_has_no_privileges(workload: Workload):
         assert "hostPath" not in volume, path
         if "secret" in volume:
             assert volume["secret"]["defaultMode"] & 0o007 == 0
-
-
-def test_service_links_would_be_taken_for_settings():
-    with pytest.raises(ConfigError, match="BATON_GATEWAY_PORT"):
-        read_variables({"BATON_GATEWAY_PORT": "tcp://10.96.0.10:80"})
 
 
 @pytest.fixture

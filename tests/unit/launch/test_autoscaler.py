@@ -15,7 +15,6 @@ from baton.errors import ConfigError
 from baton.launch.autoscaler import RETRY_AFTER_S, Autoscaler, DemandReader, make_options
 from baton.launch.errors import FleetError
 from baton.launch.fleet import FleetMember, FleetStatus
-from baton.ops.gateway_pages import Gateway
 from baton.protocol.demand import DemandReport, EndedAnswer, ModelDemand, RequestShape
 from baton.testing.clocks import ManualClock
 
@@ -40,7 +39,7 @@ def pages(report):
     server = HTTPServer(("127.0.0.1", 0), Handler)
     Thread(target=server.serve_forever, daemon=True).start()
     try:
-        yield Gateway.at(f"http://127.0.0.1:{server.server_port}", "--gateway")
+        yield f"http://127.0.0.1:{server.server_port}"
     finally:
         server.shutdown()
         server.server_close()
