@@ -30,7 +30,7 @@ from baton.launch.kubernetes.waiting import (
 from baton.launch.operations import NOUNS, decide_size
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
     from baton.config.sections import Role
     from baton.launch.fleet import FleetMember, FleetSize
@@ -184,11 +184,11 @@ class KubernetesFleet:
         seen_at = self._clock.now()
         while True:
             try:
-                tail = num_lines if since is None else None
+                resumed, tail = since, num_lines if since is None else None
                 async for raw in self._api.read_log(pod, tail, since, follow=follow):
                     seen_at = self._clock.now()
                     time, _, line = raw.decode(errors="replace").partition(" ")
-                    if since is None or time > since:  # RFC 3339, in UTC, of one length
+                    if resumed is None or time > resumed:  # RFC 3339, of one length
                         since = time
                         yield line
             except KubernetesFleetError as exc:
