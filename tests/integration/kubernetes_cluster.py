@@ -154,14 +154,7 @@ class KubernetesCluster:
             pod["status"] |= {"containerStatuses": [status(ready=False, waiting=waiting)]}
         elif age_s > self.ready_s and not is_ready(pod):
             number = 1 + sum(map(ord, name)) % 200
-            pod["spec"]["nodeName"] = f"node-{number}"
-            running = {"startedAt": rfc3339(time.time() - 60)}
-            pod["status"] = {
-                "phase": "Running",
-                "podIP": f"10.1.0.{number}",
-                "conditions": [{"type": "Ready", "status": "True"}],
-                "containerStatuses": [status(ready=True, running=running)],
-            }
+            mark_ready(pod, f"node-{number}", f"10.1.0.{number}", time.time() - 60)
 
     def _control_stateful_set(self, workload: Object) -> None:
         name, replicas = workload["metadata"]["name"], workload["spec"]["replicas"]
@@ -337,6 +330,18 @@ class KubernetesCluster:
             if query["follow"] != "true":
                 return response
             await asyncio.sleep(CONTROL_S)
+
+
+def mark_ready(pod: Object, node: str, address: str, started_at: float) -> None:
+    """As the kubelet reports it."""
+    pod["spec"]["nodeName"] = node
+    running = {"startedAt": rfc3339(started_at)}
+    pod["status"] = {
+        "phase": "Running",
+        "podIP": address,
+        "conditions": [{"type": "Ready", "status": "True"}],
+        "containerStatuses": [status(ready=True, running=running)],
+    }
 
 
 def status(*, ready: bool, **state: Any) -> Object:
