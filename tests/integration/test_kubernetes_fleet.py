@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 import yaml
 
+from baton.errors import BatonError
 from baton.launch.errors import FleetError
 from baton.launch.fleet import FleetSize, find_backend
 from baton.launch.kubernetes import api as api_module
@@ -215,13 +216,11 @@ def test_a_drained_worker_is_evicted_when_the_budget_allows_it(tmp_path, monkeyp
         async with controlled(tmp_path, monkeypatch, decode=2) as (cluster, control):
             cluster.budget = 0
             uid = cluster.pods["baton-decode-0"]["metadata"]["uid"]
-            lines = []
-            async for line in control.drain("baton-decode-0"):
-                lines.append(line)
-                if "PodDisruptionBudget" in line:
-                    await until(lambda: cluster.num_asked["create pods/eviction"] >= 3)
-                    assert cluster.pods["baton-decode-0"]["metadata"]["uid"] == uid
-                    cluster.budget = 1
+            draining = asyncio.create_task(read(control.drain("baton-decode-0")))
+            await until(lambda: cluster.num_asked["create pods/eviction"] >= 3)
+            assert cluster.pods["baton-decode-0"]["metadata"]["uid"] == uid
+            cluster.budget = 1
+            lines = await draining
             assert "violate the disruption budget" in lines[0]
             assert lines[1:3] == ["baton-decode-0: draining", "baton-decode-0: ended"]
             await until(lambda: is_ready(cluster.pods["baton-decode-0"]))
@@ -337,6 +336,8 @@ def test_logs_are_followed_over_the_end_of_a_container(tmp_path, monkeypatch):
 def test_an_api_server_that_is_away_for_a_moment_costs_nothing_and_for_long_an_error(
     tmp_path, monkeypatch
 ):
+    monkeypatch.setattr(waiting_module, "AWAY_S", 1.5)
+
     async def main():
         cluster = KubernetesCluster(tmp_path, objects())
         cluster.settle()
@@ -458,7 +459,7 @@ def test_a_release_that_is_not_there(tmp_path, monkeypatch, fleet, said):
         async with controlled(tmp_path, monkeypatch, fleet=fleet):
             pass
 
-    with pytest.raises(Exception, match=said):
+    with pytest.raises(BatonError, match=said):
         asyncio.run(main())
 
 
