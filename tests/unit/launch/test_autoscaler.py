@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
@@ -126,6 +127,29 @@ def test_a_refused_size_is_tried_again_later():
         assert len(fleet.asked) == 1
         look(autoscaler, clock, traffic, int(RETRY_AFTER_S / 5), rate=8)
         assert len(fleet.asked) == 2
+
+
+def test_each_address_of_a_name_is_a_gateway(monkeypatch, caplog):
+    clock = ManualClock()
+    with pages(Traffic(clock).report) as gateway:
+        port = int(gateway.rpartition(":")[2])
+        addresses = ["127.0.0.1", "127.0.0.2"]  # nothing listens at the second one
+
+        resolve_really = socket.getaddrinfo
+
+        def resolve(name, asked, *rest, **options):
+            if name == "other":
+                raise OSError(-2, "Name or service not known")
+            if name == "gateways":
+                return [(None, None, None, "", (each, asked)) for each in addresses]
+            return resolve_really(name, asked, *rest, **options)
+
+        monkeypatch.setattr(socket, "getaddrinfo", resolve)
+        reader = DemandReader([f"dns:http://gateways:{port}", "dns:http://other:1"], None)
+        reports = asyncio.run(reader.read())
+    assert list(reports) == [f"http://127.0.0.1:{port}"]
+    assert "other does not resolve: Name or service not known" in caplog.text
+    assert f"http://127.0.0.2:{port}" in caplog.text
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b"[1]", b"\xff"])
