@@ -1,7 +1,7 @@
 """Runs deploy/kubernetes/small.yaml without a cluster, and Baton's commands on it under load.
 
 `python -m tests.deploy.pods_as_processes` (root, Linux, util-linux, iproute2; three minutes). Each
-container's command is a process: as in the pods, with user 10001, no capabilities, a read-only root
+container's command is a process: as in pods, with user 10001, no capabilities, a read-only root
 filesystem, the containers' variables, files of Secrets that root owns, addresses of pods (in a
 network namespace). Servers that speak the API, with controllers, stand for the cluster
 (`tests.integration.kubernetes_cluster`). `baton scale`, `drain`, `upgrade`, `logs` and `down` run as
@@ -89,15 +89,17 @@ class Process:
 class Kubelet:
     """Starts a process for each pod of the cluster, probes it, and ends it when its pod must end.
 
-    `api` lists the workers' addresses for gateways, as Kubernetes' controller of EndpointSlices does.
+    `api` lists the workers' addresses for gateways, as the controller of EndpointSlices does.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         text = (RENDERED / "small.yaml").read_text(encoding="utf-8")
         self._objects = [found for found in yaml.safe_load_all(text) if found]
-        self._workloads = {found.labels["app.kubernetes.io/component"] + found.labels.get(
-            "baton/pool", ""): found for found in workloads(self._objects)}
+        self._workloads = {
+            found.labels["app.kubernetes.io/component"] + found.labels.get("baton/pool", ""): found
+            for found in workloads(self._objects)
+        }
         self.cluster = KubernetesCluster(directory, self._objects)
         self.cluster.ready_s = self.cluster.end_s = float("inf")
         (directory / "slices").mkdir()
@@ -198,7 +200,10 @@ class Kubelet:
                 process = self._processes.get(pod["metadata"]["uid"])
                 if label(pod, "baton/pool") != pool or process is None:
                     continue
-                ends, serves = "deletionTimestamp" in pod["metadata"], process.serving_at is not None
+                ends, serves = (
+                    "deletionTimestamp" in pod["metadata"],
+                    process.serving_at is not None,
+                )
                 listed.append(
                     endpoint(
                         process.address, ready=serves and not ends, serving=serves, terminating=ends
@@ -261,7 +266,10 @@ async def run(kubelet: Kubelet, directory: Path) -> int:
                 running.result()
             await asyncio.sleep(LOOK_S)
         stop = asyncio.Event()
-        async with aiohttp.ClientSession(connector=connector) as client, asyncio.TaskGroup() as tasks:
+        async with (
+            aiohttp.ClientSession(connector=connector) as client,
+            asyncio.TaskGroup() as tasks,
+        ):
             for _ in range(CLIENTS):
                 tasks.create_task(keep_asking(client, kubelet, stop, seen))
             for arguments in COMMANDS:

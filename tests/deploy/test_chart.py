@@ -420,7 +420,10 @@ def test_autoscale_reads_every_gateway_and_scales_within_what_is_mounted(
     (binding,) = find(objects, "RoleBinding", "baton-autoscale")
     assert binding["roleRef"]["name"] == "baton-autoscale"
     assert binding["subjects"][0]["name"] == workload.spec["serviceAccountName"]
-    for role, most in (("prefill", config.scaling.max_prefill), ("decode", config.scaling.max_decode)):
+    for role, most in (
+        ("prefill", config.scaling.max_prefill),
+        ("decode", config.scaling.max_decode),
+    ):
         mounted = 0
         for stateful_set in find(objects, "StatefulSet"):
             volumes = stateful_set["spec"]["template"]["spec"]["volumes"]

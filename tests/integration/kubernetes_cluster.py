@@ -1,7 +1,7 @@
 """A server that speaks Kubernetes' API for one release, with the controllers that act on it.
 
 Over HTTPS: lists in pages, merge patches with resource versions, the scale and eviction
-subresources, logs that are followed, permissions by the rules of a Role, and faults that a test asks
+subresources, logs that are followed, permissions by a Role's rules, and faults that a test asks
 for. Its controllers do what Kubernetes' do with StatefulSets and Deployments: they make pods, end
 the ones that are too many, and roll templates out, each pod ready after `ready_s` and gone `end_s`
 after it had to end.
@@ -80,18 +80,29 @@ class KubernetesCluster:
 
     def write_kubeconfig(self, path: Path, **user: Any) -> Path:
         """A kubeconfig of this cluster (JSON is YAML), whose user has `user`."""
-        path.write_text(json.dumps({
-            "apiVersion": "v1",
-            "kind": "Config",
-            "current-context": "test",
-            "contexts": [
-                {"name": "test", "context": {"cluster": "c", "user": "u", "namespace": NAMESPACE}}
-            ],
-            "clusters": [{"name": "c", "cluster": {
-                "server": f"https://127.0.0.1:{self.port}", "certificate-authority": "tls.crt",
-            }}],
-            "users": [{"name": "u", "user": user or {"token": "admin"}}],
-        }))
+        path.write_text(
+            json.dumps({
+                "apiVersion": "v1",
+                "kind": "Config",
+                "current-context": "test",
+                "contexts": [
+                    {
+                        "name": "test",
+                        "context": {"cluster": "c", "user": "u", "namespace": NAMESPACE},
+                    }
+                ],
+                "clusters": [
+                    {
+                        "name": "c",
+                        "cluster": {
+                            "server": f"https://127.0.0.1:{self.port}",
+                            "certificate-authority": "tls.crt",
+                        },
+                    }
+                ],
+                "users": [{"name": "u", "user": user or {"token": "admin"}}],
+            })
+        )
         return path
 
     @contextlib.asynccontextmanager
@@ -171,10 +182,15 @@ class KubernetesCluster:
             self._end(max(old, key=lambda pod: pod["metadata"]["name"]))
         before = workload["status"].get("currentRevision", revision)
         is_done = not old and all(map(is_ready, present))
-        self._report(workload, present, revision, {
-            "currentRevision": revision if is_done else before,
-            "updateRevision": revision,
-        })
+        self._report(
+            workload,
+            present,
+            revision,
+            {
+                "currentRevision": revision if is_done else before,
+                "updateRevision": revision,
+            },
+        )
 
     def _control_deployment(self, workload: Object) -> None:
         name, replicas = workload["metadata"]["name"], workload["spec"]["replicas"]
@@ -187,7 +203,7 @@ class KubernetesCluster:
             self._make_pod(workload, f"{name}-{revision}-{self._num_made[name]}", revision)
         elif len(new) > replicas:
             self._end(new[-1])
-        elif old and sum(map(is_ready, living)) > replicas or (old and replicas == 0):
+        elif (old and sum(map(is_ready, living)) > replicas) or (old and replicas == 0):
             self._end(old[0])
         self._report(workload, self._pods_of(workload), revision, {})
 
@@ -259,7 +275,9 @@ class KubernetesCluster:
         if rules is not None and not any(
             resource in rule["resources"] and verb in rule["verbs"] for rule in rules
         ):
-            return refuse(403, f'User "system:serviceaccount:x" cannot {verb} resource "{resource}"')
+            return refuse(
+                403, f'User "system:serviceaccount:x" cannot {verb} resource "{resource}"'
+            )
         return None
 
     async def _list_pods(self, request: web.Request) -> web.StreamResponse:

@@ -76,6 +76,11 @@ async def read(lines: AsyncIterator[str]) -> list[str]:
     return [line async for line in lines]
 
 
+async def each(lines: AsyncIterator[str], take: Callable[[str], object]) -> None:
+    async for line in lines:
+        take(line)
+
+
 async def until(condition: Callable[[], bool]) -> None:
     async def holds() -> bool:
         return condition()
@@ -137,7 +142,9 @@ def test_a_role_grows_and_shrinks(tmp_path, monkeypatch):
             assert ready < drained < lines.index("baton-decode-2: ended")
             assert set(cluster.pods) == {*uids, "baton-prefill-1"}
             assert all(cluster.pods[name]["metadata"]["uid"] == uid for name, uid in uids.items())
-            assert await read(control.scale(FleetSize(decode=1))) == ["serving: 1 decode, 2 prefill"]
+            assert await read(control.scale(FleetSize(decode=1))) == [
+                "serving: 1 decode, 2 prefill"
+            ]
             for size, said in (
                 (FleetSize(decode=0), "no worker would be left"),
                 (FleetSize(both=1), "--workers does not fit this fleet"),
@@ -175,8 +182,7 @@ def test_a_pod_that_does_not_start_is_reported_with_its_reason(tmp_path, monkeyp
             cluster.failing["baton-decode-1"] = "ErrImagePull"
             lines = []
             with pytest.raises(FleetError, match=r"baton-decode-1: ErrImagePull.*baton scale"):
-                async for line in control.scale(FleetSize(decode=2)):
-                    lines.append(line)
+                await each(control.scale(FleetSize(decode=2)), lines.append)
             assert "baton-decode-1: ErrImagePull: back-off" in lines
             await read(control.scale(FleetSize(decode=1)))
             assert "baton-decode-1" not in cluster.pods
@@ -272,9 +278,10 @@ def test_an_upgrade_that_is_stuck_names_what_is_in_its_way(tmp_path, monkeypatch
             image = {"spec": {"containers": [{"name": "worker", "image": "of helm upgrade"}]}}
             cluster._change(cluster.workloads["baton-decode"], template=image)
             steps = []
-            with pytest.raises(FleetError, match=r"stopped at baton-decode.*ImagePullBackOff.*undo"):
-                async for line in control.upgrade():
-                    steps.append(line)
+            with pytest.raises(
+                FleetError, match=r"stopped at baton-decode.*ImagePullBackOff.*undo"
+            ):
+                await each(control.upgrade(), steps.append)
             assert steps[0] == "a rollout of baton-decode is under way"
             assert cluster.num_asked["patch statefulsets"] == 0  # it was followed
             assert is_ready(cluster.pods["baton-decode-0"])
@@ -294,7 +301,9 @@ def test_down_ends_gateways_first_and_only_a_release_that_was_named(tmp_path, mo
             async with find_backend("kubernetes").connect("baton/baton") as named:
                 lines = await read(named.down())
             assert cluster.pods == {}
-            gateway = next(n for n, line in enumerate(lines) if "gateway" in line and "ended" in line)
+            gateway = next(
+                n for n, line in enumerate(lines) if "gateway" in line and "ended" in line
+            )
             assert gateway < lines.index("baton-decode-0: draining")
             assert "helm -n baton uninstall baton" in lines[-1]
             assert (await control.status()).members == ()
@@ -311,11 +320,8 @@ def test_logs_are_followed_over_the_end_of_a_container(tmp_path, monkeypatch):
             assert await read(control.logs(name, 0, follow=False)) == []
             seen: list[str] = []
 
-            async def follow() -> None:
-                async for line in control.logs(name, 1, follow=True):
-                    seen.append(line)
-
-            following = asyncio.create_task(follow())
+            lines = control.logs(name, 1, follow=True)
+            following = asyncio.create_task(each(lines, seen.append))
             await until(lambda: seen == ["line 4"])
             cluster.logs[name] += [f"{rfc3339(1004.5)} line 5", ""]  # in the same second
             await until(lambda: cluster.num_asked["get pods/log"] >= 4)
@@ -353,11 +359,8 @@ def test_an_api_server_that_is_away_for_a_moment_costs_nothing_and_for_long_an_e
                 cluster.ready_s = 1e6
                 seen: list[str] = []
 
-                async def scale(num: int) -> None:
-                    async for line in control.scale(FleetSize(decode=num)):
-                        seen.append(line)
-
-                scaling = asyncio.create_task(scale(2))
+                lines = control.scale(FleetSize(decode=2))
+                scaling = asyncio.create_task(each(lines, seen.append))
                 await until(lambda: bool(seen))
                 await running.aclose()
                 await asyncio.sleep(0.2)
@@ -367,7 +370,8 @@ def test_an_api_server_that_is_away_for_a_moment_costs_nothing_and_for_long_an_e
                     await scaling
                     assert seen[-1] == "serving: 2 decode, 1 prefill"
                     cluster.ready_s = 1e6
-                    scaling = asyncio.create_task(scale(3))
+                    lines = control.scale(FleetSize(decode=3))
+                    scaling = asyncio.create_task(each(lines, seen.append))
                     await until(lambda: "baton-decode-2: starting" in seen)
                 with pytest.raises(FleetError, match=r"goes on without this command.*baton status"):
                     await scaling

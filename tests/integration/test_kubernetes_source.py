@@ -16,7 +16,6 @@ from baton.gateway.members.interface import SourceStatus
 from baton.gateway.members.kubernetes import KubernetesSource, Pauses, ServiceTarget
 from baton.gateway.options import WorkerAddress
 from baton.net.kubernetes import access, connection
-from baton.net.kubernetes.access import ServiceAccount
 from baton.net.kubernetes.connection import PAGE_ITEMS
 from baton.protocol.worker_http import Role
 from tests.integration.gateway_cluster import PROMPT, Cluster, cluster, until_true
@@ -27,6 +26,8 @@ from tests.integration.test_gateway_tls import certificate_files
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
     from pathlib import Path
+
+    from baton.net.kubernetes.access import ServiceAccount
 
 QUICK = Pauses(first_s=0.01, max_s=0.05, watch_again_s=0.01)
 LOGGER = "baton.gateway.members.interface"
@@ -359,7 +360,7 @@ def test_a_server_that_does_not_answer_is_given_up(
 
     asyncio.run(main())
     (line,) = warnings(caplog)
-    assert f"has not answered {verb} in time" in line
+    assert f"has not answered {verb} endpointslices in time" in line
 
 
 def test_the_token_follows_no_redirect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,7 +15,9 @@ def test_all_are_placed_and_sets_become_more_even(present, total):
     assert sum(sizes.values()) == total
     assert sizes.keys() == present.keys()
     grows = total >= sum(present.values())
-    assert all((sizes[name] >= num) if grows else (sizes[name] <= num) for name, num in present.items())
+    assert all(
+        (sizes[name] >= num) if grows else (sizes[name] <= num) for name, num in present.items()
+    )
     spread = max(sizes.values()) - min(sizes.values())
     assert spread <= max(1, max(present.values()) - min(present.values()))
     assert min(sizes.values()) >= 0

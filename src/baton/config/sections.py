@@ -257,8 +257,8 @@ class ScalingSection(Struct, frozen=True, kw_only=True):
     """How `baton autoscale` sizes a fleet: for what, how fast, within which bounds and price.
 
     `gateways` are URLs of all gateway processes, or of their management listeners; `dns:URL`: each
-    address of the URL's host is one. `model` None: the one that they serve. A fleet has prefill and decode workers, or those that do both
-    (`max_both`).
+    address of the URL's host is one. `model` None: the one that they serve. A fleet has prefill and
+    decode workers, or those that do both (`max_both`).
     """
 
     gateways: tuple[str, ...] = ("http://127.0.0.1:8000",)

@@ -72,7 +72,7 @@ def make_options(settings: ScalingSection) -> ScalingOptions:
 class DemandReader:
     """Reads gateways' reports. `model` None: the only one that they report. Owner: one event loop.
 
-    `urls` as `scaling.gateways` has them. Each problem is logged when it comes, and when it is over.
+    `urls`: see `scaling.gateways`. Each problem is logged when it comes, and when it is over.
     """
 
     def __init__(self, urls: Sequence[str], model: str | None) -> None:

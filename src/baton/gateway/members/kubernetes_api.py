@@ -1,4 +1,4 @@
-"""What a gateway asks of a Kubernetes API server: a Service's EndpointSlices, listed and watched."""
+"""What a gateway asks of Kubernetes' API server: a Service's EndpointSlices, listed and watched."""
 
 from __future__ import annotations
 

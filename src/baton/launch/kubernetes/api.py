@@ -199,12 +199,10 @@ class FleetApi:
         remedy = ""
         if error.status == HTTPStatus.FORBIDDEN:
             remedy = (
-                f"; it needs a Role with the verb {verb} on {resource} (docs/clusters/kubernetes.md "
-                "has all of them)"
+                f"; it needs a Role with the verb {verb} on {resource} "
+                "(docs/clusters/kubernetes.md has all of them)"
             )
-        return KubernetesFleetError(
-            f"{where}: {error}{remedy}", error.status, error.retry_after_s
-        )
+        return KubernetesFleetError(f"{where}: {error}{remedy}", error.status, error.retry_after_s)
 
 
 def _plural(workload: Workload) -> str:

@@ -1,7 +1,7 @@
 """Credentials that another program makes: kubeconfig's exec plugins, as of cloud providers.
 
-The plugin gets KUBERNETES_EXEC_INFO and no terminal, prints an ExecCredential, and is run again when
-that expires.
+The plugin gets KUBERNETES_EXEC_INFO and no terminal, prints an ExecCredential, and is run again
+when that expires.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ class ExecPluginRunner:
                 output, _ = await process.communicate()
         except TimeoutError as exc:
             raise KubernetesApiError(
-                f"the exec plugin {plugin.command} has not ended after {TIMEOUT_S:g} s; does it ask "
-                "for something on a terminal? Log in first"
+                f"the exec plugin {plugin.command} has not ended after {TIMEOUT_S:g} s; does it "
+                "ask for something on a terminal? Log in first"
             ) from exc
         finally:
             if process.returncode is None:

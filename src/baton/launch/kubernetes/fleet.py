@@ -63,7 +63,7 @@ class KubernetesFleet:
         members = self._describe(pods)
         present = {member.name for member in members}
         members += [
-            missing_member(name, cast("MemberRole", workload.role))
+            missing_member(name, workload.role)
             for workload in sets
             if workload.role in ROLES
             for name in pod_names(workload, 0, workload.spec.replicas)
@@ -114,7 +114,9 @@ class KubernetesFleet:
         ]
         if not others and role != "prefill":  # decode workers compute prompts, too
             kind = "gateway" if role == "gateway" else "worker that generates answers and is ready"
-            raise FleetError(f"{worker} is the last {kind}: start another one first, with `baton scale`")
+            raise FleetError(
+                f"{worker} is the last {kind}: start another one first, with `baton scale`"
+            )
         async for line in self._evict(pod):
             yield line
         yield f"{worker}: draining"
@@ -129,7 +131,7 @@ class KubernetesFleet:
     async def upgrade(self) -> AsyncIterator[str]:
         """See `FleetControl`. A rollout that is under way is followed; else all pods are replaced.
 
-        Which image is Helm's matter: what `helm upgrade` changes is rolled out by Kubernetes at once.
+        Which image is Helm's matter: Kubernetes rolls out at once what `helm upgrade` changes.
         """
         sets = await self._api.list_workloads("StatefulSet", self._release)
         deployments = await self._api.list_workloads("Deployment", self._release)
@@ -260,8 +262,8 @@ class KubernetesFleet:
             if workload.spec.replicas != before:
                 raise FleetError(
                     f"{workload.name} was changed from {before} to {workload.spec.replicas} "
-                    "replicas meanwhile, by another command, `baton autoscale` or Helm: it was left "
-                    "so. Run the command again"
+                    "replicas meanwhile, by another command, `baton autoscale` or Helm: it was "
+                    "left so. Run the command again"
                 )
             try:
                 await self._api.set_replicas(workload, num)

@@ -7,7 +7,6 @@ import binascii
 import ipaddress
 import ssl
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 from urllib.parse import urlsplit
 
@@ -21,11 +20,10 @@ from baton.net.tls import shown_as_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
 MAX_FILE_BYTES: Final = 1 << 20
-USE_PROXY: Final = (
-    "run `kubectl proxy`, and use a kubeconfig whose server is http://127.0.0.1:8001"
-)
+USE_PROXY: Final = "run `kubectl proxy`, and use a kubeconfig whose server is http://127.0.0.1:8001"
 
 T = TypeVar("T", bound="_Named")
 
@@ -133,9 +131,7 @@ class KubeconfigAccess:
             key = (made.client_key_data or "").encode()
         if self.url.startswith("http://"):
             return ApiCredentials(token, None)
-        return ApiCredentials(
-            token, self._make_tls(certificate, key), self.cluster.tls_server_name
-        )
+        return ApiCredentials(token, self._make_tls(certificate, key), self.cluster.tls_server_name)
 
     def _make_tls(self, certificate: bytes | None, key: bytes | None) -> ssl.SSLContext:
         cluster = self.cluster
@@ -170,7 +166,9 @@ def read_kubeconfig(paths: Sequence[Path], context: str | None) -> KubeconfigAcc
     if not files:
         raise ConfigError(f"there is no kubeconfig at {', '.join(map(str, paths))}")
     shown = ", ".join(str(path) for path, _ in files)
-    wanted = context or next((file.current_context for _, file in files if file.current_context), "")
+    wanted = context or next(
+        (file.current_context for _, file in files if file.current_context), ""
+    )
     if not wanted:
         raise ConfigError(
             f"{shown} has no current context: `kubectl config use-context NAME`, or set "
@@ -220,8 +218,8 @@ def _check_supported(context: str, cluster: Cluster, user: User) -> None:
         problem = f"its server {cluster.server} is reached without TLS, over a network"
     elif cluster.insecure_skip_tls_verify:
         problem = (
-            "insecure-skip-tls-verify would send credentials to whoever answers: give the cluster's "
-            "certificate-authority"
+            "insecure-skip-tls-verify would send credentials to whoever answers: give the "
+            "cluster's certificate-authority"
         )
     elif cluster.proxy_url:
         problem = f"proxy-url is not supported: {USE_PROXY}"
@@ -251,9 +249,7 @@ def _find(
             if each.name == name:
                 return path, each
     known = sorted({each.name for _, found in files for each in found or ()})
-    raise ConfigError(
-        f"the kubeconfig has no {kind} {name!r}; it has {', '.join(known) or 'none'}"
-    )
+    raise ConfigError(f"the kubeconfig has no {kind} {name!r}; it has {', '.join(known) or 'none'}")
 
 
 def _read_file(path: Path) -> Kubeconfig:

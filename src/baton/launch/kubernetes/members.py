@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final
 
 from baton.launch.fleet import FleetMember, MemberRole
 from baton.launch.kubernetes.objects import ROLE_LABEL, ContainerStatus
@@ -32,7 +32,7 @@ def find_role(pod: Pod) -> MemberRole | None:
     """None: it is neither a worker nor a gateway."""
     role = pod.metadata.labels.get(ROLE_LABEL)
     if pod.component == "worker" and role in ROLES:
-        return cast("MemberRole", role)
+        return role
     return "gateway" if pod.component == "gateway" else None
 
 

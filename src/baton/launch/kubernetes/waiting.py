@@ -137,9 +137,7 @@ class ReleaseWatch:
     async def _list_pods(self) -> tuple[Pod, ...]:
         return await self._api.list_pods(self._release)
 
-    async def _looks(
-        self, look: Callable[[], Awaitable[T]], timeout_s: float
-    ) -> AsyncGenerator[T]:
+    async def _looks(self, look: Callable[[], Awaitable[T]], timeout_s: float) -> AsyncGenerator[T]:
         """What `look` returns, at intervals, until the time is over."""
         deadline, seen_at = _clock.now() + timeout_s, _clock.now()
         while True:

@@ -6,5 +6,5 @@ one error for each way in which a request fails.
 File map:
     access.py      where the API server is; the service account of this pod
     connection.py  one request on one connection: deadlines, bounds, errors; lists in pages
-    objects.py     what all objects of the API have, and the API's own description of an error (pure)
+    objects.py     what all objects of the API have; the API's own description of an error (pure)
 """

@@ -40,9 +40,7 @@ class ApiRefusedError(KubernetesApiError):
     `retry_after_s` None: it does not state when to try again.
     """
 
-    def __init__(
-        self, problem: str, status: int, answer: str, retry_after_s: float | None
-    ) -> None:
+    def __init__(self, problem: str, status: int, answer: str, retry_after_s: float | None) -> None:
         super().__init__(f"{problem}; its answer: {answer or 'none'}")
         self.status, self.answer, self.retry_after_s = status, answer, retry_after_s
 
