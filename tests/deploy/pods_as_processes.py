@@ -4,8 +4,8 @@
 container's command is a process: as in pods, with user 10001, no capabilities, a read-only root
 filesystem, the containers' variables, files of Secrets that root owns, addresses of pods (in a
 network namespace). Servers that speak the API, with controllers, stand for the cluster
-(`tests.integration.kubernetes_cluster`). `baton scale`, `drain`, `upgrade`, `logs` and `down` run as
-an operator runs them; exits with 1 if one of them, or a request meanwhile, failed.
+(`tests.integration.kubernetes_cluster`). `baton scale`, `drain`, `upgrade`, `logs`, `down` are run
+as an operator runs them; exits with 1 if one of them, or a request meanwhile, failed.
 """
 
 from __future__ import annotations

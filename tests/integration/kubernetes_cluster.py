@@ -162,7 +162,10 @@ class KubernetesCluster:
                 del self.pods[name]
         elif name in self.failing:
             waiting = {"reason": self.failing[name], "message": "back-off"}
-            pod["status"] |= {"containerStatuses": [status(ready=False, waiting=waiting)]}
+            pod["status"] |= {
+                "conditions": [{"type": "Ready", "status": "False"}],
+                "containerStatuses": [status(ready=False, waiting=waiting)],
+            }
         elif age_s > self.ready_s and not is_ready(pod):
             number = 1 + sum(map(ord, name)) % 200
             mark_ready(pod, f"node-{number}", f"10.1.0.{number}", time.time() - 60)

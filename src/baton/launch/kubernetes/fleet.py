@@ -136,7 +136,7 @@ class KubernetesFleet:
         sets = await self._api.list_workloads("StatefulSet", self._release)
         deployments = await self._api.list_workloads("Deployment", self._release)
         wanted = [each for each in (*sets, *deployments) if each.spec.replicas]
-        under_way = [each for each in wanted if each.num_replaced < each.spec.replicas]
+        under_way = [each for each in wanted if each.is_rolling_out]
         if under_way:
             yield f"a rollout of {', '.join(each.name for each in under_way)} is under way"
             for workload in under_way:

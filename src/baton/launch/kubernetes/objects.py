@@ -249,6 +249,16 @@ class Workload(msgspec.Struct, frozen=True):
         return status.updated_replicas
 
     @property
+    def is_rolling_out(self) -> bool:
+        """Whether some pods have, or had until just now, another template than the present one."""
+        status = self.status
+        if status.observed_generation < self.metadata.generation:
+            return True
+        if self.kind == "StatefulSet":
+            return status.update_revision != status.current_revision
+        return status.updated_replicas < max(self.spec.replicas, status.replicas)
+
+    @property
     def is_rolled_out(self) -> bool:
         """Whether all pods have the present template, are available, and no others are left."""
         status, wanted = self.status, self.spec.replicas

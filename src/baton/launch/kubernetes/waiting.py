@@ -67,8 +67,8 @@ class ReleaseWatch:
                 break
         reasons = [f"{name}: {_reason(last.get(name))}" for name in sorted(missing)]
         raise FleetError(
-            f"not ready after {timeout_s:g} s, or failing: {'; '.join(reasons)}. Kubernetes goes on "
-            "trying; `baton logs NAME` shows what a process wrote, and `baton scale` with the "
+            f"not ready after {timeout_s:g} s, or failing: {'; '.join(reasons)}. Kubernetes goes "
+            "on trying; `baton logs NAME` shows what a process wrote, and `baton scale` with the "
             "number of before takes them out"
         )
 
