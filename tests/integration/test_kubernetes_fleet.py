@@ -111,7 +111,7 @@ def test_status_shows_every_pod_and_what_is_wrong(tmp_path, monkeypatch):
             cluster.pods["baton-decode-2"]["status"]["conditions"][0]["status"] = "False"
             cluster.ready_s = cluster.end_s = 1e6
             cluster._end(cluster.pods["baton-prefill-0"])
-            await until(lambda: not is_ready(cluster.pods["baton-decode-2"]))
+            await until(lambda: not is_ready(cluster.pods["baton-decode-1"]))
             members = {each.name: each for each in (await control.status()).members}
             assert members["baton-decode-1"].state == "failed"
             assert "ImagePullBackOff" in members["baton-decode-1"].reason
