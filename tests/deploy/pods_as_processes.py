@@ -298,7 +298,7 @@ def main() -> int:
     os.chown(home, USER, USER)
     kubelet = Kubelet(directory)
     try:
-        return asyncio.run(asyncio.wait_for(run(kubelet, directory), 230))
+        return asyncio.run(asyncio.wait_for(run(kubelet, directory), 175))
     finally:
         kubelet.end()
 
