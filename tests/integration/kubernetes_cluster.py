@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import kubernetes_validate
 from aiohttp import web
 
 from tests.integration.kubernetes_api import refuse
@@ -310,13 +311,14 @@ class KubernetesCluster:
         if version not in {None, workload["metadata"]["resourceVersion"]}:
             return refuse(409, "the object has been modified; please apply your changes to it")
         self._change(workload, **patch["spec"])
+        validate(without_status(workload))
         return web.json_response(without_status(workload))
 
     async def _evict(self, request: web.Request) -> web.StreamResponse:
         if (refused := self._refuse(request, "create", "pods/eviction")) is not None:
             return refused
         body, pod = await request.json(), self.pods.get(request.match_info["name"])
-        assert (body["apiVersion"], body["kind"]) == ("policy/v1", "Eviction")
+        validate(body)
         if pod is None:
             return refuse(404, "not found")
         if body["deleteOptions"]["preconditions"]["uid"] != pod["metadata"]["uid"]:
@@ -395,6 +397,11 @@ def merge(target: Object, patch: Mapping[str, Any]) -> None:
             merge(target[key], value)
         else:
             target[key] = value
+
+
+def validate(found: Object) -> None:
+    """Against Kubernetes' own schema."""
+    kubernetes_validate.validate(found, "1.30", strict=True)
 
 
 def without_status(found: Object) -> Object:

@@ -21,6 +21,8 @@ from baton.launch.kubernetes import fleet as fleet_module
 from baton.launch.kubernetes import waiting as waiting_module
 from tests.integration.gateway_cluster import until_true
 from tests.integration.kubernetes_api import refuse
+
+pytest.importorskip("kubernetes_validate")
 from tests.integration.kubernetes_cluster import KubernetesCluster, is_ready, rfc3339
 
 if TYPE_CHECKING:
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
 
     from baton.launch.fleet import FleetControl
 
-pytest.importorskip("yaml")
 RENDERED = Path(__file__).parents[2] / "deploy" / "kubernetes"
 
 

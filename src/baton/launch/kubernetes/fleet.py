@@ -135,7 +135,8 @@ class KubernetesFleet:
         """
         sets = await self._api.list_workloads("StatefulSet", self._release)
         deployments = await self._api.list_workloads("Deployment", self._release)
-        wanted = [each for each in (*sets, *deployments) if each.spec.replicas]
+        gateways_last = sorted(deployments, key=lambda each: each.component == "gateway")
+        wanted = [each for each in (*sets, *gateways_last) if each.spec.replicas]
         under_way = [each for each in wanted if each.is_rolling_out]
         if under_way:
             yield f"a rollout of {', '.join(each.name for each in under_way)} is under way"
