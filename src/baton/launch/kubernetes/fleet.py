@@ -163,9 +163,9 @@ class KubernetesFleet:
         deployments = await self._api.list_workloads("Deployment", self._release)
         for component in DOWN_ORDER:
             ending = [each for each in (*deployments, *sets) if each.component == component]
+            pods = [each for each in await self._list_pods() if each.component == component]
             for workload in ending:
                 await self._set_replicas(workload, 0)
-            pods = [each for each in await self._list_pods() if each.component == component]
             for pod in pods:
                 yield f"{pod.name}: draining"
             grace_s = max((each.grace_s for each in ending), default=0)
