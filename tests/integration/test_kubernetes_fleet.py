@@ -309,7 +309,8 @@ def test_down_ends_gateways_first_and_only_a_release_that_was_named(tmp_path, mo
             )
             assert gateway < lines.index("baton-decode-0: draining")
             assert "helm -n baton uninstall baton" in lines[-1]
-            assert (await control.status()).members == ()
+            found = await control.status()
+            assert (found.members, found.version) == ((), "0.1.0")
 
     asyncio.run(main())
 

@@ -69,7 +69,7 @@ class KubernetesFleet:
             for name in pod_names(workload, 0, workload.spec.replicas)
             if name not in present
         ]
-        versions = {pod.metadata.labels.get(VERSION_LABEL, "") for pod in pods}
+        versions = {each.metadata.labels.get(VERSION_LABEL, "") for each in (pods or sets)}
         return FleetStatus(
             fleet=f"{self._api.namespace}/{self._release}",
             backend="kubernetes",
