@@ -189,6 +189,11 @@ def test_a_pod_that_does_not_start_is_reported_with_its_reason(tmp_path, monkeyp
             assert "baton-decode-1: ErrImagePull: back-off" in lines
             await read(control.scale(FleetSize(decode=1)))
             assert "baton-decode-1" not in cluster.pods
+            cluster.failing.clear()
+            cluster.ready_s = 1e6
+            monkeypatch.setattr(waiting_module, "PLACE_S", 0.2)
+            with pytest.raises(FleetError, match="baton-decode-1: it is starting"):
+                await read(control.scale(FleetSize(decode=2)))
 
     asyncio.run(main())
 

@@ -24,7 +24,7 @@ from baton.launch.kubernetes.waiting import (
     AWAY_S,
     END_MARGIN_S,
     LOOK_INTERVAL_S,
-    PLACE_S,
+    START_MARGIN_S,
     ReleaseWatch,
 )
 from baton.launch.operations import NOUNS, decide_size
@@ -238,7 +238,7 @@ class KubernetesFleet:
             added += names
         if added:
             startup_s = max(workload.startup_s for workload, _ in growing)
-            async for line in self._watch.until_ready(added, startup_s + PLACE_S):
+            async for line in self._watch.until_ready(added, startup_s + START_MARGIN_S):
                 yield line
 
     async def _shrink(self, shrinking: Sequence[tuple[Workload, int]]) -> AsyncIterator[str]:

@@ -6,6 +6,7 @@ What is in the way of a pod is shown when it changes. The API server may be away
 from __future__ import annotations
 
 import asyncio
+from math import inf
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from baton.clock import MachineClock
@@ -23,12 +24,14 @@ if TYPE_CHECKING:
 LOOK_INTERVAL_S: Final = 1.0
 AWAY_S: Final = 30.0
 """For how long the API server may be away while a command waits."""
-PLACE_S: Final = 600.0
-"""For a pod to get a node, which may have to be made, and its image."""
+START_MARGIN_S: Final = 600.0
+"""For a pod to get a node and its image, before its startup probe's time begins."""
 END_MARGIN_S: Final = 60.0
 """How much longer than its grace period a pod may take to be gone."""
 FAILED_S: Final = 120.0
 """How long a pod may fail before the command returns; Kubernetes goes on trying."""
+PLACE_S: Final = 300.0
+"""How long a pod may have no node, which may have to be made, before the command returns."""
 
 T = TypeVar("T")
 _clock = MachineClock()
@@ -45,9 +48,10 @@ class ReleaseWatch:
         """Until all of these pods serve.
 
         Raises:
-            FleetError: one does not, in time, or has failed for `FAILED_S`.
+            FleetError: one does not, in time, or it failed for `FAILED_S`, or had no node for
+                `PLACE_S`.
         """
-        missing, failing_since = set(names), dict[str, float]()
+        missing, give_up_at = set(names), dict[tuple[str, float], float]()
         last: dict[str, FleetMember] = {}
         async for pods in self._looks(self._list_pods, timeout_s):
             last = {each.name: each for each in _describe(pods) if each.name in missing}
@@ -55,21 +59,19 @@ class ReleaseWatch:
                 if member.state == "ready":
                     missing.discard(member.name)
                     yield f"{member.name}: ready at {member.url}"
-                elif member.state != "failed":
-                    failing_since.pop(member.name, None)
-                else:
-                    failing_since.setdefault(member.name, _clock.now())
             if not missing:
                 return
             for line in self._changed_reasons(last.values()):
                 yield line
-            if any(_clock.now() - since > FAILED_S for since in failing_since.values()):
+            limits = [(name, _give_up_after_s(last.get(name))) for name in missing]
+            now = _clock.now()
+            give_up_at = {key: give_up_at.get(key, now + key[1]) for key in limits}
+            if any(at < now for at in give_up_at.values()):
                 break
         reasons = [f"{name}: {_reason(last.get(name))}" for name in sorted(missing)]
         raise FleetError(
-            f"not ready after {timeout_s:g} s, or failing: {'; '.join(reasons)}. Kubernetes goes "
-            "on trying; `baton logs NAME` shows what a process wrote, and `baton scale` with the "
-            "number of before takes them out"
+            f"not ready: {'; '.join(reasons)}. Kubernetes goes on trying; `baton logs NAME` shows "
+            "what a process wrote, and `baton scale` with the number of before takes them out"
         )
 
     async def until_gone(self, pods: Collection[Pod], timeout_s: float) -> AsyncIterator[str]:
@@ -97,7 +99,7 @@ class ReleaseWatch:
             FleetError: no pod was replaced for as long as one may take, or one keeps failing.
         """
         kind = workload.kind or "StatefulSet"
-        step_s = workload.startup_s + workload.grace_s + PLACE_S
+        step_s = workload.startup_s + workload.grace_s + START_MARGIN_S
         num_replaced, since, failing_since = -1, _clock.now(), None
 
         async def look() -> tuple[Workload, tuple[Pod, ...]]:
@@ -175,6 +177,13 @@ def _is_of(pod: str, workload: Workload) -> bool:
     """Whether a pod's name is that of one of a workload's."""
     rest = pod.removeprefix(f"{workload.name}-")
     return rest != pod and (workload.kind == "Deployment" or rest.isdecimal())
+
+
+def _give_up_after_s(member: FleetMember | None) -> float:
+    """How long a pod may be in its present state."""
+    if member is not None and member.state == "failed":
+        return FAILED_S
+    return inf if member is not None and member.host else PLACE_S
 
 
 def _reason(member: FleetMember | None) -> str:
