@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,13 +21,11 @@ from baton.cli.gateway import GatewayFlags, gateway_options
 from baton.cli.main import build_app
 from baton.cli.picker import PickerFlags
 from baton.cli.worker import _options as worker_options
-from baton.config.resolve import read_variables
 from baton.engines.vllm.arguments import LaunchParameters, server_arguments
 from baton.engines.vllm.options import VllmOptions
-from baton.errors import ConfigError
-from baton.gateway.members import kubernetes_api
 from baton.gateway.members.kubernetes import ServiceTarget
 from baton.gateway.openapi import describe
+from baton.net.kubernetes import access
 from baton.net.probes import ProbeApp
 from scripts.render_chart import CHART, RENDERED, ROOT, compute_digest, list_values
 from tests.deploy.manifests import environment_of, find, is_selected, workloads
@@ -50,10 +49,17 @@ ALL_PODS = [
     for name in NAMES
     for workload in workloads(OBJECTS[name])
 ]
+
+
+def is_autoscale(workload: Workload) -> bool:
+    return workload.labels["app.kubernetes.io/component"] == "autoscale"
+
+
 BATON_PODS = [
     pytest.param(name, workload, id=f"{name}:{workload.name}")
     for name in PODS
     for workload in workloads(OBJECTS[name])
+    if not is_autoscale(workload)
 ]
 
 
@@ -137,11 +143,6 @@ def test_a_pod_is_valid_by_itself_and_has_no_privileges(workload: Workload):
             assert volume["secret"]["defaultMode"] & 0o007 == 0
 
 
-def test_service_links_would_be_taken_for_settings():
-    with pytest.raises(ConfigError, match="BATON_GATEWAY_PORT"):
-        read_variables({"BATON_GATEWAY_PORT": "tcp://10.96.0.10:80"})
-
-
 @pytest.fixture
 def container_files(tmp_path: Path) -> Path:
     """What the container's /etc/baton has: secrets of every kind."""
@@ -200,7 +201,7 @@ def test_baton_understands_each_command(
         assert ("/etc/baton/clients" in files) is bool(section.client_keys_file)
         assert ("/etc/baton/tls" in files) is bool(section.tls_certificate)
         assert grace_s > sleep_s + section.drain_timeout_s
-        monkeypatch.setattr(kubernetes_api, "ACCOUNT", service_account(workload, tmp_path))
+        monkeypatch.setattr(access, "ACCOUNT", service_account(workload, tmp_path))
         monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
         options = gateway_options(config, 1)
         assert options.credentials.own
@@ -317,7 +318,7 @@ def test_selectors_take_the_pods_that_they_should(name: str):
             for budget in find(objects, "PodDisruptionBudget")
             if is_selected(budget["spec"]["selector"]["matchLabels"], workload.labels)
         ]
-        assert len(budgets) == 1
+        assert len(budgets) == (0 if is_autoscale(workload) else 1)
         policies = [
             policy
             for policy in find(objects, "NetworkPolicy")
@@ -329,7 +330,11 @@ def test_selectors_take_the_pods_that_they_should(name: str):
 @pytest.mark.parametrize("name", PODS)
 def test_a_gateway_watches_every_pools_service_and_may(name: str):
     objects = OBJECTS[name]
-    gateways = [found for found in workloads(objects) if found.owner["kind"] == "Deployment"]
+    gateways = [
+        found
+        for found in workloads(objects)
+        if found.owner["kind"] == "Deployment" and not is_autoscale(found)
+    ]
     assert len(gateways) == (2 if name == "picker" else 1)
     gateway, (members, *others) = (
         gateways[0],
@@ -352,7 +357,7 @@ def test_a_gateway_watches_every_pools_service_and_may(name: str):
     for stateful_set in find(objects, "StatefulSet"):
         role = stateful_set["spec"]["template"]["metadata"]["labels"]["baton/role"]
         assert watched[stateful_set["spec"]["serviceName"]] == role
-    (role,) = find(objects, "Role")
+    (role,) = find(objects, "Role", "baton-gateway")
     assert role["rules"] == [
         {
             "apiGroups": ["discovery.k8s.io"],
@@ -360,7 +365,7 @@ def test_a_gateway_watches_every_pools_service_and_may(name: str):
             "verbs": ["get", "list", "watch"],
         }
     ]
-    (binding,) = find(objects, "RoleBinding")
+    (binding,) = find(objects, "RoleBinding", "baton-gateway")
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
     assert binding["subjects"][0]["name"] == gateway.spec["serviceAccountName"]
     assert find(objects, "ServiceAccount", gateway.spec["serviceAccountName"])
@@ -383,6 +388,51 @@ def test_workers_are_reached_by_gateways_and_workers_alone(name: str):
     for rule in policy["spec"]["ingress"]:
         if {"port": "management", "protocol": "TCP"} in rule["ports"]:
             assert rule["from"], "everybody reaches the management port"
+
+
+def test_autoscale_reads_every_gateway_and_scales_within_what_is_mounted(
+    container_files: Path, monkeypatch: pytest.MonkeyPatch
+):
+    assert not any(is_autoscale(found) for found in workloads(OBJECTS["small"]))
+    objects = OBJECTS["vllm-many"]
+    (workload,) = (found for found in workloads(objects) if is_autoscale(found))
+    config = settings_of(objects, workload, container_files, monkeypatch)
+    program, *arguments = workload.container["command"]
+    _, bound, _ = build_app().parse_args(arguments)
+    flags = bound.arguments["flags"]
+    assert (program, flags.on, flags.fleet) == ("baton", "kubernetes", "baton")
+    (url,) = config.scaling.gateways
+    found = re.fullmatch(r"dns:http://(.+):(\d+)", url)
+    assert found is not None
+    (service,) = find(objects, "Service", found[1])
+    assert service["spec"]["clusterIP"] == "None"  # DNS has the address of each gateway
+    gateway = next(w for w in workloads(objects) if w.name == "Deployment/baton-gateway")
+    assert is_selected(service["spec"]["selector"], gateway.labels)
+    ports = {port["name"]: port["containerPort"] for port in gateway.container["ports"]}
+    assert ports["management"] == int(found[2])
+    (policy,) = find(objects, "NetworkPolicy", "baton-gateway")
+    assert any(
+        is_selected(peer.get("podSelector", {}).get("matchLabels", {"": ""}), workload.labels)
+        for rule in policy["spec"]["ingress"]
+        if {"port": "management", "protocol": "TCP"} in rule["ports"]
+        for peer in rule["from"]
+    )
+    (binding,) = find(objects, "RoleBinding", "baton-autoscale")
+    assert binding["roleRef"]["name"] == "baton-autoscale"
+    assert binding["subjects"][0]["name"] == workload.spec["serviceAccountName"]
+    for role, most in (
+        ("prefill", config.scaling.max_prefill),
+        ("decode", config.scaling.max_decode),
+    ):
+        mounted = 0
+        for stateful_set in find(objects, "StatefulSet"):
+            volumes = stateful_set["spec"]["template"]["spec"]["volumes"]
+            if stateful_set["spec"]["template"]["metadata"]["labels"]["baton/role"] == role:
+                (identity,) = (each for each in volumes if each["name"] == "identity")
+                mounted += sum(
+                    item["path"].endswith("/tls.crt") for item in identity["secret"]["items"]
+                )
+        assert most <= mounted
 
 
 def test_an_inference_pool_takes_the_workers_and_names_the_picker():

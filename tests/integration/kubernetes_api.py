@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from baton.gateway.members.kubernetes_api import ApiServer
+from baton.net.kubernetes.access import ServiceAccount
 from tests.integration.test_gateway_tls import certificate_files
 
 if TYPE_CHECKING:
@@ -76,8 +76,8 @@ class KubernetesApi:
         self._watches: list[web.Request] = []
 
     @property
-    def api(self) -> ApiServer:
-        return ApiServer(f"https://127.0.0.1:{self.port}", self.account)
+    def api(self) -> ServiceAccount:
+        return ServiceAccount(f"https://127.0.0.1:{self.port}", self.account)
 
     def set_token(self, token: str) -> None:
         """The only token that is accepted from now on."""

@@ -14,8 +14,9 @@ from baton.clock import MachineClock
 from baton.gateway.members import kubernetes_api
 from baton.gateway.members.interface import SourceStatus
 from baton.gateway.members.kubernetes import KubernetesSource, Pauses, ServiceTarget
-from baton.gateway.members.kubernetes_api import PAGE_ITEMS, ApiServer
 from baton.gateway.options import WorkerAddress
+from baton.net.kubernetes import access, connection
+from baton.net.kubernetes.connection import PAGE_ITEMS
 from baton.protocol.worker_http import Role
 from tests.integration.gateway_cluster import PROMPT, Cluster, cluster, until_true
 from tests.integration.kubernetes_api import KubernetesApi, endpoint, refuse, write_event
@@ -25,6 +26,8 @@ from tests.integration.test_gateway_tls import certificate_files
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
     from pathlib import Path
+
+    from baton.net.kubernetes.access import ServiceAccount
 
 QUICK = Pauses(first_s=0.01, max_s=0.05, watch_again_s=0.01)
 LOGGER = "baton.gateway.members.interface"
@@ -45,7 +48,7 @@ class Seen:
     def latest(self) -> frozenset[WorkerAddress] | None:
         return self.sets[-1] if self.sets else None
 
-    async def follow(self, server: ApiServer) -> None:
+    async def follow(self, server: ServiceAccount) -> None:
         target = ServiceTarget.parse("decode=workers")
         source = KubernetesSource(target, server, self.status, QUICK)
         async with contextlib.aclosing(source.watch()) as sets:
@@ -60,7 +63,7 @@ class Seen:
 
 
 @contextlib.asynccontextmanager
-async def following(server: ApiServer) -> AsyncGenerator[Seen]:
+async def following(server: ServiceAccount) -> AsyncGenerator[Seen]:
     seen = Seen()
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
         task = tasks.create_task(seen.follow(server))
@@ -167,7 +170,7 @@ async def a_long_event(request: web.Request) -> web.StreamResponse:
     response = web.StreamResponse()
     await response.prepare(request)
     with contextlib.suppress(ConnectionError):
-        for _ in range(2 * kubernetes_api.MAX_EVENT_BYTES // 65_536):
+        for _ in range(2 * connection.MAX_LINE_BYTES // 65_536):
             await response.write(b"x" * 65_536)
     return response
 
@@ -337,7 +340,7 @@ def test_a_server_that_cannot_be_trusted_is_shown_no_token(
 def test_a_server_that_does_not_answer_is_given_up(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
-    monkeypatch.setattr(kubernetes_api, "LIST_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(connection, "ANSWER_TIMEOUT_S", 0.1)
     monkeypatch.setattr(kubernetes_api, "WATCH_S", (0, 0))
     monkeypatch.setattr(kubernetes_api, "WATCH_GRACE_S", 0.1)
 
@@ -357,7 +360,7 @@ def test_a_server_that_does_not_answer_is_given_up(
 
     asyncio.run(main())
     (line,) = warnings(caplog)
-    assert f"has not answered {verb} in time" in line
+    assert f"has not answered {verb} endpointslices in time" in line
 
 
 def test_the_token_follows_no_redirect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -403,7 +406,7 @@ def test_a_gateway_serves_with_the_pods_of_a_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     api = KubernetesApi(tmp_path)
-    monkeypatch.setattr(kubernetes_api, "ACCOUNT", api.account)
+    monkeypatch.setattr(access, "ACCOUNT", api.account)
     workers = [ScriptedWorker(f"pod-{number}", "both", say_abc) for number in range(2)]
 
     def put(number: int, **conditions: bool) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from baton.cli.flags import ConfigFlags, Fleet, Sets
+from baton.cli.flags import LOCAL, ConfigFlags, Fleet, On, Sets
 from baton.launch.fleet import DEFAULT_FLEET
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class AutoscaleFlags(ConfigFlags):
         ),
     ] = None
     fleet: Fleet = DEFAULT_FLEET
-    on: Annotated[str, Parameter(help="Where the fleet runs: local is this machine.")] = "local"
+    on: On = LOCAL
     dry_run: Annotated[
         bool,
         Parameter(help="Print decisions, change nothing.", negative="", show_default=False),
@@ -62,13 +62,11 @@ def autoscale(flags: AutoscaleFlags | None = None) -> int:
 async def _run(flags: AutoscaleFlags, control: "FleetControl") -> None:
     from baton.clock import MachineClock  # noqa: PLC0415
     from baton.launch.autoscaler import Autoscaler, DemandReader, make_options  # noqa: PLC0415
-    from baton.ops.gateway_pages import Gateway  # noqa: PLC0415
 
     settings = flags.resolve().to_config().scaling
-    gateways = [Gateway.at(url, "--gateway") for url in settings.gateways]
     autoscaler = Autoscaler(
         control,
-        DemandReader(gateways, settings.model),
+        DemandReader(settings.gateways, settings.model),
         make_options(settings),
         MachineClock(),
         on_line=partial(print, flush=True),

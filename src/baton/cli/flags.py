@@ -38,7 +38,15 @@ StatusFd = Annotated[
     Parameter(help="File descriptor that gets JSON lines for a launcher.", show=False),
 ]
 Fleet = Annotated[
-    str, Parameter(help="Name of the fleet; several may run on one machine under different names.")
+    str,
+    Parameter(
+        help="Name of the fleet; several may run under different names. On Kubernetes: "
+        "[NAMESPACE/]RELEASE [default: the only release]."
+    ),
+]
+LOCAL = "local"
+On = Annotated[
+    str, Parameter(help="Where the fleet runs: local (this machine), ray or kubernetes.")
 ]
 InheritedFds = Annotated[
     str,

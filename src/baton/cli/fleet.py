@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from cyclopts import Parameter
 
-from baton.cli.flags import Fleet
+from baton.cli.flags import LOCAL, Fleet, On
 from baton.launch.fleet import DEFAULT_FLEET
 
 if TYPE_CHECKING:
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from baton.launch.fleet import FleetControl, FleetMember, FleetStatus
 
-On = Annotated[str, Parameter(help="Where the fleet runs: local is this machine.")]
-LOCAL = "local"
 NUM_LINES = 100
 WIDE_COLUMNS = 160
 """Of a table that is written to a file or another program."""

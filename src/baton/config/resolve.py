@@ -261,7 +261,7 @@ def read_variables(environment: Mapping[str, str]) -> Layer:
         name = variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
         if name in closed_keys() or open_table_of(name) is not None:
             layer[name] = Setting(Text(text), FromEnvironment(variable))
-        elif "." in name or name in _misspelt_variables():
+        elif "." in name or (name in _misspelt_variables() and not _is_service_link(name, text)):
             # Others may be somebody else's; these were meant for us and would be lost silently.
             meant = _misspelt_variables().get(name) or closest(name, closed_keys())
             hint = f"; did you mean {environment_name(meant)!r}?" if meant else ""
@@ -323,6 +323,14 @@ def _check_name(name: str, where: str) -> None:
     meant = closest(name, [*closed_keys(), *open_tables()])
     hint = f"; did you mean {meant!r}?" if meant else ""
     raise ConfigError(f"{where}: unknown key {name!r}{hint}")
+
+
+def _is_service_link(name: str, text: str) -> bool:
+    """Whether Kubernetes set it, in a pod: for a Service NAME it sets NAME_PORT to an address.
+
+    Of a Service called baton-gateway, BATON_GATEWAY_PORT.
+    """
+    return name.endswith("_port") and re.match(r"(tcp|udp|sctp)://", text) is not None
 
 
 @cache

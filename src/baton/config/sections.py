@@ -247,12 +247,18 @@ class RaySection(Struct, frozen=True, kw_only=True):
     insecure: bool = False
 
 
+class KubernetesSection(Struct, frozen=True, kw_only=True):
+    """What commands with `--on kubernetes` need. `context` None: the kubeconfig's current one."""
+
+    context: str | None = None
+
+
 class ScalingSection(Struct, frozen=True, kw_only=True):
     """How `baton autoscale` sizes a fleet: for what, how fast, within which bounds and price.
 
-    `gateways` are URLs of all gateway processes, or of their management listeners. `model` None:
-    the one that they serve. A fleet has prefill and decode workers, or those that do both
-    (`max_both`).
+    `gateways` are URLs of all gateway processes, or of their management listeners; `dns:URL`: each
+    address of the URL's host is one. `model` None: the one that they serve. A fleet has prefill and
+    decode workers, or those that do both (`max_both`).
     """
 
     gateways: tuple[str, ...] = ("http://127.0.0.1:8000",)
@@ -303,6 +309,7 @@ class Config(Struct, frozen=True, kw_only=True):
     store: StoreSection = msgspec.field(default_factory=StoreSection)
     up: UpSection = msgspec.field(default_factory=UpSection)
     ray: RaySection = msgspec.field(default_factory=RaySection)
+    kubernetes: KubernetesSection = msgspec.field(default_factory=KubernetesSection)
     scaling: ScalingSection = msgspec.field(default_factory=ScalingSection)
     trace: TraceSection = msgspec.field(default_factory=TraceSection)
     log: LogSection = msgspec.field(default_factory=LogSection)

@@ -24,4 +24,5 @@ File map:
     local.py        the operator's end: a `FleetControl` of a fleet on this machine
     errors.py       the error of a fleet that refuses, or is not there
     ray/            a fleet on several hosts, which Ray places
+    kubernetes/     a release of the Helm chart, which Kubernetes runs
 """

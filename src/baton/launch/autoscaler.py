@@ -18,7 +18,7 @@ import msgspec
 from baton.clock import Instant
 from baton.errors import UNDECODABLE, BatonError, ConfigError
 from baton.launch.fleet import FleetSize
-from baton.ops.gateway_pages import OK, PageError, read_refusal
+from baton.ops.gateway_pages import OK, Gateway, PageError, read_refusal
 from baton.protocol.demand import DemandReport
 from baton.router.demand import Limits
 from baton.router.scaling import RoleBounds, Scaler, ScalingOptions, Size
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.config.sections import ScalingSection
     from baton.launch.fleet import FleetControl, FleetStatus
-    from baton.ops.gateway_pages import Gateway
     from baton.router.scaling import Resize
 
 DEMAND_PATH: Final = "/debug/demand"
+DNS_PREFIX: Final = "dns:"
+"""Of a gateway's URL: each address of its host is a gateway."""
 ROLES: Final = ("prefill", "decode", "both")
 """As `Size` has them."""
 RETRY_AFTER_S: Final = 60.0
@@ -71,19 +72,26 @@ def make_options(settings: ScalingSection) -> ScalingOptions:
 class DemandReader:
     """Reads gateways' reports. `model` None: the only one that they report. Owner: one event loop.
 
-    Each problem is logged when it comes, and when it is over.
+    `urls`: see `scaling.gateways`. Each problem is logged when it comes, and when it is over.
     """
 
-    def __init__(self, gateways: Sequence[Gateway], model: str | None) -> None:
-        self._gateways, self._model = gateways, model
+    def __init__(self, urls: Sequence[str], model: str | None) -> None:
+        self._model = model
+        self._gateways: list[Gateway] = []
+        self._names: list[Gateway] = []
+        for url in urls:
+            kind = self._names if url.startswith(DNS_PREFIX) else self._gateways
+            kind.append(Gateway.at(url.removeprefix(DNS_PREFIX), "--gateway"))
         self._problems = Problems()
 
     async def read(self) -> dict[str, DemandReport]:
         """Of the gateways that answer, by URL."""
+        named = await asyncio.gather(*(asyncio.to_thread(self._resolve, n) for n in self._names))
+        gateways = [*self._gateways, *(each for found in named for each in found)]
         reports = await asyncio.gather(
-            *(asyncio.to_thread(self._read_one, each) for each in self._gateways)
+            *(asyncio.to_thread(self._read_one, each) for each in gateways)
         )
-        urls = (each.url for each in self._gateways)
+        urls = (each.url for each in gateways)
         return {url: each for url, each in zip(urls, reports, strict=True) if each is not None}
 
     def find_model(self, reports: Mapping[str, DemandReport]) -> str | None:
@@ -95,6 +103,15 @@ class DemandReader:
             if len(models) == 1:
                 self._model = models[0]
         return self._model
+
+    def _resolve(self, name: Gateway) -> tuple[Gateway, ...]:
+        try:
+            found = name.list_addresses()
+        except PageError as exc:
+            self._problems.note(name.host, str(exc))
+            return ()
+        self._problems.note(name.host, None)
+        return found
 
     def _read_one(self, gateway: Gateway) -> DemandReport | None:
         try:

@@ -71,7 +71,10 @@ class FleetControl(Protocol):
         ...
 
     def drain(self, worker: str) -> AsyncIterator[str]:
-        """Take a worker out: it finishes what it has, ends, and is not started again."""
+        """Take a worker out: it finishes what it has, ends, and is not started again.
+
+        On Kubernetes another one starts in its place: there the number of workers is `scale`'s.
+        """
         ...
 
     def upgrade(self) -> AsyncIterator[str]:

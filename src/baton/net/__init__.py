@@ -10,6 +10,7 @@ File map:
                    once; whether its peer makes progress
     endpoints.py   dial and accept peers, until they have proved the key; a peer's process
     tls.py         TLS beneath the frames
+    kubernetes/    requests to a Kubernetes API server
     http_server.py an HTTP server: its socket, uvicorn's settings; http_limits.py: what clients may
                    hold of it; http_protocol.py: a connection; http_exchange.py: request, response
 """

@@ -342,10 +342,10 @@ def wrap_dialer(sock: socket.socket, tls: Tls) -> ssl.SSLSocket:
 
 def contexts_of(identity: Identity) -> TlsContexts:
     """For a process that shows this identity and trusts those of the same authorities."""
-    with _shown_as_file(identity.certificate + identity.private_key) as own:
+    with shown_as_file(identity.certificate + identity.private_key) as own:
         contexts = [_make_context(kind, own, own, identity.authorities.decode()) for kind in _KINDS]
     if identity.revoked:
-        with _shown_as_file(identity.revoked) as revoked:
+        with shown_as_file(identity.revoked) as revoked:
             for context in contexts:
                 context.load_verify_locations(revoked)
                 context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
@@ -353,7 +353,7 @@ def contexts_of(identity: Identity) -> TlsContexts:
 
 
 @contextmanager
-def _shown_as_file(content: bytes) -> Generator[str]:
+def shown_as_file(content: bytes) -> Generator[str]:
     """The path of a file in memory: OpenSSL's key loading takes paths only."""
     fd = os.memfd_create("baton-identity", os.MFD_CLOEXEC)
     try:

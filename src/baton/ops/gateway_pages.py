@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import re
+import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
@@ -53,6 +54,28 @@ class Gateway:
             raise ConfigError(f"{flag} {url!r} is not a gateway's URL, as http://127.0.0.1:8000")
         is_tls = parts.scheme == "https"
         return cls(url.rstrip("/"), parts.hostname, port or (443 if is_tls else 80), is_tls)
+
+    def list_addresses(self) -> tuple[Gateway, ...]:
+        """Each address of this host name as a gateway of its own. Blocks.
+
+        Raises:
+            PageError: the name does not resolve.
+        """
+        try:
+            found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        except OSError as exc:
+            raise PageError(f"{self.url}: {self.host} does not resolve: {exc.strerror}") from exc
+        hosts = sorted({str(address[0]) for *_, address in found})
+        scheme = "https" if self.is_tls else "http"
+        return tuple(
+            Gateway(
+                f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}",
+                host,
+                self.port,
+                self.is_tls,
+            )
+            for host in hosts
+        )
 
     def get(self, path: str) -> tuple[int, bytes]:
         """Status and body of a page.

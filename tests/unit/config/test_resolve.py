@@ -122,6 +122,7 @@ def test_every_key_is_documented():
     assert not missing
     shown = {
         "cluster",
+        "kubernetes",
         "scaling",
         "security",
         "gateway",

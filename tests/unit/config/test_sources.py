@@ -103,6 +103,13 @@ def test_a_variable_that_would_be_lost_is_refused(variable, message):
         read_variables({variable: "1"})
 
 
+@pytest.mark.parametrize("text", ["tcp://10.96.0.10:80", "udp://[fd00::1]:53", "tcp://a:1"])
+def test_what_kubernetes_sets_for_a_service_is_no_setting(text: str) -> None:
+    assert read_variables({"BATON_GATEWAY_PORT": text, "BATON_WORKER_PORT": text}) == {}
+    with pytest.raises(ConfigError, match="did you mean 'BATON_GATEWAY__HOST'"):
+        read_variables({"BATON_GATEWAY_HOST": text})
+
+
 @pytest.mark.parametrize(
     "text", ['{method = "ngram", size.max = 3}', '{"method": "ngram", "size": {"max": 3}}']
 )

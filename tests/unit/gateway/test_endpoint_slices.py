@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.clock import MachineClock
 from baton.errors import ConfigError, ProtocolError
-from baton.gateway.members import endpoint_slices, kubernetes_api
+from baton.gateway.members import endpoint_slices
 from baton.gateway.members.endpoint_slices import (
     Conditions,
     Endpoint,
     EndpointPort,
     EndpointSlice,
-    ObjectMetadata,
     ServiceWorkers,
     TargetRef,
 )
 from baton.gateway.members.interface import SourceStatus
 from baton.gateway.members.kubernetes import KubernetesSource, Pauses, ServiceTarget
-from baton.gateway.members.kubernetes_api import ApiServer
+from baton.net.kubernetes import access
+from baton.net.kubernetes.access import ServiceAccount
+from baton.net.kubernetes.objects import ObjectMetadata
 from baton.protocol.worker_http import Role
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def test_the_apis_json_is_decoded():
         "endpoints": [{"addresses": ["fd00::1"], "conditions": {"ready": true}, "zone": "z",
           "targetRef": {"kind": "Pod", "uid": "u"}, "hints": null}]},
        {"metadata": {"name": "empty"}, "addressType": "IPv4", "endpoints": null, "ports": null}]}"""
-    page = msgspec.json.decode(body, type=endpoint_slices.EndpointSliceList)
+    page = endpoint_slices.decode_page(body)
     assert (page.metadata.resource_version, page.metadata.continue_token) == ("7", "more")
     assert page.items is not None
     assert found(*page.items) == {"https://[fd00::1]:8101": False}
@@ -206,16 +206,16 @@ def test_a_target_that_is_not_understood_is_refused(text):
 
 def test_outside_a_pod_the_source_says_what_it_needs(tmp_path):
     with pytest.raises(ConfigError, match="automountServiceAccountToken"):
-        ApiServer.of_pod({})
+        ServiceAccount.of_pod({})
     status, target = SourceStatus("x", MachineClock()), ServiceTarget.parse("decode=x")
     with pytest.raises(ConfigError, match="NAMESPACE/SERVICE"):
-        KubernetesSource(target, ApiServer("https://x", tmp_path), status)
+        KubernetesSource(target, ServiceAccount("https://x", tmp_path), status)
 
 
 def test_the_servers_address_comes_from_the_pods_variables(tmp_path, monkeypatch):
-    monkeypatch.setattr(kubernetes_api, "ACCOUNT", tmp_path)
+    monkeypatch.setattr(access, "ACCOUNT", tmp_path)
     address = {"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT_HTTPS": "6443"}
-    assert ApiServer.of_pod(address).url == "https://[fd00::1]:6443"
+    assert ServiceAccount.of_pod(address).url == "https://[fd00::1]:6443"
 
 
 def test_pauses_grow_to_a_bound_and_differ():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
@@ -15,7 +16,6 @@ from baton.errors import ConfigError
 from baton.launch.autoscaler import RETRY_AFTER_S, Autoscaler, DemandReader, make_options
 from baton.launch.errors import FleetError
 from baton.launch.fleet import FleetMember, FleetStatus
-from baton.ops.gateway_pages import Gateway
 from baton.protocol.demand import DemandReport, EndedAnswer, ModelDemand, RequestShape
 from baton.testing.clocks import ManualClock
 
@@ -40,7 +40,7 @@ def pages(report):
     server = HTTPServer(("127.0.0.1", 0), Handler)
     Thread(target=server.serve_forever, daemon=True).start()
     try:
-        yield Gateway.at(f"http://127.0.0.1:{server.server_port}", "--gateway")
+        yield f"http://127.0.0.1:{server.server_port}"
     finally:
         server.shutdown()
         server.server_close()
@@ -127,6 +127,29 @@ def test_a_refused_size_is_tried_again_later():
         assert len(fleet.asked) == 1
         look(autoscaler, clock, traffic, int(RETRY_AFTER_S / 5), rate=8)
         assert len(fleet.asked) == 2
+
+
+def test_each_address_of_a_name_is_a_gateway(monkeypatch, caplog):
+    clock = ManualClock()
+    with pages(Traffic(clock).report) as gateway:
+        port = int(gateway.rpartition(":")[2])
+        addresses = ["127.0.0.1", "127.0.0.2"]  # nothing listens at the second one
+
+        resolve_really = socket.getaddrinfo
+
+        def resolve(name, asked, *rest, **options):
+            if name == "other":
+                raise OSError(-2, "Name or service not known")
+            if name == "gateways":
+                return [(None, None, None, "", (each, asked)) for each in addresses]
+            return resolve_really(name, asked, *rest, **options)
+
+        monkeypatch.setattr(socket, "getaddrinfo", resolve)
+        reader = DemandReader([f"dns:http://gateways:{port}", "dns:http://other:1"], None)
+        reports = asyncio.run(reader.read())
+    assert list(reports) == [f"http://127.0.0.1:{port}"]
+    assert "other does not resolve: Name or service not known" in caplog.text
+    assert f"http://127.0.0.2:{port}" in caplog.text
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b"[1]", b"\xff"])

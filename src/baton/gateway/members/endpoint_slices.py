@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
-from baton.errors import UNDECODABLE, ProtocolError
+from baton.errors import ProtocolError
 from baton.gateway.options import WorkerAddress
+from baton.net.kubernetes.objects import (
+    Name,
+    ObjectMetadata,
+    ObjectPage,
+    decode_object,
+    decode_status,
+)
 from baton.protocol.members import MAX_MEMBERS
 
 if TYPE_CHECKING:
@@ -24,28 +31,6 @@ if TYPE_CHECKING:
 DEFAULT_PORT_NAME: Final = "http"
 """Of a Service with several ports, unless another one is asked for."""
 FAMILIES: Final = {"IPv4": 4, "IPv6": 6}
-
-MAX_MESSAGE_CHARS: Final = 500
-"""Of what the API server writes, in logs."""
-
-Name: TypeAlias = Annotated[str, Meta(max_length=253)]
-T = TypeVar("T")
-
-
-class ObjectMetadata(msgspec.Struct, frozen=True, rename="camel"):
-    """Of one object."""
-
-    name: Name = ""
-    resource_version: Name = ""
-
-
-class ListMetadata(msgspec.Struct, frozen=True, rename="camel"):
-    """Of a list, or of one page of it: with `continue_token`, more pages follow."""
-
-    resource_version: Name = ""
-    continue_token: Annotated[str, Meta(max_length=4096)] = msgspec.field(
-        name="continue", default=""
-    )
 
 
 class Conditions(msgspec.Struct, frozen=True):
@@ -105,20 +90,6 @@ class EndpointSlice(msgspec.Struct, frozen=True, rename="camel"):
     ports: Annotated[tuple[EndpointPort, ...], Meta(max_length=100)] | None = None
 
 
-class EndpointSliceList(msgspec.Struct, frozen=True):
-    """One page of a list."""
-
-    metadata: ListMetadata
-    items: tuple[EndpointSlice, ...] | None = None
-
-
-class Status(msgspec.Struct, frozen=True):
-    """The API's own description of an error."""
-
-    code: int = 0
-    message: str = ""
-
-
 @dataclass(frozen=True, slots=True)
 class Bookmark:
     """Nothing has changed up to here."""
@@ -158,13 +129,13 @@ class _Event(msgspec.Struct, frozen=True):
     object: msgspec.Raw
 
 
-def decode_page(body: bytes) -> EndpointSliceList:
+def decode_page(body: bytes) -> ObjectPage[EndpointSlice]:
     """One page of a list.
 
     Raises:
         ProtocolError: it is none.
     """
-    return _decode(body, EndpointSliceList)
+    return decode_object(body, ObjectPage[EndpointSlice])
 
 
 def decode_event(line: bytes) -> Change | WatchFailed:
@@ -173,40 +144,21 @@ def decode_event(line: bytes) -> Change | WatchFailed:
     Raises:
         ProtocolError: it is no event of EndpointSlices.
     """
-    event = _decode(line, _Event)
+    event = decode_object(line, _Event)
     match event.type:
         case "ADDED" | "MODIFIED":
-            found = _decode(event.object, EndpointSlice)
+            found = decode_object(event.object, EndpointSlice)
             return SlicePut(found.metadata.resource_version, found)
         case "DELETED":
-            gone = _decode(event.object, EndpointSlice).metadata
+            gone = decode_object(event.object, EndpointSlice).metadata
             return SliceRemoved(gone.resource_version, gone.name)
         case "BOOKMARK":
-            return Bookmark(_decode(event.object, EndpointSlice).metadata.resource_version)
+            return Bookmark(decode_object(event.object, EndpointSlice).metadata.resource_version)
         case "ERROR":
             status = decode_status(event.object)
             return WatchFailed(status.code, status.message)
         case _:
             raise ProtocolError(f"the API server sent an event of the type {event.type[:64]!r}")
-
-
-def decode_status(body: bytes | msgspec.Raw) -> Status:
-    """An error as the API server describes it, cut to `MAX_MESSAGE_CHARS`; else what it sent."""
-    try:
-        status = msgspec.json.decode(body, type=Status)
-    except UNDECODABLE:
-        return Status(message=repr(bytes(body)[: MAX_MESSAGE_CHARS // 4]))
-    return Status(status.code, status.message[:MAX_MESSAGE_CHARS])
-
-
-def _decode(body: bytes | msgspec.Raw, kind: type[T]) -> T:
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except UNDECODABLE as exc:
-        start = bytes(body)[:100]
-        raise ProtocolError(
-            f"the API server sent what is no {kind.__name__.strip('_')}: {exc}; it begins {start!r}"
-        ) from exc
 
 
 class ServiceWorkers:

@@ -26,13 +26,9 @@ from baton.gateway.members.endpoint_slices import (
     SliceRemoved,
 )
 from baton.gateway.members.interface import NoSourceOptions
-from baton.gateway.members.kubernetes_api import (
-    ApiServer,
-    EndpointSliceApi,
-    KubernetesApiError,
-    ResourceVersionExpiredError,
-    open_session,
-)
+from baton.gateway.members.kubernetes_api import EndpointSliceApi, ResourceVersionExpiredError
+from baton.net.kubernetes.access import KubernetesApiError, ServiceAccount
+from baton.net.kubernetes.connection import open_session
 from baton.protocol.worker_http import Role
 from baton.registry import Plugin
 
@@ -113,12 +109,12 @@ class KubernetesSource:
     def __init__(
         self,
         target: ServiceTarget,
-        server: ApiServer,
+        account: ServiceAccount,
         status: SourceStatus,
         pauses: Pauses | None = None,
     ) -> None:
-        self._namespace = target.namespace or server.find_namespace()
-        self._target, self._server, self._status = target, server, status
+        self._namespace = target.namespace or _own_namespace(account)
+        self._target, self._account, self._status = target, account, status
         self._pauses = pauses or Pauses()
         self._workers = ServiceWorkers(target.role, target.port)
         self._num_failures = 0
@@ -128,7 +124,7 @@ class KubernetesSource:
         """See `WorkerSource`."""
         latest: frozenset[WorkerAddress] | None = None
         async with open_session() as session:
-            api = EndpointSliceApi(self._server, self._namespace, self._target.service, session)
+            api = EndpointSliceApi(self._account, self._namespace, self._target.service, session)
             while True:
                 try:
                     async with aclosing(self._follow(api)) as following:
@@ -146,7 +142,7 @@ class KubernetesSource:
     async def _follow(self, api: EndpointSliceApi) -> AsyncGenerator[frozenset[WorkerAddress]]:
         """The workers after a list, and after each change, until something fails."""
         listed = await api.list_slices()
-        self._workers.replace(listed.slices)
+        self._workers.replace(listed.objects)
         # A watch that fails each time is a problem, though each list before it is good.
         if not self._is_watch_failing:
             self._status.note_read()
@@ -178,9 +174,16 @@ class KubernetesSource:
         self._status.note_read()
 
 
+def _own_namespace(account: ServiceAccount) -> str:
+    try:
+        return account.read_namespace()
+    except KubernetesApiError as exc:
+        raise ConfigError(f"{exc}; write kubernetes:ROLE=NAMESPACE/SERVICE") from exc
+
+
 def _build(setup: SourceSetup) -> KubernetesSource:
     target = ServiceTarget.parse(setup.argument)
-    return KubernetesSource(target, ApiServer.of_pod(read_environment()), setup.status)
+    return KubernetesSource(target, ServiceAccount.of_pod(read_environment()), setup.status)
 
 
 PLUGIN: Plugin[NoSourceOptions, SourceFactory] = Plugin(NoSourceOptions, lambda _: _build)
