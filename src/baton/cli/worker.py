@@ -140,6 +140,7 @@ def _options(config: Config, status_fd: int) -> ProcessOptions:
         store=config.store,
         spin_s=config.transfer.spin_s,
         drain_timeout_s=section.drain_timeout_s,
+        preemption=config.preemption,
         num_traces=config.trace.ring_size,
         cpu_affinity=section.cpu_affinity,
         announce_to=section.announce_to,

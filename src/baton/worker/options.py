@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from baton.config.cluster_key import is_wildcard
-from baton.config.sections import StoreSection
+from baton.config.sections import PreemptionSection, StoreSection
 from baton.errors import ConfigError
 from baton.handoff.verify import VerificationPolicy
 from baton.protocol.announcements import require_https
+from baton.protocol.worker_http import Health
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -33,6 +36,7 @@ class WorkerOptions:
     `topology` is where it is (`config/topology.py`).
     `max_default_tokens` bounds chat answers whose request sets no limit. `modes` are the ways of
     handing over that it takes part in, on either side. `fence`: of one that announces itself.
+    `describe_drain`: what `/health` answers while it drains.
     """
 
     worker: WorkerId
@@ -50,6 +54,7 @@ class WorkerOptions:
     topology: str = ""
     modes: tuple[HandoffMode, ...] = ("push", "pull")
     fence: MembershipFence | None = None
+    describe_drain: Callable[[], Health] = partial(Health, "draining")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +100,7 @@ class ProcessOptions:
     store: StoreSection = field(default_factory=StoreSection)
     spin_s: float = 0.0005
     drain_timeout_s: float = 30.0
+    preemption: PreemptionSection = field(default_factory=PreemptionSection)
     num_traces: int = 1024
     cpu_affinity: tuple[int, ...] = ()
     announce_to: tuple[str, ...] = ()
