@@ -12,8 +12,8 @@ without a pause. One after the other:
     calm      one client: until the fleet has one worker of each role again
 
 Times are from the beginning of each. A failed answer is any but 200, a stream without its end, or
-other tokens than were known before. The limits are such that this machine does not keep them under
-load: seconds say how soon something is decided and done, not how much a worker can do.
+other tokens than were known before. The limit of a token's time is `SLOWER` times what it takes one
+client alone: seconds say how soon something is decided and done, not how much a worker can do.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import json
 import os
 import platform
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -56,18 +57,21 @@ SETTINGS: Final = {
 SCALING: Final = {
     "max_prefill": 1,
     "max_decode": 2,
-    "ttft_s": 0.5,
-    "tpot_s": 0.008,
+    "ttft_s": 5,
     "interval_s": 1,
     "grow_every_s": 10,
     "shrink_after_s": 10,
 }
 
 
+SLOWER: Final = 2.0
+
+
 @dataclass
 class Run:
     """What was seen, in seconds from each phase's beginning."""
 
+    tpot_s: float = 0.0
     grown_s: float = 0.0
     left_s: float = 0.0
     replaced_s: float = 0.0
@@ -118,12 +122,15 @@ class Fleet:
         (self._notices / worker).touch()
 
     @contextmanager
-    def autoscaled(self, url: str, decisions: list[str]) -> Iterator[None]:
+    def autoscaled(self, url: str, tpot_s: float, decisions: list[str]) -> Iterator[None]:
         """`baton autoscale` runs; its lines are kept."""
-        sets = [w for n, v in SCALING.items() for w in ("--set", f"scaling.{n}={v}")]
+        scaling = {**SCALING, "tpot_s": tpot_s}
+        sets = [w for n, v in scaling.items() for w in ("--set", f"scaling.{n}={v}")]
         process = subprocess.Popen(
-            [sys.executable, "-m", "baton.cli", "autoscale", "--gateway", url, *sets]
-            + ["--fleet", FLEET],
+            [
+                *(sys.executable, "-m", "baton.cli", "autoscale"),
+                *("--gateway", url, "--fleet", FLEET, *sets),
+            ],
             env=self._environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -156,6 +163,16 @@ def until(what: str, condition: Callable[[], bool], began_at: float) -> float:
     return took_s
 
 
+def measure_token_s(load: GreedyLoad) -> float:
+    """What a token takes one client, as the median of five answers."""
+    took = []
+    for _ in range(5):
+        began_at = time.monotonic()
+        load.ask(load.prompts[0])
+        took.append((time.monotonic() - began_at) / MAX_TOKENS)
+    return statistics.median(took)
+
+
 def run(fleet: Fleet) -> Run:
     """All phases."""
     found = Run()
@@ -166,7 +183,9 @@ def run(fleet: Fleet) -> Run:
         load.learn()
         calm = GreedyLoad(url, PROMPTS[:1], MAX_TOKENS)
         calm.learn()
-        with fleet.autoscaled(url, found.decisions):
+        found.tpot_s = SLOWER * measure_token_s(calm)
+        print(f"limit of a token: {1000 * found.tpot_s:.1f} ms", flush=True)
+        with fleet.autoscaled(url, found.tpot_s, found.decisions):
             with load.running():
                 began_at = time.monotonic()
                 found.grown_s = until(

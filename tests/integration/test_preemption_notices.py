@@ -140,18 +140,25 @@ def test_a_notice_in_mid_drain_shortens_it():
 
 
 PROCESS = """
-import signal, sys
+import signal, sys, threading
 from baton.clock import MachineClock
 from baton.config.sections import PreemptionSection
 from baton.net.preemption import PreemptionWatch
-from baton.protocol.worker_http import Health
 from baton.telemetry.process_status import StatusReporter
 
 section = PreemptionSection(source="file", file=sys.argv[1], interval_s=0.02, notice_s=25.0)
 watch = PreemptionWatch(section, "decode-0", MachineClock(), StatusReporter(1))
-signal.signal(signal.SIGTERM, lambda *_: print(watch.note_signal(60.0), flush=True))
+ended = threading.Event()
+
+def end(*_):
+    print(watch.note_signal(60.0), flush=True)
+    ended.set()
+
+signal.signal(signal.SIGTERM, end)
 watch.start()
-signal.pause()
+print("watches", flush=True)
+while not ended.wait(0.05):
+    pass
 """
 
 
@@ -159,6 +166,7 @@ def test_a_file_that_appears_drains_the_process_whose_name_it_has(tmp_path):
     template = str(tmp_path / "{worker}.notice")
     process = subprocess.Popen([sys.executable, "-c", PROCESS, template], stdout=subprocess.PIPE)
     try:
+        assert process.stdout.readline() == b"watches\n"
         (tmp_path / "decode-1.notice").touch()
         time.sleep(0.1)
         assert process.poll() is None

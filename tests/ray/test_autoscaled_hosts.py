@@ -95,9 +95,7 @@ def host():
 
 
 def baton(host, *arguments):
-    done = host.run(
-        sys.executable, "-m", "baton.cli", *arguments, *FLEET, timeout_s=CALL_TIMEOUT_S
-    )
+    done = host.run(sys.executable, "-m", "baton.cli", *arguments, *FLEET, timeout_s=CALL_TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

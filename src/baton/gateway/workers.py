@@ -499,10 +499,11 @@ def _log_change(worker: Worker, before: WorkerState, state: WorkerState) -> None
         case Up():
             if not same_kind:
                 log.info("%s is up at %s", worker, worker.url)
-        case Draining(_, None):
-            log.info("%s is draining", worker)
-        case Draining(_, Preemption(reason)):
-            log.warning("%s is draining: %s", worker, reason)
+        case Draining(_, preemption):
+            if preemption is None:
+                log.info("%s is draining", worker)
+            else:
+                log.warning("%s is draining: %s", worker, preemption.reason)
         case Down(_, reason):
             if not same_kind:
                 log.warning("%s is down: %s", worker, reason)

@@ -1,7 +1,7 @@
 """What the metadata services of clouds answer about the preemption of this machine.
 
-Plain HTTP to a link-local address that only this machine reaches. `look` blocks for `TIMEOUT_S` at
-most (GCP: `LONG_POLL_S` more), and returns seconds until the machine is taken, None while it is not.
+Plain HTTP to a link-local address that only this machine reaches. `look` blocks for `TIMEOUT_S` a
+request (GCP: `LONG_POLL_S` more), and returns when the machine is taken, None while it is not.
 """
 
 from __future__ import annotations

@@ -47,6 +47,11 @@ class PreemptionNotice:
         return max(0.0, self.at - now - LEAVE_BEFORE_S)
 
 
+def describe_plain_drain() -> Health:
+    """What `/health` answers while a worker drains whose machine stays."""
+    return Health("draining")
+
+
 class NoticeSource(Protocol):
     """Where a notice appears."""
 
@@ -135,7 +140,7 @@ class PreemptionWatch:
         """What `/health` answers while the worker drains."""
         notice = self.notice
         if notice is None:
-            return Health("draining")
+            return describe_plain_drain()
         left_s = round(max(0.0, notice.at - self._clock.now()), 1)
         return Health("draining", notice.reason, preempted_in_s=left_s)
 

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from baton.config.cluster_key import is_wildcard
 from baton.config.sections import PreemptionSection, StoreSection
 from baton.errors import ConfigError
 from baton.handoff.verify import VerificationPolicy
+from baton.net.preemption import describe_plain_drain
 from baton.protocol.announcements import require_https
-from baton.protocol.worker_http import Health
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from baton.auth.credentials import Credentials
     from baton.auth.ticket import HandoffMode
     from baton.config.sections import Tls
     from baton.ids import Epoch, WorkerId
+    from baton.protocol.worker_http import Health
     from baton.worker.fence import MembershipFence
 
 Role: TypeAlias = Literal["prefill", "decode", "both"]
@@ -54,7 +53,7 @@ class WorkerOptions:
     topology: str = ""
     modes: tuple[HandoffMode, ...] = ("push", "pull")
     fence: MembershipFence | None = None
-    describe_drain: Callable[[], Health] = partial(Health, "draining")
+    describe_drain: Callable[[], Health] = describe_plain_drain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

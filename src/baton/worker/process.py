@@ -126,7 +126,7 @@ def run_worker(options: ProcessOptions) -> None:
         worker, epoch = _load(options, clock, watch)
         _freeze_garbage_collector()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            life = ProcessLife(options, worker, epoch, status_reporter, watch)
+            life = ProcessLife(options, worker, epoch, status_reporter, watch=watch)
             runner.run(life.run(listener))
 
 
@@ -139,6 +139,7 @@ class ProcessLife:
         worker: Worker,
         epoch: Epoch,
         status_reporter: StatusReporter,
+        *,
         watch: PreemptionWatch,
     ) -> None:
         self._options, self._worker = options, worker
@@ -289,9 +290,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _load(
-    options: ProcessOptions, clock: Clock, watch: PreemptionWatch
-) -> tuple[Worker, Epoch]:
+def _load(options: ProcessOptions, clock: Clock, watch: PreemptionWatch) -> tuple[Worker, Epoch]:
     epoch = new_epoch()
     model = options.model.resolve()
     factory = ENGINES.build(options.engine, options.engine_options)

@@ -9,18 +9,20 @@ from __future__ import annotations
 import asyncio
 import hmac
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from baton.engines.vllm.stream_tokens import TokenIdsMiddleware
-from baton.protocol.worker_http import MOVE_HEADER, Health
+from baton.net.preemption import describe_plain_drain
+from baton.protocol.worker_http import MOVE_HEADER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from baton.protocol.worker_http import Health
 
 OPEN_PATHS: Final = frozenset({"/health"})
 MOVES: Final = (MOVE_HEADER.encode(), b"1")
@@ -39,7 +41,7 @@ class DrainState:
     """
 
     bearer: bytes | None = None
-    describe_drain: Callable[[], Health] = partial(Health, "draining")
+    describe_drain: Callable[[], Health] = describe_plain_drain
     why_fenced: Callable[[], str | None] | None = None
     num_open: int = 0
     is_draining: bool = False
