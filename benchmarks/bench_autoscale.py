@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 FLEET: Final = "bench-autoscale"
 CALL_TIMEOUT_S: Final = 60.0
 PHASE_TIMEOUT_S: Final = 75.0
-PROMPTS: Final = tuple(f"{word} by the sea, told again. " * 40 for word in "ABCDEFGHIJKL")
+PROMPTS: Final = tuple(f"{word} by the sea, told again. " * 40 for word in "ABCDEFGHIJKLMNOP")
 MAX_TOKENS: Final = 64
 SETTINGS: Final = {
     "engine.dtype": "float32",
@@ -64,7 +64,7 @@ SCALING: Final = {
 }
 
 
-SLOWER: Final = 2.0
+SLOWER: Final = 4.0
 
 
 @dataclass

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PreemptionNotice:
-    """This machine is taken at `at`; `reason` says by whom the notice was given."""
+    """This machine is taken at `at`; `reason` has the source of the notice."""
 
     reason: str
     at: Instant
