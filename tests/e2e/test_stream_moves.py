@@ -24,6 +24,7 @@ from tests.stream_answers import StreamClient, StreamedAnswer
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
+    from pathlib import Path
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 NUM_TOKENS, NUM_PROMPT = 200, 400
@@ -31,6 +32,8 @@ GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": NUM_TOKENS}
 SEEDED = {**GREEDY, "temperature": 1.0, "seed": 7}
 USAGE = {"stream_options": {"include_usage": True}}
 TLS = {"security.tls": "control"}
+NOTICE_S = 30.0
+"""The default of `preemption.notice_s`: by then it must have left."""
 GATEWAY = {**TLS, "gateway.probe_interval_s": 0.2, "gateway.abandon_after_s": 150.0}
 
 
@@ -189,8 +192,13 @@ async def check(
         assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-3)
 
 
-def test_a_drained_workers_streams_go_on_elsewhere(workers: Workers, oracle: FleetProcess) -> None:
-    first, second = workers.start(2)
+def test_a_preempted_workers_streams_go_on_elsewhere(
+    workers: Workers, oracle: FleetProcess, tmp_path: Path
+) -> None:
+    """Its notice has the effect of SIGTERM, which the other tests send, and names the reason."""
+    notices = {"source": "file", "file": f"{tmp_path}/{{worker}}", "interval_s": 0.1}
+    settings = {f"preemption.{name}": value for name, value in notices.items()}
+    first, second = workers.start(2, **settings)
     gateway = workers.start_gateway([first, second])
     several = {**SEEDED, "prompt": prompt(9), "logprobs": 0, "n": 2}
 
@@ -199,13 +207,15 @@ def test_a_drained_workers_streams_go_on_elsewhere(workers: Workers, oracle: Fle
         asking = await begin(session, gateway, [StreamClient(*each) for each in BODIES])
         num = await count_streams(session, gateway, first)
         assert num > 1, "it has streams to lose"
-        first.send(signal.SIGTERM)
-        await until(lambda: not first.is_alive)
+        (tmp_path / first.name).touch()
+        await until(lambda: not first.is_alive, NOTICE_S)
         assert not all(task.done() for task in asking), "it did not wait for its streams' ends"
         assert first.popen.poll() == 0
+        assert "its machine will be taken (file: " in gateway.log.read_text()
         answers, both = await asyncio.gather(*asking), await asking_several
         counts = await read_counts(session, gateway)
         assert moved(counts) == num
+        assert counts["baton_gateway_preempted_workers_total"] == 1
         assert counts["baton_gateway_move_pause_seconds_count"] == num
         assert counts['baton_gateway_resumed_streams_total{result="resumed"}'] == 0
 

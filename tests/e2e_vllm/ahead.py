@@ -10,6 +10,7 @@ from tests.e2e_vllm.cluster import KV_BYTES_PER_TOKEN
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from baton.testing.fleet import FleetProcess
     from tests.e2e_vllm.cluster import ClusterFactory, Starter
@@ -110,8 +111,17 @@ def start_small_decode(cluster_factory: ClusterFactory) -> tuple[FleetProcess, .
 
 
 def start_victims(cluster_factory: ClusterFactory) -> tuple[FleetProcess, ...]:
-    """Two more decode servers, which do not live long."""
-    return tuple(cluster_factory.start(name, "decode") for name in ("drained", "killed"))
+    """Two more decode servers, which do not live long: `find_notice` is for one of them."""
+    notice = str(find_notice(cluster_factory))
+    drained = cluster_factory.start(
+        "drained", "decode", preemption__source="file", preemption__file=notice
+    )
+    return drained, cluster_factory.start("killed", "decode")
+
+
+def find_notice(cluster_factory: ClusterFactory) -> Path:
+    """The file from which the server `drained` knows that its machine will be taken."""
+    return cluster_factory.run_directory / "notice"
 
 
 STARTERS: Final[Mapping[str, Starter]] = {

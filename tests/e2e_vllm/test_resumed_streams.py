@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import signal
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from baton.gateway.stream_moves import MAX_COPIES
-from tests.e2e_vllm.ahead import start_victims
+from tests.e2e_vllm.ahead import find_notice, start_victims
 from tests.e2e_vllm.client import LOGPROB_TOLERANCE, open_session, read_metric, wait_until
 from tests.e2e_vllm.cluster import MODEL
 from tests.stream_answers import StreamClient, StreamedAnswer
@@ -79,7 +78,7 @@ def start_gateway(cluster_factory: ClusterFactory, *servers: FleetProcess) -> Fl
     return gateway
 
 
-def test_streams_of_a_server_that_drains_move(
+def test_streams_of_a_preempted_server_move(
     cluster: VllmCluster, cluster_factory: ClusterFactory, victims: tuple[FleetProcess, ...]
 ) -> None:
     drained, _ = victims
@@ -100,11 +99,12 @@ def test_streams_of_a_server_that_drains_move(
             num_moving = read_metric(drained.url, "vllm:num_requests_running")
             assert num_moving == len(GO_ON), "each server has one of every kind"
             received = read_metric(cluster.decode.url, HANDOFFS, side="received")
-            drained.send(signal.SIGTERM)
+            find_notice(cluster_factory).touch()
             await asyncio.to_thread(wait_until, have_moved, 20.0, gateway.tail)
             assert not any(task.done() for task in asking), "it waited for its answers"
             answers = await asyncio.gather(*asking)
             assert await asyncio.to_thread(drained.popen.wait, 30.0) == 0
+            assert "its machine will be taken (file: " in gateway.log.read_text()
             computed = read_metric(cluster.decode.url, GENERATED) - before
             # A handoff of a stream's KV ends with one token.
             assert computed <= len(clients) * NUM_LONG - num_moving * (NUM_SEEN - MAX_COPIES - 1)

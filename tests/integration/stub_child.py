@@ -3,6 +3,8 @@
 worker      ready at once; ends on SIGTERM
 stubborn    as a worker, but ignores SIGTERM
 broken      writes a reason and ends before it is ready
+spot        as a worker, but when a file named by STUB_DIE_FILE exists, removes it and reports
+            that its machine is taken; when it exists again, ends with code 0
 mortal      ready, then ends with code 7 when a file named by STUB_DIE_FILE exists
 gateway     as a worker on the socket `--listen-fds`; answers all paths as /metrics.
             The workers that are up are those of the file `--members`, without those that drain
@@ -60,6 +62,17 @@ def die_when_told(path):
     os._exit(7)
 
 
+def leave_when_told(path, status_fd):
+    while not path.exists():
+        time.sleep(0.02)
+    path.unlink()
+    status = {"event": "draining", "timeout_s": 25.0, "preempted": "its machine will be taken"}
+    os.write(status_fd, json.dumps(status).encode() + b"\n")
+    while not path.exists():
+        time.sleep(0.02)
+    os._exit(0)
+
+
 def open_server(args):
     if args.listen_fds is None:
         return ThreadingHTTPServer(("127.0.0.1", args.port), Handler)
@@ -91,6 +104,9 @@ def main():
     if behaviour == "mortal":
         path = Path(os.environ["STUB_DIE_FILE"])
         threading.Thread(target=die_when_told, args=(path,), daemon=True).start()
+    if behaviour == "spot":
+        arguments = Path(os.environ["STUB_DIE_FILE"]), args.status_fd
+        threading.Thread(target=leave_when_told, args=arguments, daemon=True).start()
     ended = threading.Event()
     stubborn = behaviour == "stubborn"
     signal.signal(signal.SIGTERM, signal.SIG_IGN if stubborn else lambda *_: ended.set())

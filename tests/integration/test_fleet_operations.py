@@ -117,6 +117,37 @@ async def test_a_fleet_grows_and_shrinks_while_it_serves(tmp_path):
 
 
 @in_event_loop
+async def test_a_preempted_worker_is_replaced_and_not_started_again(tmp_path):
+    notice, members = tmp_path / "notice", tmp_path / "members.json"
+
+    async def until(condition):
+        async with asyncio.timeout(20):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+    async def then(under_test, operations, steps):
+        slots = under_test.supervisor.slots
+        notice.touch()
+        await until(lambda: slots["w-1"].is_leaving)
+        member = operations.status().members[1]
+        assert (member.state, member.reason) == ("draining", "its machine will be taken")
+        await operations.scale(FleetSize(decode=2), steps.append)
+        assert list(slots) == ["w-0", "w-1", "gateway", "w-2"], "it is not one of the two"
+        (drained,) = (w for w in json.loads(members.read_text())["workers"] if w.get("draining"))
+        assert drained["url"] == slots["w-1"].url
+        notice.touch()
+        await until(lambda: "w-1" not in slots)
+        await asyncio.sleep(0.1)  # more than until a restart
+        assert list(slots) == ["w-0", "gateway", "w-2"]
+        assert listed(members) == urls(under_test)
+        assert any("not started again" in line for line in under_test.display.said)
+
+    environment = {"STUB_DIE_FILE": str(notice)}
+    steps = await operated(tmp_path, then, "worker", "spot", environment=environment)
+    assert steps == ["w-2 starts", steps[1], "serving: 2 decode"]
+
+
+@in_event_loop
 async def test_a_worker_that_does_not_start_leaves_the_others(tmp_path):
     behaviour, members = tmp_path / "behaviour", tmp_path / "members.json"
     behaviour.write_text("worker")

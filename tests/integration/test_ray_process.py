@@ -75,6 +75,25 @@ def test_a_process_that_ends_too_often_is_failed_with_its_reason():
     asyncio.run(scenario())
 
 
+def test_a_preempted_process_drains_by_itself_and_is_not_started_again(tmp_path):
+    notice = tmp_path / "notice"
+
+    async def scenario():
+        process = stub("spot", {"STUB_DIE_FILE": str(notice)})
+        life = asyncio.create_task(process.run())
+        await until(lambda: process.state == "ready")
+        notice.touch()
+        await until(lambda: process.preempted is not None)
+        assert process.url is not None, "gateways move its streams"
+        notice.touch()
+        await life
+        assert (process.state, process.reason) == ("ended", "its machine will be taken")
+        assert (process.url, process.num_restarts) == (None, 0)
+        await process.stop(WITHIN_S)
+
+    asyncio.run(scenario())
+
+
 def test_a_process_that_does_not_drain_is_killed():
     async def scenario():
         process = stub("stubborn")

@@ -16,10 +16,12 @@ from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.clock import MachineClock
 from baton.config.cluster_key import is_loopback
-from baton.engines.interface import NewToken
+from baton.config.sections import PreemptionSection
+from baton.engines.interface import FinishReason, NewToken
 from baton.errors import ConfigError, EngineError
 from baton.handoff.interface import SampledToken
 from baton.net.http_server import bind, start_listening
+from baton.net.preemption import PreemptionWatch
 from baton.telemetry.process_status import StatusReporter
 from baton.worker.fence import MembershipFence
 from baton.worker.options import ProcessOptions, WorkerOptions
@@ -45,21 +47,29 @@ async def living(
     key = Credentials.of(ClusterKey(b"k" * 32))
     at = ProcessOptions(name="w0", tls="off", credentials=key, **options)
     fence = MembershipFence(at.announce_lease_s) if at.announce_to else None
+    read_fd, write_fd = os.pipe()
+    reporter = StatusReporter(write_fd)
+    watch = PreemptionWatch(at.preemption, at.worker, MachineClock(), reporter)
     worker = build_worker(
         WorkerOptions(
-            worker=at.worker, epoch=EPOCH, served_model_name="demo", fence=fence, credentials=key
+            worker=at.worker,
+            epoch=EPOCH,
+            served_model_name="demo",
+            fence=fence,
+            credentials=key,
+            describe_drain=watch.describe_health,
         ),
         engine,
         None,
         MachineClock(),
     )
-    read_fd, write_fd = os.pipe()
     with bind("127.0.0.1", 0) as listener, os.fdopen(read_fd) as announced:
-        life = ProcessLife(at, worker, EPOCH, StatusReporter(write_fd))
+        life = ProcessLife(at, worker, EPOCH, reporter, watch=watch)
         running = asyncio.create_task(life.run(listener))
         try:
             ready = json.loads(await asyncio.to_thread(announced.readline))
             assert ready["event"] == "ready"
+            watch.start()
             yield ready["url"], running, worker
         finally:
             os.close(write_fd)
@@ -90,6 +100,34 @@ def test_drain_fails_what_takes_too_long() -> None:
             assert await read_end(reply) == ("draining", "data: [DONE]")
             await asyncio.wait_for(running, 30)
             assert engine.cancelled == [engine.requests[0].id]
+
+    asyncio.run(scenario())
+
+
+def test_a_preemption_notice_drains_and_a_later_sigterm_ends_no_answer(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        engine, notice = ScriptedEngine(one_token), tmp_path / "w0"
+        section = PreemptionSection(source="file", file=f"{tmp_path}/{{worker}}", interval_s=0.02)
+        async with (
+            living(engine, preemption=section) as (url, running, worker),
+            aiohttp.ClientSession() as session,
+        ):
+            reply = await start_stream(session, url)
+            notice.touch()
+            await until(lambda: worker.engine_client.draining)
+            async with session.get(f"{url}/health") as health:
+                found = await health.json()
+                assert (health.status, found["status"]) == (503, "draining")
+                assert found["reason"].startswith("its machine will be taken (file: ")
+                assert 0 < found["preempted_in_s"] <= section.notice_s
+            os.kill(os.getpid(), signal.SIGTERM)  # as from a machine that ends
+            await asyncio.sleep(0.1)
+            assert not running.done()
+            request = engine.requests[0].id
+            engine.sink([NewToken(request, SampledToken(9), 0, FinishReason.LENGTH)])
+            assert "error" not in await reply.text()
+            await asyncio.wait_for(running, 30)
+            assert not engine.cancelled
 
     asyncio.run(scenario())
 

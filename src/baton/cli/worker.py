@@ -115,6 +115,7 @@ def _options(config: Config, status_fd: int) -> ProcessOptions:
         handoff=config.handoff,
         transfer=config.transfer,
         store=config.store,
+        preemption=config.preemption,
         num_traces=config.trace.ring_size,
         status_fd=status_fd,
     )

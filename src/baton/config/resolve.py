@@ -80,6 +80,7 @@ ENVIRONMENT_PREFIX: Final = "BATON_"
 PATH_KEYS: Final = frozenset({
     "cluster.key_file",
     "worker.model",
+    "preemption.file",
     "gateway.tls_certificate",
     "gateway.tls_key",
     "gateway.client_keys_file",

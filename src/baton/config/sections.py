@@ -25,6 +25,7 @@ Role: TypeAlias = Literal["prefill", "decode", "both"]
 MoveStreams: TypeAlias = Literal["never", "drain", "auto"]
 Mode: TypeAlias = Literal["auto", "push", "pull", "pool", "reference", "colocated"]
 Verification: TypeAlias = Literal["full", "sampled", "identity"]
+PreemptionSource: TypeAlias = Literal["none", "file", "aws", "gcp", "azure"]
 RayPlacement: TypeAlias = Literal["spread", "strict_spread", "pack", "strict_pack"]
 """How Ray divides a role's workers among hosts: placement groups of these strategies."""
 Share: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
@@ -123,6 +124,20 @@ class WorkerSection(Struct, frozen=True, kw_only=True):
     announce_to: tuple[str, ...] = ()
     announce_url: str | None = None
     announce_lease_s: Annotated[float, Meta(ge=0.5, le=3600)] = 10.0
+
+
+class PreemptionSection(Struct, frozen=True, kw_only=True):
+    """From where a worker learns that its machine will be taken (`baton.net.preemption`).
+
+    `{worker}` in `file` stands for the worker's name. `url` None: the metadata service's own.
+    `notice_s`: how long before its machine's end a notice comes that names no time.
+    """
+
+    source: PreemptionSource = "none"
+    file: str = "/run/baton/preempted"
+    url: str | None = None
+    interval_s: Seconds = 2.0
+    notice_s: Annotated[float, Meta(ge=1, le=3600)] = 30.0
 
 
 class HandoffSection(Struct, frozen=True, kw_only=True):
@@ -303,6 +318,7 @@ class Config(Struct, frozen=True, kw_only=True):
     gateway: GatewaySection = msgspec.field(default_factory=GatewaySection)
     worker: WorkerSection = msgspec.field(default_factory=WorkerSection)
     engine: Table = {}
+    preemption: PreemptionSection = msgspec.field(default_factory=PreemptionSection)
     handoff: HandoffSection = msgspec.field(default_factory=HandoffSection)
     transfer: TransferSection = msgspec.field(default_factory=TransferSection)
     router: RouterSection = msgspec.field(default_factory=RouterSection)

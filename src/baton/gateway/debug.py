@@ -17,7 +17,7 @@ from baton.events.blocks import DEFAULT_MEDIUM, FeedHealth
 from baton.gateway.errors import PathNotFoundError
 from baton.gateway.kv_events import Followed, NotFollowed
 from baton.gateway.members.member_set import CONFIGURED
-from baton.gateway.workers import Down, Draining, Pending, Rejected, Up
+from baton.gateway.workers import Down, Draining, Pending, Preemption, Rejected, Up
 from baton.protocol.worker_http import KV_EVENTS_PREFIX, Role, WorkerLoad, trace_path
 from baton.router.handoff_costs import CostSource
 from baton.router.health import HealthState
@@ -419,6 +419,8 @@ def _reason(worker: Worker) -> str | None:
             return reason
         case Up() if worker.health.state not in {HealthState.HEALTHY, HealthState.RECOVERING}:
             return worker.health.reason
+        case Draining(_, Preemption(reason)):
+            return reason
         case Up() | Draining():
             return None
         case _ as never:

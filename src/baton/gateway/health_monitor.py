@@ -10,7 +10,11 @@ import logging
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
-from baton.errors import BatonError, ProtocolError
+import msgspec
+from msgspec import UnsetType
+
+from baton.clock import Instant
+from baton.errors import UNDECODABLE, BatonError, ProtocolError
 from baton.gateway.errors import (
     UnusableWorkerError,
     UpstreamError,
@@ -19,8 +23,8 @@ from baton.gateway.errors import (
     WorkerUnreachableError,
 )
 from baton.gateway.worker_discovery import Incarnation, LoadReader, WorkerDiscovery
-from baton.gateway.workers import NUM_AT_ONCE, Down, Up
-from baton.protocol.worker_http import HEALTH_PATH, Role
+from baton.gateway.workers import NUM_AT_ONCE, Down, Preemption, Up
+from baton.protocol.worker_http import HEALTH_PATH, MAX_REASON_CHARS, Health, Role
 from baton.router.health import EjectionCause, may_eject
 
 if TYPE_CHECKING:
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PROBES_PER_DISCOVERY: Final = 10
+_health_decoder = msgspec.json.Decoder(Health)
 
 
 class Prober:
@@ -104,8 +109,8 @@ class Prober:
         self._num_probes += 1
         began_at, num_reads = self._clock.now(), self._upstream.num_reads(self._worker.url)
         try:
-            if not await self._is_healthy():
-                self._workers.drain(self._worker)
+            if (drain := await self._ask_drain()) is not None:
+                self._workers.drain(self._worker, self._read_preemption(drain))
             elif self._note_healthy():
                 await self._discover_if_due()
         except UnusableWorkerError as exc:
@@ -201,28 +206,42 @@ class Prober:
         ):
             await self.discover()
 
-    async def _is_healthy(self) -> bool:
+    def _read_preemption(self, drain: Health) -> Preemption | None:
+        if isinstance(drain.preempted_in_s, UnsetType):
+            return None
+        at = Instant(self._clock.now() + drain.preempted_in_s)
+        return Preemption((drain.reason or "")[:MAX_REASON_CHARS], at)
+
+    async def _ask_drain(self) -> Health | None:
+        """Why it takes no requests; None: it does."""
         try:
-            return await self._accepts_requests()
+            return await self._ask_health()
         except UpstreamError:
             self._discovery.forget_rejection()
             raise
 
-    async def _accepts_requests(self) -> bool:
+    async def _ask_health(self) -> Health | None:
         status, body = await self._upstream.get(
             self._worker.url.with_path(HEALTH_PATH), self._timeout_s
         )
         match status:
             case HTTPStatus.OK:
                 self._workers.note_load(self._worker, await self._loads.read(body))
-                return True
+                return None
             case HTTPStatus.SERVICE_UNAVAILABLE:
                 info = self._worker.info
                 if info is not None and info.protocol == "vllm" and not body:
                     raise UpstreamError("its engine died: /health answered 503")
-                return False  # a Baton worker, or a vLLM server that Baton started, drains
+                return _read_health(body)  # a Baton worker, or a vLLM server that Baton started
             case _:
                 raise UpstreamError(f"/health answered {status}: is this a Baton worker?")
+
+
+def _read_health(body: bytes) -> Health:
+    try:
+        return _health_decoder.decode(body)
+    except UNDECODABLE:
+        return Health("draining")
 
 
 def is_spare(worker: Worker, workers: Workers) -> bool:

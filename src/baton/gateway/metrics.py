@@ -369,6 +369,11 @@ class GatewayMetrics:
             "Workers whose requests were given up, as nothing was received from them any more.",
             registry=self.registry,
         )
+        self.preempted_workers = Counter(
+            "baton_gateway_preempted_workers",
+            "Workers that drained because their machines were to be taken.",
+            registry=self.registry,
+        )
         ejections = Counter(
             "baton_gateway_ejections",
             "Workers that were taken out: their process gone, not well, late, or failing requests.",

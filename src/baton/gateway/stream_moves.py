@@ -120,15 +120,15 @@ class StreamMoves:
 
     def _drain(self, now: Instant) -> None:
         services = self._services
-        leaving = {
-            worker.info.worker
-            for worker in services.workers.all
-            if isinstance(worker.state, Draining) and worker.info is not None
-        }
+        leaving: dict[WorkerId, float] = {}  # until when: of those whose machines are taken
+        for worker in services.workers.all:
+            if isinstance(worker.state, Draining):
+                preemption = worker.state.preemption
+                leaving[worker.state.info.worker] = inf if preemption is None else preemption.at
         if not leaving:
             return
         due = [s for s in services.streams.all() if s.decode.id in leaving and s.is_due(now)]
-        for stream in sorted(due, key=lambda s: s.num_left, reverse=True):
+        for stream in sorted(due, key=lambda s: (leaving[s.decode.id], -s.num_left)):
             target = self._choose_target(stream, now)
             if target is not None:
                 self._begin(stream, target, MoveCause.DRAIN)

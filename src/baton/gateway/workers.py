@@ -35,6 +35,7 @@ from baton.router.health import DEFAULT_HEALTH, HealthOptions, HealthState, Work
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from baton.clock import Instant
     from baton.gateway.members.member_set import Listing
     from baton.gateway.metrics import GatewayMetrics
     from baton.ids import WorkerId
@@ -90,10 +91,19 @@ class Up:
 
 
 @dataclass(frozen=True, slots=True)
+class Preemption:
+    """Its machine is taken at `at`, as far as it knows."""
+
+    reason: str
+    at: Instant
+
+
+@dataclass(frozen=True, slots=True)
 class Draining:
     """It finishes what it has, and takes no more."""
 
     info: WorkerInfo
+    preemption: Preemption | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +194,7 @@ class Worker:
     def info(self) -> WorkerInfo | None:
         """The last worker info that it reported."""
         match self.state:
-            case Up(info) | Draining(info) | Down(info, _):
+            case Up(info) | Draining(info, _) | Down(info, _):
                 return info
             case Pending() | Rejected():
                 return None
@@ -298,10 +308,17 @@ class Workers:
         """It answered, and cannot be used."""
         self.change(worker, Rejected(reason))
 
-    def drain(self, worker: Worker) -> None:
-        """It reported that it takes no more requests."""
-        if worker.info is not None:
-            self.change(worker, Draining(worker.info))
+    def drain(self, worker: Worker, preemption: Preemption | None = None) -> None:
+        """It reported that it takes no more requests, and whether its machine is taken.
+
+        The first such report counts: each later one differs by what rounding leaves.
+        """
+        if worker.info is None:
+            return
+        known = worker.state.preemption if isinstance(worker.state, Draining) else None
+        if known is None and preemption is not None:
+            self._metrics.preempted_workers.inc()
+        self.change(worker, Draining(worker.info, known or preemption))
 
     def note_health(self, *workers: Worker) -> None:
         """What is thought of them may have changed: note that, if so; one fleet is made of all."""
@@ -453,8 +470,8 @@ def _reason(state: WorkerState) -> str:
     match state:
         case Pending(reason) | Down(_, reason) | Rejected(reason):
             return reason
-        case Draining():
-            return "draining"
+        case Draining(_, preemption):
+            return "draining" if preemption is None else f"draining: {preemption.reason}"
         case Up():
             return "up"
         case _:
@@ -482,8 +499,11 @@ def _log_change(worker: Worker, before: WorkerState, state: WorkerState) -> None
         case Up():
             if not same_kind:
                 log.info("%s is up at %s", worker, worker.url)
-        case Draining():
-            log.info("%s is draining", worker)
+        case Draining(_, preemption):
+            if preemption is None:
+                log.info("%s is draining", worker)
+            else:
+                log.warning("%s is draining: %s", worker, preemption.reason)
         case Down(_, reason):
             if not same_kind:
                 log.warning("%s is down: %s", worker, reason)

@@ -48,7 +48,7 @@ class Child:
 
     A session of its own keeps the terminal's Ctrl-C from it: the launcher alone decides how it
     ends. The `until_*` methods may be awaited by many, and cancelled. `phase` is what takes the
-    time while it loads, where it reports that.
+    time while it loads, where it reports that. `preempted`: its machine will be taken, and why.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class Child:
         self.name = name
         self.last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self.phase: str | None = None
+        self.preempted: str | None = None
         self._process = process
         self._url: asyncio.Future[str | ChildExited] = loop.create_future()
         self._ready: asyncio.Future[Ready | ChildExited] = loop.create_future()
@@ -142,8 +143,10 @@ class Child:
                 self._set_url(status.url)
                 if not self._ready.done():
                     self._ready.set_result(status)
-            case Draining():  # it was our signal: its end is what is waited for
+            case Draining(_, None):  # it was our signal: its end is what is waited for
                 pass
+            case Draining(_, preempted):
+                self.preempted = preempted
             case _:
                 assert_never(status)
 

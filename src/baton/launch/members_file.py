@@ -22,7 +22,7 @@ def write_members(path: Path, slots: Iterable[ProcessSlot]) -> None:
         OSError: it cannot be written; the one before it is still there.
     """
     workers = tuple(
-        Member(slot.url, Role(slot.plan.role), draining=slot.is_draining)
+        Member(slot.url, Role(slot.plan.role), draining=slot.is_leaving)
         for slot in slots
         if slot.plan is not None and slot.url is not None
     )

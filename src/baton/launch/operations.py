@@ -160,7 +160,7 @@ class FleetOperations:
     def _workers(self, role: Role) -> list[ProcessSlot]:
         """The workers of a role that are to stay, the oldest first."""
         slots = self._supervisor.slots.values()
-        return [slot for slot in slots if slot.plan and slot.role == role and not slot.is_draining]
+        return [slot for slot in slots if slot.plan and slot.role == role and not slot.is_leaving]
 
     def _find(self, name: str) -> ProcessSlot:
         slot = self._supervisor.slots.get(name)

@@ -57,6 +57,11 @@ class ProcessSlot:
     restarter: asyncio.Task[None] | None = None
 
     @property
+    def is_leaving(self) -> bool:
+        """Whether it gets nothing new: it is taken out, or its machine is."""
+        return self.is_draining or self.child.preempted is not None
+
+    @property
     def role(self) -> MemberRole:
         """What it does."""
         return "gateway" if self.plan is None else self.plan.role
@@ -105,16 +110,21 @@ class ProcessSlot:
             pid=None if has_ended else self.child.pid,
             num_restarts=min(self.num_restarts, MAX_COUNT),
             up_s=None if has_ended else max(0.0, now - self.started_at),
-            reason=self.reason or (self.child.phase or "" if self._state == "starting" else ""),
+            reason=self.reason or self._explain_state(),
         )
 
     @property
     def _state(self) -> MemberState:
         if self.child.is_ended:
             return "ended"
-        if self.is_draining:
+        if self.is_leaving:
             return "draining"
         return "ready" if self.child.is_ready else "starting"
+
+    def _explain_state(self) -> str:
+        if self._state == "starting":
+            return self.child.phase or ""
+        return self.child.preempted or ""
 
 
 async def drain(slots: Sequence[ProcessSlot], timeout_s: float, *, is_urgent: bool) -> bool:

@@ -300,6 +300,9 @@ class Supervisor:
         while True:
             ended = await slot.child.wait_until_exited()
             slot.reason = describe_exit(ended.returncode)
+            if slot.child.preempted is not None:
+                self._forget_preempted(slot, slot.child.preempted)
+                return
             delay_s = slot.budget.next_delay_s(self.context.clock.now())
             if delay_s is None:
                 raise slot.failure(ended, "ended too often")
@@ -314,6 +317,14 @@ class Supervisor:
             if not isinstance(ready, ChildExited):
                 slot.reason = ""
                 self._display.print_line(f"{slot.name} is back at {ready.url}")
+
+    def _forget_preempted(self, slot: ProcessSlot, why: str) -> None:
+        self._display.print_line(f"{slot.name} ended ({slot.reason}), not started again: {why}")
+        del self.slots[slot.name]
+        try:
+            self.publish_members()
+        except FleetError as exc:  # the gateways have found out by themselves
+            self._display.print_line(str(exc))
 
     # Stopping
 

@@ -13,4 +13,5 @@ File map:
     kubernetes/    requests to a Kubernetes API server
     http_server.py an HTTP server: its socket, uvicorn's settings; http_limits.py: what clients may
                    hold of it; http_protocol.py: a connection; http_exchange.py: request, response
+    preemption.py  whether this machine will be taken: a file, or metadata_services.py of clouds
 """

@@ -210,11 +210,15 @@ class MeasuredLinks(msgspec.Struct, frozen=True):
 
 
 class Health(msgspec.Struct, frozen=True):
-    """`GET /health`. `reason` is given when the status is not ok; `load` where it is known."""
+    """`GET /health`. `reason` is given when the status is not ok; `load` where it is known.
+
+    `preempted_in_s`: of a worker whose machine will be taken, seconds until then.
+    """
 
     status: str = "ok"
     reason: str | None = None
     load: WorkerLoad | None = None
+    preempted_in_s: Annotated[float, Meta(ge=0)] | UnsetType = UNSET
 
 
 class Version(msgspec.Struct, frozen=True):

@@ -3,7 +3,8 @@
     reports of all gateways ─► rate, shape, share of good answers
                                    │
         the cheapest size that is predicted to serve it within the limits (`find_size`)
-                                   │ more than there are: at once, but not while others still start
+                                   │ more than there are: at once, but not while others still start,
+                                   │ unless they only replace some that are gone
                                    │ fewer, for all of `shrink_after_s`: the most of that time
                                    ▼
                                `Resize`, with its reason
@@ -202,6 +203,7 @@ class Scaler:
         self._needs: deque[tuple[float, Size]] = deque()
         self._began_at: float | None = None
         self._grew_at = -inf
+        self._size = Size()
         self._factor = 1.0
 
     def decide(
@@ -210,7 +212,8 @@ class Scaler:
         """What to change, None for nothing.
 
         `reports` by gateway, of those that answered; `present` has those that start, too, of which
-        there are `num_starting`, and not those that drain.
+        there are `num_starting`, and not those that drain. What was there before and is not any
+        more, as preempted workers, is replaced at once, as far as it is needed.
         """
         options = self._options
         if self._began_at is None:
@@ -233,11 +236,19 @@ class Scaler:
             reason += f" (counted {self._factor:.2f} times: too few answers were good)"
         if share < options.good_share:
             reason += f", of which {share:.0%} can be good within the bounds"
+        self._size = Size(*map(max, self._size, present))
         more = Size(*map(max, need, present))
-        if more != present and not self._is_held(num_starting, now):
-            self._grew_at = now
-            return Resize(self._keep_price(more, need), f"{reason} need {need}")
+        is_growth = any(num > had for num, had in zip(more, self._size, strict=True))
+        if more != present and not (is_growth and self._is_held(num_starting, now)):
+            if is_growth:
+                self._grew_at = now
+            return self._resize(self._keep_price(more, need), f"{reason} need {need}")
         return self._shrink(present, reason, now)
+
+    def _resize(self, size: Size, reason: str) -> Resize:
+        """What a role loses by this is not missing later."""
+        self._size = Size(*map(min, self._size, size))
+        return Resize(size, reason)
 
     def _is_held(self, num_starting: int, now: float) -> bool:
         """The last growth has not had its effect yet."""
@@ -255,7 +266,7 @@ class Scaler:
         fewer = Size(*map(min, most, present))
         if fewer == present:
             return None
-        return Resize(fewer, f"{reason} needed {most} at most for {after_s:.0f} s")
+        return self._resize(fewer, f"{reason} needed {most} at most for {after_s:.0f} s")
 
     def _merge(self, reports: Mapping[str, DemandReport], now: float) -> list[ModelDemand]:
         """This model's part of the reports, and what its requests are like."""

@@ -41,9 +41,13 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", tag_field="event"):
 
 
 class Draining(msgspec.Struct, frozen=True, tag="draining", tag_field="event"):
-    """The process takes no more requests and ends within `timeout_s`."""
+    """The process takes no more requests and ends within `timeout_s`.
+
+    `preempted`: its machine will be taken, and why; it is not to be started again here.
+    """
 
     timeout_s: float | None = None
+    preempted: str | None = None
 
 
 ProcessStatus: TypeAlias = Loading | Ready | Draining

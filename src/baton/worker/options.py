@@ -7,19 +7,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.config.cluster_key import is_wildcard
-from baton.config.sections import HandoffSection, StoreSection, TransferSection, WorkerSection
+from baton.config.sections import (
+    HandoffSection,
+    PreemptionSection,
+    StoreSection,
+    TransferSection,
+    WorkerSection,
+)
 from baton.errors import ConfigError
 from baton.ids import WorkerId
 from baton.models import DEMO_MODEL_PATH
+from baton.net.preemption import describe_plain_drain
 from baton.protocol.announcements import require_https
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from baton.auth.credentials import Credentials
     from baton.auth.ticket import HandoffMode
     from baton.config.sections import Role, Tls
     from baton.ids import Epoch
+    from baton.protocol.worker_http import Health
     from baton.worker.fence import MembershipFence
 
 
@@ -32,6 +40,7 @@ class WorkerOptions:
     `topology` is where it is (`config/topology.py`).
     `max_default_tokens` bounds chat answers whose request sets no limit. `modes` are the ways of
     handing over that it takes part in, on either side. `fence`: of one that announces itself.
+    `describe_drain`: what `/health` answers while it drains.
     """
 
     worker: WorkerId
@@ -49,6 +58,7 @@ class WorkerOptions:
     topology: str = ""
     modes: tuple[HandoffMode, ...] = ("push", "pull")
     fence: MembershipFence | None = None
+    describe_drain: Callable[[], Health] = describe_plain_drain
 
 
 class ProcessOptions(WorkerSection, frozen=True, kw_only=True):
@@ -69,6 +79,7 @@ class ProcessOptions(WorkerSection, frozen=True, kw_only=True):
     handoff: HandoffSection = HandoffSection()
     transfer: TransferSection = TransferSection()
     store: StoreSection = StoreSection()
+    preemption: PreemptionSection = PreemptionSection()
     num_traces: int = 1024
     parent_pid: int | None = None
     status_fd: int = 1

@@ -36,12 +36,13 @@ from baton.handoff.pool_mode.store_access import open_store_access, report_to
 from baton.handoff.verify import VerificationPolicy
 from baton.ids import new_epoch
 from baton.net.http_server import bind, make_server_config, start_listening, url_of
+from baton.net.preemption import PreemptionWatch
 from baton.net.probes import serve_probes
 from baton.net.tls import ClusterTls
 from baton.protocol.announcements import Announcement
 from baton.protocol.worker_http import Role
 from baton.store.interface import PeerAccess
-from baton.telemetry.process_status import Draining, Loading, Ready, StatusReporter
+from baton.telemetry.process_status import Loading, Ready, StatusReporter
 from baton.transfer.devices.extents import choose_allocation
 from baton.transfer.interface import TransportContext, build_transports, choose_memory
 from baton.transfer.links.probes import ProbeBounds
@@ -120,20 +121,30 @@ def run_worker(options: ProcessOptions) -> None:
         url = url_of(listener, options.host, is_tls=options.tls != "off")
         what = f"model {options.model_path} with engine {options.engine}"
         status_reporter.report(Loading(url, what))
+        clock = MachineClock()
+        watch = PreemptionWatch(options.preemption, options.worker, clock, status_reporter)
+        watch.start()
         with _outside_garbage_collection():
-            worker, epoch = _load(options, MachineClock())
+            worker, epoch = _load(options, clock, watch)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(ProcessLife(options, worker, epoch, status_reporter).run(listener))
+            life = ProcessLife(options, worker, epoch, status_reporter, watch=watch)
+            runner.run(life.run(listener))
 
 
 class ProcessLife:
     """From start to end of a loaded worker. Owned by the event loop's thread."""
 
     def __init__(
-        self, options: ProcessOptions, worker: Worker, epoch: Epoch, status_reporter: StatusReporter
+        self,
+        options: ProcessOptions,
+        worker: Worker,
+        epoch: Epoch,
+        status_reporter: StatusReporter,
+        *,
+        watch: PreemptionWatch,
     ) -> None:
         self._options, self._worker = options, worker
-        self._epoch, self._status_reporter = epoch, status_reporter
+        self._epoch, self._status_reporter, self._watch = epoch, status_reporter, watch
         self._server = _Server(
             make_server_config(worker.app, worker.connections, drain_timeout_s=FLUSH_TIMEOUT_S)
         )
@@ -253,16 +264,17 @@ class ProcessLife:
                 loop.remove_signal_handler(number)
 
     def _on_signal(self, number: int) -> None:
-        if self._ending is not None:
+        timeout_s = self._watch.note_signal(self._options.drain_timeout_s)
+        if timeout_s is None:
             logger.warning("a second signal: leaving at once")
             os._exit(128 + number)
-        timeout_s = self._options.drain_timeout_s
         logger.info(
             "%s: no more requests, %d are being answered",
             signal.Signals(number).name,
             self._worker.engine_client.num_open,
         )
-        self._status_reporter.report(Draining(timeout_s))
+        if self._ending is not None:
+            self._ending.cancel()
         self._ending = asyncio.create_task(self._drain(timeout_s))
 
     async def _drain(self, timeout_s: float) -> None:
@@ -279,7 +291,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _load(options: ProcessOptions, clock: Clock) -> tuple[Worker, Epoch]:
+def _load(options: ProcessOptions, clock: Clock, watch: PreemptionWatch) -> tuple[Worker, Epoch]:
     epoch = new_epoch()
     model = options.model_path.resolve()
     factory = ENGINES.build(options.engine, options.engine_options)
@@ -305,6 +317,7 @@ def _load(options: ProcessOptions, clock: Clock) -> tuple[Worker, Epoch]:
         topology=options.at,
         modes=handoffs.modes,
         fence=fence,
+        describe_drain=watch.describe_health,
     )
     return build_worker(worker_options, engine, handoffs, clock), epoch
 

@@ -160,7 +160,7 @@ class StatusPages:
         if (reason := self.engine_client.why_fenced()) is not None:
             return Health("fenced", reason)
         if self.engine_client.draining:
-            return Health("draining")
+            return self.options.describe_drain()
         if self.handoffs is not None and not self.handoffs.is_alive:
             return Health("failed", "the handoff agent's thread has ended")
         if not self.engine.is_alive():

@@ -136,6 +136,27 @@ def test_it_does_not_grow_again_while_workers_start() -> None:
     assert scaler.decide(traffic.after(5.0, 20.0), larger, 0, traffic.now) is not None
 
 
+def test_what_is_preempted_is_replaced_at_once_and_not_more_than_that() -> None:
+    scaler, traffic = Scaler("demo", pools()), Traffic()
+    size = Size(1, 1)
+    while size == Size(1, 1):
+        assert traffic.now < 60.0
+        size = follow(scaler, traffic, size, 5.0, 6.0)
+    assert size.prefill > 1
+    assert follow(scaler, traffic, size, 5.0, 6.0) == size
+    fewer = size._replace(prefill=size.prefill - 1)  # while growth is held
+    found = scaler.decide(traffic.after(5.0, 6.0), fewer, 0, traffic.now)
+    assert found is not None
+    assert found.size == size
+    assert scaler.decide(traffic.after(5.0, 60.0), size, 0, traffic.now) is None, "more is held"
+
+
+def test_a_preempted_worker_that_is_not_needed_is_not_replaced() -> None:
+    scaler, traffic = Scaler("demo", pools()), Traffic()
+    assert follow(scaler, traffic, Size(3, 3), 60.0, 0.2) == Size(3, 3)
+    assert scaler.decide(traffic.after(5.0, 0.2), Size(3, 2), 0, traffic.now) is None
+
+
 def test_requests_that_wait_count() -> None:
     scaler, traffic = Scaler("demo", pools()), Traffic()
     size = follow(scaler, traffic, Size(1, 1), 60.0, 1.0)

@@ -127,6 +127,7 @@ def test_every_key_is_documented():
         "security",
         "gateway",
         "worker",
+        "preemption",
         "handoff",
         "store",
         "transfer",

@@ -73,7 +73,8 @@ def test_draining_refuses_what_is_new_and_ends_with_what_is_old():
         empty = asyncio.create_task(server.drain_state.wait_drained())
         status, body = await server.ask("POST", "/v1/completions")
         assert (status, body["error"]["code"]) == (503, "draining")
-        assert await server.ask("GET", "/health") == (503, {"status": "draining"})
+        status, body = await server.ask("GET", "/health")
+        assert (status, body["status"], body["reason"]) == (503, "draining", None)
         assert not empty.done()
         server.may_answer.set()
         assert (await server.ask("GET", "/metrics"))[0] == 200

@@ -9,6 +9,7 @@ import pytest
 
 from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
+from baton.clock import Instant
 from baton.gateway.app import Access, DebugPages, GatewayApp, RequestOrigin
 from baton.gateway.clients import Clients
 from baton.gateway.debug import LinkList, ListedWorker, WorkerList
@@ -16,7 +17,7 @@ from baton.gateway.kv_events import KVEvents
 from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.gateway.upstream import Upstream
-from baton.gateway.workers import Workers
+from baton.gateway.workers import Preemption, Workers
 from baton.protocol.worker_http import Role, WorkerLoad
 from baton.router.load import FleetLoad
 from baton.router.placement import Placement
@@ -60,6 +61,8 @@ def test_each_state_is_shown_with_its_reason(workers, worker_list):
     )
     workers.drain(worker)
     assert (only(worker_list).state, only(worker_list).reason) == ("draining", None)
+    workers.drain(worker, Preemption("its machine will be taken", Instant(9.0)))
+    assert only(worker_list).reason == "its machine will be taken"
     workers.lose(worker, "gone")
     assert (only(worker_list).state, only(worker_list).reason) == ("down", "gone")
     assert only(worker_list).worker == "decode-0"

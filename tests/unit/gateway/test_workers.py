@@ -7,12 +7,13 @@ import logging
 import pytest
 
 from baton.auth.ticket import WorkerRef
+from baton.clock import Instant
 from baton.errors import ModelNotFoundError, ProtocolError
 from baton.gateway.errors import NoWorkerError
 from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.options import WorkerAddress
 from baton.gateway.worker_info import read_info
-from baton.gateway.workers import Down, Draining, Pending, Rejected, Up, Workers
+from baton.gateway.workers import Down, Draining, Pending, Preemption, Rejected, Up, Workers
 from baton.ids import Epoch, WorkerId
 from baton.protocol.worker_http import Role, WorkerInfo, WorkerLoad
 
@@ -85,6 +86,21 @@ def test_a_draining_worker_is_not_placed_on(workers):
     workers.drain(workers.all[1])
     assert workers.all[1].state == Draining(info())
     assert not workers.fleet.can_decode
+
+
+def test_the_first_preemption_notice_of_a_worker_counts(workers, caplog):
+    decode = workers.all[1]
+    workers.register(decode, info())
+    workers.drain(decode)
+    notice = Preemption("its machine will be taken", Instant(30.0))
+    workers.drain(decode, notice)
+    workers.drain(decode, Preemption(notice.reason, Instant(30.1)))
+    workers.drain(decode)
+    assert decode.state == Draining(info(), notice)
+    assert [r.levelname for r in caplog.records if notice.reason in r.message] == ["WARNING"]
+    registry = workers._metrics.registry
+    assert registry.get_sample_value("baton_gateway_preempted_workers_total") == 1
+    assert f"draining: {notice.reason}" in workers.why_not_ready()
 
 
 def test_a_new_epoch_is_a_new_worker(workers, caplog):

@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from baton.engines.vllm.stream_tokens import TokenIdsMiddleware
+from baton.net.preemption import describe_plain_drain
 from baton.protocol.worker_http import MOVE_HEADER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from baton.protocol.worker_http import Health
 
 OPEN_PATHS: Final = frozenset({"/health"})
 MOVES: Final = (MOVE_HEADER.encode(), b"1")
@@ -33,10 +36,12 @@ class DrainState:
     """One process's door. Owned by the event loop's thread.
 
     `bearer` is required in `authorization` on every path but `/health`; None: not checked.
+    `describe_drain` is what `/health` answers while it drains.
     `why_fenced`: of a worker that announces itself, why it may serve nothing now (None: it may).
     """
 
     bearer: bytes | None = None
+    describe_drain: Callable[[], Health] = describe_plain_drain
     why_fenced: Callable[[], str | None] | None = None
     num_open: int = 0
     is_draining: bool = False
@@ -110,7 +115,7 @@ class AccessMiddleware:
         if path not in OPEN_PATHS and not _is_authorized(scope["headers"], drain_state.bearer):
             await _refuse(send, 401, _error("a bearer token is needed", "unauthorized"))
         elif drain_state.is_draining and path in OPEN_PATHS:
-            await _refuse(send, 503, {"status": "draining"})
+            await _refuse(send, 503, drain_state.describe_drain())
         elif (reason := drain_state.find_fenced()) is not None and path in OPEN_PATHS:
             await _refuse(send, 503, {"status": "fenced", "reason": reason})
         elif scope["method"] != "POST":
@@ -167,7 +172,7 @@ def _error(message: str, code: str) -> Mapping[str, object]:
     return {"error": {"message": message, "type": "server_error", "param": None, "code": code}}
 
 
-async def _refuse(send: Send, status: int, body: Mapping[str, object]) -> None:
+async def _refuse(send: Send, status: int, body: Mapping[str, object] | Health) -> None:
     headers = [(b"content-type", b"application/json"), (b"retry-after", b"1")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": msgspec.json.encode(body)})

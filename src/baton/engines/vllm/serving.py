@@ -39,6 +39,7 @@ from baton.errors import UNDECODABLE, BatonError, ConfigError, EngineError
 from baton.ids import Epoch, WorkerId
 from baton.net.http_limits import WORKER_LIMITS, Connections, allow_descriptors
 from baton.net.http_server import bounded_protocol
+from baton.net.preemption import PreemptionWatch
 from baton.net.probes import serve_probes
 from baton.net.tls import ClusterTls
 from baton.protocol.worker_http import HEALTH_PATH
@@ -163,8 +164,8 @@ LEASE_FILE: Final = "lease"
 class ServerLifecycle:
     """From start to end of one vLLM server. Owned by the main thread and its event loop."""
 
-    def __init__(self, context: ServerContext) -> None:
-        self._context = context
+    def __init__(self, context: ServerContext, watch: PreemptionWatch) -> None:
+        self._context, self._watch = context, watch
         self._status_reporter = context.status_reporter
         self._ending: asyncio.Task[None] | None = None
         self._is_ready = False
@@ -182,6 +183,7 @@ class ServerLifecycle:
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal_while_loading)
+        self._watch.start()
         self._announce_loading("importing vLLM")
         args = _parse(arguments)
         self._announce_loading("starting vLLM's engine")
@@ -280,13 +282,14 @@ class ServerLifecycle:
 
     def _on_signal(self, number: int, stop: Callable[[], object]) -> None:
         """`stop` is vLLM's own handler."""
-        if self._ending is not None:
+        timeout_s = self._watch.note_signal(self._context.config.worker.drain_timeout_s)
+        if timeout_s is None:
             logger.warning("a second signal: leaving at once")
             self._exit(128 + number)
-        timeout_s = self._context.config.worker.drain_timeout_s
         name = signal.Signals(number).name
         logger.info("%s: no more requests, %d are being answered", name, DRAIN_STATE.num_open)
-        self._status_reporter.report(Draining(timeout_s))
+        if self._ending is not None:
+            self._ending.cancel()
         self._ending = asyncio.create_task(self._drain(timeout_s, stop))
 
     async def _drain(self, timeout_s: float, stop: Callable[[], object]) -> None:
@@ -370,7 +373,11 @@ def serve(options: VllmOptions, context: ServerContext) -> None:
     if context.membership is not None and lease_file is not None:
         context.membership.open(lease_file)
     try:
-        ServerLifecycle(context).run(server_arguments(options, config, launch))
+        watch = PreemptionWatch(
+            config.preemption, config.worker.name, MachineClock(), context.status_reporter
+        )
+        DRAIN_STATE.describe_drain = watch.describe_health
+        ServerLifecycle(context, watch).run(server_arguments(options, config, launch))
     finally:
         shutil.rmtree(context.run_directory, ignore_errors=True)
 

@@ -12,7 +12,7 @@ from baton.config.environment import read_environment
 from baton.config.resolve import CommandLine, resolve
 from baton.errors import UNDECODABLE
 from baton.launch.errors import FleetError
-from baton.launch.fleet import FleetMember, FleetStatus, MemberRole
+from baton.launch.fleet import FleetMember, FleetStatus, MemberRole, MemberState
 from baton.launch.ray.connection import check_ray, connected, find_address
 from baton.launch.ray.members_file import read_member
 from baton.launch.ray.plan import NAMES, number_of, read_plan, role_of
@@ -32,6 +32,7 @@ STOP_MARGIN_S: Final = 15.0
 GATEWAYS_TIMEOUT_S: Final = 10.0
 FOLLOW_INTERVAL_S: Final = 0.5
 DECODERS: Final = frozenset[MemberRole]({"decode", "both"})
+LEAVING: Final = frozenset[MemberState]({"draining", "ended"})
 URLS: Final = frozenset[str]
 _IsSo: TypeAlias = "Callable[[frozenset[str]], bool]"
 """Of the workers that a gateway uses, by their addresses."""
@@ -71,12 +72,15 @@ class RayFleet:
             if role in DECODERS and count == 0:
                 raise FleetError(f"no worker would decode any more: keep at least one {role}")
         for role, count in wanted.items():
-            current = _of_role(role, names)
+            leaving = await self._find_leaving(role, names)
+            current = [name for name in _of_role(role, names) if name not in leaving]
             async for line in self._add(self._group_of(role), count - len(current), names):
                 yield line
             for name in reversed(current[count:]):
                 async for line in self._take_out(name):
                     yield line
+            for name in leaving:  # else Ray would start it on another host, one too many
+                yield await self._end(name)
 
     async def drain(self, worker: str) -> AsyncIterator[str]:
         """See `FleetControl`."""
@@ -136,6 +140,11 @@ class RayFleet:
             for line in new.lines:
                 yield line
             since = new.next_number
+
+    async def _find_leaving(self, role: MemberRole, names: Collection[str]) -> list[str]:
+        """Workers of a role that end by themselves, as when their hosts are taken."""
+        members = await asyncio.gather(*(self._report(name) for name in _of_role(role, names)))
+        return [member.name for member in members if member.state in LEAVING]
 
     # Adding
 

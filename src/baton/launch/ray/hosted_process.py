@@ -246,6 +246,8 @@ class HostedProcess:
         if not (self._plan.has_key_file or self._key_given.is_set()):
             return "starting", "waits for the cluster key, which no other process of the fleet has"
         if process.state == "ready":
+            if process.preempted is not None:
+                return "draining", process.preempted
             for url in self._urls:
                 if why_not := await asyncio.to_thread(find_why_not_ready, url):
                     return "starting", why_not

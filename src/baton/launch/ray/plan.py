@@ -280,7 +280,8 @@ def explain_unplaced(
         *needs,
         "its hosts are",
         *found,
-        "change ray.workers or ray.gateway_labels, add hosts with these labels, or raise --timeout",
+        "change ray.workers or ray.gateway_labels, add hosts with these labels, or raise",
+        "ray.timeout_s (--timeout): a host that Ray's autoscaler starts takes minutes",
     ])
 
 

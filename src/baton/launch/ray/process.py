@@ -109,6 +109,11 @@ class SupervisedProcess:
         return None if self._child is None else self._child.phase
 
     @property
+    def preempted(self) -> str | None:
+        """Why its machine will be taken, if it reported that."""
+        return None if self._child is None else self._child.preempted
+
+    @property
     def up_s(self) -> float | None:
         """Seconds since it was ready; None while it is not."""
         return None if self._ready_at is None else self._clock.now() - self._ready_at
@@ -121,6 +126,9 @@ class SupervisedProcess:
                 returncode = await self._run_once()
                 if self._stop_requested.is_set():
                     break
+                if self.preempted is not None:  # its supervisor starts elsewhere: it starts there
+                    self.state, self.reason, self.url = "ended", self.preempted, None
+                    return
                 if self._successor is None and not await self._wait_for_restart(returncode):
                     return
                 self.num_restarts += 1

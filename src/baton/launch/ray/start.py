@@ -35,8 +35,12 @@ MAX_PENDING_CALLS: Final = 256
 NUM_SHOWN_LINES: Final = 20
 HOST_LABEL: Final = "ray.io/node-id"
 """A label that Ray gives each host, with a value of its own."""
-BUNDLE_CPUS: Final = 0.001
-"""A bundle must have something; supervisors take no cores from what else runs on Ray."""
+RESERVED_BYTES: Final = 1 << 20
+"""Of a host's memory, for each supervisor without a GPU; no cores, which a head may have none of.
+
+What reserves nothing is no demand for Ray's autoscaler, which would start no host for it, and would
+take a host that runs it for idle, and end it.
+"""
 
 
 async def start_fleet(
@@ -87,7 +91,7 @@ def create_group(plan: RayPlan, group: ProcessGroup) -> None:
 
 
 def _reserve(plan: RayPlan, group: ProcessGroup) -> PlacementGroup:
-    bundle = {"GPU": group.gpus} if group.gpus else {"CPU": BUNDLE_CPUS}
+    bundle = {"GPU": group.gpus} if group.gpus else {"memory": RESERVED_BYTES}
     strategies = {HOST_LABEL: (group.placement or "pack").upper()}
     if group.within is not None:
         strategies[group.within] = "STRICT_PACK"
@@ -127,6 +131,7 @@ def create_supervisor(
             max_pending_calls=MAX_PENDING_CALLS,
             num_cpus=0,
             num_gpus=group.gpus,
+            memory=None if in_bundle or group.gpus else RESERVED_BYTES,
             label_selector=None if in_bundle else group.selector or None,
             scheduling_strategy=in_bundle or "SPREAD",
         ).remote(name, msgspec.json.encode(plan))

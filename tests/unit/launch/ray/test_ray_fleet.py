@@ -28,6 +28,7 @@ class Supervisors:
     def __init__(self, *names):
         self.names, self.away = set(names), set()
         self.draining, self.calls = set(), []
+        self.states = {}
         self.tail = LogTail()
 
     async def list_names(self, timeout_s):
@@ -51,7 +52,11 @@ class Supervisors:
     def do_status(self, name):
         return msgspec.json.encode(
             FleetMember(
-                name=name, role=role_of(name), state="ready", host="h", url=f"https://{name}:1"
+                name=name,
+                role=role_of(name),
+                state=self.states.get(name, "ready"),
+                host="h",
+                url=f"https://{name}:1",
             )
         )
 
@@ -121,6 +126,15 @@ def test_scaling_down_takes_the_newest(supervisors):
     supervisors.names.add("decode-10")
     lines_of(RayFleet(supervisors, PLAN, 1.0).scale(FleetSize(decode=1)))
     assert [name for call, name in supervisors.calls if call == "stop"] == ["decode-10", "decode-1"]
+
+
+@pytest.mark.parametrize("state", ["draining", "ended"])
+def test_workers_that_leave_by_themselves_do_not_count_and_are_removed(supervisors, state):
+    pytest.importorskip("ray", reason="Ray is not installed: make test-ray")
+    supervisors.states["decode-0"] = state
+    lines_of(RayFleet(supervisors, PLAN, 1.0).scale(FleetSize(decode=1)))
+    assert supervisors.calls == [("stop", "decode-0"), ("remove", "decode-0")]
+    assert "decode-1" in supervisors.names
 
 
 @pytest.mark.parametrize(
