@@ -27,6 +27,9 @@ Mode: TypeAlias = Literal["auto", "push", "pull", "pool", "reference", "colocate
 Verification: TypeAlias = Literal["full", "sampled", "identity"]
 RayPlacement: TypeAlias = Literal["spread", "strict_spread", "pack", "strict_pack"]
 """How Ray divides a role's workers among hosts: placement groups of these strategies."""
+Spread: TypeAlias = Literal["none", "host", "rack", "zone"]
+"""Which of these has at most half of a role's workers, rounded up."""
+Amount: TypeAlias = Annotated[float, Meta(ge=0)]
 Share: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
 Tls: TypeAlias = Literal["off", "control", "all"]
 """What is encrypted: HTTP between gateway and workers (`control`), and pages over `tcp` (`all`)."""
@@ -221,14 +224,16 @@ class UpSection(Struct, frozen=True, kw_only=True):
 
 
 class RayWorkersTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where Ray may place the workers of one role, and how many GPUs each has.
+    """Where Ray may place the workers of one role, and what each of them needs of its host.
 
     `labels`: each `label=value`, `label=!value`, `label=in(a,b)` or `label=!in(a,b)`. `within`: a
     label that is to have one value for all of them, such as `rack`.
     """
 
     labels: tuple[str, ...] = ()
-    gpus: Annotated[float, Meta(ge=0)] = 0.0
+    gpus: Amount = 0.0
+    cpus: Amount = 0.0
+    memory_bytes: Count = 0
     placement: RayPlacement | None = None
     within: str | None = None
 
@@ -245,6 +250,39 @@ class RaySection(Struct, frozen=True, kw_only=True):
     workers: dict[str, RayWorkersTable] = {}
     timeout_s: Seconds = 60.0
     insecure: bool = False
+
+
+class HostTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A host of a fleet: where it is, and what its workers may use of it.
+
+    `labels` are those beside `host` (its name), `rack` and `zone`. An empty `zone` or `rack` is not
+    known.
+    """
+
+    name: Annotated[str, Meta(min_length=1)]
+    zone: str = ""
+    rack: str = ""
+    gpus: Amount = 0.0
+    cpus: Amount = 0.0
+    memory_bytes: Count = 0
+    labels: dict[str, str] = {}
+
+
+class FleetSection(Struct, frozen=True, kw_only=True):
+    """Which host each worker is to start on, and what `baton plan` decides that by.
+
+    `assignments`: `zone/rack/host` by a worker's name. `near`: `baton up --on ray` decides by
+    itself. `links`: GB/s between two workers by their distance. The KV that is expected is that of
+    `requests_per_s` prompts of `prompt_tokens`.
+    """
+
+    hosts: tuple[HostTable, ...] = ()
+    assignments: dict[str, str] = {}
+    near: bool = False
+    spread: Spread = "none"
+    links: dict[str, Annotated[float, Meta(gt=0)]] = {}
+    requests_per_s: Annotated[float, Meta(gt=0)] = 1.0
+    prompt_tokens: PositiveCount = 2048
 
 
 class ScalingSection(Struct, frozen=True, kw_only=True):
@@ -303,6 +341,7 @@ class Config(Struct, frozen=True, kw_only=True):
     store: StoreSection = msgspec.field(default_factory=StoreSection)
     up: UpSection = msgspec.field(default_factory=UpSection)
     ray: RaySection = msgspec.field(default_factory=RaySection)
+    fleet: FleetSection = msgspec.field(default_factory=FleetSection)
     scaling: ScalingSection = msgspec.field(default_factory=ScalingSection)
     trace: TraceSection = msgspec.field(default_factory=TraceSection)
     log: LogSection = msgspec.field(default_factory=LogSection)
