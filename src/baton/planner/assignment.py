@@ -316,7 +316,7 @@ def _explain(
     lines.append("the hosts are")
     lines += [
         f"  {'/'.join((host.zone, host.rack, host.name))}: "
-        f"{show_amounts(host.gpus, host.cpus, host.memory_bytes)}"
+        f"{show_amounts(host.gpus, host.cpus, host.memory_bytes) or 'nothing'}"
         for host in hosts
     ]
     instead = "" if spread == "none" else f", or change fleet.spread (it is {spread!r})"
@@ -327,11 +327,11 @@ def _explain(
 
 
 def show_amounts(gpus: float, cpus: float, memory_bytes: float) -> str:
-    """For people: what is needed, or what there is."""
+    """For people: what is needed, or what there is. Empty if that is nothing."""
     parts = [f"{gpus:g} GPUs"] if gpus else []
     parts += [f"{cpus:g} CPUs"] if cpus else []
     parts += [f"{memory_bytes / 2**30:.4g} GiB"] if memory_bytes else []
-    return ", ".join(parts) or "nothing"
+    return ", ".join(parts)
 
 
 def _show_selector(selector: Mapping[str, str]) -> str:
