@@ -9,6 +9,7 @@ import secrets
 import shutil
 import sys
 import time
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -238,6 +239,48 @@ def test_down(fleet):
     left = fleet.run("status")
     assert f"no fleet '{FLEET}' runs" in left.stderr
     wait_until(lambda: not has_workers(FLEET), 10.0)
+
+
+def test_a_planned_fleet_starts_as_planned(cluster, tmp_path):
+    """On the two hosts that are left: a pair on each."""
+    name = "planned"
+    output = tmp_path / "fleet.toml"
+    sizes = ("--prefill", "2", "--decode", "2")
+    given = settings(
+        "engine.dtype=float32", "engine.num_threads=1", "gateway.port=0",
+        "ray.workers.prefill.cpus=0.5", "ray.workers.decode.cpus=0.5",
+    )  # fmt: skip
+    done = baton(
+        cluster, "plan", "--on", "ray", *sizes, "--spread", "host", *given, "--output", str(output)
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "decode-0 (same_host)" in done.stdout
+    assert up(cluster, *sizes, *given, "--near", "--config", str(output), fleet=name).returncode == 2
+    done = up(cluster, "--config", str(output), fleet=name)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " is on h" not in done.stderr, "all are where they were planned"
+    hosts = hosts_of(cluster, name)
+    assert hosts["prefill-0"] == hosts["decode-0"] != hosts["prefill-1"] == hosts["decode-1"]
+    planned = tomllib.loads(output.read_text())["fleet"]["assignments"]
+    assert {each: path.rpartition("/")[2] for each, path in planned.items()} == {
+        each: host for each, host in hosts.items() if each != "gateway-0"
+    }
+    left = cluster.head.labels["host"]
+    next(
+        each
+        for each in cluster.hosts
+        if each.labels["host"] in set(hosts.values()) - {left}
+    ).cut_power()
+    wait_until(lambda: set(hosts_of(cluster, name).values()) == {left})
+    done = baton(cluster, "down", "--on", "ray", "--fleet", name)
+    assert done.returncode == 0, done.stderr
+
+
+def hosts_of(cluster, fleet):
+    """The host's label of each process of a fleet."""
+    done = baton(cluster, "status", "--json", "--on", "ray", "--fleet", fleet)
+    members = msgspec.json.decode(done.stdout, type=FleetStatus).members
+    return {each.name: each.labels.get("host") for each in members}
 
 
 def has_workers(fleet):
