@@ -85,7 +85,10 @@ def measure(num_hosts: int, num_prefill: int, num_decode: int, gpus: int) -> dic
 
 def show(fleets: list[dict[str, float]]) -> None:
     """As docs/clusters/plan.md has it."""
-    print("| hosts | workers | seconds to plan | ms of links for a GB of KV: planned | in turn | packed |")
+    print(
+        "| hosts | workers | seconds to plan | ms of links for a GB of KV: planned | in turn "
+        "| packed |"
+    )
     print("|---|---|---|---|---|---|")
     for each in fleets:
         workers = f"{each['prefill']} + {each['decode']}, {each['gpus']} GPUs each"

@@ -76,8 +76,8 @@ def launch_on_ray(resolved: Resolved, fleet: str) -> int:
 def _check_near(config: Config) -> None:
     if config.fleet.assignments:
         raise ConfigError(
-            "fleet.near (--near) assigns workers to hosts, and fleet.assignments has done so: leave "
-            "out one of them"
+            "fleet.near (--near) assigns workers to hosts, and fleet.assignments has done so: "
+            "leave out one of them"
         )
     list_needs(config)  # refuses what cannot be assigned before anything is connected
 

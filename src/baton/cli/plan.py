@@ -44,7 +44,7 @@ class PlanFlags(ConfigFlags):
     kv_model: Annotated[
         str | None,
         Parameter(
-            help="Whose KV is counted: as baton size --model [default: worker.model, else the demo]."
+            help="Whose KV is counted: as of baton size [default: worker.model, else the demo's]."
         ),
     ] = None
     gateway: Annotated[

@@ -1,4 +1,4 @@
-"""From settings to a plan of a fleet: `baton plan`, and `baton up --on ray` before it starts one."""
+"""From settings to a plan of a fleet: for `baton plan`, and for `baton up --on ray`."""
 
 from __future__ import annotations
 

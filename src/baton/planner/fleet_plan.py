@@ -112,7 +112,9 @@ def split_path(path: str) -> tuple[str, str, str]:
         ConfigError: it is none.
     """
     if not PATH.fullmatch(path):
-        raise ConfigError(f"fleet.assignments: {path!r} is no host: write zone/rack/host, or //host")
+        raise ConfigError(
+            f"fleet.assignments: {path!r} is no host: write zone/rack/host, or //host"
+        )
     zone, rack, host = path.split("/") if "/" in path else ("", "", path)
     return zone, rack, host
 

@@ -1,4 +1,4 @@
-"""What KV is expected between workers, and how fast the links at each distance carry it. Pure but for the model's config."""
+"""What KV is expected between workers, and how fast the links at each distance carry it. Pure."""
 
 from __future__ import annotations
 

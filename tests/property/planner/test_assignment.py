@@ -101,11 +101,15 @@ def divisions(number, num_hosts):
 @given(hosts, workers, workers, costs, spreads)
 def test_no_assignment_costs_less(found, prefill, decode, byte_s, spread):
     prefill, decode = needs_of("prefill", prefill), needs_of("decode", decode)
-    possible = [
-        cost_of(found, counts, byte_s)
+    all_counts = [
+        tuple(zip(first, second, strict=True))
         for first in divisions(len(prefill.names), len(found))
         for second in divisions(len(decode.names), len(found))
-        if is_allowed(found, counts := tuple(zip(first, second, strict=True)), prefill, decode, spread)
+    ]
+    possible = [
+        cost_of(found, counts, byte_s)
+        for counts in all_counts
+        if is_allowed(found, counts, prefill, decode, spread)
     ]
     if not possible:
         with pytest.raises(NoAssignmentError, match="no room"):

@@ -70,7 +70,8 @@ def test_a_spread_bounds_what_one_host_has():
 def test_why_nothing_fits_and_what_there_is():
     wanted = needs(1, 4, memory_bytes=1 << 30, selector={"tier": "!spot"})
     with pytest.raises(NoAssignmentError) as raised:
-        plan([host("h1", memory_bytes=3 << 30, gpus=8.0), host("h2", labels={"tier": "spot"})], wanted)
+        spot = host("h2", memory_bytes=8 << 30, labels={"tier": "spot"})
+        plan([host("h1", memory_bytes=3 << 30, gpus=8.0), spot], wanted)
     text = str(raised.value)
     assert "of 4 decode workers: 1 GPUs, 1 GiB each, labels tier=!spot" in text
     assert "z1/r1/h1: 8 GPUs, 3 GiB" in text

@@ -17,7 +17,7 @@ ZONE_LABELS: Final = ("zone", "ray.io/availability-zone")
 
 
 def path_of(labels: Mapping[str, str]) -> str:
-    """`zone/rack/host` of a host's labels; what they do not name is empty, or left out at the end."""
+    """`zone/rack/host` of a host's labels; what they do not name stays empty."""
     zone = next((labels[name] for name in ZONE_LABELS if name in labels), "")
     return "/".join((zone, labels.get("rack", ""), labels.get("host", ""))).rstrip("/")
 
