@@ -268,9 +268,7 @@ def test_a_planned_fleet_starts_as_planned(cluster, tmp_path):
     }
     left = cluster.head.labels["host"]
     next(
-        each
-        for each in cluster.hosts
-        if each.labels["host"] in set(hosts.values()) - {left}
+        each for each in cluster.hosts if each.labels["host"] in set(hosts.values()) - {left}
     ).cut_power()
     wait_until(lambda: set(hosts_of(cluster, name).values()) == {left})
     done = baton(cluster, "down", "--on", "ray", "--fleet", name)

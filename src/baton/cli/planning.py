@@ -92,7 +92,7 @@ def _describe(
     kv: ExpectedKV | None,
 ) -> FleetPlan:
     workers = [(name, role) for name, role, _ in worker_positions(config)]
-    return describe_fleet(workers, assignments, rates, kv, config.fleet.spread)
+    return describe_fleet(workers, assignments, rates, kv=kv, spread=config.fleet.spread)
 
 
 def planned_settings(resolved: Resolved, plan: FleetPlan) -> str:

@@ -315,7 +315,7 @@ def _explain(
         lines.append(f"with at most half of each role, rounded up, on one {spread}")
     lines.append("the hosts are")
     lines += [
-        f"  {'/'.join((host.zone, host.rack, host.name))}: "
+        f"  {host.zone}/{host.rack}/{host.name}: "
         f"{show_amounts(host.gpus, host.cpus, host.memory_bytes) or 'nothing'}"
         for host in hosts
     ]

@@ -123,6 +123,7 @@ def describe_fleet(
     workers: Sequence[tuple[str, Role]],
     assignments: Mapping[str, str],
     rates: Mapping[Distance, LinkRate],
+    *,
     kv: ExpectedKV | None,
     spread: str,
 ) -> FleetPlan:
@@ -137,7 +138,12 @@ def describe_fleet(
             f"{', '.join(name for name, _ in workers)}: run baton plan again"
         )
     at = {name: Location.of(*split_path(path)) for name, path in assignments.items()}
-    planned = [_describe_worker(name, role, workers, assignments, at) for name, role in workers]
+    paths = {name: host_path(*split_path(path)) for name, path in assignments.items()}
+    planned = []
+    for name, role in workers:
+        others = [other for other, its in workers if its != role and other in at]
+        distance, nearest = _find_nearest(name, others, at)
+        planned.append(PlannedWorker(name, role, paths.get(name), distance, nearest))
     counts: dict[Location, Counts] = {}
     for name, role in workers:
         if name in at:
@@ -145,34 +151,25 @@ def describe_fleet(
             counts[at[name]] = prefill + (role == "prefill"), decode + (role == "decode")
     num_prefill = sum(prefill for prefill, _ in counts.values())
     traffic = [
-        _describe_traffic(distance, share, rates[distance], kv, num_prefill)
+        _describe_traffic(distance, share, rates[distance], kv=kv, num_prefill=num_prefill)
         for distance, share in divide_traffic(list(counts.items())).items()
     ]
     return FleetPlan(spread=spread, kv=kv, workers=tuple(planned), traffic=tuple(traffic))
 
 
-def _describe_worker(
-    name: str,
-    role: Role,
-    workers: Sequence[tuple[str, Role]],
-    assignments: Mapping[str, str],
-    at: Mapping[str, Location],
-) -> PlannedWorker:
-    if name not in at:
-        return PlannedWorker(name, role, None)
-    zone, rack, host = split_path(assignments[name])
-    path = host_path(zone, rack, host)
-    others = [other for other, its in workers if its != role and other in at]
-    if not others:
-        return PlannedWorker(name, role, path)
+def _find_nearest(
+    name: str, others: Sequence[str], at: Mapping[str, Location]
+) -> tuple[str | None, tuple[str, ...]]:
+    """How far away the nearest of `others` are, and which."""
+    if name not in at or not others:
+        return None, ()
     distances = {other: at[name].distance(at[other]) for other in others}
     least = min(distances.values())
-    nearest = tuple(other for other in others if distances[other] is least)
-    return PlannedWorker(name, role, path, str(least), nearest)
+    return str(least), tuple(other for other in others if distances[other] is least)
 
 
 def _describe_traffic(
-    distance: Distance, share: float, rate: LinkRate, kv: ExpectedKV | None, num_prefill: int
+    distance: Distance, share: float, rate: LinkRate, *, kv: ExpectedKV | None, num_prefill: int
 ) -> PlannedTraffic:
     if kv is None:
         return PlannedTraffic(str(distance), share, rate.gb_per_s, rate.source)

@@ -132,6 +132,7 @@ def test_every_key_is_documented():
         "router",
         "up",
         "ray",
+        "fleet",
         "trace",
         "log",
     }

@@ -34,7 +34,7 @@ def plan(hosts, wanted, kv=KV, **fleet):
     rates = choose_rates(section.links, {})
     assignments = plan_assignments(hosts, wanted, rates, section)
     workers = [(name, each.role) for each in wanted for name in each.names]
-    return describe_fleet(workers, assignments, rates, kv, section.spread)
+    return describe_fleet(workers, assignments, rates, kv=kv, spread=section.spread)
 
 
 def shares(planned):
@@ -63,14 +63,14 @@ def test_a_spread_bounds_what_one_host_has():
     assert set(plan(hosts, needs(1, 3), spread="host").assignments.values()) == {
         "z1/r1/h1", "z1/r1/h2",
     }  # fmt: skip
-    with pytest.raises(NoAssignmentError, match="change fleet.spread"):
+    with pytest.raises(NoAssignmentError, match=r"change fleet\.spread"):
         plan(hosts, needs(1, 3), spread="rack")
 
 
 def test_why_nothing_fits_and_what_there_is():
     wanted = needs(1, 4, memory_bytes=1 << 30, selector={"tier": "!spot"})
+    spot = host("h2", memory_bytes=8 << 30, labels={"tier": "spot"})
     with pytest.raises(NoAssignmentError) as raised:
-        spot = host("h2", memory_bytes=8 << 30, labels={"tier": "spot"})
         plan([host("h1", memory_bytes=3 << 30, gpus=8.0), spot], wanted)
     text = str(raised.value)
     assert "of 4 decode workers: 1 GPUs, 1 GiB each, labels tier=!spot" in text
@@ -111,7 +111,7 @@ def test_links_are_as_configured_else_measured_else_guessed():
         "same_zone": (pytest.approx(1e-9 / DEFAULTS[Distance.SAME_ZONE].byte_s), "default"),
         "cross_zone": (pytest.approx(1e-9 / DEFAULTS[Distance.CROSS_ZONE].byte_s), "default"),
     }
-    with pytest.raises(ConfigError, match="fleet.links has same_row"):
+    with pytest.raises(ConfigError, match=r"fleet\.links has same_row"):
         choose_rates({"same_row": 1.0}, {})
 
 
@@ -135,7 +135,6 @@ def test_what_is_printed():
     assert text.splitlines()[1].split() == ["prefill-0", "z1/r1/h1", "decode-0", "(same_host)"]
     assert "decode-0 (same_rack)" in text
     assert "note: links of same_rack would be busy for 100% of the time" in text
-    assert all(len(line) <= 120 for line in text.splitlines())
 
 
 @pytest.mark.parametrize("path", ["", "a/b", "a/b/", "a/b/c/d"])
@@ -153,12 +152,12 @@ def test_hosts_have_names_of_their_own():
 
 def test_assignments_of_another_fleet_are_refused():
     with pytest.raises(ConfigError, match="names decode-7"):
-        describe_fleet([("decode-0", "decode")], {"decode-7": "//h1"}, RATES, KV, "none")
+        describe_fleet([("decode-0", "decode")], {"decode-7": "//h1"}, RATES, kv=KV, spread="none")
 
 
 def test_workers_without_an_assignment_are_left_to_ray():
     workers = [("prefill-0", "prefill"), ("decode-0", "decode")]
-    planned = describe_fleet(workers, {"decode-0": "h1"}, RATES, None, "none")
+    planned = describe_fleet(workers, {"decode-0": "h1"}, RATES, kv=None, spread="none")
     assert [each.host for each in planned.workers] == [None, "//h1"]
     assert planned.traffic == ()
     shown = io.StringIO()
