@@ -266,20 +266,25 @@ def test_a_planned_fleet_starts_as_planned(cluster, tmp_path):
     assert {each: path.rpartition("/")[2] for each, path in planned.items()} == {
         each: host for each, host in hosts.items() if each != "gateway-0"
     }
-    left = cluster.head.labels["host"]
-    next(
-        each for each in cluster.hosts if each.labels["host"] in set(hosts.values()) - {left}
-    ).cut_power()
-    wait_until(lambda: set(hosts_of(cluster, name).values()) == {left})
+    used = set(hosts.values()) - {cluster.head.labels["host"]}
+    lost = next(each for each in cluster.hosts if each.labels["host"] in used)
+    lost.cut_power()
+    others = {each.labels["host"] for each in cluster.hosts} - {lost.labels["host"]}
+    wait_until(lambda: set(hosts_of(cluster, name).values()) <= others)
     done = baton(cluster, "down", "--on", "ray", "--fleet", name)
     assert done.returncode == 0, done.stderr
 
 
 def hosts_of(cluster, fleet):
-    """The host's label of each process of a fleet."""
+    """The host's label of each process of a fleet; None: it does not serve now, or is not known."""
     done = baton(cluster, "status", "--json", "--on", "ray", "--fleet", fleet)
+    if not done.stdout:
+        print(done.stderr)
+        return {"status": None}
     members = msgspec.json.decode(done.stdout, type=FleetStatus).members
-    return {each.name: each.labels.get("host") for each in members}
+    return {
+        each.name: each.labels.get("host") if each.state == "ready" else None for each in members
+    }
 
 
 def has_workers(fleet):
