@@ -252,7 +252,7 @@ class RaySection(Struct, frozen=True, kw_only=True):
     insecure: bool = False
 
 
-class HostTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class HostTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A host of a fleet: where it is, and what its workers may use of it.
 
     `labels` are those beside `host` (its name), `rack` and `zone`. An empty `zone` or `rack` is not

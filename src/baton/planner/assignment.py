@@ -163,7 +163,11 @@ def assign_workers(
     search = _Search(needs, byte_s, spread)
     table, wanted = search.solve(hosts), search.totals
     reached = np.argwhere(table.best > -inf)
-    most: Counts = max(((int(i), int(j)) for i, j in reached), key=sum, default=(0, 0))
+    most: Counts = max(
+        ((int(i), int(j)) for i, j in reached),
+        key=lambda each: (sum(each), min(each)),
+        default=(0, 0),
+    )
     if most != wanted:
         raise NoAssignmentError(_explain(hosts, needs, spread, most))
     names = [iter(each.names) for each in needs]
@@ -305,7 +309,7 @@ def _explain(
     hosts: Sequence[HostTable], needs: Sequence[Needs], spread: Spread, most: Counts
 ) -> str:
     """Why there is none: what is needed, what there is, and what would help."""
-    lines = ["the hosts have no room for all workers; together they take at most"]
+    lines = ["the hosts have no room for all workers; together they take, for instance,"]
     lines += [
         f"  {num} of {len(each.names)} {each.role} workers: "
         f"{show_amounts(*each.amounts)} each{_show_selector(each.selector)}"

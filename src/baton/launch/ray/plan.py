@@ -321,15 +321,19 @@ def settings_file(settings: Mapping[str, object]) -> str:
     """A TOML file with these settings."""
     lines = []
     for name, value in settings.items():
-        key = ".".join(msgspec.json.encode(part).decode() for part in name.split("."))
+        key = ".".join(map(_as_key, name.split(".")))
         lines.append(f"{key} = {_as_toml(msgspec.to_builtins(value))}\n")
     return "".join(lines)
+
+
+def _as_key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else msgspec.json.encode(name).decode()
 
 
 def _as_toml(value: object) -> str:
     """JSON's scalars are TOML's; tables have = for its colon."""
     if isinstance(value, dict):
-        pairs = (f"{msgspec.json.encode(key).decode()} = {_as_toml(v)}" for key, v in value.items())
+        pairs = (f"{_as_key(key)} = {_as_toml(each)}" for key, each in value.items())
         return f"{{{', '.join(pairs)}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_as_toml, value))}]"
