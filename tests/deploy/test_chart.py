@@ -454,6 +454,72 @@ def test_an_inference_pool_takes_the_workers_and_names_the_picker():
     assert policy["spec"]["ingress"][0]["from"], "everybody reaches the picker"
 
 
+def affinity_of(objects: list[Object], name: str) -> Object:
+    (owner,) = find(objects, "StatefulSet", name)
+    return dict(owner["spec"]["template"]["spec"].get("affinity", {}))
+
+
+def terms_of(objects: list[Object], name: str) -> list[tuple[int, str]]:
+    """Weights and topology keys of what a pool's pods prefer to be near."""
+    near = affinity_of(objects, name)["podAffinity"]
+    return [
+        (each["weight"], each["podAffinityTerm"]["topologyKey"])
+        for each in near["preferredDuringSchedulingIgnoredDuringExecution"]
+    ]
+
+
+def test_prefill_and_decode_prefer_to_be_near_each_other():
+    objects = OBJECTS["small"]
+    by_role = {each.labels.get("baton/role"): each for each in workloads(objects)}
+    zone, host = "topology.kubernetes.io/zone", "kubernetes.io/hostname"
+    for role, other in (("prefill", "decode"), ("decode", "prefill")):
+        name = by_role[role].owner["metadata"]["name"]
+        assert terms_of(objects, name) == [(100, zone), (25, host)]
+        near = affinity_of(objects, name)["podAffinity"]
+        for term in near["preferredDuringSchedulingIgnoredDuringExecution"]:
+            selector = term["podAffinityTerm"]["labelSelector"]["matchLabels"]
+            assert is_selected(selector, by_role[other].labels)
+            assert not is_selected(selector, by_role[role].labels)
+
+
+def test_how_near_and_how_spread_is_a_value(tmp_path: Path):
+    base = yaml.safe_load((CHART / "values" / "small.yaml").read_text(encoding="utf-8"))
+    own = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {
+        "nodeSelectorTerms": [{"matchExpressions": [{"key": "a", "operator": "Exists"}]}]
+    }}}  # fmt: skip
+    cases = {
+        "none": {"topology": {"near": "none"}},
+        "required": {"topology": {"near": "required", "rackLabel": "example.com/rack"}},
+        "spread": {"topology": {"spreadKey": "kubernetes.io/hostname"}},
+        "own": {"pools": {"decode": {"affinity": own}}},
+    }
+    for name, changes in cases.items():
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(merged(base, changes)), encoding="utf-8")
+    rendered = render_by_helm(*(tmp_path / f"{name}.yaml" for name in cases))
+    objects = {
+        name: [each for each in yaml.safe_load_all(rendered[f"{name}.yaml"]) if each]
+        for name in cases
+    }
+    for found in (each for case in objects.values() for each in find(case, "StatefulSet")):
+        validate(found)
+    prefill, decode = "baton-prefill", "baton-decode"
+    assert affinity_of(objects["none"], prefill) == {}
+    assert terms_of(objects["required"], prefill)[1] == (50, "example.com/rack")
+    required = "requiredDuringSchedulingIgnoredDuringExecution"
+    (term,) = affinity_of(objects["required"], prefill)["podAffinity"][required]
+    assert term["labelSelector"]["matchLabels"]["baton/role"] == "decode"
+    assert required not in affinity_of(objects["required"], decode)["podAffinity"]
+    (owner,) = find(objects["spread"], "StatefulSet", decode)
+    (constraint,) = owner["spec"]["template"]["spec"]["topologySpreadConstraints"]
+    assert constraint["topologyKey"] == "kubernetes.io/hostname"
+    assert is_selected(
+        constraint["labelSelector"]["matchLabels"], owner["spec"]["template"]["metadata"]["labels"]
+    )
+    assert affinity_of(objects["own"], decode) == own
+    assert "podAffinity" in affinity_of(objects["own"], prefill)
+
+
 def test_racks_are_stateful_sets_whose_workers_know_theirs(container_files, monkeypatch):
     objects = OBJECTS["vllm-many"]
     sets = find(objects, "StatefulSet")

@@ -7,6 +7,9 @@ import asyncio
 import pytest
 
 from baton.models import DEMO_MODEL_PATH
+from baton.ops.gateway_pages import Gateway
+from baton.planner.measured_rates import read_rates
+from baton.router.topology import Distance
 from baton.tokenizer.digest import digest_tokenizer
 from baton.tokenizer.tokenizer import load_tokenizer
 from tests.integration.gateway_cluster import PROMPT, STREAM, Cluster, run, until, until_true
@@ -206,6 +209,12 @@ def test_links_that_workers_measured_are_the_first_guess_of_a_handoffs_cost():
             return bool((await read_links(cluster))["links"])
 
         await until_true(are_known)
+        gateway = Gateway.at(cluster.url, "--gateway")
+        rates = await asyncio.to_thread(read_rates, gateway)
+        assert rates == {
+            Distance.SAME_RACK: pytest.approx(1.0),
+            Distance.SAME_ZONE: pytest.approx(0.01),
+        }
         seen = await read_links(cluster)
         assert seen["links"] == {
             ("worker-0", "worker-1"): pytest.approx(1e9),

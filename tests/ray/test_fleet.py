@@ -9,6 +9,7 @@ import secrets
 import shutil
 import sys
 import time
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -238,6 +239,52 @@ def test_down(fleet):
     left = fleet.run("status")
     assert f"no fleet '{FLEET}' runs" in left.stderr
     wait_until(lambda: not has_workers(FLEET), 10.0)
+
+
+def test_a_planned_fleet_starts_as_planned(cluster, tmp_path):
+    """On the two hosts that are left: a pair on each."""
+    name = "planned"
+    output = tmp_path / "fleet.toml"
+    sizes = ("--prefill", "2", "--decode", "2")
+    given = settings(
+        "engine.dtype=float32", "engine.num_threads=1", "gateway.port=0",
+        "ray.workers.prefill.cpus=0.5", "ray.workers.decode.cpus=0.5",
+    )  # fmt: skip
+    done = baton(
+        cluster, "plan", "--on", "ray", *sizes, "--spread", "host", *given, "--output", str(output)
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "decode-0 (same_host)" in done.stdout
+    done = up(cluster, "--near", "--config", str(output), fleet=name)
+    assert (done.returncode, "leave out one of them" in done.stderr) == (2, True)
+    done = up(cluster, "--config", str(output), fleet=name)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " is on h" not in done.stderr, "all are where they were planned"
+    hosts = hosts_of(cluster, name)
+    assert hosts["prefill-0"] == hosts["decode-0"] != hosts["prefill-1"] == hosts["decode-1"]
+    planned = tomllib.loads(output.read_text())["fleet"]["assignments"]
+    assert {each: path.rpartition("/")[2] for each, path in planned.items()} == {
+        each: host for each, host in hosts.items() if each != "gateway-0"
+    }
+    used = set(hosts.values()) - {cluster.head.labels["host"]}
+    lost = next(each for each in cluster.hosts if each.labels["host"] in used)
+    lost.cut_power()
+    others = {each.labels["host"] for each in cluster.hosts} - {lost.labels["host"]}
+    wait_until(lambda: set(hosts_of(cluster, name).values()) <= others)
+    done = baton(cluster, "down", "--on", "ray", "--fleet", name)
+    assert done.returncode == 0, done.stderr
+
+
+def hosts_of(cluster, fleet):
+    """The host's label of each process of a fleet; None: it does not serve now, or is not known."""
+    done = baton(cluster, "status", "--json", "--on", "ray", "--fleet", fleet)
+    if not done.stdout:
+        print(done.stderr)
+        return {"status": None}
+    members = msgspec.json.decode(done.stdout, type=FleetStatus).members
+    return {
+        each.name: each.labels.get("host") if each.state == "ready" else None for each in members
+    }
 
 
 def has_workers(fleet):

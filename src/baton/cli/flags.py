@@ -105,8 +105,11 @@ Transport = Annotated[
         negative="",
     ),
 ]
-
-
+RayAddress = Annotated[
+    str | None,
+    Sets("ray.address"),
+    Parameter(help="Ray's head, as HOST:PORT [default: RAY_ADDRESS, else this host's Ray]."),
+]
 Store = Annotated[
     tuple[str, ...] | None,
     Sets("store.tiers"),

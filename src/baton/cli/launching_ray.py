@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import shlex
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from baton import __version__
 from baton.cli.launching import TRY_THIS, check_settings
+from baton.cli.planning import find_plan
 from baton.clock import MachineClock
 from baton.config.cluster_key import ephemeral_cluster_key, find_cluster_key
 from baton.config.environment import read_environment
 from baton.config.logs import configure_logging
+from baton.errors import ConfigError
 from baton.launch.plan import worker_positions
 from baton.launch.progress import open_display
-from baton.launch.ray.connection import check_ray, connected, find_address
-from baton.launch.ray.plan import plan_fleet
+from baton.launch.ray.connection import CONNECT_TIMEOUT_S, check_ray, connected, find_address
+from baton.launch.ray.hosts import list_assignable
+from baton.launch.ray.plan import list_needs, plan_fleet, with_assignments
+from baton.planner.fleet_plan import split_path
+from baton.planner.fleet_printing import print_plan
 from baton.protocol.worker_http import Role
 from baton.router.placement import POLICIES, choose_policy
 
 if TYPE_CHECKING:
     from baton.config.resolve import Resolved
+    from baton.config.sections import Config
     from baton.launch.fleet import FleetMember
     from baton.launch.progress import Display
     from baton.launch.ray.plan import RayPlan
-
-CONNECT_TIMEOUT_S: Final = 20.0
 
 
 def launch_on_ray(resolved: Resolved, fleet: str) -> int:
@@ -49,17 +54,54 @@ def launch_on_ray(resolved: Resolved, fleet: str) -> int:
     )
     POLICIES.build(policy, config.router.options.get(policy, {}))
     plan = plan_fleet(resolved, fleet, __version__, policy, has_key_file=has_key_file)
+    if config.fleet.near:
+        _check_near(config)
     check_ray(environment, insecure=config.ray.insecure)
     clock = MachineClock()
     display, started = open_display(clock), clock.now()
     connect_s = min(CONNECT_TIMEOUT_S, config.ray.timeout_s)
     with connected(find_address(config.ray.address, environment), fleet, connect_s):
+        if config.fleet.near or config.fleet.assignments:
+            plan = _assign(config, plan, display)
         members = asyncio.run(
             _start(plan, "" if has_key_file else key.text, config.ray.timeout_s, display)
         )
+    for line in list_elsewhere(plan, members):
+        display.print_line(line)
     display.print_line(f"ready after {clock.now() - started:.1f} s")
     display.announce(how_to_use_fleet(plan.fleet, members))
     return 0
+
+
+def _check_near(config: Config) -> None:
+    if config.fleet.assignments:
+        raise ConfigError(
+            "fleet.near (--near) assigns workers to hosts, and fleet.assignments has done so: "
+            "leave out one of them"
+        )
+    list_needs(config)  # refuses what cannot be assigned before anything is connected
+
+
+def _assign(config: Config, plan: RayPlan, display: Display) -> RayPlan:
+    """The fleet with its workers on hosts, which is printed."""
+    from baton.launch.ray.start import list_hosts  # noqa: PLC0415 - imports Ray
+
+    found = find_plan(config, list_assignable(list_hosts()) if config.fleet.near else ())
+    text = io.StringIO()
+    print_plan(found, text)
+    display.announce(text.getvalue())
+    return with_assignments(plan, found.assignments)
+
+
+def list_elsewhere(plan: RayPlan, members: list[FleetMember]) -> list[str]:
+    """A line for each worker that Ray started on another host than its own."""
+    paths = {name: path for group in plan.groups for name, path in group.assignments.items()}
+    return [
+        f"{each.name} is on {each.labels.get('host', each.host)}, not on {paths[each.name]}, which "
+        "is not there or has no room: it is as near to it as there was room"
+        for each in members
+        if each.name in paths and each.labels.get("host") != split_path(paths[each.name])[2]
+    ]
 
 
 async def _start(plan: RayPlan, key: str, timeout_s: float, display: Display) -> list[FleetMember]:

@@ -64,6 +64,9 @@ def build_app() -> App:
         help="Measure links between workers, and servers under load.",
     )
     app.command(
+        "baton.cli.plan:plan", name="plan", help="Which host each worker of a fleet starts on."
+    )
+    app.command(
         "baton.cli.size:size", name="size", help="How large KV is, and how long it takes to move."
     )
     app.command(

@@ -14,10 +14,12 @@ from baton.cli.flags import (
     ManagementPort,
     Mode,
     Policy,
+    RayAddress,
     Sets,
     Store,
     Transport,
 )
+from baton.config.sections import FleetSection
 from baton.errors import ConfigError
 from baton.launch.fleet import DEFAULT_FLEET
 
@@ -70,15 +72,19 @@ class UpFlags(ConfigFlags):
     on: Annotated[
         Literal["local", "ray"], Parameter(help="Where: this machine, or a Ray cluster.")
     ] = "local"
-    ray_address: Annotated[
-        str | None,
-        Sets("ray.address"),
-        Parameter(help="Ray's head, as HOST:PORT [default: RAY_ADDRESS, else this host's Ray]."),
-    ] = None
+    ray_address: RayAddress = None
     timeout: Annotated[
         float | None,
         Sets("ray.timeout_s"),
         Parameter(help="On Ray: seconds to find a host for each process [default: 60]."),
+    ] = None
+    near: Annotated[
+        bool | None,
+        Sets("fleet.near"),
+        Parameter(
+            help="On Ray: assign workers to hosts as baton plan does, by the KV between them.",
+            negative="",
+        ),
     ] = None
     insecure_ray: Annotated[
         bool | None,
@@ -103,6 +109,19 @@ class UpFlags(ConfigFlags):
     ] = False
 
 
+def refuse_hosts(fleet: FleetSection) -> None:
+    """What chooses hosts is not ignored where there is one.
+
+    Raises:
+        ConfigError: the settings assign workers to hosts.
+    """
+    if fleet.assignments or fleet.near:
+        raise ConfigError(
+            "fleet.assignments and fleet.near (--near) are for fleets on several hosts: give --on "
+            "ray, or leave them out to start all workers on this machine"
+        )
+
+
 def up(flags: UpFlags | None = None) -> int:
     """Start a gateway and its workers on this machine; Ctrl-C drains and stops them.
 
@@ -111,20 +130,21 @@ def up(flags: UpFlags | None = None) -> int:
     With --prefill 0 or --decode 0 the remaining workers do both parts.
     """
     flags = flags or UpFlags()
+    resolved = flags.resolve()
     if flags.on == "ray":
         if flags.pin:
             raise ConfigError("--pin divides the cores of this machine; it does nothing on Ray")
         from baton.cli.launching_ray import launch_on_ray  # noqa: PLC0415 - too heavy for --help
 
-        return launch_on_ray(flags.resolve(), flags.fleet)
+        return launch_on_ray(resolved, flags.fleet)
+    refuse_hosts(resolved.to_config().fleet)
     if flags.detach:
         from baton.cli.background import launch_in_background  # noqa: PLC0415 - as below
 
         pinned = ["--pin"] if flags.pin else []
-        return launch_in_background(flags.resolve(), [*pinned, "--fleet", flags.fleet])
+        return launch_in_background(resolved, [*pinned, "--fleet", flags.fleet])
     from baton.cli.launching import launch  # noqa: PLC0415 - too heavy for --help
 
-    resolved = flags.resolve()
     return launch(
         resolved,
         "own_cores" if flags.pin else "shared_cores",

@@ -28,6 +28,9 @@ Verification: TypeAlias = Literal["full", "sampled", "identity"]
 PreemptionSource: TypeAlias = Literal["none", "file", "aws", "gcp", "azure"]
 RayPlacement: TypeAlias = Literal["spread", "strict_spread", "pack", "strict_pack"]
 """How Ray divides a role's workers among hosts: placement groups of these strategies."""
+Spread: TypeAlias = Literal["none", "host", "rack", "zone"]
+"""Which of these has at most half of a role's workers, rounded up."""
+Amount: TypeAlias = Annotated[float, Meta(ge=0)]
 Share: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
 Tls: TypeAlias = Literal["off", "control", "all"]
 """What is encrypted: HTTP between gateway and workers (`control`), and pages over `tcp` (`all`)."""
@@ -236,14 +239,16 @@ class UpSection(Struct, frozen=True, kw_only=True):
 
 
 class RayWorkersTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where Ray may place the workers of one role, and how many GPUs each has.
+    """Where Ray may place the workers of one role, and what each of them needs of its host.
 
     `labels`: each `label=value`, `label=!value`, `label=in(a,b)` or `label=!in(a,b)`. `within`: a
     label that is to have one value for all of them, such as `rack`.
     """
 
     labels: tuple[str, ...] = ()
-    gpus: Annotated[float, Meta(ge=0)] = 0.0
+    gpus: Amount = 0.0
+    cpus: Amount = 0.0
+    memory_bytes: Count = 0
     placement: RayPlacement | None = None
     within: str | None = None
 
@@ -266,6 +271,39 @@ class KubernetesSection(Struct, frozen=True, kw_only=True):
     """What commands with `--on kubernetes` need. `context` None: the kubeconfig's current one."""
 
     context: str | None = None
+
+
+class HostTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A host of a fleet: where it is, and what its workers may use of it.
+
+    `labels` are those beside `host` (its name), `rack` and `zone`. An empty `zone` or `rack` is not
+    known.
+    """
+
+    name: Annotated[str, Meta(min_length=1)]
+    zone: str = ""
+    rack: str = ""
+    gpus: Amount = 0.0
+    cpus: Amount = 0.0
+    memory_bytes: Count = 0
+    labels: dict[str, str] = {}
+
+
+class FleetSection(Struct, frozen=True, kw_only=True):
+    """Which host each worker is to start on, and what `baton plan` decides that by.
+
+    `assignments`: `zone/rack/host` by a worker's name. `near`: `baton up --on ray` decides by
+    itself. `links`: GB/s between two workers by their distance. The KV that is expected is that of
+    `requests_per_s` prompts of `prompt_tokens`.
+    """
+
+    hosts: tuple[HostTable, ...] = ()
+    assignments: dict[str, str] = {}
+    near: bool = False
+    spread: Spread = "none"
+    links: dict[str, Annotated[float, Meta(gt=0)]] = {}
+    requests_per_s: Annotated[float, Meta(gt=0)] = 1.0
+    prompt_tokens: PositiveCount = 2048
 
 
 class ScalingSection(Struct, frozen=True, kw_only=True):
@@ -326,6 +364,7 @@ class Config(Struct, frozen=True, kw_only=True):
     up: UpSection = msgspec.field(default_factory=UpSection)
     ray: RaySection = msgspec.field(default_factory=RaySection)
     kubernetes: KubernetesSection = msgspec.field(default_factory=KubernetesSection)
+    fleet: FleetSection = msgspec.field(default_factory=FleetSection)
     scaling: ScalingSection = msgspec.field(default_factory=ScalingSection)
     trace: TraceSection = msgspec.field(default_factory=TraceSection)
     log: LogSection = msgspec.field(default_factory=LogSection)

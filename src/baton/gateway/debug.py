@@ -343,6 +343,7 @@ class HandoffLine(msgspec.Struct, frozen=True):
     fixed_s: float
     each_s: float
     num_pairs: int
+    link_bytes_per_s: float | None
 
 
 class ListedLink(msgspec.Struct, frozen=True, rename={"from_": "from"}):
@@ -390,7 +391,14 @@ class LinkList:
     def _show(self, model: str) -> ModelLinks:
         costs = self._load.costs(model).handoffs
         lines = (
-            HandoffLine(str(each), costs.source(each), line.fixed, line.each, line.num_workers)
+            HandoffLine(
+                str(each),
+                costs.source(each),
+                line.fixed,
+                line.each,
+                line.num_workers,
+                costs.measured_rate(each),
+            )
             for each, line in zip(Distance, costs.lines, strict=True)
         )
         links = (

@@ -49,7 +49,7 @@ LAUNCHER_ONLY: Final = frozenset({
     "gateway.workers",
     "gateway.members",
 })
-LAUNCHER_SECTIONS: Final = ("up.", "ray.", "scaling.")
+LAUNCHER_SECTIONS: Final = ("up.", "ray.", "fleet.", "scaling.")
 """Keys, and beginnings of keys, that a child never gets handed on."""
 
 WORKER_LISTS: Final[Mapping[Role, str]] = {

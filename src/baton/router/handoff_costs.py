@@ -127,6 +127,11 @@ class HandoffCosts:
             return "learned"
         return "measured" if distance in self._measured else "default"
 
+    def measured_rate(self, distance: Distance) -> float | None:
+        """Bytes of KV a second over links of this distance, as workers have measured them."""
+        link = self._measured.get(distance)
+        return None if link is None else 1 / link.byte_s
+
     def explain(self, prefill: WorkerView, decode: WorkerView) -> str:
         """What the cost between two workers follows from, for people."""
         distance = self.distance(prefill, decode)

@@ -10,6 +10,8 @@ import pytest
 
 from baton import __version__
 from baton.cli.main import run
+from baton.config.resolve import CommandLine, resolve
+from baton.launch.ray.plan import plan_fleet
 
 HEAVY = ("torch", "transformers", "numpy", "aiohttp", "uvicorn", "starlette", "uvloop")
 COMMANDS = (
@@ -28,6 +30,7 @@ COMMANDS = (
     ["bench", "serve"],
     ["bench", "compare"],
     ["size"],
+    ["plan"],
     ["sim", "handoff"],
     ["route", "explain"],
     ["route", "replay"],
@@ -135,6 +138,9 @@ def test_a_wrong_command_line_exits_with_2(arguments, capsys):
         (["up", "--set", "engine.blok_size=8"], "blok_size"),
         (["up", "--set", "up.decode_engine.block_size=no"], "block_size"),
         (["up", "--host", "0.0.0.0"], "0.0.0.0 needs a cluster key"),
+        (["up", "--near"], "give --on ray"),
+        (["plan"], "there are no hosts to plan for"),
+        (["plan", "--set", "fleet.hosts=[{name='h'}]"], "the hosts have no room"),
         (["gateway"], "no worker can decode"),
         (
             ["gateway", "--decode", "https://127.0.0.1:1", "--client-keys", "/nowhere.json"],
@@ -192,6 +198,45 @@ def test_config_show_says_where_each_value_came_from(capsys, monkeypatch, tmp_pa
     assert rows["engine.max_num_seqs"]["origin"] == "default"
     assert rows["cluster.key"] == {"value": "(hidden)", "origin": "environment BATON_CLUSTER_KEY"}
     assert "abab" not in json.dumps(rows)
+
+
+HOSTS = """
+[[fleet.hosts]]
+name = "h1.example.com"
+zone = "z1"
+gpus = 2
+labels = {"tier" = "reserved"}
+[[fleet.hosts]]
+name = "h2.example.com"
+zone = "z1"
+gpus = 2
+[ray.workers.prefill]
+gpus = 1
+[ray.workers.decode]
+gpus = 1
+"""
+
+
+def test_a_plan_is_a_configuration_that_starts_what_was_planned(capsys, tmp_path):
+    file, output = tmp_path / "baton.toml", tmp_path / "fleet.toml"
+    file.write_text(HOSTS, "utf-8")
+    arguments = ["plan", "--prefill", "2", "--decode", "2", "--output", str(output)]
+    assert run([*arguments, "--config", str(file), "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert output.stat().st_mode & 0o077 == 0
+    given = ["gateway.insecure=true"]
+    started = resolve(CommandLine(file=output, assignments=given), {})
+    fleet = plan_fleet(started, "f", "1", "cost", has_key_file=False)
+    assigned = {name: path for group in fleet.groups for name, path in group.assignments.items()}
+    assert assigned == {each["name"]: each["host"] for each in planned["workers"]}
+    assert sorted(assigned) == ["decode-0", "decode-1", "prefill-0", "prefill-1"]
+    for name in ("prefill-0", "prefill-1"):
+        assert assigned[name] == assigned[name.replace("prefill", "decode")]
+    assert started.to_config().fleet.hosts[0].labels == {"tier": "reserved"}
+    assert run(["plan", "--config", str(output), "--output", str(output)]) == 0, "again"
+    assert "prefill-0 (same_host)" in capsys.readouterr().out
+    assert run(["up", "--config", str(output)]) == 2
+    assert "give --on ray" in capsys.readouterr().err
 
 
 def test_config_show_as_a_table(capsys):

@@ -134,6 +134,7 @@ def test_every_key_is_documented():
         "router",
         "up",
         "ray",
+        "fleet",
         "trace",
         "log",
     }

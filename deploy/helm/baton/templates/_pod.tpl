@@ -100,6 +100,35 @@ imagePullSecrets: {{ toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
 
+{{- /* Of a pool of one role: near the pods of the other one. Both prefer that; only prefill's can
+     require it, since the first pods of two pools that require each other would wait without end. */}}
+{{- define "baton.poolAffinity" -}}
+{{- $other := index (dict "prefill" "decode" "decode" "prefill" "both" "") .pool.role }}
+{{- $near := .top.Values.topology.near }}
+{{- if and $other (ne $near "none") }}
+podAffinity:
+  {{- if and (eq $near "required") (eq .pool.role "prefill") }}
+  requiredDuringSchedulingIgnoredDuringExecution:
+    - topologyKey: {{ .top.Values.topology.zoneLabel }}
+      labelSelector:
+        matchLabels: {{ include "baton.selector" .top | nindent 10 }}
+          baton/role: {{ $other }}
+  {{- end }}
+  preferredDuringSchedulingIgnoredDuringExecution:
+    {{- $keys := list .top.Values.topology.zoneLabel .top.Values.topology.rackLabel "kubernetes.io/hostname" }}
+    {{- range $at, $key := $keys }}
+    {{- if $key }}
+    - weight: {{ index (list 100 50 25) $at }}
+      podAffinityTerm:
+        topologyKey: {{ $key }}
+        labelSelector:
+          matchLabels: {{ include "baton.selector" $.top | nindent 12 }}
+            baton/role: {{ $other }}
+    {{- end }}
+    {{- end }}
+{{- end }}
+{{- end }}
+
 {{- /* Of a pool: `resources` with GPUs, RDMA devices and huge pages. */}}
 {{- define "baton.resources" -}}
 {{- $limits := deepCopy (.pool.resources.limits | default dict) }}

@@ -8,6 +8,7 @@ gateway watches (`gateway.members`). What supervisors send to each other and to 
 
 File map:
     plan.py            which processes, their settings, where Ray may place them (pure)
+    hosts.py           where Ray's hosts are, and which labels bind a process to one (pure)
     process.py         one process: restarts, drain, its last lines
     known_workers.py   what a gateway's supervisor knows of the workers (pure)
     members_file.py    asks the workers' supervisors, writes the gateway's file

@@ -27,6 +27,8 @@ TOKEN_FILE_VARIABLE: Final = "RAY_AUTH_TOKEN_PATH"  # noqa: S105 - a variable's 
 DEFAULT_TOKEN_FILE: Final = Path(".ray/auth_token")
 """In the user's home."""
 STANDARD_ERROR: Final = 2
+CONNECT_TIMEOUT_S: Final = 20.0
+"""Within which a command of an operator reaches Ray."""
 
 log = logging.getLogger(__name__)
 

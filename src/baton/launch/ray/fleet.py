@@ -13,7 +13,8 @@ from baton.config.resolve import CommandLine, resolve
 from baton.errors import UNDECODABLE
 from baton.launch.errors import FleetError
 from baton.launch.fleet import FleetMember, FleetStatus, MemberRole, MemberState
-from baton.launch.ray.connection import check_ray, connected, find_address
+from baton.launch.ray.connection import CONNECT_TIMEOUT_S, check_ray, connected, find_address
+from baton.launch.ray.hosts import path_of
 from baton.launch.ray.members_file import read_member
 from baton.launch.ray.plan import NAMES, number_of, read_plan, role_of
 from baton.launch.ray.process import START_TIMEOUT_S, LogLines
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from baton.launch.ray.actors import FleetActors
     from baton.launch.ray.plan import ProcessGroup, RayPlan
 
-CONNECT_TIMEOUT_S: Final = 20.0
 CALL_TIMEOUT_S: Final = 5.0
 STOP_MARGIN_S: Final = 15.0
 """How much longer than its drain timeout the answer of a process that is stopped may take."""
@@ -149,9 +149,16 @@ class RayFleet:
     # Adding
 
     async def _add(
-        self, group: ProcessGroup, num_processes: int, names: Collection[str]
+        self,
+        group: ProcessGroup,
+        num_processes: int,
+        names: Collection[str],
+        near: str | None = None,
     ) -> AsyncIterator[str]:
-        """Start workers, and wait until all gateways have them; none is left if one fails."""
+        """Start workers, and wait until all gateways have them; none is left if one fails.
+
+        `near`: the path of a host; they start there, or as near to it as there is room.
+        """
         from baton.launch.ray.start import create_supervisor, wait_until_placed  # noqa: PLC0415
 
         first = max((number_of(name) for name in _of_role(group.role, names)), default=-1) + 1
@@ -161,7 +168,7 @@ class RayFleet:
         yield f"{', '.join(added)}: starting"
         try:
             for name in added:
-                create_supervisor(self._plan, group, name)
+                create_supervisor(self._plan, group, name, near=near)
             await wait_until_placed(
                 self._supervisors, self._plan, added, key="", timeout_s=self._timeout_s
             )
@@ -206,9 +213,11 @@ class RayFleet:
 
     async def _succeed(self, name: str) -> AsyncIterator[str]:
         group, names = self._group_of(role_of(name)), await self._list_names()
+        labels = (await self._report(name)).labels
+        near = path_of(labels) if group.assignments and "host" in labels else None
         is_drained = False
         try:
-            async for line in self._add(group, 1, names):
+            async for line in self._add(group, 1, names, near):
                 yield line
         except FleetError as exc:
             if len(_of_role(group.role, names)) == 1:
@@ -220,7 +229,7 @@ class RayFleet:
             async for line in self._take_out(name):
                 yield line
             is_drained = True
-            async for line in self._add(group, 1, names):
+            async for line in self._add(group, 1, names, near):
                 yield line
         if not is_drained:
             async for line in self._take_out(name):

@@ -18,6 +18,7 @@ from baton.launch.errors import FleetError
 from baton.launch.fleet import FleetMember
 from baton.launch.gateways import find_up, get
 from baton.launch.plan import Ports, WorkerPlan, command_line
+from baton.launch.ray.hosts import path_of
 from baton.launch.ray.members_file import MembersFileWriter
 from baton.launch.ray.plan import role_of, settings_file
 from baton.launch.ray.process import LogLines, SupervisedProcess
@@ -41,7 +42,6 @@ METRICS_PATH: Final = "/metrics"
 MAX_REASON_CHARS: Final = 500
 KEY_INTERVAL_S: Final = 1.0
 PORT_INTERVAL_S: Final = 1.0
-ZONE_LABELS: Final = ("zone", "ray.io/availability-zone")
 HIDDEN_VARIABLES: Final = ("RAY_", "BATON_CONFIG", "OMP_NUM_THREADS", KEY_VARIABLE)
 """Beginnings of variables that a process does not inherit from its supervisor: an engine that uses
 Ray itself is not to take its supervisor's actor for its own, and Ray gives actors one thread."""
@@ -59,9 +59,7 @@ class RayHost:
     @property
     def topology(self) -> str:
         """`zone/rack/host` of its labels; what they do not name stays empty."""
-        zone = next((self.labels[name] for name in ZONE_LABELS if name in self.labels), "")
-        names = (zone, self.labels.get("rack", ""), self.labels.get("host", ""))
-        return "/".join(names).rstrip("/")
+        return path_of(self.labels)
 
 
 class HostedProcess:

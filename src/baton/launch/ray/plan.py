@@ -10,19 +10,21 @@ import msgspec
 
 from baton.config.cluster_key import is_loopback
 from baton.config.resolve import PATH_KEYS, FromDefault
-from baton.config.sections import RayPlacement
+from baton.config.sections import RayPlacement, RayWorkersTable
 from baton.errors import UNDECODABLE, ConfigError, ProtocolError
 from baton.launch.fleet import Count, MemberRole
 from baton.launch.folder import FLEET_NAME
 from baton.launch.plan import flatten_table, worker_positions
+from baton.planner.assignment import Needs, show_amounts
+from baton.planner.fleet_plan import split_path
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from baton.config.resolve import Resolved
-    from baton.config.sections import Config, RayWorkersTable
+    from baton.config.sections import Config, Role
 
-NOT_FORWARDED: Final = ("up.", "ray.")
+NOT_FORWARDED: Final = ("up.", "ray.", "fleet.")
 OWN_KEYS: Final = frozenset({
     "gateway.prefill",
     "gateway.decode",
@@ -48,8 +50,10 @@ NAMES: Final[Mapping[MemberRole, str]] = {
 class ProcessGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Processes of one role, which are alike.
 
-    `settings` are theirs beside the fleet's; `selector`: the labels that a host must have; `gpus`:
-    of each process. `within`: a label that has one value for all of them.
+    `settings` are theirs beside the fleet's; `selector`: the labels that a host must have; `gpus`,
+    `cpus` and `memory_bytes`: of each process. `within`: a label that has one value for all of
+    them. `assignments`: of processes by name, the path of the host to start on, as long as it is
+    there and has room.
     """
 
     role: MemberRole
@@ -57,8 +61,11 @@ class ProcessGroup(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, object] = {}
     selector: dict[str, str] = {}
     gpus: float = 0.0
+    cpus: float = 0.0
+    memory_bytes: int = 0
     placement: RayPlacement | None = None
     within: str | None = None
+    assignments: dict[str, str] = {}
 
     @property
     def is_reserved_together(self) -> bool:
@@ -159,7 +166,7 @@ def plan_fleet(
         _worker_group(role, count, overrides[role], config.ray.workers.get(role))
         for role, count in counts.items()
     ]
-    return RayPlan(
+    plan = RayPlan(
         fleet=fleet,
         version=version,
         settings=settings,
@@ -169,6 +176,7 @@ def plan_fleet(
         has_key_file=has_key_file,
         insecure=config.ray.insecure,
     )
+    return with_assignments(plan, config.fleet.assignments)
 
 
 def _worker_group(
@@ -180,9 +188,67 @@ def _worker_group(
         settings=settings,
         selector=read_labels(table.labels if table else ()),
         gpus=table.gpus if table else 0.0,
+        cpus=table.cpus if table else 0.0,
+        memory_bytes=table.memory_bytes if table else 0,
         placement=table.placement if table else None,
         within=table.within if table else None,
     )
+
+
+def list_needs(config: Config) -> tuple[Needs, ...]:
+    """What the fleet's workers need of their hosts, by role, prefill first.
+
+    Raises:
+        ConfigError: there would be no worker, or a role's hosts are chosen by a placement group.
+    """
+    names: dict[Role, list[str]] = {}
+    for name, role, _ in worker_positions(config):
+        names.setdefault(role, []).append(name)
+    tables = {role: config.ray.workers.get(role, RayWorkersTable()) for role in names}
+    for role, table in tables.items():
+        if table.placement is not None or table.within is not None:
+            raise _reserved_together(role)
+    return tuple(
+        Needs(role, tuple(names[role]), t.gpus, t.cpus, t.memory_bytes, read_labels(t.labels))
+        for role, t in tables.items()
+    )
+
+
+def _reserved_together(role: MemberRole) -> ConfigError:
+    return ConfigError(
+        f"ray.workers.{role} has placement or within, by which Ray chooses hosts for all of its "
+        "workers together: leave them out (fleet.spread bounds how many workers of a role one "
+        "host, rack or zone has), or assign no hosts"
+    )
+
+
+def with_assignments(plan: RayPlan, assignments: Mapping[str, str]) -> RayPlan:
+    """The same fleet with workers on these hosts: paths by the workers' names.
+
+    Raises:
+        ConfigError: no worker has such a name, a path is none, or a role's hosts are chosen by a
+            placement group.
+    """
+    if not assignments:
+        return plan
+    known = {name for group in plan.groups if group.role != "gateway" for name in group.names}
+    if unknown := assignments.keys() - known:
+        raise ConfigError(
+            f"fleet.assignments names {', '.join(sorted(unknown))}, and this fleet has "
+            f"{', '.join(sorted(known))}: run baton plan again"
+        )
+    for path in assignments.values():
+        split_path(path)
+    for group in plan.groups:
+        if group.is_reserved_together and not assignments.keys().isdisjoint(group.names):
+            raise _reserved_together(group.role)
+    groups = tuple(
+        msgspec.structs.replace(
+            group, assignments={n: assignments[n] for n in group.names if n in assignments}
+        )
+        for group in plan.groups
+    )
+    return msgspec.structs.replace(plan, groups=groups)
 
 
 def read_labels(texts: Sequence[str]) -> dict[str, str]:
@@ -232,23 +298,46 @@ def _check(config: Config, fleet: str, settings: Mapping[str, object]) -> None:
 
 def _forwarded(resolved: Resolved) -> dict[str, object]:
     """What differs from the defaults: other hosts have neither this file nor this environment."""
-    found: dict[str, object] = {}
-    for name, value in resolved.values.items():
-        is_set = not isinstance(value.origin, FromDefault) and value.value is not None
-        if is_set and name not in OWN_KEYS and not name.startswith(NOT_FORWARDED):
-            found[name] = value.value
+    return {
+        name: value
+        for name, value in given_settings(resolved).items()
+        if name not in OWN_KEYS and not name.startswith(NOT_FORWARDED)
+    }
+
+
+def given_settings(resolved: Resolved) -> dict[str, object]:
+    """What was set by file, environment and flags. Paths are absolute."""
+    found: dict[str, object] = {
+        name: value.value
+        for name, value in resolved.values.items()
+        if not isinstance(value.origin, FromDefault) and value.value is not None
+    }
     for name in PATH_KEYS & found.keys():
         found[name] = str(Path(str(found[name])).expanduser().absolute())
     return found
 
 
 def settings_file(settings: Mapping[str, object]) -> str:
-    """A TOML file with these settings. JSON's scalars and arrays of scalars are TOML's."""
+    """A TOML file with these settings."""
     lines = []
     for name, value in settings.items():
-        key = ".".join(msgspec.json.encode(part).decode() for part in name.split("."))
-        lines.append(f"{key} = {msgspec.json.encode(value).decode()}\n")
+        key = ".".join(map(_as_key, name.split(".")))
+        lines.append(f"{key} = {_as_toml(msgspec.to_builtins(value))}\n")
     return "".join(lines)
+
+
+def _as_key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else msgspec.json.encode(name).decode()
+
+
+def _as_toml(value: object) -> str:
+    """JSON's scalars are TOML's; tables have = for its colon."""
+    if isinstance(value, dict):
+        pairs = (f"{_as_key(key)} = {_as_toml(each)}" for key, each in value.items())
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_as_toml, value))}]"
+    return msgspec.json.encode(value).decode()
 
 
 class RayHostFacts(msgspec.Struct, frozen=True):
@@ -257,6 +346,8 @@ class RayHostFacts(msgspec.Struct, frozen=True):
     address: str
     labels: dict[str, str]
     gpus: float
+    cpus: float = 0.0
+    memory_bytes: int = 0
 
 
 def explain_unplaced(
@@ -267,12 +358,14 @@ def explain_unplaced(
     for name in names:
         group = plan.group_of(role_of(name))
         if group is not None:
-            gpus = f", {group.gpus:g} GPUs" if group.gpus else ""
+            amounts = show_amounts(group.gpus, group.cpus, group.memory_bytes)
+            needed = f", {amounts}" if amounts else ""
             together = f", {group.placement}" if group.placement else ""
             together += f", all within one {group.within}" if group.within else ""
-            needs.append(f"  {name}: labels {show_labels(group.selector)}{gpus}{together}")
+            needs.append(f"  {name}: labels {show_labels(group.selector)}{needed}{together}")
     found = [
-        f"  {host.address}: labels {show_labels(_own_labels(host.labels))}, {host.gpus:g} GPUs"
+        f"  {host.address}: labels {show_labels(_own_labels(host.labels))}, "
+        f"{show_amounts(host.gpus, host.cpus, host.memory_bytes) or 'no GPUs'}"
         for host in hosts
     ]
     return "\n".join([

@@ -14,6 +14,7 @@ from baton.errors import ConfigError
 from baton.launch.errors import FleetError
 from baton.launch.ray.actors import NoAnswerError
 from baton.launch.ray.connection import describe, namespace_of
+from baton.launch.ray.hosts import list_selectors
 from baton.launch.ray.members_file import read_member
 from baton.launch.ray.plan import RayHostFacts, explain_unplaced
 from baton.launch.ray.process import LogLines
@@ -91,7 +92,9 @@ def create_group(plan: RayPlan, group: ProcessGroup) -> None:
 
 
 def _reserve(plan: RayPlan, group: ProcessGroup) -> PlacementGroup:
-    bundle = {"GPU": group.gpus} if group.gpus else {"memory": RESERVED_BYTES}
+    needed = {"GPU": group.gpus, "CPU": group.cpus, "memory": group.memory_bytes}
+    bundle = {name: amount for name, amount in needed.items() if amount}
+    bundle = bundle or {"memory": RESERVED_BYTES}
     strategies = {HOST_LABEL: (group.placement or "pack").upper()}
     if group.within is not None:
         strategies[group.within] = "STRICT_PACK"
@@ -114,13 +117,19 @@ def create_supervisor(
     *,
     bundles: PlacementGroup | None = None,
     index: int = 0,
+    near: str | None = None,
 ) -> None:
     """Have Ray start one supervisor, which outlives this process; returns at once.
+
+    `near`: the path of the host on which it is to be, if not the one that it is assigned to.
 
     Raises:
         ConfigError: Ray refuses the group's labels.
     """
     in_bundle = None if bundles is None else PlacementGroupSchedulingStrategy(bundles, index)
+    path = near or group.assignments.get(name)
+    selector, *others = list_selectors(group.selector, path)
+    is_reserved = in_bundle or group.gpus or group.cpus
     try:
         ray.remote(Supervisor).options(
             name=name,
@@ -129,10 +138,11 @@ def create_supervisor(
             max_restarts=-1,
             max_concurrency=MAX_CONCURRENT_CALLS,
             max_pending_calls=MAX_PENDING_CALLS,
-            num_cpus=0,
+            num_cpus=group.cpus,
             num_gpus=group.gpus,
-            memory=None if in_bundle or group.gpus else RESERVED_BYTES,
-            label_selector=None if in_bundle else group.selector or None,
+            memory=group.memory_bytes or (None if is_reserved else RESERVED_BYTES),
+            label_selector=None if in_bundle else selector or None,
+            fallback_strategy=[{"label_selector": each} for each in others] or None,
             scheduling_strategy=in_bundle or "SPREAD",
         ).remote(name, msgspec.json.encode(plan))
     except ValueError as exc:
@@ -232,6 +242,8 @@ def list_hosts() -> list[RayHostFacts]:
             address=node["NodeManagerAddress"],
             labels=dict(node.get("Labels") or {}),
             gpus=float(node["Resources"].get("GPU", 0)),
+            cpus=float(node["Resources"].get("CPU", 0)),
+            memory_bytes=int(node["Resources"].get("memory", 0)),
         )
         for node in ray.nodes()
         if node["Alive"]

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from baton.config.resolve import CommandLine, resolve
 from baton.errors import ConfigError, ProtocolError
+from baton.launch.ray.hosts import list_assignable, list_selectors, path_of
 from baton.launch.ray.plan import (
     RayHostFacts,
     explain_unplaced,
+    list_needs,
     number_of,
     plan_fleet,
     read_labels,
@@ -123,6 +125,12 @@ def test_a_plan_goes_through_rays_head_as_json():
         (('store.tiers=["host","peer"]',), "store.options.peer.urls"),
         (("ray.workers.decode.cores=1",), "cores"),
         (("ray.workers.decode.placement=anywhere",), "placement"),
+        (("fleet.assignments.decode-1=//h1",), "names decode-1"),
+        (("fleet.assignments.decode-0=z1/h1",), "zone/rack/host"),
+        (
+            ("fleet.assignments.decode-0=//h1", "ray.workers.decode.within=rack"),
+            "placement or within",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(assignments, message):
@@ -166,6 +174,61 @@ def test_why_a_process_has_no_host():
     assert "decode-0: labels rack=r9, 2 GPUs" in text
     assert "10.0.0.1: labels rack=r1, 1 GPUs" in text
     assert "node-id" not in text
+
+
+def test_workers_start_where_they_are_assigned_to():
+    fleet = plan("up.decode=2", "fleet.assignments.decode-1=z1/r1/h.2")
+    assert fleet.group_of("decode").assignments == {"decode-1": "z1/r1/h.2"}
+    assert fleet.group_of("prefill").assignments == {}
+    assert not any(name.startswith("fleet.") for name in fleet.settings)
+    assert read_plan(msgspec.json.encode(fleet)) == fleet
+
+
+def test_a_host_that_is_gone_is_followed_by_its_rack_and_its_zone():
+    assert list_selectors({"tier": "!spot"}, "z1/r1/h1") == [
+        {"tier": "!spot", "host": "h1", "rack": "r1"},
+        {"tier": "!spot", "rack": "r1"},
+        {"tier": "!spot", "zone": "z1"},
+        {"tier": "!spot", "ray.io/availability-zone": "z1"},
+        {"tier": "!spot"},
+    ]
+    assert list_selectors({"rack": "in(r1,r2)"}, "//h1") == [
+        {"rack": "in(r1,r2)", "host": "h1"},
+        {"rack": "in(r1,r2)"},
+    ]
+    assert list_selectors({"a": "b"}, None) == [{"a": "b"}]
+
+
+def test_hosts_are_known_by_their_labels():
+    labels = {"host": "h1", "rack": "r1", "ray.io/availability-zone": "z1", "tier": "spot"}
+    facts = [RayHostFacts("10.0.0.1", labels, 2.0, 8.0, 1 << 30), RayHostFacts("10.0.0.2", {}, 8.0)]
+    (found,) = list_assignable(facts)
+    assert (found.zone, found.rack, found.name) == ("z1", "r1", "h1")
+    assert (found.gpus, found.cpus, found.memory_bytes) == (2.0, 8.0, 1 << 30)
+    assert path_of(labels) == "z1/r1/h1"
+    assert path_of({"rack": "r1"}) == "/r1"
+    with pytest.raises(ConfigError, match="label `host`"):
+        list_assignable(facts[1:])
+
+
+def test_needs_are_those_of_each_role():
+    config = resolve(
+        CommandLine(
+            assignments=[
+                "up.prefill=2",
+                "ray.workers.decode.gpus=1",
+                "ray.workers.decode.cpus=4",
+                "ray.workers.decode.memory_bytes=1024",
+                'ray.workers.decode.labels=["rack=r1"]',
+            ]
+        ),
+        {},
+    ).to_config()
+    prefill, decode = list_needs(config)
+    assert (prefill.role, prefill.names) == ("prefill", ("prefill-0", "prefill-1"))
+    assert prefill.amounts == (0.0, 1.0, 0.0)
+    assert decode.amounts == (1.0, 4.0, 1024.0)
+    assert decode.selector == {"rack": "r1"}
 
 
 def test_paths_are_absolute():
