@@ -391,7 +391,10 @@ def same_name(fleet: ChaosFleet) -> Iterator[Injected]:
     second = fleet.call(*up_words(FLEET, fleet.key_file), host=other)
     if second.returncode != 2 or "runs already" not in second.stderr:
         raise AssertionError(f"{second.returncode}: {second.stdout}{second.stderr}")
-    words = up_words("twins", fleet.key_file, 'ray.gateway_labels=["rack=r9"]', "ray.timeout_s=8")
+    nowhere = '["rack=r9"]'
+    labels = ("gateway_labels", "workers.prefill.labels", "workers.decode.labels")
+    settings = (f"ray.{name}={nowhere}" for name in labels)
+    words = up_words("twins", fleet.key_file, "ray.timeout_s=8", *settings)
     command = (sys.executable, "-m", "baton.cli", *words)
     twins = [host.start(*command) for host in (fleet.cluster.head, other)]
     printed = [twin.communicate(timeout=CALL_TIMEOUT_S)[0] for twin in twins]
@@ -419,7 +422,13 @@ A_MINUTE_S = 60.0
 FAULTS = (
     Fault("worker-killed", "a decode worker is killed", killed(VICTIM)),
     Fault("prefill-killed", "the prefill worker is killed", killed("prefill-0")),
-    Fault("worker-stopped", "a decode worker is stopped for 8 s", stopped(VICTIM), STOPPED_S),
+    Fault(
+        "worker-stopped",
+        "a decode worker is stopped for 8 s",
+        stopped(VICTIM),
+        STOPPED_S,
+        whole="after",
+    ),
     Fault("supervisor-killed", "the supervisor of a decode worker is killed", supervisor_killed),
     Fault("gateway-killed", "the gateway is killed", killed("gateway-0"), may_break=NUM_CLIENTS),
     Fault(
