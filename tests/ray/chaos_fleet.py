@@ -55,7 +55,7 @@ SETTINGS = (
     "router.policy=round_robin",  # every request is handed over
     'ray.gateway_labels=["kind=head"]',
     'ray.workers.prefill.labels=["kind=head"]',
-    'ray.workers.decode.labels=["kind=worker"]',
+    'ray.workers.decode.labels=["rack=in(r2,r3)"]',
     "ray.workers.decode.placement=spread",
 )
 PROMPTS = tuple(f"{word} by the sea, and those who lived in it, " * 6 for word in "ABCDEFGH")
@@ -139,18 +139,18 @@ class StartTimes:
 
 @dataclass
 class ChaosFleet:
-    """A fleet that serves. `key_file` is the cluster key's on every host.
+    """A fleet that serves. `known` are right answers, by prompt.
 
-    `known` are the answers of a colocated server. `clock_file`: the offset of the last host's wall
-    clock, where its processes read one.
+    `key_file` is the cluster key's on every host, and `clock_file` has the offset of the last host's
+    wall clock: where the fleet was started with them.
     """
 
     cluster: RayCluster
     url: str
     key: str
-    key_file: Path
-    known: dict[str, str]
-    start: StartTimes
+    known: dict[str, str] = field(default_factory=dict)
+    start: StartTimes = field(default_factory=StartTimes)
+    key_file: Path | None = None
     clock_file: Path | None = None
     is_head_lost: bool = False
     _urls: dict[int, str] = field(default_factory=dict)
@@ -233,18 +233,25 @@ class ChaosFleet:
             sys.executable, "-m", "baton.cli", *words, timeout_s=UP_TIMEOUT_S
         )
 
-    def status(self) -> dict[str, FleetMember]:
-        """What `baton status` reports."""
-        done = self.call("status", "--json", "--on", "ray", "--fleet", FLEET)
+    def command(self, *words: str) -> str:
+        """What a command about this fleet prints.
+
+        Raises:
+            AssertionError: it fails.
+        """
+        done = self.call(*words, "--on", "ray", "--fleet", FLEET)
         if done.returncode:
             raise AssertionError(done.stdout + done.stderr)
-        members = msgspec.json.decode(done.stdout, type=FleetStatus).members
+        return done.stdout
+
+    def status(self) -> dict[str, FleetMember]:
+        """What `baton status` reports."""
+        members = msgspec.json.decode(self.command("status", "--json"), type=FleetStatus).members
         return {member.name: member for member in members}
 
-    def logs(self, name: str, num_lines: int = 60) -> str:
+    def logs(self, name: str) -> str:
         """What `baton logs` prints."""
-        words = ("logs", name, "--lines", str(num_lines), "--on", "ray", "--fleet", FLEET)
-        return self.call(*words).stdout
+        return self.command("logs", name, "--lines", "60")
 
 
 def ask_colocated_server(folder: Path) -> dict[str, str]:
@@ -287,7 +294,9 @@ def chaos_fleet(known: dict[str, str], *, has_fake_time: bool = False) -> Iterat
         begun = time.monotonic()
         cluster.start_ray()
         start = StartTimes(ray_s=time.monotonic() - begun)
-        fleet = ChaosFleet(cluster, "", key, key_file, known, start, clock_file)
+        fleet = ChaosFleet(
+            cluster, "", key, known, start, key_file=key_file, clock_file=clock_file
+        )
         _start_processes(fleet)
         load = fleet.new_load()
         start.first_token_s = start.ray_s + start.fleet_s + load.first_token_s
@@ -304,16 +313,15 @@ def limited_disk(host: IsolatedHost) -> None:
         raise AssertionError(done.stderr)
 
 
-def up_words(fleet: str, key_file: Path, *settings: str) -> tuple[str, ...]:
+def up_words(fleet: str, *settings: str) -> tuple[str, ...]:
     """The arguments of `baton up`."""
     words = [word for setting in settings for word in ("--set", setting)]
-    key = ("--set", f"cluster.key_file={key_file}")
-    return ("up", "--on", "ray", "--fleet", fleet, "--decode", "2", "--insecure", *key, *words)
+    return ("up", "--on", "ray", "--fleet", fleet, "--decode", "2", "--insecure", *words)
 
 
 def _start_processes(fleet: ChaosFleet) -> None:
     begun = time.monotonic()
-    done = fleet.call(*up_words(FLEET, fleet.key_file, *SETTINGS))
+    done = fleet.call(*up_words(FLEET, f"cluster.key_file={fleet.key_file}", *SETTINGS))
     if done.returncode:
         raise AssertionError(done.stdout + done.stderr)
     fleet.start.fleet_s = time.monotonic() - begun

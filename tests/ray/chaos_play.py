@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
     from baton.testing.greedy_load import GreedyLoad
-    from tests.ray.chaos_faults import Fault, Injected
+    from tests.ray.chaos_faults import Fault
+    from tests.ray.chaos_injections import Injected
 
 WHOLE_TIMEOUT_S = 90.0
 GONE_TIMEOUT_S = 60.0
