@@ -211,8 +211,17 @@ class ChaosFleet:
 
     def find(self, name: str) -> RayProcess:
         """The only life of a process."""
-        (found,) = [each for each in self.list_processes() if each.name == name]
-        return found
+        found = [each for each in self.list_processes() if each.name == name]
+        if len(found) != 1:
+            raise AssertionError(f"{name} has {len(found)} lives")
+        return found[0]
+
+    def find_worker_on(self, host: IsolatedHost) -> RayProcess:
+        """Any worker of a host."""
+        found = [each for each in self.list_processes() if each.host is host and each.url]
+        if not found:
+            raise AssertionError(f"no worker is on {host.address}")
+        return found[0]
 
     def find_up(self) -> frozenset[str]:
         """The addresses of workers to which the gateway gives requests; none if it is away."""

@@ -233,7 +233,7 @@ def find_process(program: str, folder: Path) -> int:
 def disk_full(fleet: ChaosFleet) -> Iterator[Injected]:
     """The disk of the last host fills, and then its supervisor is killed."""
     host = fleet.cluster.hosts[-1]
-    victim = next(each for each in fleet.list_processes() if each.host is host)
+    victim = fleet.find_worker_on(host)
     file, probe = host.folder / "filling", host.folder / "probe"
     try:
         host.run("dd", "if=/dev/zero", f"of={file}", "bs=64k", timeout_s=CALL_TIMEOUT_S)
@@ -252,7 +252,7 @@ def disk_full(fleet: ChaosFleet) -> Iterator[Injected]:
 def clock_apart(fleet: ChaosFleet) -> Iterator[Injected]:
     """The wall clock of the last host jumps by an hour; then its worker is killed."""
     host = fleet.cluster.hosts[-1]
-    victim = next(each for each in fleet.list_processes() if each.host is host)
+    victim = fleet.find_worker_on(host)
     if fleet.clock_file is None:
         raise AssertionError("this fleet was started without a clock that can be set")
     fleet.clock_file.write_text(f"+{AN_HOUR_S}")

@@ -10,7 +10,7 @@ import asyncio
 import threading
 import time
 from collections import defaultdict
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -89,7 +89,8 @@ class OwnerWatch:
 
     def _run(self, ending: threading.Event) -> None:
         while not ending.wait(OWNERS_INTERVAL_S):
-            self._names |= {each.url: each.name for each in self._fleet.list_processes()}
+            with suppress(OSError):  # what ends while it is looked at
+                self._names |= {each.url: each.name for each in self._fleet.list_processes()}
             owners: defaultdict[str, set[str]] = defaultdict(set)
             for url in self._fleet.find_up():
                 owners[self._names.get(url, url)].add(url)
@@ -121,6 +122,8 @@ def play(fleet: ChaosFleet, fault: Fault) -> Result:
         result.problems.append(f"{type(exc).__name__}: {exc}")
     result.problems += watch.problems[:MAX_PROBLEMS]
     result.num_owner_samples = watch.num_samples
+    if watch.num_samples == 0:
+        result.problems.append("it was never seen whom the gateway uses")
     result.num_answers, result.num_broken = load.num_answers, len(load.failures)
     result.longest_gap_s = load.longest_gap_s
     wrong = [each for each in load.failures if "other tokens" in each]
