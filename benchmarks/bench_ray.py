@@ -1,16 +1,16 @@
-"""Faults of a fleet on a Ray cluster of three hosts: do clients notice, and how long until it is whole?
+"""Faults of a fleet on Ray, on three hosts: do clients notice, and until when is it whole again?
 
-    python benchmarks/bench_ray.py all [--json benchmarks/results/ray.json]     about 15 minutes
-    python benchmarks/bench_ray.py processes …                                  one session
-    python benchmarks/bench_ray.py head-lost worker-killed …                    faults, in this order
+    python benchmarks/bench_ray.py all [--json benchmarks/results/ray.json]   about 15 minutes
+    python benchmarks/bench_ray.py processes …                                one session
+    python benchmarks/bench_ray.py head-lost worker-killed …                  faults, in this order
     python benchmarks/bench_ray.py --list
     python benchmarks/bench_ray.py --table benchmarks/results/ray.json
 
 Needs root, iproute2, util-linux, libfaketime and Ray; what is missing is printed. The hosts are
-namespaces on this machine (baton.testing.ray_hosts): one has Ray's head, the gateway and the prefill
-worker, each of the others a decode worker (embedded engine, float32, the demo model). Each session
-starts all of it anew: `first_token_s` counts from the first `ray start` to the first token of the
-first stream; `stages` are seconds from the `baton up`.
+namespaces on this machine (baton.testing.ray_hosts): one has Ray's head, the gateway and the
+prefill worker, each of the others a decode worker (embedded engine, float32, the demo model). Each
+session starts all of it anew: `first_token_s` counts from the first `ray start` to the first token
+of the first stream; `stages` are seconds from the `baton up`.
 
 The faults are in tests/ray/chaos_faults.py. Two clients ask without a pause while one happens. What
 is checked then, after each, is in tests/ray/chaos_play.py: the same greedy tokens as of a colocated
@@ -76,20 +76,18 @@ def describe(result: dict) -> str:
     """One result in a line, and a line for each problem."""
     verdict = "PROBLEMS" if result["problems"] else "ok"
     head = ", without Ray's head" if result["without_head"] else ""
-    lines = [
-        f"{result['fault']}{head}: {verdict}; whole {_seconds(result['whole_s'])} s, "
-        f"{result['num_broken']} of {result['num_answers']} broken; {result['proof']}"
-    ]
-    return "\n".join(lines + [f"    {each}" for each in (*result["problems"], *result["signs"])])
+    whole, broken = _seconds(result["whole_s"]), result["num_broken"]
+    line = f"{result['fault']}{head}: {verdict}; whole {whole} s, {broken} of "
+    line += f"{result['num_answers']} broken; {result['proof']}"
+    return "\n    ".join([line, *result["problems"], *result["signs"]])
 
 
 def table(stored: dict) -> str:
     """The page's table: a row for the start, and one for each fault."""
     starts = sorted(each["first_token_s"] for each in stored["starts"].values())
-    rows = [
-        f"| from `ray start` on 3 hosts to the first token: median, and {len(starts)} runs "
-        f"| {statistics.median(starts):.1f} ({starts[0]:.1f} to {starts[-1]:.1f}) | | | |"
-    ]
+    what = f"from `ray start` on 3 hosts to the first token: median of {len(starts)}, and all"
+    spread = f"{statistics.median(starts):.1f} ({starts[0]:.1f} to {starts[-1]:.1f})"
+    rows = [f"| {what} | {spread} | | | |"]
     for each in stored["results"]:
         fault = BY_NAME[each["fault"]]
         what = fault.what + (", without Ray's head" if each["without_head"] else "")
@@ -97,7 +95,9 @@ def table(stored: dict) -> str:
         gap, problems = f"{each['longest_gap_s']:.1f}", len(each["problems"])
         rows.append(f"| {what} | {_seconds(each['whole_s'])} | {broken} | {gap} | {problems} |")
         if each["old_gone_s"] is not None:
-            rows.append(f"| … from its end until the old worker is gone | {each['old_gone_s']:.1f} | | | |")
+            rows.append(
+                f"| … from its end until the old worker is gone | {each['old_gone_s']:.1f} | | | |"
+            )
     return "\n".join(rows)
 
 

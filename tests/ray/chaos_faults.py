@@ -87,7 +87,9 @@ FAULTS = (
         version_differs,
         10.0,
     ),
-    Fault("same-name", "fleets of one name are started, one after the other and at once", same_name),
+    Fault(
+        "same-name", "fleets of one name are started, one after the other and at once", same_name
+    ),
     Fault("upgrade", "`baton upgrade` of four processes, one after the other", upgraded),
     Fault(
         "one-way",

@@ -65,7 +65,7 @@ UP_TIMEOUT_S = 150.0
 CALL_TIMEOUT_S = 60.0
 POLL_S = 0.1
 PROGRAMS = ("ip", "nsenter", "unshare", "tc", "mount")
-FAKE_TIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
+FAKE_TIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
 COMMAND = re.compile(rf"ray-{FLEET}-((?:gateway|prefill|decode)-\d+)/settings\.toml")
 
 
@@ -141,8 +141,8 @@ class StartTimes:
 class ChaosFleet:
     """A fleet that serves. `known` are right answers, by prompt.
 
-    `key_file` is the cluster key's on every host, and `clock_file` has the offset of the last host's
-    wall clock: where the fleet was started with them.
+    `key_file` is the cluster key's on every host; `clock_file` has the offset of the last host's
+    wall clock. Either is there if the fleet was started with it.
     """
 
     cluster: RayCluster
@@ -186,9 +186,7 @@ class ChaosFleet:
                     found[pid] = RayProcess(match[1], pid, host, begun_at)
         listed = self.read_members()
         return [
-            self._with_url(each, listed)
-            for pid, each in found.items()
-            if parents[pid] not in found
+            self._with_url(each, listed) for pid, each in found.items() if parents[pid] not in found
         ]
 
     def _with_url(self, process: RayProcess, listed: frozenset[str]) -> RayProcess:
@@ -236,7 +234,9 @@ class ChaosFleet:
         good = {each.name for each in alive if each.pid not in lost and each.url in {*up, self.url}}
         return good == set(PROCESSES) and len(up) == len(WORKERS)
 
-    def call(self, *words: str, host: IsolatedHost | None = None) -> subprocess.CompletedProcess[str]:
+    def call(
+        self, *words: str, host: IsolatedHost | None = None
+    ) -> subprocess.CompletedProcess[str]:
         """One of `baton`'s commands, on a host (the head's, if none is named)."""
         return (host or self.cluster.head).run(
             sys.executable, "-m", "baton.cli", *words, timeout_s=UP_TIMEOUT_S
@@ -303,9 +303,7 @@ def chaos_fleet(known: dict[str, str], *, has_fake_time: bool = False) -> Iterat
         begun = time.monotonic()
         cluster.start_ray()
         start = StartTimes(ray_s=time.monotonic() - begun)
-        fleet = ChaosFleet(
-            cluster, "", key, known, start, key_file=key_file, clock_file=clock_file
-        )
+        fleet = ChaosFleet(cluster, "", key, known, start, key_file=key_file, clock_file=clock_file)
         _start_processes(fleet)
         load = fleet.new_load()
         start.first_token_s = start.ray_s + start.fleet_s + load.first_token_s

@@ -1,7 +1,7 @@
 """What is done to a fleet on three hosts, and the proof that it was done.
 
-Each is a context manager: the fault has happened, and is proven, where it yields; what can be undone
-is undone where the block ends.
+Each is a context manager: the fault has happened, and is proven, where it yields; what can be
+undone is undone where the block ends.
 """
 
 from __future__ import annotations

@@ -158,9 +158,7 @@ def _strike(fleet: ChaosFleet, fault: Fault, result: Result) -> None:
         result.problems.append("not all workers are used in the end")
 
 
-def _wait_until_whole(
-    fleet: ChaosFleet, result: Result, injected: Injected, since: float
-) -> None:
+def _wait_until_whole(fleet: ChaosFleet, result: Result, injected: Injected, since: float) -> None:
     if wait_until(lambda: fleet.is_whole(injected.lost), WHOLE_TIMEOUT_S) is None:
         result.problems.append(f"not all workers are used after {WHOLE_TIMEOUT_S:g} s")
         return

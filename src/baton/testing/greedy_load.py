@@ -86,9 +86,7 @@ class GreedyLoad:
         """Clients that ask without a pause, until the block ends and each has its last answer."""
         ending, num_clients = threading.Event(), self.num_clients or len(self.prompts)
         shares = [self.prompts[number::num_clients] for number in range(num_clients)]
-        clients = [
-            threading.Thread(target=self._repeat, args=(share, ending)) for share in shares
-        ]
+        clients = [threading.Thread(target=self._repeat, args=(share, ending)) for share in shares]
         for client in clients:
             client.start()
         try:

@@ -188,7 +188,7 @@ def test_a_fleet_that_does_not_run(supervisors):
 
 def test_who_starts_a_fleet_at_the_same_time_as_another_removes_nothing(supervisors, monkeypatch):
     pytest.importorskip("ray", reason="Ray is not installed: make test-ray")
-    from baton.launch.ray import start
+    from baton.launch.ray import start  # noqa: PLC0415 - imports Ray
 
     class TakenName:
         def options(self, **_):
