@@ -6,7 +6,7 @@
     python benchmarks/bench_ray.py --list
     python benchmarks/bench_ray.py --table benchmarks/results/ray.json
 
-Needs root, iproute2, util-linux, libfaketime and Ray; what is missing is printed. The hosts are
+Needs root, iproute2, util-linux, a C compiler and Ray; what is missing is printed. The hosts are
 namespaces on this machine (baton.testing.ray_hosts): one has Ray's head, the gateway and the
 prefill worker, each of the others a decode worker (embedded engine, float32, the demo model). Each
 session starts all of it anew: `first_token_s` counts from the first `ray start` to the first token
@@ -30,13 +30,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from baton.testing.fleet import sigterm_as_ctrl_c
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.ray.chaos_faults import BY_NAME, FAULTS
 from tests.ray.chaos_fleet import ask_colocated_server, chaos_fleet, find_missing
 from tests.ray.chaos_play import play
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 SESSIONS = {
     "processes": (
@@ -47,7 +49,8 @@ SESSIONS = {
         "gateway-killed",
         "gateway-stopped",
     ),
-    "hosts": ("slow-links", "disk-full", "clock-apart", "key-wrong", "version-differs"),
+    "hosts": ("slow-links", "disk-full", "key-wrong", "version-differs"),
+    "clock-ahead": ("clock-ahead",),
     "commands": ("same-name", "upgrade"),
     "one-way": ("one-way",),
     "two-way": ("two-way",),
@@ -57,19 +60,17 @@ SESSIONS = {
 """By name: the faults that happen to one fleet, one after the other."""
 
 
-def run_session(names: Sequence[str], known: dict[str, str]) -> tuple[list[dict], dict]:
-    """Play faults on one fleet; what came of each, and how long its start took."""
-    results = []
-    with chaos_fleet(known, has_fake_time="clock-apart" in names) as fleet:
+def run_session(names: Sequence[str], known: dict[str, str]) -> Iterator[tuple[dict, dict]]:
+    """Play faults on one fleet; what came of each, and how long the fleet's start took."""
+    with chaos_fleet(known, has_clock_ahead="clock-ahead" in names) as fleet:
         start = asdict(fleet.start)
         print(f"first token after {fleet.start.first_token_s:.1f} s", file=sys.stderr)
         for name in names:
             result = play(fleet, BY_NAME[name])
             print(describe(asdict(result)), file=sys.stderr)
-            results.append(asdict(result))
+            yield asdict(result), start
             if BY_NAME[name].spends_hosts or result.whole_s is None:
                 break
-    return results, start
 
 
 def describe(result: dict) -> str:
@@ -105,13 +106,12 @@ def _seconds(value: float | None) -> str:
     return "not in time" if value is None else f"{value:.1f}"
 
 
-def store(path: Path, session: str, results: list[dict], start: dict) -> None:
-    """Replace this session's results in a file."""
+def store(path: Path, session: str, result: dict, start: dict) -> None:
+    """Replace one result in a file."""
     stored = {"results": [], "starts": {}} | (json.loads(path.read_text()) if path.exists() else {})
     key = lambda each: (each["without_head"], each["fault"])  # noqa: E731
-    new = {key(each) for each in results}
     order = [fault.name for fault in FAULTS]
-    kept = [each for each in stored["results"] if key(each) not in new] + results
+    kept = [each for each in stored["results"] if key(each) != key(result)] + [result]
     kept.sort(key=lambda each: (each["without_head"], order.index(each["fault"])))
     machine = {"python": platform.python_version(), "kernel": platform.release()}
     starts = stored["starts"] | {session: start}
@@ -137,16 +137,22 @@ def main() -> None:
     sessions = _choose(parser, given.names)
     if missing := find_missing():
         raise SystemExit("three hosts on this machine need\n  " + "\n  ".join(missing))
+    with sigterm_as_ctrl_c():
+        is_green = _play(sessions, given.json)
+    raise SystemExit(0 if is_green else 1)
+
+
+def _play(sessions: dict[str, tuple[str, ...]], file: Path | None) -> bool:
+    """Play them one after the other: whether all checks held."""
     with tempfile.TemporaryDirectory(prefix="baton-colocated-") as folder:
         known = ask_colocated_server(Path(folder))
     is_green = True
     for session, names in sessions.items():
-        results, start = run_session(names, known)
-        is_green &= not any(each["problems"] for each in results)
-        print(json.dumps({"start": start, "results": results}, indent=1))
-        if given.json:
-            store(given.json, session, results, start)
-    raise SystemExit(0 if is_green else 1)
+        for result, start in run_session(names, known):
+            is_green &= not result["problems"]
+            if file:
+                store(file, session, result, start)
+    return is_green
 
 
 def _choose(parser: argparse.ArgumentParser, names: list[str]) -> dict[str, tuple[str, ...]]:

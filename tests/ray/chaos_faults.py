@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from tests.ray.chaos_fleet import NUM_CLIENTS
 from tests.ray.chaos_injections import (
     VICTIM,
-    clock_apart,
+    clock_ahead,
     disk_full,
     head_lost,
     host_killed,
@@ -75,9 +75,9 @@ FAULTS = (
         whole="after",
     ),
     Fault(
-        "clock-apart",
-        "a host's clock jumps by an hour, and its worker is killed",
-        clock_apart,
+        "clock-ahead",
+        "a host's clock is an hour ahead, and its worker is killed",
+        clock_ahead,
         10.0,
     ),
     Fault("key-wrong", "a worker starts with another key", key_wrong, 10.0, whole="after"),

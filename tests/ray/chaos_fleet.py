@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import shutil
+import subprocess
 import sys
 import time
 from contextlib import contextmanager, suppress
@@ -31,7 +32,6 @@ from baton.testing.ray_hosts import ray_cluster
 from tests.chaos.process_state import read_listening_ports
 
 if TYPE_CHECKING:
-    import subprocess
     from collections.abc import Callable, Iterator
 
     from baton.testing.ray_hosts import IsolatedHost, RayCluster
@@ -64,15 +64,16 @@ MAX_TOKENS = 64
 UP_TIMEOUT_S = 150.0
 CALL_TIMEOUT_S = 60.0
 POLL_S = 0.1
-PROGRAMS = ("ip", "nsenter", "unshare", "tc", "mount")
-FAKE_TIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
+AN_HOUR_S = 3600
+"""As in clock_ahead.c."""
+PROGRAMS = ("ip", "nsenter", "unshare", "tc", "mount", "cc")
 COMMAND = re.compile(rf"ray-{FLEET}-((?:gateway|prefill|decode)-\d+)/settings\.toml")
 
 
 def find_missing() -> list[str]:
     """What this machine lacks for three hosts, and how to get it."""
     missing = [] if os.geteuid() == 0 else ["root: run this command with sudo"]
-    packages = {"ip": "iproute2", "tc": "iproute2"}
+    packages = {"ip": "iproute2", "tc": "iproute2", "cc": "gcc"}
     missing += [
         f"{program}: apt-get install {packages.get(program, 'util-linux')}"
         for program in PROGRAMS
@@ -80,8 +81,6 @@ def find_missing() -> list[str]:
     ]
     if not (Path(sys.executable).parent / "ray").exists():
         missing.append("Ray: pip install 'ray>=2.60,<3' (make test-ray does)")
-    if not FAKE_TIME.exists():
-        missing.append("libfaketime: apt-get install libfaketime")
     return missing
 
 
@@ -141,8 +140,7 @@ class StartTimes:
 class ChaosFleet:
     """A fleet that serves. `known` are right answers, by prompt.
 
-    `key_file` is the cluster key's on every host; `clock_file` has the offset of the last host's
-    wall clock. Either is there if the fleet was started with it.
+    `key_file` is the cluster key's on every host, if the fleet was started with one.
     """
 
     cluster: RayCluster
@@ -151,7 +149,6 @@ class ChaosFleet:
     known: dict[str, str] = field(default_factory=dict)
     start: StartTimes = field(default_factory=StartTimes)
     key_file: Path | None = None
-    clock_file: Path | None = None
     is_head_lost: bool = False
     _urls: dict[int, str] = field(default_factory=dict)
 
@@ -275,8 +272,8 @@ def ask_colocated_server(folder: Path) -> dict[str, str]:
 
 
 @contextmanager
-def chaos_fleet(known: dict[str, str], *, has_fake_time: bool = False) -> Iterator[ChaosFleet]:
-    """Hosts, Ray and a fleet, started anew. `has_fake_time`: one host has a clock to be set.
+def chaos_fleet(known: dict[str, str], *, has_clock_ahead: bool = False) -> Iterator[ChaosFleet]:
+    """Hosts, Ray and a fleet, started anew. `has_clock_ahead`: the last host's is.
 
     Raises:
         NoNamespaceError: this user cannot make namespaces here.
@@ -289,25 +286,27 @@ def chaos_fleet(known: dict[str, str], *, has_fake_time: bool = False) -> Iterat
         key_file.write_text(key)
         last = cluster.hosts[-1]
         limited_disk(last)
-        clock_file = folder / "clock" if has_fake_time else None
-        if clock_file is not None:
-            clock_file.write_text("+0")
-            last.environment |= {
-                "LD_PRELOAD": str(FAKE_TIME),
-                "FAKETIME_TIMESTAMP_FILE": str(clock_file),
-                "FAKETIME_CACHE_DURATION": "1",
-                "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-            }
+        if has_clock_ahead:
+            last.environment["LD_PRELOAD"] = str(build_clock(folder))
         for host in cluster.hosts:
             host.environment["RAY_ADDRESS"] = cluster.address
         begun = time.monotonic()
         cluster.start_ray()
         start = StartTimes(ray_s=time.monotonic() - begun)
-        fleet = ChaosFleet(cluster, "", key, known, start, key_file=key_file, clock_file=clock_file)
+        fleet = ChaosFleet(cluster, "", key, known, start, key_file)
         _start_processes(fleet)
         load = fleet.new_load()
         start.first_token_s = start.ray_s + start.fleet_s + load.first_token_s
         yield fleet
+
+
+def build_clock(folder: Path) -> Path:
+    """A library that, preloaded, sets the clock of Baton's workers ahead."""
+    library = folder / "clock_ahead.so"
+    source = Path(__file__).with_name("clock_ahead.c")
+    command = ("cc", "-shared", "-fPIC", "-O1", "-Wall", "-o", str(library), str(source))
+    subprocess.run(command, check=True)
+    return library
 
 
 def limited_disk(host: IsolatedHost) -> None:

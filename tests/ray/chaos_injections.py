@@ -25,6 +25,7 @@ from baton.handoff import messages
 from baton.net.tls import ClusterTls
 from baton.testing.network_namespaces import run
 from tests.ray.chaos_fleet import (
+    AN_HOUR_S,
     CALL_TIMEOUT_S,
     FLEET,
     ChaosFleet,
@@ -41,7 +42,7 @@ EFFECT_TIMEOUT_S = 10.0
 READY_TIMEOUT_S = 60.0
 RATE_BITS = 1_000_000
 PROBE_BYTES = 256 << 10
-AN_HOUR_S = 3600
+CLOCK_MARGIN_S = 60.0
 
 
 @dataclass
@@ -249,22 +250,14 @@ def disk_full(fleet: ChaosFleet) -> Iterator[Injected]:
 
 
 @contextmanager
-def clock_apart(fleet: ChaosFleet) -> Iterator[Injected]:
-    """The wall clock of the last host jumps by an hour; then its worker is killed."""
-    host = fleet.cluster.hosts[-1]
-    victim = fleet.find_worker_on(host)
-    if fleet.clock_file is None:
-        raise AssertionError("this fleet was started without a clock that can be set")
-    fleet.clock_file.write_text(f"+{AN_HOUR_S}")
-    try:
-        ahead_s = lambda: _read_clock(fleet, victim) - time.time()  # noqa: E731
-        if wait_until(lambda: ahead_s() > AN_HOUR_S - 60, EFFECT_TIMEOUT_S) is None:
-            raise AssertionError(f"the clock of {victim.name} is {ahead_s():.0f} s ahead")
-        proof = f"{victim.name} dates an answer {ahead_s():.0f} s ahead"
-        kill(victim.pid)
-        yield Injected(proof, frozenset({victim.pid}))
-    finally:
-        fleet.clock_file.write_text("+0")
+def clock_ahead(fleet: ChaosFleet) -> Iterator[Injected]:
+    """The clock of the last host is an hour ahead, from its start; its worker is killed."""
+    victim = fleet.find_worker_on(fleet.cluster.hosts[-1])
+    ahead_s = _read_clock(fleet, victim) - time.time()
+    if abs(ahead_s - AN_HOUR_S) > CLOCK_MARGIN_S:
+        raise AssertionError(f"the clock of {victim.name} is {ahead_s:.0f} s ahead")
+    kill(victim.pid)
+    yield Injected(f"{victim.name} dates an answer {ahead_s:.0f} s ahead", frozenset({victim.pid}))
 
 
 def _read_clock(fleet: ChaosFleet, worker: RayProcess) -> float:

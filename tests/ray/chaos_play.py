@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
@@ -48,7 +48,7 @@ class Result:
 
     `whole_s`: from the fault, or from its end, until the gateway uses all workers again.
     `began_s`: until the process that was lost is started again. `old_gone_s`: from the end of a
-    partition until the old life ended. `longest_gap_s`: of any client, between parts of an answer.
+    partition until the old life ended. `longest_gap_s`: of any client, between parts of an answer. `handoffs`: how many ended how.
     """
 
     fault: str
@@ -60,7 +60,7 @@ class Result:
     longest_gap_s: float = 0.0
     num_answers: int = 0
     num_broken: int = 0
-    num_handoffs: int = 0
+    handoffs: dict[str, int] = field(default_factory=dict)
     num_owner_samples: int = 0
     signs: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -114,11 +114,11 @@ def play(fleet: ChaosFleet, fault: Fault) -> Result:
             _strike(fleet, fault, result)
             _wait_for_answers(load, 2 * NUM_CLIENTS)
             after = asyncio.run(_asked(fleet, _count_handoffs))
-        result.num_handoffs = sum(after[pid] - handoffs.get(pid, 0) for pid in after)
-        if result.num_handoffs == 0:
-            result.problems.append("no request was handed over")
+        result.handoffs = dict(sum((after[pid] - handoffs[pid] for pid in after), Counter()))
+        if result.handoffs.get("completed", 0) == 0:
+            result.problems.append(f"no request was handed over: {result.handoffs}")
         asyncio.run(_asked(fleet, lambda *given: _check_nothing_left(*given, before)))
-    except (AssertionError, OSError, aiohttp.ClientError) as exc:
+    except Exception as exc:  # noqa: BLE001 - whatever it is, it is reported
         result.problems.append(f"{type(exc).__name__}: {exc}")
     result.problems += watch.problems[:MAX_PROBLEMS]
     result.num_owner_samples = watch.num_samples
@@ -194,17 +194,16 @@ async def _take_inventory(
     return {worker: ProcessResources.of(worker) for worker in workers}
 
 
-async def _count_handoffs(session: aiohttp.ClientSession, fleet: ChaosFleet) -> dict[int, int]:
-    """Completed ones, by the process that received them."""
-    counts: dict[int, int] = {}
+async def _count_handoffs(
+    session: aiohttp.ClientSession, fleet: ChaosFleet
+) -> defaultdict[int, Counter[str]]:
+    """How many ended how, by the process that received them."""
+    counts: defaultdict[int, Counter[str]] = defaultdict(Counter)
     for worker in _list_workers(fleet):
         counters = await read_counters(session, worker)
-        counts[worker.pid] = sum(
-            int(value)
-            for (name, labels), value in counters.items()
-            if name == "baton_handoffs_total"
-            and {("role", "decode"), ("result", "completed")} <= labels
-        )
+        for (name, labels), value in counters.items():
+            if name == "baton_handoffs_total" and ("role", "decode") in labels:
+                counts[worker.pid][dict(labels)["result"]] += int(value)
     return counts
 
 

@@ -179,7 +179,6 @@ def test_a_fault_of_the_table(fleet, name):
     """Those that are soon over; `benchmarks/bench_ray.py all` plays each."""
     result = play(fleet, BY_NAME[name])
     assert not result.problems
-    assert result.num_handoffs > 0
 
 
 def test_down(fleet):
