@@ -47,8 +47,8 @@ PROCESSES = ("gateway-0", *WORKERS)
 ENGINE = {
     "engine.dtype": "float32",
     "engine.num_threads": 1,
-    # Room for a third of the prompts: each is prefilled and handed over again.
-    "engine.num_blocks": 96,
+    # Room for a few prompts: each is prefilled and handed over again.
+    "engine.num_blocks": 32,
 }
 SETTINGS = (
     *(f"{name}={value}" for name, value in ENGINE.items()),

@@ -48,7 +48,8 @@ class Result:
 
     `whole_s`: from the fault, or from its end, until the gateway uses all workers again.
     `began_s`: until the process that was lost is started again. `old_gone_s`: from the end of a
-    partition until the old life ended. `longest_gap_s`: of any client, between parts of an answer. `handoffs`: how many ended how.
+    partition until the old life ended. `longest_gap_s`: of any client, between parts of an answer.
+    `handoffs`: how many ended how.
     """
 
     fault: str
