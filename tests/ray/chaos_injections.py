@@ -297,7 +297,7 @@ def key_wrong(fleet: ChaosFleet) -> Iterator[Injected]:
         second = fleet.find(VICTIM)
         if victim.url in fleet.find_up():
             raise AssertionError("the gateway uses a worker of another key")
-        injected.signs += _lines_with(fleet.logs("gateway-0"), victim.url)
+        injected.signs += _lines_with(fleet.logs("gateway-0"), VICTIM)
     kill(second.pid)
     injected.lost |= {second.pid}
 
@@ -336,7 +336,7 @@ def version_differs(fleet: ChaosFleet) -> Iterator[Injected]:
             f"the host has handoff protocol {theirs}, the others {ours}", frozenset({victim.pid})
         )
         yield injected
-        injected.signs += _lines_with(fleet.logs("prefill-0"), "version")
+        injected.signs += _lines_with(fleet.logs(VICTIM), "protocol")
         second = fleet.find(VICTIM)
     kill(second.pid)
     injected.lost |= {second.pid}
