@@ -36,7 +36,7 @@ RAY := $(VENV)/.installed-ray
 DOCS := $(VENV)/.installed-docs
 COLLECTED := $(VENV)/.collected
 
-.PHONY: help up test checked run-tests test-ray bench-control-short chaos simulate fuzz abuse soak store-kills explore check lint types words docs docs-serve install install-dev format clean
+.PHONY: help up test checked run-tests test-ray bench-control-short chaos chaos-ray simulate fuzz abuse soak store-kills explore check lint types words docs docs-serve install install-dev format clean
 .DEFAULT_GOAL := help
 
 ifneq ($(filter-out vllm transformers,$(ENGINE)),)
@@ -52,6 +52,7 @@ help:
 	@echo 'make test-ray                fleets on a real Ray cluster of three hosts; needs root'
 	@echo 'make bench-control-short     what a handoff and the gateway cost, in a minute: ratios'
 	@echo 'make chaos                   every fault, to everybody, at every stage: an hour on 2 busy cores'
+	@echo 'make chaos-ray               every fault of three hosts under Ray: 15 minutes; needs root'
 	@echo 'make simulate                100,000 simulated clusters under faults: the nightly job'
 	@echo 'make fuzz                    10 million damaged inputs for every decoder: the nightly job'
 	@echo 'make abuse                   attacks on a fleet, and what honest clients notice: 5 minutes'
@@ -96,6 +97,9 @@ bench-control-short: $(DEV)
 chaos: $(DEV)
 	$(BIN)/python -m pytest -q tests/chaos --all-chaos -m 'not vllm' -o timeout=600 $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -q tests/e2e tests/integration --all-chaos -m 'every and not vllm' -o timeout=600 $(PYTEST_ARGS)
+
+chaos-ray: $(DEV) $(RAY)
+	$(BIN)/python benchmarks/bench_ray.py all
 
 simulate: $(RUNTIME)
 	$(BIN)/baton sim handoff --schedules $(SCHEDULES) --first-seed $(FIRST_SEED) --jobs $(JOBS)

@@ -156,22 +156,27 @@ class Inventory:
         """Every page is back, and those who lived through it hold what they held before."""
         pair = case.pair
         elapsed_s = await until_idle(self._session, pair.prefill, pair.decode, within_s=SETTLE_S)
-        await until("the gateway serves nothing", self._gateway_is_idle(case), SETTLE_S)
+        await until_gateway_idle(self._session, pair.gateway.url)
         await case.cluster.check_handoff(self._session, pair)
         for worker, before in self._resources.values():
             if worker.is_alive:
-                await _until_resources(worker, before)
+                await until_resources(worker, before)
         return elapsed_s
 
-    def _gateway_is_idle(self, case: Case):
-        async def idle() -> bool:
-            async with self._session.get(f"{case.pair.gateway.url}/metrics") as response:
-                return "baton_gateway_inflight_requests 0.0" in await response.text()
 
-        return idle
+async def until_gateway_idle(session: aiohttp.ClientSession, url: str) -> None:
+    """Until a gateway has no request under way."""
+
+    async def idle() -> bool:
+        async with session.get(f"{url}/metrics") as response:
+            return "baton_gateway_inflight_requests 0.0" in await response.text()
+
+    await until("the gateway serves nothing", idle, SETTLE_S)
 
 
-async def _until_resources(worker: FleetProcess, before: ProcessResources) -> None:
+async def until_resources(worker: FleetProcess, before: ProcessResources) -> None:
+    """Until a worker holds no more of anything than it did."""
+
     async def no_more() -> bool:
         return not ProcessResources.of(worker).exceeds(before)
 

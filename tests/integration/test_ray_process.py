@@ -285,6 +285,28 @@ def test_a_directory_that_others_can_change_is_refused(monkeypatch, folder):
     asyncio.run(scenario())
 
 
+def test_a_process_starts_once_its_settings_can_be_written(monkeypatch, folder):
+    """As after a full disk: what is in the way here gives an OSError too."""
+    monkeypatch.setattr(hosted_process, "RETRY_INTERVAL_S", 0.01)
+    in_the_way = folder / "baton"
+    in_the_way.touch()
+    process = hosted(None, monkeypatch, folder, has_key_file=True)
+    show_environment(process, monkeypatch)
+
+    async def scenario():
+        life = asyncio.create_task(process.run())
+        await until(lambda: process._failure is not None)
+        report = await process.report()
+        assert (report.state, str(in_the_way) in report.reason) == ("failed", True)
+        in_the_way.unlink()
+        await until(lambda: process.lines(0).lines)
+        assert (await process.report()).state != "failed"
+        await process.stop()
+        await life
+
+    asyncio.run(scenario())
+
+
 def test_a_gateways_command_names_its_file_of_workers_and_its_sockets(monkeypatch, folder):
     process = hosted(Fleet(), monkeypatch, folder, "gateway-0", BATON_GATEWAY__PORT="0")
     commands = show_environment(process, monkeypatch)
@@ -305,7 +327,7 @@ def test_a_gateways_command_names_its_file_of_workers_and_its_sockets(monkeypatc
 
 
 def test_a_gateway_starts_when_its_port_is_free(monkeypatch, folder):
-    monkeypatch.setattr(hosted_process, "PORT_INTERVAL_S", 0.01)
+    monkeypatch.setattr(hosted_process, "RETRY_INTERVAL_S", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         process = hosted(Fleet(), monkeypatch, folder, "gateway-0", BATON_GATEWAY__PORT=port)

@@ -13,60 +13,31 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from baton.launch.fleet import FleetStatus
-from baton.protocol.members import decode_members
 from baton.testing.greedy_load import GreedyLoad
 from baton.testing.network_namespaces import NoNamespaceError
-from baton.testing.ray_hosts import RayCluster, ray_cluster
+from baton.testing.ray_hosts import ray_cluster
+from tests.ray.chaos_faults import BY_NAME
+from tests.ray.chaos_fleet import (
+    FLEET,
+    LABELS,
+    MAX_TOKENS,
+    NUM_CLIENTS,
+    PROMPTS,
+    SETTINGS,
+    ChaosFleet,
+    up_words,
+)
+from tests.ray.chaos_play import play
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray is not installed: make test-ray", allow_module_level=True)
 
-LABELS = (
-    {"rack": "r1", "host": "h1", "kind": "head"},
-    {"rack": "r2", "host": "h2", "kind": "worker"},
-    {"rack": "r3", "host": "h3", "kind": "worker"},
-)
-FLEET = "test"
 KEY = secrets.token_hex(32)
-PROMPTS = tuple(
-    f"{word} by the sea, and those who lived in it, " * 6 for word in ("A house", "Ship")
-)
-MAX_TOKENS = 48
 UP_TIMEOUT_S = 90.0
 CALL_TIMEOUT_S = 60.0
 MOVED_TIMEOUT_S = 45.0
-
-
-@dataclass
-class RunningFleet:
-    cluster: RayCluster
-    url: str
-
-    def call(self, *arguments):
-        done = self.run(*arguments)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    def run(self, *arguments, fleet=FLEET):
-        return baton(self.cluster, *arguments, "--on", "ray", "--fleet", fleet)
-
-    def status(self):
-        return {
-            member.name: member
-            for member in msgspec.json.decode(
-                self.call("status", "--json"), type=FleetStatus
-            ).members
-        }
-
-    @property
-    def workers(self):
-        """As the gateway reads them: by address."""
-        path = self.cluster.head.folder / f"baton/ray-{FLEET}-gateway-0/members.json"
-        return {each.url: each for each in decode_members(path.read_bytes()).workers}
 
 
 def baton(cluster, *arguments):
@@ -107,28 +78,16 @@ def settings(*assignments):
 
 @pytest.fixture(scope="module")
 def fleet(cluster):
-    done = up(
-        cluster,
-        "--decode",
-        "2",
-        *settings(
-            "engine.dtype=float32",
-            "engine.num_threads=1",
-            'ray.gateway_labels=["kind=head"]',
-            'ray.workers.prefill.labels=["kind=head"]',
-            'ray.workers.decode.labels=["rack=in(r2,r3)"]',
-            "ray.workers.decode.placement=spread",
-            "gateway.port=0",
-        ),
-    )
+    running = ChaosFleet(cluster, "", KEY)
+    done = running.call(*up_words(FLEET, "gateway.port=0", *SETTINGS))
     assert done.returncode == 0, done.stdout + done.stderr
-    url = next(word for word in done.stdout.split() if word.startswith("http://"))
-    return RunningFleet(cluster, url)
+    running.url = next(word for word in done.stdout.split() if word.startswith("http://"))
+    return running
 
 
 @pytest.fixture(scope="module")
 def load(fleet):
-    load = GreedyLoad(fleet.url, PROMPTS, MAX_TOKENS)
+    load = GreedyLoad(fleet.url, PROMPTS, MAX_TOKENS, known=fleet.known, num_clients=NUM_CLIENTS)
     load.learn()
     return load
 
@@ -201,42 +160,33 @@ def test_the_same_name_is_refused_while_it_runs(fleet):
 
 
 def test_logs(fleet):
-    assert "baton." in fleet.call("logs", "decode-0", "--lines", "50")
+    assert "baton." in fleet.command("logs", "decode-0", "--lines", "50")
 
 
 def test_scaling_under_load(fleet, load):
     before = load.num_answers
     with load.running():
-        assert "decode-2: ready" in fleet.call("scale", "--decode", "3")
-        assert len(fleet.workers) == 4
-        drained = fleet.call("drain", "decode-2")
+        assert "decode-2: ready" in fleet.command("scale", "--decode", "3")
+        assert len(fleet.read_members()) == 4
+        drained = fleet.command("drain", "decode-2")
     assert "decode-2: exit code 0" in drained
     assert "decode-2" not in fleet.status()
-    assert len(fleet.workers) == 3
+    assert len(fleet.read_members()) == 3
     assert load.num_answers > before
     assert not load.failures
 
 
-def test_a_host_that_dies(fleet, load):
-    lost = fleet.status()["decode-1"]
-    host = next(each for each in fleet.cluster.hosts if each.address == lost.host)
-    others = set(fleet.workers) - {lost.url}
-    with load.running():
-        before = load.num_answers
-        wait_until(lambda: load.num_answers > before)
-        host.cut_power()
-        wait_until(lambda: len(set(fleet.workers) - others - {lost.url}) == 1)
-        before = load.num_answers
-        wait_until(lambda: load.num_answers > before + 1)
-    assert not load.failures
-    moved = fleet.status()["decode-1"]
-    assert (moved.state, moved.host != lost.host) == ("ready", True)
+@pytest.mark.parametrize("name", ["worker-killed", "slow-links", "host-killed"])
+def test_a_fault_of_the_table(fleet, name):
+    """Those that are soon over; `benchmarks/bench_ray.py all` plays each."""
+    result = play(fleet, BY_NAME[name])
+    assert not result.problems
 
 
 def test_down(fleet):
-    lines = fleet.call("down")
+    lines = fleet.command("down")
     assert "gateway-0: exit code 0" in lines
-    left = fleet.run("status")
+    left = fleet.call("status", "--on", "ray", "--fleet", FLEET)
     assert f"no fleet '{FLEET}' runs" in left.stderr
     wait_until(lambda: not has_workers(FLEET), 10.0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import threading
 import time
 from contextlib import contextmanager
@@ -50,21 +51,24 @@ class GreedyLoad:
     """`failures` has a line for each answer that is not what it was before, and why.
 
     `longest_gap_s`: between two parts of an answer. `first_token_s`: the first answer of one token.
+    `known` are the right answers by prompt, where another server has given them already.
     """
 
     url: str
     prompts: tuple[str, ...]
     max_tokens: int
+    known: dict[str, str] = field(default_factory=dict)
+    num_clients: int | None = None
+    """One for each prompt, if not given."""
     num_answers: int = 0
     failures: list[str] = field(default_factory=list)
     longest_gap_s: float = 0.0
     first_token_s: float = 0.0
-    _known: dict[str, str] = field(default_factory=dict)
     _model: str = ""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def learn(self) -> None:
-        """Ask for each answer once, while nothing happens."""
+        """Ask for each answer that is not known once, while nothing happens."""
         connection, begun = self._connect(), time.monotonic()  # noqa: TID251 - real answers
         connection.request("GET", "/v1/models")
         self._model = msgspec.json.decode(connection.getresponse().read(), type=Models).data[0].id
@@ -74,15 +78,15 @@ class GreedyLoad:
         self.first_token_s = time.monotonic() - begun  # noqa: TID251 - as above
         self.max_tokens = whole
         for prompt in self.prompts:
-            self._known[prompt] = self.ask(prompt)
+            if prompt not in self.known:
+                self.known[prompt] = self.ask(prompt)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """One client for each prompt, until the block ends and each has its last answer."""
-        ending = threading.Event()
-        clients = [
-            threading.Thread(target=self._repeat, args=(prompt, ending)) for prompt in self.prompts
-        ]
+        """Clients that ask without a pause, until the block ends and each has its last answer."""
+        ending, num_clients = threading.Event(), self.num_clients or len(self.prompts)
+        shares = [self.prompts[number::num_clients] for number in range(num_clients)]
+        clients = [threading.Thread(target=self._repeat, args=(share, ending)) for share in shares]
         for client in clients:
             client.start()
         try:
@@ -92,11 +96,13 @@ class GreedyLoad:
             for client in clients:
                 client.join(2 * TIMEOUT_S)
 
-    def _repeat(self, prompt: str, ending: threading.Event) -> None:
-        while not ending.is_set():
+    def _repeat(self, prompts: tuple[str, ...], ending: threading.Event) -> None:
+        for prompt in itertools.cycle(prompts):
+            if ending.is_set():
+                return
             try:
                 text = self.ask(prompt)
-                wrong = None if text == self._known[prompt] else f"other tokens: {text!r}"
+                wrong = None if text == self.known[prompt] else f"other tokens: {text!r}"
             except (OSError, http.client.HTTPException, AssertionError) as exc:
                 wrong = f"{type(exc).__name__}: {exc}"
             with self._lock:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 
@@ -26,7 +26,7 @@ from baton.launch.slots import KILL_MARGIN_S
 from baton.launch.sockets import open_gateway_sockets
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from baton.clock import Clock
@@ -41,12 +41,14 @@ READY: Final = b'{"status":"ready"}'
 METRICS_PATH: Final = "/metrics"
 MAX_REASON_CHARS: Final = 500
 KEY_INTERVAL_S: Final = 1.0
-PORT_INTERVAL_S: Final = 1.0
+RETRY_INTERVAL_S: Final = 1.0
 HIDDEN_VARIABLES: Final = ("RAY_", "BATON_CONFIG", "OMP_NUM_THREADS", KEY_VARIABLE)
 """Beginnings of variables that a process does not inherit from its supervisor: an engine that uses
 Ray itself is not to take its supervisor's actor for its own, and Ray gives actors one thread."""
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ class HostedProcess:
         """Run the process until it is stopped, or has ended too often."""
         try:
             await self._find_key()
-            self._write_settings()
+            await self._until_done(self._write_settings, OSError)
             if self.role == "gateway":
                 await self._run_gateway()
             else:
@@ -108,7 +110,8 @@ class HostedProcess:
     async def _run_gateway(self) -> None:
         self._writer = MembersFileWriter(self._supervisors, self._members_path)
         await self._writer.poll()
-        self._sockets = await self._open_sockets()
+        # A gateway of before may be about to end, and its port is taken until then.
+        self._sockets = await self._until_done(self._open_sockets, ConfigError)
         self._process.inherited = self._sockets.fds
         polling = asyncio.create_task(self._writer.run())
         try:
@@ -117,17 +120,22 @@ class HostedProcess:
             polling.cancel()
             self._sockets.close()
 
-    async def _open_sockets(self) -> GatewaySockets:
-        """As soon as the port is free: a gateway of before may be about to end."""
+    async def _until_done(self, step: Callable[[], T], retried: type[Exception]) -> T:
+        """Repeat a step until this host lets it succeed: its disk is full, or a port is taken."""
         while True:
             try:
-                sockets = open_gateway_sockets(self._gateway_section())
-            except ConfigError as exc:
+                done = step()
+            except retried as exc:
+                if self._failure is None:
+                    log.warning("%s waits until this host lets it start: %s", self.name, exc)
                 self._failure = str(exc)
-                await asyncio.sleep(PORT_INTERVAL_S)
+                await asyncio.sleep(RETRY_INTERVAL_S)
             else:
                 self._failure = None
-                return sockets
+                return done
+
+    def _open_sockets(self) -> GatewaySockets:
+        return open_gateway_sockets(self._gateway_section())
 
     def _gateway_section(self) -> GatewaySection:
         """As the gateway reads it, but for the host's address."""

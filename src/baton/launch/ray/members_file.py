@@ -75,18 +75,13 @@ class MembersFileWriter:
         self._supervisors, self._path = supervisors, path
         self._known = KnownWorkers()
         self._names: frozenset[str] = frozenset()
-        self._is_head_away = False
+        self._is_head_away = self._is_disk_bad = False
         self.written: MembersFile | None = None
 
     async def run(self) -> None:
         """Poll until cancelled."""
         while True:
-            try:
-                await self.poll()
-            except OSError:
-                log.exception(
-                    "%s cannot be written; the gateway keeps the workers it has", self._path
-                )
+            await self.poll()
             await asyncio.sleep(max(POLL_INTERVAL_S, len(self._names) / MAX_CALLS_PER_S))
 
     async def poll(self) -> None:
@@ -99,12 +94,18 @@ class MembersFileWriter:
         self.write()
 
     def write(self) -> None:
-        """Replace the file, if it is not what it should be."""
+        """Replace the file, if it is not what it should be, and if the disk lets that be."""
         file = self._known.to_file()
         if file == self.written:
             return
-        replace_members(self._path, file)
-        self.written = file
+        try:
+            replace_members(self._path, file)
+        except OSError as exc:
+            if not self._is_disk_bad:
+                log.error("the gateway keeps the workers it has: cannot write %s", exc)  # noqa: TRY400
+            self._is_disk_bad = True
+        else:
+            self.written, self._is_disk_bad = file, False
 
     async def _list_names(self) -> None:
         try:

@@ -21,7 +21,7 @@ from baton.launch.ray.process import LogLines
 from baton.launch.ray.supervisor import Supervisor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from baton.launch.fleet import FleetMember
     from baton.launch.ray.actors import FleetActors
@@ -42,6 +42,8 @@ RESERVED_BYTES: Final = 1 << 20
 What reserves nothing is no demand for Ray's autoscaler, which would start no host for it, and would
 take a host that runs it for idle, and end it.
 """
+NAME_TAKEN: Final = "already taken"
+"""In Ray's message of an actor whose name another one has."""
 
 
 async def start_fleet(
@@ -61,14 +63,14 @@ async def start_fleet(
         FleetError: Ray does not place a process in time, or one cannot run.
     """
     if running := await supervisors.list_names(HEAD_TIMEOUT_S):
-        raise ConfigError(
-            f"the fleet {plan.fleet!r} runs already, with {', '.join(sorted(running))}: end it "
-            f"with `baton down --on ray --fleet {plan.fleet}`, or choose another name with --fleet"
-        )
+        raise ConfigError(_runs_already(plan.fleet, running))
     names = [name for group in plan.groups for name in group.names]
+    # Whoever creates the first supervisor has the fleet: of two that start it at once, the other
+    # one must not remove what it has not created.
+    create_supervisor(plan, plan.groups[0], names[0])
     try:
         for group in plan.groups:
-            create_group(plan, group)
+            create_group(plan, group, except_for=names[0])
         await wait_until_placed(supervisors, plan, names, key=key, timeout_s=timeout_s)
         return await wait_until_ready(
             supervisors, names, timeout_s=timeout_s, on_waiting=on_waiting
@@ -78,8 +80,15 @@ async def start_fleet(
         raise
 
 
-def create_group(plan: RayPlan, group: ProcessGroup) -> None:
-    """Have Ray start the supervisors that a fleet begins with in one group.
+def _runs_already(fleet: str, running: Collection[str]) -> str:
+    return (
+        f"the fleet {fleet!r} runs already, with {', '.join(sorted(running))}: end it with "
+        f"`baton down --on ray --fleet {fleet}`, or choose another name with --fleet"
+    )
+
+
+def create_group(plan: RayPlan, group: ProcessGroup, *, except_for: str) -> None:
+    """Have Ray start the supervisors that a fleet begins with in one group, but for one.
 
     Raises:
         ConfigError: Ray refuses the group's labels.
@@ -88,7 +97,8 @@ def create_group(plan: RayPlan, group: ProcessGroup) -> None:
     if group.is_reserved_together:
         bundles = _reserve(plan, group)
     for index, name in enumerate(group.names):
-        create_supervisor(plan, group, name, bundles=bundles, index=index)
+        if name != except_for:
+            create_supervisor(plan, group, name, bundles=bundles, index=index)
 
 
 def _reserve(plan: RayPlan, group: ProcessGroup) -> PlacementGroup:
@@ -124,7 +134,7 @@ def create_supervisor(
     `near`: the path of the host on which it is to be, if not the one that it is assigned to.
 
     Raises:
-        ConfigError: Ray refuses the group's labels.
+        ConfigError: Ray has a process of this name in this fleet, or refuses the group's labels.
     """
     in_bundle = None if bundles is None else PlacementGroupSchedulingStrategy(bundles, index)
     path = near or group.assignments.get(name)
@@ -146,6 +156,8 @@ def create_supervisor(
             scheduling_strategy=in_bundle or "SPREAD",
         ).remote(name, msgspec.json.encode(plan))
     except ValueError as exc:
+        if NAME_TAKEN in str(exc):
+            raise ConfigError(_runs_already(plan.fleet, [name])) from exc
         raise ConfigError(f"Ray refuses the options of {name}: {describe(exc)}") from exc
 
 

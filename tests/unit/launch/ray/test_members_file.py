@@ -99,6 +99,20 @@ def test_the_file_is_written_only_when_it_changes(tmp_path):
     assert path.stat().st_ino == before
 
 
+def test_a_file_that_cannot_be_written_is_written_later(tmp_path, caplog):
+    folder = tmp_path / "folder"
+    supervisors = Supervisors()
+    supervisors.set("decode-0", "https://a:1")
+    writer = MembersFileWriter(supervisors, folder / "members.json")
+    for _ in range(3):
+        asyncio.run(writer.poll())
+    assert caplog.text.count("cannot write") == 1
+    folder.mkdir()
+    asyncio.run(writer.poll())
+    workers = decode_members((folder / "members.json").read_bytes()).workers
+    assert [each.url for each in workers] == ["https://a:1"]
+
+
 def test_what_is_no_report_changes_nothing(tmp_path):
     assert (
         run(

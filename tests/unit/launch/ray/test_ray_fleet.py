@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from baton.config.resolve import CommandLine, resolve
+from baton.errors import ConfigError
 from baton.launch.errors import FleetError
 from baton.launch.fleet import FleetMember, FleetSize
 from baton.launch.ray import fleet as fleet_module
@@ -197,3 +198,24 @@ def test_a_fleet_that_does_not_run(supervisors):
     supervisors.names.clear()
     with pytest.raises(FleetError, match="no fleet 'f' runs on this Ray; running: other"):
         asyncio.run(find_plan(supervisors, "f"))
+
+
+def test_who_starts_a_fleet_at_the_same_time_as_another_removes_nothing(supervisors, monkeypatch):
+    pytest.importorskip("ray", reason="Ray is not installed: make test-ray")
+    from baton.launch.ray import start  # noqa: PLC0415 - imports Ray
+
+    class TakenName:
+        def options(self, **_):
+            return self
+
+        def remote(self, *_):
+            raise ValueError("The name gateway-0 (namespace=baton-f) is already taken.")
+
+    monkeypatch.setattr(start.ray, "remote", lambda _: TakenName())
+    listed, supervisors.names = supervisors.names, set()
+    with pytest.raises(ConfigError, match="the fleet 'f' runs already"):
+        asyncio.run(
+            start.start_fleet(supervisors, PLAN, "", timeout_s=1.0, on_waiting=lambda _: None)
+        )
+    supervisors.names = listed
+    assert supervisors.calls == []
