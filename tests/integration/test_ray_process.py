@@ -15,12 +15,12 @@ import pytest
 
 from baton.clock import MachineClock
 from baton.config.resolve import CommandLine, resolve
-from baton.launch.child import RestartPolicy
 from baton.launch.errors import FleetError
 from baton.launch.ray import hosted_process
 from baton.launch.ray.hosted_process import HostedProcess, RayHost
 from baton.launch.ray.plan import plan_fleet
 from baton.launch.ray.process import NUM_LINES, LogTail, SupervisedProcess
+from baton.launch.restarts import RestartPolicy
 from baton.protocol.members import decode_members
 
 STUB = str(Path(__file__).with_name("stub_child.py"))
@@ -63,14 +63,55 @@ def test_a_killed_process_starts_again_at_its_address():
     asyncio.run(scenario())
 
 
-def test_a_process_that_ends_too_often_is_failed_with_its_reason():
+def test_a_process_that_ends_too_often_is_failed_and_tried_again(tmp_path):
+    behaviour = tmp_path / "behaviour"
+    behaviour.write_text("broken")
+
     async def scenario():
-        process = stub("broken", max_restarts=2)
-        await process.run()
-        assert (process.state, process.url) == ("failed", None)
+        process = SupervisedProcess(
+            "decode-0",
+            lambda _: (sys.executable, STUB, behaviour.read_text(), "0"),
+            os.environ,
+            MachineClock(),
+            restarts=RestartPolicy(max_restarts=2, first_delay_s=0.05),
+        )
+        life = asyncio.create_task(process.run())
+        await until(lambda: process.state == "failed")
+        assert process.url is None
         assert "ended too often (exit code 3): a dependency is missing" in process.reason
+        assert process.reason.endswith("next try after 0.2 s")
         assert process.lines.last(1).lines == ("No module named 'steam'",)
         assert process.num_restarts == 2
+        behaviour.write_text("worker")
+        await until(lambda: process.state == "ready")
+        assert process.reason == ""
+        await process.stop(WITHIN_S)
+        await life
+
+    asyncio.run(scenario())
+
+
+def test_a_failed_process_is_replaced_or_stopped_during_its_pause():
+    behaviours = ["broken", "worker", "broken"]
+
+    async def scenario():
+        process = SupervisedProcess(
+            "decode-0",
+            lambda _: (sys.executable, STUB, behaviours.pop(0), "0"),
+            os.environ,
+            MachineClock(),
+            restarts=RestartPolicy(max_restarts=0, first_delay_s=300.0),
+        )
+        life = asyncio.create_task(process.run())
+        await until(lambda: process.state == "failed")
+        await process.replace(WITHIN_S)
+        await until(lambda: process.state == "ready")
+        os.kill(process.pid, signal.SIGKILL)
+        await until(lambda: process.state == "failed")
+        async with asyncio.timeout(WITHIN_S):
+            await process.stop(WITHIN_S)
+            await life
+        assert process.state == "ended"
 
     asyncio.run(scenario())
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from baton.bench.architectures.transfer_check import TraceCheck
-from baton.launch.child import RestartPolicy
 from baton.launch.supervisor import LaunchContext, Service, Supervisor
 
 if TYPE_CHECKING:
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from baton.launch.plan import LaunchPlan
     from baton.launch.supervisor import Ending
 
-NO_RESTARTS: Final = RestartPolicy(max_restarts=0)
-"""A worker that restarts would be measured as a slow one."""
 
 
 class Servers(Protocol):
@@ -137,8 +134,9 @@ async def open_fleet(plan: LaunchPlan, context: ServerContext, log: Path) -> Asy
         InterruptedBenchError: an interrupt before they were up.
     """
     with log.open("wb", buffering=0) as file:
+        # A worker that restarts would be measured as a slow one.
         launch_context = LaunchContext(
-            context.environment, context.clock, LogDisplay(file), NO_RESTARTS
+            context.environment, context.clock, LogDisplay(file), restarts=None
         )
         supervisor = Supervisor(plan, launch_context)
         service: asyncio.Future[Service] = asyncio.get_running_loop().create_future()

@@ -95,7 +95,7 @@ class HostedProcess:
         self._process = SupervisedProcess(name, self._command, self._environment, clock)
 
     async def run(self) -> None:
-        """Run the process until it is stopped, or has ended too often."""
+        """Run the process until it is stopped."""
         try:
             await self._find_key()
             self._write_settings()
