@@ -307,6 +307,39 @@ def test_a_directory_that_others_can_change_is_refused(monkeypatch, folder):
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("decode-0", "settings.toml"),
+        ("gateway-0", "settings.toml"),
+        ("gateway-0", ".members.json.new"),
+    ],
+)
+def test_a_process_on_a_full_disk_starts_when_there_is_room(monkeypatch, folder, name, file):
+    monkeypatch.setattr(hosted_process, "DISK_INTERVAL_S", 0.01)
+    own = folder / "baton" / f"ray-f-{name}"
+    own.mkdir(parents=True, mode=0o700)
+    own.parent.chmod(0o700)
+    (own / file).symlink_to("/dev/full")
+    process = hosted(Fleet(), monkeypatch, folder, name, BATON_GATEWAY__PORT="0")
+    show_environment(process, monkeypatch)
+
+    async def scenario():
+        life = asyncio.create_task(process.run())
+        await until(lambda: process._failure is not None)
+        report = await process.report()
+        assert report.state == "failed"
+        assert f"cannot write into {own}: No space left on device; make room" in report.reason
+        assert not process.lines(0).lines, "it was started all the same"
+        (own / file).unlink()
+        await until(lambda: process.lines(0).lines)
+        assert process._failure is None
+        await process.stop()
+        await life
+
+    asyncio.run(scenario())
+
+
 def test_a_gateways_command_names_its_file_of_workers_and_its_sockets(monkeypatch, folder):
     process = hosted(Fleet(), monkeypatch, folder, "gateway-0", BATON_GATEWAY__PORT="0")
     commands = show_environment(process, monkeypatch)

@@ -41,6 +41,7 @@ METRICS_PATH: Final = "/metrics"
 MAX_REASON_CHARS: Final = 500
 KEY_INTERVAL_S: Final = 1.0
 PORT_INTERVAL_S: Final = 1.0
+DISK_INTERVAL_S: Final = 1.0
 ZONE_LABELS: Final = ("zone", "ray.io/availability-zone")
 HIDDEN_VARIABLES: Final = ("RAY_", "BATON_CONFIG", "OMP_NUM_THREADS", KEY_VARIABLE)
 """Beginnings of variables that a process does not inherit from its supervisor: an engine that uses
@@ -90,7 +91,7 @@ class HostedProcess:
         self._key_given = asyncio.Event()
         self._key: str | None = None
         self._failure: str | None = None
-        self._writer: MembersFileWriter | None = None
+        self._writer = MembersFileWriter(supervisors, self._members_path)
         self._sockets: GatewaySockets | None = None
         self._process = SupervisedProcess(name, self._command, self._environment, clock)
 
@@ -98,7 +99,7 @@ class HostedProcess:
         """Run the process until it is stopped."""
         try:
             await self._find_key()
-            self._write_settings()
+            await self._write_files()
             if self.role == "gateway":
                 await self._run_gateway()
             else:
@@ -108,8 +109,6 @@ class HostedProcess:
             self._failure = str(exc)
 
     async def _run_gateway(self) -> None:
-        self._writer = MembersFileWriter(self._supervisors, self._members_path)
-        await self._writer.poll()
         self._sockets = await self._open_sockets()
         self._process.inherited = self._sockets.fds
         polling = asyncio.create_task(self._writer.run())
@@ -184,6 +183,23 @@ class HostedProcess:
     @property
     def _members_path(self) -> Path:
         return self._directory / "members.json"
+
+    async def _write_files(self) -> None:
+        """What the process reads. A disk that is full is waited for."""
+        while True:
+            try:
+                self._write_settings()
+                if self.role == "gateway":
+                    await self._writer.poll()
+            except OSError as exc:
+                self._failure = (
+                    f"cannot write into {self._directory}: {exc.strerror or exc}; make room there, "
+                    "or set XDG_RUNTIME_DIR: it is tried again each second"
+                )
+                await asyncio.sleep(DISK_INTERVAL_S)
+            else:
+                self._failure = None
+                return
 
     def _write_settings(self) -> None:
         for directory in (self._directory.parent, self._directory):
