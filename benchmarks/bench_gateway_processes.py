@@ -29,14 +29,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench_gateway import KEY_BYTES, ServerProcess, run_load, upstream_app
+from bench_gateway import ServerProcess, run_load, upstream_app
 
 from baton.launch.ports import find_free_ports
 from baton.telemetry.process_status import Ready, read_status
 
 NUM_PROCESSES = (1, 2, 4)
 WORKLOADS = {
-    "multi-turn": ("--clients", "8"),
+    "multi-turn": ("--concurrency", "8"),
     "shared-prefix": ("--prefixes", "30", "--prefix-len", "2048", "--rate", "6"),
 }
 POLICIES = ("round_robin", "prefix", "cost")
@@ -55,7 +55,7 @@ class Gateway:
         command += ["--gateways", str(num_processes), "--management-port", str(management)]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "baton.cli", *command[1:], "--status-fd", str(writing)],
-            env={**os.environ, "BATON_CLUSTER_KEY": KEY_BYTES.hex()},
+            env={**os.environ, "BATON_CLUSTER_KEY": (b"k" * 32).hex()},
             pass_fds=(writing,),
         )
         os.close(writing)
@@ -97,11 +97,12 @@ def measure(gateways: list[Gateway], args: argparse.Namespace) -> list[dict[str,
     return [
         {
             "load": load,
-            "num_processes": num_processes,
-            "per_core_s": [carried for carried, _ in found],
-            "busiest": [busiest for _, busiest in found],
+            "num_processes": gateway.num_processes,
+            "per_core_s": [carried for carried, _ in samples[load, gateway.num_processes]],
+            "busiest": [busiest for _, busiest in samples[load, gateway.num_processes]],
         }
-        for (load, num_processes), found in samples.items()
+        for load in UNITS
+        for gateway in gateways
     ]
 
 
@@ -128,7 +129,7 @@ def print_table(result: dict[str, Any]) -> None:
     }
     print("| load | processes | for each core and second | of one process | N cores | busiest |")
     print("|---|---|---|---|---|---|")
-    for row in sorted(result["loads"], key=lambda row: (row["load"] != "request", row["num_processes"])):
+    for row in result["loads"]:
         num, each = row["num_processes"], statistics.median(row["per_core_s"])
         share, busiest = each / ones[row["load"]], statistics.median(row["busiest"])
         print(
