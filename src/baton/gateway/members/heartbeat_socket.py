@@ -123,15 +123,15 @@ class _Batch:
         data = ctypes.addressof(ctypes.c_char.from_buffer(self._data))
         names = ctypes.addressof(ctypes.c_char.from_buffer(self._names))
         self._vectors = (_IoVec * BATCH)()
-        self._messages = (_Message * BATCH)()
+        memory = bytearray(BATCH * ctypes.sizeof(_Message))
+        self._messages = (_Message * BATCH).from_buffer(memory)
         for place in range(BATCH):
             self._vectors[place] = _IoVec(data + place * PLACE_BYTES, PLACE_BYTES)
             header = self._messages[place].header
             header.name, header.name_length = names + place * NAME_BYTES, NAME_BYTES
             header.vectors, header.num_vectors = ctypes.pointer(self._vectors[place]), 1
-        words = memoryview(self._messages).cast("B").cast("I")
-        size = ctypes.sizeof(_Message) // words.itemsize
-        self._lengths = words[_Message.length.offset // words.itemsize :: size]
+        words, size = memoryview(memory).cast("I"), ctypes.sizeof(_Message)
+        self._lengths = words[_Message.length.offset // words.itemsize :: size // words.itemsize]
 
     def receive(self, fd: int) -> list[int]:
         """Fill it with what waits: the lengths of those datagrams. Empty: there is none."""
