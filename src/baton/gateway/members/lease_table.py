@@ -231,18 +231,18 @@ class LeaseTable:
         A name that another epoch holds there is left alone: it has to lapse at one of the two.
         """
         by_worker = {known.worker: known for known in theirs}
-        lacking = [
-            lease.known.worker
-            for lease in self._leases.values()
-            if _is_newer(lease.known, other := by_worker.get(lease.known.worker))
-            and (other is None or now - lease.granted_at >= SETTLE_S)
-        ]
+        lacking: list[bytes] = []
         wanted: list[bytes] = []
-        for known in by_worker.values():
-            worker = self._by_key.get(known.worker)
-            own = None if worker is None else self._leases[worker].known
-            if _is_newer(known, own):
-                wanted.append(known.worker)
+        for lease in self._leases.values():
+            own, other = lease.known, by_worker.pop(lease.known.worker, None)
+            if own == other:
+                continue
+            if _is_newer(own, other):
+                if other is None or now - lease.granted_at >= SETTLE_S:
+                    lacking.append(own.worker)
+            elif other is not None and _is_newer(other, own):
+                wanted.append(own.worker)
+        wanted += by_worker  # of which nothing is known here
         return self.relay(lacking, now), wanted[:MAX_RELAYED]
 
     def relay(self, keys: Iterable[bytes], now: Instant) -> list[Relayed]:
