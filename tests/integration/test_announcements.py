@@ -14,7 +14,7 @@ from baton.auth.certificates import IdentityRole
 from baton.auth.credentials import Credentials
 from baton.gateway.members.heartbeat_socket import Datagrams
 from baton.gateway.members.heartbeat_table import Heartbeats, Renewal
-from baton.gateway.members.lease_table import Lease
+from baton.gateway.members.lease_table import MIN_INTERVAL_S, Lease
 from baton.gateway.options import WorkerAddress
 from baton.ids import WorkerId, new_epoch
 from baton.net.cluster_client import ClusterClient, NoAnswerError
@@ -181,9 +181,13 @@ def test_leases_are_renewed_by_datagrams_and_posts_follow_those_that_are_lost(
     silent_url: str,
 ) -> None:
     async def renewed() -> None:
-        async with gateway() as one, life("w", silent_url, one.url, lease_s=RENEWAL_LEASE_S) as alive:
+        async with (
+            gateway() as one,
+            life("w", silent_url, one.url, lease_s=RENEWAL_LEASE_S) as alive,
+        ):
             await until(lambda: one.count(RENEWED, result="renewed") >= 3)
             assert alive.standings == [Standing.SERVING]
+            await asyncio.sleep(2 * MIN_INTERVAL_S)  # after its own one
             check_that_a_renewal_is_of_its_sender(one)
 
     async def lost() -> None:
@@ -208,7 +212,9 @@ def test_leases_are_renewed_by_datagrams_and_posts_follow_those_that_are_lost(
 
 def check_that_a_renewal_is_of_its_sender(one: Gateway) -> None:
     """No other worker, epoch or certificate gets a lease by a renewal under this one's key."""
-    lease, sender = (each.find(WorkerId("w")) for each in (one.members.table, one.members.heartbeats))
+    lease, sender = (
+        each.find(WorkerId("w")) for each in (one.members.table, one.members.heartbeats)
+    )
     assert isinstance(sender, Heartbeats)
     assert isinstance(lease, Lease)
     held = msgspec.structs.replace(lease.announcement, sequence=10**6)

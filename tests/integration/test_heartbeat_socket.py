@@ -54,6 +54,8 @@ def test_one_that_is_too_long_is_not_taken_for_a_shorter_one() -> None:
 
 
 def test_a_port_that_is_taken_is_an_error() -> None:
-    with contextlib.closing(HeartbeatSocket("127.0.0.1", port := free_port())):
-        with pytest.raises(ConfigError, match=f"UDP port {port} of 127.0.0.1.*announce_port"):
-            HeartbeatSocket("127.0.0.1", port)
+    with (
+        contextlib.closing(HeartbeatSocket("127.0.0.1", port := free_port())),
+        pytest.raises(ConfigError, match=f"UDP port {port} of 127.0.0.1.*announce_port"),
+    ):
+        HeartbeatSocket("127.0.0.1", port)

@@ -99,7 +99,11 @@ async def killing(die):
 @in_event_loop
 async def test_the_others_serve_on_while_a_worker_ends_too_often_and_it_comes_back(tmp_path):
     die = tmp_path / "die"
-    under_test = launch("mortal", "worker", environment={"STUB_DIE_FILE": str(die)})
+    under_test = launch(
+        *("mortal", "worker"),
+        members=tmp_path / "members.json",
+        environment={"STUB_DIE_FILE": str(die)},
+    )
 
     async def then():
         before, slot = under_test.pids(), under_test.supervisor.slots["w-0"]
@@ -121,7 +125,11 @@ async def test_the_others_serve_on_while_a_worker_ends_too_often_and_it_comes_ba
 @in_event_loop
 async def test_a_launch_that_ends_without_a_worker_that_failed_says_so(tmp_path):
     die = tmp_path / "die"
-    under_test = launch("mortal", "worker", environment={"STUB_DIE_FILE": str(die)})
+    under_test = launch(
+        *("mortal", "worker"),
+        members=tmp_path / "members.json",
+        environment={"STUB_DIE_FILE": str(die)},
+    )
 
     async def then():
         slot = under_test.supervisor.slots["w-0"]

@@ -26,10 +26,10 @@ WORKER = WorkerView(
 )
 
 
-def teach(load, num, each_s=1e-3):
+def teach(load, num, each_s=1e-3, since=0.0):
     """Prompts of several lengths, and answers of eight tokens."""
     for at in range(num):
-        num_tokens, now = 100 * (1 + at % 5), 100.0 * at
+        num_tokens, now = 100 * (1 + at % 5), since + 100.0 * at
         running = load.begin(Placement(None, WORKER), num_tokens, now)
         running.first_token(now + 0.01 + each_s * num_tokens)
         running.end(now + 0.01 + each_s * num_tokens + 0.7, num_streamed=8)
@@ -84,7 +84,7 @@ def test_a_gateway_that_replaces_another_takes_over_what_that_one_writes_at_its_
                     while predict(new) != pytest.approx(predict(old)):
                         await asyncio.sleep(0.01)
                 teach(new, 3, each_s=2e-3)
-                teach(old, 60, each_s=3e-3)
+                teach(old, 60, each_s=3e-3, since=4000.0)
                 await life_of_old.aclose()
 
     asyncio.run(main())

@@ -56,7 +56,9 @@ def test_pauses_grow_until_it_has_served_for_long_enough(lives, max_restarts):
             num_ends, before_s = 0, 0.0
         num_ends += 1
         assert before_s <= delay_s <= policy.max_delay_s
-        assert delay_s == policy.max_delay_s or delay_s == policy.first_delay_s or delay_s > before_s
+        assert (
+            delay_s == policy.max_delay_s or delay_s == policy.first_delay_s or delay_s > before_s
+        )
         assert history.has_ended_too_often == (num_ends > max_restarts)
         before_s = delay_s
         now += delay_s

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from baton.bench.architectures.transfer_check import TraceCheck
 from baton.launch.supervisor import LaunchContext, Service, Supervisor
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.launch.plan import LaunchPlan
     from baton.launch.supervisor import Ending
-
 
 
 class Servers(Protocol):

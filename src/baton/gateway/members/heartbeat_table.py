@@ -1,4 +1,4 @@
-"""Which workers' heartbeats and renewals arrive at one gateway, and since when they do not. Pure."""
+"""Whose heartbeats and renewals arrive at one gateway, and since when they do not. Pure."""
 
 from __future__ import annotations
 

@@ -103,7 +103,6 @@ class Lease:
         self._known = Known(self._known.worker, self._known.epoch, announcement.sequence)
 
 
-
 class _Past:
     """What is remembered of a name: the last sequence of each epoch that held it, in order."""
 
