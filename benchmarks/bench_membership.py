@@ -10,9 +10,9 @@ simulation  1,000 workers and 20 gateways in one process and in virtual time: th
             each): how soon each gateway finds that. In a second run a part of the workers reaches
             only one gateway (`--unreached`), so that exchanges have something to relay.
 listener    one gateway's real listener with a real TLS connection for each of `--connections`
-            workers, in a process of its own: CPU seconds for each announcement and heartbeat, and
-            memory. What a fleet of 1,000 costs is that times its announcements and heartbeats a
-            second.
+            workers, in a process of its own: CPU seconds for each announcement (posted, and by a
+            datagram) and for each heartbeat, and memory. What a fleet of 1,000 costs is that times
+            its announcements and heartbeats a second.
 death       real listeners: from the end of a worker until a gateway has taken it out, killed (its
             address refuses) and silent (its address answers nothing); and until its heartbeats
             were missing for so long that its requests are given up.
@@ -51,8 +51,13 @@ from baton.config.sections import GatewaySection
 from baton.gateway.members.announced import SWEEP_S
 from baton.gateway.members.gossip import INTERVAL_S as GOSSIP_INTERVAL_S
 from baton.gateway.members.gossip import NUM_PEERS
-from baton.gateway.members.heartbeat_table import HeartbeatTable, Silence, judge_silence
-from baton.gateway.members.lease_table import LOOK_S, MIN_INTERVAL_S, LeaseTable
+from baton.gateway.members.heartbeat_table import (
+    HeartbeatTable,
+    Renewal,
+    Silence,
+    judge_silence,
+)
+from baton.gateway.members.lease_table import MIN_INTERVAL_S, LeaseTable
 from baton.gateway.members.listener import open_announcements
 from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.ids import Epoch, WorkerId, new_epoch
@@ -68,8 +73,17 @@ from baton.protocol.announcements import (
     read_announcement,
     seal_announcement,
 )
-from baton.protocol.heartbeats import HEARTBEAT_INTERVAL_S, HeartbeatGrant, make_heartbeat
+from baton.protocol.heartbeats import (
+    HEARTBEAT_INTERVAL_S,
+    Acknowledgement,
+    HeartbeatGrant,
+    make_acknowledgement,
+    make_heartbeat,
+    make_renewal,
+    read_acknowledgement,
+)
 from baton.protocol.worker_http import Role
+from baton.worker.announcer import RENEWALS_PER_POST
 from baton.worker.fence import MembershipFence, Standing
 from baton.worker.heartbeats import HeartbeatSender
 
@@ -84,6 +98,7 @@ STATIC = (WorkerAddress("https://127.0.0.1:1", Role.BOTH),)
 SILENT_AFTER_S = GatewaySection().silent_after_s
 STALL_S = 2.0
 HEARTBEATS_FOR_S = 5.0
+MAX_LOST = 0.05
 MIB = 1 << 20
 
 
@@ -128,6 +143,7 @@ class Simulation:
 class SimulatedWorker:
     """One worker: its credentials are its own, as each process's are."""
 
+    number: int
     template: Announcement
     credentials: Credentials
     reached: list[int]
@@ -194,7 +210,7 @@ class SimulatedFleet:
         )
         start_s = self.rng.uniform(0, lease_s / RENEWALS_PER_LEASE)
         return SimulatedWorker(
-            template, Credentials.of(KEY), reached, MembershipFence(lease_s), start_s
+            number, template, Credentials.of(KEY), reached, MembershipFence(lease_s), start_s
         )
 
     def run(self, until_s: float) -> None:
@@ -210,8 +226,7 @@ class SimulatedFleet:
                 self.find_silent(number)
                 with self.cpu.spent_on("sweep"):
                     lapsed = table.lapse(Instant(self.now))
-                    if int(self.now / LOOK_S) != int((self.now - SWEEP_S) / LOOK_S):
-                        table.take_overdue(Instant(self.now))
+                    table.take_overdue(Instant(self.now))
                 self.num_false_ends += sum(each.worker not in self.ended for each in lapsed)
                 if int(self.now / GOSSIP_INTERVAL_S + number / len(self.tables)) != int(
                     (self.now - SWEEP_S) / GOSSIP_INTERVAL_S + number / len(self.tables)
@@ -228,6 +243,20 @@ class SimulatedFleet:
         sealed = seal_announcement(announcement, worker.credentials)
         worker.fence.sent(worker.sequence, Instant(self.now))
         sender = worker.credentials.signer.certificate
+        if worker.grants and (worker.number + worker.sequence) % (1 + RENEWALS_PER_POST):
+            self.renew(worker, sealed)
+        else:
+            self.post(worker, sealed, sender)
+        if not worker.grants:
+            name, epoch, url = announcement.worker, announcement.epoch, URL(announcement.url)
+            worker.grants = [
+                self.heartbeats[at].grant(name, epoch, url, sender) for at in worker.reached
+            ]
+            worker.heartbeat_at = self.now + self.rng.uniform(0, HEARTBEAT_INTERVAL_S)
+        worker.fence.accepted(worker.sequence, Instant(self.now))
+
+    def post(self, worker: SimulatedWorker, sealed: bytes, sender: bytes) -> None:
+        """An announcement over TLS, to every gateway that it reaches."""
         for number in worker.reached:
             with self.cpu.spent_on("direct"):
                 read = read_announcement(sealed, self.credentials, sender)
@@ -236,11 +265,23 @@ class SimulatedFleet:
             assert verdict.outcome == "accepted", verdict
             assert self.reply.decode(body).result == "accepted"
             self.num_direct += 1
-        if not worker.grants:
-            name, epoch, url = announcement.worker, announcement.epoch, URL(announcement.url)
-            worker.grants = [self.heartbeats[at].grant(name, epoch, url) for at in worker.reached]
-            worker.heartbeat_at = self.now + self.rng.uniform(0, HEARTBEAT_INTERVAL_S)
-        worker.fence.accepted(worker.sequence, Instant(self.now))
+
+    def renew(self, worker: SimulatedWorker, sealed: bytes) -> None:
+        """The same by datagrams."""
+        for number, grant in zip(worker.reached, worker.grants, strict=True):
+            datagram = make_renewal(grant, sealed)
+            assert datagram is not None
+            with self.cpu.spent_on("direct"):
+                renewal = self.heartbeats[number].read_renewal(datagram, Instant(self.now))
+                assert isinstance(renewal, Renewal), renewal
+                known = renewal.sender.certificate
+                read = read_announcement(renewal.sealed, self.credentials, known)
+                verdict = self.tables[number].offer(read, renewal.sealed, Instant(self.now))
+                taken = Acknowledgement(read.sequence, asks_for_post=False)
+                answer = make_acknowledgement(grant, taken)
+            assert verdict.outcome == "accepted", verdict
+            assert read_acknowledgement(answer, grant) is not None
+            self.num_direct += 1
 
     def send_heartbeats(self, worker: SimulatedWorker) -> None:
         """One of those that are due, to every gateway that it reaches; some are lost."""
@@ -259,7 +300,7 @@ class SimulatedFleet:
         """What one gateway makes of the heartbeats that are missing there."""
         with self.cpu.spent_on("heartbeat"):
             now = Instant(self.now)
-            missing = [each for each in self.heartbeats[number] if each.is_missing(now)]
+            missing = self.heartbeats[number].missing(now)
         for each in missing:
             silence = judge_silence(self.now - (each.received_at or 0.0), SILENT_AFTER_S)
             if silence is not Silence.NONE:
@@ -367,12 +408,14 @@ class Listener:
     num_connections: int
     num_announcements: int
     cpu_us: float
-    """Of the gateway's process, user and system, for each announcement."""
+    """Of the gateway's process, user and system, for each announcement that is posted."""
+    renewal_cpu_us: float
+    """For each one by a datagram, its acknowledgement included."""
     rss_mib: float
     """The process at its end, and `base_mib` before the first connection."""
     base_mib: float
     share_of_1000: float
-    """Of a core, for 1,000 workers that announce themselves each lease / 3."""
+    """Of a core, for 1,000 workers that announce themselves each lease / 3, a tenth by posts."""
     heartbeat_cpu_us: float
     """The same for each heartbeat, beyond what the process spends without them."""
     heartbeats_of_1000: float
@@ -404,8 +447,12 @@ async def _serve(pipe: Connection, port: int) -> None:
                 return
             usage = resource.getrusage(resource.RUSAGE_SELF)
             rss = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-            taken = registry.get_sample_value("baton_gateway_heartbeats_total", {"result": "taken"})
-            pipe.send((usage.ru_utime + usage.ru_stime, rss / MIB, int(taken or 0)))
+            counted = [
+                registry.get_sample_value("baton_gateway_heartbeats_total", {"result": result})
+                for result in ("taken", "renewed")
+            ]
+            taken = sum(int(each or 0) for each in counted)
+            pipe.send((usage.ru_utime + usage.ru_stime, rss / MIB, taken))
 
 
 async def load(
@@ -416,7 +463,7 @@ async def load(
     tls = ClusterTls(credentials)
     pipe.send("usage")
     _, base_mib, _ = pipe.recv()
-    clients, templates, grants = [], [], dict[int, HeartbeatGrant]()
+    clients, templates, grants = [], list[Announcement](), dict[int, HeartbeatGrant]()
     for number in range(num_connections):
         client = ClusterClient(
             f"https://127.0.0.1:{port}", IdentityRole.GATEWAY, tls, max_answer_bytes=1 << 16
@@ -453,19 +500,29 @@ async def load(
             await asyncio.gather(*(announce(number, sequence) for number in group))
     pipe.send("usage")
     after_s, rss_mib, _ = pipe.recv()
-    idle_share, _ = await measure_heartbeats(pipe, port, grants, rate_per_s=0)
+    heartbeats = make_heartbeats(grants)
+    idle_share, _ = await send_datagrams(pipe, port, heartbeats, rate_per_s=0)
     rate_per_s = 1000 / HEARTBEAT_INTERVAL_S
-    loaded_share, lost = await measure_heartbeats(pipe, port, grants, rate_per_s=rate_per_s)
+    loaded_share, lost = await send_datagrams(pipe, port, heartbeats, rate_per_s=rate_per_s)
+    renewals = make_renewals(grants, templates, credentials, first_sequence=2 + num_rounds)
+    renewal_rate_per_s = 1000 * RENEWALS_PER_LEASE / lease_s
+    renewal_share, lost_renewals = await send_datagrams(
+        pipe, port, renewals, rate_per_s=renewal_rate_per_s
+    )
+    assert lost_renewals < MAX_LOST, f"{lost_renewals:.1%} of the renewals were not taken"
     for client in clients:
         client.close()
     num_announcements = num_rounds * num_connections
     cpu_s = (after_s - before_s) / num_announcements
-    share = cpu_s * 1000 * RENEWALS_PER_LEASE / lease_s
+    renewal_s = (renewal_share - idle_share) / renewal_rate_per_s
+    mean_s = (cpu_s + RENEWALS_PER_POST * renewal_s) / (1 + RENEWALS_PER_POST)
+    share = mean_s * renewal_rate_per_s
     heartbeat_share = loaded_share - idle_share
     return Listener(
         num_connections,
         num_announcements,
         cpu_s * 1e6,
+        renewal_s * 1e6,
         rss_mib,
         base_mib,
         share,
@@ -475,22 +532,40 @@ async def load(
     )
 
 
-async def measure_heartbeats(
-    pipe: Connection, port: int, grants: dict[int, HeartbeatGrant], *, rate_per_s: float
+def make_heartbeats(grants: dict[int, HeartbeatGrant]) -> Iterator[bytes]:
+    """Without end, of one worker after the other."""
+    for sequence in itertools.count(1):
+        for grant in grants.values():
+            yield make_heartbeat(grant, sequence)
+
+
+def make_renewals(
+    grants: dict[int, HeartbeatGrant],
+    templates: list[Announcement],
+    credentials: Credentials,
+    *,
+    first_sequence: int,
+) -> Iterator[bytes]:
+    """The same."""
+    for sequence in itertools.count(first_sequence):
+        for number, grant in grants.items():
+            announcement = msgspec.structs.replace(templates[number], sequence=sequence)
+            renewal = make_renewal(grant, seal_announcement(announcement, credentials))
+            assert renewal is not None
+            yield renewal
+
+
+async def send_datagrams(
+    pipe: Connection, port: int, datagrams: Iterator[bytes], *, rate_per_s: float
 ) -> tuple[float, float]:
-    """Send heartbeats at a rate: what share of a core the process spends, and the share lost."""
-    sequences = dict.fromkeys(grants, 0)
-    numbers = itertools.cycle(grants)
+    """Send them at a rate: what share of a core the process spends, and the share lost."""
     pipe.send("usage")
     before_s, _, taken_before = pipe.recv()
     began, num_sent = time.monotonic(), 0
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         while (elapsed_s := time.monotonic() - began) < HEARTBEATS_FOR_S:
             while num_sent < elapsed_s * rate_per_s:
-                number = next(numbers)
-                sequences[number] += 1
-                datagram = make_heartbeat(grants[number], sequences[number])
-                sock.sendto(datagram, ("127.0.0.1", port))
+                sock.sendto(next(datagrams), ("127.0.0.1", port))
                 num_sent += 1
             await asyncio.sleep(0.002)
     await asyncio.sleep(2 * SWEEP_S)
@@ -534,11 +609,10 @@ class SilentWorkers:
 
     def look(self, heartbeats: HeartbeatTable, now: Instant) -> None:
         """See `Liveness`."""
-        for each in heartbeats:
-            if each.is_missing(now):
-                silent_s = now - (each.received_at or 0.0)
-                if judge_silence(silent_s, SILENT_AFTER_S) is Silence.SILENT:
-                    self.at.setdefault(each.worker, time.monotonic())
+        for each in heartbeats.missing(now):
+            silent_s = now - (each.received_at or 0.0)
+            if judge_silence(silent_s, SILENT_AFTER_S) is Silence.SILENT:
+                self.at.setdefault(each.worker, time.monotonic())
 
     def lost(self, origin: URL, epoch: Epoch, reason: str) -> None:
         """See `Liveness`. Workers are named by their URLs here."""
@@ -685,8 +759,9 @@ def print_table(results: dict[str, Any]) -> None:
     print(f"| one real listener, {listener['num_connections']} connections | |")
     print("|---|---|")
     print(f"| CPU for one announcement, with TLS and HTTP | {listener['cpu_us']:.0f} us |")
+    print(f"| by a datagram, with its acknowledgement | {listener['renewal_cpu_us']:.0f} us |")
     share, lease_s = listener["share_of_1000"], deaths["lease_s"]
-    print(f"| of a core, for 1,000 workers with leases of {lease_s:g} s | {share:.1%} |")
+    print(f"| of a core, for 1,000 workers, leases of {lease_s:g} s, a tenth posts | {share:.1%} |")
     print(f"| CPU for one heartbeat | {listener['heartbeat_cpu_us']:.0f} us |")
     print(f"| of a core, for 1,000 workers | {listener['heartbeats_of_1000']:.1%} |")
     print(f"| heartbeats lost at that rate | {listener['lost_heartbeats']:.1%} |")

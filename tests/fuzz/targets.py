@@ -117,7 +117,14 @@ from baton.ops.doctor import fleet
 from baton.planner.links import read_links
 from baton.protocol import announcements
 from baton.protocol.announcements import AnnouncementError
-from baton.protocol.heartbeats import HeartbeatGrant, make_heartbeat
+from baton.protocol.heartbeats import (
+    Acknowledgement,
+    HeartbeatGrant,
+    make_acknowledgement,
+    make_heartbeat,
+    make_renewal,
+    read_acknowledgement,
+)
 from baton.protocol.worker_http import FirstToken, NextTokens, PrefillReply, Role
 from baton.rig import backend
 from baton.rig.transport import PageAnnouncement, decode_announcement, map_announced
@@ -441,8 +448,12 @@ def read_signed_announcement(body: bytes) -> object:
 
 def take_heartbeat(data: bytes) -> object:
     table = HeartbeatTable(bytes(32))
-    table.grant(WorkerId("w"), Epoch("e" * 32), URL("https://127.0.0.1:8100"))
-    return table.take(data, Instant(1.0))
+    table.grant(WorkerId("w"), Epoch("e" * 32), URL("https://127.0.0.1:8100"), b"certificate")
+    return table.take(data, Instant(1.0)), table.read_renewal(data, Instant(1.0))
+
+
+def read_acknowledgement_datagram(data: bytes) -> object:
+    return read_acknowledgement(data, GRANT)
 
 
 def read_envelope(data: bytes) -> object:
@@ -1010,7 +1021,10 @@ TARGETS: Final = {
                (AnnouncementError,), (announcements.seal_announcement(ANNOUNCEMENT, KEY),)),
         Target("announcement-signed", read_signed_announcement, (AnnouncementError,),
                seeds_of(ANNOUNCEMENT), encode=msgspec.msgpack.encode),
-        Target("heartbeat", take_heartbeat, NO_ERROR, (make_heartbeat(GRANT, 7),)),
+        Target("heartbeat", take_heartbeat, NO_ERROR,
+               (make_heartbeat(GRANT, 7), make_renewal(GRANT, bytes(64)) or b"")),
+        Target("acknowledgement", read_acknowledgement_datagram, NO_ERROR,
+               (make_acknowledgement(GRANT, Acknowledgement(7, asks_for_post=False)),)),
         Target("announcement-reply", announcements.read_reply, PROTOCOL,
                seeds_of(announcements.AnnouncementReply(result="waiting", wait_s=1.5))),
         Target("announcement-exchange", announcements.read_exchange, PROTOCOL,

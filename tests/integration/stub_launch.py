@@ -10,7 +10,7 @@ from pathlib import Path
 
 from baton.clock import MachineClock
 from baton.config.sections import Config, GatewaySection, WorkerSection
-from baton.launch.child import RestartPolicy
+from baton.launch.restarts import RestartPolicy
 from baton.launch.supervisor import LaunchContext, Supervisor
 
 STUB = str(Path(__file__).with_name("stub_child.py"))

@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import socket
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from baton.auth.certificates import IdentityRole
+from baton.auth.credentials import Credentials
+from baton.gateway.members.heartbeat_socket import Datagrams
+from baton.gateway.members.heartbeat_table import Heartbeats, Renewal
+from baton.gateway.members.lease_table import MIN_INTERVAL_S, Lease
 from baton.gateway.options import WorkerAddress
-from baton.ids import WorkerId
+from baton.ids import WorkerId, new_epoch
 from baton.net.cluster_client import ClusterClient, NoAnswerError
 from baton.net.tls import ClusterTls
-from baton.protocol.announcements import ANNOUNCEMENTS_PATH, EXCHANGES_PATH
+from baton.protocol.announcements import ANNOUNCEMENTS_PATH, EXCHANGES_PATH, seal_announcement
 from baton.protocol.worker_http import Role
 from baton.worker.announcer import SupersededError
 from baton.worker.fence import Standing
-from tests.integration.announcing import KEY, LEASE_S, Life, free_port, gateway, life
+from tests.integration.announcing import (
+    CLUSTER_KEY,
+    KEY,
+    LEASE_S,
+    Gateway,
+    Life,
+    free_port,
+    gateway,
+    life,
+)
 from tests.integration.gateway_cluster import until
 from tests.integration.identities import Identities
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Generator
     from pathlib import Path
-
-    from baton.auth.credentials import Credentials
 
 
 @pytest.fixture
@@ -155,6 +168,79 @@ def test_a_worker_learns_of_gateways_from_others(silent_url: str) -> None:
                     lambda: two.count("baton_gateway_announcements_total", result="accepted")
                 )
                 assert not two.count("baton_gateway_refused_announcements_total", reason="repeated")
+
+    run(scenario())
+
+
+RENEWED = "baton_gateway_heartbeats_total"
+RENEWAL_LEASE_S = 3.0
+"""Shorter leases are renewed by posts alone."""
+
+
+def test_leases_are_renewed_by_datagrams_and_posts_follow_those_that_are_lost(
+    silent_url: str,
+) -> None:
+    async def renewed() -> None:
+        async with (
+            gateway() as one,
+            life("w", silent_url, one.url, lease_s=RENEWAL_LEASE_S) as alive,
+        ):
+            await until(lambda: one.count(RENEWED, result="renewed") >= 3)
+            assert alive.standings == [Standing.SERVING]
+            await asyncio.sleep(2 * MIN_INTERVAL_S)  # after its own one
+            check_that_a_renewal_is_of_its_sender(one)
+
+    async def lost() -> None:
+        """Datagrams do not reach the gateway: leases are renewed nevertheless."""
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            url = f"https://127.0.0.1:{listener.getsockname()[1]}"
+            async with gateway() as one, life("w", url, one.url, lease_s=RENEWAL_LEASE_S) as alive:
+                assert one.members.heartbeat_receiver is not None
+                one.members.heartbeat_receiver._socket.read = lambda: Datagrams((), ())  # type: ignore[method-assign]
+                (target,) = alive.announcer._gateways.values()
+                await until(lambda: target.num_posts > 0)  # one was sent and lost
+                await asyncio.sleep(1.2 * RENEWAL_LEASE_S)
+                assert alive.standings == [Standing.SERVING]
+                assert one.epoch_of("w") == alive.epoch
+                assert not one.count(RENEWED, result="renewed")
+
+    async def scenario() -> None:
+        await asyncio.gather(renewed(), lost())
+
+    run(scenario())
+
+
+def check_that_a_renewal_is_of_its_sender(one: Gateway) -> None:
+    """No other worker, epoch or certificate gets a lease by a renewal under this one's key."""
+    lease, sender = (
+        each.find(WorkerId("w")) for each in (one.members.table, one.members.heartbeats)
+    )
+    assert isinstance(sender, Heartbeats)
+    assert isinstance(lease, Lease)
+    held = msgspec.structs.replace(lease.announcement, sequence=10**6)
+    author = Credentials.of(CLUSTER_KEY)
+    another = dataclasses.replace(sender, certificate=author.signer.certificate)
+    for sent_by, changed in (
+        (another, msgspec.structs.replace(held, worker=WorkerId("other"), url="https://h:1")),
+        (another, msgspec.structs.replace(held, epoch=new_epoch())),
+        (another, msgspec.structs.replace(held, is_farewell=True)),
+        (sender, held),  # sealed by `author`, whose certificate is not the sender's
+    ):
+        renewal = Renewal(sent_by, seal_announcement(changed, author))
+        assert one.members.renew(renewal) is None
+    assert one.members.table.find(WorkerId("other")) is None
+    assert one.members.table.find(WorkerId("w")) is lease
+    own = Renewal(another, seal_announcement(held, author))
+    assert one.members.renew(own) is not None, "the four above were refused for another reason"
+
+
+def test_a_worker_that_renews_by_datagrams_learns_of_a_new_gateway(silent_url: str) -> None:
+    async def scenario() -> None:
+        async with gateway() as one, life("w", silent_url, one.url, lease_s=RENEWAL_LEASE_S):
+            await until(lambda: one.count(RENEWED, result="renewed") >= 1)
+            async with gateway(one.url) as two:
+                took_s = await until(lambda: two.count(RENEWED, result="taken"))
+                assert took_s < 3 * RENEWAL_LEASE_S, "not before the next post, after ten renewals"
 
     run(scenario())
 

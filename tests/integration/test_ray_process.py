@@ -15,12 +15,12 @@ import pytest
 
 from baton.clock import MachineClock
 from baton.config.resolve import CommandLine, resolve
-from baton.launch.child import RestartPolicy
 from baton.launch.errors import FleetError
 from baton.launch.ray import hosted_process
 from baton.launch.ray.hosted_process import HostedProcess, RayHost
 from baton.launch.ray.plan import plan_fleet
 from baton.launch.ray.process import NUM_LINES, LogTail, SupervisedProcess
+from baton.launch.restarts import RestartPolicy
 from baton.protocol.members import decode_members
 
 STUB = str(Path(__file__).with_name("stub_child.py"))
@@ -63,14 +63,55 @@ def test_a_killed_process_starts_again_at_its_address():
     asyncio.run(scenario())
 
 
-def test_a_process_that_ends_too_often_is_failed_with_its_reason():
+def test_a_process_that_ends_too_often_is_failed_and_tried_again(tmp_path):
+    behaviour = tmp_path / "behaviour"
+    behaviour.write_text("broken")
+
     async def scenario():
-        process = stub("broken", max_restarts=2)
-        await process.run()
-        assert (process.state, process.url) == ("failed", None)
+        process = SupervisedProcess(
+            "decode-0",
+            lambda _: (sys.executable, STUB, behaviour.read_text(), "0"),
+            os.environ,
+            MachineClock(),
+            restarts=RestartPolicy(max_restarts=2, first_delay_s=0.05),
+        )
+        life = asyncio.create_task(process.run())
+        await until(lambda: process.state == "failed")
+        assert process.url is None
         assert "ended too often (exit code 3): a dependency is missing" in process.reason
+        assert process.reason.endswith("next try after 0.2 s")
         assert process.lines.last(1).lines == ("No module named 'steam'",)
         assert process.num_restarts == 2
+        behaviour.write_text("worker")
+        await until(lambda: process.state == "ready")
+        assert process.reason == ""
+        await process.stop(WITHIN_S)
+        await life
+
+    asyncio.run(scenario())
+
+
+def test_a_failed_process_is_replaced_or_stopped_during_its_pause():
+    behaviours = ["broken", "worker", "broken"]
+
+    async def scenario():
+        process = SupervisedProcess(
+            "decode-0",
+            lambda _: (sys.executable, STUB, behaviours.pop(0), "0"),
+            os.environ,
+            MachineClock(),
+            restarts=RestartPolicy(max_restarts=0, first_delay_s=300.0),
+        )
+        life = asyncio.create_task(process.run())
+        await until(lambda: process.state == "failed")
+        await process.replace(WITHIN_S)
+        await until(lambda: process.state == "ready")
+        os.kill(process.pid, signal.SIGKILL)
+        await until(lambda: process.state == "failed")
+        async with asyncio.timeout(WITHIN_S):
+            await process.stop(WITHIN_S)
+            await life
+        assert process.state == "ended"
 
     asyncio.run(scenario())
 
@@ -285,22 +326,33 @@ def test_a_directory_that_others_can_change_is_refused(monkeypatch, folder):
     asyncio.run(scenario())
 
 
-def test_a_process_starts_once_its_settings_can_be_written(monkeypatch, folder):
-    """As after a full disk: what is in the way here gives an OSError too."""
-    monkeypatch.setattr(hosted_process, "RETRY_INTERVAL_S", 0.01)
-    in_the_way = folder / "baton"
-    in_the_way.touch()
-    process = hosted(None, monkeypatch, folder, has_key_file=True)
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("decode-0", "settings.toml"),
+        ("gateway-0", "settings.toml"),
+        ("gateway-0", ".members.json.new"),
+    ],
+)
+def test_a_process_on_a_full_disk_starts_when_there_is_room(monkeypatch, folder, name, file):
+    monkeypatch.setattr(hosted_process, "DISK_INTERVAL_S", 0.01)
+    own = folder / "baton" / f"ray-f-{name}"
+    own.mkdir(parents=True, mode=0o700)
+    own.parent.chmod(0o700)
+    (own / file).symlink_to("/dev/full")
+    process = hosted(Fleet(), monkeypatch, folder, name, BATON_GATEWAY__PORT="0")
     show_environment(process, monkeypatch)
 
     async def scenario():
         life = asyncio.create_task(process.run())
         await until(lambda: process._failure is not None)
         report = await process.report()
-        assert (report.state, str(in_the_way) in report.reason) == ("failed", True)
-        in_the_way.unlink()
+        assert report.state == "failed"
+        assert f"cannot write into {own}: No space left on device; make room" in report.reason
+        assert not process.lines(0).lines, "it was started all the same"
+        (own / file).unlink()
         await until(lambda: process.lines(0).lines)
-        assert (await process.report()).state != "failed"
+        assert process._failure is None
         await process.stop()
         await life
 

@@ -1,11 +1,15 @@
 """The launcher over real processes that load no model."""
 
 import asyncio
+import errno
+import json
 import os
 import socket
+from contextlib import asynccontextmanager
 
 import pytest
 
+from baton.clock import MachineClock
 from baton.errors import ConfigError
 from baton.launch import slots as slots_module
 from baton.launch import supervisor as supervisor_module
@@ -75,22 +79,141 @@ async def test_a_worker_that_dies_comes_back_on_its_port(tmp_path):
     assert "w-0 ended: exit code 7; restart in 0.01 s (1 of at most 2)" in under_test.display.said
 
 
-@in_event_loop
-async def test_a_worker_that_dies_too_often_stops_everything(tmp_path):
-    die = tmp_path / "die"
-    under_test = launch("mortal", environment={"STUB_DIE_FILE": str(die)})
+@asynccontextmanager
+async def killing(die):
+    """Whoever watches the file `die` ends again and again, as long as the block runs."""
 
     async def keep_killing():
         while True:
             die.touch()
             await asyncio.sleep(0.02)
 
+    task = asyncio.create_task(keep_killing())
+    try:
+        yield
+    finally:
+        task.cancel()
+        die.unlink(missing_ok=True)
+
+
+@in_event_loop
+async def test_the_others_serve_on_while_a_worker_ends_too_often_and_it_comes_back(tmp_path):
+    die = tmp_path / "die"
+    under_test = launch(
+        *("mortal", "worker"),
+        members=tmp_path / "members.json",
+        environment={"STUB_DIE_FILE": str(die)},
+    )
+
+    async def then():
+        before, slot = under_test.pids(), under_test.supervisor.slots["w-0"]
+        async with killing(die):
+            await under_test.until_said("w-0 ended too often (exit code 7): ")
+            await under_test.until_said("next try in 0.16 s")
+        assert slot.num_restarts >= 3, "it was not tried again"
+        after = under_test.pids()
+        assert all(after[name] == before[name] for name in ("w-1", "gateway"))
+        async with asyncio.timeout(20):
+            while slot.describe(MachineClock().now(), "here").state != "ready":
+                await asyncio.sleep(0.01)
+        assert slot.reason == ""
+        under_test.supervisor.request_stop()
+
+    assert await run_until_ready(under_test, then) is Ending.DRAINED
+
+
+@in_event_loop
+async def test_a_launch_that_ends_without_a_worker_that_failed_says_so(tmp_path):
+    die = tmp_path / "die"
+    under_test = launch(
+        *("mortal", "worker"),
+        members=tmp_path / "members.json",
+        environment={"STUB_DIE_FILE": str(die)},
+    )
+
+    async def then():
+        slot = under_test.supervisor.slots["w-0"]
+        async with killing(die):
+            await under_test.until_said("next try in 0.64 s")
+            member = slot.describe(MachineClock().now(), "here")
+            under_test.supervisor.request_stop()
+        assert (member.state, member.pid) == ("failed", None)
+        assert member.reason.startswith("ended too often (exit code 7): see its last lines")
+        assert member.reason.endswith("next try after 0.64 s")
+
+    assert await run_until_ready(under_test, then) is Ending.WORKERS_FAILED
+    last = under_test.display.said[-1]
+    assert last.startswith("w-0 did not serve any more when it was stopped: ended too often")
+
+
+@in_event_loop
+async def test_a_worker_that_cannot_be_started_now_is_tried_again(tmp_path, monkeypatch):
+    die = tmp_path / "die"
+    under_test = launch("mortal", environment={"STUB_DIE_FILE": str(die)})
+    num_refused = 0
+
+    async def refuse(supervisor, slot):
+        nonlocal num_refused
+        num_refused += 1
+        if num_refused < 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        await start_again(supervisor, slot)
+
+    start_again = supervisor_module.Supervisor.start_again
+    monkeypatch.setattr(supervisor_module.Supervisor, "start_again", refuse)
+
+    async def then():
+        die.touch()
+        await under_test.until_said("w-0 is back")
+        under_test.supervisor.request_stop()
+
+    assert await run_until_ready(under_test, then) is Ending.DRAINED
+    assert num_refused == 3
+    problem = "w-0 ended: it cannot be started: No space left on device; restart in 0.02 s"
+    assert any(line.startswith(problem) for line in under_test.display.said)
+
+
+@in_event_loop
+async def test_a_worker_comes_back_at_another_port_when_its_own_is_taken(tmp_path, monkeypatch):
+    die, members = tmp_path / "die", tmp_path / "members.json"
+    under_test = launch("mortal", members=members, environment={"STUB_DIE_FILE": str(die)})
+    taken = []
+
+    async def take_port_and_start(supervisor, slot):
+        if not taken:
+            taken.append(socket.create_server(("127.0.0.1", slot.ports.http)))
+        await start_again(supervisor, slot)
+
+    start_again = supervisor_module.Supervisor.start_again
+    monkeypatch.setattr(supervisor_module.Supervisor, "start_again", take_port_and_start)
+
+    async def then():
+        slot = under_test.supervisor.slots["w-0"]
+        before = slot.ports.http
+        die.touch()
+        await under_test.until_said("w-0 is back")
+        assert slot.num_restarts == 2, "the first one has the port that is taken"
+        assert slot.ports.http != before
+        (listed,) = json.loads(members.read_text())["workers"]
+        assert listed["url"] == slot.url == f"http://127.0.0.1:{slot.ports.http}"
+        under_test.supervisor.request_stop()
+
+    try:
+        assert await run_until_ready(under_test, then) is Ending.DRAINED
+    finally:
+        for server in taken:
+            server.close()
+
+
+@in_event_loop
+async def test_a_gateway_that_ends_too_often_stops_everything(tmp_path):
+    die = tmp_path / "die"
+    under_test = launch("worker", gateway="mortal", environment={"STUB_DIE_FILE": str(die)})
     running = asyncio.create_task(under_test.run())
     await under_test.until_said("ready after")
-    killing = asyncio.create_task(keep_killing())
-    with pytest.raises(ChildFailedError, match=r"w-0 ended too often \(exit code 7\)"):
-        await running
-    killing.cancel()
+    async with killing(die):
+        with pytest.raises(ChildFailedError, match=r"gateway ended too often \(exit code 7\)"):
+            await running
     assert not any(lives(pid) for pid in under_test.pids().values())
 
 

@@ -1,7 +1,10 @@
 """What a gateway has learned of its workers' speed, kept in a file: the next one begins with it.
 
 What workers of a model share is kept, not what one of them is slower by: that may be another
-machine by then. It is a first guess: what is seen of requests takes over.
+machine by then. It is a first guess: what is seen of requests takes over. The file is read again
+while the gateway runs: a gateway that it replaces writes once more when it ends, and others may
+serve other models. What is in it is a guess for lines of which nothing was seen here, and stays in
+the file where little was.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
     from baton.router.learning import LearnedLine
     from baton.router.load import FleetLoad
 
-INTERVAL_S: Final = 60.0
+INTERVAL_S: Final = 10.0
 LEAST_SEEN: Final = 8
 """Observations from which a line is worth keeping."""
 MAX_BYTES: Final = 1 << 20
@@ -64,12 +67,7 @@ async def keep_costs(path: Path | None, load: FleetLoad) -> AsyncGenerator[None]
         yield
         return
     kept = _read(path)
-    for model, costs in kept.items():
-        known = load.costs(model)
-        lines = ((known.prefill, costs.prefill), (known.step, costs.step), (known.load, costs.load))
-        for line, guess in lines:
-            if guess is not None and (guess.fixed_s or guess.each_s):
-                line.guess_again((guess.fixed_s, guess.each_s))
+    _guess(kept, load)
     task = asyncio.create_task(_follow(path, load, kept))
     try:
         yield
@@ -77,13 +75,35 @@ async def keep_costs(path: Path | None, load: FleetLoad) -> AsyncGenerator[None]
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
+        _read_again(path, load, kept)
         _write(path, load, kept)
 
 
 async def _follow(path: Path, load: FleetLoad, kept: dict[str, KeptCosts]) -> None:
     while True:
         await asyncio.sleep(INTERVAL_S)
+        _read_again(path, load, kept)
         _write(path, load, kept)
+
+
+def _guess(kept: dict[str, KeptCosts], load: FleetLoad) -> None:
+    for model, costs in kept.items():
+        known = load.costs(model)
+        lines = ((known.prefill, costs.prefill), (known.step, costs.step), (known.load, costs.load))
+        for line, guess in lines:
+            if guess is not None and (guess.fixed_s or guess.each_s):
+                line.guess_again((guess.fixed_s, guess.each_s))
+
+
+def _read_again(path: Path, load: FleetLoad, kept: dict[str, KeptCosts]) -> None:
+    """Take what other gateways have written; a file that cannot be read is written anew."""
+    try:
+        found = _read(path)
+    except ConfigError as exc:
+        log.warning("%s; it is replaced by what this gateway has learned", exc)
+        return
+    kept.update(found)
+    _guess(found, load)
 
 
 def _write(path: Path, load: FleetLoad, kept: dict[str, KeptCosts]) -> None:
@@ -95,9 +115,12 @@ def _write(path: Path, load: FleetLoad, kept: dict[str, KeptCosts]) -> None:
             _keep(costs.step) or before.step,
             _keep(costs.load) or before.load,
         )
+    content = msgspec.json.format(msgspec.json.encode(KeptFile(kept)))
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")  # several gateways may write it
     try:
-        unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(KeptFile(kept))))
+        if not kept or (path.exists() and path.read_bytes() == content):
+            return
+        unfinished.write_bytes(content)
         unfinished.replace(path)
     except OSError as exc:
         log.warning("cannot keep the learned costs in %s: %s", path, exc.strerror)

@@ -54,7 +54,7 @@ class SilenceMonitor:
     def look(self, heartbeats: HeartbeatTable, now: Instant) -> None:
         """See `Liveness`."""
         self._index()
-        missing = {each for each in heartbeats if each.is_missing(now)}
+        missing = set(heartbeats.missing(now))
         changed = [
             watched.worker
             for each, watched in tuple(self._watched.items())

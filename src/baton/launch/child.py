@@ -1,4 +1,4 @@
-"""One process: spawn, status messages, log lines, exit and its probable cause, the next start."""
+"""One process: spawn, status messages, log lines, exit and its probable cause."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from baton.telemetry.process_status import Draining, Loading, ProcessStatus, Rea
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
     from collections.abc import Callable, Mapping, Sequence
-
-    from baton.clock import Instant
 
 PR_SET_PDEATHSIG: Final = 1
 NUM_LAST_LINES: Final = 20
@@ -333,35 +331,3 @@ def likely_cause(returncode: int, last_lines: Sequence[str]) -> str:
             return "its configuration was refused: see its last lines"
         case _:
             return "see its last lines; --debug shows more"
-
-
-@dataclass(frozen=True, slots=True)
-class RestartPolicy:
-    """At most `max_restarts` in any `window_s`; each waits twice as long as the one before."""
-
-    max_restarts: int = 5
-    window_s: float = 60.0
-    first_delay_s: float = 0.5
-    max_delay_s: float = 8.0
-
-
-class RestartBudget:
-    """One process's restarts of late. Owned by the launcher's event loop."""
-
-    def __init__(self, policy: RestartPolicy) -> None:
-        self._policy = policy
-        self._recent: list[Instant] = []
-
-    def next_delay_s(self, now: Instant) -> float | None:
-        """Count one more death; how long to wait before the restart, or None: no more of them."""
-        self._recent = [at for at in self._recent if now - at < self._policy.window_s]
-        if len(self._recent) >= self._policy.max_restarts:
-            return None
-        delay_s = self._policy.first_delay_s * 2 ** len(self._recent)
-        self._recent.append(now)
-        return float(min(delay_s, self._policy.max_delay_s))
-
-    @property
-    def num_recent(self) -> int:
-        """Restarts granted within the window that ended at the last call."""
-        return len(self._recent)

@@ -77,8 +77,9 @@ class LogFolder:
         self._files: dict[str, LogFile] = {}
 
     def write_line(self, name: str, line: str) -> None:
-        """Add a line to a process's log."""
-        self.file(name).write_line(line)
+        """Add a line to a process's log, if that can be written."""
+        with suppress(OSError):  # see `LogFile`
+            self.file(name).write_line(line)
 
     def file(self, name: str) -> LogFile:
         """A process's log, made at its first line."""

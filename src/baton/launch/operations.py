@@ -173,7 +173,8 @@ class FleetOperations:
         """Refuse to take out the last worker that generates answers."""
         if slot.role == "prefill":  # decode workers compute prompts, too
             return
-        if len(self._workers("decode")) + len(self._workers("both")) < 2:  # noqa: PLR2004
+        generating = [*self._workers("decode"), *self._workers("both")]
+        if all(each is slot or each.has_failed for each in generating):
             raise FleetError(f"{slot.name} is the last worker that generates answers: {remedy}")
 
     def _next_plan(self, role: Role, like: WorkerPlan | None = None) -> WorkerPlan:
@@ -190,12 +191,13 @@ class FleetOperations:
         return another_worker(like or self._like[role][index % len(self._like[role])], index, port)
 
     async def _find_idle(self, role: Role, num_workers: int) -> list[ProcessSlot]:
-        """So many workers of a role: those with the fewest requests, of these the newest."""
+        """So many workers of a role: failed ones, then by fewest requests, of these the newest."""
         if num_workers <= 0:
             return []
         busy = await count_requests(self._supervisor.metrics_urls)
         newest_first = reversed(self._workers(role))
-        return sorted(newest_first, key=lambda slot: busy[slot.name])[:num_workers]
+        order = sorted(newest_first, key=lambda slot: (not slot.has_failed, busy[slot.name]))
+        return order[:num_workers]
 
     async def _grow(self, plans: Sequence[WorkerPlan], report: Callable[[str], None]) -> None:
         """Start workers beside those that there are, all at once."""

@@ -7,13 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from baton.errors import BatonError
-from baton.launch.child import (
-    Child,
-    ChildExited,
-    RestartBudget,
-    describe_exit,
-    likely_cause,
-)
+from baton.launch.child import Child, ChildExited, describe_exit, likely_cause
 from baton.launch.fleet import MAX_COUNT, FleetMember
 from baton.launch.plan import Ports
 
@@ -23,6 +17,7 @@ if TYPE_CHECKING:
     from baton.clock import Instant
     from baton.launch.fleet import MemberRole, MemberState
     from baton.launch.plan import WorkerPlan
+    from baton.launch.restarts import RestartHistory
     from baton.telemetry.process_status import Ready
 
 GATEWAY: Final = "gateway"
@@ -46,7 +41,7 @@ class ProcessSlot:
     name: str
     command: Callable[[Ports], tuple[str, ...]]
     child: Child
-    budget: RestartBudget
+    restarts: RestartHistory
     started_at: Instant
     plan: WorkerPlan | None = None
     ports: Ports = field(default_factory=Ports)
@@ -60,6 +55,12 @@ class ProcessSlot:
     def is_leaving(self) -> bool:
         """Whether it gets nothing new: it is taken out, or its machine is."""
         return self.is_draining or self.child.preempted is not None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended too often, and does not serve."""
+        is_serving = self.child.is_ready and not self.child.is_ended
+        return self.restarts.has_ended_too_often and not is_serving
 
     @property
     def role(self) -> MemberRole:
@@ -116,7 +117,7 @@ class ProcessSlot:
     @property
     def _state(self) -> MemberState:
         if self.child.is_ended:
-            return "ended"
+            return "failed" if self.has_failed else "ended"
         if self.is_leaving:
             return "draining"
         return "ready" if self.child.is_ready else "starting"

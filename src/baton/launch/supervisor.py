@@ -10,12 +10,14 @@ from enum import IntEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from baton.launch.child import ChildExited, RestartBudget, RestartPolicy, describe_exit, spawn
+from baton.launch.child import ChildExited, describe_exit, spawn
 from baton.launch.errors import FleetError
 from baton.launch.gateways import until_all_up
 from baton.launch.members_file import write_members
 from baton.launch.plan import Ports
 from baton.launch.progress import showing
+from baton.launch.restarter import Restarter
+from baton.launch.restarts import RestartHistory, RestartPolicy
 from baton.launch.slots import GATEWAY, ChildFailedError, ProcessSlot, drain
 from baton.launch.sockets import open_gateway_sockets
 
@@ -37,6 +39,8 @@ class Ending(IntEnum):
 
     DRAINED = 0
     OVERDUE = 1
+    WORKERS_FAILED = 3
+    """Drained, and when that was asked for, a worker had ended too often and did not serve."""
     KILLED = 130
 
 
@@ -44,14 +48,14 @@ class Ending(IntEnum):
 class LaunchContext:
     """What a launch needs from outside. `environment` is the children's.
 
-    `members` is where the gateways find the workers while the launch runs; None: they are the same
-    from start to end.
+    `restarts`: None ends the launch with the first process that ends. `members` is where the
+    gateways find the workers while the launch runs; None: they are the same from start to end.
     """
 
     environment: Mapping[str, str]
     clock: Clock
     display: Display
-    restarts: RestartPolicy = field(default_factory=RestartPolicy)
+    restarts: RestartPolicy | None = field(default_factory=RestartPolicy)
     members: Path | None = None
 
 
@@ -89,8 +93,8 @@ class Supervisor:
 
         Raises:
             ConfigError: the gateway's port is taken.
-            ChildFailedError: a process died at start, or too often, or the gateway refuses a
-                worker; everything else was stopped.
+            ChildFailedError: a process ended at start, the gateway ended too often, or it refuses
+                a worker; everything else was stopped.
         """
         self._sockets = open_gateway_sockets(self.plan.config.gateway)
         try:
@@ -104,7 +108,12 @@ class Supervisor:
             (outcome, _) = await asyncio.gather(life, stop, return_exceptions=True)
         finally:
             self._sockets.close()
+        failed = [(slot.name, slot.reason) for slot in self.slots.values() if slot.has_failed]
         ending = await self._stop_all()
+        for name, reason in failed:
+            self._display.print_line(f"{name} did not serve any more when it was stopped: {reason}")
+        if failed and ending is Ending.DRAINED:
+            ending = Ending.WORKERS_FAILED
         self.ended.set()
         if isinstance(outcome, Exception):
             raise outcome
@@ -224,8 +233,12 @@ class Supervisor:
             ) from exc
 
     def restart_when_ended(self, slot: ProcessSlot) -> None:
-        """From now on another process follows one that ends; too often: the launch ends."""
-        slot.restarter = asyncio.create_task(self._restart_when_ended(slot))
+        """It serves: from now on another process follows when it ends.
+
+        A gateway that ends too often ends the launch; a worker is tried again, after ever longer
+        pauses, while the others serve.
+        """
+        slot.restarter = asyncio.create_task(Restarter(self, slot).run())
         slot.restarter.add_done_callback(self._note_restarter)
 
     async def _cancel_operation(self) -> None:
@@ -269,8 +282,9 @@ class Supervisor:
         plan: WorkerPlan | None = None,
     ) -> ProcessSlot:
         child = await self._spawn(name, command(Ports()), () if plan else self._inherited)
-        budget, now = RestartBudget(self.context.restarts), self.context.clock.now()
-        slot = self.slots[name] = ProcessSlot(name, command, child, budget, now, plan)
+        history = RestartHistory(self.context.restarts or RestartPolicy())
+        now = self.context.clock.now()
+        slot = self.slots[name] = ProcessSlot(name, command, child, history, now, plan)
         return slot
 
     @property
@@ -296,29 +310,8 @@ class Supervisor:
         if not restarter.cancelled() and (exc := restarter.exception()) and not self._failed.done():
             self._failed.set_exception(exc)
 
-    async def _restart_when_ended(self, slot: ProcessSlot) -> None:
-        while True:
-            ended = await slot.child.wait_until_exited()
-            slot.reason = describe_exit(ended.returncode)
-            if slot.child.preempted is not None:
-                self._forget_preempted(slot, slot.child.preempted)
-                return
-            delay_s = slot.budget.next_delay_s(self.context.clock.now())
-            if delay_s is None:
-                raise slot.failure(ended, "ended too often")
-            self._display.print_line(
-                f"{slot.name} ended: {slot.reason}; restart in {delay_s:g} s"
-                f" ({slot.budget.num_recent} of at most {self.context.restarts.max_restarts})"
-            )
-            await asyncio.sleep(delay_s)
-            await self.start_again(slot)
-            slot.num_restarts += 1
-            ready = await slot.child.wait_until_ready()
-            if not isinstance(ready, ChildExited):
-                slot.reason = ""
-                self._display.print_line(f"{slot.name} is back at {ready.url}")
-
-    def _forget_preempted(self, slot: ProcessSlot, why: str) -> None:
+    def forget_preempted(self, slot: ProcessSlot, why: str) -> None:
+        """Its process has ended because its machine is taken: it is not started again."""
         self._display.print_line(f"{slot.name} ended ({slot.reason}), not started again: {why}")
         del self.slots[slot.name]
         try:

@@ -99,6 +99,17 @@ class ClusterClient:
         name = None if self._open is None else self._open[1].get_extra_info("peername")
         return None if name is None else (name[0], name[1])
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a connection for the next request, made with the present credentials."""
+        if self._open is None or self._context is not self._made_with:
+            return False
+        return not (self._open[0].at_eof() or self._open[1].is_closing())
+
+    @property
+    def _context(self) -> ssl.SSLContext | None:
+        return self._tls.requesting if self._is_tls else None
+
     def close(self) -> None:
         """Close the connection; the next request makes another one."""
         opened, self._open = self._open, None
@@ -126,12 +137,10 @@ class ClusterClient:
     async def _connection(
         self, timeout_s: float
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        context = self._tls.requesting if self._is_tls else None
-        if self._open is not None:
-            is_usable = context is self._made_with and not self._open[0].at_eof()
-            if is_usable and not self._open[1].is_closing():
-                return self._open
-            self.close()
+        if self._open is not None and self.is_connected:
+            return self._open
+        self.close()
+        context = self._context
         sock = await self._connect()
         if context is None:
             self._open = await asyncio.open_connection(sock=sock)

@@ -1,8 +1,11 @@
 """Announces a worker to gateways, and fences it when none of them takes that in time.
 
-    each lease / 3: sign once, post to every gateway ──accepted──► serve for the lease's length
+    each lease / 3: sign once, send to every gateway ──accepted──► serve for the lease's length
                                                      └─superseded─► end: see `Announcer.run`
     each 0.25 s: a heartbeat to every gateway that has accepted it
+
+An announcement is posted over TLS at first, and then each tenth time. The others are renewals:
+datagrams, which the gateway acknowledges. One that is not acknowledged in time is posted.
 
 Gateways that are not configured are learned from the replies of others.
 """
@@ -48,6 +51,11 @@ FAREWELL_TIMEOUT_S: Final = 1.0
 MAX_REPLY_BYTES: Final = 64 << 10
 MAX_FAILURES: Final = 30
 """In succession, after which a gateway that was learned is forgotten."""
+RENEWALS_PER_POST: Final = 9
+"""Renewals by datagrams between two posts; and posts after a renewal that was lost."""
+MIN_RENEWAL_INTERVAL_S: Final = 1.0
+"""More frequent announcements are posted: acknowledgements may take some tenths of a second."""
+MIN_ACKNOWLEDGE_S: Final = 0.6
 
 logger = logging.getLogger(__name__)
 
@@ -62,12 +70,19 @@ class SupersededError(BatonError):
 
 @dataclass(slots=True, eq=False)
 class _Gateway:
-    """One gateway, and the post to it that is under way."""
+    """One gateway, and the post to it that is under way.
+
+    `num_renewals`: so many may go by datagrams before the next post. `num_posts`: so many posts
+    come before that, since a renewal was lost. `unacknowledged` is the sequence of a renewal.
+    """
 
     client: ClusterClient
     is_configured: bool
     posting: asyncio.Task[None] | None = None
     num_failures: int = 0
+    num_renewals: int = 0
+    num_posts: int = 0
+    unacknowledged: int | None = None
 
     @property
     def is_busy(self) -> bool:
@@ -97,6 +112,7 @@ class Announcer:
         self._tls = ClusterTls(credentials)
         self._sequence, self._sealed = 0, b""
         self._interval_s = template.lease_s / RENEWALS_PER_LEASE
+        self._acknowledge_s = max(MIN_ACKNOWLEDGE_S, self._interval_s / 3)
         self._news = asyncio.Event()
         self._log = LimitedLog(logger, clock)
         self._reported = fence.standing
@@ -111,9 +127,10 @@ class Announcer:
         Raises:
             SupersededError: another epoch has the name.
         """
-        next_at = heartbeat_at = self._clock.now()
+        next_at = heartbeat_at = post_at = self._clock.now()
         while True:
             now = self._clock.now()
+            self._read_acknowledgements(now)
             if self._report(self._fence.look(now)) is Standing.SUPERSEDED:
                 raise SupersededError(
                     f"{self._template.worker} runs elsewhere: its name was given to epoch "
@@ -123,6 +140,9 @@ class Announcer:
             if now >= next_at:
                 self._announce(now)
                 next_at = Instant(now + self._interval_s)
+                post_at = Instant(now + self._acknowledge_s)
+            if now >= post_at:
+                self._post_unacknowledged()
             if now >= heartbeat_at:
                 self._heartbeats.send()
                 heartbeat_at = Instant(now + HEARTBEAT_INTERVAL_S)
@@ -157,15 +177,46 @@ class Announcer:
         return standing
 
     def _announce(self, now: Instant) -> None:
-        """Post the next announcement to each gateway that has answered the one before."""
+        """Send the next announcement to each gateway that has answered the one before."""
         self._sequence += 1
         self._sealed = self._seal(is_farewell=False)
         self._fence.sent(self._sequence, now)
         for gateway in self._gateways.values():
-            if not gateway.is_busy:
+            if not (gateway.is_busy or self._renew(gateway)):
+                self._begin_post(gateway)
+
+    def _renew(self, gateway: _Gateway) -> bool:
+        """Send the announcement by a datagram, if that may be done now."""
+        is_due = gateway.num_renewals > 0 and self._interval_s >= MIN_RENEWAL_INTERVAL_S
+        # A connection that has ended may be the gateway's end: another one knows no grant.
+        if not (is_due and gateway.client.is_connected):
+            return False
+        if not self._heartbeats.send_renewal(gateway.client.url, self._sealed):
+            return False
+        gateway.num_renewals -= 1
+        gateway.unacknowledged = self._sequence
+        return True
+
+    def _read_acknowledgements(self, now: Instant) -> None:
+        for url, acknowledgement in self._heartbeats.read_acknowledgements():
+            gateway, sequence = self._gateways[url], acknowledgement.sequence
+            self._fence.accepted(sequence, now)
+            if gateway.unacknowledged == sequence:
+                gateway.unacknowledged = None
+            if acknowledgement.asks_for_post:
+                gateway.num_renewals = 0
+
+    def _post_unacknowledged(self) -> None:
+        """Post what was lost on the way, or was not accepted: the answer gives the reason."""
+        for gateway in self._gateways.values():
+            if gateway.unacknowledged is not None and not gateway.is_busy:
+                gateway.num_posts = RENEWALS_PER_POST
                 self._begin_post(gateway)
 
     def _begin_post(self, gateway: _Gateway) -> None:
+        gateway.unacknowledged = None
+        gateway.num_posts = max(0, gateway.num_posts - 1)
+        gateway.num_renewals = 0 if gateway.num_posts else RENEWALS_PER_POST
         post = self._post(gateway, self._sealed, self._sequence)
         gateway.posting = asyncio.create_task(post)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.clock import Instant
-from baton.gateway.members.lease_table import LeaseTable, Outcome
+from baton.gateway.members.lease_table import LOOK_S, OVERDUE_SHARE, LeaseTable, Outcome
 from baton.ids import Epoch, WorkerId
 from baton.protocol.announcements import Announcement
 from baton.protocol.worker_http import Role
@@ -130,3 +130,43 @@ class Leases(RuleBasedStateMachine):
 
 TestLeases = Leases.TestCase
 TestLeases.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+@given(renewals=st.lists(st.floats(0, 6), max_size=8), lease_s=st.floats(1, 12))
+@settings(max_examples=60, deadline=None)
+def test_one_whose_renewal_is_missing_is_found_at_once_and_each_half_second(
+    renewals: list[float], lease_s: float
+) -> None:
+    table, renew_at, sequence = LeaseTable(), sorted(renewals), 1
+    table.offer(announce("a", sequence, lease_s), b"", Instant(0.0))
+    granted_at, looked_at = 0.0, -1.0
+    for tick in range(100):
+        now = tick / 10
+        while renew_at and renew_at[0] <= now:
+            renew_at.pop(0)
+            sequence += 1
+            renewed = table.offer(announce("a", sequence, lease_s), b"", Instant(now))
+            if renewed.outcome is Outcome.ACCEPTED:
+                granted_at, looked_at = now, -1.0
+        table.lapse(Instant(now))
+        found = [lease.announcement.worker for lease in table.take_overdue(Instant(now))]
+        is_held = now < granted_at + lease_s
+        assert (table.find(WorkerId("a")) is not None) == is_held
+        since_s = now - max(looked_at, granted_at + OVERDUE_SHARE * lease_s / 3 - LOOK_S)
+        if is_held and since_s > LOOK_S + 1e-6:
+            assert found == ["a"]
+        elif not is_held or since_s < LOOK_S - 1e-6:
+            assert found == []
+        if found:
+            looked_at = now
+
+
+def announce(name: str, sequence: int, lease_s: float) -> Announcement:
+    return Announcement(
+        worker=WorkerId(name),
+        epoch=Epoch("e" * 32),
+        url="https://h:1",
+        role=Role.BOTH,
+        lease_s=lease_s,
+        sequence=sequence,
+    )

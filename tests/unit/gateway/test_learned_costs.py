@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import AsyncExitStack
 
 import pytest
 
@@ -25,10 +26,10 @@ WORKER = WorkerView(
 )
 
 
-def teach(load, num, each_s=1e-3):
+def teach(load, num, each_s=1e-3, since=0.0):
     """Prompts of several lengths, and answers of eight tokens."""
     for at in range(num):
-        num_tokens, now = 100 * (1 + at % 5), 100.0 * at
+        num_tokens, now = 100 * (1 + at % 5), since + 100.0 * at
         running = load.begin(Placement(None, WORKER), num_tokens, now)
         running.first_token(now + 0.01 + each_s * num_tokens)
         running.end(now + 0.01 + each_s * num_tokens + 0.7, num_streamed=8)
@@ -67,6 +68,31 @@ def test_a_model_that_this_gateway_saw_little_of_keeps_what_is_known(tmp_path):
     assert json.loads(path.read_text()) == before
 
 
+def test_a_gateway_that_replaces_another_takes_over_what_that_one_writes_at_its_end(
+    tmp_path, monkeypatch
+):
+    """As at `baton upgrade`: the new one starts first, and then the old one drains and ends."""
+    monkeypatch.setattr(learned_costs, "INTERVAL_S", 0.02)
+    path, old, new = tmp_path / "costs.json", FleetLoad(), FleetLoad()
+
+    async def main():
+        async with AsyncExitStack() as life_of_old:
+            await life_of_old.enter_async_context(keep_costs(path, old))
+            async with keep_costs(path, new):
+                teach(old, 40, each_s=1e-3)
+                async with asyncio.timeout(20):
+                    while predict(new) != pytest.approx(predict(old)):
+                        await asyncio.sleep(0.01)
+                teach(new, 3, each_s=2e-3)
+                teach(old, 60, each_s=3e-3, since=4000.0)
+                await life_of_old.aclose()
+
+    asyncio.run(main())
+    kept = json.loads(path.read_text())["models"]["demo"]["prefill"]
+    assert kept["fixed_s"] + 400 * kept["each_s"] == pytest.approx(predict(old)[0])
+    assert predict(new)[0] < 0.9 * predict(old)[0], "it has seen as much"
+
+
 def test_it_is_written_while_the_gateway_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(learned_costs, "INTERVAL_S", 0.01)
     path, load = tmp_path / "costs.json", FleetLoad()
@@ -98,6 +124,18 @@ def test_another_file_is_refused_and_stays(tmp_path, text, complaint):
     with pytest.raises(ConfigError, match=complaint):
         keep(path, FleetLoad())
     assert path.read_text() == text
+
+
+def test_a_file_that_becomes_garbage_is_written_anew(tmp_path, caplog):
+    path, load = tmp_path / "costs.json", FleetLoad()
+
+    def break_it():
+        teach(load, 20)
+        path.write_text("not json")
+
+    keep(path, load, break_it)
+    assert "demo" in json.loads(path.read_text())["models"]
+    assert "it is replaced by what this gateway has learned" in caplog.text
 
 
 def test_a_directory_that_is_not_there_is_named(tmp_path):

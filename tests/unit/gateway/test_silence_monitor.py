@@ -78,7 +78,7 @@ def run(scenario: Callable[[Gateway], Awaitable[None]], num_workers: int = 2) ->
         for worker in workers.all:
             name = WorkerId(str(worker.url))
             workers.register(worker, info(worker=name))
-            grants.append(table.grant(name, EPOCH, worker.url))
+            grants.append(table.grant(name, EPOCH, worker.url, b"certificate"))
         gateway = Gateway(workers, table, SilenceMonitor(services), metrics, grants)
         for number in range(num_workers):
             gateway.beat(number, 100.0)

@@ -1,8 +1,10 @@
 """Log files of bounded size, and reading them."""
 
 import asyncio
+import os
 from contextlib import aclosing
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,3 +58,18 @@ def test_logs_of_workers_that_are_gone_do_not_pile_up(tmp_path):
     assert len(names) <= 130
     assert "decode-299" in names
     assert (tmp_path / "launcher.log").read_text() == "start\nend\n"
+
+
+def test_a_disk_that_is_full_costs_lines_alone(tmp_path):
+    """Whoever does not read a process's lines blocks it: nothing may end the reading."""
+    full, gone = tmp_path / "full", tmp_path / "gone"
+    full.mkdir()
+    (full / "w.log").symlink_to("/dev/full")
+    log = LogFile(full / "w.log")
+    with pytest.raises(OSError, match="No space left"):
+        os.write(log._fd, b"line")
+    log.write_line("line")
+    log.close()
+    logs = LogFolder(gone)  # in which no file can be made
+    logs.write_line("w", "line")
+    assert log_names(gone) == []

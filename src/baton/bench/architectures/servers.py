@@ -8,10 +8,9 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from baton.bench.architectures.transfer_check import TraceCheck
-from baton.launch.child import RestartPolicy
 from baton.launch.supervisor import LaunchContext, Service, Supervisor
 
 if TYPE_CHECKING:
@@ -23,9 +22,6 @@ if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.launch.plan import LaunchPlan
     from baton.launch.supervisor import Ending
-
-NO_RESTARTS: Final = RestartPolicy(max_restarts=0)
-"""A worker that restarts would be measured as a slow one."""
 
 
 class Servers(Protocol):
@@ -131,8 +127,9 @@ async def open_fleet(plan: LaunchPlan, context: ServerContext, log: Path) -> Asy
         InterruptedBenchError: an interrupt before they were up.
     """
     with log.open("wb", buffering=0) as file:
+        # A worker that restarts would be measured as a slow one.
         launch_context = LaunchContext(
-            context.environment, context.clock, LogDisplay(file), NO_RESTARTS
+            context.environment, context.clock, LogDisplay(file), restarts=None
         )
         supervisor = Supervisor(plan, launch_context)
         service: asyncio.Future[Service] = asyncio.get_running_loop().create_future()

@@ -3,7 +3,8 @@
 worker ──announcement──► receive ─► LeaseTable ─► addresses ─► watch()
 other gateway ──relayed──► take_relayed ─┘  ▲
                                   sweep ────┘ lapsed leases; overdue ones are looked at
-worker ──heartbeats──► HeartbeatSocket ─► HeartbeatTable ─► `Liveness`, after each sweep
+worker ──heartbeats──► HeartbeatReceiver ─► HeartbeatTable ─► `Liveness`, after each sweep
+worker ──renewal──► HeartbeatReceiver ─► `renew` ─► LeaseTable; an acknowledgement
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections import Counter
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -19,7 +19,7 @@ from baton.auth.certificates import IdentityRole
 from baton.clock import Instant
 from baton.errors import ProtocolError
 from baton.gateway.members.heartbeat_table import HeartbeatTable
-from baton.gateway.members.lease_table import LOOK_S, LeaseTable, Outcome
+from baton.gateway.members.lease_table import LeaseTable, Outcome
 from baton.gateway.options import WorkerAddress
 from baton.gateway.worker_info import read_info
 from baton.ids import Epoch
@@ -32,6 +32,7 @@ from baton.protocol.announcements import (
     decode_unverified,
     read_announcement,
 )
+from baton.protocol.heartbeats import Acknowledgement
 from baton.protocol.worker_http import INFO_PATH
 from baton.telemetry.log_limit import LimitedLog
 
@@ -43,7 +44,8 @@ if TYPE_CHECKING:
     from baton.auth.credentials import Credentials
     from baton.clock import Clock
     from baton.gateway.members.announced_metrics import AnnouncementMetrics
-    from baton.gateway.members.heartbeat_socket import HeartbeatSocket
+    from baton.gateway.members.heartbeat_receiver import HeartbeatReceiver
+    from baton.gateway.members.heartbeat_table import Renewal
     from baton.gateway.members.interface import SourceStatus
     from baton.gateway.members.lease_table import Lease, Verdict
     from baton.ids import WorkerId
@@ -56,6 +58,8 @@ STALL_S: Final = 1.0
 """Without a sweep: this process did not run, and announcements wait in its sockets."""
 MAX_CHECK_S: Final = 1.0
 CLOSING_S: Final = 0.1
+NEWS_SHARE: Final = 1.5
+"""Of the interval between two renewals: so long each one is asked for a post."""
 MAX_CHECKS: Final = 16
 """At once, of addresses whose worker may be gone."""
 MAX_INFO_BYTES: Final = 1 << 20
@@ -88,8 +92,8 @@ class AnnouncedWorkers:
     """Implements `WorkerSource`. Owner: the event loop's thread.
 
     `takes_plain`: workers without TLS are taken, too. `list_gateways` is what workers get to know.
-    Once they are set: `status` is what the gateway shows of this source, `heartbeat_socket` where
-    heartbeats arrive, and `liveness` what acts on their absence.
+    Once they are set: `status` is what the gateway shows of this source, `heartbeat_receiver` takes
+    heartbeats and renewals, and `liveness` acts on their absence.
     """
 
     def __init__(
@@ -106,13 +110,13 @@ class AnnouncedWorkers:
         self.heartbeats = HeartbeatTable(secrets.token_bytes(32))
         self.status: SourceStatus | None = None
         self.liveness: Liveness | None = None
-        self.heartbeat_socket: HeartbeatSocket | None = None
+        self.heartbeat_receiver: HeartbeatReceiver | None = None
         self._credentials, self._tls, self._clock = credentials, tls, clock
         self._metrics, self._takes_plain = metrics, takes_plain
         self._list_gateways = list_gateways
         self._log = LimitedLog(log, clock)
         self._last_look, self._stalled_s = clock.now(), 0.0
-        self._overdue_at = self._last_look
+        self._gateways, self._gateways_changed_at = list_gateways(), self._last_look
         self._watchers: set[asyncio.Event] = set()
         self._checks: dict[tuple[WorkerId, Epoch], asyncio.Task[bool]] = {}
         self._by_sender: dict[bytes, WorkerId] = {}
@@ -168,7 +172,35 @@ class AnnouncedWorkers:
                 verdict = self._offer(announcement, sealed, 0.0)
         if verdict.outcome in {Outcome.ACCEPTED, Outcome.KNOWN}:
             self._by_sender[sender] = announcement.worker
-        return self._answer(announcement, verdict)
+        return self._answer(announcement, verdict, sender)
+
+    def renew(self, renewal: Renewal) -> Acknowledgement | None:
+        """Offer an announcement that came by a datagram: what to answer, if it renewed its lease.
+
+        Else nothing is answered: the worker posts it, and gets to know the reason by that.
+        """
+        known = renewal.sender
+        try:
+            announcement = self._read(renewal.sealed, known.certificate)
+        except AnnouncementError as exc:
+            self._refuse(exc.reason, str(exc))
+            return None
+        is_its_own = (announcement.worker, announcement.epoch) == (known.worker, known.epoch)
+        if not is_its_own or announcement.is_farewell:
+            return None
+        verdict = self._offer(announcement, renewal.sealed, 0.0)
+        if verdict.outcome not in {Outcome.ACCEPTED, Outcome.KNOWN}:
+            return None
+        self._metrics.answered("accepted")
+        return Acknowledgement(announcement.sequence, self._has_news_for(announcement))
+
+    def _has_news_for(self, announcement: Announcement) -> bool:
+        """Whether gateways have come or gone since this worker's renewal before."""
+        now, gateways = self.now(), self._list_gateways()
+        if gateways != self._gateways:
+            self._gateways, self._gateways_changed_at = gateways, now
+        interval_s = announcement.lease_s / RENEWALS_PER_LEASE
+        return now - self._gateways_changed_at < NEWS_SHARE * interval_s
 
     def connection_ended(self, sender: bytes) -> None:
         """A worker's connection ended, perhaps since the worker has: that is looked at soon."""
@@ -234,14 +266,15 @@ class AnnouncedWorkers:
             return
         self._wake()
 
-    def _answer(self, announcement: Announcement, verdict: Verdict) -> AnnouncementReply:
+    def _answer(
+        self, announcement: Announcement, verdict: Verdict, sender: bytes
+    ) -> AnnouncementReply:
         gateways = self._list_gateways()
         match verdict.outcome:
             case Outcome.ACCEPTED | Outcome.KNOWN:
                 self._metrics.answered("accepted")
-                return AnnouncementReply(
-                    result="accepted", gateways=gateways, heartbeat=self._grant(announcement)
-                )
+                grant = self._grant(announcement, sender)
+                return AnnouncementReply(result="accepted", gateways=gateways, heartbeat=grant)
             case Outcome.SUPERSEDED:
                 self._metrics.answered("superseded")
                 return AnnouncementReply(
@@ -253,11 +286,11 @@ class AnnouncedWorkers:
                 reason, text = _REASONS[outcome]
                 return self._refuse(reason, f"{announcement.worker}: {text}")
 
-    def _grant(self, announcement: Announcement) -> HeartbeatGrant | None:
-        if self.heartbeat_socket is None or announcement.is_farewell:
+    def _grant(self, announcement: Announcement, sender: bytes) -> HeartbeatGrant | None:
+        if self.heartbeat_receiver is None or announcement.is_farewell:
             return None
         origin = WorkerAddress(announcement.url, announcement.role).origin
-        return self.heartbeats.grant(announcement.worker, announcement.epoch, origin)
+        return self.heartbeats.grant(announcement.worker, announcement.epoch, origin, sender)
 
     def _ask_to_wait(
         self, announcement: Announcement, verdict: Verdict, gateways: tuple[str, ...]
@@ -286,17 +319,14 @@ class AnnouncedWorkers:
 
     def _sweep(self) -> None:
         now = self._sweep_lapsed()
-        if len(self._checks) < MAX_CHECKS and now - self._overdue_at >= LOOK_S:
-            self._overdue_at = now
+        if len(self._checks) < MAX_CHECKS:
             for lease in self.table.take_overdue(now)[:MAX_CHECKS]:
                 self._check(lease)
         self._metrics.held(len(self.table))
         if self.status is not None:
             self.status.note_read()
-        if self.heartbeat_socket is not None:
-            take = self.heartbeats.take
-            results = Counter(take(each, now) for each in self.heartbeat_socket.read())
-            self._metrics.heartbeats(results)
+        if self.heartbeat_receiver is not None:
+            self.heartbeat_receiver.read(now)
         if self.liveness is not None:
             self.liveness.look(self.heartbeats, now)
 

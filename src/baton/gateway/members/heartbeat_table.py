@@ -1,16 +1,19 @@
-"""Which workers' heartbeats arrive at one gateway, and since when they do not. Pure."""
+"""Whose heartbeats and renewals arrive at one gateway, and since when they do not. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+from baton.gateway.members.lease_table import MIN_INTERVAL_S
 from baton.protocol.heartbeats import (
+    HEARTBEAT_BYTES,
     HEARTBEAT_INTERVAL_S,
+    ID_BYTES,
+    MAX_RENEWAL_BYTES,
     HeartbeatGrant,
-    find_id,
-    read_sequence,
+    HeartbeatReader,
 )
 
 if TYPE_CHECKING:
@@ -31,6 +34,7 @@ class HeartbeatResult(StrEnum):
     """What became of a datagram; the label of a metric."""
 
     TAKEN = "taken"
+    RENEWED = "renewed"
     UNKNOWN = "unknown"
     FORGED = "forged"
     REPEATED = "repeated"
@@ -55,19 +59,26 @@ def judge_silence(silent_s: float, silent_after_s: float) -> Silence:
 class Heartbeats:
     """Those of one epoch of a worker, at `origin`.
 
-    `received_at` is None before the first one, and after the end of the lease.
+    `certificate` is what the worker's last post over TLS has proved to be its own. `received_at` is
+    None before the first one, and after the end of the lease; `renewal_at` before a renewal.
     """
 
     worker: WorkerId
     epoch: Epoch
     origin: URL
+    certificate: bytes
     grant: HeartbeatGrant
+    reader: HeartbeatReader
     sequence: int = 0
     received_at: Instant | None = None
+    renewal_at: Instant | None = None
 
-    def is_missing(self, now: Instant) -> bool:
-        """Whether one is, of a worker whose heartbeats did arrive before."""
-        return self.received_at is not None and now - self.received_at > MISSED_S
+
+class Renewal(NamedTuple):
+    """A sealed announcement that came by a datagram of this worker."""
+
+    sender: Heartbeats
+    sealed: bytes
 
 
 class HeartbeatTable:
@@ -88,15 +99,26 @@ class HeartbeatTable:
         """Those of a worker."""
         return self._by_worker.get(worker)
 
-    def grant(self, worker: WorkerId, epoch: Epoch, origin: URL) -> HeartbeatGrant:
+    def missing(self, now: Instant) -> list[Heartbeats]:
+        """Workers of which a heartbeat is missing, and whose heartbeats did arrive before."""
+        latest = now - MISSED_S
+        return [
+            each
+            for each in self._by_worker.values()
+            if (at := each.received_at) is not None and at < latest
+        ]
+
+    def grant(
+        self, worker: WorkerId, epoch: Epoch, origin: URL, certificate: bytes
+    ) -> HeartbeatGrant:
         """What this epoch, which holds the name, sends heartbeats with; the same one each time."""
         known = self._by_worker.get(worker)
         if known is None or known.epoch != epoch:
             self.forget(worker)
             grant = HeartbeatGrant.derive(self._secret, worker, epoch)
-            known = Heartbeats(worker, epoch, origin, grant)
+            known = Heartbeats(worker, epoch, origin, certificate, grant, HeartbeatReader(grant))
             self._by_worker[worker] = self._by_id[grant.id] = known
-        known.origin = origin
+        known.origin, known.certificate = origin, certificate
         return known.grant
 
     def forget(self, worker: WorkerId) -> None:
@@ -107,15 +129,32 @@ class HeartbeatTable:
             known.received_at = None
 
     def take(self, datagram: bytes, now: Instant) -> HeartbeatResult:
-        """One that arrived."""
-        id_ = find_id(datagram)
-        known = None if id_ is None else self._by_id.get(id_)
+        """A heartbeat, or anything else, that arrived."""
+        is_heartbeat = len(datagram) == HEARTBEAT_BYTES
+        known = self._by_id.get(datagram[:ID_BYTES]) if is_heartbeat else None
         if known is None:
             return HeartbeatResult.UNKNOWN
-        sequence = read_sequence(datagram, known.grant)
+        sequence = known.reader.read_heartbeat(datagram)
         if sequence is None:
             return HeartbeatResult.FORGED
         if sequence <= known.sequence:
             return HeartbeatResult.REPEATED
         known.sequence, known.received_at = sequence, now
         return HeartbeatResult.TAKEN
+
+    def read_renewal(self, datagram: bytes, now: Instant) -> Renewal | HeartbeatResult:
+        """A renewal, or anything else longer than a heartbeat, that arrived.
+
+        That its sender has the key shows no more than that: the announcement is to be read.
+        """
+        is_bounded = HEARTBEAT_BYTES < len(datagram) <= MAX_RENEWAL_BYTES
+        known = self._by_id.get(datagram[:ID_BYTES]) if is_bounded else None
+        if known is None:
+            return HeartbeatResult.UNKNOWN
+        sealed = known.reader.read_renewal(datagram)
+        if sealed is None:
+            return HeartbeatResult.FORGED
+        if known.renewal_at is not None and now - known.renewal_at < MIN_INTERVAL_S:
+            return HeartbeatResult.REPEATED
+        known.renewal_at = now
+        return Renewal(known, sealed)

@@ -71,19 +71,25 @@ class Verdict:
 class Lease:
     """One name, held by one epoch. `granted_at`: when a gateway first had its last announcement."""
 
-    __slots__ = ("_known", "announcement", "due_at", "granted_at", "looked_at", "sealed")
+    __slots__ = ("_known", "announcement", "due_at", "granted_at", "sealed")
 
     def __init__(self, announcement: Announcement, sealed: bytes, granted_at: Instant) -> None:
         self.announcement, self.sealed, self.granted_at = announcement, sealed, granted_at
         names = key_of(announcement.worker), key_of(announcement.epoch)
         self._known = Known(*names, announcement.sequence)
-        self.due_at, self.looked_at = self.lapses_at, granted_at
-        """When the table looks at it next, and when it was last reported as overdue."""
+        self.due_at = self.overdue_at
+        """When the table looks at it next."""
 
     @property
     def lapses_at(self) -> Instant:
         """From when on the name is free, unless the lease is renewed."""
         return Instant(self.granted_at + self.announcement.lease_s)
+
+    @property
+    def overdue_at(self) -> Instant:
+        """From when on a renewal is missing; before `lapses_at`."""
+        interval_s = self.announcement.lease_s / RENEWALS_PER_LEASE
+        return Instant(self.granted_at + OVERDUE_SHARE * interval_s)
 
     @property
     def known(self) -> Known:
@@ -95,11 +101,6 @@ class Lease:
         self.announcement, self.sealed = announcement, sealed
         self.granted_at = max(self.granted_at, granted_at)
         self._known = Known(self._known.worker, self._known.epoch, announcement.sequence)
-
-    def is_overdue(self, now: Instant) -> bool:
-        """Whether a renewal is missing."""
-        interval_s = self.announcement.lease_s / RENEWALS_PER_LEASE
-        return now - self.granted_at > OVERDUE_SHARE * interval_s
 
 
 class _Past:
@@ -139,6 +140,7 @@ class LeaseTable:
         self._by_key: dict[bytes, WorkerId] = {}
         self._past: OrderedDict[WorkerId, _Past] = OrderedDict()
         self._due: list[_Due] = []
+        self._overdue: dict[WorkerId, None] = {}
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -192,8 +194,11 @@ class LeaseTable:
             if lease.lapses_at <= now:
                 lapsed.append(lease.announcement)
                 self._free(lease)
+            elif lease.overdue_at <= now:
+                self._overdue[due.worker] = None
+                self._schedule(lease, min(Instant(now + LOOK_S), lease.lapses_at))
             else:
-                self._schedule(lease)
+                self._schedule(lease, lease.overdue_at)
         return lapsed
 
     def end(self, worker: WorkerId, epoch: Epoch) -> bool:
@@ -208,15 +213,10 @@ class LeaseTable:
         return True
 
     def take_overdue(self, now: Instant) -> list[Lease]:
-        """Those whose renewal is missing, each once in `LOOK_S`."""
-        overdue = [
-            lease
-            for lease in self._leases.values()
-            if lease.is_overdue(now) and now - lease.looked_at >= LOOK_S
-        ]
-        for lease in overdue:
-            lease.looked_at = now
-        return overdue
+        """Those whose renewal is missing, of what `lapse` found: each once in `LOOK_S`."""
+        found = [self._leases[worker] for worker in self._overdue if worker in self._leases]
+        self._overdue.clear()
+        return [lease for lease in found if lease.overdue_at <= now]
 
     # Between gateways
 
@@ -230,18 +230,18 @@ class LeaseTable:
         A name that another epoch holds there is left alone: it has to lapse at one of the two.
         """
         by_worker = {known.worker: known for known in theirs}
-        lacking = [
-            lease.known.worker
-            for lease in self._leases.values()
-            if _is_newer(lease.known, other := by_worker.get(lease.known.worker))
-            and (other is None or now - lease.granted_at >= SETTLE_S)
-        ]
+        lacking: list[bytes] = []
         wanted: list[bytes] = []
-        for known in by_worker.values():
-            worker = self._by_key.get(known.worker)
-            own = None if worker is None else self._leases[worker].known
-            if _is_newer(known, own):
-                wanted.append(known.worker)
+        for lease in self._leases.values():
+            own, other = lease.known, by_worker.pop(lease.known.worker, None)
+            if own == other:
+                continue
+            if _is_newer(own, other):
+                if other is None or now - lease.granted_at >= SETTLE_S:
+                    lacking.append(own.worker)
+            elif other is not None and _is_newer(other, own):
+                wanted.append(own.worker)
+        wanted += by_worker  # of which nothing is known here
         return self.relay(lacking, now), wanted[:MAX_RELAYED]
 
     def relay(self, keys: Iterable[bytes], now: Instant) -> list[Relayed]:
@@ -279,7 +279,7 @@ class LeaseTable:
         lease = self._leases[worker] = Lease(announcement, sealed, granted_at)
         self._by_url[announcement.url] = worker
         self._by_key[lease.known.worker] = worker
-        self._schedule(lease)
+        self._schedule(lease, lease.overdue_at)
         return Verdict(Outcome.ACCEPTED)
 
     def _offer_renewal(
@@ -300,12 +300,12 @@ class LeaseTable:
             del self._by_url[before.url]
             self._by_url[announcement.url] = announcement.worker
         lease.renew(announcement, sealed, granted_at)
-        if lease.lapses_at < lease.due_at:  # its lease is shorter now
-            self._schedule(lease)
+        if lease.overdue_at < lease.due_at:  # its lease is shorter now
+            self._schedule(lease, lease.overdue_at)
         return Verdict(Outcome.ACCEPTED)
 
-    def _schedule(self, lease: Lease) -> None:
-        lease.due_at = lease.lapses_at
+    def _schedule(self, lease: Lease, due_at: Instant) -> None:
+        lease.due_at = due_at
         heapq.heappush(self._due, _Due(lease.due_at, lease.announcement.worker))
 
     def _free(self, lease: Lease) -> None:

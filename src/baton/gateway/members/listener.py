@@ -25,6 +25,7 @@ from baton.gateway.errors import PathNotFoundError, answer_for
 from baton.gateway.members.announced import AnnouncedWorkers
 from baton.gateway.members.announced_metrics import AnnouncementMetrics
 from baton.gateway.members.gossip import Gossip, Peers
+from baton.gateway.members.heartbeat_receiver import HeartbeatReceiver
 from baton.gateway.members.heartbeat_socket import HeartbeatSocket
 from baton.net.http_exchange import EXTENSION
 from baton.net.http_limits import Connections, HttpLimits, allow_descriptors
@@ -175,7 +176,9 @@ async def open_announcements(
             takes_plain=options.tls == "off",
             list_gateways=peers.with_own,
         )
-        members.heartbeat_socket = heartbeats
+        members.heartbeat_receiver = HeartbeatReceiver(
+            heartbeats, members.heartbeats, metrics, members.renew
+        )
         gossip = Gossip(members, peers, tls, clock=clock, metrics=metrics)
         connections = WorkerConnections(
             clock,

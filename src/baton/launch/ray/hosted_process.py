@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -26,7 +26,7 @@ from baton.launch.slots import KILL_MARGIN_S
 from baton.launch.sockets import open_gateway_sockets
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from baton.clock import Clock
@@ -41,14 +41,13 @@ READY: Final = b'{"status":"ready"}'
 METRICS_PATH: Final = "/metrics"
 MAX_REASON_CHARS: Final = 500
 KEY_INTERVAL_S: Final = 1.0
-RETRY_INTERVAL_S: Final = 1.0
+PORT_INTERVAL_S: Final = 1.0
+DISK_INTERVAL_S: Final = 1.0
 HIDDEN_VARIABLES: Final = ("RAY_", "BATON_CONFIG", "OMP_NUM_THREADS", KEY_VARIABLE)
 """Beginnings of variables that a process does not inherit from its supervisor: an engine that uses
 Ray itself is not to take its supervisor's actor for its own, and Ray gives actors one thread."""
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +89,15 @@ class HostedProcess:
         self._key_given = asyncio.Event()
         self._key: str | None = None
         self._failure: str | None = None
-        self._writer: MembersFileWriter | None = None
+        self._writer = MembersFileWriter(supervisors, self._members_path)
         self._sockets: GatewaySockets | None = None
         self._process = SupervisedProcess(name, self._command, self._environment, clock)
 
     async def run(self) -> None:
-        """Run the process until it is stopped, or has ended too often."""
+        """Run the process until it is stopped."""
         try:
             await self._find_key()
-            await self._until_done(self._write_settings, OSError)
+            await self._write_files()
             if self.role == "gateway":
                 await self._run_gateway()
             else:
@@ -108,10 +107,7 @@ class HostedProcess:
             self._failure = str(exc)
 
     async def _run_gateway(self) -> None:
-        self._writer = MembersFileWriter(self._supervisors, self._members_path)
-        await self._writer.poll()
-        # A gateway of before may be about to end, and its port is taken until then.
-        self._sockets = await self._until_done(self._open_sockets, ConfigError)
+        self._sockets = await self._open_sockets()
         self._process.inherited = self._sockets.fds
         polling = asyncio.create_task(self._writer.run())
         try:
@@ -120,22 +116,17 @@ class HostedProcess:
             polling.cancel()
             self._sockets.close()
 
-    async def _until_done(self, step: Callable[[], T], retried: type[Exception]) -> T:
-        """Repeat a step until this host lets it succeed: its disk is full, or a port is taken."""
+    async def _open_sockets(self) -> GatewaySockets:
+        """As soon as the port is free: a gateway of before may be about to end."""
         while True:
             try:
-                done = step()
-            except retried as exc:
-                if self._failure is None:
-                    log.warning("%s waits until this host lets it start: %s", self.name, exc)
+                sockets = open_gateway_sockets(self._gateway_section())
+            except ConfigError as exc:
                 self._failure = str(exc)
-                await asyncio.sleep(RETRY_INTERVAL_S)
+                await asyncio.sleep(PORT_INTERVAL_S)
             else:
                 self._failure = None
-                return done
-
-    def _open_sockets(self) -> GatewaySockets:
-        return open_gateway_sockets(self._gateway_section())
+                return sockets
 
     def _gateway_section(self) -> GatewaySection:
         """As the gateway reads it, but for the host's address."""
@@ -190,6 +181,23 @@ class HostedProcess:
     @property
     def _members_path(self) -> Path:
         return self._directory / "members.json"
+
+    async def _write_files(self) -> None:
+        """What the process reads. A disk that is full is waited for."""
+        while True:
+            try:
+                self._write_settings()
+                if self.role == "gateway":
+                    await self._writer.poll()
+            except OSError as exc:
+                self._failure = (
+                    f"cannot write into {self._directory}: {exc.strerror or exc}; make room there, "
+                    "or set XDG_RUNTIME_DIR: it is tried again each second"
+                )
+                await asyncio.sleep(DISK_INTERVAL_S)
+            else:
+                self._failure = None
+                return
 
     def _write_settings(self) -> None:
         for directory in (self._directory.parent, self._directory):

@@ -9,16 +9,10 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from baton.launch.child import (
-    ChildExited,
-    RestartBudget,
-    RestartPolicy,
-    describe_exit,
-    likely_cause,
-    spawn,
-)
+from baton.launch.child import ChildExited, describe_exit, likely_cause, spawn
 from baton.launch.errors import FleetError
 from baton.launch.plan import Ports
+from baton.launch.restarts import RestartHistory, RestartPolicy
 from baton.telemetry.process_status import Ready
 
 if TYPE_CHECKING:
@@ -84,13 +78,14 @@ class SupervisedProcess:
     ) -> None:
         self._name, self._command = name, command
         self._environment, self._clock = environment, clock
-        self._budget = RestartBudget(restarts or RestartPolicy())
+        self._restarts = RestartHistory(restarts or RestartPolicy())
         self._ports = Ports()
         self._child: Child | None = None
         self._successor: Child | None = None
         self._ready_at: Instant | None = None
         self._is_begun = self._is_draining = False
         self._stop_requested, self._ended = asyncio.Event(), asyncio.Event()
+        self._next_start = asyncio.Event()
         self.state: MemberState = "starting"
         self.reason = ""
         self.url: str | None = None
@@ -119,22 +114,28 @@ class SupervisedProcess:
         return None if self._ready_at is None else self._clock.now() - self._ready_at
 
     async def run(self) -> None:
-        """Keep it running until `stop`, or until it has ended too often."""
-        self._is_begun, returncode = True, 0
+        """Keep it running until `stop`.
+
+        One that has ended too often is `failed`, and tried again after ever longer pauses.
+        """
+        self._is_begun, how = True, ""
         try:
             while not self._stop_requested.is_set():
-                returncode = await self._run_once()
+                try:
+                    returncode = await self._run_once()
+                    how, lines = describe_exit(returncode), self.lines.last(20).lines
+                except OSError as exc:
+                    returncode, lines = 1, (str(exc),)
+                    how = f"cannot be started: {exc.strerror or exc}"
                 if self._stop_requested.is_set():
                     break
                 if self.preempted is not None:  # its supervisor starts elsewhere: it starts there
                     self.state, self.reason, self.url = "ended", self.preempted, None
                     return
-                if self._successor is None and not await self._wait_for_restart(returncode):
-                    return
+                if self._successor is None:
+                    await self._wait_for_restart(how, likely_cause(returncode, lines))
                 self.num_restarts += 1
-            self.state, self.reason = "ended", describe_exit(returncode)
-        except OSError as exc:
-            self.state, self.reason = "failed", f"cannot be started: {exc}"
+            self.state, self.reason = "ended", how
         finally:
             self._ended.set()
 
@@ -152,6 +153,7 @@ class SupervisedProcess:
             if isinstance(ready, Ready):
                 self._ports, self.url = Ports.of(ready), ready.url
                 self._ready_at, self.reason = self._clock.now(), ""
+                self._restarts.note_ready(self._ready_at)
                 self.state = "draining" if self._is_draining else "ready"
             else:  # another process may have taken the ports in the meantime
                 self._ports, self.url = Ports(), None
@@ -170,20 +172,18 @@ class SupervisedProcess:
             inherited=self.inherited,
         )
 
-    async def _wait_for_restart(self, returncode: int) -> bool:
-        """Whether it may start again, after its delay."""
-        ended = describe_exit(returncode)
-        delay_s = self._budget.next_delay_s(self._clock.now())
-        if delay_s is None:
-            last_lines = self.lines.last(20).lines
+    async def _wait_for_restart(self, how: str, cause: str) -> None:
+        """Until it may start again, is replaced, or is to stop. `how` it ended, and the cause."""
+        delay_s = self._restarts.next_delay_s(self._clock.now())
+        if self._restarts.has_ended_too_often:
             self.state, self.url = "failed", None
-            self.reason = f"ended too often ({ended}): {likely_cause(returncode, last_lines)}"
-            return False
-        self.state, self.reason = "starting", f"ended: {ended}; restart in {delay_s:g} s"
+            self.reason = f"ended too often ({how}): {cause}; next try after {delay_s:g} s"
+        else:
+            self.state, self.reason = "starting", f"ended: {how}; restart in {delay_s:g} s"
+        self._next_start.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(delay_s):
-                await self._stop_requested.wait()
-        return True
+                await self._next_start.wait()
 
     def mark_draining(self) -> None:
         """From now on gateways place nothing new here."""
@@ -210,12 +210,14 @@ class SupervisedProcess:
                 f"line: {successor.last_lines[-1] if successor.last_lines else 'none'}"
             )
         self._successor = successor
+        self._next_start.set()
         if old is not None:
             await _end_child(old, timeout_s)
 
     async def stop(self, timeout_s: float) -> None:
         """Drain and end it, and do not start it again; killed after `timeout_s`."""
         self._stop_requested.set()
+        self._next_start.set()
         self.mark_draining()
         if not self._is_begun:
             self.state, self.reason = "ended", "it was not started yet"
