@@ -10,9 +10,10 @@ and one that is asked (the reader). Before each question that is timed all are i
 Every prompt is new. Arms are interleaved, in the other order every second round; figures are
 medians and quartiles over the rounds, of the time until an answer of one token is there, which is
 checked. The token is compared by its bytes: one that is a part of a character has no text yet, and
-engines differ in what they send for it. Whether something is looked for and loaded is the worker's decision ("loaded", of tokens).
-"load / TTFT": what reading entries took of the time to the answer, and "held / TTFT": what waiting
-for the answer of a lookup took of it, of embedded workers: the load of the machine is in both.
+engines differ in what they send for it. Whether something is looked for and loaded is the worker's
+decision ("loaded", of tokens). "load / TTFT": what reading entries took of the time to the answer,
+and "held / TTFT": what waiting for the answer of a lookup took of it, of embedded workers: the load
+of the machine is in both.
 
 `--parts` shows what costs what of new prompts: it asks for those alone, and each tier has two more
 workers: `unkept`, which looks and keeps nothing, and `unused`, which has the store open and does

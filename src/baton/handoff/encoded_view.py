@@ -268,4 +268,3 @@ def _encode_layout(layout: KVLayout, encoding: KVEncoding) -> KVLayout:
         shard=layout.shard,
         arrangement=f"{_ARRANGEMENT}{encoding.name}/{canonical.fingerprint()[:_FINGERPRINT_CHARS]}",
     )
-

@@ -215,5 +215,5 @@ def test_encoded_pages_have_a_size_that_an_option_bounds(config: VllmConfig) -> 
     worker = Worker(config)
     view = encoded(worker, staging_bytes=3 * encoded(worker).layout.block_bytes + 1)
     assert {array.num_pages for array in view.region.arrays} == {3}
-    with pytest.raises(ConfigError, match="^staging_bytes: one encoded block"):
+    with pytest.raises(ConfigError, match=r"^staging_bytes: one encoded block"):
         encoded(worker, staging_bytes=100)

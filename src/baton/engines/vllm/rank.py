@@ -39,6 +39,7 @@ from baton.engines.vllm.layouts import read_layers
 from baton.engines.vllm.rank_handoffs import RankHandoffs
 from baton.engines.vllm.rank_observer import FALLBACK_CAUSE, RankObserver
 from baton.engines.vllm.rank_prompts import RankSetting
+from baton.errors import ConfigError
 from baton.events.journal import CacheJournal
 from baton.handoff.dispatcher import HandoffDispatcher, open_handoffs
 from baton.handoff.encoded_view import list_lossy, open_handoff_encoding
@@ -105,10 +106,10 @@ class Rank:
         self._plan = plan
         shard = TensorParallelShard(plan.rank, plan.identity.num_ranks)
         self._layers = read_layers(plan.vllm_config, plan.kv_cache_config, shard)
-        encoding = open_handoff_encoding(plan.options.handoff_encoding, self._layers.main_layout)
-        self._encoding = encoding
+        kind = plan.options.handoff_encoding
+        self._encoding = open_handoff_encoding(kind, self._layers.main_layout)
         device = plan.vllm_config.device_config.device_type
-        if encoding is not None and device != "cpu":
+        if self._encoding is not None and device != "cpu":
             raise ConfigError(
                 f"handoff.encoding needs KV in the host's memory, and vLLM keeps it on {device}: "
                 'set it to "raw"'
@@ -152,28 +153,7 @@ class Rank:
         plan = self._plan
         options = plan.options
         device = next(iter(kv_caches.values())).device
-        staging_bytes = choose_staging_bytes(options.staging_bytes, device)
-        self._kv_views = build_kv_views(
-            plan.vllm_config,
-            self._layers,
-            kv_caches,
-            self._pool,
-            staging_bytes=staging_bytes,
-        )
-        if self._encoding is not None:
-            encoded = build_encoded_view(
-                plan.vllm_config,
-                self._layers,
-                kv_caches,
-                self._encoding,
-                staging_bytes=staging_bytes,
-                clock=self._clock,
-            )
-            self._kv_views = (*self._kv_views, encoded)
-        if options.store.tiers:
-            self._store_view = try_build_store_view(
-                plan.vllm_config, self._layers, kv_caches, store_block_size=options.store.block_size
-            )
+        self._build_views(kv_caches, choose_staging_bytes(options.staging_bytes, device))
         fingerprint = options.fingerprint or find_fingerprint(plan.vllm_config.model_config)
         journal = CacheJournal()
         access = self._open_pool(fingerprint, journal)
@@ -251,6 +231,27 @@ class Rank:
         if self._pool is not None:
             self._pool.release()
             self._pool = None
+
+    def _build_views(self, kv_caches: Mapping[str, torch.Tensor], staging_bytes: int) -> None:
+        """How peers and the store see the KV: `close` gives the memory back."""
+        config, layers, store = self._plan.vllm_config, self._layers, self._plan.options.store
+        self._kv_views = build_kv_views(
+            config, layers, kv_caches, self._pool, staging_bytes=staging_bytes
+        )
+        if self._encoding is not None:
+            encoded = build_encoded_view(
+                config,
+                layers,
+                kv_caches,
+                self._encoding,
+                staging_bytes=staging_bytes,
+                clock=self._clock,
+            )
+            self._kv_views = (*self._kv_views, encoded)
+        if store.tiers:
+            self._store_view = try_build_store_view(
+                config, layers, kv_caches, store_block_size=store.block_size
+            )
 
     def _handoffs(
         self,
