@@ -14,7 +14,8 @@
              encoded follows from the link as the workers have measured it. "predicted" is what
              they expected of raw KV and of encoded KV.
              `cached`: the prefill worker has the prompt's KV, so that the handoff is what takes
-             time; `cold`: it computes it, on one thread. Needs root and iproute2.
+             time; `cold`: it computes it, on one thread. Needs root and iproute2. With
+             `--engine vllm` all workers are vLLM servers, of which each takes a GiB.
 
 Trials are interleaved; medians and quartiles.
 
@@ -69,6 +70,10 @@ BATCH_BYTES = 8 << 20
 LINK_MODEL = {"layers": 4, "hidden": 512, "heads": 4, "intermediate": 256}
 """Heads of 128: 16 KiB of KV for each token in float32."""
 LINK_ARMS = ("raw", "int8")
+LINK_ENGINES: dict[str, dict[str, object]] = {
+    "transformers": {"engine.num_blocks": 512},
+    "vllm": {"worker.engine": "vllm", "engine.kv_cache_bytes": 256 << 20},
+}
 Cache = list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -319,7 +324,8 @@ def measure_link(options: argparse.Namespace) -> list[Answer]:
             for host in hosts if mbit else ():
                 shape(host, mbit)
             model = make_model(folder, LINK_MODEL)
-            arms = {arm: start_arm(fleet, hosts, model, (arm, dtype)) for arm in LINK_ARMS}
+            engine = LINK_ENGINES[options.engine]
+            arms = {arm: start_arm(fleet, hosts, model, (arm, dtype), engine) for arm in LINK_ARMS}
             rng = np.random.default_rng(1)
             for number in range(options.rounds + 1):
                 for arm in LINK_ARMS if number % 2 else reversed(LINK_ARMS):
@@ -360,7 +366,11 @@ def shape(host: BridgedHost, mbit: int) -> None:
 
 
 def start_arm(
-    fleet: Fleet, hosts: Sequence[BridgedHost], model: Path, what: tuple[str, str]
+    fleet: Fleet,
+    hosts: Sequence[BridgedHost],
+    model: Path,
+    what: tuple[str, str],
+    engine: dict[str, object],
 ) -> tuple[str, str]:
     """Gateways of the prefill worker alone, and of the two workers, of an encoding and a dtype."""
     arm, dtype = what
@@ -370,8 +380,8 @@ def start_arm(
         "handoff.encoding": arm,
         "engine.num_threads": 1,
         "engine.dtype": dtype,
-        "engine.num_blocks": 512,
         "transfer.transports": ["tcp"],
+        **engine,
     }
     workers: list[FleetProcess] = []
     for role, host in zip(("both", "decode"), hosts, strict=True):
@@ -470,6 +480,7 @@ def main() -> None:
     parser.add_argument("--mbit", type=int, nargs="*", default=[1000, 0])
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16", "float32"])
+    parser.add_argument("--engine", choices=tuple(LINK_ENGINES), default="transformers")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -489,7 +500,7 @@ def main() -> None:
             answers = measure_link(options)
         except NoNamespaceError as exc:
             sys.exit(f"link: skipped: {exc}; run it as root, with iproute2")
-        links = result.setdefault("link", {})
+        links = result.setdefault("link" if options.engine == "transformers" else "link, vllm", {})
         links |= {
             f"{each.dtype}, {each.mbit} Mbit/s": {"tokens": options.tokens, "rows": []}
             for each in answers

@@ -9,9 +9,11 @@ and one that is asked (the reader). Before each question that is timed all are i
 
 Every prompt is new. Arms are interleaved, in the other order every second round; figures are
 medians and quartiles over the rounds, of the time until an answer of one token is there, which is
-checked. Whether something is looked for and loaded is the worker's decision ("loaded", of tokens).
-"load / TTFT": what reading entries took of the time to the answer, and "held / TTFT": what waiting
-for the answer of a lookup took of it, of embedded workers: the load of the machine is in both.
+checked. The token is compared by its bytes: one that is a part of a character has no text yet, and
+engines differ in what they send for it. Whether something is looked for and loaded is the worker's
+decision ("loaded", of tokens). "load / TTFT": what reading entries took of the time to the answer,
+and "held / TTFT": what waiting for the answer of a lookup took of it, of embedded workers: the load
+of the machine is in both.
 
 `--parts` shows what costs what of new prompts: it asks for those alone, and each tier has two more
 workers: `unkept`, which looks and keeps nothing, and `unused`, which has the store open and does
@@ -47,7 +49,9 @@ from rich.console import Console
 from rich.table import Table
 from run_record import write_record
 
+from baton.models import DEMO_MODEL_PATH
 from baton.testing.fleet import Fleet, FleetProcess
+from baton.tokenizer.tokenizer import load_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.free_ports import find_free_port
@@ -57,6 +61,8 @@ TIERS = ("shared", "file", "redis", "object", "peer")
 PEER_BYTES = 512 << 20
 DEFAULT_TIERS = {"transformers": ["shared", "file"], "vllm": ["file"]}
 """By engine: a vLLM server takes a GiB, and half a minute to start."""
+TOKENIZER = load_tokenizer(DEMO_MODEL_PATH)
+"""Of the random model, too."""
 SHARE = 0.9
 IDLE_S = 1.0
 PARTS: dict[str, dict[str, object]] = {
@@ -108,9 +114,20 @@ def read_load_ms(worker: FleetProcess) -> float:
     return 1e3 * find_metric(get(worker.url, "/metrics"), name)
 
 
-def ask(gateway: FleetProcess, prompt: list[int]) -> tuple[float, int, str, str]:
+def spell(token: str) -> bytes:
+    """A token of `logprobs`: vLLM names it by its id, the embedded engine by its text or bytes."""
+    kind, _, value = token.partition(":")
+    if kind == "token_id" and value.isdigit():
+        return TOKENIZER.token_bytes(int(value))
+    if kind == "bytes" and value.startswith("\\x"):
+        return bytes.fromhex(value.replace("\\x", ""))
+    return token.encode()
+
+
+def ask(gateway: FleetProcess, prompt: list[int]) -> tuple[float, int, bytes, str]:
     """Milliseconds to an answer of one token, cached tokens, the token, and the request's id."""
     body = {"model": SERVED, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+    body |= {"logprobs": 0, "return_tokens_as_token_ids": True}  # the latter is vLLM's alone
     headers = {"content-type": "application/json"}
     url = f"{gateway.url}/v1/completions"
     began = time.perf_counter()
@@ -119,7 +136,8 @@ def ask(gateway: FleetProcess, prompt: list[int]) -> tuple[float, int, str, str]
         answer, request_id = json.load(reply), reply.headers["x-request-id"]
     took_ms = (time.perf_counter() - began) * 1e3
     details = answer["usage"]["prompt_tokens_details"] or {}  # vLLM: null where nothing is cached
-    return took_ms, details.get("cached_tokens", 0), answer["choices"][0]["text"], request_id
+    (token,) = answer["choices"][0]["logprobs"]["tokens"]
+    return took_ms, details.get("cached_tokens", 0), spell(token), request_id
 
 
 def measure_round(

@@ -23,20 +23,23 @@ from baton.handoff.encoded_view import (
     open_handoff_encoding,
 )
 from baton.handoff.interface import KVFailed, KVLanded, KVSent
+from baton.handoff.kv_views import KVView
 from baton.handoff.peer_transports import LinkOptions
 from baton.kv.layout import KVLayout
 from baton.transfer.links.probes import ProbeBounds
-from baton.transfer.region import release_region
+from baton.transfer.region import allocate_host_region, release_region
 from tests.integration.handoff_nodes import (
     CLOCK,
     FIRST,
     NUM_BLOCKS,
+    ConvertedPages,
     Node,
     Pages,
     make_handoff,
     make_layout,
     node,
     plain_pages,
+    staged_pages,
 )
 
 if TYPE_CHECKING:
@@ -56,6 +59,30 @@ QUICK, SLOW = 1e-13, 1e-6
 """Seconds for a byte of an encoding: next to no link is slower than the one, or than the other."""
 MOST_HANDOFFS = 40
 MEASURED = LinkOptions("measured", ProbeBounds(0.05))
+
+
+NUM_SCRATCH = 3
+"""Pages: fewer than a prompt's blocks, so that it is encoded in parts."""
+
+
+@contextmanager
+def converted_pages(kind: str, layout: KVLayout) -> Iterator[Pages]:
+    """As vLLM has them: pages of its own order, a raw view through staging, and an encoded one."""
+    encoding = open_handoff_encoding(kind, layout)
+    assert encoding is not None
+    with staged_pages(layout, NUM_BLOCKS) as pages:
+        (raw,) = pages.views
+        shapes = [(NUM_SCRATCH, layout.page_bytes(layer)) for layer in range(layout.num_layers)]
+        region = allocate_host_region(shapes)
+        assert isinstance(raw.staging, ConvertedPages)
+        scratch = KVView(raw.layout, region, replace(raw.staging, region=region))
+        size = replace(SIZE, num_blocks=NUM_BLOCKS)
+        rates = EncodingRates(EncodingRate(QUICK), EncodingRate(QUICK))
+        view = make_encoded_view(scratch, encoding, size, clock=CLOCK, rates=rates)
+        try:
+            yield replace(pages, views=(raw, view))
+        finally:
+            release_region(view.region)
 
 
 @pytest.fixture(name="key")
@@ -164,6 +191,35 @@ def test_kv_is_encoded_once_the_link_is_measured(
             others = np.setdiff1d(np.arange(NUM_BLOCKS), handoff.receiving.blocks.blocks)
             for own, old in zip(decode.pages.own, before, strict=True):
                 assert np.array_equal(own[others], old[others])
+
+
+@pytest.mark.parametrize("op", ["WRITE", "READ"])
+@pytest.mark.parametrize("converts", ["prefill", "decode", "both"])
+def test_pages_of_an_order_of_their_own_are_encoded_by_parts(
+    op: TransferOp, converts: str, key: Credentials
+) -> None:
+    """They are canonical once encoded, so the other worker need not have the same order."""
+    own, plain = HEADS_FIRST, make_layout(16)
+    sides = [
+        converted_pages("int8", own) if converts in {side, "both"} else encoded_pages("int8", plain)
+        for side in ("prefill", "decode")
+    ]
+    with (
+        sides[0] as theirs,
+        sides[1] as ours,
+        node("p", kinds=TCP, key=key, links=MEASURED, pages=theirs) as prefill,
+        node("d", kinds=TCP, key=key, links=MEASURED, pages=ours, op=op) as decode,
+    ):
+        fill(prefill)
+        before = [pages.copy() for pages in decode.pages.own]
+        handoff = run_until_chosen(prefill, decode, "int8/1")
+        assert handoff.receiving.trace.encodings == ["handoff=int8/1"]
+        assert len(handoff.sending.blocks.blocks) > 2 * NUM_SCRATCH
+        received = numbers_of(decode, handoff, "receive")
+        assert 0 < np.abs(received - numbers_of(prefill, handoff, "send")).max() < 0.02
+        others = np.setdiff1d(np.arange(NUM_BLOCKS), handoff.receiving.blocks.blocks)
+        for pages, old in zip(decode.pages.own, before, strict=True):
+            assert np.array_equal(pages[others], old[others])
 
 
 def check_all_go_raw(prefill: Node, decode: Node, num_handoffs: int = 4) -> None:

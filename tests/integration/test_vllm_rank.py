@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from baton.auth.ticket import WorkerRef
+from baton.clock import MachineClock
 from baton.config.sections import StoreSection
+from baton.encodings.rates import EncodingRate, EncodingRates
 from baton.engines.vllm.identity import Identity
 from baton.engines.vllm.options import ConnectorOptions
 from baton.engines.vllm.rank import Rank, RankPlan
+from baton.engines.vllm.step_orders import (
+    Progress,
+    Prompt,
+    StartReceive,
+    StartSend,
+    StepOrders,
+)
+from baton.errors import ConfigError
 from baton.ids import Epoch, WorkerId
 from tests.lazy_modules import LazyModule
 from tests.unit.engines_vllm.caches import (
@@ -23,9 +36,13 @@ from tests.unit.engines_vllm.caches import (
     plan,
     write_model,
 )
+from tests.unit.handoff.orders import PROMPT_HASH, make_ticket
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
+
+    from baton.engines.vllm.rank_handoffs import RankHandoffs
 
 IDENTITY = Identity(WorkerId("v0"), Epoch("0" * 32), "both", 1)
 vllm_config = LazyModule("vllm.config")
@@ -79,3 +96,109 @@ def test_the_mode_pool_is_announced_where_there_is_a_store_that_takes_the_pages(
         assert facts.has_store_journal is (recomputes and "pool" in modes)
     finally:
         rank.close()
+
+
+MOST_HANDOFFS = 40
+PATIENT_S = 30.0
+
+
+class OpenRank:
+    """A rank with memory of its own, as vLLM's worker gives it."""
+
+    def __init__(
+        self, folder: Path, name: str, role: Any, device: str = "cpu", **options: Any
+    ) -> None:
+        config = configure(write_model(folder))
+        config.device_config.device_type = device
+        config.kv_transfer_config = vllm_config.KVTransferConfig(
+            kv_connector="BatonConnector", kv_role="kv_both", kv_load_failure_policy="recompute"
+        )
+        specs = main_layers()
+        cache = plan(config, specs)
+        announce(config, tuple(specs))
+        identity = Identity(WorkerId(name), Epoch(name * 16), role, 1)
+        connector = ConnectorOptions(
+            transports=("tcp",), fingerprint="f" * 64, probe_time_s=0.05, **options
+        )
+        self.rank = Rank(RankPlan(config, cache, connector, identity, rank=0))
+        context = self.rank.pool_context()
+        assert context is not None
+        with context:
+            self.tensors = allocate(cache)
+        self.handoffs: RankHandoffs
+        self.handoffs, facts = self.rank.open(self.tensors)
+        self.ref = WorkerRef(*identity.of_rank(0), facts.handoff_address)
+
+
+@contextmanager
+def two_ranks(folder: Path, **options: Any) -> Iterator[tuple[OpenRank, OpenRank]]:
+    prefill = OpenRank(folder, "pp", "prefill", **options)
+    try:
+        decode = OpenRank(folder, "dd", "decode", **options)
+        try:
+            yield prefill, decode
+        finally:
+            decode.rank.close()
+    finally:
+        prefill.rank.close()
+
+
+def hand_over(prefill: OpenRank, decode: OpenRank, num_tokens: int) -> float:
+    """One prompt, in other blocks on each side; the largest difference of what was received."""
+    num_blocks = -(-num_tokens // BLOCK_SIZE)
+    sent, received = tuple(range(num_blocks)), tuple(range(num_blocks + 3, 3, -1))
+    ticket = make_ticket(prefill.ref, decode.ref)
+    prompt = Prompt(ticket, PROMPT_HASH, num_tokens, MachineClock().now())
+    decode.handoffs.begin_step(StepOrders(expected=(StartReceive("r", prompt, 0, 0, received),)))
+    step = Progress("r", 0, sent, num_tokens, is_last=True)
+    prefill.handoffs.begin_step(StepOrders(offers=(StartSend("r", prompt, 0),), progress=(step,)))
+    for layer in prefill.tensors:
+        prefill.handoffs.layer_done(layer)
+    for side in (prefill, decode):
+        side.handoffs.end_step()
+    released, landed = prefill.handoffs.get_finished({"r"}, 0.0)[0], set[str]()
+    deadline = time.monotonic() + PATIENT_S
+    while not (released and landed):
+        assert time.monotonic() < deadline, (released, landed)
+        released |= prefill.handoffs.get_finished(set(), 0.01)[0]
+        landed |= decode.handoffs.get_finished(set(), 0.01)[1]
+        assert not decode.handoffs.take_invalid_blocks()
+    return max(
+        float((tensor[list(sent)] - decode.tensors[layer][list(received)]).abs().max())
+        for layer, tensor in prefill.tensors.items()
+    )
+
+
+def test_kv_of_two_servers_is_encoded_once_the_link_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Encoding takes next to no time here, so that each link is slow beside it."""
+    rate = EncodingRate(1e-13)
+    monkeypatch.setattr(
+        "baton.handoff.encoded_view.calibrate", lambda *_: EncodingRates(rate, rate)
+    )
+    monkeypatch.setenv("BATON_CLUSTER_KEY", "ab" * 32)
+    with two_ranks(tmp_path / "model", handoff_encoding="int8") as (prefill, decode):
+        torch.manual_seed(0)
+        for tensor in prefill.tensors.values():
+            tensor.copy_(torch.randn_like(tensor))
+        num_tokens = 5 * BLOCK_SIZE
+        assert hand_over(prefill, decode, num_tokens) == 0.0, "nothing was measured"
+        for _ in range(MOST_HANDOFFS):
+            difference = hand_over(prefill, decode, num_tokens)
+            if difference:
+                break
+            time.sleep(0.02)  # for what the prefill worker sends about its link
+        assert 0 < difference < 0.03
+
+
+@pytest.mark.parametrize(
+    ("device", "encoding", "reason"),
+    [("cpu", "int4", r'"int4".*fp8, int8'), ("cuda", "int8", "keeps it on cuda")],
+)
+def test_an_encoding_that_handoffs_cannot_have_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, encoding: str, reason: str
+) -> None:
+    monkeypatch.setenv("BATON_CLUSTER_KEY", "ab" * 32)
+    with pytest.raises(ConfigError, match=rf"handoff.encoding.*{reason}"):
+        OpenRank(tmp_path / "model", "pp", "prefill", device, handoff_encoding=encoding)

@@ -3,6 +3,9 @@
     engine's pages ── gather: encode ──► staged pages ── any transport ──► the peer's staged pages
                                                      the peer's engine ◄── scatter: decode ──┘
 
+Pages whose order only their engine knows (vLLM's) are first converted into scratch pages: those of
+a raw view with staging, some at a time.
+
 An encoded page is one page of the engine's, all heads, encoded as a block of one layer, and padded
 to a whole number of bytes a token. Peers see it as opaque pages whose arrangement names the
 encoding and the layout that was encoded: two workers can use such views where both have the same
@@ -29,7 +32,7 @@ from baton.kv.layout import KVLayout, LayerLayout
 from baton.transfer.region import allocate_shared_region, view_pages
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from numpy.typing import NDArray
 
@@ -51,10 +54,16 @@ _FINGERPRINT_CHARS: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class StagingSize:
-    """At most `num_bytes` of encoded pages, for requests of `max_tokens` at most."""
+    """At most `num_bytes` of encoded pages, for requests of `max_tokens` at most.
+
+    `num_blocks`: the engine's; None: as many as the raw view has pages. `setting` is named in
+    messages about the size.
+    """
 
     num_bytes: int
     max_tokens: int
+    num_blocks: int | None = None
+    setting: str = "handoff.staging_bytes"
 
 
 def open_handoff_encoding(kind: str, layout: KVLayout) -> KVEncoding | None:
@@ -87,25 +96,26 @@ def make_encoded_view(
 ) -> KVView:
     """A view of the same pages, encoded. Its region is the caller's to release.
 
-    Without `rates` it is measured now what the encoding takes.
+    Where `view` has staging, its pages are canonical, in the host's memory, and used by the agent's
+    thread for this view alone: they are scratch memory. `size.num_blocks` is needed then. Without
+    `rates` it is measured now what the encoding takes.
 
     Raises:
-        ConfigError: `view` is staged itself, or not one block has room.
+        ConfigError: not one block has room.
         TransferError: there is not that much memory.
     """
-    if view.staging is not None:
-        raise ConfigError("pages that are staged already cannot be encoded")
     layout = _encode_layout(view.layout, encoding)
-    num_pages = min(size.num_bytes // layout.block_bytes, view.region.arrays[0].num_pages)
+    num_blocks = view.region.arrays[0].num_pages if size.num_blocks is None else size.num_blocks
+    num_pages = min(size.num_bytes // layout.block_bytes, num_blocks)
     if not num_pages:
-        raise ConfigError(
-            f"handoff.staging_bytes: one encoded block alone has {layout.block_bytes} bytes"
-        )
-    needed = count_blocks(min(size.max_tokens, _count_tokens(view)), layout.block_size)
+        raise ConfigError(f"{size.setting}: one encoded block alone has {layout.block_bytes} bytes")
+    num_tokens = min(size.max_tokens, num_blocks * layout.block_size)
+    needed = count_blocks(num_tokens, layout.block_size)
     if num_pages < needed:
         logger.warning(
-            "handoff.staging_bytes: %d holds %d tokens encoded as %s; longer prompts are handed "
-            "over raw, over slow links, too (%d tokens need %d bytes)",
+            "%s: %d holds %d tokens encoded as %s; longer prompts are handed over raw, over slow "
+            "links, too (%d tokens need %d bytes)",
+            size.setting,
             size.num_bytes,
             num_pages * layout.block_size,
             encoding.name,
@@ -116,7 +126,7 @@ def make_encoded_view(
     if rates is None:
         canonical = msgspec.structs.replace(view.layout, order="canonical", arrangement="")
         rates = calibrate(encoding, canonical, clock)
-    pages = EncodedPages(view.layout, view.region, encoding, region, rates, clock)
+    pages = EncodedPages(view, encoding, region, rates, clock)
     return KVView(layout, region, pages)
 
 
@@ -142,13 +152,12 @@ def list_lossy(encodings: Iterable[KVEncoding | None]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class EncodedPages:
-    """Implements `Staging`. `own` and `staged` are the engine's pages and the encoded ones.
+    """Implements `Staging`. `staged` are the encoded pages, `raw` shows the engine's.
 
     `rates` are what encoding and decoding take, copies included, as it is used.
     """
 
-    layout: KVLayout
-    own: PagedRegion
+    raw: KVView
     encoding: KVEncoding
     staged: PagedRegion
     rates: EncodingRates
@@ -157,7 +166,8 @@ class EncodedPages:
 
     def __post_init__(self) -> None:
         """Each layer's page as a block of one layer."""
-        layers = tuple(_one_layer(self.layout, layer) for layer in self.layout.layers)
+        layout = self.raw.layout
+        layers = tuple(_one_layer(layout, layer) for layer in layout.layers)
         object.__setattr__(self, "_layers", layers)
 
     def gather(
@@ -168,11 +178,12 @@ class EncodedPages:
         _after: StreamPosition | None = None,
     ) -> None:
         began_at = self.clock.now()
-        raw = self._read(layer, blocks)
-        encoded = self.encoding.encode(self._layers[layer], raw)
         num_bytes = self.encoding.max_bytes(self._layers[layer])
-        self._staged_pages(layer)[staged, :num_bytes] = np.stack(encoded)
-        self._count(self.rates.encode, raw.nbytes, began_at)
+        for part in self._parts(len(blocks)):
+            raw = self._read(layer, blocks[part])
+            encoded = self.encoding.encode(self._layers[layer], raw)
+            self._staged_pages(layer)[staged[part], :num_bytes] = np.stack(encoded)
+        self._count(self.rates.encode, layer, len(blocks), began_at)
 
     def scatter(
         self,
@@ -183,34 +194,53 @@ class EncodedPages:
     ) -> None:
         began_at = self.clock.now()
         num_bytes = self.encoding.max_bytes(self._layers[layer])
-        raw = np.empty((len(blocks), self._layers[layer].block_bytes), np.uint8)
-        encoded = self._staged_pages(layer)[staged, :num_bytes]
-        self.encoding.decode(self._layers[layer], list(encoded), raw)
-        self._write(layer, blocks, raw)
-        self._count(self.rates.decode, raw.nbytes, began_at)
+        for part in self._parts(len(blocks)):
+            encoded = self._staged_pages(layer)[staged[part], :num_bytes]
+            raw = np.empty((len(encoded), self._layers[layer].block_bytes), np.uint8)
+            self.encoding.decode(self._layers[layer], list(encoded), raw)
+            self._write(layer, blocks[part], raw)
+        self._count(self.rates.decode, layer, len(blocks), began_at)
 
-    def _count(self, rate: EncodingRate, num_bytes: int, began_at: Instant) -> None:
+    def _count(self, rate: EncodingRate, layer: int, num_blocks: int, began_at: Instant) -> None:
         now = self.clock.now()
-        rate.add(num_bytes, now - began_at, now)
+        rate.add(num_blocks * self._layers[layer].block_bytes, now - began_at, now)
+
+    def _parts(self, num_blocks: int) -> Iterator[slice]:
+        """All at once, or as many as there are scratch pages."""
+        step = num_blocks
+        if self.raw.staging is not None:
+            step = min(array.num_pages for array in self.raw.region.arrays)
+        for start in range(0, num_blocks, max(1, step)):
+            yield slice(start, start + step)
 
     def _read(self, layer: int, blocks: NDArray[np.int64]) -> NDArray[np.uint8]:
         """The engine's pages in canonical order, `[n, page_bytes]`."""
-        pages = view_pages(self.own.memory, self.own.arrays[layer])
-        if self.layout.order == "canonical":
+        layout, pages = self.raw.layout, self._raw_pages(layer)
+        if self.raw.staging is not None:
+            self.raw.staging.gather(layer, blocks, np.arange(len(blocks)))
+            return pages[: len(blocks)]
+        if layout.order == "canonical":
             return pages[blocks]
-        planes = view_planes(pages, page_geometry(self.layout, layer), None)
+        planes = view_planes(pages, page_geometry(layout, layer), None)
         return np.concatenate([each[blocks].reshape(len(blocks), -1) for each in planes], axis=1)
 
     def _write(self, layer: int, blocks: NDArray[np.int64], raw: NDArray[np.uint8]) -> None:
-        pages = view_pages(self.own.memory, self.own.arrays[layer])
-        if self.layout.order == "canonical":
+        layout, pages = self.raw.layout, self._raw_pages(layer)
+        if self.raw.staging is not None:
+            pages[: len(blocks)] = raw
+            self.raw.staging.scatter(layer, np.arange(len(blocks)), blocks)
+            return
+        if layout.order == "canonical":
             pages[blocks] = raw
             return
         at = 0
-        for plane in view_planes(pages, page_geometry(self.layout, layer), None):
+        for plane in view_planes(pages, page_geometry(layout, layer), None):
             stop = at + plane[0].size
             plane[blocks] = raw[:, at:stop].reshape(len(blocks), *plane.shape[1:])
             at = stop
+
+    def _raw_pages(self, layer: int) -> NDArray[np.uint8]:
+        return view_pages(self.raw.region.memory, self.raw.region.arrays[layer])
 
     def _staged_pages(self, layer: int) -> NDArray[np.uint8]:
         return view_pages(self.staged.memory, self.staged.arrays[layer])
@@ -236,7 +266,3 @@ def _encode_layout(layout: KVLayout, encoding: KVEncoding) -> KVLayout:
         shard=layout.shard,
         arrangement=f"{_ARRANGEMENT}{encoding.name}/{canonical.fingerprint()[:_FINGERPRINT_CHARS]}",
     )
-
-
-def _count_tokens(view: KVView) -> int:
-    return view.region.arrays[0].num_pages * view.layout.block_size

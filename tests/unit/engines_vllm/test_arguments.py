@@ -81,12 +81,15 @@ def test_tickets_are_believed_where_tls_lets_gateways_alone_ask(tls, clients_are
     assert options.clients_are_gateways is clients_are_gateways
 
 
-def test_kv_is_not_encoded_on_its_way_but_in_the_store():
-    transfer = json.loads(value_of(arguments("store.encoding=int8"), "--kv-transfer-config"))
+def test_encodings_of_entries_and_of_handoffs():
+    words = arguments("store.encoding=int8", "handoff.encoding=fp8", "handoff.staging_bytes=99")
+    transfer = json.loads(value_of(words, "--kv-transfer-config"))
     options = read_options(transfer["kv_connector_extra_config"])
     assert options.store.encoding == "int8"
-    with pytest.raises(ConfigError, match=r'handoff.encoding = "int8": vLLM'):
-        arguments("handoff.encoding=int8")
+    assert (options.handoff_encoding, options.staging_bytes) == ("fp8", 99)
+    plain = json.loads(value_of(arguments(), "--kv-transfer-config"))
+    options = read_options(plain["kv_connector_extra_config"])
+    assert (options.handoff_encoding, options.staging_bytes) == ("raw", None)
 
 
 def test_a_key_file_is_handed_on_by_name():

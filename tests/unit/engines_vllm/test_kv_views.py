@@ -9,14 +9,18 @@ import numpy as np
 import pytest
 import torch
 
+from baton.clock import MachineClock
+from baton.engines.vllm import kv_views
 from baton.engines.vllm.host_pages import PlainPages, TransposedPages
 from baton.engines.vllm.kv_views import (
     SharedKVMemory,
+    build_encoded_view,
     build_kv_views,
     choose_staging_bytes,
 )
 from baton.engines.vllm.layouts import read_layers
 from baton.errors import ConfigError
+from baton.handoff.encoded_view import encoding_of, open_handoff_encoding
 from baton.kv.layout import KVLayout, TensorParallelShard, find_differences
 from baton.transfer.region import view_pages
 from tests.unit.engines_vllm.caches import (
@@ -156,3 +160,60 @@ def test_staging_that_holds_nothing(config: VllmConfig) -> None:
     assert len(worker.faces(worker.pool, staging_bytes=100)) == 1
     with pytest.raises(ConfigError, match="staging_bytes"):
         worker.faces(None, staging_bytes=100)
+
+
+def encoded(worker: Worker, staging_bytes: int = MIB) -> KVView:
+    encoding = open_handoff_encoding("int8", worker.layers.main_layout)
+    assert encoding is not None
+    return build_encoded_view(
+        worker.config,
+        worker.layers,
+        worker.tensors,
+        encoding,
+        staging_bytes=staging_bytes,
+        clock=MachineClock(),
+    )
+
+
+def test_encoded_pages_of_one_worker_are_decoded_by_another(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through scratch memory of two pages, so that five blocks are encoded in parts."""
+    source, target = Worker(config), Worker(config)
+    page_bytes = source.layers.main_layout.page_bytes(0)
+    monkeypatch.setattr(kv_views, "ENCODER_SCRATCH_BYTES", 2 * page_bytes)
+    sent, landed = encoded(source), encoded(target)
+    assert encoding_of(sent.layout) == "int8/1"
+    assert find_differences(sent.layout, landed.layout) == ()
+    assert sent.layout.block_bytes < 0.3 * source.layers.main_layout.block_bytes
+    torch.manual_seed(0)
+    for name in source.layers.names:
+        source.tensors[name].copy_(torch.randn_like(source.tensors[name]))
+        target.tensors[name].fill_(7.0)
+    blocks, others = np.array([5, 0, 3, 9, 2]), np.array([1, 8, 4, 6, 0])
+    staged, pages = np.array([4, 2, 0, 1, 3]), np.array([0, 1, 2, 3, 4])
+    assert sent.staging is not None
+    assert landed.staging is not None
+    for layer, name in enumerate(source.layers.names):
+        sent.staging.gather(layer, blocks, staged)
+        there = view_pages(landed.region.memory, landed.region.arrays[layer])
+        there[pages] = view_pages(sent.region.memory, sent.region.arrays[layer])[staged]
+        landed.staging.scatter(layer, pages, others)
+        received, computed = target.tensors[name], source.tensors[name]
+        difference = (received[others] - computed[blocks]).abs().max()
+        assert 0 < difference < 0.03
+        untouched = np.setdiff1d(np.arange(len(received)), others)
+        assert bool((received[untouched] == 7.0).all())
+
+
+def test_pages_of_an_unknown_order_are_not_encoded(config: VllmConfig) -> None:
+    with pytest.raises(ConfigError, match=r"handoff.encoding.*vllm-cpu/amx/LBHNC"):
+        encoded(Worker(config, isa="amx"))
+
+
+def test_encoded_pages_have_a_size_that_an_option_bounds(config: VllmConfig) -> None:
+    worker = Worker(config)
+    view = encoded(worker, staging_bytes=3 * encoded(worker).layout.block_bytes + 1)
+    assert {array.num_pages for array in view.region.arrays} == {3}
+    with pytest.raises(ConfigError, match=r"^staging_bytes: one encoded block"):
+        encoded(worker, staging_bytes=100)

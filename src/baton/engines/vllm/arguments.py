@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import msgspec
 
+from baton.encodings.interface import RAW
 from baton.engines.vllm.options import ROLES
 from baton.errors import ConfigError
 from baton.protocol.worker_http import Role
@@ -101,16 +102,7 @@ def event_endpoints(run_directory: Path) -> tuple[str, str]:
 
 
 def _transfer(config: Config, options: VllmOptions, lease_file: Path | None) -> dict[str, object]:
-    """The value of `--kv-transfer-config`: Baton's connector, and a failed load costs time only.
-
-    Raises:
-        ConfigError: KV is to be encoded on its way, which vLLM workers cannot do.
-    """
-    if config.handoff.encoding != "raw":
-        raise ConfigError(
-            f'handoff.encoding = "{config.handoff.encoding}": vLLM workers send and receive raw KV '
-            "only; set it for workers of the embedded engine alone (store.encoding works for both)"
-        )
+    """The value of `--kv-transfer-config`: Baton's connector, and a failed load costs time only."""
     kv_roles = {role: kv_role for kv_role, role in ROLES.items()}
     extra: dict[str, object] = {
         "name": config.worker.name,
@@ -138,6 +130,9 @@ def _transfer(config: Config, options: VllmOptions, lease_file: Path | None) -> 
         "clients_are_gateways": config.security.tls != "off",
         "resumes_streams": True,
     }
+    if config.handoff.encoding != RAW:
+        extra["handoff_encoding"] = config.handoff.encoding
+        extra["staging_bytes"] = config.handoff.staging_bytes
     if config.worker.topology is not None:
         extra["topology"] = config.worker.topology
     if config.cluster.key_file is not None:

@@ -19,8 +19,15 @@ from torch.overrides import TorchFunctionMode
 
 from baton.engines.vllm.device_pages import DevicePages
 from baton.engines.vllm.host_pages import PlainPages, TransposedPages
-from baton.engines.vllm.layouts import keep_layers, make_opaque, pages_of, read_arrangement
+from baton.engines.vllm.layouts import (
+    Arrangement,
+    keep_layers,
+    make_opaque,
+    pages_of,
+    read_arrangement,
+)
 from baton.errors import ConfigError, TransferError
+from baton.handoff.encoded_view import StagingSize, make_encoded_view
 from baton.handoff.kv_views import KVView
 from baton.ids import new_region_handle
 from baton.kv.copies import count_blocks
@@ -39,7 +46,9 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
 
-    from baton.engines.vllm.layouts import Arrangement, CachedLayers
+    from baton.clock import Clock
+    from baton.encodings.interface import KVEncoding
+    from baton.engines.vllm.layouts import CachedLayers
     from baton.kv.layout import KVLayout
     from baton.transfer.devices.extents import AllocateRegion
 
@@ -47,6 +56,9 @@ logger: Final = logging.getLogger(__name__)
 
 STORE_STAGING_BYTES: Final = 16 * 1024 * 1024
 """A write batch of the store (`BATCH_BYTES` in `pool_mode`), and some."""
+
+ENCODER_SCRATCH_BYTES: Final = 1024 * 1024
+"""For each layer, and room for a page at least. What is encoded at once fits the L2 cache."""
 
 CONVERTED_STAGING_BYTES: Final = 256 << 20
 DEVICE_STAGING_BYTES: Final = 2 << 30
@@ -96,6 +108,35 @@ def build_kv_views(
     return (*views,) if canonical is None else (*views, canonical)
 
 
+def build_encoded_view(
+    vllm_config: VllmConfig,
+    layers: CachedLayers,
+    kv_caches: Mapping[str, torch.Tensor],
+    encoding: KVEncoding,
+    *,
+    staging_bytes: int,
+    clock: Clock,
+) -> KVView:
+    """The main model's pages in `encoding`, for slow links; the caller releases its region.
+
+    Raises:
+        ConfigError: their order is not known to Baton, or not one encoded block fits.
+        TransferError: there is no memory for staging.
+    """
+    layout = layers.main_layout
+    page_bytes = max(layout.page_bytes(layer) for layer in range(layout.num_layers))
+    num_pages = min(layers.num_blocks, max(1, ENCODER_SCRATCH_BYTES // page_bytes))
+    raw = _try_show_canonical(vllm_config, layers, kv_caches, num_pages)
+    if isinstance(raw, Arrangement):
+        raise ConfigError(
+            f"handoff.encoding: pages of {raw} are in an order that Baton does not know, so that "
+            'they cannot be encoded: set it to "raw"'
+        )
+    max_tokens = vllm_config.model_config.max_model_len
+    size = StagingSize(staging_bytes, max_tokens, layers.num_blocks, "staging_bytes")
+    return make_encoded_view(raw, encoding, size, clock=clock)
+
+
 def try_build_store_view(
     vllm_config: VllmConfig,
     layers: CachedLayers,
@@ -112,18 +153,40 @@ def try_build_store_view(
         TransferError: there is no memory for staging.
     """
     layout = layers.main_layout
-    pages = pages_of(kv_caches, layers)[: layout.num_layers]
-    arrangement = _read_arrangement(vllm_config, layers.names[: layout.num_layers], pages[0])
-    if not (arrangement.is_canonical or arrangement.transposes_k):
-        logger.warning("pages of %s cannot be kept in a store: no mode pool here", arrangement)
-        return None
     if any(layer.window_tokens is not None for layer in layout.layers):
         # vLLM gives away blocks behind the window while it computes: they would be kept as garbage.
         logger.warning("KV of layers with a sliding window is not kept in a store: no mode pool")
         return None
     fewest = count_blocks(store_block_size, layout.block_size) + 1
     num_pages = max(fewest, STORE_STAGING_BYTES // layout.block_bytes)
-    region = allocate_host_region(_shapes(layout, min(num_pages, max(fewest, layers.num_blocks))))
+    num_pages = min(num_pages, max(fewest, layers.num_blocks))
+    view = _try_show_canonical(vllm_config, layers, kv_caches, num_pages)
+    if isinstance(view, Arrangement):
+        logger.warning("pages of %s cannot be kept in a store: no mode pool here", view)
+        return None
+    return view
+
+
+def _try_show_canonical(
+    vllm_config: VllmConfig,
+    layers: CachedLayers,
+    kv_caches: Mapping[str, torch.Tensor],
+    num_pages: int,
+) -> KVView | Arrangement:
+    """The main model's pages in canonical order, through `num_pages` of this process's memory.
+
+    What they are in instead, where that order is not known. The memory goes with the view.
+
+    Raises:
+        ConfigError: the tensors do not match `layers`.
+        TransferError: there is no memory for it.
+    """
+    layout = layers.main_layout
+    pages = pages_of(kv_caches, layers)[: layout.num_layers]
+    arrangement = _read_arrangement(vllm_config, layers.names[: layout.num_layers], pages[0])
+    if not (arrangement.is_canonical or arrangement.transposes_k):
+        return arrangement
+    region = allocate_host_region(_shapes(layout, num_pages))
     if arrangement.is_canonical:
         return KVView(layout, region, PlainPages(pages, region))
     return KVView(layout, region, TransposedPages(pages, layout, region))

@@ -39,7 +39,8 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     `poll_interval_ms` is how long a step without tokens may wait for the handoff's next event.
     `max_held_share` of the KV blocks may be held for decode workers to pull, and `max_kept_share`
     while they are copied into the store; more is not kept. `fingerprint`
-    replaces the one that is computed from the checkpoint's files. `clients_are_gateways`: the
+    replaces the one that is computed from the checkpoint's files. `handoff_encoding`: KV may be
+    written so on slow links, in at most `staging_bytes`. `clients_are_gateways`: the
     server answers no client that has not proved to be a gateway, so that tickets are believed.
     `resumes_streams`: Baton extended the server, so that streams go on here from token ids.
     `lease_file`: of a server that announces itself, until when it may write to others.
@@ -66,6 +67,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     verify_network: Verification = "full"
     verify_share: Share = 0.125
     staging_bytes: Annotated[int, Meta(ge=0)] | None = None
+    handoff_encoding: Annotated[str, Meta(min_length=1, max_length=64)] = "raw"
     max_held_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
     max_kept_share: Annotated[float, Meta(ge=0, le=1)] = 0.25
     poll_interval_ms: Annotated[float, Meta(ge=0, le=1000)] = 10.0

@@ -30,6 +30,7 @@ from baton.engines.vllm.identity import (
 )
 from baton.engines.vllm.kv_views import (
     SharedKVMemory,
+    build_encoded_view,
     build_kv_views,
     choose_staging_bytes,
     try_build_store_view,
@@ -38,9 +39,10 @@ from baton.engines.vllm.layouts import read_layers
 from baton.engines.vllm.rank_handoffs import RankHandoffs
 from baton.engines.vllm.rank_observer import FALLBACK_CAUSE, RankObserver
 from baton.engines.vllm.rank_prompts import RankSetting
+from baton.errors import ConfigError
 from baton.events.journal import CacheJournal
 from baton.handoff.dispatcher import HandoffDispatcher, open_handoffs
-from baton.handoff.encoded_view import list_lossy
+from baton.handoff.encoded_view import list_lossy, open_handoff_encoding
 from baton.handoff.lease_file import LeaseFile
 from baton.handoff.link_page import describe_links
 from baton.handoff.options import AgentOptions
@@ -104,6 +106,14 @@ class Rank:
         self._plan = plan
         shard = TensorParallelShard(plan.rank, plan.identity.num_ranks)
         self._layers = read_layers(plan.vllm_config, plan.kv_cache_config, shard)
+        kind = plan.options.handoff_encoding
+        self._encoding = open_handoff_encoding(kind, self._layers.main_layout)
+        device = plan.vllm_config.device_config.device_type
+        if self._encoding is not None and device != "cpu":
+            raise ConfigError(
+                f"handoff.encoding needs KV in the host's memory, and vLLM keeps it on {device}: "
+                'set it to "raw"'
+            )
         self._credentials = load_credentials(plan.options)
         self._tls: ClusterTls | None = None
         if plan.options.tls != "off":
@@ -143,17 +153,7 @@ class Rank:
         plan = self._plan
         options = plan.options
         device = next(iter(kv_caches.values())).device
-        self._kv_views = build_kv_views(
-            plan.vllm_config,
-            self._layers,
-            kv_caches,
-            self._pool,
-            staging_bytes=choose_staging_bytes(options.staging_bytes, device),
-        )
-        if options.store.tiers:
-            self._store_view = try_build_store_view(
-                plan.vllm_config, self._layers, kv_caches, store_block_size=options.store.block_size
-            )
+        self._build_views(kv_caches, choose_staging_bytes(options.staging_bytes, device))
         fingerprint = options.fingerprint or find_fingerprint(plan.vllm_config.model_config)
         journal = CacheJournal()
         access = self._open_pool(fingerprint, journal)
@@ -232,6 +232,27 @@ class Rank:
             self._pool.release()
             self._pool = None
 
+    def _build_views(self, kv_caches: Mapping[str, torch.Tensor], staging_bytes: int) -> None:
+        """How peers and the store see the KV: `close` gives the memory back."""
+        config, layers, store = self._plan.vllm_config, self._layers, self._plan.options.store
+        self._kv_views = build_kv_views(
+            config, layers, kv_caches, self._pool, staging_bytes=staging_bytes
+        )
+        if self._encoding is not None:
+            encoded = build_encoded_view(
+                config,
+                layers,
+                kv_caches,
+                self._encoding,
+                staging_bytes=staging_bytes,
+                clock=self._clock,
+            )
+            self._kv_views = (*self._kv_views, encoded)
+        if store.tiers:
+            self._store_view = try_build_store_view(
+                config, layers, kv_caches, store_block_size=store.block_size
+            )
+
     def _handoffs(
         self,
         dispatcher: HandoffDispatcher,
@@ -266,7 +287,9 @@ class Rank:
         # A drafter's KV is not handed over: what it lacks costs accepted drafts, not tokens.
         views = tuple(f for f in self._kv_views if f.layout.num_layers == self._layers.num_main)
         arrangement = views[0].layout.arrangement or views[0].layout.order
-        lossy = list_lossy(() if access is None else (access.encoding,))
+        # KV of a prefill worker that receives none is as exact as what it loads.
+        received = self._encoding if plan.identity.receives else None
+        lossy = list_lossy((received, None if access is None else access.encoding))
         return AgentOptions(
             worker=worker,
             epoch=epoch,
@@ -302,6 +325,7 @@ class Rank:
             key=self._credentials.key,
             clock=self._clock,
             keeps_prefixes=section.prefixes and may_load,
+            handoff_encoding=self._encoding,
             peers=PeerAccess(self._credentials, self._tls_of_kv, serves=True),
         )
         if self._plan.rank != 0:  # gateways ask rank 0 alone

@@ -67,6 +67,7 @@ def merge_traces(span: RequestSpan, parts: Iterable[RequestSpan]) -> None:
         span.reroutes += part.reroutes
         for encoding in part.encodings:
             span.note_encoding(encoding)
+        span.encoding_estimate = span.encoding_estimate or part.encoding_estimate
         span.num_bytes += part.num_bytes
         span.num_pages += part.num_pages
 
