@@ -104,7 +104,7 @@ def test_drain_fails_what_takes_too_long() -> None:
     asyncio.run(scenario())
 
 
-def test_a_preemption_notice_drains_and_a_later_sigterm_ends_no_answer(tmp_path: Path) -> None:
+def test_a_preemption_notice_drains_and_a_later_sigterm_ends_no_answer(tmp_path) -> None:
     async def scenario() -> None:
         engine, notice = ScriptedEngine(one_token), tmp_path / "w0"
         section = PreemptionSection(source="file", file=f"{tmp_path}/{{worker}}", interval_s=0.02)

@@ -10,11 +10,12 @@ import shutil
 import sys
 import time
 import tomllib
-from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from baton.launch.fleet import FleetStatus
 from baton.testing.greedy_load import GreedyLoad
 from baton.testing.network_namespaces import NoNamespaceError
 from baton.testing.ray_hosts import ray_cluster

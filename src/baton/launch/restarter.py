@@ -38,8 +38,7 @@ class Restarter:
         while True:
             ended = await slot.child.wait_until_exited()
             if slot.child.preempted is not None:
-                slot.reason = describe_exit(ended.returncode)
-                self._supervisor.forget_preempted(slot, slot.child.preempted)
+                self._forget(describe_exit(ended.returncode), slot.child.preempted)
                 return
             if self._context.restarts is None:
                 raise slot.failure(ended, "ended")
@@ -52,6 +51,16 @@ class Restarter:
                 self._note_back(ready)
             elif self._context.members is not None:
                 slot.ports = Ports()  # another process may have taken its ports meanwhile
+
+    def _forget(self, how: str, preempted: str) -> None:
+        """Its machine is taken: it is not started again."""
+        slot, display = self._slot, self._context.display
+        display.print_line(f"{slot.name} ended ({how}), not started again: {preempted}")
+        del self._supervisor.slots[slot.name]
+        try:
+            self._supervisor.publish_members()
+        except FleetError as exc:  # the gateways have found out by themselves
+            display.print_line(str(exc))
 
     async def _pause(self, ended: ChildExited, how: str) -> None:
         """Before the next start; `how` its process ended, or could not be started."""

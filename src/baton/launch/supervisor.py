@@ -310,15 +310,6 @@ class Supervisor:
         if not restarter.cancelled() and (exc := restarter.exception()) and not self._failed.done():
             self._failed.set_exception(exc)
 
-    def forget_preempted(self, slot: ProcessSlot, why: str) -> None:
-        """Its process has ended because its machine is taken: it is not started again."""
-        self._display.print_line(f"{slot.name} ended ({slot.reason}), not started again: {why}")
-        del self.slots[slot.name]
-        try:
-            self.publish_members()
-        except FleetError as exc:  # the gateways have found out by themselves
-            self._display.print_line(str(exc))
-
     # Stopping
 
     async def _stop_all(self) -> Ending:
