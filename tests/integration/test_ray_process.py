@@ -379,7 +379,7 @@ def test_a_gateways_command_names_its_file_of_workers_and_its_sockets(monkeypatc
 
 
 def test_a_gateway_starts_when_its_port_is_free(monkeypatch, folder):
-    monkeypatch.setattr(hosted_process, "RETRY_INTERVAL_S", 0.01)
+    monkeypatch.setattr(hosted_process, "PORT_INTERVAL_S", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         process = hosted(Fleet(), monkeypatch, folder, "gateway-0", BATON_GATEWAY__PORT=port)

@@ -12,7 +12,7 @@ from baton.planner.fleet_plan import describe_fleet, plan_assignments, split_pat
 from baton.planner.fleet_printing import print_plan
 from baton.planner.traffic import ExpectedKV, choose_rates, expect_kv
 from baton.router.handoff_costs import DEFAULTS
-from baton.router.topology import Distance, compute_distance
+from baton.router.topology import Distance, Places
 
 RATES = choose_rates({}, {})
 KV = ExpectedKV("m", 1.0, 1000, 1e9)
@@ -55,7 +55,7 @@ def test_what_does_not_fit_on_a_host_stays_in_its_rack():
     planned = plan(hosts, needs(2, 2))
     assert shares(planned) == {"same_rack": 1.0}
     one, other = (planned.assignments[name] for name in ("prefill-0", "decode-0"))
-    assert compute_distance(one, other) is Distance.SAME_RACK
+    assert Places().distance(one, other) is Distance.SAME_RACK
 
 
 def test_a_spread_bounds_what_one_host_has():

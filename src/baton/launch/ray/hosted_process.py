@@ -189,6 +189,8 @@ class HostedProcess:
                 self._write_settings()
                 if self.role == "gateway":
                     await self._writer.poll()
+                    if self._writer.problem is not None:
+                        raise self._writer.problem
             except OSError as exc:
                 self._failure = (
                     f"cannot write into {self._directory}: {exc.strerror or exc}; make room there, "

@@ -68,6 +68,8 @@ def read_member(answer: object) -> FleetMember:
 class MembersFileWriter:
     """Owned by one event loop. `written` is what is in the file; None before the first time.
 
+    `problem`: why it could not be written at last.
+
     While Ray's head is away, workers' supervisors are asked as before, and none is forgotten.
     """
 
@@ -75,7 +77,8 @@ class MembersFileWriter:
         self._supervisors, self._path = supervisors, path
         self._known = KnownWorkers()
         self._names: frozenset[str] = frozenset()
-        self._is_head_away = self._is_disk_bad = False
+        self._is_head_away = False
+        self.problem: OSError | None = None
         self.written: MembersFile | None = None
 
     async def run(self) -> None:
@@ -101,11 +104,11 @@ class MembersFileWriter:
         try:
             replace_members(self._path, file)
         except OSError as exc:
-            if not self._is_disk_bad:
+            if self.problem is None:
                 log.error("the gateway keeps the workers it has: cannot write %s", exc)  # noqa: TRY400
-            self._is_disk_bad = True
+            self.problem = exc
         else:
-            self.written, self._is_disk_bad = file, False
+            self.written, self.problem = file, None
 
     async def _list_names(self) -> None:
         try:
