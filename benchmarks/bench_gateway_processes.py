@@ -59,8 +59,9 @@ class Gateway:
             pass_fds=(writing,),
         )
         os.close(writing)
-        with os.fdopen(reading, "rb") as lines:
-            ready = next((s for line in lines if isinstance(s := read_status(line), Ready)), None)
+        self._statuses = os.fdopen(reading, "rb")
+        found = (read_status(line) for line in self._statuses)
+        ready = next((status for status in found if isinstance(status, Ready)), None)
         if ready is None:
             raise RuntimeError("the gateway ended before it was ready; its lines are above")
         self.url, self.num_processes = ready.url, num_processes
@@ -75,6 +76,7 @@ class Gateway:
         """End it."""
         self._process.terminate()
         self._process.wait(30)
+        self._statuses.close()
 
 
 def _cpu_s(pid: int) -> float:
