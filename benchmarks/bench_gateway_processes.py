@@ -5,7 +5,7 @@
 
 `baton gateway --gateways N` in front of scripted workers, in processes of their own, with the two
 loads of `bench_gateway.py`: requests that are answered in one chunk, and streams of events at a
-fixed rate. All arms run at the same time and are measured in turns.
+fixed rate. All arms run at the same time, and are measured in turns.
 
 What is read is the processor time of the gateway's processes alone: clients and workers, which
 share the machine with them, are taken out. *For each core* is what one second of it carries. N
@@ -59,8 +59,9 @@ class Gateway:
             pass_fds=(writing,),
         )
         os.close(writing)
-        with os.fdopen(reading, "rb") as lines:
-            ready = next((s for line in lines if isinstance(s := read_status(line), Ready)), None)
+        self._statuses = os.fdopen(reading, "rb")
+        found = (read_status(line) for line in self._statuses)
+        ready = next((status for status in found if isinstance(status, Ready)), None)
         if ready is None:
             raise RuntimeError("the gateway ended before it was ready; its lines are above")
         self.url, self.num_processes = ready.url, num_processes
@@ -75,6 +76,7 @@ class Gateway:
         """End it."""
         self._process.terminate()
         self._process.wait(30)
+        self._statuses.close()
 
 
 def _cpu_s(pid: int) -> float:
@@ -136,7 +138,7 @@ def print_table(result: dict[str, Any]) -> None:
             f"| {UNITS[row['load']]} | {num} | {each:,.0f} | {share:.0%} | {num * each:,.0f} | "
             f"{busiest:.0%} |"
         )
-    print(f"\n| saved prompt tokens | {' | '.join(f'{n} gateways' for n in NUM_PROCESSES)} |")
+    print(f"\n| saved prompt tokens | {' | '.join(f'gateways: {n}' for n in NUM_PROCESSES)} |")
     print("|---|" + "---|" * len(NUM_PROCESSES))
     for workload, by_number in result["saved"].items():
         for policy in POLICIES:

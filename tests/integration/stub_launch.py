@@ -87,7 +87,7 @@ class Launch:
         return self.supervisor.processes
 
 
-def launch(*behaviours, gateway="gateway", environment=None, port=0, members=None):
+def launch(*behaviours, gateway="gateway", environment=None, port=0, members=None, restarts=QUICK):
     workers = tuple(StubWorker(f"w-{i}", behaviour) for i, behaviour in enumerate(behaviours))
     display = RecordingDisplay()
     config = Config(
@@ -98,7 +98,7 @@ def launch(*behaviours, gateway="gateway", environment=None, port=0, members=Non
         {**os.environ, **(environment or {})},
         MachineClock(),
         display,
-        restarts=QUICK,
+        restarts=restarts,
         members=members,
     )
     return Launch(Supervisor(StubPlan(workers, gateway, config), context), display)

@@ -4,6 +4,7 @@ import asyncio
 import http.client
 import json
 import os
+import signal
 import stat
 from contextlib import aclosing, asynccontextmanager
 from urllib.parse import urlsplit
@@ -184,6 +185,26 @@ async def test_what_would_end_the_answers_is_refused(tmp_path):
         assert under_test.pids() == before
 
     assert await operated(tmp_path, then, "worker") == []
+
+
+@in_event_loop
+async def test_a_worker_that_has_failed_is_the_first_to_go_and_counts_for_nothing(tmp_path):
+    behaviour = tmp_path / "behaviour"
+    behaviour.write_text("worker")
+
+    async def then(under_test, operations, steps):
+        behaviour.write_text("broken")
+        os.kill(under_test.pids()["w-1"], signal.SIGKILL)
+        await under_test.until_said("w-1 ended too often (exit code 3): a dependency is missing")
+        states = {member.name: member.state for member in operations.status().members}
+        assert (states["w-0"], states["w-1"]) == ("ready", "failed")
+        with pytest.raises(FleetError, match="w-0 is the last worker that generates answers"):
+            await operations.drain("w-0", steps.append)
+        await operations.scale(FleetSize(decode=1), steps.append)
+        assert list(under_test.supervisor.slots) == ["w-0", "gateway"]
+
+    environment = {"STUB_BUSY": json.dumps({"w-0": 1, "w-1": 9})}
+    await operated(tmp_path, then, "worker", str(behaviour), environment=environment)
 
 
 @in_event_loop

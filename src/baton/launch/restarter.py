@@ -83,8 +83,10 @@ class Restarter:
         display.print_line(
             f"{slot.name} {reason}; the other workers serve on; next try in {delay_s:g} s"
         )
-        await asyncio.sleep(delay_s)
-        slot.reason = reason
+        try:
+            await asyncio.sleep(delay_s)
+        finally:
+            slot.reason = reason
 
     async def _try_to_start(self) -> str | None:
         """Start the next process: why that is not possible now, or None."""
