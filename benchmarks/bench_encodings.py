@@ -17,7 +17,8 @@
              time; `cold`: it computes it, on one thread. Needs root and iproute2. With
              `--engine vllm` all workers are vLLM servers, of which each takes a GiB.
 
-Trials are interleaved; medians and quartiles.
+Trials are interleaved; medians and quartiles. `--table FILE` prints the links of a result as in
+docs/benchmarks.md.
 
     python benchmarks/bench_encodings.py --text /tmp/austen/*.txt --json benchmarks/results/encodings.json
 """  # noqa: E501 - a command to copy
@@ -70,6 +71,17 @@ BATCH_BYTES = 8 << 20
 LINK_MODEL = {"layers": 4, "hidden": 512, "heads": 4, "intermediate": 256}
 """Heads of 128: 16 KiB of KV for each token in float32."""
 LINK_ARMS = ("raw", "int8")
+DOC_COLUMNS = (
+    "KV",
+    "tokens",
+    "link",
+    "case",
+    "encoded",
+    "predicted raw and encoded, ms",
+    "raw workers, TTFT, ms (quartiles)",
+    "int8 workers, TTFT, ms (quartiles)",
+    "int8 / raw",
+)
 LINK_ENGINES: dict[str, dict[str, object]] = {
     "transformers": {"engine.num_blocks": 512},
     "vllm": {"worker.engine": "vllm", "engine.kv_cache_bytes": 256 << 20},
@@ -470,6 +482,32 @@ def show_link(answers: Sequence[Answer]) -> list[dict[str, object]]:
     return rows
 
 
+def print_links(result: dict[str, Any]) -> None:
+    """The table of docs/benchmarks.md, for each engine of a result."""
+    for part in [name for name in result if name.startswith("link")]:
+        print(f"{part}\n")
+        print(f"| {' | '.join(DOC_COLUMNS)} |\n|{'---|' * len(DOC_COLUMNS)}")
+        # Before the measured link decided, results did not count what was encoded.
+        for link in (each for each in result[part].values() if "mbit" not in each):
+            pairs = zip(link["rows"][::2], link["rows"][1::2], strict=True)
+            for raw, int8 in pairs:
+                times = [
+                    "{1:,.0f} ({0:,.0f} to {2:,.0f})".format(*r["ttft_ms"]) for r in (raw, int8)
+                ]
+                row = (
+                    raw["dtype"],
+                    f"{link['tokens']:,}",
+                    f"{raw['mbit']} Mbit/s" if raw["mbit"] else "not limited",
+                    raw["case"],
+                    f"{int8['num_encoded']} of {int8['num_answers']}",
+                    " and ".join(f"{each:.0f}" for each in int8["predicted_ms"]),
+                    *times,
+                    f"{int8['over_raw']:.2f}",
+                )
+                print(f"| {' | '.join(row)} |")
+        print()
+
+
 def main() -> None:
     """Measure what was asked for, print tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -482,7 +520,11 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16", "float32"])
     parser.add_argument("--engine", choices=tuple(LINK_ENGINES), default="transformers")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--table", type=Path, help="print the links of such a file")
     options = parser.parse_args()
+    if options.table is not None:
+        print_links(json.loads(options.table.read_text()))
+        return
     torch.set_num_threads(1)
     result: dict[str, Any] = {}
     if options.json is not None and options.json.exists():
