@@ -172,7 +172,8 @@ class Kubelet:
             "PYTHONDONTWRITEBYTECODE": "1",
             "KUBERNETES_SERVICE_HOST": "127.0.0.1",
             "KUBERNETES_SERVICE_PORT_HTTPS": str(self.api.port),
-            **environment_of(workload, root),
+            # All pods are in one network namespace here.
+            **{k: v.replace("0.0.0.0", address) for k, v in environment_of(workload, root).items()},
         }
         drop = ("--clear-groups", "--no-new-privs", "--bounding-set", "-all")
         command = ["setpriv", "--reuid", str(USER), "--regid", str(USER), *drop]
@@ -252,37 +253,39 @@ async def run_command(arguments: str, kubeconfig: Path) -> int:
 
 async def run(kubelet: Kubelet, directory: Path) -> int:
     """Start all, run the commands under load, end all."""
-    cluster, codes, seen = kubelet.cluster, list[int](), list[str]()
-    connector = aiohttp.TCPConnector(force_close=True)
-    async with kubelet.api.running(), cluster.running():
+    cluster = kubelet.cluster
+    async with kubelet.api.running(), cluster.running(), asyncio.TaskGroup() as tasks:
         account = Path("/run/secrets/kubernetes.io/serviceaccount")
         account.mkdir(parents=True)
         for file in kubelet.api.account.iterdir():
             (account / file.name).write_bytes(file.read_bytes())
         kubeconfig = cluster.write_kubeconfig(directory / "config")
-        running = asyncio.create_task(kubelet.run())
+        running = tasks.create_task(kubelet.run())  # if it fails, everything ends
         while not (cluster.pods and all(map(is_ready, cluster.pods.values()))):
-            if running.done():
-                running.result()
             await asyncio.sleep(LOOK_S)
-        stop = asyncio.Event()
-        async with (
-            aiohttp.ClientSession(connector=connector) as client,
-            asyncio.TaskGroup() as tasks,
-        ):
-            for _ in range(CLIENTS):
-                tasks.create_task(keep_asking(client, kubelet, stop, seen))
-            for arguments in COMMANDS:
-                before = len(seen)
-                codes.append(await run_command(arguments, kubeconfig))
-                print(f"    {len(seen) - before} requests meanwhile")
-            stop.set()
+        seen, codes = await run_under_load(kubelet, kubeconfig)
         codes.append(await run_command("down --fleet baton/baton", kubeconfig))
         left = list(cluster.pods)
         running.cancel()
     failed = [each for each in seen if each]
     print(f"{len(seen)} requests, {len(failed)} failed {failed[:5]}; left after down: {left}")
     return 1 if failed or not seen or any(codes) or left else 0
+
+
+async def run_under_load(kubelet: Kubelet, kubeconfig: Path) -> tuple[list[str], list[int]]:
+    """Run the commands: how each request ended (empty: well), and the commands' exit codes."""
+    seen, codes, stop = list[str](), list[int](), asyncio.Event()
+    connector = aiohttp.TCPConnector(force_close=True)
+    async with aiohttp.ClientSession(connector=connector) as client, asyncio.TaskGroup() as tasks:
+        for _ in range(CLIENTS):
+            tasks.create_task(keep_asking(client, kubelet, stop, seen))
+        for arguments in COMMANDS:
+            before = len(seen)
+            codes.append(await run_command(arguments, kubeconfig))
+            failed = sum(map(bool, seen[before:]))
+            print(f"    {len(seen) - before} requests meanwhile, {failed} failed", flush=True)
+        stop.set()
+    return seen, codes
 
 
 def main() -> int:
