@@ -64,7 +64,7 @@ SCALING: Final = {
 }
 
 
-SLOWER: Final = 4.0
+SLOWER: Final = 3.0
 
 
 @dataclass
