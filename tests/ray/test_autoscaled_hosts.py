@@ -1,6 +1,6 @@
 """A fleet on a Ray whose autoscaler starts hosts for what waits, and ends those that are idle.
 
-The autoscaler and its hosts' processes are Ray's own (provider `fake_multinode`), all on one
+The autoscaler and its hosts' processes are Ray's own (its provider `FakeMultiNodeProvider`), all on one
 isolated host. `make test-ray` runs this; see `test_fleet.py`.
 """
 
@@ -42,17 +42,21 @@ def autoscaling_config():
     return {
         "cluster_name": "fake_multinode",
         "provider": {
-            "type": "fake_multinode",
+            "type": "external",  # else its defaults are read, which Ray's wheel does not have
+            "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
             "launch_multiple": True,
             "head_node_id": HEAD_ID,
+            "gcs_address": f"127.0.0.1:{HEAD_PORT}",
+            "disable_node_updaters": True,
+            "disable_launch_config_check": True,
         },
         "max_workers": 2,
         "idle_timeout_minutes": IDLE_S / 60,
         "head_node_type": "ray.head.default",
         "available_node_types": {
-            "ray.head.default": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
+            "ray.head.default": {"resources": {"CPU": 1}, "node_config": {}, "max_workers": 0},
             "spot": {
-                "resources": {"CPU": 1, "memory": 1 << 30, "object_store_memory": 80 << 20},
+                "resources": {"CPU": 1, "object_store_memory": 80 << 20},
                 "labels": {"tier": "spot"},
                 "node_config": {},
                 "min_workers": 0,
@@ -80,7 +84,7 @@ def host():
                 "--node-ip-address=127.0.0.1",
                 "--include-dashboard=false",
                 "--labels=kind=head",
-                "--num-cpus=0",
+                "--num-cpus=1",
                 "--object-store-memory=80000000",
                 "--disable-usage-stats",
                 f"--temp-dir={host.folder / 'ray'}",

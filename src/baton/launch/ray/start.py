@@ -35,8 +35,10 @@ MAX_PENDING_CALLS: Final = 256
 NUM_SHOWN_LINES: Final = 20
 HOST_LABEL: Final = "ray.io/node-id"
 """A label that Ray gives each host, with a value of its own."""
-RESERVED_BYTES: Final = 1 << 20
-"""Of a host's memory, for each supervisor without a GPU; no cores, which a head may have none of.
+WORKER_CPUS: Final = 0.001
+GATEWAY_BYTES: Final = 1 << 20
+"""What a supervisor without GPUs reserves: hardly any of a core; of a gateway, which may be on a
+head without cores, memory.
 
 What reserves nothing is no demand for Ray's autoscaler, which would start no host for it, and would
 take a host that runs it for idle, and end it.
@@ -91,7 +93,7 @@ def create_group(plan: RayPlan, group: ProcessGroup) -> None:
 
 
 def _reserve(plan: RayPlan, group: ProcessGroup) -> PlacementGroup:
-    bundle = {"GPU": group.gpus} if group.gpus else {"memory": RESERVED_BYTES}
+    bundle = {"GPU": group.gpus} if group.gpus else {"CPU": WORKER_CPUS}
     strategies = {HOST_LABEL: (group.placement or "pack").upper()}
     if group.within is not None:
         strategies[group.within] = "STRICT_PACK"
@@ -121,6 +123,7 @@ def create_supervisor(
         ConfigError: Ray refuses the group's labels.
     """
     in_bundle = None if bundles is None else PlacementGroupSchedulingStrategy(bundles, index)
+    is_gateway, has_reserved = group.role == "gateway", bool(in_bundle or group.gpus)
     try:
         ray.remote(Supervisor).options(
             name=name,
@@ -129,9 +132,9 @@ def create_supervisor(
             max_restarts=-1,
             max_concurrency=MAX_CONCURRENT_CALLS,
             max_pending_calls=MAX_PENDING_CALLS,
-            num_cpus=0,
+            num_cpus=0 if is_gateway or has_reserved else WORKER_CPUS,
             num_gpus=group.gpus,
-            memory=None if in_bundle or group.gpus else RESERVED_BYTES,
+            memory=GATEWAY_BYTES if is_gateway else None,
             label_selector=None if in_bundle else group.selector or None,
             scheduling_strategy=in_bundle or "SPREAD",
         ).remote(name, msgspec.json.encode(plan))
