@@ -1,7 +1,7 @@
 """A fleet on a Ray whose autoscaler starts hosts for what waits, and ends those that are idle.
 
-The autoscaler and its hosts' processes are Ray's own (its provider `FakeMultiNodeProvider`), all on one
-isolated host. `make test-ray` runs this; see `test_fleet.py`.
+The autoscaler and its hosts' processes are Ray's own (its provider `FakeMultiNodeProvider`), all
+on one isolated host. `make test-ray` runs this; see `test_fleet.py`.
 """
 
 import importlib.util
