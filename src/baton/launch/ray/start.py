@@ -35,14 +35,8 @@ MAX_PENDING_CALLS: Final = 256
 NUM_SHOWN_LINES: Final = 20
 HOST_LABEL: Final = "ray.io/node-id"
 """A label that Ray gives each host, with a value of its own."""
-WORKER_CPUS: Final = 0.001
-GATEWAY_BYTES: Final = 1 << 20
-"""What a supervisor without GPUs reserves: hardly any of a core; of a gateway, which may be on a
-head without cores, memory.
-
-What reserves nothing is no demand for Ray's autoscaler, which would start no host for it, and would
-take a host that runs it for idle, and end it.
-"""
+BUNDLE_CPUS: Final = 0.001
+"""A bundle must have something; supervisors take no cores from what else runs on Ray."""
 
 
 async def start_fleet(
@@ -93,7 +87,7 @@ def create_group(plan: RayPlan, group: ProcessGroup) -> None:
 
 
 def _reserve(plan: RayPlan, group: ProcessGroup) -> PlacementGroup:
-    bundle = {"GPU": group.gpus} if group.gpus else {"CPU": WORKER_CPUS}
+    bundle = {"GPU": group.gpus} if group.gpus else {"CPU": BUNDLE_CPUS}
     strategies = {HOST_LABEL: (group.placement or "pack").upper()}
     if group.within is not None:
         strategies[group.within] = "STRICT_PACK"
@@ -123,7 +117,6 @@ def create_supervisor(
         ConfigError: Ray refuses the group's labels.
     """
     in_bundle = None if bundles is None else PlacementGroupSchedulingStrategy(bundles, index)
-    is_gateway, has_reserved = group.role == "gateway", bool(in_bundle or group.gpus)
     try:
         ray.remote(Supervisor).options(
             name=name,
@@ -132,9 +125,8 @@ def create_supervisor(
             max_restarts=-1,
             max_concurrency=MAX_CONCURRENT_CALLS,
             max_pending_calls=MAX_PENDING_CALLS,
-            num_cpus=0 if is_gateway or has_reserved else WORKER_CPUS,
+            num_cpus=0,
             num_gpus=group.gpus,
-            memory=GATEWAY_BYTES if is_gateway else None,
             label_selector=None if in_bundle else group.selector or None,
             scheduling_strategy=in_bundle or "SPREAD",
         ).remote(name, msgspec.json.encode(plan))
