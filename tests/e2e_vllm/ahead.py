@@ -114,7 +114,11 @@ def start_victims(cluster_factory: ClusterFactory) -> tuple[FleetProcess, ...]:
     """Two more decode servers, which do not live long: `find_notice` is for one of them."""
     notice = str(find_notice(cluster_factory))
     drained = cluster_factory.start(
-        "drained", "decode", preemption__source="file", preemption__file=notice
+        "drained",
+        "decode",
+        preemption__source="file",
+        preemption__file=notice,
+        preemption__interval_s=0.1,
     )
     return drained, cluster_factory.start("killed", "decode")
 

@@ -36,14 +36,10 @@ MAX_PENDING_CALLS: Final = 256
 NUM_SHOWN_LINES: Final = 20
 HOST_LABEL: Final = "ray.io/node-id"
 """A label that Ray gives each host, with a value of its own."""
-RESERVED_BYTES: Final = 1 << 20
-"""Of a host's memory, for each supervisor without a GPU; no cores, which a head may have none of.
-
-What reserves nothing is no demand for Ray's autoscaler, which would start no host for it, and would
-take a host that runs it for idle, and end it.
-"""
 NAME_TAKEN: Final = "already taken"
 """In Ray's message of an actor whose name another one has."""
+BUNDLE_CPUS: Final = 0.001
+"""A bundle must have something; supervisors take no cores from what else runs on Ray."""
 
 
 async def start_fleet(
@@ -103,8 +99,7 @@ def create_group(plan: RayPlan, group: ProcessGroup, *, except_for: str) -> None
 
 def _reserve(plan: RayPlan, group: ProcessGroup) -> PlacementGroup:
     needed = {"GPU": group.gpus, "CPU": group.cpus, "memory": group.memory_bytes}
-    bundle = {name: amount for name, amount in needed.items() if amount}
-    bundle = bundle or {"memory": RESERVED_BYTES}
+    bundle = {name: amount for name, amount in needed.items() if amount} or {"CPU": BUNDLE_CPUS}
     strategies = {HOST_LABEL: (group.placement or "pack").upper()}
     if group.within is not None:
         strategies[group.within] = "STRICT_PACK"
@@ -139,7 +134,6 @@ def create_supervisor(
     in_bundle = None if bundles is None else PlacementGroupSchedulingStrategy(bundles, index)
     path = near or group.assignments.get(name)
     selector, *others = list_selectors(group.selector, path)
-    is_reserved = in_bundle or group.gpus or group.cpus
     try:
         ray.remote(Supervisor).options(
             name=name,
@@ -150,7 +144,7 @@ def create_supervisor(
             max_pending_calls=MAX_PENDING_CALLS,
             num_cpus=group.cpus,
             num_gpus=group.gpus,
-            memory=group.memory_bytes or (None if is_reserved else RESERVED_BYTES),
+            memory=group.memory_bytes or None,
             label_selector=None if in_bundle else selector or None,
             fallback_strategy=[{"label_selector": each} for each in others] or None,
             scheduling_strategy=in_bundle or "SPREAD",
