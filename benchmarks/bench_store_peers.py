@@ -22,7 +22,7 @@ Mooncake Store does not check bytes as it is run here. GB/s of the clock, and fo
 all processes that take part (its threads use both cores).
 
 Mooncake listens on all interfaces, so all of this runs in a network namespace of its own, which
-needs `unshare` and `ip`. Without `mooncake.store` its rows are left out.
+needs `unshare` and `ip`. Without `mooncake.store`, or with several sizes, its rows are left out.
 """
 
 from __future__ import annotations
@@ -395,7 +395,8 @@ def main() -> None:
         kept = json.loads(options.read.read_bytes())
         show([Run(**run) for run in kept["runs"]], kept["num_bytes"])
         return
-    has_mooncake = importlib.util.find_spec("mooncake") is not None
+    is_installed = importlib.util.find_spec("mooncake") is not None
+    has_mooncake = is_installed and len(options.entry_bytes) == 1
     if has_mooncake and not options.contained:
         contain()
     runs: list[Run] = []

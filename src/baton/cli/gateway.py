@@ -35,19 +35,9 @@ from baton.protocol.worker_http import Role
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class GatewayFlags(ConfigFlags):
-    """Where to listen, and the workers behind."""
+class FrontFlags(ConfigFlags):
+    """What a gateway and an endpoint picker have in common."""
 
-    prefill: Annotated[
-        list[str] | None,
-        Sets("gateway.prefill"),
-        Parameter(help="URL of a prefill worker, Baton's or vLLM's; may be repeated.", negative=""),
-    ] = None
-    decode: Annotated[
-        list[str] | None,
-        Sets("gateway.decode"),
-        Parameter(help="URL of a decode worker, Baton's or vLLM's; may be repeated.", negative=""),
-    ] = None
     worker: Annotated[
         list[str] | None,
         Sets("gateway.workers"),
@@ -68,8 +58,31 @@ class GatewayFlags(ConfigFlags):
         Sets("gateway.port"),
         Parameter(help="The port [default: 8000]; 0 takes a free one."),
     ] = None
-    gateways: Gateways = None
     management_port: ManagementPort = None
+    tls_certificate: TlsCertificate = None
+    tls_key: TlsKey = None
+    client_keys: ClientKeys = None
+    insecure: Insecure = None
+    policy: Policy = None
+    status_fd: StatusFd = 1
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class GatewayFlags(FrontFlags):
+    """Where to listen, and the workers behind."""
+
+    prefill: Annotated[
+        list[str] | None,
+        Sets("gateway.prefill"),
+        Parameter(help="URL of a prefill worker, Baton's or vLLM's; may be repeated.", negative=""),
+    ] = None
+    decode: Annotated[
+        list[str] | None,
+        Sets("gateway.decode"),
+        Parameter(help="URL of a decode worker, Baton's or vLLM's; may be repeated.", negative=""),
+    ] = None
+    gateways: Gateways = None
     announce_port: Annotated[
         int | None,
         Sets("gateway.announce_port"),
@@ -80,13 +93,7 @@ class GatewayFlags(ConfigFlags):
         Sets("gateway.peers"),
         Parameter(help="Where another gateway takes announcements; may be repeated.", negative=""),
     ] = None
-    tls_certificate: TlsCertificate = None
-    tls_key: TlsKey = None
-    client_keys: ClientKeys = None
-    insecure: Insecure = None
     mode: Mode = None
-    policy: Policy = None
-    status_fd: StatusFd = 1
     listen_fds: InheritedFds = ""
     management_fds: InheritedFds = ""
 

@@ -5,18 +5,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from baton.cli.flags import (
-    ClientKeys,
-    ConfigFlags,
-    Insecure,
-    ManagementPort,
-    Policy,
-    Sets,
-    StatusFd,
-    TlsCertificate,
-    TlsKey,
-)
-from baton.cli.gateway import gateway_options
+from baton.cli.flags import Sets
+from baton.cli.gateway import FrontFlags, gateway_options
 from baton.config.cluster_key import KEY_VARIABLE
 from baton.config.environment import change_environment
 from baton.config.logs import configure_logging
@@ -25,30 +15,12 @@ from baton.errors import ConfigError
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class PickerFlags(ConfigFlags):
+class PickerFlags(FrontFlags):
     """Where Envoy asks, and the workers to choose from."""
 
-    worker: Annotated[
-        list[str] | None,
-        Sets("gateway.workers"),
-        Parameter(help="URL of a worker, Baton's or vLLM's; may be repeated.", negative=""),
-    ] = None
-    members: Annotated[
-        list[str] | None,
-        Sets("gateway.members"),
-        Parameter(help="Source of workers, as of `baton gateway`; may be repeated.", negative=""),
-    ] = None
-    host: Annotated[str | None, Sets("gateway.host"), Parameter(help="Where to listen.")] = None
     port: Annotated[
         int | None, Sets("gateway.port"), Parameter(help="The gRPC port; 0 takes a free one.")
     ] = None
-    management_port: ManagementPort = None
-    tls_certificate: TlsCertificate = None
-    tls_key: TlsKey = None
-    client_keys: ClientKeys = None
-    insecure: Insecure = None
-    policy: Policy = None
-    status_fd: StatusFd = 1
 
 
 def picker(flags: PickerFlags | None = None) -> int:
