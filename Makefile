@@ -36,7 +36,7 @@ RAY := $(VENV)/.installed-ray
 DOCS := $(VENV)/.installed-docs
 COLLECTED := $(VENV)/.collected
 
-.PHONY: help up test checked run-tests test-ray bench-control-short chaos chaos-ray simulate fuzz abuse soak store-kills explore check lint types words docs docs-serve install install-dev format clean
+.PHONY: help up test before-tests run-tests test-ray bench-control-short chaos chaos-ray simulate fuzz abuse soak store-kills explore check lint types words docs docs-serve install install-dev format clean
 .DEFAULT_GOAL := help
 
 ifneq ($(filter-out vllm transformers,$(ENGINE)),)
@@ -72,7 +72,7 @@ help:
 up: $(ENGINE_INSTALLED)
 	@$(BIN)/baton up $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
 
-test: checked
+test: before-tests
 	@$(MAKE) --no-print-directory run-tests
 
 # Four processes keep two cores busy: with five each test took a third longer, and all together more.
@@ -82,7 +82,7 @@ run-tests:
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python scripts/run_tests.py -q -n 4 --durations 20 --dist loadscope $(PYTEST_ARGS)
 
 # mypy takes one core; meanwhile vLLM is installed, and what the tests import is compiled.
-checked: $(DEV) $(DOCS)
+before-tests: $(DEV) $(DOCS)
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target $(COLLECTED) types docs words lint
 
 # Three hosts in network namespaces: without root or iproute2 it skips. Not a part of `make test`.
