@@ -85,7 +85,7 @@ FAULTS = (
         "version-differs",
         "a worker starts with another version of the handoff protocol",
         version_differs,
-        10.0,
+        25.0,
     ),
     Fault(
         "same-name", "fleets of one name are started, one after the other and at once", same_name

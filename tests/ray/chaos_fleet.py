@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,8 +43,7 @@ LABELS = (
     {"rack": "r2", "host": "h2", "kind": "worker"},
     {"rack": "r3", "host": "h3", "kind": "worker"},
 )
-WORKERS = ("prefill-0", "decode-0", "decode-1")
-PROCESSES = ("gateway-0", *WORKERS)
+ROLES = Counter({"gateway": 1, "prefill": 1, "decode": 2})
 ENGINE = {
     "engine.dtype": "float32",
     "engine.num_threads": 1,
@@ -106,6 +106,11 @@ class RayProcess:
     host: IsolatedHost
     begun_at: float
     url: str = ""
+
+    @property
+    def role(self) -> str:
+        """`gateway`, `prefill` or `decode`. Numbers change: `baton upgrade` starts new ones."""
+        return self.name.partition("-")[0]
 
     @property
     def is_alive(self) -> bool:
@@ -187,7 +192,7 @@ class ChaosFleet:
         ]
 
     def _with_url(self, process: RayProcess, listed: frozenset[str]) -> RayProcess:
-        if process.name.startswith("gateway"):
+        if process.role == "gateway":
             self._urls[process.pid] = self.url
         elif process.pid not in self._urls:
             with suppress(OSError):
@@ -226,10 +231,10 @@ class ChaosFleet:
             return frozenset()
 
     def is_whole(self, lost: frozenset[int] = frozenset()) -> bool:
-        """Whether each process has a life that is not lost, and the gateway uses all workers."""
+        """Whether the gateway uses all workers that there should be, in lives that are not lost."""
         up, alive = self.find_up(), self.list_processes()
-        good = {each.name for each in alive if each.pid not in lost and each.url in {*up, self.url}}
-        return good == set(PROCESSES) and len(up) == len(WORKERS)
+        good = [each for each in alive if each.pid not in lost and each.url in {*up, self.url}]
+        return Counter(each.role for each in good) == ROLES and len(up) == len(good) - 1
 
     def call(
         self, *words: str, host: IsolatedHost | None = None

@@ -24,7 +24,7 @@ from tests.chaos.checks import (
     until_resources,
 )
 from tests.chaos.process_state import TIMEOUT_S, until_idle
-from tests.ray.chaos_fleet import NUM_CLIENTS, WORKERS, ChaosFleet, RayProcess, wait_until
+from tests.ray.chaos_fleet import NUM_CLIENTS, ChaosFleet, RayProcess, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -237,4 +237,4 @@ async def _check_nothing_left(
 
 
 def _list_workers(fleet: ChaosFleet) -> list[RayProcess]:
-    return [each for each in fleet.list_processes() if each.name in WORKERS and each.url]
+    return [each for each in fleet.list_processes() if each.role != "gateway" and each.url]

@@ -36,8 +36,8 @@ MAX_PENDING_CALLS: Final = 256
 NUM_SHOWN_LINES: Final = 20
 HOST_LABEL: Final = "ray.io/node-id"
 """A label that Ray gives each host, with a value of its own."""
-NAME_TAKEN: Final = "already taken"
-"""In Ray's message of an actor whose name another one has."""
+NAME_TAKEN: Final = ("already taken", "already exists in the namespace")
+"""In Ray's message of an actor whose name another one has: by its client, and by its head."""
 BUNDLE_CPUS: Final = 0.001
 """A bundle must have something; supervisors take no cores from what else runs on Ray."""
 
@@ -150,7 +150,7 @@ def create_supervisor(
             scheduling_strategy=in_bundle or "SPREAD",
         ).remote(name, msgspec.json.encode(plan))
     except ValueError as exc:
-        if NAME_TAKEN in str(exc):
+        if any(text in str(exc) for text in NAME_TAKEN):
             raise ConfigError(_runs_already(plan.fleet, [name])) from exc
         raise ConfigError(f"Ray refuses the options of {name}: {describe(exc)}") from exc
 

@@ -200,7 +200,16 @@ def test_a_fleet_that_does_not_run(supervisors):
         asyncio.run(find_plan(supervisors, "f"))
 
 
-def test_who_starts_a_fleet_at_the_same_time_as_another_removes_nothing(supervisors, monkeypatch):
+@pytest.mark.parametrize(
+    "message",
+    [
+        "The name gateway-0 (namespace=baton-f) is already taken.",
+        "Actor with name 'gateway-0' already exists in the namespace baton-f",
+    ],
+)
+def test_who_starts_a_fleet_at_the_same_time_as_another_removes_nothing(
+    supervisors, monkeypatch, message
+):
     pytest.importorskip("ray", reason="Ray is not installed: make test-ray")
     from baton.launch.ray import start  # noqa: PLC0415 - imports Ray
 
@@ -209,7 +218,7 @@ def test_who_starts_a_fleet_at_the_same_time_as_another_removes_nothing(supervis
             return self
 
         def remote(self, *_):
-            raise ValueError("The name gateway-0 (namespace=baton-f) is already taken.")
+            raise ValueError(message)
 
     monkeypatch.setattr(start.ray, "remote", lambda _: TakenName())
     listed, supervisors.names = supervisors.names, set()
