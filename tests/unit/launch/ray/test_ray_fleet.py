@@ -10,7 +10,7 @@ from baton.launch.errors import FleetError
 from baton.launch.fleet import FleetMember, FleetSize
 from baton.launch.ray import fleet as fleet_module
 from baton.launch.ray.fleet import RayFleet, find_plan
-from baton.launch.ray.plan import plan_fleet, role_of
+from baton.launch.ray.plan import plan_fleet, role_of, with_assignments
 from baton.launch.ray.process import LogTail
 
 PLAN = plan_fleet(
@@ -28,7 +28,7 @@ class Supervisors:
     def __init__(self, *names):
         self.names, self.away = set(names), set()
         self.draining, self.calls = set(), []
-        self.tail = LogTail()
+        self.tail, self.labels = LogTail(), {}
 
     async def list_names(self, timeout_s):
         return frozenset(self.names)
@@ -51,9 +51,20 @@ class Supervisors:
     def do_status(self, name):
         return msgspec.json.encode(
             FleetMember(
-                name=name, role=role_of(name), state="ready", host="h", url=f"https://{name}:1"
+                name=name,
+                role=role_of(name),
+                state="ready",
+                host="h",
+                url=f"https://{name}:1",
+                labels=self.labels,
             )
         )
+
+    def do_give_key(self, name, key):
+        return None
+
+    def do_replace(self, name):
+        return None
 
     def do_list_used(self, name):
         workers = [each for each in self.names - self.draining if role_of(each) != "gateway"]
@@ -121,6 +132,23 @@ def test_scaling_down_takes_the_newest(supervisors):
     supervisors.names.add("decode-10")
     lines_of(RayFleet(supervisors, PLAN, 1.0).scale(FleetSize(decode=1)))
     assert [name for call, name in supervisors.calls if call == "stop"] == ["decode-10", "decode-1"]
+
+
+def test_successors_of_assigned_workers_start_where_these_are(supervisors, monkeypatch):
+    pytest.importorskip("ray", reason="Ray is not installed: make test-ray")
+    started = []
+
+    def create_supervisor(plan, group, name, *, near):
+        started.append((name, near))
+        supervisors.names.add(name)
+
+    monkeypatch.setattr("baton.launch.ray.start.create_supervisor", create_supervisor)
+    supervisors.labels = {"host": "h", "rack": "r"}
+    for plan, near in ((PLAN, None), (with_assignments(PLAN, {"decode-0": "z/r/gone"}), "/r/h")):
+        supervisors.names = {"gateway-0", "prefill-0", "decode-0", "decode-1"}
+        started.clear()
+        lines_of(RayFleet(supervisors, plan, 1.0).upgrade())
+        assert started == [("prefill-1", None), ("decode-2", near), ("decode-3", near)]
 
 
 @pytest.mark.parametrize(
