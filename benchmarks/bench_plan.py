@@ -25,7 +25,7 @@ from baton.planner.traffic import DISTANCES, choose_rates
 
 GPUS = 8
 HOSTS_OF_RACK, RACKS_OF_ZONE = 8, 4
-FLEETS = ((4, 8, 8, 1), (16, 16, 48, 2), (32, 64, 192, 1), (64, 48, 80, 4), (128, 256, 256, 2))
+FLEETS = ((4, 6, 20, 1), (16, 12, 40, 2), (32, 40, 200, 1), (64, 48, 80, 4), (64, 100, 150, 2))
 """Hosts, prefill workers, decode workers, GPUs of each."""
 ROUNDS = 3
 RATES = choose_rates({}, {})

@@ -11,7 +11,7 @@ from baton.launch.errors import FleetError
 from baton.launch.fleet import FleetMember, FleetSize
 from baton.launch.ray import fleet as fleet_module
 from baton.launch.ray.fleet import RayFleet, find_plan
-from baton.launch.ray.plan import plan_fleet, role_of
+from baton.launch.ray.plan import plan_fleet, role_of, with_assignments
 from baton.launch.ray.process import LogTail
 
 PLAN = plan_fleet(
@@ -29,7 +29,7 @@ class Supervisors:
     def __init__(self, *names):
         self.names, self.away = set(names), set()
         self.draining, self.calls = set(), []
-        self.states = {}
+        self.states, self.labels = {}, {}
         self.tail = LogTail()
 
     async def list_names(self, timeout_s):
@@ -58,8 +58,15 @@ class Supervisors:
                 state=self.states.get(name, "ready"),
                 host="h",
                 url=f"https://{name}:1",
+                labels=self.labels,
             )
         )
+
+    def do_give_key(self, name, key):
+        return None
+
+    def do_replace(self, name):
+        return None
 
     def do_list_used(self, name):
         workers = [each for each in self.names - self.draining if role_of(each) != "gateway"]
@@ -136,6 +143,23 @@ def test_workers_that_leave_by_themselves_do_not_count_and_are_removed(superviso
     lines_of(RayFleet(supervisors, PLAN, 1.0).scale(FleetSize(decode=1)))
     assert supervisors.calls == [("stop", "decode-0"), ("remove", "decode-0")]
     assert "decode-1" in supervisors.names
+
+
+def test_successors_of_assigned_workers_start_where_these_are(supervisors, monkeypatch):
+    pytest.importorskip("ray", reason="Ray is not installed: make test-ray")
+    started = []
+
+    def create_supervisor(plan, group, name, *, near):
+        started.append((name, near))
+        supervisors.names.add(name)
+
+    monkeypatch.setattr("baton.launch.ray.start.create_supervisor", create_supervisor)
+    supervisors.labels = {"host": "h", "rack": "r"}
+    for plan, near in ((PLAN, None), (with_assignments(PLAN, {"decode-0": "z/r/gone"}), "/r/h")):
+        supervisors.names = {"gateway-0", "prefill-0", "decode-0", "decode-1"}
+        started.clear()
+        lines_of(RayFleet(supervisors, plan, 1.0).upgrade())
+        assert started == [("prefill-1", None), ("decode-2", near), ("decode-3", near)]
 
 
 @pytest.mark.parametrize(
