@@ -136,12 +136,14 @@ class RequestCounter:
         self._latest: deque[float] = deque(maxlen=NUM_LATEST)
 
     def sent(self, phase: Phase) -> None:
+        """See `Observer`."""
         if phase != self.phase:
             self.num_sent = self.num_ended = self.num_failed = self.num_tokens = 0
             self.phase = phase
         self.num_sent += 1
 
     def ended(self, record: Record) -> None:
+        """See `Observer`."""
         self.num_ended += 1
         self.num_failed += record.failure is not None
         self.num_tokens += record.num_output_tokens

@@ -37,6 +37,7 @@ class ZstdEncoding:
     grouping: Grouping = "none"
 
     def check(self, layout: KVLayout) -> None:
+        """See `KVEncoding`."""
         check_dtype(layout)
 
     def max_bytes(self, layout: KVLayout) -> int:
@@ -45,11 +46,13 @@ class ZstdEncoding:
         return layout.block_bytes + num_highest // 128 + 512
 
     def encode(self, layout: KVLayout, blocks: NDArray[np.uint8]) -> Sequence[NDArray[np.uint8]]:
+        """See `KVEncoding`."""
         return [encode_numbers(block, layout.element_bytes) for block in blocks]
 
     def decode(
         self, layout: KVLayout, encoded: Sequence[NDArray[np.uint8]], blocks: NDArray[np.uint8]
     ) -> None:
+        """See `KVEncoding`."""
         for each, block in zip(encoded, blocks, strict=True):
             decode_numbers(each, layout.element_bytes, block)
 

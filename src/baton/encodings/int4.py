@@ -43,11 +43,13 @@ class Int4Encoding(PlaneEncoding):
     grouping = "tokens"
 
     def plane_bytes(self, shape: PlaneShape) -> int:
+        """See `PlaneEncoding`."""
         return _code_bytes(shape) + GROUP_BYTES * _count_groups(shape)
 
     def encode_plane(
         self, shape: PlaneShape, numbers: NDArray[np.float32], out: NDArray[np.uint8]
     ) -> None:
+        """See `PlaneEncoding`."""
         groups, axis = _group(shape, numbers)
         with np.errstate(invalid="ignore", over="ignore"):
             least = -_round_up(-groups.min(axis, keepdims=True))
@@ -70,6 +72,7 @@ class Int4Encoding(PlaneEncoding):
         out[..., num_bytes:] = pack_bfloat16(pairs)
 
     def decode_plane(self, shape: PlaneShape, encoded: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """See `PlaneEncoding`."""
         num_bytes = _code_bytes(shape)
         half = (shape.head_dim + 1) // 2
         packed = encoded[..., :num_bytes].reshape(

@@ -136,12 +136,15 @@ class PlaneEncoding:
         raise NotImplementedError
 
     def check(self, layout: KVLayout) -> None:
+        """See `KVEncoding`."""
         check_dtype(layout)
 
     def max_bytes(self, layout: KVLayout) -> int:
+        """See `KVEncoding`."""
         return _sum_bytes(self, layout)
 
     def encode(self, layout: KVLayout, blocks: NDArray[np.uint8]) -> Sequence[NDArray[np.uint8]]:
+        """See `KVEncoding`."""
         if not len(blocks):
             return []
         dtype = NUMPY_DTYPES[layout.dtype]

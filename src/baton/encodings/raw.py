@@ -31,15 +31,18 @@ class RawEncoding:
         """See `KVEncoding`: any."""
 
     def max_bytes(self, layout: KVLayout) -> int:
+        """See `KVEncoding`."""
         return layout.block_bytes
 
     def encode(self, layout: KVLayout, blocks: NDArray[np.uint8]) -> Sequence[NDArray[np.uint8]]:
+        """See `KVEncoding`."""
         del layout
         return list(blocks)
 
     def decode(
         self, layout: KVLayout, encoded: Sequence[NDArray[np.uint8]], blocks: NDArray[np.uint8]
     ) -> None:
+        """See `KVEncoding`."""
         check_lengths(encoded, layout.block_bytes)
         if encoded:
             np.stack(encoded, out=blocks)

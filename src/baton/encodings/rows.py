@@ -44,11 +44,13 @@ class RowEncoding(PlaneEncoding):
     most_code: float
 
     def plane_bytes(self, shape: PlaneShape) -> int:
+        """See `PlaneEncoding`."""
         return shape.num_tokens * shape.num_heads * (shape.head_dim + SCALE_BYTES)
 
     def encode_plane(
         self, shape: PlaneShape, numbers: NDArray[np.float32], out: NDArray[np.uint8]
     ) -> None:
+        """See `PlaneEncoding`."""
         with np.errstate(invalid="ignore", over="ignore"):
             most = _find_largest(numbers)
             scale = round_up_bfloat16(most * np.float32(1 / self.most_code))
@@ -62,6 +64,7 @@ class RowEncoding(PlaneEncoding):
         out[..., shape.num_numbers :] = pack_bfloat16(scale.reshape(*out.shape[:2], -1))
 
     def decode_plane(self, shape: PlaneShape, encoded: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """See `PlaneEncoding`."""
         rows = (*encoded.shape[:2], shape.num_tokens, shape.num_heads)
         scale = unpack_bfloat16(encoded[..., shape.num_numbers :]).reshape(*rows, 1)
         codes = encoded[..., : shape.num_numbers].reshape(*rows, shape.head_dim)
@@ -96,9 +99,11 @@ class Int8Encoding(RowEncoding):
     most_code = 127.0
 
     def to_codes(self, numbers: NDArray[np.float32]) -> NDArray[np.uint8]:
+        """See `RowEncoding`."""
         return np.rint(numbers, out=numbers).astype(np.int8).view(np.uint8)
 
     def from_codes(self, codes: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """See `RowEncoding`."""
         return codes.view(np.int8).astype(np.float32)
 
 
@@ -128,9 +133,11 @@ class Fp8Encoding(RowEncoding):
     most_code = 448.0
 
     def to_codes(self, numbers: NDArray[np.float32]) -> NDArray[np.uint8]:
+        """See `RowEncoding`."""
         return _CODES.take(numbers.astype(ml_dtypes.bfloat16).view(np.uint16))
 
     def from_codes(self, codes: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """See `RowEncoding`."""
         return _NUMBERS.take(codes)
 
 

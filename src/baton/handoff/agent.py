@@ -219,17 +219,21 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         return self._thread is not None and self._thread.is_alive()
 
     def renew_lease(self, ticket: Ticket) -> None:
+        """See `HandoffPort`."""
         self.loop.note(partial(self.loop.receiving.renew_lease, ticket))
 
     def start_receive(self, order: ReceiveOrder) -> None:
+        """See `HandoffPort`."""
         self.loop.call(partial(self.loop.receiving.start_receive, order))
 
     def start_send(self, order: SendOrder) -> None:
+        """See `HandoffPort`."""
         self._layers.add(order)
         # Nothing of it is in place yet: what is follows, and wakes the thread.
         self.loop.note(partial(self.loop.sending.start_send, order))
 
     def report_progress(self, prompts: Sequence[Ticket]) -> None:
+        """See `HandoffPort`."""
         self._heartbeat.report_progress(prompts)
 
     def layer_ready(
@@ -238,6 +242,7 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         layer: int,
         after: StreamPosition | None = None,
     ) -> None:
+        """See `HandoffPort`."""
         self._heartbeat.tick()
         self._after = after
         due = self._layers.layer_ready(tickets, layer)
@@ -245,15 +250,18 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
             self.loop.call(partial(self.loop.sending.layers_ready, due, after))
 
     def prefill_done(self, ticket: TicketId, first_token: SampledToken | None) -> None:
+        """See `HandoffPort`."""
         rest = self._layers.take(ticket)
         self.loop.call(
             partial(self.loop.sending.prefill_done, ticket, first_token, rest, self._after)
         )
 
     def decline(self, ticket: Ticket, reason: str) -> None:
+        """See `HandoffPort`."""
         self.loop.call(partial(self.loop.receiving.decline, ticket, reason))
 
     def abort(self, ticket: TicketId, reason: str) -> None:
+        """See `HandoffPort`."""
         self.loop.call(partial(self.loop.abort, ticket, reason))
 
     def abort_all(self, reason: str) -> None:
@@ -273,6 +281,7 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         self.loop.call(partial(self.loop.cut_writes, ticket))
 
     def cancel_oldest_ungranted(self, tickets: Sequence[TicketId], reason: str) -> None:
+        """See `HandoffPort`."""
         self.loop.call(partial(self.loop.sending.cancel_oldest_ungranted, tuple(tickets), reason))
 
     def abort_from_peer(self, ticket: TicketId, reason: str) -> None:
@@ -288,6 +297,7 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         self.loop.call(self.loop.exporter.revoke_exported)
 
     def poll(self) -> list[HandoffEvent]:
+        """See `HandoffPort`."""
         events: list[HandoffEvent] = []
         while self._events:
             event = self._events.popleft()

@@ -75,6 +75,7 @@ class HandoffDispatcher:  # noqa: PLR0904 - the engine's contract
 
     @property
     def prefixes(self) -> PrefixStore | None:
+        """See `HandoffPort`."""
         if self.store is None or not self.store.access.keeps_prefixes:
             return None
         return self.store.prefixes
@@ -114,10 +115,12 @@ class HandoffDispatcher:  # noqa: PLR0904 - the engine's contract
         self.agent.stop()
 
     def renew_lease(self, ticket: Ticket) -> None:
+        """See `HandoffPort`."""
         if ticket.mode != "pool":  # no worker holds anything: it is in the store
             self.agent.renew_lease(ticket)
 
     def start_receive(self, order: ReceiveOrder) -> None:
+        """See `HandoffPort`."""
         ticket = order.ticket
         if ticket.mode != "pool":
             self.agent.start_receive(order)
@@ -130,6 +133,7 @@ class HandoffDispatcher:  # noqa: PLR0904 - the engine's contract
             self._emit(BlocksQuiescent(ticket.id))
 
     def start_send(self, order: SendOrder) -> None:
+        """See `HandoffPort`."""
         ticket = order.ticket
         if ticket.mode != "pool":
             self.agent.start_send(order)
@@ -141,6 +145,7 @@ class HandoffDispatcher:  # noqa: PLR0904 - the engine's contract
             self._emit(SendFailed(ticket.id, error))
 
     def report_progress(self, prompts: Sequence[Ticket]) -> None:
+        """See `HandoffPort`."""
         self.agent.report_progress(prompts)
         if self.store is not None:
             self.store.report_progress(prompts)
@@ -160,13 +165,16 @@ class HandoffDispatcher:  # noqa: PLR0904 - the engine's contract
         self.agent.layer_ready(tickets, layer, after)
 
     def prefill_done(self, ticket: TicketId, first_token: SampledToken | None) -> None:
+        """See `HandoffPort`."""
         self._handler_of(ticket).prefill_done(ticket, first_token)
 
     def decline(self, ticket: Ticket, reason: str) -> None:
+        """See `HandoffPort`."""
         if ticket.mode != "pool":  # there the prefill worker's work is of use to others, too
             self.agent.decline(ticket, reason)
 
     def abort(self, ticket: TicketId, reason: str) -> None:
+        """See `HandoffPort`."""
         self._handler_of(ticket).abort(ticket, reason)
 
     def abort_from_peer(self, ticket: TicketId, reason: str) -> None:
@@ -187,6 +195,7 @@ class HandoffDispatcher:  # noqa: PLR0904 - the engine's contract
         self.agent.cut_writes(ticket)
 
     def cancel_oldest_ungranted(self, tickets: Sequence[TicketId], reason: str) -> None:
+        """See `HandoffPort`."""
         self.agent.cancel_oldest_ungranted(tickets, reason)
 
     def release_imported(self, ticket: TicketId) -> None:
@@ -198,6 +207,7 @@ class HandoffDispatcher:  # noqa: PLR0904 - the engine's contract
         self.agent.revoke_exported()
 
     def poll(self) -> list[HandoffEvent]:
+        """See `HandoffPort`."""
         events = self.agent.poll()
         while self._events:
             event = self._events.popleft()

@@ -177,6 +177,7 @@ class EncodedPages:
         staged: NDArray[np.int64],
         _after: StreamPosition | None = None,
     ) -> None:
+        """See `Staging`."""
         began_at = self.clock.now()
         num_bytes = self.encoding.max_bytes(self._layers[layer])
         for part in self._parts(len(blocks)):
@@ -192,6 +193,7 @@ class EncodedPages:
         blocks: NDArray[np.int64],
         _after: StreamPosition | None = None,
     ) -> None:
+        """See `Staging`."""
         began_at = self.clock.now()
         num_bytes = self.encoding.max_bytes(self._layers[layer])
         for part in self._parts(len(blocks)):

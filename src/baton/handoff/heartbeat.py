@@ -46,6 +46,7 @@ class EngineHeartbeat:
         """The last report."""
 
     def report_progress(self, prompts: Sequence[Ticket]) -> None:
+        """See `HandoffPort.report_progress`."""
         self.pending = PendingPrefills(self._clock.now(), tuple(prompts))
 
     def tick(self) -> None:

@@ -60,6 +60,7 @@ class LeaseFile:
 
     @property
     def until(self) -> Instant:
+        """See `WriteLease`."""
         return Instant(self._until[0])
 
     def extend(self, until: Instant) -> None:

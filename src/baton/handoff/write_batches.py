@@ -201,11 +201,13 @@ class DigestedInCopy(MutableRecord):
     spent_s: float = 0.0
 
     def add_pages(self, arrays: range, pages: list[int]) -> None:
+        """See `LateNotification`."""
         began_at = self.now()
         self.digests.add_pages(arrays, pages)
         self.spent_s += self.now() - began_at
 
     def finish(self) -> bytes:
+        """See `LateNotification`."""
         began_at = self.now()
         notification = _make_notification(self.batch, self.digests.finish(), self.finished)
         self.spent_s += self.now() - began_at

@@ -133,9 +133,11 @@ class LocalNode:
 
     @property
     def pid(self) -> int | None:
+        """See `Node`."""
         return self._process.pid
 
     def close(self) -> None:
+        """See `Node`."""
         self.channel.close()
         self._process.end()
 

@@ -190,6 +190,7 @@ class TransportBackend(Backend):
         self._referenced: list[ReferencedPages] = []
 
     def local_metadata(self) -> bytes:
+        """See `Backend`."""
         descriptor = self._transport.expose(self.region)
         return msgspec.msgpack.encode(Metadata(descriptor, self._epoch, self._grant))
 
@@ -238,6 +239,7 @@ class TransportBackend(Backend):
         return pull
 
     def serve(self, stop: StopRequested) -> None:
+        """See `Backend`."""
         while not stop():
             for event in self._transport.poll():
                 self._handle(event)
@@ -264,6 +266,7 @@ class TransportBackend(Backend):
         return digest_referenced(self._referenced)
 
     def close(self) -> None:
+        """See `Backend`."""
         self._referenced.clear()
         self._transport.close()
         super().close()

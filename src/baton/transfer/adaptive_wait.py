@@ -155,9 +155,11 @@ class PipeWaker:
         self._is_closed = False
 
     def fileno(self) -> int:
+        """See `Waker`."""
         return self._read
 
     def wake(self) -> None:
+        """See `Waker`."""
         try:
             os.write(self._write, b"\0")
         except BlockingIOError:
@@ -167,9 +169,11 @@ class PipeWaker:
                 raise
 
     def clear(self) -> None:
+        """See `Waker`."""
         os.read(self._read, 65_536)
 
     def close(self) -> None:
+        """See `Waker`."""
         self._is_closed = True
         os.close(self._read)
         os.close(self._write)

@@ -143,6 +143,7 @@ class BaseTransport(Generic[R]):
         self._num_remotes = self._num_transfers = 0
 
     def expose(self, region: PagedRegion) -> RegionDescriptor:
+        """See `Transport`."""
         if region.kind not in self.capabilities.memory:
             raise TransferError(f"{self.kind} cannot expose {region.kind} memory")
         check_arrays(region.arrays)
@@ -154,6 +155,7 @@ class BaseTransport(Generic[R]):
         )
 
     def attach(self, descriptor: RegionDescriptor) -> RemoteId:
+        """See `Transport`."""
         if descriptor.transport != self.kind:
             raise TransferError(f"a {descriptor.transport} descriptor was given to {self.kind}")
         check_arrays(descriptor.arrays)
@@ -167,11 +169,13 @@ class BaseTransport(Generic[R]):
         return remote.id
 
     def detach(self, remote: RemoteId) -> None:
+        """See `Transport`."""
         known = self._remotes.pop(remote, None)
         if known is not None:
             known.detach()
 
     def submit(self, write: PageWrite) -> TransferId:
+        """See `Transport`."""
         remote, region = self._find_remote(write.remote), self._find_region(write.region)
         copies, sources, targets = write.copies, region.arrays, remote.descriptor.arrays
         check_copies(copies, sources, targets, multi_array=self.capabilities.multi_array)
@@ -184,9 +188,11 @@ class BaseTransport(Generic[R]):
         return transfer
 
     def poll(self) -> list[TransferEvent]:
+        """See `Transport`."""
         return self._reactor.poll()
 
     def close(self) -> None:
+        """See `Transport`."""
         if self.readiness_fd is None:
             return
         for remote in self._remotes.values():

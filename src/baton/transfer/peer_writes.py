@@ -419,12 +419,14 @@ class PeerWritesTransport(ConnectedTransport[G, A], Generic[G, A, W]):
         self._num_writers = 0
 
     def detach(self, remote: RemoteId) -> None:
+        """See `Transport`."""
         known = self._remotes.get(remote)
         super().detach(remote)
         if known is not None:
             self._leaving = [each for each in (*self._leaving, known) if not each.is_gone]
 
     def open_grant(self, grant: WriteGrant) -> None:
+        """See `Transport`."""
         region = self._find_region(grant.region)
         check_grant_pages(grant.pages, region.arrays)
         if len(grant.pages) > MAX_GRANT_PAGES:
@@ -447,12 +449,14 @@ class PeerWritesTransport(ConnectedTransport[G, A], Generic[G, A, W]):
             known.forget_grant(grant)
 
     def finish_grant(self, grant: TicketId) -> bool:
+        """See `Transport`."""
         if not self.capabilities.late_writes and self._ledger.finish_grant(grant):
             return True
         self.close_grant(grant)
         return False
 
     def close_grant(self, grant: TicketId) -> None:
+        """See `Transport`."""
         for writer in self._ledger.close_grant(grant):
             self._writers[writer].send_close_grant(grant)
         for quiescent in self._ledger.take_quiescent():

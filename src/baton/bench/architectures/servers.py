@@ -77,15 +77,18 @@ class LogDisplay:
         self._file = file
 
     def print_line(self, line: str) -> None:
+        """See `Display`."""
         self._write(f"baton: {line}\n")
 
     def child_line(self, child: str, line: str) -> None:
+        """See `Display`."""
         self._write(f"[{child}] {line}\n")
 
     def waiting_for(self, names: Sequence[str]) -> None:
         """See `Display`: the benchmark shows progress itself."""
 
     def announce(self, text: str) -> None:
+        """See `Display`."""
         self._write(text)
 
     def _write(self, text: str) -> None:
@@ -108,13 +111,16 @@ class Fleet:
 
     @property
     def processes(self) -> dict[str, int]:
+        """See `Servers`."""
         return self._supervisor.processes
 
     @property
     def is_over(self) -> bool:
+        """See `Servers`."""
         return self._life.done()
 
     async def until_ended(self) -> None:
+        """See `Servers`."""
         await asyncio.wait({self._life})
 
 

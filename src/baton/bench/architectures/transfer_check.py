@@ -58,6 +58,7 @@ class TraceCheck:
     async def verify(
         self, session: aiohttp.ClientSession, names: Sequence[str], num_answered: int
     ) -> TransferEvidence:
+        """See `TransferCheck`."""
         traces = await fetch_traces(session, self.url, names)
         return TransferEvidence(measure_stages(traces), prove(traces, num_answered))
 
@@ -301,11 +302,13 @@ class MetricsCheck:
     _before: Counts | None = field(default=None)
 
     async def begin(self, session: aiohttp.ClientSession) -> None:
+        """See `TransferCheck`."""
         self._before = await self._count(session)
 
     async def verify(
         self, session: aiohttp.ClientSession, names: Sequence[str], num_answered: int
     ) -> TransferEvidence:
+        """See `TransferCheck`."""
         del names
         after = await self._count(session)
         known = self._before is not None and after is not None
@@ -331,6 +334,7 @@ class NoCheck:
     async def verify(
         self, session: aiohttp.ClientSession, names: Sequence[str], num_answered: int
     ) -> TransferEvidence:
+        """See `TransferCheck`."""
         del session, names, num_answered
         return TransferEvidence(NO_STAGES, None)
 

@@ -97,6 +97,7 @@ class RecordLines:
         """See `Observer`: only ended requests are written."""
 
     def ended(self, record: Record) -> None:
+        """See `Observer`."""
         self.file.append(record)
 
 

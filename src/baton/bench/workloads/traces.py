@@ -152,6 +152,7 @@ class MooncakeReader:
     """See `LineReader`."""
 
     def read(self, number: int, line: str) -> Recorded | None:
+        """See `LineReader`."""
         try:
             found = _decode_mooncake(line)
         except (UnicodeEncodeError, *UNDECODABLE) as exc:
@@ -188,6 +189,7 @@ class AzureReader:
         self._places: tuple[int, ...] | None = None
 
     def read(self, number: int, line: str) -> Recorded | None:
+        """See `LineReader`."""
         cells = [cell.strip().strip('"') for cell in line.strip().lstrip("\ufeff").split(",")]
         if self._places is None:
             if not set(COLUMNS) <= set(cells):
@@ -247,6 +249,7 @@ class BatchReader:
     """See `LineReader`."""
 
     def read(self, number: int, line: str) -> Recorded | None:
+        """See `LineReader`."""
         del number
         try:
             found = _decode_batch(line)

@@ -142,21 +142,27 @@ class StoredPrefixes:
 
     @property
     def block_size(self) -> int:
+        """See `PrefixStore`."""
         return self.access.entry_format.block_size
 
     def start_lookup(self, order: LookupOrder) -> None:
+        """See `PrefixStore`."""
         self.put_command(partial(self._answer_lookup, order, self.clock.now()))
 
     def start_load(self, order: LoadOrder) -> None:
+        """See `PrefixStore`."""
         self.put_command(partial(self._begin_load, _Load(order)))
 
     def start_keep(self, order: KeepOrder) -> None:
+        """See `PrefixStore`."""
         self.put_command(lambda: self._keeps.add(order))
 
     def drop(self, num_tokens: int) -> None:
+        """See `PrefixStore`."""
         self.put_command(partial(self._count_dropped, num_tokens // self.block_size))
 
     def abort_load(self, order: TicketId) -> None:
+        """See `PrefixStore`."""
         self.put_command(partial(self._abort_load, order))
 
     def step(self) -> float | None:

@@ -84,6 +84,7 @@ class SimDispatcher(HandoffDispatcher):
         self._process, self._checker = process, checker
 
     def abort_from_peer(self, ticket: TicketId, reason: str) -> None:
+        """See `HandoffDispatcher`."""
         super().abort_from_peer(ticket, reason)
         self.wake_store_handoff()
 
@@ -105,16 +106,19 @@ class CheckedPort:  # noqa: PLR0904 - two contracts
         self._uncomputed: tuple[Ticket, ...] = ()
 
     def start_receive(self, order: ReceiveOrder) -> None:
+        """See `HandoffPort`."""
         self._checker.on_start_receive(self._process, order)
         self._handoffs.start_receive(order)
         self._handoffs.wake_store_handoff()
 
     def start_send(self, order: SendOrder) -> None:
+        """See `HandoffPort`."""
         self._checker.on_start_send(self._process, order)
         self._handoffs.start_send(order)
         self._handoffs.wake_store_handoff()
 
     def report_progress(self, prompts: Sequence[Ticket]) -> None:
+        """See `HandoffPort`."""
         self._uncomputed = tuple(prompts)
         self._checker.deadlines.engine_alive(self._process, self._uncomputed)
         self._handoffs.report_progress(prompts)
@@ -125,54 +129,66 @@ class CheckedPort:  # noqa: PLR0904 - two contracts
         layer: int,
         after: StreamPosition | None = None,
     ) -> None:
+        """See `HandoffPort`."""
         self._checker.deadlines.engine_alive(self._process, self._uncomputed)
         self._handoffs.layer_ready(tickets, layer, after)
         self._handoffs.wake_store_handoff()
 
     def prefill_done(self, ticket: TicketId, first_token: SampledToken | None) -> None:
+        """See `HandoffPort`."""
         self._checker.leases.start(self._process, ticket)
         self._handoffs.prefill_done(ticket, first_token)
         self._handoffs.wake_store_handoff()
 
     def decline(self, ticket: Ticket, reason: str) -> None:
+        """See `HandoffPort`."""
         self._handoffs.decline(ticket, reason)
 
     def abort(self, ticket: TicketId, reason: str) -> None:
+        """See `HandoffPort`."""
         self._checker.on_abort(self._process, ticket)
         self._handoffs.abort(ticket, reason)
         self._handoffs.wake_store_handoff()
 
     @property
     def prefixes(self) -> PrefixStore | None:
+        """See `HandoffPort`."""
         return None if self._handoffs.prefixes is None else self
 
     @property
     def block_size(self) -> int:
+        """See `PrefixStore`."""
         return self._stored.block_size
 
     @property
     def steps(self) -> EngineSteps:
+        """See `PrefixStore`."""
         return self._stored.steps
 
     def start_lookup(self, order: LookupOrder) -> None:
+        """See `PrefixStore`."""
         self._stored.start_lookup(order)
         self._handoffs.wake_store_handoff()
 
     def start_load(self, order: LoadOrder) -> None:
+        """See `PrefixStore`."""
         self._checker.on_start_load(self._process, order)
         self._stored.start_load(order)
         self._handoffs.wake_store_handoff()
 
     def start_keep(self, order: KeepOrder) -> None:
+        """See `PrefixStore`."""
         self._checker.on_start_keep(self._process, order)
         self._stored.start_keep(order)
         self._handoffs.wake_store_handoff()
 
     def drop(self, num_tokens: int) -> None:
+        """See `PrefixStore`."""
         self._stored.drop(num_tokens)
         self._handoffs.wake_store_handoff()
 
     def abort_load(self, order: TicketId) -> None:
+        """See `PrefixStore`."""
         self._checker.on_abort(self._process, order)
         self._stored.abort_load(order)
         self._handoffs.wake_store_handoff()
@@ -185,6 +201,7 @@ class CheckedPort:  # noqa: PLR0904 - two contracts
         return prefixes
 
     def renew_lease(self, ticket: Ticket) -> None:
+        """See `HandoffPort`."""
         self._handoffs.renew_lease(ticket)
 
     def release_imported(self, ticket: TicketId) -> None:
@@ -196,9 +213,11 @@ class CheckedPort:  # noqa: PLR0904 - two contracts
         self._handoffs.revoke_exported()
 
     def cancel_oldest_ungranted(self, tickets: Sequence[TicketId], reason: str) -> None:
+        """See `HandoffPort`."""
         self._handoffs.cancel_oldest_ungranted(tickets, reason)
 
     def poll(self) -> list[HandoffEvent]:
+        """See `HandoffPort`."""
         events = self._handoffs.poll()
         for event in events:
             self._checker.on_engine_event(self._process, event)

@@ -160,6 +160,7 @@ class SimStaging:
         staged: NDArray[np.int64],
         _after: StreamPosition | None = None,
     ) -> None:
+        """See `Staging`."""
         self.staged.words[layer][staged] = self.engine.words[layer][blocks]
 
     def scatter(
@@ -169,6 +170,7 @@ class SimStaging:
         blocks: NDArray[np.int64],
         _after: StreamPosition | None = None,
     ) -> None:
+        """See `Staging`."""
         self.engine.words[layer][blocks] = self.staged.words[layer][staged]
 
 
@@ -182,6 +184,7 @@ class SimCopy:
     copied: bool = False
 
     def is_done(self) -> bool:
+        """See `PendingCopy`."""
         return self.copied
 
     def wait(self) -> None:

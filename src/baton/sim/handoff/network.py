@@ -340,14 +340,17 @@ class SimSelector(selectors.BaseSelector):
         self._keys: dict[object, selectors.SelectorKey] = {}
 
     def register(self, fileobj: object, events: int, data: object = None) -> selectors.SelectorKey:
+        """See `BaseSelector`."""
         key = selectors.SelectorKey(fileobj, _NO_FILE, events, data)  # type: ignore[arg-type]
         self._keys[fileobj] = key
         return key
 
     def unregister(self, fileobj: object) -> selectors.SelectorKey:
+        """See `BaseSelector`."""
         return self._keys.pop(fileobj)
 
     def modify(self, fileobj: object, events: int, data: object = None) -> selectors.SelectorKey:
+        """See `BaseSelector`."""
         known = self._keys[fileobj]
         return known if known.events == events else self.register(fileobj, events, data)
 
@@ -365,6 +368,7 @@ class SimSelector(selectors.BaseSelector):
         return ready
 
     def get_map(self) -> Mapping[object, selectors.SelectorKey]:  # type: ignore[override]
+        """See `BaseSelector`."""
         return self._keys
 
 
@@ -383,13 +387,17 @@ class SimIoBackend:
         """See `IoBackend`. Time goes on between steps alone."""
 
     def make_selector(self) -> SimSelector:
+        """See `IoBackend`."""
         return SimSelector()
 
     def make_waker(self) -> SimWaker:
+        """See `IoBackend`."""
         return SimWaker(self.owner)
 
     def connect(self, host: str, port: int) -> SimStream:
+        """See `IoBackend`."""
         return self.network.connect(self.owner, host, port)
 
     def listen(self, host: str, port: int) -> SimListener:
+        """See `IoBackend`."""
         return self.network.listen(self.owner, host, port)

@@ -72,6 +72,7 @@ class CheckedBlockCopier(BlockCopier):
         self._process = process
 
     def gather(self, batch: Sequence[TokenSegment], table: BlockTable) -> list[EntryBodies]:
+        """See `BlockCopier`."""
         process = self._process
         process.checker.pooling.check_gather(process, self._blocks(batch, table, batch[0].start))
         return super().gather(batch, table)
@@ -84,6 +85,7 @@ class CheckedBlockCopier(BlockCopier):
         start: int,
         table: BlockTable,
     ) -> None:
+        """See `BlockCopier`."""
         process = self._process
         blocks = self._blocks(batch, table, max(start, batch[0].start))
         process.checker.pooling.check_scatter(process, blocks)

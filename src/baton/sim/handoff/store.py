@@ -52,10 +52,12 @@ class SimStore:
         self._entries: dict[EntryName, _Entry] = {}
 
     def find(self, names: Sequence[EntryName]) -> int:
+        """See `Tier`."""
         missing = (n for n, name in enumerate(names) if name not in self._entries)
         return next(missing, len(names))
 
     def put(self, name: EntryName, body: Body, tenant: TenantLabel = NO_TENANT) -> PutResult:
+        """See `Tier`."""
         if name in self._entries:
             self._entries[name].used_s = self._timeline.now_s
             return PutResult.EXISTS
@@ -79,6 +81,7 @@ class SimStore:
         return put_each(self.put, entries, tenant)
 
     def try_lease(self, name: EntryName) -> SimEntryLease | None:
+        """See `Tier`."""
         entry = self._entries.get(name)
         if entry is None:
             return None
@@ -92,15 +95,19 @@ class SimStore:
         return SimEntryLease(header, body, lambda: self._remove_damaged(name))
 
     def discard(self, name: EntryName) -> None:
+        """See `Tier`."""
         self._entries.pop(name, None)
 
     def entries(self) -> list[StoredEntry]:
+        """See `Tier`."""
         return [StoredEntry(n, len(e.data), e.used_s) for n, e in self._entries.items()]
 
     def is_whole(self, name: EntryName) -> bool:
+        """See `Tier`."""
         return name in self._entries and name not in self.lost
 
     def usage(self) -> Usage:
+        """See `Tier`."""
         return Usage(
             self._used_bytes(),
             self._capacity_bytes,
@@ -159,9 +166,11 @@ class SimEntryLease:
 
     @property
     def num_bytes(self) -> int:
+        """See `EntryLease`."""
         return len(self._body)
 
     def try_read(self, into: memoryview) -> bool:
+        """See `EntryLease`."""
         into[:] = self._body
         if entry_format.has_digest(KEY, self._header, into):
             return True

@@ -163,23 +163,27 @@ class SimTransport:  # noqa: PLR0904 -- the contract, and what its peers need
         return len(self.grants) + len(self.writes) + len(self.reads)
 
     def expose(self, region: PagedRegion) -> RegionDescriptor:
+        """See `Transport`."""
         self.regions[region.handle] = region
         epoch = self.process.epoch
         self._fabric.exposed[self.kind, region.handle] = self
         return RegionDescriptor(self.kind, region.handle, epoch, region.arrays, self.process.name)
 
     def attach(self, descriptor: RegionDescriptor) -> RemoteId:
+        """See `Transport`."""
         remote = SimRemote(RemoteId(self._give_id()), descriptor)
         self._remotes[remote.id] = remote
         self._fabric.later(self.process, descriptor.endpoint, lambda: self._attached(remote))
         return remote.id
 
     def detach(self, remote: RemoteId) -> None:
+        """See `Transport`."""
         known = self._remotes.pop(remote, None)
         if known is not None:
             self._fail_all(known, "detached")
 
     def open_grant(self, grant: WriteGrant) -> None:
+        """See `Transport`."""
         if grant.id in self.grants:
             raise TransferError("this grant is open already")
         if self._fabric.transfer_faults.is_blocked(self.process.name, self.kind):
@@ -187,6 +191,7 @@ class SimTransport:  # noqa: PLR0904 -- the contract, and what its peers need
         self.grants[grant.id] = OpenWindow(grant, frozenset(grant.pages.tolist()))
 
     def finish_grant(self, grant: TicketId) -> bool:
+        """See `Transport`."""
         if self.traits.late_writes:
             self.close_grant(grant)
             return False
@@ -196,6 +201,7 @@ class SimTransport:  # noqa: PLR0904 -- the contract, and what its peers need
         return True
 
     def close_grant(self, grant: TicketId) -> None:
+        """See `Transport`."""
         opened = self.grants.get(grant)
         if opened is None or opened.is_closing:
             return
@@ -216,6 +222,7 @@ class SimTransport:  # noqa: PLR0904 -- the contract, and what its peers need
             self.stop_requested.add(grant)
 
     def submit(self, write: PageWrite) -> TransferId:
+        """See `Transport`."""
         remote = self._find(write.remote)
         target = remote.peer
         if target is None:
@@ -263,10 +270,12 @@ class SimTransport:  # noqa: PLR0904 -- the contract, and what its peers need
         return any(each.peer is peer and not each.is_lost for each in self._remotes.values())
 
     def poll(self) -> list[TransferEvent]:
+        """See `Transport`."""
         events, self._events = self._events, []
         return events
 
     def close(self) -> None:
+        """See `Transport`."""
         self._events.clear()
 
     def emit(self, event: TransferEvent) -> None:

@@ -156,6 +156,7 @@ class OneSidedWriter(WriterConnection):
             self._connection.fail(exc)
 
     def close(self) -> None:
+        """See `WriterConnection`."""
         self.is_active = False
         super().close()
         self._session.close()
@@ -236,6 +237,7 @@ class OneSidedTransport(PeerWritesTransport[OneSidedRemote[M], Attach, OneSidedW
         return super().expose(region)
 
     def submit(self, write: PageWrite) -> TransferId:
+        """See `Transport`."""
         self._check_process()
         transfer = super().submit(write)
         self._pacer.activate()
@@ -252,6 +254,7 @@ class OneSidedTransport(PeerWritesTransport[OneSidedRemote[M], Attach, OneSidedW
         return transfer
 
     def poll(self) -> list[TransferEvent]:
+        """See `Transport`."""
         self._check_process()
         for remote in list(self._remotes.values()):
             if remote.is_active:
@@ -267,6 +270,7 @@ class OneSidedTransport(PeerWritesTransport[OneSidedRemote[M], Attach, OneSidedW
         return [*events, *map(GrantQuiescent, self._ledger.take_quiescent())]
 
     def close(self) -> None:
+        """See `Transport`."""
         if self._process == os.getpid():
             super().close()
 

@@ -180,17 +180,21 @@ class PeerFleet:
 
     @property
     def url(self) -> str:
+        """See `Servers`."""
         return url_of(self.front)
 
     @property
     def processes(self) -> dict[str, int]:
+        """See `Servers`."""
         return {process.name: process.pid for process in self.running}
 
     @property
     def is_over(self) -> bool:
+        """See `Servers`."""
         return any(process.is_ended for process in self.running)
 
     async def until_ended(self) -> None:
+        """See `Servers`."""
         waits = [asyncio.create_task(process.until_ended()) for process in self.running]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

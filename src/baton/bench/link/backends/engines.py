@@ -58,6 +58,7 @@ class Mooncake(Backend):
         self._remote, self._remote_base = "", 0
 
     def local_metadata(self) -> bytes:
+        """See `Backend`."""
         endpoint = f"{self._host}:{self._engine.get_rpc_port()}"
         return msgspec.msgpack.encode(MooncakeMetadata(endpoint, self._base))
 
@@ -67,6 +68,7 @@ class Mooncake(Backend):
         self._remote, self._remote_base = remote.endpoint, remote.base
 
     def prepare(self, move: Move, direction: Direction) -> Callable[[], None]:
+        """See `Backend`."""
         engine, remote, ranges = self._engine, self._remote, move.ranges
         ours, theirs = (0, 1) if direction == "push" else (1, 0)
         here = (self._base + ranges[:, ours]).tolist()
@@ -149,6 +151,7 @@ class Nixl(Backend):
         self._prepared: list[tuple[Any, Any]] = []
 
     def local_metadata(self) -> bytes:
+        """See `Backend`."""
         return msgspec.msgpack.encode(NixlMetadata(self._agent.get_agent_metadata(), self._base))
 
     def connect(self, metadata: bytes) -> None:

@@ -56,6 +56,7 @@ class Gloo(Backend):
             self._join(DRIVER)
 
     def prepare(self, move: Move, direction: Direction) -> Callable[[], None]:
+        """See `Backend`."""
         del direction
         if move.is_run:
             src, dst, num_bytes = move.ranges[0].tolist()
@@ -67,6 +68,7 @@ class Gloo(Backend):
         self._send(self._torch.tensor([STOP, 0, 0]), OWNER)
 
     def serve(self, stop: StopRequested) -> None:
+        """See `Backend`."""
         del stop  # the driver sends STOP through gloo
         if self._dist is None:
             self._join(OWNER)
@@ -83,6 +85,7 @@ class Gloo(Backend):
             self._send(self._torch.zeros(1, dtype=self._torch.uint8), DRIVER)
 
     def close(self) -> None:
+        """See `Backend`."""
         if self._dist is not None:
             self._dist.destroy_process_group()
         if self._context.role == "owner" and self._store:

@@ -92,6 +92,7 @@ class Iperf(Backend):
             self._address = msgspec.msgpack.decode(metadata, type=Address)
 
     def prepare(self, move: Move, direction: Direction) -> Callable[[], None]:
+        """See `Backend`."""
         del direction
 
         def push() -> None:

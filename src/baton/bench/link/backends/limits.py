@@ -42,6 +42,7 @@ class Memcpy(Backend):
         self.target = allocate_pool(("host",), context.num_pages)
 
     def prepare(self, move: Move, direction: Direction) -> Callable[[], None]:
+        """See `Backend`."""
         del direction
         source, target, ranges = view_bytes(self.region), view_bytes(self.target), move.ranges
 
@@ -188,16 +189,20 @@ class SocketBackend(Backend):
         self._flags = socket.MSG_DONTWAIT if is_tuned else 0
 
     def local_metadata(self) -> bytes:
+        """See `Backend`."""
         return self._pair.local_metadata()
 
     def connect(self, metadata: bytes) -> None:
+        """See `Backend`."""
         self._pair.connect(metadata)
 
     def close(self) -> None:
+        """See `Backend`."""
         self._pair.close()
         super().close()
 
     def prepare(self, move: Move, direction: Direction) -> Callable[[], None]:
+        """See `Backend`."""
         del direction  # it has one
         ranges, memory = move.ranges, self.region.memory
         views = [memory[src : src + length] for src, _, length in ranges.tolist()]
@@ -213,6 +218,7 @@ class SocketBackend(Backend):
         return push
 
     def serve(self, stop: StopRequested) -> None:
+        """See `Backend`."""
         stream, header = self._pair.accept(), memoryview(bytearray(HEADER_BYTES))
         for _ in _wait_messages(stream, stop, is_spinning=self._is_spinning):
             self._receive(stream, [header])

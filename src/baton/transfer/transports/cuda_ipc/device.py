@@ -53,6 +53,7 @@ class CudaDevice:
         self._is_open = True
 
     def export(self, address: int) -> tuple[Allocation, bytes]:
+        """See `CopyDevice`."""
         with self._driver.current(self._context):
             allocation = self._driver.find_allocation(address)
             handle = self._driver.get_ipc_handle(allocation.address)
@@ -60,6 +61,7 @@ class CudaDevice:
         return allocation, handle
 
     def map(self, handle: bytes) -> Allocation:
+        """See `CopyDevice`."""
         ours = _exported.get(handle)
         if ours is not None:
             number, allocation = ours
@@ -72,6 +74,7 @@ class CudaDevice:
             return self._driver.find_allocation(address)
 
     def enqueue(self, runs: NDArray[np.uint64]) -> Ticket:
+        """See `CopyDevice`."""
         with self._driver.current(self._context):
             if self._stream is None:
                 self._stream = self._driver.create_stream()
@@ -85,6 +88,7 @@ class CudaDevice:
         return event
 
     def is_done(self, ticket: Ticket) -> bool:
+        """See `CopyDevice`."""
         if not isinstance(ticket, int) or ticket not in self._events:
             raise TransferError("this device was not given these copies")
         with self._driver.current(self._context):
@@ -95,6 +99,7 @@ class CudaDevice:
             return True
 
     def close(self) -> None:
+        """See `CopyDevice`."""
         if not self._is_open:
             return
         self._is_open = False

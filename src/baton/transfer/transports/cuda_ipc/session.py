@@ -191,6 +191,7 @@ class CudaIpcSession:
         self._lanes: dict[int, _Lane] = {}
 
     def get_metadata(self, region: PagedRegion) -> bytes:
+        """See `OneSidedSession`."""
         memory = _memory_of(region)
         device = self._open_device(memory.device)
         try:
@@ -199,10 +200,12 @@ class CudaIpcSession:
             device.close()
 
     def load_metadata(self, metadata: bytes, descriptor: RegionDescriptor) -> None:
+        """See `OneSidedSession`."""
         decoded = decode_metadata(metadata, descriptor.arrays)
         self._peer = _Peer(decoded, descriptor.arrays)
 
     def post(self, direction: Direction, region: PagedRegion, copies: PageCopies) -> CudaIpcHandle:
+        """See `OneSidedSession`."""
         memory, peer = _memory_of(region), self._peer
         if peer is None:
             raise TransferError("the peer has not sent its metadata")
@@ -219,6 +222,7 @@ class CudaIpcSession:
         return CudaIpcHandle(lane.device, lane.device.enqueue(joined))
 
     def is_done(self, handle: CudaIpcHandle) -> bool:
+        """See `OneSidedSession`."""
         return handle.device.is_done(handle.ticket)
 
     def serve(self) -> None:

@@ -183,12 +183,15 @@ class FileTransport(ConnectedTransport[FileRemote, Attach]):
         self._spool: Spool | None = None
 
     def open_grant(self, grant: WriteGrant) -> None:
+        """See `Transport`."""
         self._grants.open(grant, self._find_region(grant.region))
 
     def finish_grant(self, grant: TicketId) -> bool:
+        """See `Transport`."""
         return self._grants.finish(grant)
 
     def close_grant(self, grant: TicketId) -> None:
+        """See `Transport`."""
         if self._grants.close(grant):
             for inbound in list(self._inbound.values()):
                 inbound.refuse_grant(grant)

@@ -186,12 +186,15 @@ class LocalTransport(BaseTransport[LocalRemote]):
         self._links: dict[LocalLink, tuple[GrantHolder, PagedRegion]] = {}
 
     def open_grant(self, grant: WriteGrant) -> None:
+        """See `Transport`."""
         self._grants.open(grant, self._find_region(grant.region))
 
     def finish_grant(self, grant: TicketId) -> bool:
+        """See `Transport`."""
         return self._grants.finish(grant)
 
     def close_grant(self, grant: TicketId) -> None:
+        """See `Transport`."""
         self._grants.close(grant)
 
     def read(self, read: PageRead) -> TransferId:

@@ -195,6 +195,7 @@ class MooncakeSession:
         self._socket.send(encode(Open(host, interface, protocol, devices)))
 
     def get_metadata(self, region: PagedRegion) -> bytes:
+        """See `OneSidedSession`."""
         self._register(region)
         self._socket.settimeout(START_TIMEOUT_S)
         while True:
@@ -207,6 +208,7 @@ class MooncakeSession:
                     self._handle_report(report)
 
     def load_metadata(self, metadata: bytes, descriptor: RegionDescriptor) -> None:
+        """See `OneSidedSession`."""
         decoded = decode(_metadata, metadata)
         if not 0 < decoded.base <= MAX_ADDRESS - compute_region_bytes(descriptor.arrays):
             raise TransferError("the peer's region begins at no address")
@@ -215,6 +217,7 @@ class MooncakeSession:
         self._send(SetPeer(f"{host}:{decoded.port}", decoded.base))
 
     def post(self, direction: Direction, region: PagedRegion, copies: PageCopies) -> MooncakeHandle:
+        """See `OneSidedSession`."""
         self._register(region)
         runs = self._compute_runs(direction, region, copies)
         handle = MooncakeHandle([])
@@ -230,6 +233,7 @@ class MooncakeSession:
         return handle
 
     def is_done(self, handle: MooncakeHandle) -> bool:
+        """See `OneSidedSession`."""
         self._socket.settimeout(0)
         with suppress(BlockingIOError):
             while True:

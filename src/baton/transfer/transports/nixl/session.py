@@ -126,6 +126,7 @@ class NixlSession:
         self._handles: set[NixlHandle] = set()
 
     def get_metadata(self, region: PagedRegion) -> bytes:
+        """See `OneSidedSession`."""
         base = self._register(region)
         return msgspec.msgpack.encode(NixlMetadata(self._alive().describe(), base))
 
@@ -159,6 +160,7 @@ class NixlSession:
         return handle
 
     def is_done(self, handle: NixlHandle) -> bool:
+        """See `OneSidedSession`."""
         agent = self._alive()
         while handle.handles:
             if not agent.is_done(handle.handles[-1]):
@@ -169,6 +171,7 @@ class NixlSession:
         return True
 
     def serve(self) -> None:
+        """See `OneSidedSession`."""
         self._alive().drive()
 
     def close(self) -> None:

@@ -140,6 +140,7 @@ class SharedTransport(PeerWritesTransport[SharedRemote, Attach, SharedWriter]):
         self._unproved: set[RegionHandle] = set()
 
     def expose(self, region: PagedRegion) -> RegionDescriptor:
+        """See `Transport`."""
         if region.fd is None and find_extent(region) is None:
             raise TransferError(f"shared cannot expose {region.kind} memory without a descriptor")
         descriptor = super().expose(region)
@@ -147,6 +148,7 @@ class SharedTransport(PeerWritesTransport[SharedRemote, Attach, SharedWriter]):
         return descriptor
 
     def detach(self, remote: RemoteId) -> None:
+        """See `Transport`."""
         known = self._remotes.get(remote)
         super().detach(remote)
         if known is not None and known.is_mapped:  # somebody kept a view
@@ -173,6 +175,7 @@ class SharedTransport(PeerWritesTransport[SharedRemote, Attach, SharedWriter]):
         return None
 
     def poll(self) -> list[TransferEvent]:
+        """See `Transport`."""
         events = self._reactor.poll()
         if not events:  # idle: one slice, of one of them
             any(remote.prefault() for remote in self._remotes.values())

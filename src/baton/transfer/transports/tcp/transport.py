@@ -361,12 +361,15 @@ class TcpTransport(ConnectedTransport[TcpRemote, Attach]):
         ] = WeakValueDictionary()
 
     def open_grant(self, grant: WriteGrant) -> None:
+        """See `Transport`."""
         self._grants.open(grant, self._find_region(grant.region))
 
     def finish_grant(self, grant: TicketId) -> bool:
+        """See `Transport`."""
         return self._grants.finish(grant)
 
     def close_grant(self, grant: TicketId) -> None:
+        """See `Transport`."""
         if self._grants.close(grant):
             for inbound in self._inbound.values():
                 inbound.refuse_grant(grant)
