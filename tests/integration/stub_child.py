@@ -80,6 +80,8 @@ def open_server(args):
     server.socket.close()
     server.socket = socket.socket(fileno=args.listen_fds)
     server.server_port = server.socket.getsockname()[1]
+    # Another process listens on it, too, and may have taken the connection before this one accepts.
+    server.socket.setblocking(False)
     server.server_activate()
     return server
 

@@ -292,7 +292,7 @@ def test_a_worker_starts_answers_and_drains(runtime, stack):
             health = status_of(
                 lambda: urllib.request.urlopen(f"{url}/health", timeout=60, context=tls)
             )
-            assert health == (503, {"status": "draining"})
+            assert health == (503, {"status": "draining", "reason": None, "load": None})
             assert (probe("/live"), probe("/ready")) == (200, 503)
             code, body = status_of(lambda: ask(url, tls, max_tokens=1))
             assert (code, body["error"]["code"]) == (503, "draining")
