@@ -37,7 +37,10 @@ WHOLE_TIMEOUT_S = 90.0
 GONE_TIMEOUT_S = 60.0
 ANSWERS_TIMEOUT_S = 60.0
 OWNERS_INTERVAL_S = 0.5
+CLOSING_S = 0.1
+"""After a session, until its TLS connections are closed, too."""
 MAX_PROBLEMS = 8
+MAX_LOOKS, SAME_S = 8, 3.0
 
 Answer = TypeVar("Answer")
 
@@ -108,6 +111,9 @@ def play(fleet: ChaosFleet, fault: Fault) -> Result:
     result = Result(fault.name, fleet.is_head_lost)
     load, watch = fleet.new_load(), OwnerWatch(fleet)
     try:
+        warm_up = fleet.new_load()
+        with warm_up.running():
+            _wait_for_answers(warm_up, 2 * NUM_CLIENTS)
         before = asyncio.run(_asked(fleet, _take_inventory))
         with load.running(), watch.running():
             _wait_for_answers(load, 2 * NUM_CLIENTS)
@@ -184,15 +190,24 @@ async def _asked(
     connector = aiohttp.TCPConnector(ssl=ClusterTls(fleet.credentials).dialing, force_close=True)
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        return await ask(session, fleet, *arguments)
+        answer = await ask(session, fleet, *arguments)
+    await asyncio.sleep(CLOSING_S)
+    return answer
 
 
 async def _take_inventory(
     session: aiohttp.ClientSession, fleet: ChaosFleet
 ) -> dict[RayProcess, ProcessResources]:
+    """Once it stays the same: after the fault before, links are opened anew in idle moments."""
     workers = _list_workers(fleet)
-    await until_idle(session, *workers, within_s=TIMEOUT_S)
-    return {worker: ProcessResources.of(worker) for worker in workers}
+    inventory: dict[RayProcess, ProcessResources] = {}
+    for _ in range(MAX_LOOKS):
+        await until_idle(session, *workers, within_s=TIMEOUT_S)
+        before, inventory = inventory, {each: ProcessResources.of(each) for each in workers}
+        if inventory == before:
+            break
+        await asyncio.sleep(SAME_S)
+    return inventory
 
 
 async def _count_handoffs(

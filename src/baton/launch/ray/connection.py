@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import logging
 import os
 import re
+import sys
 import tempfile
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Final
+from typing import IO, TYPE_CHECKING, Final, TextIO
 
 from baton.errors import ConfigError
 from baton.launch.errors import FleetError
@@ -27,6 +29,7 @@ TOKEN_FILE_VARIABLE: Final = "RAY_AUTH_TOKEN_PATH"  # noqa: S105 - a variable's 
 DEFAULT_TOKEN_FILE: Final = Path(".ray/auth_token")
 """In the user's home."""
 STANDARD_ERROR: Final = 2
+RAYS_ERROR_THREAD: Final = "ray_listen_error_messages"
 CONNECT_TIMEOUT_S: Final = 20.0
 """Within which a command of an operator reaches Ray."""
 
@@ -135,9 +138,37 @@ def connected(address: str, fleet: str, timeout_s: float) -> Generator[None]:
             f"that {TOKEN_FILE_VARIABLE} names the token of that cluster"
         )
     try:
-        yield
+        with redirect_stdout(WithoutRaysErrors(sys.stdout)):
+            yield
     finally:
         ray.shutdown()
+
+
+class WithoutRaysErrors(io.TextIOBase):
+    """Standard output, but what Ray prints of the cluster's errors goes to standard error.
+
+    Ray's thread does so whatever `log_to_driver` is, also into the JSON of `baton status --json`.
+    """
+
+    def __init__(self, output: TextIO) -> None:
+        self._output = output
+
+    def write(self, text: str) -> int:
+        """Write to the one or the other."""
+        is_rays = threading.current_thread().name == RAYS_ERROR_THREAD
+        return (sys.stderr if is_rays else self._output).write(text)
+
+    def flush(self) -> None:
+        """What was written so far."""
+        self._output.flush()
+
+    def fileno(self) -> int:
+        """Of standard output."""
+        return self._output.fileno()
+
+    def isatty(self) -> bool:
+        """Whether standard output is a terminal."""
+        return self._output.isatty()
 
 
 @contextmanager

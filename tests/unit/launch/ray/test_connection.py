@@ -1,11 +1,16 @@
 """Which Ray is refused, before Ray itself is imported."""
 
 import importlib.metadata
+import sys
+import threading
+from contextlib import redirect_stdout
 
 import pytest
 
 from baton.errors import ConfigError
 from baton.launch.ray.connection import (
+    RAYS_ERROR_THREAD,
+    WithoutRaysErrors,
     check_ray,
     describe,
     find_address,
@@ -78,3 +83,12 @@ def test_addresses():
 
 def test_a_remote_traceback_is_its_last_line():
     assert describe(ValueError("Traceback:\n  File x\n\nConfigError: no\n")) == "ConfigError: no"
+
+
+def test_what_ray_prints_of_the_cluster_is_not_in_a_commands_output(capsys):
+    with redirect_stdout(WithoutRaysErrors(sys.stdout)):
+        rays = threading.Thread(target=print, args=("a node is dead",), name=RAYS_ERROR_THREAD)
+        rays.start()
+        rays.join()
+        print("{}")
+    assert capsys.readouterr() == ("{}\n", "a node is dead\n")
