@@ -19,7 +19,6 @@ prompts that were cached where they were to be computed, by the number of gatewa
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import statistics
@@ -29,7 +28,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench_gateway import ServerProcess, run_load, upstream_app
+from control_gateway import WHOLE, upstreams
+from control_load import run_load, run_streams
 
 from baton.launch.ports import find_free_ports
 from baton.telemetry.process_status import Ready, read_status
@@ -42,7 +42,7 @@ WORKLOADS = {
 POLICIES = ("round_robin", "prefix", "cost")
 NUM_REPLAYED = 1500
 UNITS = {"request": "requests", "event": "SSE events"}
-READY_TIMEOUT_S = 60.0
+KEY = (b"k" * 32).hex()
 
 
 class Gateway:
@@ -55,7 +55,7 @@ class Gateway:
         command += ["--gateways", str(num_processes), "--management-port", str(management)]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "baton.cli", *command[1:], "--status-fd", str(writing)],
-            env={**os.environ, "BATON_CLUSTER_KEY": (b"k" * 32).hex()},
+            env={**os.environ, "BATON_CLUSTER_KEY": KEY},
             pass_fds=(writing,),
         )
         os.close(writing)
@@ -84,6 +84,15 @@ def _cpu_s(pid: int) -> float:
     return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
 
+def count_units(load: str, url: str, args: argparse.Namespace) -> int:
+    """Requests that were answered, or events that came."""
+    if load == "request":
+        body = json.dumps(WHOLE).encode()
+        return len(run_load(url, [body], args.concurrency, args.duration).latencies_s)
+    fields = {**WHOLE, "stream": True, "max_tokens": args.events}
+    return run_streams(url, json.dumps(fields).encode(), args.streams).num_events
+
+
 def measure(gateways: list[Gateway], args: argparse.Namespace) -> list[dict[str, Any]]:
     """Run both loads in front of every arm, interleaved."""
     samples: dict[tuple[str, int], list[tuple[float, float]]] = {}
@@ -91,7 +100,7 @@ def measure(gateways: list[Gateway], args: argparse.Namespace) -> list[dict[str,
         for gateway in gateways if repetition % 2 else reversed(gateways):
             for load in UNITS:
                 before = gateway.cpu_s()
-                units = asyncio.run(run_load(load, gateway.url, args))
+                units = count_units(load, gateway.url, args)
                 spent = [after - before[pid] for pid, after in gateway.cpu_s().items()]
                 if repetition >= 0:
                     sample = units / sum(spent), max(spent) / sum(spent)
@@ -150,27 +159,25 @@ def main() -> None:
     """Measure, print, keep."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--duration", type=float, default=2.0, help="seconds of requests")
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--streams", type=int, default=100)
     parser.add_argument("--events", type=int, default=100)
-    parser.add_argument("--rate", type=float, default=40.0, help="events per second and stream")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--table", type=Path)
     args = parser.parse_args()
     if args.table:
         print_table(json.loads(args.table.read_text()))
         return
-    worker, gateways = ServerProcess(upstream_app, "both-0", "both", is_tls=True), list[Gateway]()
-    try:
-        for num_processes in NUM_PROCESSES:
-            gateways.append(Gateway(num_processes, worker.url))
-        time.sleep(2.0)  # each process has found its worker
-        loads = measure(gateways, args)
-    finally:
-        for gateway in gateways:
-            gateway.stop()
-        worker.stop()
+    gateways: list[Gateway] = []
+    with upstreams(max(os.sched_getaffinity(0)), KEY) as (_, workers):
+        try:
+            gateways += (Gateway(num_processes, workers[0]) for num_processes in NUM_PROCESSES)
+            time.sleep(2.0)  # each process has found its worker
+            loads = measure(gateways, args)
+        finally:
+            for gateway in gateways:
+                gateway.stop()
     saved = {
         workload: {str(num): replay(workload, num) for num in NUM_PROCESSES}
         for workload in WORKLOADS
