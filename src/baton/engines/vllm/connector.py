@@ -241,7 +241,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
             self._worker.layer_done(layer_name)
 
     def finish_forward(self) -> None:
-        """See `KVConnectorBase_V1`: the forward pass is launched. Model runner V1 does not call it."""
+        """See `KVConnectorBase_V1`: the forward pass is launched. Of model runner V2 alone."""
         if self._computes:
             self._worker.forward_launched()
 

@@ -166,7 +166,7 @@ class RankHandoffs:
             self._observer.step_begins(orders, self._clock.now())
 
     def layer_done(self, layer_name: str) -> None:
-        """vLLM has computed a layer's KV of this step's tokens, or launched that. Only queues.
+        """A layer's KV of this step's tokens is computed, or launched: vLLM computes. Only queues.
 
         With the last layer's, prompts that end here are complete: their decode workers need not
         wait for the rest of the step (that layer's MLP, the sampling). Not needed where
@@ -289,7 +289,7 @@ class RankHandoffs:
             self._port.abort(ticket, reason)
 
     def _layer_launched(self, layer: int, after: StreamPosition | None) -> None:
-        if not self._done_layers:
+        if not self._done_layers and after is None:  # else the agent learns when the GPU is there
             self._sends.stamp(self._orders.progress, Stamp.FIRST_LAYER_READY)
         if not self._launched:
             self._first_launched_at = self._clock.now()
@@ -301,8 +301,12 @@ class RankHandoffs:
         launched, self._launched = self._launched, []
         for layer, after in launched:
             self._port.layer_ready(self._ready, layer, after)
-        if launched and len(self._done_layers) == len(self._all_layers):
-            self._sends.complete(self._orders.progress)
+        if not launched or len(self._done_layers) < len(self._all_layers):
+            return
+        completed = tuple(progress for progress in self._orders.progress if progress.is_last)
+        if after is None:
+            self._sends.stamp(completed, Stamp.PREFILL_DONE)
+        self._sends.complete(completed)
 
     def _notice_computing(self) -> None:
         """Report what is not computed yet, once in each step that computes.

@@ -163,8 +163,10 @@ class RankObserver:
             for part in found.parts:
                 if part is not found.span:
                     part.stamp(stamp, at)
-        if stamp is Stamp.PREFILL_DONE:
-            self._held.prefill_done(request, at)
+
+    def computed(self, request: VllmRequestId, at: Instant) -> None:
+        """An offered prompt's blocks wait for its handoff alone from now on."""
+        self._held.prefill_done(request, at)
 
     def offered(self, request: VllmRequestId, mode: HandoffMode, at: Instant) -> None:
         """A prompt is held for its decode worker from now on."""

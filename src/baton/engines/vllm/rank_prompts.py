@@ -207,16 +207,11 @@ class RankSends:
             self._observer.grew(progress.request, num_blocks, self._clock.now())
             yield from ((ticket.id, progress.stop) for ticket in send.tickets)
 
-    def find_completed(self, steps: tuple[Progress, ...]) -> list[SendInProgress]:
-        """Prompts whose last tokens are computed in this step."""
-        ending = (progress.request for progress in steps if progress.is_last)
-        return [send for send in map(self.table.find, ending) if send is not None]
-
-    def complete(self, steps: tuple[Progress, ...]) -> None:
-        """The last layer of this step is computed: prompts that end here are complete."""
-        for send in self.find_completed(steps):
+    def complete(self, completed: tuple[Progress, ...]) -> None:
+        """The last layer of prompts that end in this step is computed, or launched."""
+        for send in filter(None, (self.table.find(each.request) for each in completed)):
             self._uncomputed.drop(send.offer.prompt.ticket.id)
-            self._observer.stamp(send.offer.request, Stamp.PREFILL_DONE, self._clock.now())
+            self._observer.computed(send.offer.request, self._clock.now())
             for ticket in send.tickets:
                 self._port.prefill_done(ticket.id, None)
 
