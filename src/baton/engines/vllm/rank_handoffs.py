@@ -172,7 +172,8 @@ class RankHandoffs:
         wait for the rest of the step (that layer's MLP, the sampling). Not needed where
         `follows_layers` is False.
         """
-        self._notice_computing()
+        if not self._is_computing:
+            self._begin_computing()
         if not self._ready:
             self.follows_layers = False
             return
@@ -180,10 +181,17 @@ class RankHandoffs:
         if layer is None or layer in self._done_layers:
             return
         after = self._setting.record_position()
-        self._layer_launched(layer, after)
+        self._done_layers.add(layer)
+        self._launched.append((layer, after))
+        if after is None:
+            self._report_launched()
+            return
         # A GPU computes it later: until all are launched, the agent's Python would mostly slow down
         # the launch. Launches that take long are not waited for.
-        if after is None or self._clock.now() > self._first_launched_at + MAX_REPORT_DELAY_S:
+        now = self._clock.now()
+        if len(self._launched) == 1:
+            self._first_launched_at = now
+        elif now > self._first_launched_at + MAX_REPORT_DELAY_S:
             self._report_launched()
 
     def forward_launched(self) -> None:
@@ -191,17 +199,16 @@ class RankHandoffs:
 
         Again for the same step it does nothing.
         """
-        self._notice_computing()
+        if not self._is_computing:
+            self._begin_computing()
         if not self._ready:
             return
         skipped = sorted(self._all_layers - self._done_layers)
         if skipped:
             after = self._setting.record_position()
-            for layer in skipped:
-                self._layer_launched(layer, after)
+            self._done_layers.update(skipped)
+            self._launched += [(layer, after) for layer in skipped]
         self._report_launched()
-        self._ready = ()
-        self._done_layers.clear()
 
     def end_step(self) -> None:
         """The step is over."""
@@ -288,33 +295,27 @@ class RankHandoffs:
         for ticket in tickets:
             self._port.abort(ticket, reason)
 
-    def _layer_launched(self, layer: int, after: StreamPosition | None) -> None:
-        if not self._done_layers and after is None:  # else the agent learns when the GPU is there
-            self._sends.stamp(self._orders.progress, Stamp.FIRST_LAYER_READY)
-        if not self._launched:
-            self._first_launched_at = self._clock.now()
-        self._done_layers.add(layer)
-        self._launched.append((layer, after))
-
     def _report_launched(self) -> None:
-        """Notify the agent; with the last layer prompts that end in this step are complete."""
+        """Notify the agent; with the last layer prompts that end in this step are complete.
+
+        On a GPU the agent records when they are computed.
+        """
         launched, self._launched = self._launched, []
+        is_computed = launched[-1][1] is None
+        if is_computed and len(launched) == len(self._done_layers):
+            self._sends.stamp(self._orders.progress, Stamp.FIRST_LAYER_READY)
         for layer, after in launched:
             self._port.layer_ready(self._ready, layer, after)
-        if not launched or len(self._done_layers) < len(self._all_layers):
-            return
-        completed = tuple(progress for progress in self._orders.progress if progress.is_last)
-        if after is None:
-            self._sends.stamp(completed, Stamp.PREFILL_DONE)
-        self._sends.complete(completed)
+        if len(self._done_layers) == len(self._all_layers):
+            self._sends.complete(self._orders.progress, self._clock.now() if is_computed else None)
+            self._ready = ()
+            self._done_layers.clear()
 
-    def _notice_computing(self) -> None:
+    def _begin_computing(self) -> None:
         """Report what is not computed yet, once in each step that computes.
 
         That nothing is left to compute is news once.
         """
-        if self._is_computing:
-            return
         self._is_computing = True
         uncomputed = self._sends.uncomputed
         if uncomputed or self._reported:

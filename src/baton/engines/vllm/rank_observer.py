@@ -163,9 +163,11 @@ class RankObserver:
             for part in found.parts:
                 if part is not found.span:
                     part.stamp(stamp, at)
+        if stamp is Stamp.PREFILL_DONE:
+            self._held.prefill_done(request, at)
 
-    def computed(self, request: VllmRequestId, at: Instant) -> None:
-        """An offered prompt's blocks wait for its handoff alone from now on."""
+    def launched(self, request: VllmRequestId, at: Instant) -> None:
+        """A GPU was given the rest of an offered prompt: its blocks wait for it and the handoff."""
         self._held.prefill_done(request, at)
 
     def offered(self, request: VllmRequestId, mode: HandoffMode, at: Instant) -> None:

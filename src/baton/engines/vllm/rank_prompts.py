@@ -207,11 +207,20 @@ class RankSends:
             self._observer.grew(progress.request, num_blocks, self._clock.now())
             yield from ((ticket.id, progress.stop) for ticket in send.tickets)
 
-    def complete(self, completed: tuple[Progress, ...]) -> None:
-        """The last layer of prompts that end in this step is computed, or launched."""
-        for send in filter(None, (self.table.find(each.request) for each in completed)):
+    def complete(self, steps: tuple[Progress, ...], computed_at: Instant | None) -> None:
+        """The last layer of this step is reported: prompts that end here are complete.
+
+        `computed_at`: None where a GPU has yet to compute it.
+        """
+        for progress in steps:
+            send = self.table.find(progress.request) if progress.is_last else None
+            if send is None:
+                continue
             self._uncomputed.drop(send.offer.prompt.ticket.id)
-            self._observer.computed(send.offer.request, self._clock.now())
+            if computed_at is None:
+                self._observer.launched(progress.request, self._clock.now())
+            else:
+                self._observer.stamp(progress.request, Stamp.PREFILL_DONE, computed_at)
             for ticket in send.tickets:
                 self._port.prefill_done(ticket.id, None)
 
