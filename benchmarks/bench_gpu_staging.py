@@ -5,11 +5,13 @@
 A thread plays vLLM's: on a stream of its own it launches a pass of matrix products, stores each
 layer's KV into pages in vLLM's layout and reports the layer. Two real agents hand the pages over
 `shared`; decode's is in a process of its own, on the same GPU, and reads (as vLLM's connector does
-by default). Three configurations take turns:
+by default). Four configurations take turns:
 
     none     nothing is handed over
-    events   as vLLM's connector does: a copy comes after an event, the agent asks if it is done
-    device   as it did before: the agent waits for the whole device, then copies as it can
+    events   as vLLM's connector does: a copy comes after an event, the agent asks if it is done;
+             it learns of all layers when the last one is launched
+    layers   the same, but the agent learns of each layer when it is launched
+    device   as it did at first: the agent waits for the whole device, then copies as it can
 
 Of each pass: its time on the GPU; what launching it took; the time of one report of a layer on the
 thread that launches; from the pass' end on the GPU until all KV has landed in the other's pages on
@@ -56,7 +58,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 HEADS, HEAD_DIM, BLOCK_SIZE = 8, 128, 16
-CONFIGURATIONS = ("none", "events", "device")
+CONFIGURATIONS = ("none", "events", "layers", "device")
 UNKEPT = {"json", "show", "child"}
 
 
@@ -127,7 +129,7 @@ class Worker:
         self.nodes: dict[str, Node] = {}
         for how in CONFIGURATIONS[1:]:
             region = allocate_shared_region([(num_pages, layout.page_bytes(0))] * options.layers)
-            if how == "events":
+            if how != "device":
                 staging = DevicePages(self.kv, region)
             else:
                 host = [torch.from_numpy(view_pages(region.memory, each)) for each in region.arrays]
@@ -177,7 +179,7 @@ class Model:
         return torch.cpu.Event if device.type == "cpu" else make_recorder(device)
 
     def run(
-        self, blocks: torch.Tensor, report: Callable[[int], None]
+        self, blocks: torch.Tensor, report: Callable[[int], None], launched: Callable[[], None]
     ) -> tuple[float, float, tuple[float, ...], float]:
         """GPU time of a pass, launching time, that of each report, and when it ended."""
         took = []
@@ -195,6 +197,7 @@ class Model:
                 report(number)
                 took.append(time.perf_counter() - at)
             self._mark(end)
+            launched()
             launched_at = time.perf_counter()
             if end is not None:
                 end.synchronize()
@@ -308,7 +311,7 @@ def measure(how: str, model: Model, prefill: Worker, decode: DecodeProcess, seed
     model.new.normal_()
     if how == "none":
         wait_for_device(model.device)
-        pass_s, launch_s, report_s, _ = model.run(blocks, lambda _: None)
+        pass_s, launch_s, report_s, _ = model.run(blocks, lambda _: None, lambda: None)
         return Sample(how, pass_s, launch_s, report_s, None)
     sender = prefill.nodes[how]
     ticket = make_ticket(sender.ref, decode.refs[how])
@@ -318,13 +321,21 @@ def measure(how: str, model: Model, prefill: Worker, decode: DecodeProcess, seed
     time.sleep(0.1)  # the grant's way
     wait_for_device(model.device)
     tickets = [(ticket.id, options.tokens)]
+    waiting: list[tuple[int, object]] = []
 
     def report(layer: int) -> None:
-        sender.agent.layer_ready(tickets, layer, model.record())
-        if layer + 1 == len(model.kv):
-            sender.agent.prefill_done(ticket.id, None)
+        waiting.append((layer, model.record()))
+        if how != "events":
+            launched()
 
-    pass_s, launch_s, report_s, ended_at = model.run(blocks, report)
+    def launched() -> None:
+        for layer, position in waiting:
+            sender.agent.layer_ready(tickets, layer, position)
+            if layer + 1 == len(model.kv):
+                sender.agent.prefill_done(ticket.id, None)
+        waiting.clear()
+
+    pass_s, launch_s, report_s, ended_at = model.run(blocks, report, launched)
     landed = decode.receive()
     assert sender.wait_for(timeout_s=10.0) == [KVSent(ticket.id)]
     assert landed["sums"] == sum_up(prefill.kv, table), "other bytes than were computed"

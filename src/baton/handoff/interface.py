@@ -63,12 +63,20 @@ class SampledToken(msgspec.Struct, frozen=True):
     top: tuple[TokenLogprob, ...] = ()
 
 
-StreamPosition: TypeAlias = object
-"""A position in what an engine has given its GPU to do, such as a recorded event.
+class StreamPosition(Protocol):
+    """A position in what an engine has given its GPU to do: a recorded event (`torch.Event`).
 
-Only the engine and its `Staging` look into it: a copy that comes after it begins, on the GPU, once
-all that was given before it has been done. None where all is done already (on CPUs).
-"""
+    A copy that comes after it begins, on the GPU, once all that was given before it has been done.
+    None stands for it where all is done already (on CPUs).
+    """
+
+    def query(self) -> bool:
+        """Whether the GPU has got there; does not wait. Thread-safe.
+
+        Raises:
+            RuntimeError: the GPU failed.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
