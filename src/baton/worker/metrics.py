@@ -36,6 +36,7 @@ class TokenClock:
         now = self._clock.now()
         if self._last is None:
             self._trace.stamp(Stamp.FIRST_TOKEN, now)
+            self._metrics.first_token(self._trace)
         else:
             self._metrics.token_gap(now - self._last, num_tokens)
         self._last = now
