@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 
 from baton.auth.ticket import HandoffMode
 from baton.telemetry.handoff_metrics import HandoffInstruments
-from baton.telemetry.trace import Stamp, compute_durations
+from baton.telemetry.trace import compute_durations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -88,8 +88,8 @@ class WorkerMetrics:
         for _ in range(num_tokens):
             self._token_gap.observe(seconds / num_tokens)
 
-    def first_token(self, trace: RequestSpan) -> None:
-        """Count the handoff of a request whose first token is here; `trace` has its stamp."""
+    def landed(self, trace: RequestSpan) -> None:
+        """Count what a request's handoff took, if its KV is here. Once for each request."""
         self._handoffs.landed(trace)
 
     def error_response(self, status: int) -> None:
@@ -97,12 +97,10 @@ class WorkerMetrics:
         self._errors.get(status, self._errors[500]).inc()
 
     def finished(self, trace: RequestSpan) -> None:
-        """Count a request that has ended, whatever its outcome."""
+        """Count a request that has ended, whatever its outcome; `landed` counts its handoff."""
         self._requests.finished(trace)
         if trace.role in {"prefill", "decode"}:
             self._handoffs.finished(trace)
-            if Stamp.FIRST_TOKEN not in trace.stamps:
-                self._handoffs.landed(trace)
 
 
 class RequestInstruments:

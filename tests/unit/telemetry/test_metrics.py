@@ -75,7 +75,7 @@ def test_a_transport_other_than_expected_is_counted(
         trace = leg("decode", "stop", *RECEIVED, transport="tcp")
         trace.expected_transport, trace.num_bytes = expected, 100
         trace.mode, trace.operation, trace.distance = "push", "WRITE", "same_host"
-        metrics.finished(trace)
+        metrics.landed(trace)
     name = "baton_handoff_transport_mismatch_total"
     assert registry.get_sample_value(name, {"expected": "shared", "used": "tcp"}) == 1
     assert registry.get_sample_value(name, {"expected": "tcp", "used": "shared"}) == 0
@@ -100,7 +100,7 @@ def landed(distance: str | None, transport: str, mode: str, operation: str | Non
 def test_what_a_handoff_took_is_counted_by_distance_transport_mode_and_operation(
     metrics: WorkerMetrics, registry: CollectorRegistry
 ) -> None:
-    metrics.finished(landed("cross_zone", "tcp", "pull", "READ"))
+    metrics.landed(landed("cross_zone", "tcp", "pull", "READ"))
     labels = {
         "distance": "cross_zone",
         "transport": "tcp",
@@ -136,9 +136,9 @@ def test_sets_of_labels_of_handoffs_without_a_failure_exist_from_the_start(
         for distance in distances
     }
     assert set(label_sets(registry)) == usual | {("other",) * 4}
-    metrics.finished(landed("same_rack", "tcp", "pull", "WRITE"))
-    metrics.finished(landed(None, "tcp", "push", "WRITE"))
-    metrics.finished(landed("same_rack", "a client's text", "push", "WRITE"))
+    metrics.landed(landed("same_rack", "tcp", "pull", "WRITE"))
+    metrics.landed(landed(None, "tcp", "push", "WRITE"))
+    metrics.landed(landed("same_rack", "a client's text", "push", "WRITE"))
     assert set(label_sets(registry)) == usual | {
         ("other",) * 4,
         ("same_rack", "tcp", "pull", "WRITE"),
@@ -157,10 +157,10 @@ def test_a_worker_has_fewer_than_2000_series_whatever_it_is_configured_for_and_s
         for operation in ("WRITE", "READ"):
             for transport in transports:
                 for distance in (*DISTANCES, None):
-                    metrics.finished(landed(distance, transport, mode, operation))
+                    metrics.landed(landed(distance, transport, mode, operation))
     pooled = landed(None, "", "pool", None)
     pooled.transport = pooled.expected_transport = None
-    metrics.finished(pooled)
+    metrics.landed(pooled)
     found = label_sets(registry)
     assert len(found) == MAX_LABEL_SETS
     assert ("other",) * 4 in found
