@@ -28,7 +28,7 @@ def report() -> bytes:
 def test_the_gateway_reads_every_worker_and_a_report_that_is_none_is_left_out() -> None:
     good, old, bad = (ScriptedWorker(f"decode-{n}", "decode", say_abc) for n in range(3))
     good.transfers = report()
-    bad.transfers = good.transfers.replace(b'"handoffs":[{', b'"handoffs":[{"num":-1,')
+    bad.transfers = good.transfers.replace(b'"num":1,', b'"num":-1,')
 
     async def scenario(cluster: Cluster) -> None:
         async def is_read() -> bool:
