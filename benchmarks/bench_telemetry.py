@@ -150,7 +150,9 @@ def measure_error() -> dict[str, dict[str, float]]:
                 ("ddsketch", sketch.get_quantile_value(share)),
             ):
                 error = abs(found / exact - 1)
-                worst[name][f"p{share * 100:g}"] = max(error, worst[name].get(f"p{share * 100:g}", 0))
+                worst[name][f"p{share * 100:g}"] = max(
+                    error, worst[name].get(f"p{share * 100:g}", 0)
+                )
     return worst
 
 
@@ -166,7 +168,9 @@ def measure_cpu(num_rounds: int) -> dict[str, object]:
             gateways = {"with": fleet, "without": quiet_fleet}
             workers = {name: start_pair(each) for name, each in gateways.items()}
             urls = {
-                name: gateways[name].start_gateway([prefill.wait_ready()], [decode.wait_ready()]).url
+                name: gateways[name]
+                .start_gateway([prefill.wait_ready()], [decode.wait_ready()])
+                .url
                 for name, (prefill, decode) in workers.items()
             }
             for url in urls.values():

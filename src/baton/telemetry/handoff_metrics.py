@@ -37,7 +37,7 @@ REFERENCE: Final = "reference"
 STORE: Final = "store"
 """In place of a transport in mode pool, which has no distance either."""
 LOCAL_DISTANCES: Final = DISTANCES[:2]
-MAX_LABEL_SETS: Final = 22
+MAX_LABEL_SETS: Final = 20
 OTHER_LABELS: Final = HandoffLabels(UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN)
 POOL_LABELS: Final = HandoffLabels("unknown", STORE, "pool", "READ")
 

@@ -103,11 +103,9 @@ class LogHistogram:
             index = 0
         self._counts[index] += 1
 
-    def merge(self, other: LogHistogram | BucketCounts) -> None:
-        """Add all that another one has counted."""
-        if isinstance(other, LogHistogram):
-            self._counts += other._counts
-        elif other.buckets:
+    def merge(self, other: BucketCounts) -> None:
+        """Add all that another histogram has counted."""
+        if other.buckets:
             self._counts[list(other.buckets)] += other.counts
 
     def quantile(self, share: float) -> float | None:

@@ -1,7 +1,7 @@
 """What one worker's handoffs and links took, by peer: the log histograms behind its report.
 
-    HandoffInstruments ── handoff(trace) ──► TransferTable ◄── link(outcome) ── LinkInstruments
-                                                  └──► report()
+HandoffInstruments ── handoff(trace) ──► TransferTable ◄── link(outcome) ── LinkInstruments
+                                              └──► report()
 """
 
 from __future__ import annotations
@@ -40,21 +40,44 @@ class LinkOutcome(Protocol):
     """See `transfer.links.choice.Outcome`."""
 
     @property
-    def peer(self) -> str: ...
+    def peer(self) -> str:
+        """The other worker."""
+        ...
+
     @property
-    def distance(self) -> str: ...
+    def distance(self) -> str:
+        """Of the two workers; empty where not known."""
+        ...
+
     @property
-    def transport(self) -> str: ...
+    def transport(self) -> str:
+        """What carried it."""
+        ...
+
     @property
-    def direction(self) -> str: ...
+    def direction(self) -> str:
+        """`push` or `pull`."""
+        ...
+
     @property
-    def num_bytes(self) -> int: ...
+    def num_bytes(self) -> int:
+        """In sum."""
+        ...
+
     @property
-    def predicted_s(self) -> float: ...
+    def predicted_s(self) -> float:
+        """What was predicted, in sum."""
+        ...
+
     @property
-    def observed_s(self) -> float: ...
+    def observed_s(self) -> float:
+        """From the first transfer to the end of the last."""
+        ...
+
     @property
-    def refined(self) -> bool: ...
+    def refined(self) -> bool:
+        """Whether the time measures the link."""
+        ...
 
 
 def name_distance(distance: str | None) -> str:
@@ -193,9 +216,7 @@ class TransferTable:
                 num_forgotten=self._num_forgotten,
             )
 
-    def _find(
-        self, entries: OrderedDict[Key, Entry], key: Key, make: Callable[[], Entry]
-    ) -> Entry:
+    def _find(self, entries: OrderedDict[Key, Entry], key: Key, make: Callable[[], Entry]) -> Entry:
         entry = entries.get(key)
         if entry is None:
             entry = entries[key] = make()

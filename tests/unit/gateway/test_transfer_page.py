@@ -27,7 +27,9 @@ class Fleet:
     """Workers that have reported, without a network."""
 
     def __init__(self, *names: str) -> None:
-        addresses = tuple(WorkerAddress(f"http://10.0.0.5:{n}", Role.DECODE) for n in range(1, len(names) + 1))
+        addresses = tuple(
+            WorkerAddress(f"http://10.0.0.5:{n}", Role.DECODE) for n in range(1, len(names) + 1)
+        )
         self.clock = ManualClock()
         workers = Workers(addresses, GatewayMetrics())
         upstream = Upstream(GatewayOptions(addresses=addresses, credentials=KEY, tls="off"))

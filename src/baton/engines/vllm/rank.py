@@ -53,9 +53,9 @@ from baton.handoff.verify import VerificationPolicy
 from baton.kv.layout import TensorParallelShard
 from baton.net.tls import ClusterTls
 from baton.store.interface import PeerAccess
+from baton.telemetry.handoff_metrics import HandoffInstruments
 from baton.telemetry.links import LinkInstruments
 from baton.telemetry.log_limit import WARNINGS
-from baton.telemetry.handoff_metrics import HandoffInstruments
 from baton.telemetry.metrics import HeldBlockTimeCollector, set_worker_info
 from baton.telemetry.trace import TraceRing
 from baton.telemetry.transfers import TransferTable
