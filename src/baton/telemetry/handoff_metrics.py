@@ -243,13 +243,14 @@ class HandoffInstruments:
         if landed is None:
             return
         self._transfers.handoff(trace, self._landed.landed(trace, landed), landed)
-        transport = self._name(trace)
+        transport = trace.transport if trace.transport in self._used else UNKNOWN
         if trace.expected_transport in self._used and trace.expected_transport != transport:
-            self._mismatches[trace.expected_transport, transport].inc()
+            self._mismatches[trace.expected_transport, str(transport)].inc()
 
     def finished(self, trace: RequestSpan) -> None:
         """Count one role's part of a request that has ended; `landed` counts the rest."""
-        self._handoffs[trace.role, self._name(trace), _result(trace)].inc()
+        transport = trace.transport if trace.transport in self._used else UNKNOWN
+        self._handoffs[trace.role, str(transport), _result(trace)].inc()
         if trace.role != "decode":
             return
         _add(self._verified, trace.verified_bytes)
@@ -259,10 +260,6 @@ class HandoffInstruments:
         for fallback in trace.fallbacks:
             cause = fallback.partition(": ")[0]
             self._fallbacks.get(cause, self._fallbacks[UNKNOWN]).inc()
-
-    def _name(self, trace: RequestSpan) -> str:
-        transport = trace.transport
-        return transport if transport is not None and transport in self._used else UNKNOWN
 
 
 def _add(counters: dict[str, Counter], by_transport: dict[str, int]) -> None:

@@ -35,7 +35,7 @@ def outcome(
 def test_every_choice_mismatch_and_error_is_counted() -> None:
     registry = CollectorRegistry()
     instruments: LinkObserver
-    instruments, table = observer(registry, "shared", "tcp")
+    instruments, table = observer(registry, "shared", "tcp", local=frozenset({"shared"}))
     push = {"operation": "WRITE", "transport": "tcp"}
     link = {"distance": "same_zone", **push}
     pair = {"operation": "WRITE", "expected": "shared", "used": "tcp"}
