@@ -1,8 +1,8 @@
 """A worker's instruments, in a registry of the caller's.
 
 No request or peer ids in labels. Combinations of labels exist from the start, at 0 (of handoffs:
-`handoff_metrics`), and the children are kept: counting looks up no label. Edges of latency buckets are vLLM's, so that boards
-can show both.
+`handoff_metrics`), and the children are kept: counting looks up no label. Edges of latency buckets
+are vLLM's, so that boards can show both.
 
 `HeldBlockTime`: memory that handoffs hold on prefill workers, in blocks times seconds, by mode.
 

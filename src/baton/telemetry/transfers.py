@@ -202,19 +202,27 @@ class TransferTable:
                 entry.observed_ratio.add(outcome.observed_s / outcome.predicted_s)
 
     def report(self) -> TransferReport:
-        """All of it, those used last at the end."""
+        """All of it, those used last at the end.
+
+        The lock is held for one entry at a time: nobody who counts waits for the whole report.
+        """
         now = self._clock.now()
         with self._lock:
-            handoffs = tuple(
-                _report_handoffs(*key, entry, now) for key, entry in self._handoffs.items()
-            )
-            links = tuple(_report_link(*key, entry) for key, entry in self._links.items())
-            return TransferReport(
-                epoch=self._epoch,
-                handoffs=handoffs,
-                links=links,
-                num_forgotten=self._num_forgotten,
-            )
+            handoffs, links = tuple(self._handoffs.items()), tuple(self._links.items())
+        reported_handoffs: list[HandoffTransfers] = []
+        for key, entry in handoffs:
+            with self._lock:
+                reported_handoffs.append(_report_handoffs(*key, entry, now))
+        reported_links: list[LinkTransfers] = []
+        for (peer, labels), link in links:
+            with self._lock:
+                reported_links.append(_report_link(peer, labels, link))
+        return TransferReport(
+            epoch=self._epoch,
+            handoffs=tuple(reported_handoffs),
+            links=tuple(reported_links),
+            num_forgotten=self._num_forgotten,
+        )
 
     def _find(self, entries: OrderedDict[Key, Entry], key: Key, make: Callable[[], Entry]) -> Entry:
         entry = entries.get(key)
