@@ -53,10 +53,12 @@ from baton.handoff.verify import VerificationPolicy
 from baton.kv.layout import TensorParallelShard
 from baton.net.tls import ClusterTls
 from baton.store.interface import PeerAccess
+from baton.telemetry.handoff_metrics import HandoffInstruments
 from baton.telemetry.links import LinkInstruments
 from baton.telemetry.log_limit import WARNINGS
-from baton.telemetry.metrics import HandoffInstruments, HeldBlockTimeCollector, set_worker_info
+from baton.telemetry.metrics import HeldBlockTimeCollector, set_worker_info
 from baton.telemetry.trace import TraceRing
+from baton.telemetry.transfers import TransferTable
 from baton.transfer.devices.extents import choose_allocation
 from baton.transfer.interface import TransportContext, build_transports
 from baton.transfer.links.probes import ProbeBounds
@@ -161,14 +163,15 @@ class Rank:
         agent = dispatcher.agent
         registry = CollectorRegistry()
         registry.register(WARNINGS)
-        agent.observe_links(LinkInstruments(registry, options.transports))
+        traces = TraceRing(NUM_TRACES)
+        transfers = TransferTable(plan.identity.of_rank(plan.rank)[1], self._clock)
+        observer = _observe(dispatcher, registry, traces, transfers)
         if dispatcher.store is not None:
             prefixes = dispatcher.store.prefixes.counts
             registry.register(PoolModeCollector(dispatcher.store.access, prefixes))
         dispatcher.start(self._wake_event.set)
         self._dispatcher = dispatcher
-        traces = TraceRing(NUM_TRACES)
-        handoffs = self._handoffs(dispatcher, traces, registry, make_recorder(device))
+        handoffs = self._handoffs(dispatcher, observer, make_recorder(device))
         control = ControlServer(
             options.handoff_host,
             _port_of(options.control_port, plan.rank),
@@ -206,6 +209,7 @@ class Rank:
                 abort_from_peer=handoffs.abort_from_peer,
                 links=partial(describe_links, agent),
                 traces=traces,
+                transfers=transfers,
                 registry=registry,
             )
         )
@@ -256,15 +260,11 @@ class Rank:
     def _handoffs(
         self,
         dispatcher: HandoffDispatcher,
-        traces: TraceRing,
-        registry: CollectorRegistry,
+        observer: RankObserver,
         record_position: Callable[[], StreamPosition | None],
     ) -> RankHandoffs:
         plan = self._plan
         worker, epoch = plan.identity.of_rank(plan.rank)
-        instruments = HandoffInstruments(registry, plan.options.transports, (FALLBACK_CAUSE,))
-        observer = RankObserver(traces, instruments)
-        registry.register(HeldBlockTimeCollector(lambda: observer.held_block_s))
         setting = RankSetting(
             worker=worker,
             epoch=epoch,
@@ -346,6 +346,21 @@ class Rank:
             tls=self._tls_of_kv,
         )
         return build_transports(options.transports, options.transport_options, context)
+
+
+def _observe(
+    dispatcher: HandoffDispatcher,
+    registry: CollectorRegistry,
+    traces: TraceRing,
+    transfers: TransferTable,
+) -> RankObserver:
+    """Count a rank's handoffs and links; before its agent starts."""
+    paths = dispatcher.receive_paths
+    dispatcher.agent.observe_links(LinkInstruments(registry, paths, transfers))
+    counts = HandoffInstruments(registry, paths, (FALLBACK_CAUSE,), transfers)
+    observer = RankObserver(traces, counts)
+    registry.register(HeldBlockTimeCollector(lambda: observer.held_block_s))
+    return observer
 
 
 def _port_of(first: int, rank: int) -> int:
