@@ -38,6 +38,7 @@ from baton.gateway.openapi import (
 from baton.gateway.request import MAX_MODEL_CHARS
 from baton.gateway.workers import Pending
 from baton.protocol import worker_http
+from baton.protocol.alerts import ALERTS_PATH
 from baton.protocol.worker_http import (
     CHAT_COMPLETIONS_PATH,
     COMPLETIONS_PATH,
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from baton.clock import Clock
+    from baton.gateway.alerts.monitor import AlertMonitor
     from baton.gateway.clients import Clients
     from baton.gateway.completions import Completions
     from baton.gateway.debug import LinkList, RequestTraces, WorkerList
@@ -146,7 +148,8 @@ MAX_HOST_CHARS: Final = 253
 COMPLETION_PATHS: Final = frozenset({CHAT_COMPLETIONS_PATH, COMPLETIONS_PATH})
 CLIENT_PATHS: Final = "/v1/"
 DEBUG_PATHS: Final = "/debug/"
-MANAGEMENT_PATHS: Final = ("/metrics", DEBUG_PATHS)
+LOCAL_PATHS: Final = (DEBUG_PATHS, ALERTS_PATH)
+MANAGEMENT_PATHS: Final = ("/metrics", *LOCAL_PATHS)
 PROMETHEUS_TEXT: Final = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 
 log = logging.getLogger(__name__)
@@ -177,7 +180,7 @@ class Access:
             self.clients.authenticate(headers)
         elif path.startswith(MANAGEMENT_PATHS) and not self.is_managed_here:
             raise PathNotFoundError(f"{path} is answered by the management listener alone")
-        elif path.startswith(DEBUG_PATHS) and not _is_local(scope):
+        elif path.startswith(LOCAL_PATHS) and not _is_local(scope):
             raise PathNotFoundError(f"{path} does not exist here")
 
     def check_management(self, path: str, headers: Headers) -> None:
@@ -196,6 +199,7 @@ class Access:
 class DebugPages:
     """What an operator may look at."""
 
+    alerts: AlertMonitor
     traces: RequestTraces
     workers: WorkerList
     queue: QueuePage
@@ -278,6 +282,8 @@ class GatewayApp:
         match path:
             case worker_http.HEALTH_PATH:
                 answer: msgspec.Struct = Status("ok")
+            case _ if path == ALERTS_PATH:
+                answer = self._debug_pages.alerts.show()
             case _ if path == READY_PATH:
                 answer = self._readiness()
             case worker_http.VERSION_PATH:

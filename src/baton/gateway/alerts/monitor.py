@@ -73,7 +73,7 @@ class AlertMonitor:
     def evaluate(self) -> None:
         """Look at everything once."""
         now = self._clock.now()
-        conditions = self._rules.evaluate(self._sources.observe(), now)
+        conditions = self._rules.evaluate(self._sources.observe(now), now)
         changed = [self._show(each) for each in self._lifecycle.apply(conditions, now)]
         for name, gauge in self._firing.items():
             gauge.set(self._lifecycle.num_firing(name))
