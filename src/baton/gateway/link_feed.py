@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 INTERVAL_S: Final = 10.0
 
+_decoder = msgspec.json.Decoder(MeasuredLinks)
+
 
 class LinkFeed(ReportFeed[MeasuredLinks]):
     """See `ReportFeed`; it teaches `load` what links cost."""
@@ -41,7 +43,7 @@ class LinkFeed(ReportFeed[MeasuredLinks]):
             path=LINKS_PATH,
             interval_s=INTERVAL_S,
             max_bytes=MAX_SMALL_ANSWER_BYTES,
-            decode=msgspec.json.Decoder(MeasuredLinks).decode,
+            decode=_decode,
             on_round=self._note,
         )
         self._load = load
@@ -63,6 +65,11 @@ class LinkFeed(ReportFeed[MeasuredLinks]):
                     shapes[view.model] = shape
         for model, found in by_model.items():
             self._load.costs(model).handoffs.note_links(found, shapes.get(model))
+
+
+def _decode(body: bytes) -> MeasuredLinks | None:
+    report = _decoder.decode(body)
+    return report if report.links else None
 
 
 def _of_pairs(

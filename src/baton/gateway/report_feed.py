@@ -35,8 +35,9 @@ Report = TypeVar("Report")
 class ReportFeed(Generic[Report]):
     """An asynchronous context manager: it reads within. Owner: the event loop's thread.
 
-    `reports` has the latest of each worker that is up. `on_round` is called after each round in
-    which a report came or a worker was lost.
+    `reports` has the latest of each worker that is up. `decode` gives None for a report that takes
+    the place of none. `on_round` is called after each round in which a report differed from the one
+    before, or a worker was lost.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class ReportFeed(Generic[Report]):
         path: str,
         interval_s: float,
         max_bytes: int,
-        decode: Callable[[bytes], Report],
+        decode: Callable[[bytes], Report | None],
         on_round: Callable[[], None],
     ) -> None:
         self._workers, self._upstream, self._clock = workers, upstream, clock
@@ -109,8 +110,8 @@ class ReportFeed(Generic[Report]):
         try:
             async with self._at_once:
                 status, body = await self._upstream.get(url, ANSWER_TIMEOUT_S, self._max_bytes)
-            if status == HTTPStatus.OK:
-                self.reports[worker] = self._decode(body)
+            if status == HTTPStatus.OK and (report := self._decode(body)) is not None:
+                self.reports[worker] = report
         except (BatonError, *UNDECODABLE) as exc:
             log.debug("no %s from %s: %s", self._path, worker, exc)
         return self.reports.get(worker) != before
