@@ -201,7 +201,6 @@ class Access:
 class DebugPages:
     """What an operator may look at."""
 
-    alerts: AlertMonitor
     traces: RequestTraces
     workers: WorkerList
     queue: QueuePage
@@ -209,6 +208,7 @@ class DebugPages:
     links: LinkList
     demand: DemandPage
     transfers: TransferPage
+    alerts: AlertMonitor
 
 
 class GatewayApp:
