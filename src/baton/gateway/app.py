@@ -285,8 +285,6 @@ class GatewayApp:
         match path:
             case worker_http.HEALTH_PATH:
                 answer: msgspec.Struct = Status("ok")
-            case _ if path == ALERTS_PATH:
-                answer = self._debug_pages.alerts.show()
             case _ if path == READY_PATH:
                 answer = self._readiness()
             case worker_http.VERSION_PATH:
@@ -297,20 +295,28 @@ class GatewayApp:
                 answer = self._model(path.removeprefix(f"{MODELS_PATH}/"))
             case _ if f"{path}/".startswith(f"{REQUESTS_PATH}/"):
                 answer = await self._debug(path)
-            case _ if path == WORKERS_PATH:
-                answer = self._debug_pages.workers.show()
-            case _ if path == QUEUE_PATH:
-                answer = self._debug_pages.queue.show()
-            case _ if path == DEMAND_PATH:
-                answer = self._debug_pages.demand.show()
-            case _ if path == LINKS_PATH:
-                answer = self._debug_pages.links.show()
-            case _ if path == TRANSFERS_PATH:
-                answer = self._debug_pages.transfers.show()
             case _:
-                raise PathNotFoundError(f"{path} does not exist here")
+                answer = self._management_page(path)
         _need_get(path, scope)
         return answer
+
+    def _management_page(self, path: str) -> msgspec.Struct:
+        pages = self._debug_pages
+        match path:
+            case _ if path == WORKERS_PATH:
+                return pages.workers.show()
+            case _ if path == QUEUE_PATH:
+                return pages.queue.show()
+            case _ if path == DEMAND_PATH:
+                return pages.demand.show()
+            case _ if path == LINKS_PATH:
+                return pages.links.show()
+            case _ if path == TRANSFERS_PATH:
+                return pages.transfers.show()
+            case _ if path == ALERTS_PATH:
+                return pages.alerts.show()
+            case _:
+                raise PathNotFoundError(f"{path} does not exist here")
 
     def _readiness(self) -> Status:
         reason = self._ready.why_not()

@@ -102,9 +102,7 @@ def check_alerts(section: AlertsSection) -> None:
             raise ConfigError("alerts.webhook_url is not a URL as https://HOST[:PORT]/PATH")
     unknown = [name for name in section.disabled if name not in {*AlertName}]
     if unknown:
-        raise ConfigError(
-            f"alerts.disabled names {unknown[0]!r}; there are {', '.join(AlertName)}"
-        )
+        raise ConfigError(f"alerts.disabled names {unknown[0]!r}; there are {', '.join(AlertName)}")
 
 
 class GatewayOptions(GatewaySection, frozen=True, kw_only=True):

@@ -1,7 +1,7 @@
 """What one worker's handoffs and links took, by peer: the log histograms behind its report.
 
-    HandoffInstruments ── handoff(trace) ──► TransferTable ◄── link(outcome) ── LinkInstruments
-                                                  └──► report()
+HandoffInstruments ── handoff(trace) ──► TransferTable ◄── link(outcome) ── LinkInstruments
+                                              └──► report()
 """
 
 from __future__ import annotations
@@ -222,9 +222,7 @@ class TransferTable:
                 num_lapsed_leases=self._count_lapsed_leases(),
             )
 
-    def _find(
-        self, entries: OrderedDict[Key, Entry], key: Key, make: Callable[[], Entry]
-    ) -> Entry:
+    def _find(self, entries: OrderedDict[Key, Entry], key: Key, make: Callable[[], Entry]) -> Entry:
         entry = entries.get(key)
         if entry is None:
             entry = entries[key] = make()

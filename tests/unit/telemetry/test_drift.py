@@ -101,12 +101,12 @@ def test_rare_stalls_and_one_burst_of_them_are_no_drift():
         assert state is DriftState.STEADY
 
 
-def test_other_work_that_slows_every_third_transfer_is_no_drift():
+def test_other_work_that_slows_every_sixth_transfer_is_no_drift():
     link = Link(4, spread=0.1)
     detector = learned(link)
     for number in range(3000):
         size, seconds = link.transfer()
-        busy = 3.0 if number % 3 == 0 else 1.0
+        busy = 3.0 if number % 6 == 0 else 1.0
         assert detector.observe(size, seconds * busy, Instant(1.0)) is DriftState.STEADY
 
 

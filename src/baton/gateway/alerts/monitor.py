@@ -1,4 +1,4 @@
-"""Evaluates the alerts every `alerts.interval_s`, and reports what changed: log, metric, webhook."""
+"""Evaluates the alerts every `alerts.interval_s`; reports changes: log, metric, webhook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happened within the last minutes: growth of counters, and shares of an error budget. Pure."""
+"""What happened within the last minutes: growth of counters, shares of an error budget. Pure."""
 
 from __future__ import annotations
 
