@@ -26,7 +26,7 @@ from baton.telemetry.transfers import LinkLabels, TransferTable
 from baton.testing.clocks import ManualClock
 from baton.transfer.links.choice import Outcome
 from tests.integration.gateway_cluster import STREAM, Cluster, cluster, run, until, until_true
-from tests.integration.scripted_worker import MODEL, ScriptedWorker, Visit
+from tests.integration.scripted_worker import MODEL
 
 
 def alert(state: AlertState = AlertState.FIRING, name: str = "a") -> Alert:
@@ -185,13 +185,6 @@ def test_a_drifted_link_is_on_the_page_in_the_metrics_and_in_the_log(caplog, mon
     assert "BatonLinkDrift is resolved" in lines[1]
 
 
-async def say_letters(visit: Visit) -> None:
-    await visit.start_stream()
-    for text in "abcdef":
-        await visit.token(text)
-    await visit.done()
-
-
 def test_missed_targets_burn_the_budget_and_the_webhook_has_it():
     receiver = Receiver()
 
@@ -199,10 +192,7 @@ def test_missed_targets_burn_the_budget_and_the_webhook_has_it():
         async with receiver as url, asyncio.timeout(30):
             targets = {MODEL: Targets(ttft_s=1e-9)}
             section = AlertsSection(interval_s=0.1, webhook_url=url)
-            workers = [ScriptedWorker("both", "both", say_letters)]
-            async with cluster(
-                prefills=0, decodes=workers, targets=targets, alerts=section
-            ) as running:
+            async with cluster(targets=targets, alerts=section) as running:
                 _, page = await running.get_json("/alerts")
                 assert page["alerts"] == []
                 assert "BatonBurnRateFast" not in page["not_evaluated"]
@@ -228,4 +218,4 @@ def test_others_on_the_network_do_not_see_the_page():
         status, _ = await running.get_json("/alerts")
         assert status == 404
 
-    run(scenario, management_port=0)
+    run(scenario, management_port=0, wait=False)

@@ -205,7 +205,9 @@ async def open_parts(
             TransferFeed(workers, upstream, clock) as transfers,
             AlertMonitor(
                 options.alerts,
-                AlertSources(options, workers, load, transfers, prefixes),
+                AlertSources(
+                    options, workers, load, transfers, prefixes=prefixes, targets=metrics.targets
+                ),
                 metrics.registry,
                 clock,
             ) as alerts,
