@@ -39,6 +39,7 @@ from baton.gateway.openapi import (
 from baton.gateway.request import MAX_MODEL_CHARS
 from baton.gateway.workers import Pending
 from baton.protocol import worker_http
+from baton.protocol.alerts import ALERTS_PATH
 from baton.protocol.worker_http import (
     CHAT_COMPLETIONS_PATH,
     COMPLETIONS_PATH,
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from baton.clock import Clock
+    from baton.gateway.alerts.monitor import AlertMonitor
     from baton.gateway.clients import Clients
     from baton.gateway.completions import Completions
     from baton.gateway.debug import LinkList, RequestTraces, WorkerList
@@ -148,7 +150,8 @@ MAX_HOST_CHARS: Final = 253
 COMPLETION_PATHS: Final = frozenset({CHAT_COMPLETIONS_PATH, COMPLETIONS_PATH})
 CLIENT_PATHS: Final = "/v1/"
 DEBUG_PATHS: Final = "/debug/"
-MANAGEMENT_PATHS: Final = ("/metrics", DEBUG_PATHS)
+LOCAL_PATHS: Final = (DEBUG_PATHS, ALERTS_PATH)
+MANAGEMENT_PATHS: Final = ("/metrics", *LOCAL_PATHS)
 PROMETHEUS_TEXT: Final = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 
 log = logging.getLogger(__name__)
@@ -179,7 +182,7 @@ class Access:
             self.clients.authenticate(headers)
         elif path.startswith(MANAGEMENT_PATHS) and not self.is_managed_here:
             raise PathNotFoundError(f"{path} is answered by the management listener alone")
-        elif path.startswith(DEBUG_PATHS) and not _is_local(scope):
+        elif path.startswith(LOCAL_PATHS) and not _is_local(scope):
             raise PathNotFoundError(f"{path} does not exist here")
 
     def check_management(self, path: str, headers: Headers) -> None:
@@ -205,6 +208,7 @@ class DebugPages:
     links: LinkList
     demand: DemandPage
     transfers: TransferPage
+    alerts: AlertMonitor
 
 
 class GatewayApp:
@@ -291,20 +295,28 @@ class GatewayApp:
                 answer = self._model(path.removeprefix(f"{MODELS_PATH}/"))
             case _ if f"{path}/".startswith(f"{REQUESTS_PATH}/"):
                 answer = await self._debug(path)
-            case _ if path == WORKERS_PATH:
-                answer = self._debug_pages.workers.show()
-            case _ if path == QUEUE_PATH:
-                answer = self._debug_pages.queue.show()
-            case _ if path == DEMAND_PATH:
-                answer = self._debug_pages.demand.show()
-            case _ if path == LINKS_PATH:
-                answer = self._debug_pages.links.show()
-            case _ if path == TRANSFERS_PATH:
-                answer = self._debug_pages.transfers.show()
             case _:
-                raise PathNotFoundError(f"{path} does not exist here")
+                answer = self._management_page(path)
         _need_get(path, scope)
         return answer
+
+    def _management_page(self, path: str) -> msgspec.Struct:
+        pages = self._debug_pages
+        match path:
+            case _ if path == WORKERS_PATH:
+                return pages.workers.show()
+            case _ if path == QUEUE_PATH:
+                return pages.queue.show()
+            case _ if path == DEMAND_PATH:
+                return pages.demand.show()
+            case _ if path == LINKS_PATH:
+                return pages.links.show()
+            case _ if path == TRANSFERS_PATH:
+                return pages.transfers.show()
+            case _ if path == ALERTS_PATH:
+                return pages.alerts.show()
+            case _:
+                raise PathNotFoundError(f"{path} does not exist here")
 
     def _readiness(self) -> Status:
         reason = self._ready.why_not()

@@ -24,6 +24,8 @@ from baton.auth.ticket import TicketIssuer
 from baton.clock import MachineClock
 from baton.config.cluster_key import is_loopback
 from baton.gateway.admission import Admission
+from baton.gateway.alerts.monitor import AlertMonitor
+from baton.gateway.alerts.sources import AlertSources
 from baton.gateway.app import (
     Access,
     DebugPages,
@@ -201,6 +203,14 @@ async def open_parts(
             Membership(services, events, room, options.build_sources(clock, announced)),
             LinkFeed(workers, upstream, load, clock),
             TransferFeed(workers, upstream, clock) as transfers,
+            AlertMonitor(
+                options.alerts,
+                AlertSources(
+                    options, workers, load, transfers, prefixes=prefixes, targets=metrics.targets
+                ),
+                metrics.registry,
+                clock,
+            ) as alerts,
         ):
             _watch(announced, services)
             app = GatewayApp(
@@ -215,6 +225,7 @@ async def open_parts(
                     LinkList(workers, load),
                     DemandPage(workers, load, admission, clock),
                     TransferPage(transfers, clock),
+                    alerts,
                 ),
                 readiness=Readiness(workers, clock),
                 access=Access(

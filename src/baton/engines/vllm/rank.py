@@ -164,7 +164,9 @@ class Rank:
         registry = CollectorRegistry()
         registry.register(WARNINGS)
         traces = TraceRing(NUM_TRACES)
-        transfers = TransferTable(plan.identity.of_rank(plan.rank)[1], self._clock)
+        transfers = TransferTable(
+            plan.identity.of_rank(plan.rank)[1], self._clock, lambda: agent.num_lapsed_leases
+        )
         observer = _observe(dispatcher, registry, traces, transfers)
         if dispatcher.store is not None:
             prefixes = dispatcher.store.prefixes.counts
