@@ -32,6 +32,7 @@ from baton.gateway.openapi import (
     READY_PATH,
     REQUESTS_PATH,
     ROUTE_PATH,
+    TRANSFERS_PATH,
     WORKERS_PATH,
     Status,
     describe,
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from baton.gateway.options import GatewayOptions
     from baton.gateway.queue_page import QueuePage
     from baton.gateway.route_explainer import RouteExplainer
+    from baton.gateway.transfer_page import TransferPage
     from baton.gateway.workers import Workers
 
 
@@ -215,6 +217,7 @@ class DebugPages:
     route: RouteExplainer
     links: LinkList
     demand: DemandPage
+    transfers: TransferPage
     dashboard: Dashboard
 
 
@@ -317,6 +320,8 @@ class GatewayApp:
                 answer = self._debug_pages.demand.show()
             case _ if path == LINKS_PATH:
                 answer = self._debug_pages.links.show()
+            case _ if path == TRANSFERS_PATH:
+                answer = self._debug_pages.transfers.show()
             case _:
                 raise PathNotFoundError(f"{path} does not exist here")
         _need_get(path, scope)

@@ -58,6 +58,8 @@ from baton.gateway.running_streams import RunningStreams
 from baton.gateway.silence_monitor import SilenceMonitor
 from baton.gateway.stream_moves import StreamMoves
 from baton.gateway.stream_record import RecordBudget
+from baton.gateway.transfer_feed import TransferFeed
+from baton.gateway.transfer_page import TransferPage
 from baton.gateway.upstream import Upstream
 from baton.gateway.waiting import WaitingRequests
 from baton.gateway.workers import Workers
@@ -199,7 +201,9 @@ async def open_parts(
     worker_list, links = WorkerList(workers, events, load, clock), LinkList(workers, load)
     queue_page = QueuePage(admission, room, load, workers=workers, clock=clock)
     series = Series(SeriesSources(records, workers, load, admission, completions), clock)
-    shown = SnapshotSources(worker_list, queue_page, links, records, workers, load)
+    transfer_feed = TransferFeed(workers, upstream, clock)
+    transfer_page = TransferPage(transfer_feed, clock)
+    shown = SnapshotSources(worker_list, queue_page, links, transfer_page, records, workers, load)
     key_file = options.management_key_file
     management_key = ManagementKey.read(Path(key_file)) if key_file else None
     services.background_tasks.run(StreamMoves(services, records).run())
@@ -210,6 +214,7 @@ async def open_parts(
             open_announcements(options, clock, metrics.registry) as announced,
             Membership(services, events, room, options.build_sources(clock, announced)),
             LinkFeed(workers, upstream, load, clock),
+            transfer_feed,
             DashboardStream(series, SnapshotBuilder(shown, series, options, clock)) as dashboard,
         ):
             _watch(announced, services)
@@ -224,6 +229,7 @@ async def open_parts(
                     RouteExplainer(services),
                     links,
                     DemandPage(workers, load, admission, clock),
+                    transfer_page,
                     Dashboard(dashboard),
                 ),
                 readiness=Readiness(workers, clock),

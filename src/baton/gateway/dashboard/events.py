@@ -93,7 +93,61 @@ class Tick(msgspec.Struct, frozen=True):
     cost: TokenCost | None
 
 
+class PairShown(msgspec.Struct, frozen=True):
+    """Handoffs of one prefill and one decode worker in the last `window_s`; see `PairHandoffs`."""
+
+    prefill: str
+    decode: str
+    distance: str
+    transport: str
+    mode: str
+    operation: str
+    num: int
+    num_bytes: int
+    transfer_p50_s: float | None
+    s_per_mib_p50: float | None
+    exposed_share_p50: float | None
+    num_mismatches: int
+    expected_transport: str | None
+
+
+class DistanceShown(msgspec.Struct, frozen=True):
+    """All handoffs at one distance over one transport in the last `window_s`."""
+
+    distance: str
+    transport: str
+    num_pairs: int
+    num: int
+    num_bytes: int
+    transfer_p50_s: float | None
+    transfer_p99_s: float | None
+    bytes_per_s_p50: float | None
+    exposed_share_p50: float | None
+
+
+class DriftShown(msgspec.Struct, frozen=True):
+    """A link's recent time for each byte, over what it was at first."""
+
+    worker: str
+    peer: str
+    transport: str
+    operation: str
+    state: str
+    ratio: float
+
+
+class TransfersShown(msgspec.Struct, frozen=True):
+    """What `/debug/transfers` has of the last `window_s`: the pairs with the most bytes."""
+
+    window_s: float
+    pairs: tuple[PairShown, ...]
+    distances: tuple[DistanceShown, ...]
+    drifts: tuple[DriftShown, ...]
+    num_left_out: int
+
+
 class Links(msgspec.Struct, frozen=True):
     """Every few seconds: what handoffs cost, measured links, transfers by pair of workers."""
 
     links: LinkListReply
+    transfers: TransfersShown

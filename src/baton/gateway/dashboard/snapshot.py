@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING, Final
 
 from baton import __version__
 from baton.gateway.dashboard.events import (
+    DistanceShown,
+    DriftShown,
     History,
     Links,
     ModelShown,
+    PairShown,
     Point,
     RecentRequest,
     Tick,
     TokenCost,
+    TransfersShown,
 )
 from baton.gateway.workers import Up
 from baton.protocol.worker_http import Role
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
     from baton.gateway.debug import LinkList, RequestHistory, RequestRecord, WorkerList
     from baton.gateway.options import GatewayOptions
     from baton.gateway.queue_page import QueuePage
+    from baton.gateway.transfer_page import PairHandoffs, TransferPage, TransferPageReply
     from baton.gateway.workers import Workers
     from baton.protocol.worker_http import WorkerInfo
     from baton.router.load import FleetLoad
@@ -49,6 +54,7 @@ class SnapshotSources:
     workers: WorkerList
     queue: QueuePage
     links: LinkList
+    transfers: TransferPage
     records: RequestHistory
     known: Workers
     load: FleetLoad
@@ -85,7 +91,7 @@ class SnapshotBuilder:
 
     def links(self) -> Links:
         """What handoffs cost."""
-        return Links(self._sources.links.show())
+        return Links(self._sources.links.show(), _show_transfers(self._sources.transfers.show()))
 
     def _models(self) -> Iterator[ModelShown]:
         after = self._clock.now() - WINDOW_S
@@ -158,4 +164,56 @@ def _show(record: RequestRecord) -> RecentRequest:
         round(trace.waited_s, 6),
         None if first is None else round(first - received, 6),
         None if last is None else round(last - received, 6),
+    )
+
+
+def _show_transfers(page: TransferPageReply) -> TransfersShown:
+    return TransfersShown(
+        window_s=page.window_s,
+        pairs=tuple(map(_show_pair, page.handoffs)),
+        distances=tuple(
+            DistanceShown(
+                each.distance,
+                each.transport,
+                each.num_pairs,
+                each.recent.num,
+                each.recent.num_bytes,
+                each.recent.transfer_s.p50,
+                each.recent.transfer_s.p99,
+                each.recent.bytes_per_s.p50,
+                each.recent.exposed_share.p50,
+            )
+            for each in page.handoffs_by_distance
+        ),
+        drifts=tuple(
+            DriftShown(
+                each.worker,
+                each.peer,
+                each.transport,
+                each.operation,
+                each.drift.state,
+                each.drift.ratio,
+            )
+            for each in page.links
+            if each.drift is not None and each.drift.ratio is not None
+        ),
+        num_left_out=page.num_left_out,
+    )
+
+
+def _show_pair(pair: PairHandoffs) -> PairShown:
+    return PairShown(
+        pair.prefill,
+        pair.decode,
+        pair.distance,
+        pair.transport,
+        pair.mode,
+        pair.operation,
+        pair.recent.num,
+        pair.recent.num_bytes,
+        pair.recent.transfer_s.p50,
+        pair.recent.s_per_mib.p50,
+        pair.recent.exposed_share.p50,
+        pair.num_mismatches,
+        None if pair.last_mismatch is None else pair.last_mismatch.expected,
     )

@@ -109,12 +109,12 @@ const feed = openFeed(
     /** @param {Data} report */
     links(report) {
       showCosts(report.links);
-      showTransfers(report.transfers ?? null);
-      const traffic = trafficOf(report.transfers ?? null);
+      showTransfers(report.transfers);
+      const traffic = trafficOf(report.transfers);
       const links = report.links.models.flatMap((/** @type {Data} */ model) => model.links);
       topology.setLinks(links.map((/** @type {Data} */ link) => ({ ...link, traffic: traffic.get(`${link.from}\n${link.to}`) ?? 0 })));
       heat.update([
-        ...transferLayers(report.transfers ?? null),
+        ...transferLayers(report.transfers),
         {
           name: "measured bandwidth", format: bandwidth,
           cells: links.map((/** @type {Data} */ link) => ({ from: link.from, to: link.to, value: link.bytes_per_s, note: link.transport })),
