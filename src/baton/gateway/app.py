@@ -16,7 +16,7 @@ from baton.clock import Instant
 from baton.config.cluster_key import is_loopback
 from baton.errors import BatonError, ModelNotFoundError
 from baton.gateway.asgi import JSON, send_error, send_whole
-from baton.gateway.dashboard.pages import DASHBOARD_PATH, is_dashboard
+from baton.gateway.dashboard.pages import is_dashboard
 from baton.gateway.errors import (
     ForbiddenError,
     MethodNotAllowedError,
@@ -25,6 +25,7 @@ from baton.gateway.errors import (
     answer_for,
 )
 from baton.gateway.openapi import (
+    DASHBOARD_PATH,
     DEMAND_PATH,
     LINKS_PATH,
     OPENAPI_PATH,

@@ -46,6 +46,7 @@ WORKERS_PATH: Final = "/debug/workers"
 QUEUE_PATH: Final = "/debug/queue"
 DEMAND_PATH: Final = "/debug/demand"
 LINKS_PATH: Final = "/debug/links"
+DASHBOARD_PATH: Final = "/dashboard"
 TRANSFERS_PATH: Final = "/debug/transfers"
 
 Json: TypeAlias = dict[str, Any]
@@ -186,6 +187,9 @@ def _management_paths() -> Json:
         },
         WORKERS_PATH: _get("list_workers", "the workers and their state", an_object, "404"),
         QUEUE_PATH: _get("show_queue", "requests that wait for a worker", an_object, "404"),
+        DASHBOARD_PATH + "/": _get(
+            "show_dashboard", "a page for operators", _content("text/html", {"type": "string"})
+        ),
         DEMAND_PATH: _get("show_demand", "the traffic of each model", an_object, "404"),
         ROUTE_PATH: {
             "post": {

@@ -35,7 +35,7 @@ from baton.gateway.app import (
 from baton.gateway.audit import AuditLog
 from baton.gateway.clients import Clients
 from baton.gateway.completions import Completions
-from baton.gateway.dashboard.pages import DASHBOARD_PATH, Dashboard
+from baton.gateway.dashboard.pages import Dashboard
 from baton.gateway.dashboard.series import Series, SeriesSources
 from baton.gateway.dashboard.snapshot import SnapshotBuilder, SnapshotSources
 from baton.gateway.dashboard.stream import DashboardStream
@@ -49,6 +49,7 @@ from baton.gateway.management_key import ManagementKey
 from baton.gateway.members.listener import open_announcements
 from baton.gateway.members.membership import Membership
 from baton.gateway.metrics import GatewayMetrics, HealthCollector, RouterCollector
+from baton.gateway.openapi import DASHBOARD_PATH
 from baton.gateway.prefixes import Prefixes
 from baton.gateway.process_group import ProcessGroup
 from baton.gateway.queue_page import QueuePage

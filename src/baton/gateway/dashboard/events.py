@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from baton.gateway.debug import LinkListReply, WorkerListReply  # noqa: TC001 - msgspec reads them
-from baton.gateway.queue_page import QueueReply  # noqa: TC001
+from baton.gateway.debug import LinkListReply, WorkerListReply
+from baton.gateway.queue_page import QueueReply
 
 
 class Point(msgspec.Struct, frozen=True, array_like=True):

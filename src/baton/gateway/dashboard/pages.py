@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from baton.gateway.asgi import send_whole
 from baton.gateway.errors import MethodNotAllowedError, PathNotFoundError
+from baton.gateway.openapi import DASHBOARD_PATH
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from baton.gateway.asgi import Header
     from baton.gateway.dashboard.stream import DashboardStream
 
-DASHBOARD_PATH: Final = "/dashboard"
 EVENTS: Final = "events"
 INDEX: Final = "index.html"
 REDIRECT: Final = 307
@@ -28,9 +28,11 @@ TYPES: Final = {
 HEADERS: Final[tuple[Header, ...]] = (
     (
         b"content-security-policy",
-        b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-        b"img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-        b"require-trusted-types-for 'script'",
+        (
+            b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+            b"img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+            b"require-trusted-types-for 'script'"
+        ),
     ),
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),

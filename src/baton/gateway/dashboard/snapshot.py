@@ -83,9 +83,7 @@ class SnapshotBuilder:
             num_hidden=len(self._sources.known.all) - len(workers.workers),
             queue=self._sources.queue.show(MOST_WORKERS),
             models=tuple(self._models()),
-            requests=tuple(
-                map(_show, islice(self._sources.records.latest_first(), MOST_REQUESTS))
-            ),
+            requests=tuple(map(_show, islice(self._sources.records.latest_first(), MOST_REQUESTS))),
             cost=self._cost(),
         )
 

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Final, Self
 import msgspec
 
 from baton.errors import OverloadedError
-from baton.gateway.asgi import Header
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from starlette.types import Receive, Send
 
+    from baton.gateway.asgi import Header
     from baton.gateway.dashboard.series import Series
     from baton.gateway.dashboard.snapshot import SnapshotBuilder
 
@@ -91,8 +91,11 @@ class DashboardStream:
         try:
             if self.num_viewers == 1:
                 self._make()
-            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-            await _write(send, b"retry: %d\n\n" % RETRY_MS + _event("history", self._builder.history()))
+            start = {"type": "http.response.start", "status": 200, "headers": HEADERS}
+            async with asyncio.timeout(SEND_TIMEOUT_S):
+                await send(start)
+            history = _event("history", self._builder.history())
+            await _write(send, b"retry: %d\n\n%b" % (RETRY_MS, history))
             await self._follow(leaving, send)
             await send({"type": "http.response.body", "body": b""})
         except TimeoutError:
