@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import tempfile
+import time
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -84,9 +85,10 @@ class Page:
 
     async def until(self, script: str, within_s: float = 20.0) -> None:
         """Wait for an expression to be true."""
-        async with asyncio.timeout(within_s):
-            while not await self.run(f"Boolean({script})"):
-                await asyncio.sleep(0.05)
+        ends_at = time.monotonic() + within_s
+        while not await self.run(f"Boolean({script})"):
+            assert time.monotonic() < ends_at, (script, self.problems)
+            await asyncio.sleep(0.05)
 
     async def open(self, url: str) -> None:
         await self.call("Page.navigate", url=url)

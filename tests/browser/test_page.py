@@ -12,7 +12,7 @@ from tests.integration.scripted_worker import ScriptedWorker, prefill_at_once
 
 pytestmark = needs_chromium
 HOSTILE = "<img src=x onerror='document.title=\"run\"'><script>document.title='run'</script>\"'&"
-LIVE = "document.querySelector('#state').className === 'live'"
+LIVE = "document.querySelector('#state')?.className === 'live'"
 DRAWN = (
     f"{LIVE} && document.querySelectorAll('.worker').length && document.querySelector('.u-wrap')"
 )
@@ -68,7 +68,7 @@ def test_hostile_text_is_shown_and_nothing_runs() -> None:
 async def tab_reaches_all_controls(page: Page, stream: Stream) -> None:
     await page.run("document.activeElement.blur()")
     reached: list[str] = []
-    for _ in range(60):
+    while reached.count("skip") < 2:
         await page.press("Tab")
         reached.append(
             await page.run("(e => e.id || e.className || e.textContent)(document.activeElement)")

@@ -121,18 +121,26 @@ class RequestOrigin:
         hosts = frozenset(listed) if listed or is_loopback(options.host) else None
         return cls(hosts, frozenset(options.allowed_origins))
 
-    def check(self, headers: Headers) -> None:
-        """Pass, or raise.
+    def check(self, path: str, headers: Headers) -> None:
+        """Pass, or raise. The dashboard's own page asks for its modules as its origin.
 
         Raises:
             ForbiddenError: the request names a host or an origin that is not allowed.
         """
+        host = b""
+        origins: tuple[bytes, ...] = ()
         for name, value in headers:
-            if name == b"host" and self.hosts is not None:
-                self._check_host(value.decode("latin-1"))
+            if name == b"host":
+                host = value
+                if self.hosts is not None:
+                    self._check_host(value.decode("latin-1"))
             elif name == b"origin" and value.decode("latin-1") not in self.origins:
+                origins = (*origins, value)
+        for origin in origins:
+            is_own = origin in {b"http://" + host, b"https://" + host}
+            if not (is_own and is_dashboard(path)):
                 raise ForbiddenError(
-                    f"pages of {value[:200]!r} may not use this gateway; list their origin in "
+                    f"pages of {origin[:200]!r} may not use this gateway; list their origin in "
                     "gateway.allowed_origins"
                 )
 
@@ -183,7 +191,7 @@ class Access:
             PathNotFoundError: the path is not answered here.
         """
         headers: Headers = scope["headers"]
-        self.origin.check(headers)
+        self.origin.check(path, headers)
         if path.startswith(CLIENT_PATHS) and path not in COMPLETION_PATHS:
             self.clients.authenticate(headers)
         elif path.startswith(MANAGEMENT_PATHS) and not self.is_managed_here:
@@ -201,7 +209,7 @@ class Access:
             PathNotFoundError: the path is for clients.
             UnauthorizedError: the management key is needed.
         """
-        self.origin.check(headers)
+        self.origin.check(path, headers)
         if path.startswith(CLIENT_PATHS):
             raise PathNotFoundError(f"{path} is not answered by the management listener")
         if self.key is not None and path.startswith(OPERATOR_PATHS):

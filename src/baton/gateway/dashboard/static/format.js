@@ -6,7 +6,7 @@ export const NONE = "–";
 export function duration(seconds) {
   if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return NONE;
   const size = Math.abs(seconds);
-  if (size < 1e-3) return `${digits(seconds * 1e6)} µs`;
+  if (size < 0.9995e-3) return `${digits(seconds * 1e6)} µs`;
   if (size < 1) return `${digits(seconds * 1e3)} ms`;
   if (size < 120) return `${digits(seconds)} s`;
   return size < 7200 ? `${digits(seconds / 60)} min` : `${digits(seconds / 3600)} h`;

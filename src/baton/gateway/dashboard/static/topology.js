@@ -223,8 +223,8 @@ export class Topology {
       const [from, to] = [link.from, link.to].map((name) => this.boxes.get(name)?.box.getBoundingClientRect());
       if (!from || !to || link.from === link.to) continue;
       context.strokeStyle = cssColor(LINE_COLORS[transports.indexOf(link.transport) % LINE_COLORS.length]);
-      context.globalAlpha = this.picked ? 0.9 : 0.35 + (0.5 * link.traffic) / most;
-      context.lineWidth = 1 + (3 * link.traffic) / most;
+      context.globalAlpha = this.picked ? 0.9 : 0.3 + (0.4 * link.traffic) / most;
+      context.lineWidth = 1 + (1.5 * link.traffic) / most;
       const [x1, y1] = [from.left + from.width / 2 - origin.left, from.top + from.height / 2 - origin.top];
       const [x2, y2] = [to.left + to.width / 2 - origin.left, to.top + to.height / 2 - origin.top];
       context.beginPath();
