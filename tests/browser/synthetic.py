@@ -46,6 +46,7 @@ from baton.gateway.errors import answer_for
 from baton.gateway.queue_page import QueueReply, RoomShown, RunningShown, WaitingShown
 from baton.net.http_limits import Connections, HttpLimits
 from baton.net.http_server import bounded_protocol
+from baton.protocol.alerts import Alert, AlertList, AlertName, AlertState
 from baton.protocol.worker_http import Role, StoreLoads, WorkerLoad
 from baton.router.health import HealthState
 from baton.telemetry.trace import RequestSpan, Stamp
@@ -86,9 +87,11 @@ class Fleet:
         burst = 1 + 0.3 * (int(at) % 60 > 45)
         return Point(
             at, rate * noise(0.95, 1.05), rate * 0.001, int(rate * 0.8 * burst), int(20 * burst),
-            0.21 * burst * noise(0.9, 1.1), 0.62 * burst * noise(0.9, 1.2), 0.021 * noise(0.95, 1.1),
+            0.21 * burst * noise(0.9, 1.1), 0.62 * burst * noise(0.9, 1.2),
+            0.021 * noise(0.95, 1.1),
             0.03 * burst, 0.14 * noise(0.9, 1.1), 0.04 * noise(0.8, 1.2),
-            rate * 600 * noise(0.9, 1.1), rate * 400 * noise(0.9, 1.1), rate * 180 * noise(0.9, 1.1),
+            rate * 600 * noise(0.9, 1.1), rate * 400 * noise(0.9, 1.1),
+            rate * 180 * noise(0.9, 1.1),
         )  # fmt: skip
 
     def worker(self, index: int) -> ListedWorker:
@@ -136,7 +139,27 @@ class Fleet:
             models=(ModelShown(self.model, 0.5, 0.05, 30.0, 15_000, 14_700, 0.41),),
             requests=requests,
             cost=TokenCost(24.0, 0.0021, 0.0093),
+            alerts=AlertList(
+                alerts=(
+                    self.alert(AlertName.TRANSPORT_MISMATCH, AlertState.FIRING, at),
+                    self.alert(AlertName.LINK_DRIFT, AlertState.PENDING, at),
+                ),
+                not_evaluated={AlertName.BURN_RATE_FAST: "no targets are set (router.targets)"},
+            ),
         )  # fmt: skip
+
+    def alert(self, name: AlertName, state: AlertState, at: float) -> Alert:
+        labels = {"sender": self.worker_name(0), "receiver": self.worker_name(1)}
+        return Alert(
+            alert=name,
+            state=state,
+            severity="critical" if state is AlertState.FIRING else "warning",
+            labels=labels,
+            summary=f"handoffs from {self.worker_name(0)} take another way: {self.text}",
+            value=3.0,
+            starts_at=START,
+            runbook_url="https://example.invalid/alerts.html#batontransportmismatch",
+        )
 
     def links(self) -> Links:
         pairs = [

@@ -128,6 +128,7 @@ class ScriptedWorker:
         self.num_info_reads = self.num_health_reads = 0
         self.load: dict[str, int] | None = None
         self.links: list[dict[str, Any]] | None = None
+        self.transfers: bytes | None = None
         self.agreed: dict[str, dict[str, Any]] = {}
         self.agrees_on: dict[str, Any] | None = None
         self.feeds: list[tuple[str, dict[str, Any]]] = []
@@ -175,6 +176,8 @@ class ScriptedWorker:
             await visit.answer(200, self.info())
         elif path == "/baton/v1/links" and self.links is not None:
             await visit.answer(200, {"links": self.links})
+        elif path == "/baton/v1/transfers" and self.transfers is not None:
+            await visit.answer(200, json.loads(self.transfers))
         elif path.startswith("/baton/v1/traces/") and self.trace is not None:
             await visit.answer(200, self.trace)
         elif path.endswith("/first_token"):

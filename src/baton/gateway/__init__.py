@@ -41,6 +41,8 @@ Workers, metrics, debugging:
     link_feed.py    what workers have measured of their links
     metrics.py, debug.py  Prometheus metrics; `/debug/requests`, `/debug/workers`, `/debug/links`
     queue_metrics.py, queue_page.py   the same of what waits; `/debug/queue`
+    target_metrics.py     requests that missed a target of their model
     demand_page.py        `/debug/demand`: what an autoscaler reads
+    alerts/         `/alerts`: what is wrong with links, handoffs, the store, predictions, targets
     route_explainer.py    `/debug/route`: where a request would go, and why
 """

@@ -41,6 +41,7 @@ from baton.gateway.openapi import (
 from baton.gateway.request import MAX_MODEL_CHARS
 from baton.gateway.workers import Pending
 from baton.protocol import worker_http
+from baton.protocol.alerts import ALERTS_PATH
 from baton.protocol.worker_http import (
     CHAT_COMPLETIONS_PATH,
     COMPLETIONS_PATH,
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from baton.clock import Clock
+    from baton.gateway.alerts.monitor import AlertMonitor
     from baton.gateway.clients import Clients
     from baton.gateway.completions import Completions
     from baton.gateway.dashboard.pages import Dashboard
@@ -160,7 +162,7 @@ MAX_HOST_CHARS: Final = 253
 COMPLETION_PATHS: Final = frozenset({CHAT_COMPLETIONS_PATH, COMPLETIONS_PATH})
 CLIENT_PATHS: Final = "/v1/"
 DEBUG_PATHS: Final = "/debug/"
-OPERATOR_PATHS: Final = (DEBUG_PATHS, DASHBOARD_PATH)
+OPERATOR_PATHS: Final = (DEBUG_PATHS, DASHBOARD_PATH, ALERTS_PATH)
 """They show requests and workers: behind the management key, and never to other machines' clients
 of the gateway's own port."""
 MANAGEMENT_PATHS: Final = ("/metrics", *OPERATOR_PATHS)
@@ -227,6 +229,7 @@ class DebugPages:
     links: LinkList
     demand: DemandPage
     transfers: TransferPage
+    alerts: AlertMonitor
     dashboard: Dashboard
 
 
@@ -321,20 +324,28 @@ class GatewayApp:
                 answer = self._model(path.removeprefix(f"{MODELS_PATH}/"))
             case _ if f"{path}/".startswith(f"{REQUESTS_PATH}/"):
                 answer = await self._debug(path)
-            case _ if path == WORKERS_PATH:
-                answer = self._debug_pages.workers.show()
-            case _ if path == QUEUE_PATH:
-                answer = self._debug_pages.queue.show()
-            case _ if path == DEMAND_PATH:
-                answer = self._debug_pages.demand.show()
-            case _ if path == LINKS_PATH:
-                answer = self._debug_pages.links.show()
-            case _ if path == TRANSFERS_PATH:
-                answer = self._debug_pages.transfers.show()
             case _:
-                raise PathNotFoundError(f"{path} does not exist here")
+                answer = self._management_page(path)
         _need_get(path, scope)
         return answer
+
+    def _management_page(self, path: str) -> msgspec.Struct:
+        pages = self._debug_pages
+        match path:
+            case _ if path == WORKERS_PATH:
+                return pages.workers.show()
+            case _ if path == QUEUE_PATH:
+                return pages.queue.show()
+            case _ if path == DEMAND_PATH:
+                return pages.demand.show()
+            case _ if path == LINKS_PATH:
+                return pages.links.show()
+            case _ if path == TRANSFERS_PATH:
+                return pages.transfers.show()
+            case _ if path == ALERTS_PATH:
+                return pages.alerts.show()
+            case _:
+                raise PathNotFoundError(f"{path} does not exist here")
 
     def _readiness(self) -> Status:
         reason = self._ready.why_not()

@@ -220,6 +220,8 @@ class Completions:
             address = context.address or "a client"
             self._log.warning(str(code), f"answered {address} with {code}: {context.trace.outcome}")
         context.metrics.duration.observe(now - context.received_at)
+        targets = self._services.options.targets_of(context.model)
+        self._services.metrics.targets.ended(context, targets, code, now)
         self._records.add(RequestRecord(context.trace, context.placement, code))
         if self._services.audit is not None:
             self._services.audit.add(_audit(context, code, now, self._services.clock.unix_now()))

@@ -24,6 +24,8 @@ from baton.auth.ticket import TicketIssuer
 from baton.clock import MachineClock
 from baton.config.cluster_key import is_loopback
 from baton.gateway.admission import Admission
+from baton.gateway.alerts.monitor import AlertMonitor
+from baton.gateway.alerts.sources import AlertSources
 from baton.gateway.app import (
     Access,
     DebugPages,
@@ -35,10 +37,8 @@ from baton.gateway.app import (
 from baton.gateway.audit import AuditLog
 from baton.gateway.clients import Clients
 from baton.gateway.completions import Completions
-from baton.gateway.dashboard.pages import Dashboard
-from baton.gateway.dashboard.series import Series, SeriesSources
-from baton.gateway.dashboard.snapshot import SnapshotBuilder, SnapshotSources
-from baton.gateway.dashboard.stream import DashboardStream
+from baton.gateway.dashboard.pages import open_dashboard
+from baton.gateway.dashboard.snapshot import SnapshotPages
 from baton.gateway.debug import LinkList, RequestHistory, RequestTraces, WorkerList
 from baton.gateway.demand_page import DemandPage
 from baton.gateway.health_monitor import HealthMonitor
@@ -197,16 +197,7 @@ async def open_parts(
         streams=RunningStreams(),
     )
     records = RequestHistory(options.num_records)
-    completions = Completions(services, records)
     events = KVEvents(workers, metrics, clock, upstream=upstream, prefixes=prefixes)
-    worker_list, links = WorkerList(workers, events, load, clock), LinkList(workers, load)
-    queue_page = QueuePage(admission, room, load, workers=workers, clock=clock)
-    series = Series(SeriesSources(records, workers, load, admission, completions), clock)
-    transfer_feed = TransferFeed(workers, upstream, clock)
-    transfer_page = TransferPage(transfer_feed, clock)
-    shown = SnapshotSources(worker_list, queue_page, links, transfer_page, records, workers, load)
-    key_file = options.management_key_file
-    management_key = ManagementKey.read(Path(key_file)) if key_file else None
     services.background_tasks.run(StreamMoves(services, records).run())
     events.start()
     try:
@@ -215,32 +206,9 @@ async def open_parts(
             open_announcements(options, clock, metrics.registry) as announced,
             Membership(services, events, room, options.build_sources(clock, announced)),
             LinkFeed(workers, upstream, load, clock),
-            transfer_feed,
-            DashboardStream(series, SnapshotBuilder(shown, series, options, clock)) as dashboard,
+            _open_app(services, records, events, room) as app,
         ):
             _watch(announced, services)
-            app = GatewayApp(
-                completions,
-                workers,
-                metrics,
-                debug=DebugPages(
-                    RequestTraces(records, workers, upstream),
-                    worker_list,
-                    queue_page,
-                    RouteExplainer(services),
-                    links,
-                    DemandPage(workers, load, admission, clock),
-                    transfer_page,
-                    Dashboard(dashboard),
-                ),
-                readiness=Readiness(workers, clock),
-                access=Access(
-                    RequestOrigin.of(options),
-                    services.clients,
-                    is_managed_here=options.is_managed_here,
-                    key=management_key,
-                ),
-            )
             yield app, services
     finally:
         await services.background_tasks.stop()
@@ -250,6 +218,64 @@ async def open_parts(
         upstream.close()
         if services.audit is not None:
             services.audit.close()
+
+
+@contextlib.asynccontextmanager
+async def _open_app(
+    services: Services, records: RequestHistory, events: KVEvents, room: FleetRoom
+) -> AsyncGenerator[GatewayApp]:
+    """The application, with what reads workers' reports for its pages."""
+    options, clock, load = services.options, services.clock, services.load
+    workers, upstream, metrics = services.workers, services.upstream, services.metrics
+    completions, key_file = Completions(services, records), options.management_key_file
+    key = ManagementKey.read(Path(key_file)) if key_file else None
+    async with (
+        TransferFeed(workers, upstream, clock) as transfers,
+        AlertMonitor(
+            options.alerts,
+            AlertSources(
+                options,
+                workers,
+                load,
+                transfers,
+                prefixes=services.prefixes,
+                targets=metrics.targets,
+            ),
+            metrics.registry,
+            clock,
+        ) as alerts,
+    ):
+        pages = SnapshotPages(
+            WorkerList(workers, events, load, clock),
+            QueuePage(services.admission, room, load, workers=workers, clock=clock),
+            LinkList(workers, load),
+            TransferPage(transfers, clock),
+            alerts,
+        )
+        async with open_dashboard(pages, services, records, completions) as dashboard:
+            yield GatewayApp(
+                completions,
+                workers,
+                metrics,
+                debug=DebugPages(
+                    RequestTraces(records, workers, upstream),
+                    pages.workers,
+                    pages.queue,
+                    RouteExplainer(services),
+                    pages.links,
+                    DemandPage(workers, load, services.admission, clock),
+                    pages.transfers,
+                    alerts,
+                    dashboard,
+                ),
+                readiness=Readiness(workers, clock),
+                access=Access(
+                    RequestOrigin.of(options),
+                    services.clients,
+                    is_managed_here=options.is_managed_here,
+                    key=key,
+                ),
+            )
 
 
 def _watch(announced: AnnouncedWorkers | None, services: Services) -> None:
