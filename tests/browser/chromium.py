@@ -28,6 +28,7 @@ FLAGS = (
     "--headless=new",
     "--no-sandbox",  # tests run as root, and open nothing but 127.0.0.1
     "--disable-gpu",
+    "--hide-scrollbars",
     "--disable-dev-shm-usage",
     "--disable-extensions",
     "--disable-background-networking",

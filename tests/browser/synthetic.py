@@ -232,6 +232,7 @@ class Stream:
     def __init__(self, fleet: Fleet, interval_s: float, num_ticks: int | None) -> None:
         self.fleet, self.interval_s, self.num_ticks = fleet, interval_s, num_ticks
         self.num_sent = 0
+        self.is_over = asyncio.Event()
 
     async def serve(self, receive: Any, send: Any) -> None:
         headers = [(b"content-type", b"text/event-stream")]
@@ -245,6 +246,8 @@ class Stream:
                 if self.num_sent % 5 == 0:
                     await self._write(send, "links", self.fleet.links())
                 self.num_sent += 1
+            elif self.num_sent == self.num_ticks:
+                self.is_over.set()
             await asyncio.sleep(self.interval_s)
 
     async def _write(self, send: Any, name: str, data: msgspec.Struct) -> None:
