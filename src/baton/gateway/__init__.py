@@ -38,7 +38,9 @@ Workers, metrics, debugging:
     silence_monitor.py    what missing heartbeats show: suspected, and silent
     waiting.py      requests that wait until a worker is back
     kv_events.py    which blocks vLLM workers hold
-    link_feed.py    what workers have measured of their links
+    report_feed.py  reads a page of every worker; link_feed.py: of what links cost
+    transfer_feed.py      of what transfers took; transfer_page.py, transfer_sums.py:
+                    `/debug/transfers`, by pair and by distance
     metrics.py, debug.py  Prometheus metrics; `/debug/requests`, `/debug/workers`, `/debug/links`
     queue_metrics.py, queue_page.py   the same of what waits; `/debug/queue`
     target_metrics.py     requests that missed a target of their model

@@ -49,6 +49,7 @@ from baton.protocol.worker_http import MOVE_HEADER
 from baton.router.cost import CostPolicy
 from baton.router.failover import EVERY_MODE
 from baton.router.fleet import Fleet, ModelWorkers
+from baton.router.handoff_costs import name_distance
 from baton.router.placement import Placement, PlacementRequest
 from baton.router.rebalance import MoveCause, Rebalancer, WorkerPace
 from baton.router.room import LACKS_BLOCKS, LEAST_SEEN
@@ -346,8 +347,8 @@ class StreamMoves:
             issue=services.ticket_issuer.issue(part.left_s(services.clock.now())),
             tenant_salt=hash_tenant(stream.body.cache_salt),
             num_prefix_tokens=0 if standby is None else standby.num_prefix_tokens,
-            distance=services.load.costs(target.model).handoffs.name_distance(
-                stream.decode, target
+            distance=name_distance(
+                services.load.costs(target.model).handoffs, stream.decode, target
             ),
         )
         part.trace.ticket, part.trace.distance = ticket.id.hex(), ticket.distance or None

@@ -189,6 +189,8 @@ class RankObserver:
             num_landed = span.num_prompt_tokens if load.num_landed is None else load.num_landed
             span.num_received_tokens = max(0, num_landed - span.num_cached_tokens)
             span.stamp(Stamp.KV_READY, at)
+            if Stamp.LAST_LAYER_LANDED in span.stamps:
+                self._instruments.landed(span)
         else:
             found.span.fallbacks.append(f"{FALLBACK_CAUSE}: {error}")
         self._records.append(record_received(found.span, error, at))
