@@ -75,9 +75,14 @@ MIN_SPREAD: Final = 0.1
 """Of residuals. A link whose reference varies less will not always do so."""
 NUM_OF_CLASS: Final = 16
 """Transfers of a size class that the reference has not seen, before they are tested."""
+FEW_OF_CLASS: Final = 64
 MOST_OF_CLASS: Final = 512
-"""Transfers of a size class, beyond which its level is fixed. Before, each one moves it: a level
-that rests on few transfers is wrong by more than the test allows, once most have that size."""
+"""Transfers of a size class, beyond which its level is fixed. Before, each one moves it, as one of
+at least `FEW_OF_CLASS`: a level that rests on few transfers is wrong by more than the test allows,
+once most have that size."""
+ALLOWANCE: Final = log(1.5)
+"""Of larger sizes than the reference has seen: so much longer they may take for each byte. They are
+not learned first: on a link that becomes slower transfers wait for each other, and go together."""
 BATCH_TRANSFERS: Final = 32
 """Correlation over fewer transfers than this is seen in the variance of batches' means."""
 _TO_DEVIATION: Final = 1.4826
@@ -92,7 +97,8 @@ class Reference(MutableRecord):
     `exp(level[class]) * (bytes + half_bytes)`: `half_bytes` is the size whose transfer takes twice
     as long as an empty one; a class has sizes of the same power of two, and rests on `counts`
     transfers. `lower_quartile` is of the residuals, `spread` their standard deviation without
-    outliers, `variance` that of their sums for each transfer.
+    outliers, `variance` that of their sums for each transfer. `largest_class` is the largest one
+    that was in the reference.
     """
 
     half_bytes: int
@@ -101,12 +107,15 @@ class Reference(MutableRecord):
     lower_quartile: float
     spread: float
     variance: float
+    largest_class: int
 
     def residual(self, num_bytes: int, seconds: float) -> float | None:
         """The logarithm of observed over reference time; None for a size class not learned."""
         level = self.levels.get(num_bytes.bit_length())
         if level is None:
-            return None
+            if num_bytes.bit_length() < self.largest_class:
+                return None
+            level = self._extrapolate(num_bytes.bit_length())
         return log(max(seconds, MIN_SECONDS) / (num_bytes + self.half_bytes + 1)) - level
 
     def refine_class(self, num_bytes: int, residual: float) -> None:
@@ -115,13 +124,19 @@ class Reference(MutableRecord):
         count = self.counts[size_class]
         if count < MOST_OF_CLASS:
             self.counts[size_class] = count + 1
-            self.levels[size_class] += residual / (count + 1)
+            self.levels[size_class] += residual / max(FEW_OF_CLASS, count + 1)
 
     def learn_class(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
         """Transfers of one class that was not in the reference."""
         scaled = _scale(np.array(sizes), np.array(seconds), self.half_bytes)
         self.levels[sizes[0].bit_length()] = float(np.median(scaled))
         self.counts[sizes[0].bit_length()] = len(sizes)
+
+    def _extrapolate(self, size_class: int) -> float:
+        """A level for a class of larger sizes than those of the reference."""
+        level = self.levels[size_class] = self.levels[self.largest_class] + ALLOWANCE
+        self.counts[size_class] = 0
+        return level
 
 
 def _scale(
@@ -164,6 +179,7 @@ def learn_reference(samples: Sequence[tuple[int, float]]) -> Reference:
         float(np.quantile(residuals, 0.25)),
         spread,
         max(MIN_SPREAD**2, float(clipped.var()), _variance_of_sums(clipped)),
+        max(levels),
     )
 
 
