@@ -94,7 +94,7 @@ from baton.gateway.stream_replay import Replay
 from baton.gateway.targets import MAX_TPOT_MS, MAX_TTFT_MS, read_targets
 from baton.gateway.upstream import read_error
 from baton.gateway.worker_discovery import _first_model
-from baton.gateway.worker_info import read_info, read_load, why_not_used
+from baton.gateway.worker_info import read_health, read_info, why_not_used
 from baton.gateway.workers import Worker, worker_view
 from baton.handoff import messages
 from baton.handoff.interface import SampledToken
@@ -777,7 +777,7 @@ def read_worker_answers(body: bytes) -> str:
         for status in (200, 400, 409, 503, 500)
     ]
     str(read_error(body))
-    load = read_load(body)
+    load = read_health(body).load
     event = protocol_adapters.first_error(b"data: " + body + b"\n\n")
     protocol_adapters.client_answer(body)
     return f"{load is None} {event is None} {' '.join(found)}"
