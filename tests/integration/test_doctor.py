@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.gateway.debug import ListedRequest, RequestList, RequestTrace
+from baton.protocol.request_traces import ListedRequest, RequestList, RequestTrace
 from baton.gateway.metrics import BrokenStreamCause, FallbackCause, GatewayMetrics
 from baton.ops.doctor.finding import Area, Level, Report
 from baton.protocol.worker_http import Role
@@ -308,7 +308,7 @@ READY = {"/ready": (200, b'{"status": "ready"}'), "/metrics": (200, b"")}
 
 def test_handoffs_by_another_transport_than_expected(tmp_path):
     used = ["tcp", "tcp", "shared", None]
-    listed = RequestList(tuple(ListedRequest(f"r {i}", 200, "push", "stop") for i in range(5)))
+    listed = RequestList(tuple(listed_request(f"r {i}") for i in range(5)))
     pages = {**READY, "/debug/requests": (200, msgspec.json.encode(listed))}
     for i, kind in enumerate(used):  # the fifth is forgotten
         pages[f"/debug/requests/r%20{i}"] = trace_page(f"r {i}", kind, kind and "shared")

@@ -35,7 +35,7 @@ from baton.gateway.app import (
 from baton.gateway.audit import AuditLog
 from baton.gateway.clients import Clients
 from baton.gateway.completions import Completions
-from baton.gateway.debug import LinkList, RequestHistory, RequestTraces, WorkerList
+from baton.gateway.debug import LinkList, WorkerList
 from baton.gateway.demand_page import DemandPage
 from baton.gateway.health_monitor import HealthMonitor
 from baton.gateway.kv_events import KVEvents
@@ -47,12 +47,16 @@ from baton.gateway.metrics import GatewayMetrics, HealthCollector, RouterCollect
 from baton.gateway.prefixes import Prefixes
 from baton.gateway.process_group import ProcessGroup
 from baton.gateway.queue_page import QueuePage
+from baton.gateway.kept_traces import open_kept_traces
 from baton.gateway.request_context import BackgroundTasks, Fallbacks, Services
+from baton.gateway.request_pages import RequestPages
+from baton.gateway.request_traces import RequestHistory, RequestTraces
 from baton.gateway.route_explainer import RouteExplainer
 from baton.gateway.running_streams import RunningStreams
 from baton.gateway.silence_monitor import SilenceMonitor
 from baton.gateway.stream_moves import StreamMoves
 from baton.gateway.stream_record import RecordBudget
+from baton.gateway.tail_sampling import HeadSampler
 from baton.gateway.upstream import Upstream
 from baton.gateway.waiting import WaitingRequests
 from baton.gateway.workers import Workers
@@ -187,8 +191,10 @@ async def open_parts(
         audit=AuditLog(Path(options.audit_log)) if options.audit_log else None,
         stream_records=RecordBudget(options.max_total_record_bytes),
         streams=RunningStreams(),
+        head_sampler=HeadSampler(options.trace.sample_share),
     )
-    records = RequestHistory(options.num_records)
+    records = RequestHistory(options.trace.ring_size)
+    traces = RequestTraces(workers, upstream, load, clock)
     events = KVEvents(workers, metrics, clock, upstream=upstream, prefixes=prefixes)
     services.background_tasks.run(StreamMoves(services, records).run())
     events.start()
@@ -198,14 +204,16 @@ async def open_parts(
             open_announcements(options, clock, metrics.registry) as announced,
             Membership(services, events, room, options.build_sources(clock, announced)),
             LinkFeed(workers, upstream, load, clock),
+            open_kept_traces(options.trace, traces, clock, metrics.traces) as kept,
         ):
+            records.on_add = kept.offer
             _watch(announced, services)
             app = GatewayApp(
                 Completions(services, records),
                 workers,
                 metrics,
                 debug=DebugPages(
-                    RequestTraces(records, workers, upstream),
+                    RequestPages(records, kept, traces, clock),
                     WorkerList(workers, events, load, clock),
                     QueuePage(admission, room, load, workers=workers, clock=clock),
                     RouteExplainer(services),

@@ -13,7 +13,9 @@ clock (`RequestSpan.peer_stamps`). What was not recorded is None, never 0.
 
 from __future__ import annotations
 
+import sys
 import threading
+from array import array
 from collections import OrderedDict
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
@@ -176,6 +178,29 @@ class RequestSpan(msgspec.Struct, kw_only=True):
             verified_bytes=dict(self.verified_bytes),
             digest_failures=dict(self.digest_failures),
         )
+
+
+def pack_token_gaps(gaps: array[float]) -> bytes:
+    """An array of type "f" as `RequestSpan.token_gaps`."""
+    return _little_endian(gaps).tobytes()
+
+
+def read_token_gaps(span: RequestSpan) -> array[float]:
+    """Seconds between the parts of a streamed answer, the first `MOST_TOKEN_GAPS` of them.
+
+    Raises:
+        ValueError: `span` was not packed by `pack_token_gaps`.
+    """
+    gaps = array("f")
+    gaps.frombytes(span.token_gaps)
+    return _little_endian(gaps)
+
+
+def _little_endian(gaps: array[float]) -> array[float]:
+    if sys.byteorder == "big":
+        gaps = gaps[:]
+        gaps.byteswap()
+    return gaps
 
 
 class TraceRing:
