@@ -85,7 +85,6 @@ from baton.gateway.options import WorkerAddress
 from baton.gateway.request import (
     estimate_prompt_tokens,
     find_non_disaggregable_field,
-    forwarded_headers_from,
     parse_body,
     request_id_from,
 )
@@ -150,6 +149,7 @@ from baton.store.peer.wire import (
 )
 from baton.telemetry.process_status import read_status
 from baton.telemetry.trace import RequestSpan
+from baton.telemetry.trace_context import begin_span, read_context
 from baton.transfer.devices.table import (
     COPY_BYTES,
     Extent,
@@ -367,7 +367,8 @@ def read_headers(data: bytes) -> object:
     request_id = request_id_from(headers)
     assert request_id.isascii()
     assert request_id.isprintable()
-    for line in forwarded_headers_from(headers).split(b"\r\n"):
+    span = begin_span(read_context(headers), is_sampled=False)
+    for line in span.headers.split(b"\r\n"):
         assert line.decode("ascii").isprintable()
     return None
 

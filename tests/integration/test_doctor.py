@@ -16,9 +16,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.protocol.request_traces import ListedRequest, RequestList, RequestTrace
 from baton.gateway.metrics import BrokenStreamCause, FallbackCause, GatewayMetrics
 from baton.ops.doctor.finding import Area, Level, Report
+from baton.protocol.request_traces import ListedRequest, RequestList, RequestTrace
 from baton.protocol.worker_http import Role
 from baton.telemetry.trace import RequestSpan, summarize
 from baton.transfer.devices.table import TABLE_BYTES, read_table
@@ -278,6 +278,21 @@ def gateway_that_says(pages):
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def listed_request(request_id):
+    return ListedRequest(
+        id=request_id,
+        status=200,
+        mode="push",
+        outcome="stop",
+        received_at=0.0,
+        first_token_s=None,
+        total_s=None,
+        peer=None,
+        model="",
+        trace_id="",
+    )
 
 
 def trace_page(request_id, used, expected):

@@ -39,7 +39,12 @@ Workers, metrics, debugging:
     waiting.py      requests that wait until a worker is back
     kv_events.py    which blocks vLLM workers hold
     link_feed.py    what workers have measured of their links
-    metrics.py, debug.py  Prometheus metrics; `/debug/requests`, `/debug/workers`, `/debug/links`
+    metrics.py, debug.py  Prometheus metrics; `/debug/workers`, `/debug/links`
+    request_traces.py     the latest requests, merged with what workers recorded; request_pages.py:
+                    `/debug/requests`
+    tail_sampling.py      which are sampled, slow or failed; kept_traces.py: those, complete
+    otel_export.py  traces to an OpenTelemetry collector; otel_mapping.py: as which spans
+    trace_metrics.py      how many traces were kept, exported and lost
     queue_metrics.py, queue_page.py   the same of what waits; `/debug/queue`
     demand_page.py        `/debug/demand`: what an autoscaler reads
     route_explainer.py    `/debug/route`: where a request would go, and why

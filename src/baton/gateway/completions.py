@@ -11,7 +11,6 @@ from baton.errors import BatonError, OverloadedError
 from baton.gateway.answer_plan import plan_answers
 from baton.gateway.asgi import BodyBudget, BodyLimit, read_body, send_error
 from baton.gateway.audit import AuditRecord
-from baton.gateway.request_traces import RequestHistory
 from baton.gateway.errors import (
     CLIENT_ERROR,
     UNAVAILABLE,
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
     from baton.gateway.asgi import HeldBody
     from baton.gateway.clients import Client
     from baton.gateway.request_context import Services
+    from baton.gateway.request_traces import RequestHistory
 
 RELEASE_TIMEOUT_S: Final = 5.0
 """How long a client that does not read may delay the error event that ends its stream."""
@@ -224,7 +224,7 @@ class Completions:
         now = self._services.clock.now()
         context.finish(now)
         context.metrics.count(code)
-        if CLIENT_ERROR <= code < CLIENT_LEFT_CODE:
+        if code >= CLIENT_ERROR and code != CLIENT_LEFT_CODE:
             address = context.address or "a client"
             trace = context.trace
             self._log.warning(

@@ -9,25 +9,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
-from baton.gateway.otel_export import open_export
-from baton.gateway.tail_sampling import KeptKind, TailSampler
+from baton.gateway.tail_sampling import KeptKind
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator
+    from collections.abc import Iterator
 
     from baton.clock import Clock
-    from baton.config.sections import TraceSection
     from baton.gateway.otel_export import SpanExport
     from baton.gateway.request_traces import RequestRecord, RequestTraces
-    from baton.protocol.request_traces import RequestTrace
+    from baton.gateway.tail_sampling import TailSampler
     from baton.gateway.trace_metrics import TraceMetrics
+    from baton.protocol.request_traces import RequestTrace
 
 NUM_FETCHING: Final = 4
 MOST_PENDING: Final = 1024
-"""Requests whose workers' spans are still to be fetched; beyond them traces are lost, and counted."""
+"""Requests whose workers' spans are still to be fetched; what comes beyond them is lost."""
 SETTLE_S: Final = 0.25
 """Between the end of a request here and the end of its workers' spans."""
 
@@ -119,30 +117,3 @@ class KeptTraces:
             except Exception:
                 self._metrics.lost["workers"].inc()
                 log.exception("the trace of request %s cannot be kept", record.trace.name)
-
-
-@asynccontextmanager
-async def open_kept_traces(
-    section: TraceSection, traces: RequestTraces, clock: Clock, metrics: TraceMetrics
-) -> AsyncGenerator[KeptTraces]:
-    """What is kept, with the export that is configured, for as long as the block runs.
-
-    Raises:
-        ConfigError: an export is configured, and OpenTelemetry is not installed.
-    """
-    export = None
-    if section.otlp_endpoint is not None:
-        export = open_export(section.otlp_endpoint, metrics, clock)
-        export.start()
-    sampler = TailSampler(section.slow_quantile, section.slow_ttft_s)
-    kept = KeptTraces(
-        traces, sampler, section.kept_size, clock=clock, metrics=metrics, export=export
-    )
-    fetching = asyncio.create_task(kept.run())
-    try:
-        yield kept
-    finally:
-        fetching.cancel()
-        await asyncio.gather(fetching, return_exceptions=True)
-        if export is not None:
-            await asyncio.to_thread(export.close)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
     from baton.clock import Clock
-    from baton.protocol.request_traces import RequestTrace
     from baton.gateway.trace_metrics import TraceMetrics
+    from baton.protocol.request_traces import RequestTrace
 
 QUEUE_SIZE: Final = 512
 """Traces: a few MB at most."""

@@ -11,6 +11,7 @@ conventions, whose status is Development. All else is `baton.*`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from opentelemetry.sdk.resources import Resource
@@ -67,18 +68,29 @@ def make_spans(trace: RequestTrace) -> list[ReadableSpan]:
         status = Status(StatusCode.ERROR, trace.gateway.outcome)
         attributes[ERROR_TYPE] = str(trace.status)
     name = f"{attributes[OPERATION_NAME]} {trace.model}".rstrip()
-    made.add(name, own, context, parent, attributes, kind=SpanKind.SERVER, status=status)
+    made.add(_Described(name, attributes, SpanKind.SERVER, status), own, context, parent)
     made.add_stages(own, context)
     for role, span in (("prefill", trace.prefill), ("decode", trace.decode)):
         lane = lanes.get(role)
         if lane is not None:
             recorded = span or trace.decode
             shown = made.context(span.span_id if span is not None else "")
-            made.add(role, lane, shown, context, _lane_attributes(recorded), kind=SpanKind.SERVER)
+            described = _Described(role, _lane_attributes(recorded), SpanKind.SERVER)
+            made.add(described, lane, shown, context)
             made.add_stages(lane, shown)
             if role == "decode" and (transfer := lanes.get("transfer")) is not None:
                 made.add_stages(transfer, shown)
     return made.spans
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """What a span shows."""
+
+    name: str
+    attributes: Attributes
+    kind: SpanKind = SpanKind.INTERNAL
+    status: Status = _UNSET
 
 
 class _Spans:
@@ -98,14 +110,11 @@ class _Spans:
 
     def add(
         self,
-        name: str,
+        shown: _Described,
         lane: Lane,
         context: SpanContext,
         parent: SpanContext | None,
-        attributes: Attributes,
         *,
-        kind: SpanKind,
-        status: Status = _UNSET,
         times: tuple[float, float] | None = None,
     ) -> None:
         """One span; it lasts as long as its lane unless `times` are given."""
@@ -118,13 +127,13 @@ class _Spans:
         })
         self.spans.append(
             ReadableSpan(
-                name,
+                shown.name,
                 context,
                 parent,
                 resource,
-                attributes,
-                kind=kind,
-                status=status,
+                shown.attributes,
+                kind=shown.kind,
+                status=shown.status,
                 start_time=self._received_ns + int(start_s * NS),
                 end_time=self._received_ns + int(end_s * NS),
                 instrumentation_scope=_SCOPE,
@@ -138,7 +147,7 @@ class _Spans:
             context = self.context("")
             below = above if stage.is_part else parent
             times = stage.start_s, stage.end_s
-            self.add(stage.name, lane, context, below, {}, kind=SpanKind.INTERNAL, times=times)
+            self.add(_Described(stage.name, {}), lane, context, below, times=times)
             if not stage.is_part:
                 above = context
 

@@ -47,9 +47,8 @@ from baton.gateway.metrics import GatewayMetrics, HealthCollector, RouterCollect
 from baton.gateway.prefixes import Prefixes
 from baton.gateway.process_group import ProcessGroup
 from baton.gateway.queue_page import QueuePage
-from baton.gateway.kept_traces import open_kept_traces
 from baton.gateway.request_context import BackgroundTasks, Fallbacks, Services
-from baton.gateway.request_pages import RequestPages
+from baton.gateway.request_pages import open_request_pages
 from baton.gateway.request_traces import RequestHistory, RequestTraces
 from baton.gateway.route_explainer import RouteExplainer
 from baton.gateway.running_streams import RunningStreams
@@ -194,7 +193,6 @@ async def open_parts(
         head_sampler=HeadSampler(options.trace.sample_share),
     )
     records = RequestHistory(options.trace.ring_size)
-    traces = RequestTraces(workers, upstream, load, clock)
     events = KVEvents(workers, metrics, clock, upstream=upstream, prefixes=prefixes)
     services.background_tasks.run(StreamMoves(services, records).run())
     events.start()
@@ -204,16 +202,21 @@ async def open_parts(
             open_announcements(options, clock, metrics.registry) as announced,
             Membership(services, events, room, options.build_sources(clock, announced)),
             LinkFeed(workers, upstream, load, clock),
-            open_kept_traces(options.trace, traces, clock, metrics.traces) as kept,
+            open_request_pages(
+                options.trace,
+                records,
+                RequestTraces(workers, upstream, load, clock),
+                clock=clock,
+                metrics=metrics.traces,
+            ) as requests,
         ):
-            records.on_add = kept.offer
             _watch(announced, services)
             app = GatewayApp(
                 Completions(services, records),
                 workers,
                 metrics,
                 debug=DebugPages(
-                    RequestPages(records, kept, traces, clock),
+                    requests,
                     WorkerList(workers, events, load, clock),
                     QueuePage(admission, room, load, workers=workers, clock=clock),
                     RouteExplainer(services),

@@ -1,30 +1,70 @@
 """`GET /debug/requests` and `/debug/requests/{id}`.
 
-    /debug/requests                     the latest
-    /debug/requests?slow, ?failed       those that are kept longer for that
-    /debug/requests?last_s=60&most=500  of the last minute, 500 at most
+/debug/requests                     the latest
+/debug/requests?slow, ?failed       those that are kept longer for that
+/debug/requests?last_s=60&most=500  of the last minute, 500 at most
 """
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 from urllib.parse import parse_qsl
 
 from baton.errors import InvalidRequestError
 from baton.gateway.errors import PathNotFoundError
+from baton.gateway.kept_traces import KeptTraces
+from baton.gateway.otel_export import open_export
 from baton.gateway.request_traces import NUM_LISTED, latest
-from baton.gateway.tail_sampling import KeptKind
+from baton.gateway.tail_sampling import KeptKind, TailSampler
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
     import msgspec
 
     from baton.clock import Clock
-    from baton.gateway.kept_traces import KeptTraces
+    from baton.config.sections import TraceSection
     from baton.gateway.request_traces import RequestHistory, RequestTraces
+    from baton.gateway.trace_metrics import TraceMetrics
     from baton.protocol.request_traces import RequestList, RequestTrace
 
 MAX_LISTED: Final = 10_000
 MAX_QUERY_BYTES: Final = 256
+
+
+@asynccontextmanager
+async def open_request_pages(
+    section: TraceSection,
+    records: RequestHistory,
+    traces: RequestTraces,
+    *,
+    clock: Clock,
+    metrics: TraceMetrics,
+) -> AsyncGenerator[RequestPages]:
+    """Keep and export what is recorded, as configured, for as long as the block runs.
+
+    Raises:
+        ConfigError: an export is configured, and OpenTelemetry is not installed.
+    """
+    export = None
+    if section.otlp_endpoint is not None:
+        export = open_export(section.otlp_endpoint, metrics, clock)
+        export.start()
+    sampler = TailSampler(section.slow_quantile, section.slow_ttft_s)
+    kept = KeptTraces(
+        traces, sampler, section.kept_size, clock=clock, metrics=metrics, export=export
+    )
+    records.on_add = kept.offer
+    fetching = asyncio.create_task(kept.run())
+    try:
+        yield RequestPages(records, kept, traces, clock)
+    finally:
+        fetching.cancel()
+        await asyncio.gather(fetching, return_exceptions=True)
+        if export is not None:
+            await asyncio.to_thread(export.close)
 
 
 class RequestPages:

@@ -1,7 +1,7 @@
 """`/debug/requests`: what is remembered of the latest requests, merged with what workers recorded.
 
-    a request ends ─► `RequestHistory` (the last ones) ─► `KeptTraces` (gateway/kept_traces.py)
-    somebody asks  ─► `RequestTraces.of`: fetches the workers' spans, and makes one timeline
+a request ends ─► `RequestHistory` (the last ones) ─► `KeptTraces` (gateway/kept_traces.py)
+somebody asks  ─► `RequestTraces.of`: fetches the workers' spans, and makes one timeline
 """
 
 from __future__ import annotations
@@ -89,9 +89,7 @@ _trace_decoder = msgspec.json.Decoder(RequestSpan)
 class RequestTraces:
     """Merges what gateway and workers remember of a request."""
 
-    def __init__(
-        self, workers: Workers, upstream: Upstream, load: FleetLoad, clock: Clock
-    ) -> None:
+    def __init__(self, workers: Workers, upstream: Upstream, load: FleetLoad, clock: Clock) -> None:
         self._workers, self._upstream, self._load, self._clock = workers, upstream, load, clock
 
     def list(

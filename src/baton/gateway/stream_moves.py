@@ -56,8 +56,8 @@ from baton.telemetry.log_limit import LimitedLog
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from baton.gateway.request_traces import RequestHistory
     from baton.gateway.request_context import RequestContext, Services
+    from baton.gateway.request_traces import RequestHistory
     from baton.gateway.running_streams import RunningStream
     from baton.ids import WorkerId
     from baton.router.fleet import WorkerView

@@ -234,9 +234,7 @@ PROBES_WITHOUT: Final = 10
 class LoadReader:
     """Asks one worker. Owner: the event loop's thread."""
 
-    def __init__(
-        self, worker: Worker, upstream: Upstream, timeout_s: float, clock: Clock
-    ) -> None:
+    def __init__(self, worker: Worker, upstream: Upstream, timeout_s: float, clock: Clock) -> None:
         self._worker, self._upstream, self._timeout_s = worker, upstream, timeout_s
         self._clock, self._clock_domain = clock, read_clock_domain()
         self._num_to_skip = 0

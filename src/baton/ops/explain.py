@@ -43,7 +43,9 @@ def _facts(trace: RequestTrace) -> Iterator[str]:
     gateway, summary = trace.gateway, trace.summary
     where = gateway.peer or "no worker"
     yield f"{trace.id}: {trace.status}, {gateway.outcome or 'running'}; {trace.model}"
-    yield f"{where}, {gateway.mode or 'not placed'}" + (f", {trace.distance}" if trace.distance else "")
+    yield f"{where}, {gateway.mode or 'not placed'}" + (
+        f", {trace.distance}" if trace.distance else ""
+    )
     if trace.kept is not None:
         yield f"kept: {trace.kept}"
     if gateway.trace_id:

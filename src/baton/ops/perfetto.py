@@ -50,12 +50,13 @@ class TraceFile(msgspec.Struct, frozen=True, rename="camel"):
 def make_trace_file(traces: Iterable[RequestTrace]) -> TraceFile:
     """A file of these requests, on one time axis."""
     found = sorted(traces, key=lambda trace: trace.received_at)
-    begin = found[0].received_at if found else 0.0
-    begin += min((lane.start_s for lane in found[0].timeline), default=0.0) if found else 0.0
-    rows = _Rows()
-    lanes = [(trace, lane, trace.received_at - begin) for trace in found for lane in trace.timeline]
-    for trace, lane, offset_s in sorted(lanes, key=lambda each: each[2] + each[1].start_s):
-        _add_lane(rows, trace, lane, offset_s)
+    base = found[0].received_at if found else 0.0
+    lanes = [(trace, lane, trace.received_at - base) for trace in found for lane in trace.timeline]
+    lanes.sort(key=lambda each: each[2] + each[1].start_s)
+    first_s = lanes[0][2] + lanes[0][1].start_s if lanes else 0.0
+    begin, rows = base + first_s, _Rows()
+    for trace, lane, received_s in lanes:
+        _add_lane(rows, trace, lane, received_s - first_s)
     return TraceFile(
         [*rows.names, *rows.events], "ms", {"began_at_unix_s": begin, "baton": __version__}
     )
@@ -95,12 +96,12 @@ def _add_lane(rows: _Rows, trace: RequestTrace, lane: Lane, offset_s: float) -> 
 
     start, end = at(lane.start_s), at(lane.end_s)
     is_transfer = lane.name == "transfer"
-    process = (
-        trace.decode.worker if is_transfer and trace.decode is not None else lane.worker
-    )
+    process = trace.decode.worker if is_transfer and trace.decode is not None else lane.worker
     pid, tid = rows.take(process, TRANSFER_ROWS if is_transfer else 1, start, end)
     rows.events.append(
-        TraceEvent(trace.id, "X", pid, tid, start, round(end - start, 3), lane.name, _args(trace, lane))
+        TraceEvent(
+            trace.id, "X", pid, tid, start, round(end - start, 3), lane.name, _args(trace, lane)
+        )
     )
     for stage in lane.stages:
         begin, until = at(stage.start_s), at(stage.end_s)

@@ -24,6 +24,7 @@ SECONDS: Final = "_s"
 WIDTH: Final = 200
 """Of the table, at most: a figure must not be cut."""
 
+
 class GatewaySpan(msgspec.Struct, frozen=True):
     """What is read of the gateway's trace."""
 

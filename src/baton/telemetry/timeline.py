@@ -4,7 +4,8 @@
     gateway   the gateway                        admit, tokenize, queue, place, wait, answer
     prefill   the worker that computes           tokenize, queue, prefill (its chunks within)
     transfer  the decode worker                  transfer behind prefill, exposed transfer
-    decode    the worker that answers            tokenize, reserve, accept, queue, first step, decode
+    decode    the worker that answers            tokenize, reserve, accept, queue, first step, then
+                                                 decode
 
 Spans of workers are on their own clocks. They are shifted by the offset that the gateway has
 measured. Where it has measured none, or the shifted span is not within the request, as after a jump
@@ -204,9 +205,7 @@ def _make_lane(
         if stage.is_part:
             in_order.append(stage)
         elif stage.end_s >= until_s:
-            in_order.append(
-                msgspec.structs.replace(stage, start_s=max(stage.start_s, until_s))
-            )
+            in_order.append(msgspec.structs.replace(stage, start_s=max(stage.start_s, until_s)))
             until_s = stage.end_s
     if not in_order:
         return None
