@@ -36,6 +36,8 @@ Attributes: TypeAlias = dict[str, str | int | float | bool]
 SCHEMA_URL: Final = "https://opentelemetry.io/schemas/1.44.0"
 PROVIDER: Final = "baton"
 SERVER_ERROR: Final = 500
+PREFILL: Final = "prefill"
+DECODE: Final = "decode"
 NS: Final = 1_000_000_000
 
 OPERATION_NAME: Final = "gen_ai.operation.name"
@@ -70,7 +72,7 @@ def make_spans(trace: RequestTrace) -> list[ReadableSpan]:
     name = f"{attributes[OPERATION_NAME]} {trace.model}".rstrip()
     made.add(_Described(name, attributes, SpanKind.SERVER, status), own, context, parent)
     made.add_stages(own, context)
-    for role, span in (("prefill", trace.prefill), ("decode", trace.decode)):
+    for role, span in ((PREFILL, trace.prefill), (DECODE, trace.decode)):
         lane = lanes.get(role)
         if lane is not None:
             recorded = span or trace.decode
@@ -78,7 +80,7 @@ def make_spans(trace: RequestTrace) -> list[ReadableSpan]:
             described = _Described(role, _lane_attributes(recorded), SpanKind.SERVER)
             made.add(described, lane, shown, context)
             made.add_stages(lane, shown)
-            if role == "decode" and (transfer := lanes.get("transfer")) is not None:
+            if role == DECODE and (transfer := lanes.get("transfer")) is not None:
                 made.add_stages(transfer, shown)
     return made.spans
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from array import array
 from dataclasses import dataclass, field
-from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
@@ -18,9 +16,16 @@ from baton.gateway.targets import NO_TARGETS
 from baton.ids import RequestId, new_span_id
 from baton.protocol.worker_http import REQUEST_ID_HEADER
 from baton.telemetry.log_limit import LimitedLog
-from baton.telemetry.trace import MOST_TOKEN_GAPS, RequestSpan, Stamp, pack_token_gaps
+from baton.telemetry.trace import (
+    MOST_TOKEN_GAPS,
+    RequestSpan,
+    Stamp,
+    new_token_gaps,
+    pack_token_gaps,
+)
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Callable, Coroutine
 
     from starlette.types import Send
@@ -154,7 +159,7 @@ class RequestContext:
     first_byte_timer: asyncio.TimerHandle | None = None
     whole: RequestContext | None = None
     exchange: HttpExchange | None = None
-    token_gaps: array[float] = field(default_factory=partial(array, "f"))
+    token_gaps: array[float] = field(default_factory=new_token_gaps)
 
     def part(self, name: str, now: Instant) -> RequestContext:
         """The context of one of several requests that are made of this one; "" is its own id."""

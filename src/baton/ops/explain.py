@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from baton.protocol.request_traces import RequestTrace
     from baton.telemetry.timeline import Lane, Stage
 
-LEFT_CHARS: Final = 54
+LEFT_CHARS: Final = 72
 """Of the columns before the bars."""
-MIN_BAR_CHARS: Final = 20
+MIN_BAR_CHARS: Final = 12
 COLORS: Final = {"gateway": "cyan", "prefill": "yellow", "transfer": "magenta", "decode": "green"}
 BEYOND_FIRST: Final = 1.1
 """How far an axis that ends at the first token goes beyond it."""
@@ -58,11 +58,11 @@ def _facts(trace: RequestTrace) -> Iterator[str]:
         if summary.transport is not None:
             expected = summary.expected_transport
             is_other = expected not in {None, summary.transport}
-            told = f"NOT {expected} as expected" if is_other else "as expected"
+            used = f"NOT {expected} as expected" if is_other else "as expected"
             verified_s = 0.0 if trace.decode is None else trace.decode.verify_s
             yield (
                 f"{summary.num_bytes} bytes in {summary.num_pages} pages over "
-                f"{summary.transport}, {told}; verified in {_milliseconds(verified_s)}"
+                f"{summary.transport}, {used}; verified in {_milliseconds(verified_s)}"
             )
     if trace.token_gaps is not None:
         gaps = trace.token_gaps
@@ -78,8 +78,8 @@ def _facts(trace: RequestTrace) -> Iterator[str]:
 
 def _waterfall(trace: RequestTrace, width: int, *, until_first_token: bool) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", expand=False)
-    table.add_column("where", no_wrap=True, max_width=18, overflow="ellipsis")
-    table.add_column("stage", no_wrap=True, max_width=18, overflow="ellipsis")
+    table.add_column("where", no_wrap=True, max_width=20, overflow="ellipsis")
+    table.add_column("stage", no_wrap=True, max_width=22, overflow="ellipsis")
     table.add_column("from", justify="right", no_wrap=True)
     table.add_column("took", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)

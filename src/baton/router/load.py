@@ -78,7 +78,7 @@ class RunningRequest:
     `num_tokens` of its prompt are to be computed, `num_cached` are not, `num_handed` are to be
     handed over. Before that it `waited_s` in the gateway. `has_prefix`: the prompt's beginning
     comes from another worker, so that what the rest takes is not seen. `has_load`: it comes from
-    the store, and the same holds. `predicted`: what the models said of it when it was placed.
+    the store, and the same holds. `predicted`: by the models, when it was placed.
     """
 
     prefill: WorkerActivity
@@ -306,14 +306,10 @@ class FleetLoad:
             cost = costs.handoffs.cost_of(prefill_view, decode_view)
         num_stored = placement.num_stored_tokens
         handed = num_tokens if num_handed is None else num_handed
-        if cost is not None:
-            handoff_s = cost.predict(handed)
-        elif is_prefix and prefill_view is not None:
-            handoff_s = costs.handoffs.predict_load(
-                prefill_view, decode_view, placement.num_prefix_tokens
-            )
-        else:
-            handoff_s = 0.0
+        handoff_s = 0.0 if cost is None else cost.predict(handed)
+        if is_prefix and prefill_view is not None:
+            num_prefix = placement.num_prefix_tokens
+            handoff_s = costs.handoffs.predict_load(prefill_view, decode_view, num_prefix)
         predicted = PredictedTimes(
             queue_s=prefill.queue_s(now),
             load_s=prefill.load_cost.predict(num_stored) if num_stored else 0.0,

@@ -61,7 +61,7 @@ class EncodingEstimate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PredictedTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """What the router's models say of a request when it is placed. `tpot_s`: of each next token."""
+    """What the router's models predict of a placed request. `tpot_s`: of each further token."""
 
     queue_s: float
     load_s: float
@@ -180,8 +180,13 @@ class RequestSpan(msgspec.Struct, kw_only=True):
         )
 
 
+def new_token_gaps() -> array[float]:
+    """For the gaps of an answer that is streamed, in seconds."""
+    return array("f")
+
+
 def pack_token_gaps(gaps: array[float]) -> bytes:
-    """An array of type "f" as `RequestSpan.token_gaps`."""
+    """What `new_token_gaps` made, as `RequestSpan.token_gaps`."""
     return _little_endian(gaps).tobytes()
 
 
@@ -191,7 +196,7 @@ def read_token_gaps(span: RequestSpan) -> array[float]:
     Raises:
         ValueError: `span` was not packed by `pack_token_gaps`.
     """
-    gaps = array("f")
+    gaps = new_token_gaps()
     gaps.frombytes(span.token_gaps)
     return _little_endian(gaps)
 

@@ -56,7 +56,7 @@ class TraceContext:
 
 @dataclass(frozen=True, slots=True)
 class IncomingContext:
-    """What a request's headers say: `parent` None is no trace; `is_ignored`: one was unusable."""
+    """A request's trace headers: `parent` None: no trace. `is_ignored`: one was invalid."""
 
     parent: ParentSpan | None
     state: bytes
