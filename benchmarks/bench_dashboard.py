@@ -25,9 +25,9 @@ from baton.clock import MachineClock
 from baton.gateway.completions import Completions
 from baton.gateway.dashboard.series import Series
 from baton.gateway.dashboard.snapshot import SnapshotBuilder, SnapshotPages
-from baton.gateway.debug import RequestHistory
 from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.gateway.process import open_parts
+from baton.gateway.request_traces import RequestHistory
 from baton.gateway.workers import Up
 from baton.protocol.worker_http import Role
 from baton.router.load import EndedRequest

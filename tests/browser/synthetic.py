@@ -39,7 +39,6 @@ from baton.gateway.debug import (
     ListedLink,
     ListedWorker,
     ModelLinks,
-    RequestTrace,
     WorkerListReply,
 )
 from baton.gateway.errors import answer_for
@@ -47,9 +46,12 @@ from baton.gateway.queue_page import QueueReply, RoomShown, RunningShown, Waitin
 from baton.net.http_limits import Connections, HttpLimits
 from baton.net.http_server import bounded_protocol
 from baton.protocol.alerts import Alert, AlertList, AlertName, AlertState
+from baton.protocol.request_traces import GapSummary, RequestTrace
 from baton.protocol.worker_http import Role, StoreLoads, WorkerLoad
 from baton.router.health import HealthState
-from baton.telemetry.trace import RequestSpan, Stamp
+from baton.telemetry.clock_offset import ClockEstimate
+from baton.telemetry.timeline import WorkerTrace, compare_prediction, make_timeline
+from baton.telemetry.trace import PredictedTimes, PrefillChunk, RequestSpan, Stamp
 from tests.integration.scripted_worker import serving
 
 if TYPE_CHECKING:
@@ -204,26 +206,45 @@ class Fleet:
         gateway = RequestSpan(
             request_id=request_id, worker="gateway", epoch="e", role="gateway", mode="push",
             outcome=self.text, waited_s=0.004,
-            stamps={Stamp.RECEIVED: 10.0, Stamp.ADMITTED: 10.001, Stamp.FIRST_TOKEN: 10.19,
+            predicted=PredictedTimes(
+                queue_s=0.02, load_s=0.0, prefill_s=0.12, handoff_s=0.03, tpot_s=0.02
+            ),
+            stamps={Stamp.RECEIVED: 10.0, Stamp.ADMITTED: 10.001, Stamp.TOKENIZED: 10.002,
+                    Stamp.DEQUEUED: 10.003, Stamp.PLACED: 10.0035, Stamp.FIRST_TOKEN: 10.196,
                     Stamp.FINISHED: 13.1},
         )  # fmt: skip
         prefill = RequestSpan(
             request_id=request_id, worker=self.worker_name(0), epoch="e", role="prefill",
-            stamps={Stamp.RECEIVED: 5.0, Stamp.PREFILL_STARTED: 5.02,
-                    Stamp.FIRST_LAYER_READY: 5.03, Stamp.PREFILL_DONE: 5.15},
+            chunks=[PrefillChunk(10.024, 10.09, 512), PrefillChunk(10.09, 10.154, 512)],
+            stamps={Stamp.RECEIVED: 10.004, Stamp.PREFILL_STARTED: 10.024,
+                    Stamp.FIRST_LAYER_READY: 10.034, Stamp.PREFILL_DONE: 10.154},
         )  # fmt: skip
         decode = RequestSpan(
             request_id=request_id, worker=self.worker_name(1), epoch="e", role="decode",
             mode="push", transport="tcp", expected_transport="nixl", num_bytes=64 << 20,
             num_pages=2048, num_prompt_tokens=1024, num_output_tokens=120,
             fallbacks=[self.text],
-            peer_stamps={Stamp.PREFILL_STARTED: 7.02, Stamp.FIRST_LAYER_READY: 7.03,
-                         Stamp.PREFILL_DONE: 7.15},
-            stamps={Stamp.RECEIVED: 7.0, Stamp.LAST_LAYER_LANDED: 7.17, Stamp.KV_READY: 7.172,
-                    Stamp.DECODE_SCHEDULED: 7.176, Stamp.FIRST_TOKEN: 7.188, Stamp.FINISHED: 10.0},
+            peer_stamps={Stamp.PREFILL_STARTED: 10.024, Stamp.FIRST_LAYER_READY: 10.034,
+                         Stamp.PREFILL_DONE: 10.154},
+            stamps={Stamp.RECEIVED: 10.004, Stamp.LAST_LAYER_LANDED: 10.174, Stamp.KV_READY: 10.176,
+                    Stamp.DECODE_SCHEDULED: 10.18, Stamp.FIRST_TOKEN: 10.192, Stamp.FINISHED: 13.004},
         )  # fmt: skip
-        reasons = (f"{self.worker_name(1)}: predicted TTFT 0.19 s", self.text)
-        return RequestTrace(request_id, 200, reasons, None, gateway, decode, prefill, ())
+        exact = ClockEstimate(0.0, 0.0)
+        timeline = make_timeline(gateway, WorkerTrace(decode, exact), WorkerTrace(prefill, exact))
+        return RequestTrace(
+            id=request_id,
+            status=200,
+            placement=(f"{self.worker_name(1)}: predicted TTFT 0.19 s", self.text),
+            summary=None,
+            gateway=gateway,
+            decode=decode,
+            prefill=prefill,
+            missing=(),
+            timeline=timeline,
+            compared=compare_prediction(gateway, timeline),
+            token_gaps=GapSummary(119, 0.021, 0.02, 0.04, 0.09),
+            distance="same_rack",
+        )
 
 
 class Stream:

@@ -60,9 +60,7 @@ async def requests_nothing_from_elsewhere(page: Page, stream: Stream) -> None:
 
 
 def test_hostile_text_is_shown_and_nothing_runs() -> None:
-    fleet = Fleet(
-        num_workers=4, name="{role}-{index} " + HOSTILE, text=HOSTILE, model=HOSTILE
-    )
+    fleet = Fleet(num_workers=4, name="{role}-{index} " + HOSTILE, text=HOSTILE, model=HOSTILE)
     show(fleet, shows_hostile_names_as_text, requests_nothing_from_elsewhere)
 
 
@@ -102,6 +100,7 @@ async def escape_closes_a_request(page: Page, stream: Stream) -> None:
     body = await text_of(page, "#request-body")
     assert "exposed transfer" in body
     assert "predicted TTFT" in body, "the router's reasons"
+    assert "chunk of 512 tokens" in body
     await page.press("Escape")
     await page.until("!document.querySelector('#request').open")
     assert await page.run("document.activeElement.className") == "pick", "the focus comes back"

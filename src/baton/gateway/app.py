@@ -31,7 +31,6 @@ from baton.gateway.openapi import (
     OPENAPI_PATH,
     QUEUE_PATH,
     READY_PATH,
-    REQUESTS_PATH,
     ROUTE_PATH,
     TRANSFERS_PATH,
     WORKERS_PATH,
@@ -42,6 +41,7 @@ from baton.gateway.request import MAX_MODEL_CHARS
 from baton.gateway.workers import Pending
 from baton.protocol import worker_http
 from baton.protocol.alerts import ALERTS_PATH
+from baton.protocol.request_traces import REQUESTS_PATH
 from baton.protocol.worker_http import (
     CHAT_COMPLETIONS_PATH,
     COMPLETIONS_PATH,
@@ -65,12 +65,13 @@ if TYPE_CHECKING:
     from baton.gateway.clients import Clients
     from baton.gateway.completions import Completions
     from baton.gateway.dashboard.pages import Dashboard
-    from baton.gateway.debug import LinkList, RequestTraces, WorkerList
+    from baton.gateway.debug import LinkList, WorkerList
     from baton.gateway.demand_page import DemandPage
     from baton.gateway.management_key import ManagementKey
     from baton.gateway.metrics import GatewayMetrics
     from baton.gateway.options import GatewayOptions
     from baton.gateway.queue_page import QueuePage
+    from baton.gateway.request_pages import RequestPages
     from baton.gateway.route_explainer import RouteExplainer
     from baton.gateway.transfer_page import TransferPage
     from baton.gateway.workers import Workers
@@ -222,7 +223,7 @@ class Access:
 class DebugPages:
     """What an operator may look at."""
 
-    traces: RequestTraces
+    requests: RequestPages
     workers: WorkerList
     queue: QueuePage
     route: RouteExplainer
@@ -323,7 +324,8 @@ class GatewayApp:
             case _ if path.startswith(f"{MODELS_PATH}/"):
                 answer = self._model(path.removeprefix(f"{MODELS_PATH}/"))
             case _ if f"{path}/".startswith(f"{REQUESTS_PATH}/"):
-                answer = await self._debug(path)
+                asked = path.removeprefix(REQUESTS_PATH).removeprefix("/")
+                answer = await self._debug_pages.requests.show(asked, scope["query_string"])
             case _:
                 answer = self._management_page(path)
         _need_get(path, scope)
@@ -366,11 +368,6 @@ class GatewayApp:
         if length is None:
             raise ModelNotFoundError(f"no model {name[:MAX_MODEL_CHARS]!r} is served here")
         return ServedModel(id=name, max_model_len=length)
-
-    async def _debug(self, path: str) -> msgspec.Struct:
-        if path == REQUESTS_PATH:
-            return self._debug_pages.traces.latest()
-        return await self._debug_pages.traces.of(path.removeprefix(f"{REQUESTS_PATH}/"))
 
 
 class ManagementApp:

@@ -25,6 +25,7 @@ from baton.gateway.targets import (
 from baton.protocol.alerts import ALERTS_PATH
 from baton.protocol.engine_fields import VLLM_FIELDS
 from baton.protocol.request_fields import ChatFields, CompletionFields
+from baton.protocol.request_traces import REQUESTS_PATH
 from baton.protocol.worker_http import (
     CHAT_COMPLETIONS_PATH,
     COMPLETIONS_PATH,
@@ -41,7 +42,6 @@ from baton.router.fair_queue import Priority
 
 OPENAPI_PATH: Final = "/openapi.json"
 READY_PATH: Final = "/ready"
-REQUESTS_PATH: Final = "/debug/requests"
 ROUTE_PATH: Final = "/debug/route"
 WORKERS_PATH: Final = "/debug/workers"
 QUEUE_PATH: Final = "/debug/queue"

@@ -11,7 +11,7 @@ from yarl import URL
 
 from baton.clock import MachineClock
 from baton.config.cluster_key import is_loopback, is_wildcard
-from baton.config.sections import AlertsSection, GatewaySection
+from baton.config.sections import AlertsSection, GatewaySection, TraceSection
 from baton.errors import ConfigError
 from baton.gateway.members.interface import NamedSource, SourceStatus, build_source
 from baton.gateway.targets import NO_TARGETS
@@ -137,7 +137,7 @@ class GatewayOptions(GatewaySection, frozen=True, kw_only=True):
     status_fd: int = 1
     listen_fds: tuple[int, ...] = ()
     management_fds: tuple[int, ...] = ()
-    num_records: int = 1024
+    trace: TraceSection = TraceSection()
     policy: str | None = None
     policy_options: Mapping[str, Mapping[str, object]] = {}
     tokenizers: Mapping[str, Path] = {}

@@ -39,7 +39,7 @@ from baton.gateway.clients import Clients
 from baton.gateway.completions import Completions
 from baton.gateway.dashboard.pages import open_dashboard
 from baton.gateway.dashboard.snapshot import SnapshotPages
-from baton.gateway.debug import LinkList, RequestHistory, RequestTraces, WorkerList
+from baton.gateway.debug import LinkList, WorkerList
 from baton.gateway.demand_page import DemandPage
 from baton.gateway.health_monitor import HealthMonitor
 from baton.gateway.kv_events import KVEvents
@@ -54,11 +54,14 @@ from baton.gateway.prefixes import Prefixes
 from baton.gateway.process_group import ProcessGroup
 from baton.gateway.queue_page import QueuePage
 from baton.gateway.request_context import BackgroundTasks, Fallbacks, Services
+from baton.gateway.request_pages import open_request_pages
+from baton.gateway.request_traces import RequestHistory, RequestTraces
 from baton.gateway.route_explainer import RouteExplainer
 from baton.gateway.running_streams import RunningStreams
 from baton.gateway.silence_monitor import SilenceMonitor
 from baton.gateway.stream_moves import StreamMoves
 from baton.gateway.stream_record import RecordBudget
+from baton.gateway.tail_sampling import HeadSampler
 from baton.gateway.transfer_feed import TransferFeed
 from baton.gateway.transfer_page import TransferPage
 from baton.gateway.upstream import Upstream
@@ -195,8 +198,9 @@ async def open_parts(
         audit=AuditLog(Path(options.audit_log)) if options.audit_log else None,
         stream_records=RecordBudget(options.max_total_record_bytes),
         streams=RunningStreams(),
+        head_sampler=HeadSampler(options.trace.sample_share),
     )
-    records = RequestHistory(options.num_records)
+    records = RequestHistory(options.trace.ring_size)
     events = KVEvents(workers, metrics, clock, upstream=upstream, prefixes=prefixes)
     services.background_tasks.run(StreamMoves(services, records).run())
     events.start()
@@ -244,6 +248,13 @@ async def _open_app(
             metrics.registry,
             clock,
         ) as alerts,
+        open_request_pages(
+            options.trace,
+            records,
+            RequestTraces(workers, upstream, load, clock),
+            clock=clock,
+            metrics=metrics.traces,
+        ) as requests,
     ):
         pages = SnapshotPages(
             WorkerList(workers, events, load, clock),
@@ -258,7 +269,7 @@ async def _open_app(
                 workers,
                 metrics,
                 debug=DebugPages(
-                    RequestTraces(records, workers, upstream),
+                    requests,
                     pages.workers,
                     pages.queue,
                     RouteExplainer(services),

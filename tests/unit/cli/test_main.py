@@ -34,6 +34,8 @@ COMMANDS = (
     ["sim", "handoff"],
     ["route", "explain"],
     ["route", "replay"],
+    ["explain"],
+    ["trace", "export"],
 )
 
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from baton.gateway.asgi import Header
     from baton.gateway.completions import Completions
-    from baton.gateway.debug import RequestHistory
     from baton.gateway.request_context import Services
+    from baton.gateway.request_traces import RequestHistory
 
 EVENTS: Final = "events"
 INDEX: Final = "index.html"

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from baton.gateway.completions import Completions
-    from baton.gateway.debug import RequestHistory
     from baton.gateway.request_context import Services
+    from baton.gateway.request_traces import RequestHistory
     from baton.router.load import EndedRequest
 
 NUM_POINTS: Final = 300

@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
     from baton.gateway.alerts.monitor import AlertMonitor
     from baton.gateway.dashboard.series import Series
-    from baton.gateway.debug import LinkList, RequestHistory, RequestRecord, WorkerList
+    from baton.gateway.debug import LinkList, WorkerList
     from baton.gateway.queue_page import QueuePage
     from baton.gateway.request_context import Services
+    from baton.gateway.request_traces import RequestHistory, RequestRecord
     from baton.gateway.transfer_page import PairHandoffs, TransferPage, TransferPageReply
     from baton.protocol.worker_http import WorkerInfo
 
