@@ -59,6 +59,9 @@ def build_app() -> App:
         "baton.cli.doctor:doctor", name="doctor", help="Report what works here, and why not."
     )
     app.command(
+        "baton.cli.debug:app", name="debug", help="Collect what an issue report needs."
+    )
+    app.command(
         "baton.cli.bench:app",
         name="bench",
         help="Measure links between workers, and servers under load.",
