@@ -684,8 +684,12 @@ def write(path: Path = BOARD) -> None:
 
 
 def to_text(board: Json) -> str:
-    """As it is kept: one line for each part, so that a change shows."""
-    return json.dumps(board, indent=1, ensure_ascii=False) + "\n"
+    """As it is kept: one line for each panel, so that a change shows."""
+    panels = board["panels"]
+    assert isinstance(panels, list)  # noqa: S101 (for mypy)
+    rest = json.dumps({**board, "panels": []}, indent=1)
+    lines = ",\n".join(f"  {json.dumps(panel)}" for panel in panels)
+    return rest.replace('"panels": []', f'"panels": [\n{lines}\n ]') + "\n"
 
 
 if __name__ == "__main__":
