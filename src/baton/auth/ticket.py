@@ -89,6 +89,7 @@ class Ticket(msgspec.Struct, frozen=True, tag="ticket", tag_field="t", dict=True
     `tenant_salt` enters every block hash. `first_token_early`: the client gets it from the prefill
     worker, and the decode worker goes on from that token whatever happens. `num_prefix_tokens`: KV
     of the prompt's first tokens alone is handed over, and decode computes the others; 0: of all.
+    `distance`: how far apart the two workers are, for their traces and metrics; empty: not known.
     """
 
     id: TicketId
@@ -100,6 +101,7 @@ class Ticket(msgspec.Struct, frozen=True, tag="ticket", tag_field="t", dict=True
     tenant_salt: str = ""
     first_token_early: bool = False
     num_prefix_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    distance: Annotated[str, Meta(max_length=32)] = ""
 
     def __post_init__(self) -> None:
         """Raise ValueError where an answer would begin with a token after a part of a prompt."""

@@ -31,6 +31,7 @@ from baton.gateway.openapi import (
     READY_PATH,
     REQUESTS_PATH,
     ROUTE_PATH,
+    TRANSFERS_PATH,
     WORKERS_PATH,
     Status,
     describe,
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from baton.gateway.options import GatewayOptions
     from baton.gateway.queue_page import QueuePage
     from baton.gateway.route_explainer import RouteExplainer
+    from baton.gateway.transfer_page import TransferPage
     from baton.gateway.workers import Workers
 
 
@@ -202,6 +204,7 @@ class DebugPages:
     route: RouteExplainer
     links: LinkList
     demand: DemandPage
+    transfers: TransferPage
 
 
 class GatewayApp:
@@ -296,6 +299,8 @@ class GatewayApp:
                 answer = self._debug_pages.demand.show()
             case _ if path == LINKS_PATH:
                 answer = self._debug_pages.links.show()
+            case _ if path == TRANSFERS_PATH:
+                answer = self._debug_pages.transfers.show()
             case _:
                 raise PathNotFoundError(f"{path} does not exist here")
         _need_get(path, scope)

@@ -46,6 +46,7 @@ WORKERS_PATH: Final = "/debug/workers"
 QUEUE_PATH: Final = "/debug/queue"
 DEMAND_PATH: Final = "/debug/demand"
 LINKS_PATH: Final = "/debug/links"
+TRANSFERS_PATH: Final = "/debug/transfers"
 
 Json: TypeAlias = dict[str, Any]
 
@@ -195,6 +196,9 @@ def _management_paths() -> Json:
             }
         },
         LINKS_PATH: _get("list_links", "what handoffs cost, by distance", an_object, "404"),
+        TRANSFERS_PATH: _get(
+            "list_transfers", "what handoffs and links took, by pair", an_object, "404"
+        ),
     }
 
 

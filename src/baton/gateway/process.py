@@ -53,6 +53,8 @@ from baton.gateway.running_streams import RunningStreams
 from baton.gateway.silence_monitor import SilenceMonitor
 from baton.gateway.stream_moves import StreamMoves
 from baton.gateway.stream_record import RecordBudget
+from baton.gateway.transfer_feed import TransferFeed
+from baton.gateway.transfer_page import TransferPage
 from baton.gateway.upstream import Upstream
 from baton.gateway.waiting import WaitingRequests
 from baton.gateway.workers import Workers
@@ -198,6 +200,7 @@ async def open_parts(
             open_announcements(options, clock, metrics.registry) as announced,
             Membership(services, events, room, options.build_sources(clock, announced)),
             LinkFeed(workers, upstream, load, clock),
+            TransferFeed(workers, upstream, clock) as transfers,
         ):
             _watch(announced, services)
             app = GatewayApp(
@@ -211,6 +214,7 @@ async def open_parts(
                     RouteExplainer(services),
                     LinkList(workers, load),
                     DemandPage(workers, load, admission, clock),
+                    TransferPage(transfers, clock),
                 ),
                 readiness=Readiness(workers, clock),
                 access=Access(

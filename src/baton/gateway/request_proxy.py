@@ -428,8 +428,9 @@ class RequestProxy:
             first_token_early=not num_prefix_tokens and self._wants_early(prefill, decode),
             tenant_salt=hash_tenant(self._body.cache_salt),
             num_prefix_tokens=num_prefix_tokens,
+            distance=services.load.costs(decode.model).handoffs.name_distance(prefill, decode),
         )
-        context.trace.ticket = ticket.id.hex()
+        context.trace.ticket, context.trace.distance = ticket.id.hex(), ticket.distance or None
         workers = services.workers
         return Handoff(ticket, prefill.protocol, workers.of(prefill), workers.of(decode))
 

@@ -346,8 +346,11 @@ class StreamMoves:
             issue=services.ticket_issuer.issue(part.left_s(services.clock.now())),
             tenant_salt=hash_tenant(stream.body.cache_salt),
             num_prefix_tokens=0 if standby is None else standby.num_prefix_tokens,
+            distance=services.load.costs(target.model).handoffs.name_distance(
+                stream.decode, target
+            ),
         )
-        part.trace.ticket = ticket.id.hex()
+        part.trace.ticket, part.trace.distance = ticket.id.hex(), ticket.distance or None
         return write_ticket(ticket, stream.decode, target, services.options.credentials)
 
     async def _send(

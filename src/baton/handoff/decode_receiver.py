@@ -354,7 +354,8 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         if incoming.mapped_pages is not None:
             context = self._context
             note_encoding(order.trace, view.view.layout)
-            context.peer_transports.record_encoding(peer, incoming.encoding)
+            distance = order.ticket.distance
+            context.peer_transports.record_handoff(peer, incoming.encoding, distance)
             plan = TransferPlan(
                 op,
                 incoming.mapped_pages.pages,

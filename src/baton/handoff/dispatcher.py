@@ -13,6 +13,7 @@ from baton.errors import HandoffError
 from baton.handoff.agent import HandoffAgent
 from baton.handoff.interface import BlocksQuiescent, KVFailed, KVLanded, KVSent, SendFailed
 from baton.handoff.pool_mode.store_handoff import StoreHandoff
+from baton.telemetry.handoff_metrics import ReceivePaths
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -72,6 +73,19 @@ class HandoffDispatcher:  # noqa: PLR0904 - the engine's contract
         """The ways of handing over that this worker takes part in, on either side."""
         push, pull, *reference = self.agent.options.modes
         return push, pull, *(() if self.store is None else ("pool",)), *reference
+
+    @property
+    def receive_paths(self) -> ReceivePaths:
+        """By what ways KV comes to this worker."""
+        options = self.agent.options
+        return ReceivePaths(
+            tuple(each.kind for each in options.transports),
+            frozenset(
+                each.kind for each in options.transports if each.capabilities.same_host_only
+            ),
+            self.modes,
+            options.preferred_op,
+        )
 
     @property
     def prefixes(self) -> PrefixStore | None:

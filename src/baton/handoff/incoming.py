@@ -239,8 +239,11 @@ class IncomingHandoff(MutableRecord):  # noqa: PLR0904 - all that concerns one h
             self.usage.record_failover(message.expected_transport, message.transport)
 
     def write_trace(self) -> None:
-        """Write into the trace which transports carried it."""
-        self.usage.write_into(self.session.order.trace)
+        """Write into the trace which transports carried it, and who moved the bytes."""
+        trace, plan = self.session.order.trace, self.session.plan
+        self.usage.write_into(trace)
+        if plan is not None:
+            trace.operation = plan.op
 
     @property
     def verifier(self) -> DigestVerifier:

@@ -81,10 +81,12 @@ class PeerTransport:
     encoding. They are attached and dropped together.
     """
 
+    peer: str
     transport: Transport
     descriptors: Mapping[str, RegionDescriptor]
     direction: Direction
     model: LinkModel
+    distance: str = ""
     state: PeerTransportState = PeerTransportState.DOWN
     remotes: dict[str, RemoteId] = field(default_factory=dict)
     reason: str = ""
@@ -192,6 +194,8 @@ class PeerTransport:
                 self._bulk_byte_s.append(max(observed_s / shape.num_bytes, MIN_BYTE_S))
             self.model = self.model.refine(shape, observed_s, alike=period.largest)
         return Outcome(
+            peer=self.peer,
+            distance=self.distance,
             transport=self.transport.kind,
             direction=self.direction,
             num_transfers=period.num_transfers,
@@ -528,11 +532,13 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 reports.append(replace(report, kv_byte_s=kv_byte_s))
         return reports
 
-    def record_encoding(self, peer: Peer, encoding: str) -> None:
-        """A handoff to, or from, a peer begins, in this encoding."""
+    def record_handoff(self, peer: Peer, encoding: str, distance: str) -> None:
+        """A handoff to, or from, a peer begins, in this encoding, over this distance."""
         known = self._by_peer.get(id(peer))
         if known is not None:
             known.encoding = encoding
+            for each in known.peer_transports.values():
+                each.distance = distance
 
     def find_bulk_byte_s(self, peer: Peer) -> float | None:
         """Seconds for each byte of large transfers to, or from, a peer; None if not measured."""
@@ -577,6 +583,7 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             in_common = self._readable(in_common)
         return {
             kind: PeerTransport(
+                peer.name,
                 transport,
                 _find_descriptors(peer, kind),
                 direction,

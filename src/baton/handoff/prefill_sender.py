@@ -379,7 +379,8 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             return
         if outgoing.mapped_pages is not None:
             note_encoding(session.order.trace, view.view.layout)
-            self._context.peer_transports.record_encoding(granted.peer, granted.grant.encoding)
+            encoding, distance = granted.grant.encoding, granted.ticket.distance
+            self._context.peer_transports.record_handoff(granted.peer, encoding, distance)
             self._perform(outgoing, session.begin(view.page_tokens, is_staged=view.is_staged))
 
     def _is_reachable(self, peer: Peer) -> bool:

@@ -461,8 +461,11 @@ class OutgoingHandoff(MutableRecord):
         return self.granted is not None and self.granted.peer is peer
 
     def write_trace(self) -> None:
-        """Write into the trace which transports carried it."""
-        self.usage.write_into(self.session.order.trace)
+        """Write into the trace which transports carried it, and who moved the bytes."""
+        session, trace = self.session, self.session.order.trace
+        self.usage.write_into(trace)
+        if session.grant is not None:
+            trace.operation = session.grant.op
 
     def make_finished(self, first_token: SampledToken | None) -> Finished:
         """What the peer learns at the end."""

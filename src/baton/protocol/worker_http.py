@@ -30,6 +30,7 @@ MAX_KV_EVENTS_BYTES: Final = 64 << 20
 LINKS_PATH: Final = "/baton/v1/links"
 MAX_LINKS: Final = 1024
 """That one worker reports, of those that it used last."""
+TRANSFERS_PATH: Final = "/baton/v1/transfers"
 HANDOFFS_PREFIX: Final = "/baton/v1/handoffs/"
 ABORT_SUFFIX: Final = "/abort"
 FIRST_TOKEN_SUFFIX: Final = "/first_token"  # noqa: S105 - a path

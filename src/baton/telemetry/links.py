@@ -1,22 +1,30 @@
 """Links as one worker measured and used them: what was predicted, chosen, and came of it.
 
-Implements `transfer.links.outcome.LinkObserver`; the agent's thread calls.
+Implements `transfer.links.choice.LinkObserver`; the agent's thread calls. `operation` is WRITE for
+what this worker wrote to a peer, READ for what it read from one; the other side counts nothing.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from baton.telemetry.transfers import OPERATIONS, LinkLabels, name_distance
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
 
     from prometheus_client import CollectorRegistry
 
-DIRECTIONS: Final = ("push", "pull")
+    from baton.telemetry.handoff_metrics import ReceivePaths
+    from baton.telemetry.transfers import LinkOutcome, TransferTable
+
 UNKNOWN: Final = "other"
 ERROR_EDGES: Final = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 2.0, 4.0, 8.0)
+MAX_LABEL_SETS: Final = 20
+OTHER_LABELS: Final = LinkLabels(UNKNOWN, UNKNOWN, UNKNOWN)
 
 
 class _Choice(Protocol):
@@ -35,58 +43,115 @@ class _Model(Protocol):
     def bandwidth(self) -> float: ...
 
 
-class _Outcome(Protocol):
-    @property
-    def transport(self) -> str: ...
-    @property
-    def direction(self) -> str: ...
-    @property
-    def num_bytes(self) -> int: ...
-    @property
-    def predicted_s(self) -> float: ...
-    @property
-    def observed_s(self) -> float: ...
-    @property
-    def refined(self) -> bool: ...
+@dataclass(frozen=True, slots=True)
+class _Carried:
+    """What is counted of transfers with one set of labels."""
+
+    num_bytes: Counter
+    predicted_s: Counter
+    observed_s: Counter
+    error: Histogram
 
 
-class LinkInstruments:
-    """By transport and direction, not by peer: labels are bounded. Unknown transports: `other`."""
+class CarriedInstruments:
+    """Transfers that succeeded, by distance, transport and operation.
 
-    def __init__(self, registry: CollectorRegistry, transports: Sequence[str]) -> None:
-        self._transports = (*transports, UNKNOWN)
-        labels = ["direction", "transport"]
+    Sets of labels between workers that report where they are exist from the start, as far as
+    `MAX_LABEL_SETS` allows; what comes beyond that counts as `other`.
+    """
 
-        def count(name: str, text: str) -> dict[tuple[str, str], Counter]:
-            counter = Counter(name, text, labels, registry=registry)
-            return {pair: counter.labels(*pair) for pair in self._pairs()}
+    def __init__(self, registry: CollectorRegistry, paths: ReceivePaths) -> None:
+        labels = LinkLabels._fields
 
-        self._chosen = count("baton_link_choices", "Transfers, by the transport chosen for them.")
-        self._bytes = count("baton_link_bytes", "Bytes of transfers that succeeded.")
-        self._predicted = count(
+        def counter(name: str, text: str) -> Counter:
+            return Counter(name, text, labels, registry=registry)
+
+        self._num_bytes = counter("baton_link_bytes", "Bytes of transfers that succeeded.")
+        self._predicted_s = counter(
             "baton_link_predicted_seconds", "What transfers were predicted to take, in sum."
         )
-        self._observed = count("baton_link_observed_seconds", "What they took, in sum.")
-        self._failures = count(
-            "baton_link_failures", "Times that a transport failed and another one took over."
-        )
-        error = Histogram(
+        self._observed_s = counter("baton_link_observed_seconds", "What they took, in sum.")
+        self._error = Histogram(
             "baton_link_model_relative_error",
             "|predicted - observed| / observed, of transfers that the link model learns from.",
             labels,
             buckets=ERROR_EDGES,
             registry=registry,
         )
-        self._error = {pair: error.labels(*pair) for pair in self._pairs()}
+        self._transports = frozenset(paths.transports)
+        self._children: dict[LinkLabels, _Carried] = {}
+        self._add(OTHER_LABELS)
+        for transport in paths.transports:
+            for distance in paths.distances(transport):
+                for operation in OPERATIONS.values():
+                    self._find(LinkLabels(distance, transport, operation))
+
+    def carried(self, outcome: LinkOutcome) -> LinkLabels:
+        """Count a period in which a link was in use; the labels by which it was counted."""
+        labels = OTHER_LABELS
+        if outcome.transport in self._transports:
+            operation = OPERATIONS[outcome.direction]
+            labels = self._find(
+                LinkLabels(name_distance(outcome.distance), outcome.transport, operation)
+            )
+        child = self._children[labels]
+        child.num_bytes.inc(outcome.num_bytes)
+        child.predicted_s.inc(outcome.predicted_s)
+        child.observed_s.inc(outcome.observed_s)
+        if outcome.refined and outcome.observed_s > 0:
+            difference = abs(outcome.predicted_s - outcome.observed_s)
+            child.error.observe(difference / outcome.observed_s)
+        return labels
+
+    def _find(self, labels: LinkLabels) -> LinkLabels:
+        """The set itself, made if there is room; `OTHER_LABELS` if not."""
+        if labels in self._children:
+            return labels
+        if len(self._children) >= MAX_LABEL_SETS:
+            return OTHER_LABELS
+        self._add(labels)
+        return labels
+
+    def _add(self, labels: LinkLabels) -> None:
+        self._children[labels] = _Carried(
+            self._num_bytes.labels(*labels),
+            self._predicted_s.labels(*labels),
+            self._observed_s.labels(*labels),
+            self._error.labels(*labels),
+        )
+
+
+class LinkInstruments:
+    """By distance, transport and operation, not by peer: labels are bounded. `transfers`: by peer.
+
+    Unknown transports count as `other`.
+    """
+
+    def __init__(
+        self, registry: CollectorRegistry, paths: ReceivePaths, transfers: TransferTable
+    ) -> None:
+        self._transports = (*paths.transports, UNKNOWN)
+        self._transfers = transfers
+        self._carried = CarriedInstruments(registry, paths)
+        labels = ["operation", "transport"]
+
+        def count(name: str, text: str) -> dict[tuple[str, str], Counter]:
+            counter = Counter(name, text, labels, registry=registry)
+            return {pair: counter.labels(*pair) for pair in self._pairs()}
+
+        self._chosen = count("baton_link_choices", "Transfers, by the transport chosen for them.")
+        self._failures = count(
+            "baton_link_failures", "Times that a transport failed and another one took over."
+        )
         mismatches = Counter(
             "baton_link_mismatches",
             "Transfers over another transport than the best one that both workers have.",
-            ["direction", "expected", "used"],
+            ["operation", "expected", "used"],
             registry=registry,
         )
         self._mismatches = {
-            (direction, expected, used): mismatches.labels(direction, expected, used)
-            for direction in DIRECTIONS
+            (operation, expected, used): mismatches.labels(operation, expected, used)
+            for operation in OPERATIONS.values()
             for expected in self._transports
             for used in self._transports
             if expected != used
@@ -106,33 +171,29 @@ class LinkInstruments:
 
     def chosen(self, direction: str, choice: _Choice) -> None:
         """See `LinkObserver`."""
-        self._chosen[direction, self._name(choice.used)].inc()
-        pair = self._name(choice.expected), self._name(choice.used)
-        if choice.is_mismatch and pair[0] != pair[1]:
-            self._mismatches[direction, *pair].inc()
+        expected, used = self._name(choice.expected), self._name(choice.used)
+        self._chosen[OPERATIONS[direction], used].inc()
+        if choice.is_mismatch and expected != used:
+            self._mismatches[OPERATIONS[direction], expected, used].inc()
 
-    def carried(self, outcome: _Outcome) -> None:
+    def carried(self, outcome: LinkOutcome) -> None:
         """See `LinkObserver`."""
-        key = outcome.direction, self._name(outcome.transport)
-        self._bytes[key].inc(outcome.num_bytes)
-        self._predicted[key].inc(outcome.predicted_s)
-        self._observed[key].inc(outcome.observed_s)
-        if outcome.refined and outcome.observed_s > 0:
-            difference = abs(outcome.predicted_s - outcome.observed_s)
-            self._error[key].observe(difference / outcome.observed_s)
+        self._transfers.link(outcome, self._carried.carried(outcome))
 
     def failed(self, direction: str, transport: str) -> None:
         """See `LinkObserver`."""
-        self._failures[direction, self._name(transport)].inc()
+        self._failures[OPERATIONS[direction], self._name(transport)].inc()
 
     def measured(self, direction: str, transport: str, model: _Model) -> None:
         """See `LinkObserver`."""
-        name = self._name(transport)
-        self._latency.labels(direction, name).set(model.latency_s)
-        self._bandwidth.labels(direction, name).set(model.bandwidth)
+        labels = OPERATIONS[direction], self._name(transport)
+        self._latency.labels(*labels).set(model.latency_s)
+        self._bandwidth.labels(*labels).set(model.bandwidth)
 
     def _name(self, transport: str) -> str:
         return transport if transport in self._transports else UNKNOWN
 
-    def _pairs(self) -> list[tuple[str, str]]:
-        return [(direction, name) for direction in DIRECTIONS for name in self._transports]
+    def _pairs(self) -> Iterable[tuple[str, str]]:
+        for operation in OPERATIONS.values():
+            for name in self._transports:
+                yield operation, name

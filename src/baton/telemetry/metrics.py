@@ -23,7 +23,8 @@ from prometheus_client.metrics_core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from baton.auth.ticket import HandoffMode
-from baton.telemetry.trace import RequestSpan, Stamp, compute_durations
+from baton.telemetry.handoff_metrics import HandoffInstruments
+from baton.telemetry.trace import compute_durations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -31,12 +32,13 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Metric
 
     from baton.clock import Instant
+    from baton.telemetry.handoff_metrics import ReceivePaths
+    from baton.telemetry.trace import RequestSpan
+    from baton.telemetry.transfers import TransferTable
 
 ROLES: Final = ("colocated", "prefill", "decode")
 OUTCOMES: Final = ("stop", "length", "prefilled", "declined", "cancelled", "failed")
-RESULTS: Final = ("completed", "declined", "failed", "aborted")
 ERROR_STATUSES: Final = (400, 401, 403, 404, 405, 409, 413, 500, 502, 503, 504)
-UNKNOWN: Final = "other"
 
 FIRST_TOKEN_EDGES_S: Final = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
@@ -50,26 +52,23 @@ REQUEST_EDGES_S: Final = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
     120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
-TRANSFER_EDGES_S: Final = (
-    0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5,
-    1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0,
-)  # fmt: skip
 
 
 class WorkerMetrics:
     """What one worker counts. Owned by the event loop's thread.
 
-    `transports` and `fallback_causes` are the label values that exist; others count as `other`.
+    `paths` and `fallback_causes` give the label values that exist; others count as `other`.
     """
 
     def __init__(
         self,
         registry: CollectorRegistry,
-        transports: Sequence[str],
+        paths: ReceivePaths,
         fallback_causes: Sequence[str],
+        transfers: TransferTable,
     ) -> None:
         self._requests = RequestInstruments(registry)
-        self._handoffs = HandoffInstruments(registry, transports, fallback_causes)
+        self._handoffs = HandoffInstruments(registry, paths, fallback_causes, transfers)
         self._token_gap = Histogram(
             "baton_worker_inter_token_latency_seconds",
             "Time between two tokens of one answer.",
@@ -155,112 +154,6 @@ class RequestInstruments:
                 histograms[trace.role].observe(seconds)
 
 
-class HandoffInstruments:
-    """Handoffs as one side saw them, by result and transport."""
-
-    def __init__(
-        self,
-        registry: CollectorRegistry,
-        transports: Sequence[str],
-        fallback_causes: Sequence[str],
-    ) -> None:
-        used = (*transports, UNKNOWN)
-        handoffs = Counter(
-            "baton_handoffs",
-            "Handoffs that have ended; transport is 'other' where none was chosen.",
-            ["role", "transport", "result"],
-            registry=registry,
-        )
-        self._handoffs = {
-            (role, transport, result): handoffs.labels(role, transport, result)
-            for role in ("prefill", "decode")
-            for transport in used
-            for result in RESULTS
-        }
-        received = Counter(
-            "baton_handoff_received_bytes", "KV received.", ["transport"], registry=registry
-        )
-        self._received = {transport: received.labels(transport) for transport in used}
-        verified = Counter(
-            "baton_handoff_verified_bytes",
-            "KV that was compared with its sender's digests.",
-            ["transport"],
-            registry=registry,
-        )
-        self._verified = {transport: verified.labels(transport) for transport in used}
-        failures = Counter(
-            "baton_handoff_digest_failures",
-            "Arrivals of KV that was not what its sender had.",
-            ["transport"],
-            registry=registry,
-        )
-        self._digest_failures = {transport: failures.labels(transport) for transport in used}
-        mismatches = Counter(
-            "baton_handoff_transport_mismatch",
-            "Handoffs that used another transport than the one expected between the two workers.",
-            ["expected", "used"],
-            registry=registry,
-        )
-        self._mismatches = {
-            (expected, actual): mismatches.labels(expected, actual)
-            for expected in used
-            for actual in used
-            if expected != actual
-        }
-        fallbacks = Counter(
-            "baton_handoff_fallbacks",
-            "Handoffs replaced by something slower, by cause.",
-            ["cause"],
-            registry=registry,
-        )
-        self._fallbacks = {cause: fallbacks.labels(cause) for cause in (*fallback_causes, UNKNOWN)}
-        self._encoded = Counter(
-            "baton_handoff_encoded",
-            "Handoffs whose KV came encoded, by the encoding and where it was used.",
-            ["encoding"],
-            registry=registry,
-        )
-        self._transfer = _by_transport(
-            registry,
-            "baton_handoff_transfer_seconds",
-            "Time from the first layer computed to the last one landed.",
-            used,
-        )
-        self._exposed = _by_transport(
-            registry,
-            "baton_handoff_exposed_transfer_seconds",
-            "Time that the handoff added to prefill; 0 where it hid behind compute.",
-            used,
-        )
-
-    def finished(self, trace: RequestSpan) -> None:
-        """Count one role's part of a handoff that has ended."""
-        transport = trace.transport if trace.transport in self._received else UNKNOWN
-        self._handoffs[trace.role, str(transport), _result(trace)].inc()
-        if trace.role != "decode":
-            return
-        _add(self._verified, trace.verified_bytes)
-        _add(self._digest_failures, trace.digest_failures)
-        for encoding in trace.encodings:
-            self._encoded.labels(encoding).inc()
-        for fallback in trace.fallbacks:
-            cause = fallback.partition(": ")[0]
-            self._fallbacks.get(cause, self._fallbacks[UNKNOWN]).inc()
-        if Stamp.LAST_LAYER_LANDED not in trace.stamps:
-            return
-        self._landed(trace, str(transport))
-
-    def _landed(self, trace: RequestSpan, transport: str) -> None:
-        self._received[transport].inc(trace.num_bytes)
-        if trace.expected_transport in self._received and trace.expected_transport != transport:
-            self._mismatches[trace.expected_transport, transport].inc()
-        durations = compute_durations(trace)
-        if durations.transfer_s is not None:
-            self._transfer[transport].observe(durations.transfer_s)
-        if durations.exposed_transfer_s is not None:
-            self._exposed[transport].observe(max(0.0, durations.exposed_transfer_s))
-
-
 def set_worker_info(registry: CollectorRegistry, facts: dict[str, str]) -> None:
     """Register `baton_worker_info`, which is 1 and carries `facts` as labels."""
     Gauge("baton_worker_info", "What this worker is.", list(facts), registry=registry).labels(
@@ -268,37 +161,11 @@ def set_worker_info(registry: CollectorRegistry, facts: dict[str, str]) -> None:
     ).set(1)
 
 
-def _add(counters: dict[str, Counter], by_transport: dict[str, int]) -> None:
-    for transport, number in by_transport.items():
-        counters.get(transport, counters[UNKNOWN]).inc(number)
-
-
-def _result(trace: RequestSpan) -> str:
-    """How a handoff ended; `declined` where decode had cached nearly all of the prompt."""
-    if trace.outcome == "prefilled" or Stamp.KV_READY in trace.stamps:
-        return "completed"
-    if trace.outcome == "cancelled":
-        return "aborted"
-    answered = trace.role == "decode" and trace.outcome in {"stop", "length"}
-    if trace.outcome == "declined" or (answered and Stamp.PAGES_RESERVED not in trace.stamps):
-        return "declined"
-    return "failed"
-
-
 def _by_role(
     registry: CollectorRegistry, name: str, help_text: str, edges: Sequence[float]
 ) -> dict[str, Histogram]:
     histogram = Histogram(name, help_text, ["role"], buckets=edges, registry=registry)
     return {role: histogram.labels(role) for role in ROLES}
-
-
-def _by_transport(
-    registry: CollectorRegistry, name: str, help_text: str, transports: Sequence[str]
-) -> dict[str, Histogram]:
-    histogram = Histogram(
-        name, help_text, ["transport"], buckets=TRANSFER_EDGES_S, registry=registry
-    )
-    return {transport: histogram.labels(transport) for transport in transports}
 
 
 Phase: TypeAlias = Literal["computing", "waiting"]

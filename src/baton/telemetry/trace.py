@@ -67,6 +67,8 @@ class RequestSpan(msgspec.Struct, kw_only=True):
     ticket: str | None = None
     peer: str | None = None
     mode: str | None = None
+    operation: str | None = None  # who moved the bytes: "WRITE", "READ", or "NONE"
+    distance: str | None = None  # between the two workers, as the gateway knows it
     transport: str | None = None
     expected_transport: str | None = None
     num_prompt_tokens: int = 0
@@ -181,6 +183,8 @@ class TraceSummary(msgspec.Struct, frozen=True, kw_only=True):
     first_token_s: float | None
     total_s: float | None
     mode: str | None
+    operation: str | None
+    distance: str | None
     transport: str | None
     expected_transport: str | None
     num_pages: int
@@ -229,6 +233,8 @@ def summarize(
         first_token_s=whole.first_token_s,
         total_s=whole.total_s,
         mode=decode.mode or outermost.mode,
+        operation=decode.operation,
+        distance=decode.distance or outermost.distance,
         transport=decode.transport or (prefill.transport if prefill else None),
         expected_transport=decode.expected_transport or outermost.expected_transport,
         num_pages=decode.num_pages,

@@ -380,6 +380,7 @@ class GenerationService:
             ticket = kind.ticket
             peer = ticket.decode if isinstance(kind, PrefillRequest) else ticket.prefill
             trace.ticket, trace.mode, trace.peer = ticket.id.hex(), ticket.mode, peer.worker
+            trace.distance = ticket.distance or None
         return trace
 
 

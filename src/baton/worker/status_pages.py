@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from baton.engines.interface import Engine
     from baton.handoff.dispatcher import HandoffDispatcher
     from baton.telemetry.trace import TraceRing
+    from baton.telemetry.transfers import TransferTable
     from baton.worker.engine_client import EngineClient
     from baton.worker.http_exchange import HttpExchange
     from baton.worker.options import WorkerOptions
@@ -56,6 +57,7 @@ class StatusPages:
     handoffs: HandoffDispatcher | None
     engine_client: EngineClient
     traces: TraceRing
+    transfers: TransferTable
     registry: CollectorRegistry
     started_at: int
     max_prompt_chars: int
@@ -139,6 +141,10 @@ class StatusPages:
         if self.handoffs is not None:
             links = await describe_links(self.handoffs.agent)
         await exchange.send_json(200, links)
+
+    async def transfers_page(self, exchange: HttpExchange) -> None:
+        """`GET /baton/v1/transfers`: what handoffs and links took, by peer."""
+        await exchange.send_json(200, self.transfers.report())
 
     async def abort(self, exchange: HttpExchange) -> None:
         """`POST /baton/v1/handoffs/{ticket}/abort`: the ticket's other half has failed."""

@@ -33,12 +33,15 @@ from baton.protocol.worker_http import (
     STANDBYS_PREFIX,
     TOKENS_SUFFIX,
     TRACES_PREFIX,
+    TRANSFERS_PATH,
     VERSION_PATH,
 )
+from baton.telemetry.handoff_metrics import ReceivePaths
 from baton.telemetry.links import LinkInstruments
 from baton.telemetry.log_limit import WARNINGS
 from baton.telemetry.metrics import HeldBlockTimeCollector, WorkerMetrics, set_worker_info
 from baton.telemetry.trace import TraceRing
+from baton.telemetry.transfers import TransferTable
 from baton.tokenizer.chat_template import load_chat_template
 from baton.tokenizer.digest import digest_tokenizer
 from baton.tokenizer.tokenizer import load_tokenizer
@@ -200,14 +203,16 @@ def build_worker(
     model = Path(engine.info.model_path)
     registry = CollectorRegistry()
     registry.register(WARNINGS)
-    metrics = WorkerMetrics(registry, options.transports, FALLBACK_CAUSES)
+    transfers = TransferTable(options.epoch, clock)
+    paths = ReceivePaths() if handoffs is None else handoffs.receive_paths
+    metrics = WorkerMetrics(registry, paths, FALLBACK_CAUSES, transfers)
     registry.register(EngineCollector(engine.stats))
     registry.register(HeldBlockTimeCollector(lambda: engine.stats().held_block_s))
     set_worker_info(registry, _facts(options, engine))
     if options.fence is not None:
         registry.register(FenceCollector(options.fence, clock))
     if handoffs is not None:
-        handoffs.agent.observe_links(LinkInstruments(registry, options.transports))
+        handoffs.agent.observe_links(LinkInstruments(registry, paths, transfers))
         registry.register(LeaseCollector(lambda: handoffs.agent.num_lapsed_leases))
         if handoffs.store is not None:
             registry.register(
@@ -241,6 +246,7 @@ def build_worker(
         handoffs=handoffs,
         engine_client=engine_client,
         traces=traces,
+        transfers=transfers,
         registry=registry,
         started_at=int(clock.unix_now()),
         max_prompt_chars=reader.max_prompt_chars,
@@ -273,6 +279,7 @@ def _routes(pages: StatusPages, generation: GenerationService, reader: PromptRea
             METRICS_PATH: {"GET": pages.metrics},
             INFO_PATH: {"GET": pages.info},
             LINKS_PATH: {"GET": pages.links},
+            TRANSFERS_PATH: {"GET": pages.transfers_page},
         },
         patterns=(
             PatternRoute(TRACES_PREFIX, "", {"GET": pages.trace}),

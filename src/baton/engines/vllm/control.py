@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from baton.net.tls import Tls
     from baton.protocol.worker_http import MeasuredLinks, StoreLoads, WorkerInfo
     from baton.telemetry.trace import TraceRing
+    from baton.telemetry.transfers import TransferTable
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ class RankView:
     abort_from_peer: Callable[[TicketId, str], None]
     links: Callable[[], Awaitable[MeasuredLinks]]
     traces: TraceRing
+    transfers: TransferTable
     registry: CollectorRegistry
     journal: CacheJournal
 
@@ -150,6 +152,8 @@ class ControlApp:
                 return self._health()
             case worker_http.INFO_PATH:
                 return _json(200, view.info())
+            case worker_http.TRANSFERS_PATH:
+                return _json(200, view.transfers.report())
             case worker_http.METRICS_PATH:
                 text = generate_latest(view.registry)
                 return ControlResponse(200, text, CONTENT_TYPE_LATEST.encode())

@@ -55,8 +55,10 @@ from baton.net.tls import ClusterTls
 from baton.store.interface import PeerAccess
 from baton.telemetry.links import LinkInstruments
 from baton.telemetry.log_limit import WARNINGS
-from baton.telemetry.metrics import HandoffInstruments, HeldBlockTimeCollector, set_worker_info
+from baton.telemetry.handoff_metrics import HandoffInstruments
+from baton.telemetry.metrics import HeldBlockTimeCollector, set_worker_info
 from baton.telemetry.trace import TraceRing
+from baton.telemetry.transfers import TransferTable
 from baton.transfer.devices.extents import choose_allocation
 from baton.transfer.interface import TransportContext, build_transports
 from baton.transfer.links.probes import ProbeBounds
@@ -161,14 +163,19 @@ class Rank:
         agent = dispatcher.agent
         registry = CollectorRegistry()
         registry.register(WARNINGS)
-        agent.observe_links(LinkInstruments(registry, options.transports))
+        transfers = TransferTable(plan.identity.of_rank(plan.rank)[1], self._clock)
+        agent.observe_links(LinkInstruments(registry, dispatcher.receive_paths, transfers))
         if dispatcher.store is not None:
             prefixes = dispatcher.store.prefixes.counts
             registry.register(PoolModeCollector(dispatcher.store.access, prefixes))
         dispatcher.start(self._wake_event.set)
         self._dispatcher = dispatcher
         traces = TraceRing(NUM_TRACES)
-        handoffs = self._handoffs(dispatcher, traces, registry, make_recorder(device))
+        causes = (FALLBACK_CAUSE,)
+        counts = HandoffInstruments(registry, dispatcher.receive_paths, causes, transfers)
+        observer = RankObserver(traces, counts)
+        registry.register(HeldBlockTimeCollector(lambda: observer.held_block_s))
+        handoffs = self._handoffs(dispatcher, observer, make_recorder(device))
         control = ControlServer(
             options.handoff_host,
             _port_of(options.control_port, plan.rank),
@@ -206,6 +213,7 @@ class Rank:
                 abort_from_peer=handoffs.abort_from_peer,
                 links=partial(describe_links, agent),
                 traces=traces,
+                transfers=transfers,
                 registry=registry,
             )
         )
@@ -256,15 +264,11 @@ class Rank:
     def _handoffs(
         self,
         dispatcher: HandoffDispatcher,
-        traces: TraceRing,
-        registry: CollectorRegistry,
+        observer: RankObserver,
         record_position: Callable[[], StreamPosition | None],
     ) -> RankHandoffs:
         plan = self._plan
         worker, epoch = plan.identity.of_rank(plan.rank)
-        instruments = HandoffInstruments(registry, plan.options.transports, (FALLBACK_CAUSE,))
-        observer = RankObserver(traces, instruments)
-        registry.register(HeldBlockTimeCollector(lambda: observer.held_block_s))
         setting = RankSetting(
             worker=worker,
             epoch=epoch,

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from baton.engines.vllm.step_orders import Finished, Prompt, StepOrders, VllmRequestId
     from baton.errors import HandoffError
     from baton.ids import Epoch, TicketId, WorkerId
-    from baton.telemetry.metrics import HandoffInstruments, HeldBlockSeconds
+    from baton.telemetry.handoff_metrics import HandoffInstruments
+    from baton.telemetry.metrics import HeldBlockSeconds
     from baton.telemetry.trace import TraceRing
 
 _LAST_OF_ALL = frozenset({Stamp.FIRST_LAYER_LANDED, Stamp.LAST_LAYER_LANDED})
@@ -39,6 +40,7 @@ def open_trace(prompt: Prompt, role: str, worker: WorkerId, epoch: Epoch) -> Req
         ticket=ticket.id.hex(),
         peer=peer.worker,
         mode=ticket.mode,
+        distance=ticket.distance or None,
         num_prompt_tokens=prompt.num_tokens,
     )
     trace.stamp(Stamp.RECEIVED, prompt.received_at)
@@ -64,6 +66,7 @@ def merge_traces(span: RequestSpan, parts: Iterable[RequestSpan]) -> None:
         is_mismatch = part.transport != part.expected_transport
         if span.transport is None or (is_mismatch and span.transport == span.expected_transport):
             span.transport, span.expected_transport = part.transport, part.expected_transport
+        span.operation = span.operation or part.operation
         span.reroutes += part.reroutes
         for encoding in part.encodings:
             span.note_encoding(encoding)

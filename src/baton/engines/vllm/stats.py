@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from baton.engines.vllm.rank_observer import HandoffRecord
-from baton.telemetry.metrics import TRANSFER_EDGES_S
+from baton.telemetry.handoff_metrics import TRANSFER_EDGES_S
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -60,9 +60,11 @@ class Outcome(Record, frozen=True):
     """A period from the first transfer over an idle link to the last one's end.
 
     `predicted_s` is the sum of what was predicted of each. `refined`: the time is a measurement
-    of the link, not of submitting.
+    of the link, not of submitting. `distance` is the peer's, empty where no ticket named it.
     """
 
+    peer: str
+    distance: str
     transport: str
     direction: Direction
     num_transfers: int

@@ -1,0 +1,117 @@
+"""Reads one page of every worker, now and then: links, transfers.
+
+Each worker is asked every `interval_s`; one that does not answer keeps what it reported before until
+it is down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Final, Generic, Self, TypeVar
+
+from baton.errors import UNDECODABLE, BatonError
+from baton.gateway.workers import Up
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from baton.clock import Clock
+    from baton.gateway.upstream import Upstream
+    from baton.gateway.workers import Worker, Workers
+
+LOOK_S: Final = 1.0
+ANSWER_TIMEOUT_S: Final = 2.0
+MOST_AT_ONCE: Final = 8
+FIRST_RANK: Final = "/0"
+"""The end of the name by which peers know the first rank of several."""
+
+log = logging.getLogger(__name__)
+Report = TypeVar("Report")
+
+
+class ReportFeed(Generic[Report]):
+    """An asynchronous context manager: it reads within. Owner: the event loop's thread.
+
+    `reports` has the latest of each worker that is up. `decode` gives None for a report that takes
+    the place of none. `on_round` is called after each round in which a report differed from the one
+    before, or a worker was lost.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        upstream: Upstream,
+        clock: Clock,
+        *,
+        path: str,
+        interval_s: float,
+        max_bytes: int,
+        decode: Callable[[bytes], Report | None],
+        on_round: Callable[[], None],
+    ) -> None:
+        self._workers, self._upstream, self._clock = workers, upstream, clock
+        self._path, self._interval_s, self._max_bytes = path, interval_s, max_bytes
+        self._decode, self._on_round = decode, on_round
+        self.reports: dict[Worker, Report] = {}
+        self._asked_at: dict[Worker, float] = {}
+        self._at_once = asyncio.Semaphore(MOST_AT_ONCE)
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        """Begin to read."""
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Read no more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def read_due(self) -> None:
+        """Ask every worker whose turn it is."""
+        now = self._clock.now()
+        lost = [each for each in self._asked_at if not isinstance(each.state, Up)]
+        for worker in lost:
+            del self._asked_at[worker]
+            self.reports.pop(worker, None)
+        due = [
+            worker
+            for worker in self._workers.all
+            if isinstance(worker.state, Up)
+            and now - self._asked_at.get(worker, float("-inf")) >= self._interval_s
+        ]
+        for worker in due:
+            self._asked_at[worker] = now
+        if any(await asyncio.gather(*map(self._ask, due))) or lost:
+            self._on_round()
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self.read_due()
+            except Exception:
+                log.exception("reading %s of the workers failed; trying again", self._path)
+            await asyncio.sleep(LOOK_S)
+
+    async def _ask(self, worker: Worker) -> bool:
+        """Whether it has reported something new."""
+        # Whose address it is was checked before the worker came up.
+        url = worker.control_urls[0].with_path(self._path)
+        before = self.reports.get(worker)
+        try:
+            async with self._at_once:
+                status, body = await self._upstream.get(url, ANSWER_TIMEOUT_S, self._max_bytes)
+            if status == HTTPStatus.OK and (report := self._decode(body)) is not None:
+                self.reports[worker] = report
+        except (BatonError, *UNDECODABLE) as exc:
+            log.debug("no %s from %s: %s", self._path, worker, exc)
+        return self.reports.get(worker) != before

@@ -1,0 +1,74 @@
+"""Reads what workers have measured of KV transfers, and keeps the reports of the last minute."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from baton.gateway.report_feed import ReportFeed
+from baton.protocol.worker_http import TRANSFERS_PATH
+from baton.telemetry.transfer_report import MAX_REPORT_BYTES, TransferReport
+
+if TYPE_CHECKING:
+    from baton.clock import Clock, Instant
+    from baton.gateway.upstream import Upstream
+    from baton.gateway.workers import Worker, Workers
+
+INTERVAL_S: Final = 5.0
+WINDOW_S: Final = 60.0
+
+
+class ReportHistory:
+    """The reports of one life of a worker that a window of `WINDOW_S` needs."""
+
+    def __init__(self) -> None:
+        self._reports: deque[tuple[Instant, TransferReport]] = deque()
+
+    @property
+    def latest(self) -> TransferReport:
+        """What was reported last."""
+        return self._reports[-1][1]
+
+    def add(self, report: TransferReport, now: Instant) -> None:
+        """One more; what an earlier life of the worker reported is forgotten."""
+        if self._reports and self.latest.epoch != report.epoch:
+            self._reports.clear()
+        self._reports.append((now, report))
+
+    def find_baseline(self, now: Instant) -> TransferReport:
+        """The report from the beginning of the window, else the first one there is."""
+        while len(self._reports) > 1 and self._reports[1][0] <= now - WINDOW_S:
+            self._reports.popleft()
+        return self._reports[0][1]
+
+
+class TransferFeed(ReportFeed[TransferReport]):
+    """See `ReportFeed`. Of a vLLM server with several ranks the first one is asked."""
+
+    def __init__(self, workers: Workers, upstream: Upstream, clock: Clock) -> None:
+        super().__init__(
+            workers,
+            upstream,
+            clock,
+            path=TRANSFERS_PATH,
+            interval_s=INTERVAL_S,
+            max_bytes=MAX_REPORT_BYTES,
+            decode=msgspec.json.Decoder(TransferReport).decode,
+            on_round=self._keep,
+        )
+        self.histories: dict[Worker, ReportHistory] = {}
+
+    def _keep(self) -> None:
+        now = self._clock.now()
+        for worker in self.histories.keys() - self.reports.keys():
+            del self.histories[worker]
+        for worker, report in self.reports.items():
+            history = self.histories.get(worker)
+            if history is None:
+                history = self.histories[worker] = ReportHistory()
+            elif history.latest is report:
+                continue
+            history.add(report, now)
+            history.find_baseline(now)

@@ -1,0 +1,247 @@
+"""What one worker's handoffs and links took, by peer: the log histograms behind its report.
+
+    HandoffInstruments ── handoff(trace) ──► TransferTable ◄── link(outcome) ── LinkInstruments
+                                                  └──► report()
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
+
+from baton.telemetry.log_histogram import LogHistogram
+from baton.telemetry.trace import Stamp, compute_durations
+from baton.telemetry.transfer_report import (
+    DISTANCES,
+    MAX_ENTRIES,
+    MAX_TEXT_CHARS,
+    UNKNOWN_DISTANCE,
+    HandoffTransfers,
+    LinkTransfers,
+    TransferReport,
+    TransportMismatch,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from baton.clock import Clock
+    from baton.ids import Epoch
+    from baton.telemetry.trace import RequestSpan
+
+MIB: Final = 1 << 20
+OPERATIONS: Final = {"push": "WRITE", "pull": "READ"}
+"""Of the two directions in which a worker moves bytes itself."""
+
+
+class LinkOutcome(Protocol):
+    """See `transfer.links.choice.Outcome`."""
+
+    @property
+    def peer(self) -> str: ...
+    @property
+    def distance(self) -> str: ...
+    @property
+    def transport(self) -> str: ...
+    @property
+    def direction(self) -> str: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def predicted_s(self) -> float: ...
+    @property
+    def observed_s(self) -> float: ...
+    @property
+    def refined(self) -> bool: ...
+
+
+def name_distance(distance: str | None) -> str:
+    """The label of a distance that a ticket named, if it named a known one."""
+    return distance if distance in DISTANCES else UNKNOWN_DISTANCE
+
+
+@dataclass(frozen=True, slots=True)
+class LandedHandoff:
+    """The figures of one handoff whose KV is here; None where an instant was not recorded."""
+
+    transfer_s: float | None
+    s_per_mib: float | None
+    exposed_s: float | None
+    exposed_share: float | None
+
+    @classmethod
+    def of(cls, trace: RequestSpan) -> LandedHandoff | None:
+        """Of a decode worker's trace; None if its KV has not landed."""
+        if trace.role != "decode" or Stamp.LAST_LAYER_LANDED not in trace.stamps:
+            return None
+        durations = compute_durations(trace)
+        transfer_s, exposed_s = durations.transfer_s, durations.exposed_transfer_s
+        # Instants of two hosts: an error of the clock offset is not a time.
+        transfer_s = None if transfer_s is None else max(0.0, transfer_s)
+        exposed_s = None if exposed_s is None else max(0.0, exposed_s)
+        share = None
+        if transfer_s and exposed_s is not None:
+            share = min(1.0, exposed_s / transfer_s)
+        has_rate = transfer_s is not None and trace.num_bytes
+        s_per_mib = transfer_s * MIB / trace.num_bytes if has_rate and transfer_s else None
+        return cls(transfer_s, s_per_mib, exposed_s, share)
+
+
+@dataclass(slots=True)
+class _Handoffs:
+    num: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+    exposed_s: float = 0.0
+    transfer_s: LogHistogram = field(default_factory=LogHistogram)
+    s_per_mib: LogHistogram = field(default_factory=LogHistogram)
+    exposed_share: LogHistogram = field(default_factory=LogHistogram)
+    num_mismatches: int = 0
+    mismatch: tuple[str, str, float, str] | None = None
+
+
+@dataclass(slots=True)
+class _Link:
+    num: int = 0
+    num_bytes: int = 0
+    predicted_s: float = 0.0
+    observed_s: float = 0.0
+    transfer_s: LogHistogram = field(default_factory=LogHistogram)
+    s_per_mib: LogHistogram = field(default_factory=LogHistogram)
+    observed_ratio: LogHistogram = field(default_factory=LogHistogram)
+
+
+class HandoffLabels(NamedTuple):
+    """What a handoff is counted by, beside its peer: few values each, none of a client's text."""
+
+    distance: str
+    transport: str
+    mode: str
+    operation: str
+
+
+class LinkLabels(NamedTuple):
+    """What a transfer is counted by, beside its peer."""
+
+    distance: str
+    transport: str
+    operation: str
+
+
+Key = TypeVar("Key")
+Entry = TypeVar("Entry", _Handoffs, _Link)
+
+
+class TransferTable:
+    """At most `MAX_ENTRIES` of each kind: those idle for longest are dropped. Thread-safe."""
+
+    def __init__(self, epoch: Epoch, clock: Clock) -> None:
+        self._epoch, self._clock = epoch, clock
+        self._lock = threading.Lock()
+        self._handoffs: OrderedDict[tuple[str, HandoffLabels], _Handoffs] = OrderedDict()
+        self._links: OrderedDict[tuple[str, LinkLabels], _Link] = OrderedDict()
+        self._num_forgotten = 0
+
+    def handoff(self, trace: RequestSpan, labels: HandoffLabels, landed: LandedHandoff) -> None:
+        """Count a handoff into this worker."""
+        with self._lock:
+            entry = self._find(self._handoffs, (_clip(trace.peer), labels), _Handoffs)
+            entry.num += 1
+            entry.num_bytes += trace.num_bytes
+            if landed.transfer_s is not None:
+                entry.seconds += landed.transfer_s
+                entry.transfer_s.add(landed.transfer_s)
+            if landed.s_per_mib is not None:
+                entry.s_per_mib.add(landed.s_per_mib)
+            if landed.exposed_s is not None:
+                entry.exposed_s += landed.exposed_s
+            if landed.exposed_share is not None:
+                entry.exposed_share.add(landed.exposed_share)
+            if trace.expected_transport != trace.transport:
+                entry.num_mismatches += 1
+                expected, now = _clip(trace.expected_transport), self._clock.now()
+                entry.mismatch = expected, labels.transport, now, _clip(trace.request_id)
+
+    def link(self, outcome: LinkOutcome, labels: LinkLabels) -> None:
+        """Count a period in which a link was in use."""
+        with self._lock:
+            entry = self._find(self._links, (_clip(outcome.peer), labels), _Link)
+            entry.num += 1
+            entry.num_bytes += outcome.num_bytes
+            entry.predicted_s += outcome.predicted_s
+            entry.observed_s += outcome.observed_s
+            entry.transfer_s.add(outcome.observed_s)
+            if outcome.num_bytes:
+                entry.s_per_mib.add(outcome.observed_s * MIB / outcome.num_bytes)
+            if outcome.refined and outcome.predicted_s > 0:
+                entry.observed_ratio.add(outcome.observed_s / outcome.predicted_s)
+
+    def report(self) -> TransferReport:
+        """All of it, those used last at the end."""
+        now = self._clock.now()
+        with self._lock:
+            handoffs = tuple(
+                _report_handoffs(*key, entry, now) for key, entry in self._handoffs.items()
+            )
+            links = tuple(_report_link(*key, entry) for key, entry in self._links.items())
+            return TransferReport(
+                epoch=self._epoch,
+                handoffs=handoffs,
+                links=links,
+                num_forgotten=self._num_forgotten,
+            )
+
+    def _find(
+        self, entries: OrderedDict[Key, Entry], key: Key, make: Callable[[], Entry]
+    ) -> Entry:
+        entry = entries.get(key)
+        if entry is None:
+            entry = entries[key] = make()
+            if len(entries) > MAX_ENTRIES:
+                entries.popitem(last=False)
+                self._num_forgotten += 1
+        else:
+            entries.move_to_end(key)
+        return entry
+
+
+def _clip(text: str | None) -> str:
+    return (text or "")[:MAX_TEXT_CHARS]
+
+
+def _report_handoffs(
+    peer: str, labels: HandoffLabels, entry: _Handoffs, now: float
+) -> HandoffTransfers:
+    last = None
+    if entry.mismatch is not None:
+        expected, used, at, request_id = entry.mismatch
+        last = TransportMismatch(expected, used, max(0.0, now - at), request_id)
+    return HandoffTransfers(
+        peer=peer,
+        **labels._asdict(),
+        num=entry.num,
+        num_bytes=entry.num_bytes,
+        seconds=entry.seconds,
+        exposed_s=entry.exposed_s,
+        transfer_s=entry.transfer_s.counts(),
+        s_per_mib=entry.s_per_mib.counts(),
+        exposed_share=entry.exposed_share.counts(),
+        num_mismatches=entry.num_mismatches,
+        last_mismatch=last,
+    )
+
+
+def _report_link(peer: str, labels: LinkLabels, entry: _Link) -> LinkTransfers:
+    return LinkTransfers(
+        peer=peer,
+        **labels._asdict(),
+        num=entry.num,
+        num_bytes=entry.num_bytes,
+        predicted_s=entry.predicted_s,
+        observed_s=entry.observed_s,
+        transfer_s=entry.transfer_s.counts(),
+        s_per_mib=entry.s_per_mib.counts(),
+        observed_ratio=entry.observed_ratio.counts(),
+    )
