@@ -142,6 +142,7 @@ def gateway_options(config: Config, status_fd: int) -> GatewayOptions:
         },
         costs_file=None if router.costs_file is None else Path(router.costs_file),
         tls=config.security.tls,
+        alerts=config.alerts,
     )
 
 

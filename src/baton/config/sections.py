@@ -341,6 +341,25 @@ class TraceSection(Struct, frozen=True, kw_only=True):
     ring_size: PositiveCount = 1024
 
 
+class AlertsSection(Struct, frozen=True, kw_only=True):
+    """When a gateway raises alerts, and where it posts them (docs/observability/alerts.md).
+
+    `disabled` are names of alerts. Thresholds: `inversion_ratio` of a nearer to a farther distance,
+    `store_ratio` of loading to computing, `prefix_share` of predicted tokens that were cached,
+    `lapsed_leases` within 5 minutes. `good_share`: of requests that are to meet their target.
+    """
+
+    webhook_url: str | None = None
+    runbook_url: str = "docs/observability/alerts.md"
+    disabled: tuple[str, ...] = ()
+    interval_s: Annotated[float, Meta(ge=0.1, le=3600)] = 5.0
+    inversion_ratio: Annotated[float, Meta(ge=1)] = 1.5
+    store_ratio: Annotated[float, Meta(ge=1)] = 1.2
+    prefix_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
+    lapsed_leases: PositiveCount = 3
+    good_share: Annotated[float, Meta(gt=0, lt=1)] = 0.95
+
+
 class LogSection(Struct, frozen=True, kw_only=True):
     """What is logged, and as what."""
 
@@ -366,5 +385,6 @@ class Config(Struct, frozen=True, kw_only=True):
     kubernetes: KubernetesSection = msgspec.field(default_factory=KubernetesSection)
     fleet: FleetSection = msgspec.field(default_factory=FleetSection)
     scaling: ScalingSection = msgspec.field(default_factory=ScalingSection)
+    alerts: AlertsSection = msgspec.field(default_factory=AlertsSection)
     trace: TraceSection = msgspec.field(default_factory=TraceSection)
     log: LogSection = msgspec.field(default_factory=LogSection)

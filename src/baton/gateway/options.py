@@ -11,10 +11,11 @@ from yarl import URL
 
 from baton.clock import MachineClock
 from baton.config.cluster_key import is_loopback, is_wildcard
-from baton.config.sections import GatewaySection
+from baton.config.sections import AlertsSection, GatewaySection
 from baton.errors import ConfigError
 from baton.gateway.members.interface import NamedSource, SourceStatus, build_source
 from baton.gateway.targets import NO_TARGETS
+from baton.protocol.alerts import AlertName
 from baton.protocol.announcements import require_https
 from baton.protocol.worker_http import Role
 from baton.router.health import HealthOptions
@@ -85,6 +86,27 @@ def check_processes(num_processes: int, management_port: int | None) -> None:
         )
 
 
+def check_alerts(section: AlertsSection) -> None:
+    """Pass, or raise.
+
+    Raises:
+        ConfigError: the webhook has no usable URL, or there is no alert of a disabled name.
+    """
+    if section.webhook_url is not None:
+        try:
+            parts = urlsplit(section.webhook_url)
+        except ValueError:
+            parts = urlsplit("")
+        if parts.scheme not in {"http", "https"} or not parts.hostname:
+            # It may have a secret in it: it is not repeated here.
+            raise ConfigError("alerts.webhook_url is not a URL as https://HOST[:PORT]/PATH")
+    unknown = [name for name in section.disabled if name not in {*AlertName}]
+    if unknown:
+        raise ConfigError(
+            f"alerts.disabled names {unknown[0]!r}; there are {', '.join(AlertName)}"
+        )
+
+
 class GatewayOptions(GatewaySection, frozen=True, kw_only=True):
     """Everything `run_gateway` needs: the section `[gateway]`, and what belongs to other sections.
 
@@ -116,6 +138,7 @@ class GatewayOptions(GatewaySection, frozen=True, kw_only=True):
     costs_file: Path | None = None
     tls: Tls = "control"
     first_share: float = 0.0
+    alerts: AlertsSection = AlertsSection()
 
     def __post_init__(self) -> None:
         can_decode = any(worker.role is not Role.PREFILL for worker in self.addresses)
@@ -132,6 +155,7 @@ class GatewayOptions(GatewaySection, frozen=True, kw_only=True):
             raise ConfigError("gateway.members names a source twice")
         self.build_policy()
         self._check_announcements()
+        check_alerts(self.alerts)
         self.build_sources(MachineClock())
         check_processes(self.processes, self.management_port)
         if bool(self.tls_certificate) != bool(self.tls_key):

@@ -1,0 +1,95 @@
+"""What alerts are decided by: what a gateway knows of its fleet at one time. Values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from baton.router.topology import Distance
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTimes:
+    """One direction between two workers, over one transport.
+
+    `ratio` is what transfers take now, over what they took when the link was new; None while that
+    is being learned.
+    """
+
+    source: str
+    target: str
+    transport: str
+    distance: Distance
+    ratio: float | None
+    is_drifted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffPath:
+    """What carried handoffs between two workers, `num` of them since the receiver's start.
+
+    `expected` is the transport that the latest mismatch was instead of, `mismatch_s_ago` its age.
+    `in_common` are the transports that both workers offer.
+    """
+
+    source: str
+    target: str
+    distance: Distance
+    used: str
+    num: int
+    expected: str = ""
+    mismatch_s_ago: float | None = None
+    in_common: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class LinkClass:
+    """Links of one distance, as workers measured them: the median seconds of a typical transfer."""
+
+    model: str
+    distance: Distance
+    seconds: float
+    num_links: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreCost:
+    """What a worker takes for `num_tokens` that it loads from the store, or computes."""
+
+    model: str
+    worker: str
+    num_tokens: int
+    load_s: float
+    compute_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EndedByTarget:
+    """Requests of a model that ended since the last evaluation, and what they missed of a target.
+
+    `objective` is `ttft` or `tpot`, `target_s` what the operator wants of it.
+    """
+
+    model: str
+    objective: str
+    target_s: float
+    num: int
+    num_missed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Observations:
+    """All of it. Counters are since each worker's start, by worker."""
+
+    links: tuple[LinkTimes, ...] = ()
+    paths: tuple[HandoffPath, ...] = ()
+    classes: tuple[LinkClass, ...] = ()
+    num_digest_failures: Mapping[str, int] = field(default_factory=dict)
+    num_lapsed_leases: Mapping[str, int] = field(default_factory=dict)
+    predicted_tokens: float = 0.0
+    actual_tokens: float = 0.0
+    stores: tuple[StoreCost, ...] = ()
+    ended: tuple[EndedByTarget, ...] = ()

@@ -1,0 +1,253 @@
+"""Drift of one link: transfers take longer, for their size, than the same link took at first.
+
+    LEARNING ── `num_reference` transfers ──► STEADY ── slower, and confirmed ──► DRIFTED
+        ▲                                     ▲  └─ faster, and confirmed ─┐         │
+        │                                     └──────── as before ─────────┼─────────┤
+        └───────────────────── the reference is learned again ◄────────────┴─────────┘
+                                                              drifted for `accept_after_s`
+
+The reference does not follow the link, unlike the link model by which transports are chosen: it is
+learned once. A transfer's *residual* is the logarithm of its time over the reference's for its
+size. Two tests must agree on a drift:
+
+- Page-Hinkley (a cumulative sum, one for each direction): the sum of residuals, each less half of
+  the shift that is looked for, held at 0 or above. It alarms at a threshold that grows with the
+  residuals' variance. The variance is that of sums, so that transfers that resemble the one
+  before do not count as independent evidence. A residual counts at most `CLIP` deviations: a
+  stalled transfer is one slow transfer, however long it stalled.
+- The latest `NUM_RECENT` residuals: median and lower quartile both exceed the reference's. Other
+  work on the machine makes some transfers slower; a slower link makes all of them slower.
+
+Hysteresis: a drift ends when the sum is back at 0. A link that became faster is not reported, but
+its reference is learned again: by the old one, a slowdown would stay unseen until it exceeded it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import StrEnum
+from math import exp, log
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from baton.record import MutableRecord, Record
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from baton.clock import Instant
+
+
+class DriftState(StrEnum):
+    """What is known of a link's times."""
+
+    LEARNING = "learning"
+    STEADY = "steady"
+    DRIFTED = "drifted"
+
+
+class DriftOptions(Record, frozen=True):
+    """The parameters that `benchmarks/bench_drift.py` sweeps.
+
+    `shift`: the slowdown that is looked for, as a ratio. `evidence`: the threshold of the sums, in
+    units of a likelihood's logarithm.
+    """
+
+    num_reference: int = 512
+    shift: float = 1.3
+    evidence: float = 16.0
+    min_median_ratio: float = 1.15
+    min_quartile_ratio: float = 1.1
+    accept_after_s: float = 86_400.0
+
+
+DEFAULTS: Final = DriftOptions()
+NUM_RECENT: Final = 12
+_LOWER_QUARTILE: Final = NUM_RECENT // 4
+_MEDIAN: Final = NUM_RECENT // 2
+CLIP: Final = 3.0
+MIN_SPREAD: Final = 0.1
+"""Of residuals. A link whose reference varies less will not always do so."""
+NUM_OF_CLASS: Final = 16
+"""Transfers of a size class that the reference has not seen, before they are tested."""
+BATCH_TRANSFERS: Final = 32
+"""Correlation over fewer transfers than this is seen in the variance of batches' means."""
+_TO_DEVIATION: Final = 1.4826
+"""From the median absolute deviation to the standard deviation of a normal distribution."""
+_HALF_BYTES: Final = (0, *(1 << power for power in range(8, 27)))
+MIN_SECONDS: Final = 1e-9
+
+
+class Reference(MutableRecord):
+    """Seconds that a transfer took when the link was new.
+
+    `exp(level[class]) * (bytes + half_bytes)`: `half_bytes` is the size whose transfer takes twice
+    as long as an empty one; a class has sizes of the same power of two. `lower_quartile` is of the
+    residuals, `spread` their standard deviation without outliers, `variance` that of their sums
+    for each transfer.
+    """
+
+    half_bytes: int
+    levels: dict[int, float]
+    lower_quartile: float
+    spread: float
+    variance: float
+
+    def residual(self, num_bytes: int, seconds: float) -> float | None:
+        """The logarithm of observed over reference time; None for a size class not learned."""
+        level = self.levels.get(num_bytes.bit_length())
+        if level is None:
+            return None
+        return log(max(seconds, MIN_SECONDS) / (num_bytes + self.half_bytes + 1)) - level
+
+    def learn_class(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
+        """Transfers of one class that was not in the reference."""
+        scaled = _scale(np.array(sizes), np.array(seconds), self.half_bytes)
+        self.levels[sizes[0].bit_length()] = float(np.median(scaled))
+
+
+def _scale(
+    sizes: NDArray[np.int64], seconds: NDArray[np.float64], half_bytes: int
+) -> NDArray[np.float64]:
+    """Logarithms of seconds per byte, `[num]`."""
+    scaled: NDArray[np.float64] = np.log(
+        np.maximum(seconds, MIN_SECONDS) / (sizes + half_bytes + 1)
+    )
+    return scaled
+
+
+def learn_reference(samples: Sequence[tuple[int, float]]) -> Reference:
+    """From `(bytes, seconds)` of a link's first transfers, in their order."""
+    sizes = np.array([size for size, _ in samples], dtype=np.int64)
+    seconds = np.array([taken_s for _, taken_s in samples])
+    half_bytes = min(_HALF_BYTES, key=lambda each: _disagreement(_scale(sizes, seconds, each)))
+    scaled = _scale(sizes, seconds, half_bytes)
+    overall = float(np.median(scaled))
+    classes = np.array([size.bit_length() for size, _ in samples])
+    levels = {}
+    for each in np.unique(classes):
+        of_class = scaled[classes == each]
+        # What rests on few transfers is drawn towards what all of them show.
+        trust = len(of_class) / (len(of_class) + NUM_OF_CLASS)
+        levels[int(each)] = overall + trust * (float(np.median(of_class)) - overall)
+    residuals = scaled - np.array([levels[int(each)] for each in classes])
+    spread = max(MIN_SPREAD, _TO_DEVIATION * float(np.median(np.abs(residuals))))
+    clipped = np.clip(residuals, -CLIP * spread, CLIP * spread)
+    # The sums add clipped residuals: their mean over the reference must be 0.
+    center = float(clipped.mean())
+    levels = {each: level + center for each, level in levels.items()}
+    residuals, clipped = residuals - center, clipped - center
+    return Reference(
+        half_bytes,
+        levels,
+        float(np.quantile(residuals, 0.25)),
+        spread,
+        max(MIN_SPREAD**2, float(clipped.var()), _variance_of_sums(clipped)),
+    )
+
+
+def _disagreement(scaled: NDArray[np.float64]) -> float:
+    return float(np.abs(scaled - np.median(scaled)).mean())
+
+
+def _variance_of_sums(residuals: NDArray[np.float64]) -> float:
+    """For each residual: batches' sums vary more than single ones where neighbours are alike."""
+    num_batches = len(residuals) // BATCH_TRANSFERS
+    if num_batches < 2:  # noqa: PLR2004 - one batch has no variance
+        return 0.0
+    batches = residuals[: num_batches * BATCH_TRANSFERS].reshape(num_batches, BATCH_TRANSFERS)
+    return float(batches.mean(axis=1).var(ddof=1)) * BATCH_TRANSFERS
+
+
+class DriftDetector:
+    """Of one link: worker, peer, transport and operation. Owner: the thread that observes.
+
+    `since` is when it came into its state, `num_drifts` how often that was `DRIFTED`.
+    """
+
+    def __init__(self, now: Instant, options: DriftOptions = DEFAULTS) -> None:
+        self._options = options
+        self._allowance = log(options.shift) / 2
+        self.num_drifts = 0
+        self._learn_again(now)
+
+    def _learn_again(self, now: Instant) -> None:
+        """Forget the reference: the next transfers are a new one."""
+        self.state, self.since = DriftState.LEARNING, now
+        self.reference: Reference | None = None
+        self._samples: list[tuple[int, float]] = []
+        self._new_classes: dict[int, list[tuple[int, float]]] = {}
+        self._recent: deque[float] = deque(maxlen=NUM_RECENT)
+        self._slower = self._faster = self._limit = self._threshold = 0.0
+
+    @property
+    def ratio(self) -> float | None:
+        """Median of the latest transfers' times over the reference's; None while it is learned."""
+        if self.reference is None or len(self._recent) < NUM_RECENT:
+            return None
+        return exp(sorted(self._recent)[_MEDIAN])
+
+    def observe(self, num_bytes: int, seconds: float, now: Instant) -> DriftState:
+        """A transfer of so many bytes took so long: the state now."""
+        reference = self.reference
+        if reference is None:
+            return self._learn(num_bytes, seconds, now)
+        residual = reference.residual(num_bytes, seconds)
+        if residual is None:
+            self._learn_class(reference, num_bytes, seconds)
+            return self.state
+        self._recent.append(residual)
+        limit = self._limit
+        counted = limit if residual > limit else max(residual, -limit)
+        slower = self._slower + counted - self._allowance
+        faster = self._faster - counted - self._allowance
+        threshold = self._threshold
+        self._slower = slower if 0.0 < slower < threshold else max(0.0, min(slower, threshold))
+        self._faster = faster if 0.0 < faster < threshold else max(0.0, min(faster, threshold))
+        if self.state is DriftState.DRIFTED:
+            self._look_for_end(now)
+        elif slower >= threshold:
+            if self._is_confirmed(+1):
+                self.state, self.since = DriftState.DRIFTED, now
+                self.num_drifts += 1
+        elif faster >= threshold and self._is_confirmed(-1):
+            self._learn_again(now)
+        return self.state
+
+    def _learn(self, num_bytes: int, seconds: float, now: Instant) -> DriftState:
+        self._samples.append((num_bytes, seconds))
+        if len(self._samples) >= self._options.num_reference:
+            reference = self.reference = learn_reference(self._samples)
+            self._samples = []
+            self._limit = CLIP * reference.spread
+            shift = log(self._options.shift)
+            self._threshold = self._options.evidence * reference.variance / shift
+            self.state, self.since = DriftState.STEADY, now
+        return self.state
+
+    def _learn_class(self, reference: Reference, num_bytes: int, seconds: float) -> None:
+        seen = self._new_classes.setdefault(num_bytes.bit_length(), [])
+        seen.append((num_bytes, seconds))
+        if len(seen) >= NUM_OF_CLASS:
+            reference.learn_class([size for size, _ in seen], [taken_s for _, taken_s in seen])
+            del self._new_classes[num_bytes.bit_length()]
+
+    def _look_for_end(self, now: Instant) -> None:
+        if self._slower <= 0.0:
+            self.state, self.since = DriftState.STEADY, now
+        elif now - self.since >= self._options.accept_after_s:
+            self._learn_again(now)
+
+    def _is_confirmed(self, sign: int) -> bool:
+        """Whether the latest transfers show it: slower (+1) or faster (-1)."""
+        if len(self._recent) < NUM_RECENT or self.reference is None:
+            return False
+        ordered, options = sorted(self._recent), self._options
+        quartile = ordered[_LOWER_QUARTILE] - self.reference.lower_quartile
+        return (
+            sign * ordered[_MEDIAN] >= log(options.min_median_ratio)
+            and sign * quartile >= log(options.min_quartile_ratio)
+        )
