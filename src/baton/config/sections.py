@@ -100,6 +100,7 @@ class GatewaySection(Struct, frozen=True, kw_only=True):
     audit_log: str | None = None
     management_host: Host = "127.0.0.1"
     management_port: Port | None = None
+    management_key_file: str | None = None
     announce_host: Host = "127.0.0.1"
     announce_port: Port | None = None
     announce_url: str | None = None

@@ -16,6 +16,7 @@ from baton.clock import Instant
 from baton.config.cluster_key import is_loopback
 from baton.errors import BatonError, ModelNotFoundError
 from baton.gateway.asgi import JSON, send_error, send_whole
+from baton.gateway.dashboard.pages import DASHBOARD_PATH, is_dashboard
 from baton.gateway.errors import (
     ForbiddenError,
     MethodNotAllowedError,
@@ -60,8 +61,10 @@ if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.gateway.clients import Clients
     from baton.gateway.completions import Completions
+    from baton.gateway.dashboard.pages import Dashboard
     from baton.gateway.debug import LinkList, RequestTraces, WorkerList
     from baton.gateway.demand_page import DemandPage
+    from baton.gateway.management_key import ManagementKey
     from baton.gateway.metrics import GatewayMetrics
     from baton.gateway.options import GatewayOptions
     from baton.gateway.queue_page import QueuePage
@@ -148,7 +151,10 @@ MAX_HOST_CHARS: Final = 253
 COMPLETION_PATHS: Final = frozenset({CHAT_COMPLETIONS_PATH, COMPLETIONS_PATH})
 CLIENT_PATHS: Final = "/v1/"
 DEBUG_PATHS: Final = "/debug/"
-MANAGEMENT_PATHS: Final = ("/metrics", DEBUG_PATHS)
+OPERATOR_PATHS: Final = (DEBUG_PATHS, DASHBOARD_PATH)
+"""They show requests and workers: behind the management key, and never to other machines' clients
+of the gateway's own port."""
+MANAGEMENT_PATHS: Final = ("/metrics", *OPERATOR_PATHS)
 PROMETHEUS_TEXT: Final = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 
 log = logging.getLogger(__name__)
@@ -158,19 +164,21 @@ log = logging.getLogger(__name__)
 class Access:
     """Who may ask for what. Owner: the event loop's thread.
 
-    `is_managed_here`: whether /metrics and /debug are answered, not by a listener of their own.
+    `is_managed_here`: whether /metrics, /debug and /dashboard are answered, not by a listener of
+    their own. `key`: what /debug and /dashboard need; None: nothing.
     """
 
     origin: RequestOrigin
     clients: Clients
     is_managed_here: bool
+    key: ManagementKey | None = None
 
     def check(self, path: str, scope: Scope) -> None:
         """Pass, or raise. Completions look for the client themselves, and count it.
 
         Raises:
             ForbiddenError: see `RequestOrigin`.
-            UnauthorizedError: an API key is needed.
+            UnauthorizedError: an API key is needed, or the management key.
             PathNotFoundError: the path is not answered here.
         """
         headers: Headers = scope["headers"]
@@ -179,8 +187,10 @@ class Access:
             self.clients.authenticate(headers)
         elif path.startswith(MANAGEMENT_PATHS) and not self.is_managed_here:
             raise PathNotFoundError(f"{path} is answered by the management listener alone")
-        elif path.startswith(DEBUG_PATHS) and not _is_local(scope):
+        elif path.startswith(OPERATOR_PATHS) and not _is_local(scope):
             raise PathNotFoundError(f"{path} does not exist here")
+        elif self.key is not None and path.startswith(OPERATOR_PATHS):
+            self.key.check(headers)
 
     def check_management(self, path: str, headers: Headers) -> None:
         """Pass, or raise: for the management listener.
@@ -188,10 +198,13 @@ class Access:
         Raises:
             ForbiddenError: see `RequestOrigin`.
             PathNotFoundError: the path is for clients.
+            UnauthorizedError: the management key is needed.
         """
         self.origin.check(headers)
         if path.startswith(CLIENT_PATHS):
             raise PathNotFoundError(f"{path} is not answered by the management listener")
+        if self.key is not None and path.startswith(OPERATOR_PATHS):
+            self.key.check(headers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +218,7 @@ class DebugPages:
     links: LinkList
     demand: DemandPage
     transfers: TransferPage
+    dashboard: Dashboard
 
 
 class GatewayApp:
@@ -247,6 +261,10 @@ class GatewayApp:
                 while self._ready.why_not() is not None:  # noqa: ASYNC110 - it sends no event
                     await asyncio.sleep(FIND_INTERVAL_S)
 
+    def end_streams(self) -> None:
+        """The process is going to end: what would go on as long as its client wants ends now."""
+        self._debug_pages.dashboard.end()
+
     async def manage(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request to the management listener."""
         path: str = scope["path"]
@@ -265,6 +283,9 @@ class GatewayApp:
         if path == ROUTE_PATH:
             explained = await self._debug_pages.route.serve(scope, receive)
             await send_whole(send, 200, msgspec.json.encode(explained), (JSON,))
+            return
+        if is_dashboard(path):
+            await self._debug_pages.dashboard.serve(path, scope, receive, send)
             return
         if path == METRICS_PATH:
             _need_get(path, scope)

@@ -65,16 +65,19 @@ log = logging.getLogger(__name__)
 
 
 class Completions:
-    """Serves completion requests, up to a number at once. Owner: the event loop's thread."""
+    """Serves completion requests, up to a number at once. Owner: the event loop's thread.
+
+    `num_inflight` are being served; of several answers each counts.
+    """
 
     def __init__(self, services: Services, records: RequestHistory) -> None:
         self._services, self._records = services, records
-        self._num_inflight = 0
+        self.num_inflight = 0
         self._log = LimitedLog(log, services.clock)
         self._bodies = BodyBudget(services.options.max_total_body_bytes)
         self._body_limit = BodyLimit(services.options.max_body_bytes, self._context_bytes)
         self._epoch = new_epoch()
-        services.metrics.inflight.set_function(lambda: self._num_inflight)
+        services.metrics.inflight.set_function(lambda: self.num_inflight)
 
     async def serve(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, whatever happens to it."""
@@ -140,7 +143,7 @@ class Completions:
     ) -> None:
         services, body, num_answers = self._services, plan.prompts[0], plan.num_total
         self._check_room(context.client, num_answers)
-        self._num_inflight += num_answers  # only now: a slow client takes none
+        self.num_inflight += num_answers  # only now: a slow client takes none
         try:
             context.watch_client(lambda: scope.interrupt(ClientLeftError("the client left")))
             if body.stream:
@@ -155,7 +158,7 @@ class Completions:
             else:
                 await SeveralAnswers(services, context, plan, send, record=self._record_part).run()
         finally:
-            self._num_inflight -= num_answers
+            self.num_inflight -= num_answers
 
     def _context_bytes(self) -> int:
         lengths = self._services.workers.context_lengths().values()
@@ -166,7 +169,7 @@ class Completions:
 
     def _check_room(self, client: Client, num: int = 1) -> None:
         limit = self._limit(client)
-        if self._num_inflight + num > limit:
+        if self.num_inflight + num > limit:
             raise OverloadedError(f"this gateway serves {limit} requests at once already")
 
     async def _send_failure(self, context: RequestContext, error: Exception, send: Send) -> int:

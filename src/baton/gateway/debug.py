@@ -14,7 +14,7 @@ from yarl import URL
 
 from baton.errors import UNDECODABLE, BatonError
 from baton.events.blocks import DEFAULT_MEDIUM, FeedHealth
-from baton.gateway.errors import PathNotFoundError
+from baton.gateway.errors import SERVER_ERROR, PathNotFoundError
 from baton.gateway.kv_events import Followed, NotFollowed
 from baton.gateway.members.member_set import CONFIGURED
 from baton.gateway.workers import Down, Draining, Pending, Preemption, Rejected, Up
@@ -48,14 +48,20 @@ class RequestRecord:
 
 
 class RequestHistory:
-    """A ring of the latest `capacity` records, by request id. Of two with one id, the latest."""
+    """A ring of the latest `capacity` records, by request id. Of two with one id, the latest.
+
+    `num_added` counts all since the start, `num_failed` those that ended with a server's error.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
+        self.num_added = self.num_failed = 0
         self._records: OrderedDict[str, RequestRecord] = OrderedDict()
 
     def add(self, record: RequestRecord) -> None:
         """Remember one, and forget the oldest if there is no room."""
+        self.num_added += 1
+        self.num_failed += record.status >= SERVER_ERROR
         self._records.pop(record.trace.request_id, None)
         self._records[record.trace.request_id] = record
         if len(self._records) > self._capacity:
@@ -270,9 +276,9 @@ class WorkerList:
     def __init__(self, workers: Workers, events: KVEvents, load: FleetLoad, clock: Clock) -> None:
         self._workers, self._events, self._load, self._clock = workers, events, load, clock
 
-    def show(self) -> WorkerListReply:
-        """All workers."""
-        workers = tuple(self._show(worker) for worker in self._workers.all)
+    def show(self, most: int | None = None) -> WorkerListReply:
+        """All workers, or the first `most` of them."""
+        workers = tuple(self._show(worker) for worker in islice(self._workers.all, most))
         problems = tuple(self._workers.explain_sources())
         return WorkerListReply(workers, self._events.not_tokenized, problems)
 

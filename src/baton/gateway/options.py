@@ -38,6 +38,15 @@ ANY_MODEL = "*"
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerPrices:
+    """What one worker of each role costs for an hour, in any unit."""
+
+    prefill: float
+    decode: float
+    both: float
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerAddress:
     """Where a worker is, and in which role it is used. `draining`: it gets nothing new.
 
@@ -117,7 +126,7 @@ class GatewayOptions(GatewaySection, frozen=True, kw_only=True):
     each process, in place of the ports. `first_share`: where in the workers' order a process of
     several begins (`Fleet.beginning_at`). `policy` is how workers are chosen, one of `POLICIES`
     (None: see `choose_policy`), and `policy_options` those of each policy by its name. `targets`:
-    by model, "*" for those that are not named.
+    by model, "*" for those that are not named. `prices`: None where the operator has named none.
 
     Raises:
         ConfigError: no worker can ever decode, or the gateway would be reachable from other
@@ -139,6 +148,7 @@ class GatewayOptions(GatewaySection, frozen=True, kw_only=True):
     tls: Tls = "control"
     first_share: float = 0.0
     alerts: AlertsSection = AlertsSection()
+    prices: WorkerPrices | None = None
 
     def __post_init__(self) -> None:
         can_decode = any(worker.role is not Role.PREFILL for worker in self.addresses)

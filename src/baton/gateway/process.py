@@ -35,12 +35,17 @@ from baton.gateway.app import (
 from baton.gateway.audit import AuditLog
 from baton.gateway.clients import Clients
 from baton.gateway.completions import Completions
+from baton.gateway.dashboard.pages import DASHBOARD_PATH, Dashboard
+from baton.gateway.dashboard.series import Series, SeriesSources
+from baton.gateway.dashboard.snapshot import SnapshotBuilder, SnapshotSources
+from baton.gateway.dashboard.stream import DashboardStream
 from baton.gateway.debug import LinkList, RequestHistory, RequestTraces, WorkerList
 from baton.gateway.demand_page import DemandPage
 from baton.gateway.health_monitor import HealthMonitor
 from baton.gateway.kv_events import KVEvents
 from baton.gateway.learned_costs import keep_costs
 from baton.gateway.link_feed import LinkFeed
+from baton.gateway.management_key import ManagementKey
 from baton.gateway.members.listener import open_announcements
 from baton.gateway.members.membership import Membership
 from baton.gateway.metrics import GatewayMetrics, HealthCollector, RouterCollector
@@ -191,7 +196,16 @@ async def open_parts(
         streams=RunningStreams(),
     )
     records = RequestHistory(options.num_records)
+    completions = Completions(services, records)
     events = KVEvents(workers, metrics, clock, upstream=upstream, prefixes=prefixes)
+    worker_list, links = WorkerList(workers, events, load, clock), LinkList(workers, load)
+    queue_page = QueuePage(admission, room, load, workers=workers, clock=clock)
+    series = Series(SeriesSources(records, workers, load, admission, completions), clock)
+    transfer_feed = TransferFeed(workers, upstream, clock)
+    transfer_page = TransferPage(transfer_feed, clock)
+    shown = SnapshotSources(worker_list, queue_page, links, transfer_page, records, workers, load)
+    key_file = options.management_key_file
+    management_key = ManagementKey.read(Path(key_file)) if key_file else None
     services.background_tasks.run(StreamMoves(services, records).run())
     events.start()
     try:
@@ -200,27 +214,30 @@ async def open_parts(
             open_announcements(options, clock, metrics.registry) as announced,
             Membership(services, events, room, options.build_sources(clock, announced)),
             LinkFeed(workers, upstream, load, clock),
-            TransferFeed(workers, upstream, clock) as transfers,
+            transfer_feed,
+            DashboardStream(series, SnapshotBuilder(shown, series, options, clock)) as dashboard,
         ):
             _watch(announced, services)
             app = GatewayApp(
-                Completions(services, records),
+                completions,
                 workers,
                 metrics,
                 debug=DebugPages(
                     RequestTraces(records, workers, upstream),
-                    WorkerList(workers, events, load, clock),
-                    QueuePage(admission, room, load, workers=workers, clock=clock),
+                    worker_list,
+                    queue_page,
                     RouteExplainer(services),
-                    LinkList(workers, load),
+                    links,
                     DemandPage(workers, load, admission, clock),
-                    TransferPage(transfers, clock),
+                    transfer_page,
+                    Dashboard(dashboard),
                 ),
                 readiness=Readiness(workers, clock),
                 access=Access(
                     RequestOrigin.of(options),
                     services.clients,
                     is_managed_here=options.is_managed_here,
+                    key=management_key,
                 ),
             )
             yield app, services
@@ -252,15 +269,19 @@ async def _serve(options: GatewayOptions, listener: socket.socket, find_workers_
             count_refusals(app.metrics.registry, "baton_gateway"),
             _find_tls(options),
         )
+        ready = Ready(url_of(listener, options.host, is_tls=connections.tls is not None))
         server = _Server(
             make_server_config(
                 app, connections, drain_timeout_s=max(1, round(options.drain_timeout_s))
             ),
-            Ready(url_of(listener, options.host, is_tls=connections.tls is not None)),
+            ready,
             StatusReporter(options.status_fd),
+            app,
         )
         async with managing(options, app):
             await app.find_workers(find_workers_s)
+            if options.is_managed_here:
+                log.info("dashboard: %s%s", ready.url, DASHBOARD_PATH)
             await server.serve(sockets=[listener])
 
 
@@ -295,7 +316,7 @@ async def managing(options: GatewayOptions, app: GatewayApp) -> AsyncGenerator[N
     listener = _open_management_listener(options)
     host = options.management_host
     async with serve_beside(ManagementApp(app), connections, listener, host) as url:
-        log.info("management: %s", url)
+        log.info("management: %s, dashboard: %s%s", url, url, DASHBOARD_PATH)
         yield
 
 
@@ -303,10 +324,14 @@ class _Server(uvicorn.Server):
     """uvicorn, with an status line and with signals that end in exit code 0."""
 
     def __init__(
-        self, config: uvicorn.Config, ready: Ready, status_reporter: StatusReporter
+        self,
+        config: uvicorn.Config,
+        ready: Ready,
+        status_reporter: StatusReporter,
+        app: GatewayApp,
     ) -> None:
         super().__init__(config)
-        self._ready, self._status_reporter = ready, status_reporter
+        self._ready, self._status_reporter, self._app = ready, status_reporter, app
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to accept, then report it."""
@@ -336,4 +361,5 @@ class _Server(uvicorn.Server):
             log.warning("a second signal: leaving at once")
             os._exit(128 + number)
         log.info("signal %s: no more requests, draining", signal.Signals(number).name)
+        self._app.end_streams()
         self.should_exit = True

@@ -11,8 +11,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from baton.config.environment import read_environment
 from baton.errors import UNDECODABLE, BatonError, ConfigError
-from baton.protocol.worker_http import ErrorBody
+from baton.protocol.worker_http import MANAGEMENT_KEY_HEADER, ErrorBody
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S: Final = 3.0
 MAX_PAGE_BYTES: Final = 16 << 20
 MAX_REASON_CHARS: Final = 200
+MANAGEMENT_KEY_VARIABLE: Final = "BATON_MANAGEMENT_KEY"
 OK: Final = 200
 NOT_THERE: Final = "is the gateway running, and is this its URL?"
 
@@ -103,7 +105,7 @@ class Gateway:
         kind = http.client.HTTPSConnection if self.is_tls else http.client.HTTPConnection
         connection = kind(self.host, self.port, timeout=CONNECT_TIMEOUT_S)
         try:
-            connection.request(method, path, body, dict(headers))
+            connection.request(method, path, body, {**headers, **_show_key()})
             response = connection.getresponse()
             page = response.read(MAX_PAGE_BYTES + 1)
         except ConnectionRefusedError as exc:
@@ -115,6 +117,12 @@ class Gateway:
         if len(page) > MAX_PAGE_BYTES:
             raise PageError(f"{self.url}{path} has more than {MAX_PAGE_BYTES} bytes")
         return response.status, page
+
+
+def _show_key() -> dict[str, str]:
+    """The management key, where this process was given one."""
+    key = read_environment().get(MANAGEMENT_KEY_VARIABLE, "").strip()
+    return {MANAGEMENT_KEY_HEADER: key} if key else {}
 
 
 def read_refusal(body: bytes) -> str:

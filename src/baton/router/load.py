@@ -54,7 +54,8 @@ Rows: TypeAlias = "slice | NDArray[np.intp]"
 class EndedRequest:
     """What a client saw of a streamed answer of `num_streamed` parts.
 
-    `num_tokens` of its prompt were to be computed, `num_cached` were not.
+    `num_tokens` of its prompt were to be computed, `num_cached` were not. Of `ttft_s` it `waited_s`
+    in the gateway; after `prefill_s` more its prompt was computed (None: not known).
     """
 
     at: float
@@ -63,6 +64,8 @@ class EndedRequest:
     num_streamed: int
     ttft_s: float
     tpot_s: float
+    waited_s: float = 0.0
+    prefill_s: float | None = None
 
     @property
     def lasted_s(self) -> float:
@@ -161,8 +164,12 @@ class RunningRequest:
         step_s = pace_s * alone / num_busy if num_busy > 1.0 else pace_s * alone
         self.decode.observe_step(num_streams, step_s)
         ttft_s = self.waited_s + first_at - self.began_at
+        done_at = self._prefilled_at
+        prefill_s = None if done_at is None else min(done_at, first_at) - self.began_at
         tokens = self.num_tokens, self.num_cached
-        self.costs.note_ended(EndedRequest(now, *tokens, num_streamed, ttft_s, pace_s))
+        self.costs.note_ended(
+            EndedRequest(now, *tokens, num_streamed, ttft_s, pace_s, self.waited_s, prefill_s)
+        )
 
 
 class ModelCosts:
