@@ -323,12 +323,12 @@ LINKS: Final = (
         "Bps",
         (
             Query(
-                "min by (transport, direction) (baton_link_bandwidth_bytes_per_second > 0)",
-                "{{transport}} {{direction}}, lowest",
+                "min by (transport, operation) (baton_link_bandwidth_bytes_per_second > 0)",
+                "{{transport}} {{operation}}, lowest",
             ),
             Query(
-                "max by (transport, direction) (baton_link_bandwidth_bytes_per_second > 0)",
-                "{{transport}} {{direction}}, highest",
+                "max by (transport, operation) (baton_link_bandwidth_bytes_per_second > 0)",
+                "{{transport}} {{operation}}, highest",
             ),
         ),
     ),
@@ -338,8 +338,8 @@ LINKS: Final = (
         "s",
         (
             Query(
-                "max by (transport, direction) (baton_link_latency_seconds > 0)",
-                "{{transport}} {{direction}}",
+                "max by (transport, operation) (baton_link_latency_seconds > 0)",
+                "{{transport}} {{operation}}",
             ),
         ),
     ),
@@ -349,8 +349,8 @@ LINKS: Final = (
         "percentunit",
         tuple(
             Query(
-                quantile(share, "baton_link_model_relative_error", "", "transport"),
-                f"{name} {{{{transport}}}}",
+                quantile(share, "baton_link_model_relative_error", "", PATH),
+                f"{name} {PATH_LEGEND}",
             )
             for share, name in ((0.5, "p50"), (0.9, "p90"))
         ),

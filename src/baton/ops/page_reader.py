@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Final
 import aiohttp
 
 from baton.auth.certificates import IdentityRole
-from baton.ops.gateway_pages import OK, PageError, read_refusal
+from baton.ops.gateway_pages import OK, PageError, management_headers, read_refusal
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Mapping
 
 MAX_PAGE_BYTES: Final = 4 << 20
 READ_BYTES: Final = 64 << 10
@@ -22,8 +22,8 @@ READ_BYTES: Final = 64 << 10
 class PageReader:
     """Owner: the event loop's thread. Redirects are not followed; proxies and cookies not used.
 
-    `worker_tls` is what workers with https are asked with: both sides prove their roles. None: they
-    are not asked. No bearer is ever sent.
+    Gateways are shown the management key, workers never. `worker_tls` is what workers with https
+    are asked with: both sides prove their roles. None: they are not asked. No bearer is ever sent.
     """
 
     def __init__(self, session: aiohttp.ClientSession, worker_tls: ssl.SSLContext | None) -> None:
@@ -35,7 +35,7 @@ class PageReader:
         Raises:
             PageError: no whole answer in time, a longer one, or another status than 200.
         """
-        return await self._fetch(url, timeout_s, tls=True, server_hostname=None)
+        return await self._fetch(url, timeout_s, headers=management_headers())
 
     async def get_of_worker(self, url: str, timeout_s: float) -> bytes:
         """Body of a worker's page.
@@ -44,23 +44,33 @@ class PageReader:
             PageError: as `get`; or it has TLS, and there are no credentials for it.
         """
         if not url.startswith("https:"):
-            return await self.get(url, timeout_s)
+            return await self._fetch(url, timeout_s)
         if self._worker_tls is None:
             raise PageError(
                 f"{url}: workers of this cluster want a certificate, and none is configured here; "
                 "give the cluster's key (cluster.key_file) or an identity (security.identity)"
             )
-        name = IdentityRole.WORKER.dns_name
-        return await self._fetch(url, timeout_s, tls=self._worker_tls, server_hostname=name)
+        return await self._fetch(url, timeout_s, tls=self._worker_tls)
 
     async def _fetch(
-        self, url: str, timeout_s: float, *, tls: ssl.SSLContext | bool, server_hostname: str | None
+        self,
+        url: str,
+        timeout_s: float,
+        *,
+        tls: ssl.SSLContext | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> bytes:
+        """`tls` None: as for servers of the web, whose names and authorities the system knows."""
+        name = None if tls is None else IdentityRole.WORKER.dns_name
         try:
             async with (
                 asyncio.timeout(timeout_s),
                 self._session.get(
-                    url, allow_redirects=False, ssl=tls, server_hostname=server_hostname
+                    url,
+                    headers=headers,
+                    allow_redirects=False,
+                    ssl=tls or True,
+                    server_hostname=name,
                 ) as response,
             ):
                 body = await _read_bounded(response)

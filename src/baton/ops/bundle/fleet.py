@@ -28,6 +28,7 @@ PAGES: Final = (
     "/ready",
     "/debug/queue",
     "/debug/links",
+    "/debug/transfers",
     "/debug/demand",
     "/alerts",
 )

@@ -30,15 +30,16 @@ PAGE_STRINGS: Final = frozenset({
     "placement", "priority", "problem", "reason", "request_id", "reroutes", "role", "source",
     "source_problems", "sources", "state", "status", "to", "topology", "transport", "url", "used",
     "version", "why", "why_withdrawn", "worker",
+    "decode", "prefill",
     # Alerts
-    "alert", "alerts", "name", "severity", "since", "subject", "summary", "labels", "runbook",
+    "alert", "labels", "not_evaluated", "runbook_url", "severity", "subject", "summary",
     # The doctor's report
-    "area", "baton", "fix", "found", "level",
+    "area", "baton", "fix", "found", "level", "name",
 })  # fmt: skip
 """Fields of JSON pages whose strings are kept. Not tenants, tickets, prompts or answers."""
 
 LABELS: Final = frozenset({
-    "cause", "code", "cost", "direction", "distance", "encoding", "engine", "expected", "field",
+    "alert", "cause", "code", "cost", "direction", "distance", "encoding", "engine", "expected", "field",
     "finished_reason", "form", "implementation", "kind", "le", "link", "major", "minor", "mode",
     "model", "model_name", "op", "operation", "outcome", "part", "patchlevel", "peer", "phase",
     "priority", "quantile", "reason", "result", "role", "source", "stage", "state", "status",

@@ -28,6 +28,8 @@ SHOWN_TEXTS: Final = PATH_KEYS | {
     "ray.address",
     "router.costs_file",
     "security.identity",
+    "alerts.disabled",
+    "alerts.runbook_url",
     "fleet.spread",
     "gateway.announce_host",
     "gateway.announce_url",

@@ -64,15 +64,43 @@ class QueuePage(msgspec.Struct, frozen=True):
     waiting: tuple[Waiting, ...] = ()
 
 
-class Handoff(msgspec.Struct, frozen=True):
-    """What handoffs over one distance cost, `fixed_s + each_s * tokens`."""
+class Quantiles(msgspec.Struct, frozen=True):
+    """None: there is no value."""
 
+    p50: float | None = None
+    p99: float | None = None
+
+
+class HandoffFigures(msgspec.Struct, frozen=True):
+    """Handoffs that landed: from the first layer computed to the last one there."""
+
+    num: int
+    num_bytes: int
+    transfer_s: Quantiles
+    bytes_per_s: Quantiles
+    exposed_share: Quantiles
+
+
+class PairHandoffs(msgspec.Struct, frozen=True):
+    """Of two workers, over one transport, in one mode, by one operation."""
+
+    prefill: str
+    decode: str
     distance: str
-    source: str
-    fixed_s: float
-    each_s: float
-    num_pairs: int
-    link_bytes_per_s: float | None = None
+    transport: str
+    mode: str
+    operation: str
+    total: HandoffFigures
+    recent: HandoffFigures
+    num_mismatches: int = 0
+
+
+class TransfersPage(msgspec.Struct, frozen=True):
+    """`/debug/transfers`; `recent` is of the last `window_s`."""
+
+    window_s: float
+    handoffs: tuple[PairHandoffs, ...] = ()
+    num_left_out: int = 0
 
 
 class Link(msgspec.Struct, frozen=True, rename={"from_": "from"}):
@@ -90,7 +118,6 @@ class ModelLinks(msgspec.Struct, frozen=True):
     """Of one model."""
 
     model: str
-    handoffs: tuple[Handoff, ...] = ()
     links: tuple[Link, ...] = ()
 
 

@@ -15,6 +15,7 @@ from baton.ops.top.pages import (
     LinksPage,
     QueuePage,
     RequestsPage,
+    TransfersPage,
     WorkersPage,
 )
 from baton.ops.top.window import Traffic, TrafficWindow, read_metrics
@@ -47,6 +48,7 @@ class FleetSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     traffic: Traffic | None
     workers: WorkersPage | None
     queue: QueuePage | None
+    transfers: TransfersPage | None
     links: LinksPage | None
     alerts: AlertsPage | None
     requests: RequestsPage | None
@@ -68,11 +70,12 @@ class FleetReader:
     async def take(self) -> FleetSnapshot:
         """Ask for all pages at once; takes at most `PAGE_TIMEOUT_S`."""
         missing: dict[str, str] = {}
-        state, traffic, workers, queue, links, alerts, requests = await asyncio.gather(
+        state, traffic, workers, queue, transfers, links, alerts, requests = await asyncio.gather(
             self._find_state(),
             self._read_traffic(missing),
             self._read("/debug/workers", WorkersPage, missing),
             self._read("/debug/queue", QueuePage, missing),
+            self._read("/debug/transfers", TransfersPage, missing),
             self._read("/debug/links", LinksPage, missing),
             self._read("/alerts", AlertsPage, missing),
             self._read("/debug/requests", RequestsPage, missing),
@@ -86,6 +89,7 @@ class FleetReader:
             traffic=traffic,
             workers=workers,
             queue=queue,
+            transfers=transfers,
             links=links,
             alerts=alerts,
             requests=requests,

@@ -14,13 +14,14 @@ from baton.ops.top.snapshot import READY
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from baton.ops.top.pages import Link, Worker
+    from baton.ops.top.pages import Link, PairHandoffs, Worker
     from baton.ops.top.snapshot import FleetSnapshot
     from baton.ops.top.window import Quantiles, Traffic
 
 MAX_CELL_CHARS: Final = 60
 NOTHING: Final = "-"
 MAX_LINKS: Final = 100
+MAX_PAIRS: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,31 +150,49 @@ _SORT_KEYS: Final[tuple[Callable[[Worker], float] | None, ...]] = (None, _load_o
 
 def _handoffs(snapshot: FleetSnapshot) -> TopTable:
     columns = (
-        Column("model"),
+        Column("prefill"),
+        Column("decode"),
         Column("distance"),
-        Column("cost from"),
-        Column("fixed", is_figure=True),
-        Column("for 1,000 tokens", is_figure=True),
-        Column("link", is_figure=True),
-        Column("pairs", is_figure=True),
+        Column("transport"),
+        Column("mode"),
+        Column("operation"),
+        Column("latest", is_figure=True),
+        Column("p50", is_figure=True),
+        Column("p99", is_figure=True),
+        Column("rate p50", is_figure=True),
+        Column("exposed p50", is_figure=True),
+        Column("in all", is_figure=True),
+        Column("mismatches", is_figure=True),
     )
-    models = () if snapshot.links is None else snapshot.links.models
+    transfers = snapshot.transfers
+    pairs = () if transfers is None else transfers.handoffs[:MAX_PAIRS]
     rows = {
-        f"{model.model}/{line.distance}": (
-            _cell(model.model),
-            _cell(line.distance),
-            _cell(line.source),
-            write_seconds(line.fixed_s),
-            write_seconds(1000 * line.each_s),
-            NOTHING if line.link_bytes_per_s is None else _rate(line.link_bytes_per_s),
-            str(line.num_pairs),
-        )
-        for model in models
-        for line in model.handoffs
-        if line.num_pairs
+        f"{p.prefill}>{p.decode}/{p.distance}/{p.transport}/{p.mode}/{p.operation}": _pair_row(p)
+        for p in pairs
     }
-    note = _note(snapshot, "/debug/links", "no handoff yet")
-    return TopTable("exposed time of handoffs", columns, rows, note)
+    seconds = 0.0 if transfers is None else transfers.window_s
+    title = f"handoffs, those of the last {seconds:.0f} s first" if rows else "handoffs"
+    return TopTable(title, columns, rows, _note(snapshot, "/debug/transfers", "none yet"))
+
+
+def _pair_row(pair: PairHandoffs) -> tuple[str, ...]:
+    recent = pair.recent
+    rate, exposed = recent.bytes_per_s.p50, recent.exposed_share.p50
+    return (
+        _cell(pair.prefill),
+        _cell(pair.decode),
+        _cell(pair.distance),
+        _cell(pair.transport),
+        _cell(pair.mode),
+        _cell(pair.operation),
+        str(recent.num),
+        _seconds(recent.transfer_s.p50),
+        _seconds(recent.transfer_s.p99),
+        NOTHING if rate is None else _rate(rate),
+        NOTHING if exposed is None else f"{exposed:.0%}",
+        str(pair.total.num),
+        str(pair.num_mismatches),
+    )
 
 
 def _links(snapshot: FleetSnapshot) -> TopTable:
@@ -227,9 +246,11 @@ def _queue(snapshot: FleetSnapshot, traffic: Traffic) -> str:
 
 
 def _latencies(quantiles: Quantiles) -> str:
-    if quantiles.p50_s is None or quantiles.p99_s is None:
-        return NOTHING
-    return f"p50 {write_seconds(quantiles.p50_s)}, p99 {write_seconds(quantiles.p99_s)}"
+    return f"p50 {_seconds(quantiles.p50_s)}, p99 {_seconds(quantiles.p99_s)}"
+
+
+def _seconds(seconds: float | None) -> str:
+    return NOTHING if seconds is None else write_seconds(seconds)
 
 
 def _rate(bytes_per_s: float) -> str:
