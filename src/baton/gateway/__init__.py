@@ -42,5 +42,6 @@ Workers, metrics, debugging:
     metrics.py, debug.py  Prometheus metrics; `/debug/requests`, `/debug/workers`, `/debug/links`
     queue_metrics.py, queue_page.py   the same of what waits; `/debug/queue`
     demand_page.py        `/debug/demand`: what an autoscaler reads
+    alerts/         `/alerts`: what is wrong with links, handoffs, the store, predictions, targets
     route_explainer.py    `/debug/route`: where a request would go, and why
 """

@@ -40,6 +40,7 @@ from baton.gateway.openapi import (
 from baton.gateway.request import MAX_MODEL_CHARS
 from baton.gateway.workers import Pending
 from baton.protocol import worker_http
+from baton.protocol.alerts import ALERTS_PATH
 from baton.protocol.worker_http import (
     CHAT_COMPLETIONS_PATH,
     COMPLETIONS_PATH,
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from baton.clock import Clock
+    from baton.gateway.alerts.monitor import AlertMonitor
     from baton.gateway.clients import Clients
     from baton.gateway.completions import Completions
     from baton.gateway.dashboard.pages import Dashboard
@@ -151,7 +153,7 @@ MAX_HOST_CHARS: Final = 253
 COMPLETION_PATHS: Final = frozenset({CHAT_COMPLETIONS_PATH, COMPLETIONS_PATH})
 CLIENT_PATHS: Final = "/v1/"
 DEBUG_PATHS: Final = "/debug/"
-OPERATOR_PATHS: Final = (DEBUG_PATHS, DASHBOARD_PATH)
+OPERATOR_PATHS: Final = (DEBUG_PATHS, DASHBOARD_PATH, ALERTS_PATH)
 """They show requests and workers: behind the management key, and never to other machines' clients
 of the gateway's own port."""
 MANAGEMENT_PATHS: Final = ("/metrics", *OPERATOR_PATHS)
@@ -219,6 +221,7 @@ class DebugPages:
     demand: DemandPage
     transfers: TransferPage
     dashboard: Dashboard
+    alerts: AlertMonitor
 
 
 class GatewayApp:
@@ -302,6 +305,8 @@ class GatewayApp:
         match path:
             case worker_http.HEALTH_PATH:
                 answer: msgspec.Struct = Status("ok")
+            case _ if path == ALERTS_PATH:
+                answer = self._debug_pages.alerts.show()
             case _ if path == READY_PATH:
                 answer = self._readiness()
             case worker_http.VERSION_PATH:

@@ -22,6 +22,7 @@ from baton.gateway.targets import (
     TPOT_HEADER,
     TTFT_HEADER,
 )
+from baton.protocol.alerts import ALERTS_PATH
 from baton.protocol.engine_fields import VLLM_FIELDS
 from baton.protocol.request_fields import ChatFields, CompletionFields
 from baton.protocol.worker_http import (
@@ -195,6 +196,7 @@ def _management_paths() -> Json:
                 "responses": _responses(an_object, "400", "401", "404", "413", "415", "503"),
             }
         },
+        ALERTS_PATH: _get("list_alerts", "what is wrong with the fleet", an_object, "404"),
         LINKS_PATH: _get("list_links", "what handoffs cost, by distance", an_object, "404"),
         TRANSFERS_PATH: _get(
             "list_transfers", "what handoffs and links took, by pair", an_object, "404"

@@ -40,6 +40,7 @@ class Prefixes:
     """Owner: the event loop's thread.
 
     `folders` gives models' folders, with their tokenizers, where workers' own cannot be read here.
+    `num_predicted_tokens` and `num_actual_tokens` are sums over all prompts.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Prefixes:
             registry=registry,
         )
         self._predicted, self._actual = tokens.labels("predicted"), tokens.labels("actual")
+        self.num_predicted_tokens = self.num_actual_tokens = 0
         blocks = Gauge(
             "baton_router_prefix_blocks",
             "Blocks of prefixes that some worker is known to hold.",
@@ -109,6 +111,8 @@ class Prefixes:
 
     def note_actual(self, predicted: int, actual: int) -> None:
         """A worker has reported how many of a prompt's tokens it had."""
+        self.num_predicted_tokens += predicted
+        self.num_actual_tokens += actual
         self._predicted.inc(predicted)
         self._actual.inc(actual)
 

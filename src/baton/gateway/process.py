@@ -24,6 +24,8 @@ from baton.auth.ticket import TicketIssuer
 from baton.clock import MachineClock
 from baton.config.cluster_key import is_loopback
 from baton.gateway.admission import Admission
+from baton.gateway.alerts.monitor import AlertMonitor
+from baton.gateway.alerts.sources import AlertSources
 from baton.gateway.app import (
     Access,
     DebugPages,
@@ -216,6 +218,12 @@ async def open_parts(
             LinkFeed(workers, upstream, load, clock),
             transfer_feed,
             DashboardStream(series, SnapshotBuilder(shown, series, options, clock)) as dashboard,
+            AlertMonitor(
+                options.alerts,
+                AlertSources(options, workers, load, transfer_feed, prefixes),
+                metrics.registry,
+                clock,
+            ) as alerts,
         ):
             _watch(announced, services)
             app = GatewayApp(
@@ -231,6 +239,7 @@ async def open_parts(
                     DemandPage(workers, load, admission, clock),
                     transfer_page,
                     Dashboard(dashboard),
+                    alerts,
                 ),
                 readiness=Readiness(workers, clock),
                 access=Access(

@@ -245,6 +245,7 @@ class HandoffInstruments:
             return
         _add(self._verified, trace.verified_bytes)
         _add(self._digest_failures, trace.digest_failures)
+        self._transfers.digest_failures(sum(trace.digest_failures.values()))
         for encoding in trace.encodings:
             self._encoded.labels(encoding).inc()
         for fallback in trace.fallbacks:

@@ -7,6 +7,7 @@ what this worker wrote to a peer, READ for what it read from one; the other side
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -168,6 +169,15 @@ class LinkInstruments:
             labels,
             registry=registry,
         )
+        drifted = Gauge(
+            "baton_link_drifted",
+            "Links to peers that take longer than they did at first (telemetry/drift.py).",
+            labels,
+            registry=registry,
+        )
+        for operation, transport in self._pairs():
+            count_drifted = partial(transfers.count_drifted, transport, operation)
+            drifted.labels(operation, transport).set_function(count_drifted)
 
     def chosen(self, direction: str, choice: _Choice) -> None:
         """See `LinkObserver`."""

@@ -62,7 +62,7 @@ class HandoffTransfers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkDrift(msgspec.Struct, frozen=True, kw_only=True):
-    """How a link's time for each byte compares with what it was at first.
+    """How a link's time for each size compares with what it was at first (`telemetry.drift`).
 
     `ratio`: recent median over the reference's, None while that is learned. `since_s`: for how long
     it has been in this state.
@@ -95,9 +95,15 @@ class LinkTransfers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer. `num_forgotten` entries were dropped for newer ones: those idle for longest."""
+    """The answer. `num_forgotten` entries were dropped for newer ones: those idle for longest.
+
+    `num_digest_failures`: transfers into this worker that were not what their sender had.
+    `num_lapsed_leases`: prompts computed here that no decode worker fetched in time.
+    """
 
     epoch: Text
     handoffs: Annotated[tuple[HandoffTransfers, ...], Meta(max_length=MAX_ENTRIES)] = ()
     links: Annotated[tuple[LinkTransfers, ...], Meta(max_length=MAX_ENTRIES)] = ()
     num_forgotten: Total = 0
+    num_digest_failures: Total = 0
+    num_lapsed_leases: Total = 0

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
 
+from baton.telemetry.drift import DriftDetector, DriftState
 from baton.telemetry.log_histogram import LogHistogram
 from baton.telemetry.trace import Stamp, compute_durations
 from baton.telemetry.transfer_report import (
@@ -19,6 +20,7 @@ from baton.telemetry.transfer_report import (
     MAX_TEXT_CHARS,
     UNKNOWN_DISTANCE,
     HandoffTransfers,
+    LinkDrift,
     LinkTransfers,
     TransferReport,
     TransportMismatch,
@@ -27,7 +29,7 @@ from baton.telemetry.transfer_report import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from baton.clock import Clock
+    from baton.clock import Clock, Instant
     from baton.ids import Epoch
     from baton.telemetry.trace import RequestSpan
 
@@ -104,6 +106,7 @@ class _Handoffs:
 
 @dataclass(slots=True)
 class _Link:
+    drift: DriftDetector
     num: int = 0
     num_bytes: int = 0
     predicted_s: float = 0.0
@@ -135,14 +138,20 @@ Entry = TypeVar("Entry", _Handoffs, _Link)
 
 
 class TransferTable:
-    """At most `MAX_ENTRIES` of each kind: those idle for longest are dropped. Thread-safe."""
+    """At most `MAX_ENTRIES` of each kind: those idle for longest are dropped. Thread-safe.
 
-    def __init__(self, epoch: Epoch, clock: Clock) -> None:
+    `count_lapsed_leases` gives the leases that lapsed since the worker's start.
+    """
+
+    def __init__(
+        self, epoch: Epoch, clock: Clock, count_lapsed_leases: Callable[[], int] = int
+    ) -> None:
         self._epoch, self._clock = epoch, clock
+        self._count_lapsed_leases = count_lapsed_leases
         self._lock = threading.Lock()
         self._handoffs: OrderedDict[tuple[str, HandoffLabels], _Handoffs] = OrderedDict()
         self._links: OrderedDict[tuple[str, LinkLabels], _Link] = OrderedDict()
-        self._num_forgotten = 0
+        self._num_forgotten = self._num_digest_failures = 0
 
     def handoff(self, trace: RequestSpan, labels: HandoffLabels, landed: LandedHandoff) -> None:
         """Count a handoff into this worker."""
@@ -164,10 +173,26 @@ class TransferTable:
                 expected, now = _clip(trace.expected_transport), self._clock.now()
                 entry.mismatch = expected, labels.transport, now, _clip(trace.request_id)
 
+    def digest_failures(self, num: int) -> None:
+        """So many transfers of one handoff into this worker were not what their sender had."""
+        with self._lock:
+            self._num_digest_failures += num
+
+    def count_drifted(self, transport: str, operation: str) -> int:
+        """Links that take longer than they did at first."""
+        with self._lock:
+            return sum(
+                (labels.transport, labels.operation) == (transport, operation)
+                and entry.drift.state is DriftState.DRIFTED
+                for (_, labels), entry in self._links.items()
+            )
+
     def link(self, outcome: LinkOutcome, labels: LinkLabels) -> None:
         """Count a period in which a link was in use."""
+        now = self._clock.now()
         with self._lock:
-            entry = self._find(self._links, (_clip(outcome.peer), labels), _Link)
+            key = _clip(outcome.peer), labels
+            entry = self._find(self._links, key, lambda: _Link(DriftDetector(now)))
             entry.num += 1
             entry.num_bytes += outcome.num_bytes
             entry.predicted_s += outcome.predicted_s
@@ -177,6 +202,8 @@ class TransferTable:
                 entry.s_per_mib.add(outcome.observed_s * MIB / outcome.num_bytes)
             if outcome.refined and outcome.predicted_s > 0:
                 entry.observed_ratio.add(outcome.observed_s / outcome.predicted_s)
+            if outcome.refined:
+                entry.drift.observe(outcome.num_bytes, outcome.observed_s, now)
 
     def report(self) -> TransferReport:
         """All of it, those used last at the end."""
@@ -185,12 +212,14 @@ class TransferTable:
             handoffs = tuple(
                 _report_handoffs(*key, entry, now) for key, entry in self._handoffs.items()
             )
-            links = tuple(_report_link(*key, entry) for key, entry in self._links.items())
+            links = tuple(_report_link(*key, entry, now) for key, entry in self._links.items())
             return TransferReport(
                 epoch=self._epoch,
                 handoffs=handoffs,
                 links=links,
                 num_forgotten=self._num_forgotten,
+                num_digest_failures=self._num_digest_failures,
+                num_lapsed_leases=self._count_lapsed_leases(),
             )
 
     def _find(
@@ -233,7 +262,8 @@ def _report_handoffs(
     )
 
 
-def _report_link(peer: str, labels: LinkLabels, entry: _Link) -> LinkTransfers:
+def _report_link(peer: str, labels: LinkLabels, entry: _Link, now: Instant) -> LinkTransfers:
+    drift = entry.drift
     return LinkTransfers(
         peer=peer,
         **labels._asdict(),
@@ -244,4 +274,7 @@ def _report_link(peer: str, labels: LinkLabels, entry: _Link) -> LinkTransfers:
         transfer_s=entry.transfer_s.counts(),
         s_per_mib=entry.s_per_mib.counts(),
         observed_ratio=entry.observed_ratio.counts(),
+        drift=LinkDrift(
+            state=drift.state.value, ratio=drift.ratio, since_s=max(0.0, now - drift.since)
+        ),
     )

@@ -203,7 +203,9 @@ def build_worker(
     model = Path(engine.info.model_path)
     registry = CollectorRegistry()
     registry.register(WARNINGS)
-    transfers = TransferTable(options.epoch, clock)
+    transfers = TransferTable(
+        options.epoch, clock, lambda: 0 if handoffs is None else handoffs.agent.num_lapsed_leases
+    )
     paths = ReceivePaths() if handoffs is None else handoffs.receive_paths
     metrics = WorkerMetrics(registry, paths, FALLBACK_CAUSES, transfers)
     registry.register(EngineCollector(engine.stats))

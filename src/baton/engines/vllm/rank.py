@@ -163,7 +163,8 @@ class Rank:
         agent = dispatcher.agent
         registry = CollectorRegistry()
         registry.register(WARNINGS)
-        transfers = TransferTable(plan.identity.of_rank(plan.rank)[1], self._clock)
+        epoch = plan.identity.of_rank(plan.rank)[1]
+        transfers = TransferTable(epoch, self._clock, lambda: agent.num_lapsed_leases)
         agent.observe_links(LinkInstruments(registry, dispatcher.receive_paths, transfers))
         if dispatcher.store is not None:
             prefixes = dispatcher.store.prefixes.counts

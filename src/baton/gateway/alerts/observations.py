@@ -22,7 +22,7 @@ class LinkTimes:
     source: str
     target: str
     transport: str
-    distance: Distance
+    distance: str
     ratio: float | None
     is_drifted: bool
 
@@ -37,7 +37,7 @@ class HandoffPath:
 
     source: str
     target: str
-    distance: Distance
+    distance: str
     used: str
     num: int
     expected: str = ""

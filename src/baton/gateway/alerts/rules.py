@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from baton.gateway.alerts.lifecycle import Condition, Timing
 from baton.gateway.alerts.windows import BudgetWindow, GrowthWindow
 from baton.protocol.alerts import AlertName, Severity
-from baton.router.topology import Distance
+from baton.telemetry.transfer_report import DISTANCES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     )
 
 RECENT_S: Final = 30.0
+NEAR_DISTANCES: Final = DISTANCES[:2]
+"""Of workers on one host."""
 NETWORK_TRANSPORT: Final = "tcp"
 SAME_HOST_TRANSPORTS: Final = frozenset({"shared", "cuda_ipc", "local"})
 COUNTER_WINDOW_S: Final = 300.0
@@ -211,7 +213,7 @@ def _is_silent_tcp(path: HandoffPath) -> bool:
 
     Where both offer one, the workers compare the two themselves and report a mismatch.
     """
-    is_near = path.distance <= Distance.SAME_HOST
+    is_near = path.distance in NEAR_DISTANCES
     has_other = bool(path.in_common & SAME_HOST_TRANSPORTS)
     return is_near and path.used == NETWORK_TRANSPORT and not has_other
 
@@ -222,7 +224,7 @@ def _drifted_links(links: tuple[LinkTimes, ...]) -> Iterator[Condition]:
             yield Condition(
                 AlertName.LINK_DRIFT,
                 (
-                    ("distance", str(link.distance)),
+                    ("distance", link.distance),
                     ("from", link.source),
                     ("to", link.target),
                     ("transport", link.transport),
@@ -237,7 +239,7 @@ def _drifted_distances(links: tuple[LinkTimes, ...]) -> Iterator[Condition]:
     by_distance: defaultdict[str, list[LinkTimes]] = defaultdict(list)
     for link in links:
         if link.ratio is not None:
-            by_distance[str(link.distance)].append(link)
+            by_distance[link.distance].append(link)
     for distance, alike in by_distance.items():
         num_drifted = sum(link.is_drifted for link in alike)
         if num_drifted >= MIN_CLASS_LINKS and 2 * num_drifted > len(alike):

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from baton import __version__
+from baton.ops.doctor.alerts import check_alerts
 from baton.ops.doctor.devices import check_dax, check_gpus, check_rdma
 from baton.ops.doctor.finding import Area, Finding, Level, Probe, Report, make_printable
 from baton.ops.doctor.fleet import (
@@ -91,6 +92,7 @@ RUN_HERE: Final = (
 FLEET: Final = (
     ("metrics", check_counters),
     ("transports used", check_handoffs),
+    ("alerts", check_alerts),
 )
 """What is asked of a gateway that answers."""
 

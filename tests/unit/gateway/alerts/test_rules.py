@@ -27,11 +27,11 @@ def names(rules: AlertRules, now: float = 0.0, **seen) -> list[AlertName]:
 
 
 def link(source: str, *, is_drifted: bool, ratio: float | None = 1.0) -> LinkTimes:
-    return LinkTimes(source, "d", "tcp", Distance.SAME_RACK, ratio, is_drifted)
+    return LinkTimes(source, "d", "tcp", "same_rack", ratio, is_drifted)
 
 
 def path(num: int, **changed) -> HandoffPath:
-    facts = {"source": "p", "target": "d", "distance": Distance.SAME_HOST, "used": "tcp"}
+    facts = {"source": "p", "target": "d", "distance": "same_host", "used": "tcp"}
     return HandoffPath(**{**facts, "num": num, **changed})
 
 
@@ -58,7 +58,7 @@ def test_a_mismatch_counts_while_it_is_recent():
     recent, old = (path(1, **facts, mismatch_s_ago=age_s) for age_s in (5.0, 31.0))
     assert names(rules(), paths=(recent,)) == [AlertName.TRANSPORT_MISMATCH]
     assert not names(rules(), paths=(old,))
-    assert not names(rules(), paths=(path(1, distance=Distance.SAME_RACK),))
+    assert not names(rules(), paths=(path(1, distance="same_rack"),))
 
 
 def test_tcp_on_one_host_is_a_mismatch_where_no_other_transport_is_offered():

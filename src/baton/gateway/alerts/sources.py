@@ -1,0 +1,200 @@
+"""What a gateway knows of its fleet now, as alerts need it: `Observations`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Final
+
+from baton.gateway.alerts.observations import (
+    EndedByTarget,
+    HandoffPath,
+    LinkClass,
+    LinkTimes,
+    Observations,
+    StoreCost,
+)
+from baton.gateway.report_feed import FIRST_RANK
+from baton.protocol.alerts import AlertName
+from baton.telemetry.drift import DriftState
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
+
+    from baton.gateway.options import GatewayOptions
+    from baton.gateway.prefixes import Prefixes
+    from baton.gateway.transfer_feed import TransferFeed
+    from baton.gateway.workers import Workers
+    from baton.protocol.worker_http import WorkerInfo
+    from baton.router.load import FleetLoad, ModelCosts
+    from baton.router.topology import Distance
+    from baton.telemetry.transfer_report import TransferReport
+
+TYPICAL_BYTES: Final = 4 << 20
+"""Of the transfer by which distances are compared."""
+TYPICAL_TOKENS: Final = 1024
+"""Of the prefix that is loaded or computed."""
+LEAST_SEEN: Final = 8
+"""Loads, and prompts, before a worker's costs are compared."""
+
+
+@dataclass(slots=True)
+class AlertSources:
+    """Owner: the event loop's thread. `prefixes` None: the policy does not look at prefixes."""
+
+    options: GatewayOptions
+    workers: Workers
+    load: FleetLoad
+    transfers: TransferFeed
+    prefixes: Prefixes | None
+    _looked_at: float = 0.0
+
+    def observe(self, now: float) -> Observations:
+        """All of it. Requests that ended are those since the last call."""
+        reports = self._reports()
+        infos = {info.worker: info for info in self._infos()}
+        since, self._looked_at = self._looked_at, now
+        return Observations(
+            links=tuple(_list_links(reports)),
+            paths=tuple(_list_paths(reports, infos)),
+            classes=tuple(self._list_classes()),
+            num_digest_failures={name: each.num_digest_failures for name, each in reports.items()},
+            num_lapsed_leases={name: each.num_lapsed_leases for name, each in reports.items()},
+            predicted_tokens=0 if self.prefixes is None else self.prefixes.num_predicted_tokens,
+            actual_tokens=0 if self.prefixes is None else self.prefixes.num_actual_tokens,
+            stores=tuple(self._list_stores()),
+            ended=tuple(self._count_ended(since, now)),
+        )
+
+    def explain_missing(self) -> dict[str, str]:
+        """Alerts whose conditions cannot be known now, and why."""
+        missing: dict[AlertName, str] = {}
+        links = [*_list_links(self._reports())]
+        if all(link.ratio is None for link in links):
+            why = "no link between workers has carried enough transfers yet to know its usual time"
+            missing |= dict.fromkeys((AlertName.LINK_DRIFT, AlertName.DISTANCE_DRIFT), why)
+        if not self._reports():
+            why = "no worker has reported its transfers yet"
+            for name in (
+                AlertName.TRANSPORT_MISMATCH,
+                AlertName.DIGEST_FAILURES,
+                AlertName.LEASES_LAPSED,
+            ):
+                missing[name] = why
+        if len({each.distance for each in self._list_classes()}) <= 1:
+            missing[AlertName.INVERTED_DISTANCE] = "links of fewer than two distances are measured"
+        if self.prefixes is None:
+            missing[AlertName.PREFIX_PREDICTION] = (
+                f"the policy {self.options.policy_name} does not look at cached prefixes"
+            )
+        if not any(True for _ in self._list_stores()):
+            missing[AlertName.STORE_SLOWER] = (
+                f"no worker has both loaded from a store and computed {LEAST_SEEN} prompts yet"
+            )
+        if not any(True for model in self.load.models for _ in self._targets(model)):
+            why = "no model that is served has targets in [router.targets]"
+            missing |= dict.fromkeys((AlertName.BURN_RATE_FAST, AlertName.BURN_RATE_SLOW), why)
+        return {str(name): why for name, why in missing.items()}
+
+    def _infos(self) -> Iterator[WorkerInfo]:
+        return (each.info for each in self.workers.all if each.info is not None)
+
+    def _reports(self) -> dict[str, TransferReport]:
+        """By the worker's name."""
+        return {
+            str(worker.info.worker): report
+            for worker, report in self.transfers.reports.items()
+            if worker.info is not None
+        }
+
+    def _list_classes(self) -> Iterator[LinkClass]:
+        for model, served in self.workers.fleet.models.items():
+            costs = self.load.costs(model).handoffs
+            views = {view.id: view for view in (*served.prefills, *served.decodes)}
+            times: dict[Distance, list[float]] = {}
+            for (one, other), link in costs.links.items():
+                if one in views and other in views:
+                    taken_s = link.latency_s + TYPICAL_BYTES * link.byte_s
+                    distance = costs.distance(views[one], views[other])
+                    times.setdefault(distance, []).append(taken_s)
+            for distance, found in times.items():
+                yield LinkClass(model, distance, median(found), len(found))
+
+    def _list_stores(self) -> Iterator[StoreCost]:
+        for info in self._infos():
+            activity = self.load.find(info.worker, info.served_model_name)
+            if activity is None:
+                continue
+            load, prefill = activity.load_cost, activity.prefill_cost
+            if min(load.num_seen, prefill.num_seen) >= LEAST_SEEN:
+                yield StoreCost(
+                    info.served_model_name,
+                    info.worker,
+                    TYPICAL_TOKENS,
+                    load.predict(TYPICAL_TOKENS),
+                    prefill.predict(TYPICAL_TOKENS),
+                )
+
+    def _targets(self, model: str) -> Iterator[tuple[str, float]]:
+        targets = self.options.targets_of(model)
+        if targets.ttft_s is not None:
+            yield "ttft", targets.ttft_s
+        if targets.tpot_s is not None:
+            yield "tpot", targets.tpot_s
+
+    def _count_ended(self, since: float, now: float) -> Iterator[EndedByTarget]:
+        for model, costs in self.load.models.items():
+            for objective, target_s in self._targets(model):
+                seconds = _list_ended(costs, objective, since, now)
+                num_missed = sum(each > target_s for each in seconds)
+                yield EndedByTarget(model, objective, target_s, len(seconds), num_missed)
+
+
+def _list_ended(costs: ModelCosts, objective: str, since: float, now: float) -> list[float]:
+    """Of streamed answers that ended after `since`."""
+    return [
+        each.ttft_s if objective == "ttft" else each.tpot_s
+        for each in costs.ended
+        if since < each.at <= now
+    ]
+
+
+def _list_links(reports: Mapping[str, TransferReport]) -> Iterator[LinkTimes]:
+    for worker, report in reports.items():
+        for link in report.links:
+            if link.drift is None:
+                continue
+            peer = _worker_of(link.peer, reports)
+            source, target = (worker, peer) if link.operation == "WRITE" else (peer, worker)
+            yield LinkTimes(
+                source,
+                target,
+                link.transport,
+                link.distance,
+                link.drift.ratio,
+                link.drift.state == DriftState.DRIFTED,
+            )
+
+
+def _list_paths(
+    reports: Mapping[str, TransferReport], infos: Mapping[str, WorkerInfo]
+) -> Iterator[HandoffPath]:
+    for worker, report in reports.items():
+        for each in report.handoffs:
+            peer, last = _worker_of(each.peer, infos), each.last_mismatch
+            both = [infos[name].transports for name in (worker, peer) if name in infos]
+            yield HandoffPath(
+                peer,
+                worker,
+                each.distance,
+                each.transport,
+                each.num,
+                "" if last is None else last.expected,
+                None if last is None else last.s_ago,
+                frozenset(both[0]).intersection(*both[1:]) if both else frozenset(),
+            )
+
+
+def _worker_of(peer: str, names: Collection[str]) -> str:
+    """A peer's worker: of several ranks, the first one's name is not the worker's."""
+    return peer if peer in names else peer.removesuffix(FIRST_RANK)

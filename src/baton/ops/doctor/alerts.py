@@ -1,0 +1,59 @@
+"""A running fleet's alerts, by its gateway's `/alerts`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from baton.errors import UNDECODABLE
+from baton.ops.doctor.finding import Area, Finding, Level
+from baton.ops.gateway_pages import OK, PageError, read_refusal
+from baton.protocol.alerts import ALERTS_PATH, AlertList, AlertState
+
+if TYPE_CHECKING:
+    from baton.ops.gateway_pages import Gateway
+    from baton.protocol.alerts import Alert
+
+NOT_FOUND = 404
+WHY = "What the gateway itself has found wrong with links, handoffs, the store, and targets."
+
+
+def check_alerts(gateway: Gateway) -> list[Finding]:
+    """Those that are firing; what cannot be evaluated is a note."""
+    try:
+        found = _read(gateway)
+    except PageError as exc:
+        return [_finding("alerts", Level.NOTE, str(exc))]
+    firing = [each for each in found.alerts if each.state is AlertState.FIRING]
+    if firing:
+        return [_of(each) for each in firing]
+    num_pending = sum(each.state is AlertState.PENDING for each in found.alerts)
+    shown = f"none is firing, {num_pending} pending, {len(found.not_evaluated)} not evaluated"
+    return [_finding("alerts", Level.OK, shown)]
+
+
+def _of(alert: Alert) -> Finding:
+    is_critical = alert.severity == "critical"
+    return _finding(
+        str(alert.alert),
+        Level.PROBLEM if is_critical else Level.WARNING,
+        alert.summary,
+        f"What it means, and what to do: {alert.runbook_url}",
+    )
+
+
+def _read(gateway: Gateway) -> AlertList:
+    status, body = gateway.get(ALERTS_PATH)
+    if status == NOT_FOUND:
+        raise PageError("the gateway shows alerts to its own host only: run the doctor there")
+    if status != OK:
+        raise PageError(f"HTTP {status} from {ALERTS_PATH}: {read_refusal(body)}")
+    try:
+        return msgspec.json.decode(body, type=AlertList)
+    except UNDECODABLE as exc:
+        raise PageError(f"{ALERTS_PATH} does not make sense: {exc}") from exc
+
+
+def _finding(name: str, level: Level, found: str, why: str = WHY) -> Finding:
+    return Finding(area=Area.FLEET, name=name, level=level, found=found, why=why, fix=None)
