@@ -66,9 +66,7 @@ def quantile(share: float, histogram: str, labels: str = "", by: str = "") -> st
     """A quantile of a histogram's latest values, over all processes."""
     grouped = f"le, {by}" if by else "le"
     buckets = f"{histogram}_bucket{{{labels}}}" if labels else f"{histogram}_bucket"
-    return (
-        f"histogram_quantile({share}, sum by ({grouped}) (rate({buckets}[$__rate_interval])))"
-    )
+    return f"histogram_quantile({share}, sum by ({grouped}) (rate({buckets}[$__rate_interval])))"
 
 
 def quantiles(histogram: str, labels: str = "") -> tuple[Query, ...]:
@@ -222,11 +220,7 @@ QUEUES: Final = (
         "Queue time in workers p99",
         "From arrival at the worker to the start of prefill.",
         "s",
-        (
-            Query(
-                quantile(0.99, "baton_worker_request_queue_time_seconds", "", "role"), "{{role}}"
-            ),
-        ),
+        (Query(quantile(0.99, "baton_worker_request_queue_time_seconds", "", "role"), "{{role}}"),),
     ),
     Panel(
         "Prefill time p99",
@@ -265,9 +259,13 @@ HANDOFFS: Final = (
             ),
         ),
     ),
-    Panel("KV received", "By distance and transport.", "Bps", (
-        Query(rate(RECEIVED, PATH), PATH_LEGEND),
-    ), is_stacked=True),
+    Panel(
+        "KV received",
+        "By distance and transport.",
+        "Bps",
+        (Query(rate(RECEIVED, PATH), PATH_LEGEND),),
+        is_stacked=True,
+    ),
     Panel(
         "Transfer time p99",
         "From the first layer computed to the last one landed: in mode push the rest of prefill is "
@@ -319,7 +317,9 @@ HANDOFFS: Final = (
                 rate("baton_handoff_transport_mismatch_total", "expected, used"),
                 "{{used}} for {{expected}}",
             ),
-            Query(rate("baton_handoff_digest_failures_total", "transport"), "digest: {{transport}}"),
+            Query(
+                rate("baton_handoff_digest_failures_total", "transport"), "digest: {{transport}}"
+            ),
             Query(rate("baton_handoff_leases_lapsed_total"), "leases lapsed"),
         ),
     ),
@@ -469,11 +469,7 @@ WORKERS: Final = (
         "Error of predicted costs",
         "By which the policy `cost` places requests: the difference over the larger of the two.",
         "percentunit",
-        (
-            Query(
-                f"max by (cost) (baton_router_cost_error_ratio{{{MODEL}}})", "{{cost}}, highest"
-            ),
-        ),
+        (Query(f"max by (cost) (baton_router_cost_error_ratio{{{MODEL}}})", "{{cost}}, highest"),),
     ),
     Panel(
         "Tokens generated",
@@ -695,7 +691,7 @@ def write(path: Path = BOARD) -> None:
 def to_text(board: Json) -> str:
     """As it is kept: one line for each panel, so that a change shows."""
     panels = board["panels"]
-    assert isinstance(panels, list)  # noqa: S101 (for mypy)
+    assert isinstance(panels, list)
     rest = json.dumps({**board, "panels": []}, indent=1)
     lines = ",\n".join(f"  {json.dumps(panel)}" for panel in panels)
     return rest.replace('"panels": []', f'"panels": [\n{lines}\n ]') + "\n"

@@ -144,9 +144,9 @@ def test_prometheus_answers_every_query_of_the_board(watched: Watched, tmp_path:
     with prometheus(tmp_path, jobs) as server:
         num_targets = 1 + len(watched.workers)
         server.wait_for(f"sum(up) == {num_targets}")
-        server.wait_for('sum(rate(baton_gateway_requests_total[30s])) or vector(1)')
+        server.wait_for("sum(rate(baton_gateway_requests_total[30s])) or vector(1)")
         ask_all(watched.gateway.url, make_prompts(8, seed=23, longest=400))
-        server.wait_for('sum(rate(baton_gateway_requests_total[20s])) > 0')
+        server.wait_for("sum(rate(baton_gateway_requests_total[20s])) > 0")
         server.wait_for('sum(rate(baton_handoffs_total{result="completed"}[20s])) > 0')
         empty = [
             f"{title}: {query.expr}"

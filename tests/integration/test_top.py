@@ -15,12 +15,12 @@ import time
 import pytest
 from textual.widgets import DataTable, Static
 
+from baton.cli.main import run as main
 from baton.clock import MachineClock
 from baton.ops.gateway_pages import Gateway
 from baton.ops.page_reader import open_pages
 from baton.ops.top.screen import TopApp
 from baton.ops.top.snapshot import FleetReader
-from tests.forked_module import run_forked
 from tests.integration.gateway_cluster import STREAM, run, until_true
 
 TOP = (sys.executable, "-m", "baton.cli", "top")
@@ -33,56 +33,57 @@ def environment(tmp_path):
     return {**kept, "XDG_STATE_HOME": str(tmp_path), "TERM": "xterm-256color"}
 
 
+def top(tmp_path, url, *arguments, **variables):
+    return subprocess.run(
+        [*TOP, "--gateway", url, *arguments],
+        env={**environment(tmp_path), **variables},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT_S,
+    )
+
+
 async def stream_once(cluster, request_id):
     async with cluster.post(STREAM, **{"x-request-id": request_id}) as response:
         assert response.status == 200
         await response.read()
 
 
-def test_one_look_as_text_and_as_json(tmp_path):
+def test_one_look_as_text_and_as_json(capsys):
     async def scenario(cluster):
         await stream_once(cluster, "request-1")
 
-        async def look(*arguments):
-            command = [*TOP, "--gateway", cluster.url, *arguments]
-            return await asyncio.to_thread(run_forked, command, environment(tmp_path), TIMEOUT_S)
+        async def look(how):
+            assert await asyncio.to_thread(main, ["top", "--gateway", cluster.url, how]) == 0
+            return capsys.readouterr().out
 
-        text, shown = await look("--once"), await look("--json")
-        assert (text.returncode, shown.returncode) == (0, 0), text.stderr + shown.stderr
-        assert "\x1b" not in text.stdout
+        text, snapshot = await look("--once"), json.loads(await look("--json"))
+        assert "\x1b" not in text
         for expected in ("ready", "1 requests", "prefill-0", "decode-0", "request-1", "healthy"):
-            assert expected in text.stdout
-        snapshot = json.loads(shown.stdout)
+            assert expected in text
         assert snapshot["traffic"]["num_requests"] == 1
         assert snapshot["traffic"]["ttft"]["p50_s"] > 0
         assert snapshot["traffic"]["window_s"] is None
-        assert [each["worker"] for each in snapshot["workers"]["workers"]] == ["prefill-0", "decode-0"]
+        assert [each["worker"] for each in snapshot["workers"]["workers"]] == [
+            "prefill-0",
+            "decode-0",
+        ]
         assert snapshot["requests"]["requests"][0]["id"] == "request-1"
 
     run(scenario)
 
 
-def test_no_gateway_no_terminal_and_no_textual(tmp_path):
-    def top(*arguments, **variables):
-        command = [*TOP, "--gateway", CLOSED, *arguments]
-        return run_forked(command, {**environment(tmp_path), **variables}, TIMEOUT_S)
-
-    once = top("--once")
-    assert once.returncode == 1
-    assert "NOT READY: http://127.0.0.1:1/ready" in once.stdout
-    on_a_file = top()
+def test_no_gateway_no_terminal_and_no_textual(tmp_path, capsys):
+    assert main(["top", "--gateway", CLOSED, "--once"]) == 1
+    assert "NOT READY: http://127.0.0.1:1/ready" in capsys.readouterr().out
+    assert main(["top", "--gateway", CLOSED, "--interval-s", "0"]) == 2
+    on_a_file = top(tmp_path, CLOSED)
     assert on_a_file.returncode == 2
     assert "needs a terminal" in on_a_file.stderr
-    assert top("--interval-s", "0").returncode == 2
     (tmp_path / "textual.py").write_text("raise ModuleNotFoundError('textual')")
-    without = subprocess.run(
-        [*TOP, "--gateway", CLOSED],
-        env={**environment(tmp_path), "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TIMEOUT_S,
-    )
+    without = top(tmp_path, CLOSED, PYTHONPATH=str(tmp_path))
     assert without.returncode == 2
     assert "pip install 'baton-kv[top]'" in without.stderr
     assert "Traceback" not in without.stderr
@@ -224,7 +225,7 @@ sys.exit(run(["top", "--gateway", "http://127.0.0.1:1"]))
 """
 
 
-@pytest.mark.parametrize("ending", ["q", signal.SIGTERM, "error"])
+@pytest.mark.parametrize("ending", [signal.SIGTERM, "error"])
 def test_the_terminal_is_restored_however_it_ends(tmp_path, ending):
     command = [sys.executable, "-c", FAILING] if ending == "error" else [*TOP, "--gateway", CLOSED]
     terminal = Terminal(command, environment(tmp_path))
@@ -236,15 +237,11 @@ def test_the_terminal_is_restored_however_it_ends(tmp_path, ending):
         match ending:
             case signal.Signals():
                 terminal.process.send_signal(ending)
-            case "q":
-                os.write(terminal.ours, b"q")
         status = terminal.finish()
         assert_restored(terminal)
         match ending:
             case signal.Signals():
                 assert status == 128 + ending
-            case "q":
-                assert status == 0
             case "error":
                 assert status != 0
                 assert b"planted" in terminal.written

@@ -35,7 +35,7 @@ def test_a_minute_of_a_gateways_own_metrics():
     assert (second.window_s, second.num_requests, second.num_failed) == (10.0, 30, 10)
     assert second.requests_per_s == 3.0
     assert 0.25 <= second.ttft.p50_s <= 0.5, "the 100 of before do not count"
-    assert second.itl.p99_s == pytest.approx(0.05)
+    assert 0.025 < second.itl.p99_s <= 0.05
     quiet = [window.add(read_metrics(metrics.exposition(), 20.0 + s)) for s in range(1, 71)]
     assert quiet[-1].num_requests == 0
     assert quiet[-1].ttft.p50_s is None
@@ -83,9 +83,15 @@ def snapshot(**parts):
         "at": 0.0,
         "state": "ready",
         "missing": {},
-        **dict.fromkeys(
-            ("traffic", "workers", "queue", "transfers", "links", "alerts", "requests")
-        ),
+        **dict.fromkeys((
+            "traffic",
+            "workers",
+            "queue",
+            "transfers",
+            "links",
+            "alerts",
+            "requests",
+        )),
     }
     return FleetSnapshot(**{**whole, **parts})
 
@@ -112,7 +118,9 @@ def test_text_of_others_cannot_steer_a_terminal():
 
 def test_workers_are_sorted_by_what_they_have_to_do():
     workers = tuple(
-        Worker(f"http://w{n}", "both", "up", f"w{n}", load=Load(n % 3, 100, 100 - n), health="healthy")
+        Worker(
+            f"http://w{n}", "both", "up", f"w{n}", load=Load(n % 3, 100, 100 - n), health="healthy"
+        )
         for n in range(5)
     )
     of = snapshot(workers=WorkersPage(workers))

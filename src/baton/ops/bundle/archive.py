@@ -76,10 +76,7 @@ class BundleContents:
 
     def add(self, name: str, content: bytes) -> None:
         """Add a file, or note that there was no room for it. `name` is chosen by this program."""
-        if (
-            self._num_bytes + len(content) > self._max_total_bytes
-            or len(self._files) >= MAX_FILES
-        ):
+        if self._num_bytes + len(content) > self._max_total_bytes or len(self._files) >= MAX_FILES:
             self.miss(name, f"no room for {len(content)} bytes more in one archive")
             return
         self._num_bytes += len(content)

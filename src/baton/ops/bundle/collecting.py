@@ -117,9 +117,7 @@ class _LocalParts:
         return self.redactor.page(msgspec.json.encode(report))
 
 
-async def _collect_fleets(
-    order: BundleOrder, contents: BundleContents, redactor: Redactor
-) -> None:
+async def _collect_fleets(order: BundleOrder, contents: BundleContents, redactor: Redactor) -> None:
     at_once = asyncio.Semaphore(NUM_AT_ONCE)
     async with open_pages(order.worker_tls) as pages:
         try:

@@ -20,7 +20,7 @@ CUT: Final = "(cut)"
 MIN_SECRET_CHARS: Final = 6
 """Shorter ones are words like `on`, which would cut half of a log."""
 
-Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 PAGE_STRINGS: Final = frozenset({
     # Gateways' pages and the traces of requests
@@ -39,11 +39,11 @@ PAGE_STRINGS: Final = frozenset({
 """Fields of JSON pages whose strings are kept. Not tenants, tickets, prompts or answers."""
 
 LABELS: Final = frozenset({
-    "alert", "cause", "code", "cost", "direction", "distance", "encoding", "engine", "expected", "field",
-    "finished_reason", "form", "implementation", "kind", "le", "link", "major", "minor", "mode",
-    "model", "model_name", "op", "operation", "outcome", "part", "patchlevel", "peer", "phase",
-    "priority", "quantile", "reason", "result", "role", "source", "stage", "state", "status",
-    "tier", "transport", "url", "used", "version", "worker",
+    "alert", "cause", "code", "cost", "direction", "distance", "encoding", "engine", "expected",
+    "field", "finished_reason", "form", "implementation", "kind", "le", "major", "minor", "mode",
+    "model", "model_name", "op", "operation", "outcome", "part", "patchlevel", "phase", "priority",
+    "quantile", "reason", "result", "role", "source", "state", "status", "tier", "transport", "url",
+    "used", "version", "worker",
 })  # fmt: skip
 """Labels of metrics whose values are kept."""
 

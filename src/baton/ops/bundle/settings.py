@@ -77,6 +77,7 @@ QUANTITY: Final = re.compile(r"(num|max|min)_\w+|\w+_(s|bytes|tokens|blocks|shar
 """Names of options of plug-ins whose numbers are shown: a number may be a password, too."""
 
 SECRET_VARIABLE: Final = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE|SIGNATURE")
+URL_DELIMITER: Final = re.compile(r"[/?&=#]")
 SECRET_FILE: Final = re.compile(r"\w*(key|password|token|secret)_file|tls_key")
 """Settings that name files of secrets. Clients' keys are kept as digests, which are cut anyway."""
 SHOWN_VARIABLES: Final = (
@@ -136,6 +137,8 @@ def find_secrets(resolved: Resolved, environment: Mapping[str, str]) -> set[str]
                 secrets |= _words_of(Path(text))
         if not _may_show(name) and not _is_default(name, value.value):
             secrets.update(texts)
+            for text in texts:
+                secrets |= _secret_parts(text)
     # A key may be several, one in each line.
     return secrets | {word for text in secrets for word in text.split()}
 
@@ -190,6 +193,12 @@ def _user_info(text: str) -> set[str]:
     except ValueError:
         return set()
     return {part for part in (parts.password, parts.username) if part}
+
+
+def _secret_parts(url: str) -> set[str]:
+    """What follows the host of a URL: webhooks have their secrets there."""
+    _, has_host, rest = url.partition("://")
+    return set(URL_DELIMITER.split(rest)[1:]) if has_host else set()
 
 
 def _words_of(path: Path) -> set[str]:

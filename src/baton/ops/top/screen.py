@@ -136,7 +136,9 @@ class TopApp(App[None]):
     def _write_headline(self, snapshot: FleetSnapshot) -> None:
         lines = describe_traffic(snapshot)
         state = "  PAUSED" if self._is_paused else ""
-        self.query_one("#headline", Static).update(Text(f"{lines[0]}{state}\n" + "\n".join(lines[1:])))
+        self.query_one("#headline", Static).update(
+            Text(f"{lines[0]}{state}\n" + "\n".join(lines[1:]))
+        )
 
     def _write_tables(self) -> None:
         if self._snapshot is None:

@@ -55,12 +55,13 @@ def describe_traffic(snapshot: FleetSnapshot) -> tuple[str, ...]:
         else f"last {traffic.window_s:.0f} s"
     )
     rate = "" if traffic.requests_per_s is None else f" ({traffic.requests_per_s:.3g}/s)"
-    lines += [
-        f"{since}: {traffic.num_requests} requests{rate}, {traffic.num_failed} failed, "
-        f"{traffic.num_fallbacks} fallbacks",
-        f"TTFT {_latencies(traffic.ttft)}   ITL {_latencies(traffic.itl)}   {_queue(snapshot, traffic)}",
-    ]
-    return tuple(lines)
+    counts = f"{traffic.num_requests} requests{rate}, {traffic.num_failed} failed"
+    latencies = f"TTFT {_latencies(traffic.ttft)}   ITL {_latencies(traffic.itl)}"
+    return (
+        *lines,
+        f"{since}: {counts}, {traffic.num_fallbacks} fallbacks",
+        f"{latencies}   {_queue(snapshot, traffic)}",
+    )
 
 
 def make_tables(snapshot: FleetSnapshot, sort: int = 0) -> tuple[TopTable, ...]:
@@ -75,7 +76,13 @@ def make_tables(snapshot: FleetSnapshot, sort: int = 0) -> tuple[TopTable, ...]:
 
 
 def _alerts(snapshot: FleetSnapshot) -> TopTable:
-    columns = (Column("state"), Column("alert"), Column("severity"), Column("where"), Column("what"))
+    columns = (
+        Column("state"),
+        Column("alert"),
+        Column("severity"),
+        Column("where"),
+        Column("what"),
+    )
     alerts = () if snapshot.alerts is None else snapshot.alerts.alerts
     rows = {
         str(place): (
@@ -222,7 +229,12 @@ def _link_row(link: Link) -> tuple[str, ...]:
 
 
 def _requests(snapshot: FleetSnapshot) -> TopTable:
-    columns = (Column("request"), Column("status", is_figure=True), Column("mode"), Column("outcome"))
+    columns = (
+        Column("request"),
+        Column("status", is_figure=True),
+        Column("mode"),
+        Column("outcome"),
+    )
     requests = () if snapshot.requests is None else snapshot.requests.requests
     rows = {
         each.id: (
