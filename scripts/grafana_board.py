@@ -498,10 +498,10 @@ WORKERS: Final = (
         ),
     ),
     Panel(
-        "Warnings in logs",
-        "Of gateways and workers.",
+        "Warnings",
+        "Those that clients and unauthenticated peers can cause: most are counted, not logged.",
         "ops",
-        (Query(rate("baton_warnings_total"), "warnings"),),
+        (Query(rate("baton_warnings_total", "source, subject"), "{{source}}: {{subject}}"),),
     ),
 )
 

@@ -147,7 +147,17 @@ def test_the_doctors_report_is_a_part(tmp_path, monkeypatch):
     output = tmp_path / "bundle.tar.gz"
     # A process of its own: the doctor forks, and this one has threads.
     done = subprocess.run(
-        [*BUNDLE, "-o", str(output), "--gateway", CLOSED, "--no-logs", *arguments, "--set", "store.tiers=redis"],
+        [
+            *BUNDLE,
+            "-o",
+            str(output),
+            "--gateway",
+            CLOSED,
+            "--no-logs",
+            *arguments,
+            "--set",
+            "store.tiers=redis",
+        ],
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         check=False,
