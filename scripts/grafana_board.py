@@ -562,7 +562,6 @@ def _model_variable() -> Json:
         "label": "Model",
         "type": "query",
         "datasource": DATASOURCE,
-        "definition": query,
         "query": {"query": query, "refId": "model"},
         "hide": 0,
         "includeAll": True,

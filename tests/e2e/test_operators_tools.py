@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.auth.issuing import Order, issue, issue_derived
@@ -127,6 +130,9 @@ def test_the_board_is_the_one_that_the_panels_make() -> None:
         cells |= covered
         if panel["type"] != "row":
             assert panel["description"]
+    # Grafana's own types read it, and write the same.
+    register_default_plugins()
+    assert json.loads(JSONEncoder().encode(Dashboard.from_json(make_board()))) == make_board()
     assert "instance" not in BOARD.read_text("utf-8"), "a worker that starts again is a new line"
 
 

@@ -85,6 +85,8 @@ def test_a_trace_keeps_its_figures_and_loses_tokens():
         "summary": {"ttft_s": 0.25, "fallbacks": ["prefill_lost: gone"], "transport": "tcp"},
         "gateway": {"stamps": {"received": 1.5}, "verified_bytes": {"tcp": 7}, "ticket": "abc"},
         "token_ids": [1, 2, 3],
+        "tokens": [[1, 2], [3]],
+        "histograms": {"transfer_s": [[7, 8], [1, 2]]},
         "prompts": ["one"],
         "not_tokenized": {"demo": "no tokenizer"},
     }
@@ -92,6 +94,8 @@ def test_a_trace_keeps_its_figures_and_loses_tokens():
     assert kept["summary"] == page["summary"]
     assert kept["gateway"] == {**page["gateway"], "ticket": CUT}
     assert kept["token_ids"] == [CUT] * 3
+    assert kept["tokens"] == [[CUT] * 2, [CUT]]
+    assert kept["histograms"] == page["histograms"]
     assert kept["prompts"] == [CUT]
     assert kept["not_tokenized"] == {"demo": "no tokenizer"}
     assert not {"ticket", "tenant", "prompt", "content", "text", "token_ids"} & PAGE_STRINGS

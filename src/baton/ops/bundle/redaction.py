@@ -38,6 +38,15 @@ PAGE_STRINGS: Final = frozenset({
 })  # fmt: skip
 """Fields of JSON pages whose strings are kept. Not tenants, tickets, prompts or answers."""
 
+PAGE_NUMBER_LISTS: Final = frozenset({
+    "ended",
+    "exposed_share",
+    "observed_ratio",
+    "s_per_mib",
+    "transfer_s",
+})
+"""Fields of JSON pages whose lists of numbers are kept: histograms, and latencies of answers."""
+
 LABELS: Final = frozenset({
     "alert", "cause", "code", "cost", "direction", "distance", "encoding", "engine", "expected",
     "field", "finished_reason", "form", "implementation", "kind", "le", "major", "minor", "mode",
@@ -127,19 +136,16 @@ class Redactor:
         lines = (self._metric_line(line) for line in body.decode(errors="replace").split("\n"))
         return "".join(f"{line}\n" for line in lines if line is not None).encode()
 
-    def _value(self, name: str, value: Json) -> Json:
+    def _value(self, name: str, value: Json, *, is_listed: bool = False) -> Json:
         if isinstance(value, dict):
             # Keys are names of fields, transports, models: free text, too.
             return {self.text(key): self._inner(name, key, inner) for key, inner in value.items()}
         if isinstance(value, list):
-            is_kept = name in PAGE_STRINGS
-            return [
-                self._value(name, inner) if is_kept or isinstance(inner, dict | list) else CUT
-                for inner in value
-            ]
+            return [self._value(name, inner, is_listed=True) for inner in value]
         if isinstance(value, str):
             return self.text(value) if name in PAGE_STRINGS else CUT
-        return value
+        is_token = is_listed and isinstance(value, int | float)
+        return CUT if is_token and name not in PAGE_NUMBER_LISTS else value
 
     def _inner(self, name: str, key: str, value: Json) -> Json:
         """Of a table by model or by label, the table's name decides."""
