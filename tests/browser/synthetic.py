@@ -227,7 +227,8 @@ class Fleet:
             peer_stamps={Stamp.PREFILL_STARTED: 10.024, Stamp.FIRST_LAYER_READY: 10.034,
                          Stamp.PREFILL_DONE: 10.154},
             stamps={Stamp.RECEIVED: 10.004, Stamp.LAST_LAYER_LANDED: 10.174, Stamp.KV_READY: 10.176,
-                    Stamp.DECODE_SCHEDULED: 10.18, Stamp.FIRST_TOKEN: 10.192, Stamp.FINISHED: 13.004},
+                    Stamp.DECODE_SCHEDULED: 10.18, Stamp.FIRST_TOKEN: 10.192,
+                    Stamp.FINISHED: 13.004},
         )  # fmt: skip
         exact = ClockEstimate(0.0, 0.0)
         timeline = make_timeline(gateway, WorkerTrace(decode, exact), WorkerTrace(prefill, exact))

@@ -58,6 +58,8 @@ def build_app() -> App:
     app.command(
         "baton.cli.doctor:doctor", name="doctor", help="Report what works here, and why not."
     )
+    app.command("baton.cli.top:top", name="top", help="Show a fleet's workers and latencies, live.")
+    app.command("baton.cli.debug:app", name="debug", help="Collect what an issue report needs.")
     app.command(
         "baton.cli.bench:app",
         name="bench",

@@ -108,7 +108,7 @@ class Gateway:
         kind = http.client.HTTPSConnection if self.is_tls else http.client.HTTPConnection
         connection = kind(self.host, self.port, timeout=CONNECT_TIMEOUT_S)
         try:
-            connection.request(method, path, body, {**headers, **_show_key()})
+            connection.request(method, path, body, {**headers, **management_headers()})
             response = connection.getresponse()
             page = response.read(MAX_PAGE_BYTES + 1)
         except ConnectionRefusedError as exc:
@@ -122,8 +122,8 @@ class Gateway:
         return response.status, page
 
 
-def _show_key() -> dict[str, str]:
-    """The management key, where this process was given one."""
+def management_headers() -> dict[str, str]:
+    """What shows a gateway the management key, where this process was given one."""
     key = read_environment().get(MANAGEMENT_KEY_VARIABLE, "").strip()
     return {MANAGEMENT_KEY_HEADER: key} if key else {}
 

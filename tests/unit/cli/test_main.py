@@ -26,6 +26,8 @@ COMMANDS = (
     ["model", "make"],
     ["config", "show"],
     ["doctor"],
+    ["debug", "bundle"],
+    ["top"],
     ["bench", "link"],
     ["bench", "serve"],
     ["bench", "compare"],
