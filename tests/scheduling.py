@@ -49,6 +49,7 @@ GROUPS: Final[Sequence[tuple[str, tuple[str, ...]]]] = (
             "tests/e2e/test_alerts.py",
             "tests/e2e/test_identities.py",
             "tests/e2e/test_openai_client.py",
+            "tests/e2e/test_operators_tools.py",
             "tests/e2e/test_same_tokens.py",
             "tests/e2e/test_several_answers.py",
         ),

@@ -127,6 +127,7 @@ class ScriptedWorker:
         self.aborts: list[tuple[str, str]] = []
         self.num_info_reads = self.num_health_reads = 0
         self.load: dict[str, int] | None = None
+        self.read_clock: Callable[[], dict[str, Any]] | None = None
         self.links: list[dict[str, Any]] | None = None
         self.transfers: bytes | None = None
         self.agreed: dict[str, dict[str, Any]] = {}
@@ -169,8 +170,10 @@ class ScriptedWorker:
     async def _describe(self, path: str, body: bytes, visit: Visit) -> None:
         if path == "/health":
             self.num_health_reads += 1
-            load = {} if self.load is None else {"load": self.load}
-            await visit.answer(self.health_status, {"status": "ok", **load})
+            extra = {} if self.load is None else {"load": self.load}
+            if self.read_clock is not None:
+                extra["clock"] = self.read_clock()
+            await visit.answer(self.health_status, {"status": "ok", **extra})
         elif path == "/baton/v1/info":
             self.num_info_reads += 1
             await visit.answer(200, self.info())

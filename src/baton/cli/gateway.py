@@ -25,9 +25,9 @@ from baton.cli.flags import (
 from baton.config.cluster_key import KEY_VARIABLE
 from baton.config.environment import change_environment, read_environment
 from baton.config.logs import configure_logging
-from baton.config.sections import Config
+from baton.config.sections import Config, ScalingSection
 from baton.errors import ConfigError
-from baton.gateway.options import GatewayOptions, WorkerAddress
+from baton.gateway.options import GatewayOptions, WorkerAddress, WorkerPrices
 from baton.gateway.targets import Targets
 from baton.net.credentials import find_credentials
 from baton.protocol.worker_http import Role
@@ -133,7 +133,7 @@ def gateway_options(config: Config, status_fd: int) -> GatewayOptions:
         credentials=found.credentials,
         key_origin=found.origin,
         status_fd=status_fd,
-        num_records=config.trace.ring_size,
+        trace=config.trace,
         policy=router.policy,
         policy_options=router.options,
         tokenizers={name: Path(folder) for name, folder in router.tokenizers.items()},
@@ -143,7 +143,15 @@ def gateway_options(config: Config, status_fd: int) -> GatewayOptions:
         costs_file=None if router.costs_file is None else Path(router.costs_file),
         tls=config.security.tls,
         alerts=config.alerts,
+        prices=_find_prices(config.scaling),
     )
+
+
+def _find_prices(scaling: ScalingSection) -> WorkerPrices | None:
+    """None where all are the default and nothing bounds their sum: then they mean nothing."""
+    prices = WorkerPrices(scaling.price_prefill, scaling.price_decode, scaling.price_both)
+    is_default = prices == WorkerPrices(1.0, 1.0, 1.0) and scaling.max_price is None
+    return None if is_default else prices
 
 
 def _numbers(text: str) -> tuple[int, ...]:

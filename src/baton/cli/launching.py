@@ -51,6 +51,7 @@ TRY_THIS = "Write me a story about a house by the sea, and about those who lived
 
 USE_KEY: Final = """
     -H 'authorization: Bearer YOUR_API_KEY' \\"""
+DASHBOARD: Final = "/dashboard"
 CTRL_C: Final = """\
 Ctrl-C drains and stops everything; a second Ctrl-C kills.
 """
@@ -147,6 +148,7 @@ async def _launch(plan: LaunchPlan, folder: FleetFolder, *, in_background: bool)
 def how_to_use(service: Service, plan: LaunchPlan) -> str:
     """What to do with a launch that is ready: where it is, a request to try."""
     url, workers = service.url, ", ".join(worker.name for worker in plan.workers)
+    dashboards = " ".join(f"{each}{DASHBOARD}" for each in service.management_urls)
     request = {
         "model": service.model,
         "messages": [{"role": "user", "content": TRY_THIS}],
@@ -156,6 +158,7 @@ def how_to_use(service: Service, plan: LaunchPlan) -> str:
     key = "" if plan.config.gateway.client_keys_file is None else USE_KEY
     return f"""
 Baton answers at {url} (model: {service.model}; workers: {workers})
+Dashboard: {dashboards}
 
 Try it:
   curl -N {url}/v1/chat/completions -H 'content-type: application/json' \\{key}

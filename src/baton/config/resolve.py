@@ -84,6 +84,7 @@ PATH_KEYS: Final = frozenset({
     "gateway.tls_certificate",
     "gateway.tls_key",
     "gateway.client_keys_file",
+    "gateway.management_key_file",
     "gateway.audit_log",
 })
 """Keys that name files: a relative one in a file is relative to that file."""
@@ -196,6 +197,7 @@ def _sections() -> Mapping[str, type[msgspec.Struct]]:
 NOT_SETTINGS: Final = frozenset({
     "BATON_CLUSTER_KEY",
     "BATON_CONFIG",
+    "BATON_MANAGEMENT_KEY",
     *chain.from_iterable(topology.VARIABLES),
 })
 

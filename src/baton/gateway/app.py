@@ -16,6 +16,7 @@ from baton.clock import Instant
 from baton.config.cluster_key import is_loopback
 from baton.errors import BatonError, ModelNotFoundError
 from baton.gateway.asgi import JSON, send_error, send_whole
+from baton.gateway.dashboard.pages import is_dashboard
 from baton.gateway.errors import (
     ForbiddenError,
     MethodNotAllowedError,
@@ -24,12 +25,12 @@ from baton.gateway.errors import (
     answer_for,
 )
 from baton.gateway.openapi import (
+    DASHBOARD_PATH,
     DEMAND_PATH,
     LINKS_PATH,
     OPENAPI_PATH,
     QUEUE_PATH,
     READY_PATH,
-    REQUESTS_PATH,
     ROUTE_PATH,
     TRANSFERS_PATH,
     WORKERS_PATH,
@@ -40,6 +41,7 @@ from baton.gateway.request import MAX_MODEL_CHARS
 from baton.gateway.workers import Pending
 from baton.protocol import worker_http
 from baton.protocol.alerts import ALERTS_PATH
+from baton.protocol.request_traces import REQUESTS_PATH
 from baton.protocol.worker_http import (
     CHAT_COMPLETIONS_PATH,
     COMPLETIONS_PATH,
@@ -62,11 +64,14 @@ if TYPE_CHECKING:
     from baton.gateway.alerts.monitor import AlertMonitor
     from baton.gateway.clients import Clients
     from baton.gateway.completions import Completions
-    from baton.gateway.debug import LinkList, RequestTraces, WorkerList
+    from baton.gateway.dashboard.pages import Dashboard
+    from baton.gateway.debug import LinkList, WorkerList
     from baton.gateway.demand_page import DemandPage
+    from baton.gateway.management_key import ManagementKey
     from baton.gateway.metrics import GatewayMetrics
     from baton.gateway.options import GatewayOptions
     from baton.gateway.queue_page import QueuePage
+    from baton.gateway.request_pages import RequestPages
     from baton.gateway.route_explainer import RouteExplainer
     from baton.gateway.transfer_page import TransferPage
     from baton.gateway.workers import Workers
@@ -119,18 +124,26 @@ class RequestOrigin:
         hosts = frozenset(listed) if listed or is_loopback(options.host) else None
         return cls(hosts, frozenset(options.allowed_origins))
 
-    def check(self, headers: Headers) -> None:
-        """Pass, or raise.
+    def check(self, path: str, headers: Headers) -> None:
+        """Pass, or raise. The dashboard's own page asks for its modules as its origin.
 
         Raises:
             ForbiddenError: the request names a host or an origin that is not allowed.
         """
+        host = b""
+        origins: tuple[bytes, ...] = ()
         for name, value in headers:
-            if name == b"host" and self.hosts is not None:
-                self._check_host(value.decode("latin-1"))
+            if name == b"host":
+                host = value
+                if self.hosts is not None:
+                    self._check_host(value.decode("latin-1"))
             elif name == b"origin" and value.decode("latin-1") not in self.origins:
+                origins = (*origins, value)
+        for origin in origins:
+            is_own = origin in {b"http://" + host, b"https://" + host}
+            if not (is_own and is_dashboard(path)):
                 raise ForbiddenError(
-                    f"pages of {value[:200]!r} may not use this gateway; list their origin in "
+                    f"pages of {origin[:200]!r} may not use this gateway; list their origin in "
                     "gateway.allowed_origins"
                 )
 
@@ -150,8 +163,10 @@ MAX_HOST_CHARS: Final = 253
 COMPLETION_PATHS: Final = frozenset({CHAT_COMPLETIONS_PATH, COMPLETIONS_PATH})
 CLIENT_PATHS: Final = "/v1/"
 DEBUG_PATHS: Final = "/debug/"
-LOCAL_PATHS: Final = (DEBUG_PATHS, ALERTS_PATH)
-MANAGEMENT_PATHS: Final = ("/metrics", *LOCAL_PATHS)
+OPERATOR_PATHS: Final = (DEBUG_PATHS, DASHBOARD_PATH, ALERTS_PATH)
+"""They show requests and workers: behind the management key, and never to other machines' clients
+of the gateway's own port."""
+MANAGEMENT_PATHS: Final = ("/metrics", *OPERATOR_PATHS)
 PROMETHEUS_TEXT: Final = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 
 log = logging.getLogger(__name__)
@@ -161,29 +176,33 @@ log = logging.getLogger(__name__)
 class Access:
     """Who may ask for what. Owner: the event loop's thread.
 
-    `is_managed_here`: whether /metrics and /debug are answered, not by a listener of their own.
+    `is_managed_here`: whether /metrics, /debug and /dashboard are answered, not by a listener of
+    their own. `key`: what /debug and /dashboard need; None: nothing.
     """
 
     origin: RequestOrigin
     clients: Clients
     is_managed_here: bool
+    key: ManagementKey | None = None
 
     def check(self, path: str, scope: Scope) -> None:
         """Pass, or raise. Completions look for the client themselves, and count it.
 
         Raises:
             ForbiddenError: see `RequestOrigin`.
-            UnauthorizedError: an API key is needed.
+            UnauthorizedError: an API key is needed, or the management key.
             PathNotFoundError: the path is not answered here.
         """
         headers: Headers = scope["headers"]
-        self.origin.check(headers)
+        self.origin.check(path, headers)
         if path.startswith(CLIENT_PATHS) and path not in COMPLETION_PATHS:
             self.clients.authenticate(headers)
         elif path.startswith(MANAGEMENT_PATHS) and not self.is_managed_here:
             raise PathNotFoundError(f"{path} is answered by the management listener alone")
-        elif path.startswith(LOCAL_PATHS) and not _is_local(scope):
+        elif path.startswith(OPERATOR_PATHS) and not _is_local(scope):
             raise PathNotFoundError(f"{path} does not exist here")
+        elif self.key is not None and path.startswith(OPERATOR_PATHS):
+            self.key.check(headers)
 
     def check_management(self, path: str, headers: Headers) -> None:
         """Pass, or raise: for the management listener.
@@ -191,17 +210,20 @@ class Access:
         Raises:
             ForbiddenError: see `RequestOrigin`.
             PathNotFoundError: the path is for clients.
+            UnauthorizedError: the management key is needed.
         """
-        self.origin.check(headers)
+        self.origin.check(path, headers)
         if path.startswith(CLIENT_PATHS):
             raise PathNotFoundError(f"{path} is not answered by the management listener")
+        if self.key is not None and path.startswith(OPERATOR_PATHS):
+            self.key.check(headers)
 
 
 @dataclass(frozen=True, slots=True)
 class DebugPages:
     """What an operator may look at."""
 
-    traces: RequestTraces
+    requests: RequestPages
     workers: WorkerList
     queue: QueuePage
     route: RouteExplainer
@@ -209,6 +231,7 @@ class DebugPages:
     demand: DemandPage
     transfers: TransferPage
     alerts: AlertMonitor
+    dashboard: Dashboard
 
 
 class GatewayApp:
@@ -251,6 +274,10 @@ class GatewayApp:
                 while self._ready.why_not() is not None:  # noqa: ASYNC110 - it sends no event
                     await asyncio.sleep(FIND_INTERVAL_S)
 
+    def end_streams(self) -> None:
+        """The process is going to end: what would go on as long as its client wants ends now."""
+        self._debug_pages.dashboard.end()
+
     async def manage(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request to the management listener."""
         path: str = scope["path"]
@@ -269,6 +296,9 @@ class GatewayApp:
         if path == ROUTE_PATH:
             explained = await self._debug_pages.route.serve(scope, receive)
             await send_whole(send, 200, msgspec.json.encode(explained), (JSON,))
+            return
+        if is_dashboard(path):
+            await self._debug_pages.dashboard.serve(path, scope, receive, send)
             return
         if path == METRICS_PATH:
             _need_get(path, scope)
@@ -294,7 +324,8 @@ class GatewayApp:
             case _ if path.startswith(f"{MODELS_PATH}/"):
                 answer = self._model(path.removeprefix(f"{MODELS_PATH}/"))
             case _ if f"{path}/".startswith(f"{REQUESTS_PATH}/"):
-                answer = await self._debug(path)
+                asked = path.removeprefix(REQUESTS_PATH).removeprefix("/")
+                answer = await self._debug_pages.requests.show(asked, scope["query_string"])
             case _:
                 answer = self._management_page(path)
         _need_get(path, scope)
@@ -337,11 +368,6 @@ class GatewayApp:
         if length is None:
             raise ModelNotFoundError(f"no model {name[:MAX_MODEL_CHARS]!r} is served here")
         return ServedModel(id=name, max_model_len=length)
-
-    async def _debug(self, path: str) -> msgspec.Struct:
-        if path == REQUESTS_PATH:
-            return self._debug_pages.traces.latest()
-        return await self._debug_pages.traces.of(path.removeprefix(f"{REQUESTS_PATH}/"))
 
 
 class ManagementApp:

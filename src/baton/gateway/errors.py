@@ -6,6 +6,7 @@ GatewayError
 ├── MethodNotAllowedError   405
 ├── UnsupportedMediaTypeError 415
 ├── UnauthorizedError       401
+│   └── ManagementKeyError  browsers then ask for the key
 ├── ForbiddenError          403
 ├── QuotaError              429, retryable
 ├── NoWorkerError           503, retryable
@@ -94,6 +95,10 @@ class UnauthorizedError(GatewayError):
     def __init__(self, message: str, *, code: str) -> None:
         super().__init__(message)
         self.code = code
+
+
+class ManagementKeyError(UnauthorizedError):
+    """A management page needs the management key."""
 
 
 class ForbiddenError(GatewayError):
@@ -296,6 +301,8 @@ def _read_detail(event: bytes) -> ErrorDetail:
 
 
 def _headers(error: Exception) -> tuple[tuple[bytes, bytes], ...]:
+    if isinstance(error, ManagementKeyError):
+        return ((b"www-authenticate", b'Basic realm="Baton management", charset="UTF-8"'),)
     if isinstance(error, UnauthorizedError):
         return ((b"www-authenticate", b"Bearer"),)
     if isinstance(error, OverloadedError | QuotaError):

@@ -11,7 +11,7 @@ from yarl import URL
 
 from baton.clock import MachineClock
 from baton.config.cluster_key import is_loopback, is_wildcard
-from baton.config.sections import AlertsSection, GatewaySection
+from baton.config.sections import AlertsSection, GatewaySection, TraceSection
 from baton.errors import ConfigError
 from baton.gateway.members.interface import NamedSource, SourceStatus, build_source
 from baton.gateway.targets import NO_TARGETS
@@ -35,6 +35,15 @@ if TYPE_CHECKING:
 ANNOUNCED = "announced"
 """The source of workers that needs `announce_port`."""
 ANY_MODEL = "*"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPrices:
+    """What one worker of each role costs for an hour, in any unit."""
+
+    prefill: float
+    decode: float
+    both: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +124,7 @@ class GatewayOptions(GatewaySection, frozen=True, kw_only=True):
     each process, in place of the ports. `first_share`: where in the workers' order a process of
     several begins (`Fleet.beginning_at`). `policy` is how workers are chosen, one of `POLICIES`
     (None: see `choose_policy`), and `policy_options` those of each policy by its name. `targets`:
-    by model, "*" for those that are not named.
+    by model, "*" for those that are not named. `prices`: None where the operator has named none.
 
     Raises:
         ConfigError: no worker can ever decode, or the gateway would be reachable from other
@@ -128,7 +137,7 @@ class GatewayOptions(GatewaySection, frozen=True, kw_only=True):
     status_fd: int = 1
     listen_fds: tuple[int, ...] = ()
     management_fds: tuple[int, ...] = ()
-    num_records: int = 1024
+    trace: TraceSection = TraceSection()
     policy: str | None = None
     policy_options: Mapping[str, Mapping[str, object]] = {}
     tokenizers: Mapping[str, Path] = {}
@@ -137,6 +146,7 @@ class GatewayOptions(GatewaySection, frozen=True, kw_only=True):
     tls: Tls = "control"
     first_share: float = 0.0
     alerts: AlertsSection = AlertsSection()
+    prices: WorkerPrices | None = None
 
     def __post_init__(self) -> None:
         can_decode = any(worker.role is not Role.PREFILL for worker in self.addresses)

@@ -37,24 +37,31 @@ from baton.gateway.app import (
 from baton.gateway.audit import AuditLog
 from baton.gateway.clients import Clients
 from baton.gateway.completions import Completions
-from baton.gateway.debug import LinkList, RequestHistory, RequestTraces, WorkerList
+from baton.gateway.dashboard.pages import open_dashboard
+from baton.gateway.dashboard.snapshot import SnapshotPages
+from baton.gateway.debug import LinkList, WorkerList
 from baton.gateway.demand_page import DemandPage
 from baton.gateway.health_monitor import HealthMonitor
 from baton.gateway.kv_events import KVEvents
 from baton.gateway.learned_costs import keep_costs
 from baton.gateway.link_feed import LinkFeed
+from baton.gateway.management_key import ManagementKey
 from baton.gateway.members.listener import open_announcements
 from baton.gateway.members.membership import Membership
 from baton.gateway.metrics import GatewayMetrics, HealthCollector, RouterCollector
+from baton.gateway.openapi import DASHBOARD_PATH
 from baton.gateway.prefixes import Prefixes
 from baton.gateway.process_group import ProcessGroup
 from baton.gateway.queue_page import QueuePage
 from baton.gateway.request_context import BackgroundTasks, Fallbacks, Services
+from baton.gateway.request_pages import open_request_pages
+from baton.gateway.request_traces import RequestHistory, RequestTraces
 from baton.gateway.route_explainer import RouteExplainer
 from baton.gateway.running_streams import RunningStreams
 from baton.gateway.silence_monitor import SilenceMonitor
 from baton.gateway.stream_moves import StreamMoves
 from baton.gateway.stream_record import RecordBudget
+from baton.gateway.tail_sampling import HeadSampler
 from baton.gateway.transfer_feed import TransferFeed
 from baton.gateway.transfer_page import TransferPage
 from baton.gateway.upstream import Upstream
@@ -191,8 +198,9 @@ async def open_parts(
         audit=AuditLog(Path(options.audit_log)) if options.audit_log else None,
         stream_records=RecordBudget(options.max_total_record_bytes),
         streams=RunningStreams(),
+        head_sampler=HeadSampler(options.trace.sample_share),
     )
-    records = RequestHistory(options.num_records)
+    records = RequestHistory(options.trace.ring_size)
     events = KVEvents(workers, metrics, clock, upstream=upstream, prefixes=prefixes)
     services.background_tasks.run(StreamMoves(services, records).run())
     events.start()
@@ -202,38 +210,9 @@ async def open_parts(
             open_announcements(options, clock, metrics.registry) as announced,
             Membership(services, events, room, options.build_sources(clock, announced)),
             LinkFeed(workers, upstream, load, clock),
-            TransferFeed(workers, upstream, clock) as transfers,
-            AlertMonitor(
-                options.alerts,
-                AlertSources(
-                    options, workers, load, transfers, prefixes=prefixes, targets=metrics.targets
-                ),
-                metrics.registry,
-                clock,
-            ) as alerts,
+            _open_app(services, records, events, room) as app,
         ):
             _watch(announced, services)
-            app = GatewayApp(
-                Completions(services, records),
-                workers,
-                metrics,
-                debug=DebugPages(
-                    RequestTraces(records, workers, upstream),
-                    WorkerList(workers, events, load, clock),
-                    QueuePage(admission, room, load, workers=workers, clock=clock),
-                    RouteExplainer(services),
-                    LinkList(workers, load),
-                    DemandPage(workers, load, admission, clock),
-                    TransferPage(transfers, clock),
-                    alerts,
-                ),
-                readiness=Readiness(workers, clock),
-                access=Access(
-                    RequestOrigin.of(options),
-                    services.clients,
-                    is_managed_here=options.is_managed_here,
-                ),
-            )
             yield app, services
     finally:
         await services.background_tasks.stop()
@@ -243,6 +222,71 @@ async def open_parts(
         upstream.close()
         if services.audit is not None:
             services.audit.close()
+
+
+@contextlib.asynccontextmanager
+async def _open_app(
+    services: Services, records: RequestHistory, events: KVEvents, room: FleetRoom
+) -> AsyncGenerator[GatewayApp]:
+    """The application, with what reads workers' reports for its pages."""
+    options, clock, load = services.options, services.clock, services.load
+    workers, upstream, metrics = services.workers, services.upstream, services.metrics
+    completions, key_file = Completions(services, records), options.management_key_file
+    key = ManagementKey.read(Path(key_file)) if key_file else None
+    async with (
+        TransferFeed(workers, upstream, clock) as transfers,
+        AlertMonitor(
+            options.alerts,
+            AlertSources(
+                options,
+                workers,
+                load,
+                transfers,
+                prefixes=services.prefixes,
+                targets=metrics.targets,
+            ),
+            metrics.registry,
+            clock,
+        ) as alerts,
+        open_request_pages(
+            options.trace,
+            records,
+            RequestTraces(workers, upstream, load, clock),
+            clock=clock,
+            metrics=metrics.traces,
+        ) as requests,
+    ):
+        pages = SnapshotPages(
+            WorkerList(workers, events, load, clock),
+            QueuePage(services.admission, room, load, workers=workers, clock=clock),
+            LinkList(workers, load),
+            TransferPage(transfers, clock),
+            alerts,
+        )
+        async with open_dashboard(pages, services, records, completions) as dashboard:
+            yield GatewayApp(
+                completions,
+                workers,
+                metrics,
+                debug=DebugPages(
+                    requests,
+                    pages.workers,
+                    pages.queue,
+                    RouteExplainer(services),
+                    pages.links,
+                    DemandPage(workers, load, services.admission, clock),
+                    pages.transfers,
+                    alerts,
+                    dashboard,
+                ),
+                readiness=Readiness(workers, clock),
+                access=Access(
+                    RequestOrigin.of(options),
+                    services.clients,
+                    is_managed_here=options.is_managed_here,
+                    key=key,
+                ),
+            )
 
 
 def _watch(announced: AnnouncedWorkers | None, services: Services) -> None:
@@ -263,15 +307,19 @@ async def _serve(options: GatewayOptions, listener: socket.socket, find_workers_
             count_refusals(app.metrics.registry, "baton_gateway"),
             _find_tls(options),
         )
+        ready = Ready(url_of(listener, options.host, is_tls=connections.tls is not None))
         server = _Server(
             make_server_config(
                 app, connections, drain_timeout_s=max(1, round(options.drain_timeout_s))
             ),
-            Ready(url_of(listener, options.host, is_tls=connections.tls is not None)),
+            ready,
             StatusReporter(options.status_fd),
+            app,
         )
         async with managing(options, app):
             await app.find_workers(find_workers_s)
+            if options.is_managed_here:
+                log.info("dashboard: %s%s", ready.url, DASHBOARD_PATH)
             await server.serve(sockets=[listener])
 
 
@@ -306,7 +354,7 @@ async def managing(options: GatewayOptions, app: GatewayApp) -> AsyncGenerator[N
     listener = _open_management_listener(options)
     host = options.management_host
     async with serve_beside(ManagementApp(app), connections, listener, host) as url:
-        log.info("management: %s", url)
+        log.info("management: %s, dashboard: %s%s", url, url, DASHBOARD_PATH)
         yield
 
 
@@ -314,10 +362,14 @@ class _Server(uvicorn.Server):
     """uvicorn, with an status line and with signals that end in exit code 0."""
 
     def __init__(
-        self, config: uvicorn.Config, ready: Ready, status_reporter: StatusReporter
+        self,
+        config: uvicorn.Config,
+        ready: Ready,
+        status_reporter: StatusReporter,
+        app: GatewayApp,
     ) -> None:
         super().__init__(config)
-        self._ready, self._status_reporter = ready, status_reporter
+        self._ready, self._status_reporter, self._app = ready, status_reporter, app
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to accept, then report it."""
@@ -347,4 +399,5 @@ class _Server(uvicorn.Server):
             log.warning("a second signal: leaving at once")
             os._exit(128 + number)
         log.info("signal %s: no more requests, draining", signal.Signals(number).name)
+        self._app.end_streams()
         self.should_exit = True

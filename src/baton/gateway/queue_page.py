@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -74,8 +75,8 @@ class QueuePage:
         self._admission, self._room, self._load = admission, room, load
         self._workers, self._clock = workers, clock
 
-    def show(self) -> QueueReply:
-        """All of it."""
+    def show(self, most: int | None = None) -> QueueReply:
+        """All of it, or only the first `most` classes that wait, and as many workers."""
         now, queue = self._clock.now(), self._admission.queue
         models = self._workers.fleet.models
         running = self._admission.num_running
@@ -93,12 +94,12 @@ class QueuePage:
                     each.num_tokens,
                     each.oldest_s,
                 )
-                for each in queue.show(now)
+                for each in islice(queue.show(now), most)
             ),
             tuple(RunningShown(name, running[name], queue.rate(name, now)) for name in models),
             tuple(
                 self._show_room(info.worker, info.served_model_name)
-                for info in (worker.info for worker in self._workers.all)
+                for info in (worker.info for worker in islice(self._workers.all, most))
                 if info is not None
             ),
         )

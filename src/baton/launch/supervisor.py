@@ -61,10 +61,14 @@ class LaunchContext:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What a launch that is ready serves: the gateway's URL and the model's name."""
+    """What a launch that is ready serves: the gateway's URL and the model's name.
+
+    `management_urls`: where each gateway process answers operators.
+    """
 
     url: str
     model: str
+    management_urls: tuple[str, ...]
 
 
 class Supervisor:
@@ -155,7 +159,7 @@ class Supervisor:
             url = await self._start_all(sockets)
             model = await self._until_serving()
         self._display.print_line(f"ready after {self.context.clock.now() - started:.1f} s")
-        self._service = Service(url, model)
+        self._service = Service(url, model, self.metrics_urls)
         on_ready(self._service)
         for slot in self.slots.values():
             self.restart_when_ended(slot)

@@ -6,13 +6,14 @@ import http.client
 import re
 import socket
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
+from baton.config.environment import read_environment
 from baton.errors import UNDECODABLE, BatonError, ConfigError
-from baton.protocol.worker_http import ErrorBody
+from baton.protocol.worker_http import MANAGEMENT_KEY_HEADER, ErrorBody
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,8 +21,12 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S: Final = 3.0
 MAX_PAGE_BYTES: Final = 16 << 20
 MAX_REASON_CHARS: Final = 200
+MANAGEMENT_KEY_VARIABLE: Final = "BATON_MANAGEMENT_KEY"
 OK: Final = 200
+NOT_FOUND: Final = 404
 NOT_THERE: Final = "is the gateway running, and is this its URL?"
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 class PageError(BatonError):
@@ -103,7 +108,7 @@ class Gateway:
         kind = http.client.HTTPSConnection if self.is_tls else http.client.HTTPConnection
         connection = kind(self.host, self.port, timeout=CONNECT_TIMEOUT_S)
         try:
-            connection.request(method, path, body, dict(headers))
+            connection.request(method, path, body, {**headers, **management_headers()})
             response = connection.getresponse()
             page = response.read(MAX_PAGE_BYTES + 1)
         except ConnectionRefusedError as exc:
@@ -117,6 +122,12 @@ class Gateway:
         return response.status, page
 
 
+def management_headers() -> dict[str, str]:
+    """What shows a gateway the management key, where this process was given one."""
+    key = read_environment().get(MANAGEMENT_KEY_VARIABLE, "").strip()
+    return {MANAGEMENT_KEY_HEADER: key} if key else {}
+
+
 def read_refusal(body: bytes) -> str:
     """The reason in an error answer, on one line."""
     try:
@@ -124,3 +135,24 @@ def read_refusal(body: bytes) -> str:
     except UNDECODABLE:
         text = body[:MAX_REASON_CHARS].decode(errors="replace")
     return re.sub(r"\s+", " ", text)[:MAX_REASON_CHARS]
+
+
+def decode_page(gateway: Gateway, path: str, answer: tuple[int, bytes], kind: type[T]) -> T:
+    """A page's status and body, decoded.
+
+    Raises:
+        PageError: the gateway does not show the page, and why; or it is of another version.
+    """
+    status, body = answer
+    if status != OK:
+        reason = read_refusal(body)
+        if status == NOT_FOUND and path in reason:
+            reason += (
+                ". A gateway shows its /debug pages to clients on its own machine, and where it "
+                "has a management port (gateway.management_port), there alone"
+            )
+        raise PageError(f"{gateway.url}{path} answers {status}: {reason}")
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except UNDECODABLE as exc:
+        raise PageError(f"{gateway.url}{path} is no page of this version: {exc}") from exc

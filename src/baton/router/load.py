@@ -21,6 +21,7 @@ from baton.router.devices import SharedDevice
 from baton.router.handoff_costs import HandoffCosts
 from baton.router.learning import LearnedLine, WorkerCost
 from baton.router.worker_activity import MOST_SHARE, NO_PLACE, LoadColumns, WorkerActivity
+from baton.telemetry.trace import PredictedTimes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -54,7 +55,8 @@ Rows: TypeAlias = "slice | NDArray[np.intp]"
 class EndedRequest:
     """What a client saw of a streamed answer of `num_streamed` parts.
 
-    `num_tokens` of its prompt were to be computed, `num_cached` were not.
+    `num_tokens` of its prompt were to be computed, `num_cached` were not. Of `ttft_s` it `waited_s`
+    in the gateway; after `prefill_s` more its prompt was computed (None: not known).
     """
 
     at: float
@@ -63,6 +65,8 @@ class EndedRequest:
     num_streamed: int
     ttft_s: float
     tpot_s: float
+    waited_s: float = 0.0
+    prefill_s: float | None = None
 
     @property
     def lasted_s(self) -> float:
@@ -77,7 +81,7 @@ class RunningRequest:
     `num_tokens` of its prompt are to be computed, `num_cached` are not, `num_handed` are to be
     handed over. Before that it `waited_s` in the gateway. `has_prefix`: the prompt's beginning
     comes from another worker, so that what the rest takes is not seen. `has_load`: it comes from
-    the store, and the same holds.
+    the store, and the same holds. `predicted`: by the models, when it was placed.
     """
 
     prefill: WorkerActivity
@@ -88,6 +92,7 @@ class RunningRequest:
     num_handed: int
     began_at: float
     _expected: tuple[float, float]
+    predicted: PredictedTimes
     num_cached: int = 0
     waited_s: float = 0.0
     has_prefix: bool = False
@@ -161,8 +166,12 @@ class RunningRequest:
         step_s = pace_s * alone / num_busy if num_busy > 1.0 else pace_s * alone
         self.decode.observe_step(num_streams, step_s)
         ttft_s = self.waited_s + first_at - self.began_at
+        done_at = self._prefilled_at
+        prefill_s = None if done_at is None else min(done_at, first_at) - self.began_at
         tokens = self.num_tokens, self.num_cached
-        self.costs.note_ended(EndedRequest(now, *tokens, num_streamed, ttft_s, pace_s))
+        self.costs.note_ended(
+            EndedRequest(now, *tokens, num_streamed, ttft_s, pace_s, self.waited_s, prefill_s)
+        )
 
 
 class ModelCosts:
@@ -303,11 +312,22 @@ class FleetLoad:
             prefill = self.of(prefill_view.id, prefill_view.model)
             cost = costs.handoffs.cost_of(prefill_view, decode_view)
         num_stored = placement.num_stored_tokens
+        handed = num_tokens if num_handed is None else num_handed
+        handoff_s = 0.0 if cost is None else cost.predict(handed)
+        if is_prefix and prefill_view is not None:
+            num_prefix = placement.num_prefix_tokens
+            handoff_s = costs.handoffs.predict_load(prefill_view, decode_view, num_prefix)
+        predicted = PredictedTimes(
+            queue_s=prefill.queue_s(now),
+            load_s=prefill.load_cost.predict(num_stored) if num_stored else 0.0,
+            prefill_s=prefill.prefill_cost.predict(num_tokens),
+            handoff_s=handoff_s,
+            tpot_s=decode.pace_s(+1, now),
+        )
         expected = prefill.add_prefill(num_tokens, now, num_stored)
         decode.count_decodes(+1)
         costs.arrivals.begin()
         costs.note_found(num_cached, num_tokens + num_stored)
-        handed = num_tokens if num_handed is None else num_handed
         return RunningRequest(
             prefill,
             decode,
@@ -317,6 +337,7 @@ class FleetLoad:
             handed,
             now,
             expected,
+            predicted,
             num_cached,
             waited_s,
             is_prefix,

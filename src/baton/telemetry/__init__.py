@@ -6,6 +6,9 @@ Prometheus samples in a registry of the caller's.
 File map:
     trace.py           `RequestSpan`: what one process recorded; `TraceRing`: the last ones;
                        `summarize`: spans of one request → durations and facts, pure
+    trace_context.py   W3C `traceparent` and `tracestate`, read and written
+    clock_offset.py    how far another process's clock is from ours, by round trips; pure
+    timeline.py        a request's spans on one time axis; prediction beside outcome; pure
     process_status.py  what a process reports to its launcher
     log_limit.py       `LimitedLog`: lines that any client can cause
     log_histogram.py   `LogHistogram`: mergeable, quantiles within 1 %

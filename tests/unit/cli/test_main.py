@@ -26,6 +26,8 @@ COMMANDS = (
     ["model", "make"],
     ["config", "show"],
     ["doctor"],
+    ["debug", "bundle"],
+    ["top"],
     ["bench", "link"],
     ["bench", "serve"],
     ["bench", "compare"],
@@ -34,6 +36,8 @@ COMMANDS = (
     ["sim", "handoff"],
     ["route", "explain"],
     ["route", "replay"],
+    ["explain"],
+    ["trace", "export"],
 )
 
 

@@ -71,6 +71,7 @@ def merge_traces(span: RequestSpan, parts: Iterable[RequestSpan]) -> None:
         for encoding in part.encodings:
             span.note_encoding(encoding)
         span.encoding_estimate = span.encoding_estimate or part.encoding_estimate
+        span.verify_s += part.verify_s
         span.num_bytes += part.num_bytes
         span.num_pages += part.num_pages
 

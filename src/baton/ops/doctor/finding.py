@@ -64,13 +64,14 @@ def make_printable(finding: Finding) -> Finding:
     """
     return msgspec.structs.replace(
         finding,
-        name=_one_line(finding.name),
-        found=_one_line(finding.found),
-        fix=None if finding.fix is None else _one_line(finding.fix),
+        name=one_line(finding.name),
+        found=one_line(finding.found),
+        fix=None if finding.fix is None else one_line(finding.fix),
     )
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
+    """Text of another process as it may be printed: no line breaks, no control characters."""
     line = " ".join(text.split())
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in line)
 

@@ -1,0 +1,65 @@
+// Alerts as the gateway evaluates them; what changes is read out.
+
+import { byId, el, setText } from "./dom.js";
+import { clock } from "./format.js";
+import { drawSoon } from "./frames.js";
+
+/** @typedef {{alert: string, state: string, severity: string, labels: Record<string, string>, summary: string, starts_at: number, runbook_url: string}} Alert */
+
+let shown = "";
+/** @type {Map<string, string>} */
+let states = new Map();
+
+/** @param {{alerts: Alert[], not_evaluated: Record<string, string>, num_dropped: number}} list */
+export function showAlerts(list) {
+  const text = JSON.stringify(list);
+  if (text === shown) return;
+  shown = text;
+  drawSoon("alerts", () => draw(list));
+}
+
+/** @param {{alerts: Alert[], not_evaluated: Record<string, string>, num_dropped: number}} list */
+function draw(list) {
+  const rows = list.alerts.map((alert) =>
+    el(
+      "div",
+      { class: `alert ${alert.state === "resolved" ? "resolved" : alert.severity}` },
+      el("b", { text: `${alert.alert} (${alert.state === "firing" ? alert.severity : alert.state})` }),
+      el("span", { text: alert.summary }),
+      el("small", { text: `${labelsText(alert)} since ${clock(alert.starts_at)}` }),
+      ...runbook(alert),
+    ),
+  );
+  if (!rows.length) rows.push(el("p", { class: "empty", text: "no alert is pending or firing" }));
+  const skipped = Object.entries(list.not_evaluated);
+  if (skipped.length || list.num_dropped) {
+    const reasons = skipped.map(([name, why]) => el("li", { text: `${name}: ${why}` }));
+    if (list.num_dropped) reasons.push(el("li", { text: `${list.num_dropped} sets of labels are not followed: too many` }));
+    rows.push(
+      el("details", { class: "figures" }, el("summary", { text: `${reasons.length} not evaluated` }), el("ul", {}, ...reasons)),
+    );
+  }
+  byId("alerts-list").replaceChildren(...rows);
+  announce(list.alerts);
+}
+
+/** @param {Alert} alert @returns {string} */
+function labelsText(alert) {
+  return Object.entries(alert.labels)
+    .map(([name, value]) => `${name}=${value}`)
+    .join(", ");
+}
+
+/** @param {Alert} alert @returns {HTMLElement[]} */
+function runbook(alert) {
+  if (!/^https?:\/\//.test(alert.runbook_url)) return [];
+  return [el("a", { text: "what to do", attrs: { href: alert.runbook_url, rel: "noreferrer noopener", target: "_blank" } })];
+}
+
+/** @param {Alert[]} alerts */
+function announce(alerts) {
+  const now = new Map(alerts.map((alert) => [`${alert.alert} ${labelsText(alert)}`, alert.state]));
+  const news = [...now].filter(([key, state]) => states.get(key) !== state && state !== "pending").map(([key, state]) => `${key} ${state}`);
+  if (news.length) setText(byId("alerts-news"), news.slice(0, 3).join("; "));
+  states = now;
+}

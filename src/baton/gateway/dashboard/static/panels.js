@@ -1,0 +1,215 @@
+// Tables and figures that are drawn from one tick, or from one report of links.
+
+import { byId, el, setText } from "./dom.js";
+import { bandwidth, duration, NONE, number, percent, price } from "./format.js";
+import { drawSoon } from "./frames.js";
+import { Table } from "./tables.js";
+import { nameOf, standingOf, usedShare } from "./topology.js";
+import { showRequest } from "./waterfall.js";
+
+/** @typedef {Record<string, any>} Data */
+
+const TOKENS = 1000;
+/** @type {Map<string, HTMLElement>} */
+const figures = new Map();
+
+/** @param {string} place @param {Table<any>} table @returns {Table<any>} */
+function put(place, table) {
+  byId(place).append(table.element);
+  return table;
+}
+
+const requests = put(
+  "request-table",
+  new Table(
+    "Latest requests",
+    [
+      { head: "request", text: (/** @type {Data} */ row) => row.id },
+      { head: "status", isNumber: true, text: (row) => String(row.status), className: (row) => (row.status >= 500 ? "number bad" : row.status >= 400 ? "number warn" : "number") },
+      { head: "mode", text: (row) => row.mode ?? NONE },
+      { head: "workers", text: (row) => row.workers ?? NONE },
+      { head: "queued", isNumber: true, text: (row) => duration(row.waited_s) },
+      { head: "first token", isNumber: true, text: (row) => duration(row.first_token_s) },
+      { head: "total", isNumber: true, text: (row) => duration(row.total_s) },
+      { head: "outcome", text: (row) => row.outcome ?? NONE },
+    ],
+    (row) => row.id,
+    (row) => void showRequest(row.id),
+  ),
+);
+const waiting = put(
+  "queue-table",
+  new Table(
+    "Requests that wait",
+    [
+      { head: "model", text: (/** @type {Data} */ row) => row.model },
+      { head: "priority", text: (row) => row.priority },
+      { head: "tenant", text: (row) => row.tenant || NONE },
+      { head: "requests", isNumber: true, text: (row) => number(row.num_requests) },
+      { head: "tokens", isNumber: true, text: (row) => number(row.num_tokens) },
+      { head: "oldest", isNumber: true, text: (row) => duration(row.oldest_s) },
+    ],
+    (row) => `${row.model}\n${row.priority}\n${row.tenant}`,
+  ),
+);
+const targets = put(
+  "slo-table",
+  new Table(
+    "Answers within the targets",
+    [
+      { head: "model", text: (/** @type {Data} */ row) => row.model },
+      { head: "TTFT at most", isNumber: true, text: (row) => duration(row.ttft_target_s) },
+      { head: "TPOT at most", isNumber: true, text: (row) => duration(row.tpot_target_s) },
+      { head: "answers", isNumber: true, text: (row) => number(row.num_ended) },
+      { head: "within", isNumber: true, text: (row) => (row.num_good === null ? "no target" : row.num_ended ? percent(row.num_good / row.num_ended) : NONE) },
+    ],
+    (row) => row.model,
+  ),
+);
+const found = put(
+  "store-models",
+  new Table(
+    "Cached share by model",
+    [
+      { head: "model", text: (/** @type {Data} */ row) => row.model },
+      { head: "cached", isNumber: true, text: (row) => percent(row.found_share) },
+    ],
+    (row) => row.model,
+  ),
+);
+const tiers = put(
+  "store-tiers",
+  new Table(
+    "Blocks by tier",
+    [
+      { head: "tier", text: (/** @type {Data} */ row) => row.medium },
+      { head: "blocks", isNumber: true, text: (row) => number(row.blocks) },
+      { head: "workers", isNumber: true, text: (row) => number(row.workers) },
+    ],
+    (row) => row.medium,
+  ),
+);
+const workersTable = put(
+  "worker-table",
+  new Table(
+    "All workers",
+    [
+      { head: "worker", text: (/** @type {Data} */ row) => nameOf(row) },
+      { head: "role", text: (row) => row.role },
+      { head: "state", text: (row) => standingOf(row), className: (row) => (standingOf(row) === "healthy" ? "" : "warn") },
+      { head: "place", text: (row) => row.topology ?? NONE },
+      { head: "prompts", isNumber: true, text: (row) => number(row.given?.num_prefills) },
+      { head: "answers", isNumber: true, text: (row) => number(row.given?.num_decodes) },
+      { head: "KV used", isNumber: true, text: (row) => percent(usedShare(row)) },
+      { head: "reason", text: (row) => row.reason ?? "" },
+    ],
+    (row) => `${nameOf(row)}\n${row.url}`,
+  ),
+);
+const costs = put(
+  "distance-costs",
+  new Table(
+    "Expected cost of a handoff",
+    [
+      { head: "model", text: (/** @type {Data} */ row) => row.model },
+      { head: "distance", text: (row) => row.distance },
+      { head: "adds to TTFT", isNumber: true, text: (row) => duration(row.fixed_s + row.each_s * TOKENS) },
+      { head: "link", isNumber: true, text: (row) => bandwidth(row.link_bytes_per_s) },
+      { head: "pairs", isNumber: true, text: (row) => number(row.num_pairs) },
+      { head: "known from", text: (row) => row.source },
+    ],
+    (row) => `${row.model}\n${row.distance}`,
+  ),
+);
+
+/** @param {Data} tick */
+export function showTick(tick) {
+  drawSoon("figures", () => showFigures(tick));
+  drawSoon("requests", () => {
+    // Rows that are replaced each second could not be picked: they stay while somebody is there.
+    const isHeld = byId("request-table").matches(":hover, :focus-within") || byId("request").hasAttribute("open");
+    if (!isHeld || !requests.rows.size) requests.show(tick.requests);
+  });
+  drawSoon("queue", () => {
+    const { queue } = tick;
+    setText(byId("queue-room"), `${queue.num_requests} of ${queue.max_requests} requests, ${number(queue.num_tokens)} of ${number(queue.max_tokens)} tokens`);
+    waiting.show(queue.waiting);
+    targets.show(tick.models);
+  });
+  drawSoon("store", () => showStore(tick));
+  drawSoon("workers", () => {
+    if (/** @type {HTMLDetailsElement} */ (byId("worker-table").parentElement).open) workersTable.show(tick.workers.workers);
+  });
+}
+
+/** @param {Data} links */
+export function showCosts(links) {
+  drawSoon("costs", () => {
+    costs.show(links.models.flatMap((/** @type {Data} */ model) => model.handoffs.map((/** @type {Data} */ line) => ({ model: model.model, ...line }))));
+  });
+}
+
+/** @param {Data} tick */
+function showFigures(tick) {
+  const { point } = tick;
+  const sum = point.computed_tokens + point.cached_tokens;
+  show("requests/s", number(point.requests));
+  show("failed/s", number(point.failed));
+  show("in flight", number(point.num_inflight));
+  show("waiting", number(point.num_waiting));
+  show("TTFT p50", duration(point.ttft_p50_s));
+  show("TTFT p99", duration(point.ttft_p99_s));
+  show("per token p50", duration(point.tpot_p50_s));
+  show("prompt tokens/s", number(sum));
+  show("answer tokens/s", number(point.answer_tokens));
+  if (tick.cost) {
+    show("cost of 1,000 input tokens", price(tick.cost.input_per_1000));
+    show("cost of 1,000 output tokens", price(tick.cost.output_per_1000));
+    show("workers, per hour", price(tick.cost.workers_per_hour));
+  }
+}
+
+/** @param {string} name @param {string} text */
+function show(name, text) {
+  let value = figures.get(name);
+  if (!value) {
+    value = el("b");
+    figures.set(name, value);
+    byId("figures").append(el("div", { class: "figure" }, el("span", { text: name }), value));
+  }
+  setText(value, text);
+}
+
+/** @param {Data} tick */
+function showStore(tick) {
+  found.show(tick.models);
+  /** @type {Map<string, {medium: string, blocks: number, workers: number}>} */
+  const byTier = new Map();
+  const loads = { num: 0, tokens: 0, seconds: 0 };
+  for (const worker of tick.workers.workers) {
+    const seen = new Set();
+    for (const events of [worker.kv_events, worker.store_events]) {
+      for (const block of events?.blocks ?? []) {
+        const tier = byTier.get(block.medium) ?? { medium: block.medium, blocks: 0, workers: 0 };
+        tier.blocks += block.num_blocks;
+        if (!seen.has(block.medium)) tier.workers += 1;
+        seen.add(block.medium);
+        byTier.set(block.medium, tier);
+      }
+    }
+    const own = worker.load?.store_loads;
+    if (own) {
+      loads.num += own.num_loads;
+      loads.tokens += own.num_tokens;
+      loads.seconds += own.seconds;
+    }
+  }
+  tiers.show([...byTier.values()]);
+  setText(
+    byId("store-loads"),
+    loads.num
+      ? `Loaded from the store since the workers started: ${number(loads.num)} times, ${number(loads.tokens)} tokens, ${duration(loads.seconds / loads.num)} each.`
+      : "Nothing was loaded from the store since the workers started, or they have none.",
+  );
+}
+
