@@ -333,6 +333,7 @@ class ScalingSection(Struct, frozen=True, kw_only=True):
     price_decode: Price = 1.0
     price_both: Price = 1.0
     max_price: Price | None = None
+    metrics_port: Port | None = None
 
 
 class TraceSection(Struct, frozen=True, kw_only=True):
