@@ -256,13 +256,15 @@ class RayWorkersTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class RaySection(Struct, frozen=True, kw_only=True):
     """What `baton up --on ray` needs beside `[up]`; `workers` by role.
 
-    `address` None: RAY_ADDRESS, else the cluster of this host.
+    `address` None: RAY_ADDRESS, else the cluster of this host. `least_cpus`: what Ray counts for a
+    process without `cpus`: with nothing, its host would be idle to Ray's autoscaler.
     """
 
     address: str | None = None
     gateways: PositiveCount = 1
     gateway_labels: tuple[str, ...] = ()
     workers: dict[str, RayWorkersTable] = {}
+    least_cpus: Amount = 0.001
     timeout_s: Seconds = 60.0
     insecure: bool = False
 
