@@ -22,6 +22,7 @@ LeaseSeconds: TypeAlias = Annotated[float, Meta(gt=0, le=3600)]
 Host: TypeAlias = Annotated[str, Meta(min_length=1)]
 
 Role: TypeAlias = Literal["prefill", "decode", "both"]
+NumaNode: TypeAlias = Annotated[int, Meta(ge=0, le=1023)] | Literal["auto"]
 MoveStreams: TypeAlias = Literal["never", "drain", "auto"]
 Mode: TypeAlias = Literal["auto", "push", "pull", "pool", "reference", "colocated"]
 Verification: TypeAlias = Literal["full", "sampled", "identity"]
@@ -123,6 +124,7 @@ class WorkerSection(Struct, frozen=True, kw_only=True):
     served_model_name: str | None = None
     engine: str = "transformers"
     cpu_affinity: tuple[Count, ...] = ()
+    numa_node: NumaNode | None = None
     drain_timeout_s: Seconds = 30.0
     announce_to: tuple[str, ...] = ()
     announce_url: str | None = None
