@@ -74,14 +74,14 @@ def read_nodes(root: Path) -> dict[int, frozenset[int]]:
     """Cores by node; nodes of memory alone are left out. Empty: the system has no such files."""
     found = {}
     for folder in (root / NODES).glob("node[0-9]*"):
-        cores = parse_cores(_read(folder / "cpulist"))
+        cores = parse_ranges(_read(folder / "cpulist"))
         if cores:
             found[int(folder.name.removeprefix("node"))] = cores
     return found
 
 
-def parse_cores(text: str) -> frozenset[int]:
-    """Linux's list of cores, as `0-3,8`."""
+def parse_ranges(text: str) -> frozenset[int]:
+    """Linux's lists of cores and nodes: `0-2,7` → `{0, 1, 2, 7}`; what makes no sense is left out."""
     cores: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")

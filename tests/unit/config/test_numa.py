@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from baton.config.numa import find_cores, parse_cores, read_nodes
+from baton.config.numa import find_cores, parse_ranges, read_nodes
 from baton.config.sections import WorkerSection
 from baton.errors import ConfigError
 
@@ -43,7 +43,7 @@ def first_core(root, node, *, name="decode-0", usable=ALL, **environment):
     [("0-3,8\n", {0, 1, 2, 3, 8}), ("5", {5}), ("\n", set()), ("0-1,4-5", {0, 1, 4, 5})],
 )
 def test_lists_of_cores(text, cores):
-    assert parse_cores(text) == cores
+    assert parse_ranges(text) == cores
 
 
 def test_nodes_without_cores_do_not_count(machine):
