@@ -65,7 +65,9 @@ def envoy_config(port, picker_port, identity):
         route_config={
             "virtual_hosts": [{
                 "name": "all", "domains": ["*"],
-                "routes": [{"match": {"prefix": "/"}, "route": {"cluster": "workers", "timeout": "60s"}}],
+                "routes": [
+                    {"match": {"prefix": "/"}, "route": {"cluster": "workers", "timeout": "60s"}}
+                ],
             }],
         },
     )  # fmt: skip
@@ -157,19 +159,19 @@ def envoy(tmp_path_factory):
         env=os.environ | {"BATON_CLUSTER_KEY": KEY}, check=True, timeout=60,
     )  # fmt: skip
     port, picker_port = find_free_ports(HOST, 2)
-    sizes = ("--set", "engine.dtype=float32", "--set", "engine.num_threads=1", "--set", "engine.num_blocks=64")
+    sizes = ["engine.dtype=float32", "engine.num_threads=1", "engine.num_blocks=64"]
+    words = [word for size in sizes for word in ("--set", size)]
     with contextlib.ExitStack() as stack:
         urls = [
-            stack.enter_context(baton(folder, "worker", "--name", f"w{n}", "--port", "0", *sizes))
+            stack.enter_context(baton(folder, "worker", "--name", f"w{n}", "--port", "0", *words))
             for n in range(2)
         ]
         listed = [word for url in urls for word in ("--worker", url)]
         stack.enter_context(baton(folder, "picker", "--port", str(picker_port), *listed))
         config = folder / "envoy.json"
         config.write_text(json.dumps(envoy_config(port, picker_port, identity)))
-        process = subprocess.Popen([
-            ENVOY, "-c", str(config), "--concurrency", "1", "--disable-hot-restart", "-l", "warning",
-        ])  # fmt: skip
+        flags = ("--concurrency", "1", "--disable-hot-restart", "-l", "warning")
+        process = subprocess.Popen([ENVOY, "-c", str(config), *flags])
         stack.callback(process.wait, 30)
         stack.callback(process.terminate)
         url, deadline = f"http://{HOST}:{port}", time.monotonic() + READY_S
@@ -185,10 +187,6 @@ def envoy(tmp_path_factory):
 
 def completion(prompt, **more):
     return {"model": "demo", "prompt": prompt, "max_tokens": 8, "temperature": 0} | more
-
-
-def num_answered(url):
-    """Requests that a worker has answered, by its metrics."""
 
 
 def test_an_answer_in_one_piece_and_a_stream(envoy):

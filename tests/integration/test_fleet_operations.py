@@ -200,7 +200,6 @@ async def test_a_worker_that_has_failed_counts_for_nothing_and_is_replaced(tmp_p
         assert (states["w-0"], states["w-1"]) == ("ready", "failed")
         with pytest.raises(FleetError, match="w-0 is the last worker that generates answers"):
             await operations.drain("w-0", steps.append)
-        behaviour.write_text("worker")
         await operations.scale(FleetSize(decode=2), steps.append)
         states = {member.name: member.state for member in operations.status().members}
         assert states == {"w-0": "ready", "gateway": "ready", "w-2": "ready"}, "it was replaced"

@@ -1,6 +1,6 @@
-"""Ray's own autoscaler starts hosts for a fleet, and lets them go: with Ray's provider of fake hosts.
+"""Ray's own autoscaler starts hosts for a fleet, and lets them go: its provider of fake hosts.
 
-Fake hosts are raylets beside the head's, with resources and labels of their own.
+These are raylets beside the head's, with resources and labels of their own.
 """
 
 import importlib.util
@@ -33,13 +33,12 @@ print(json.dumps([n["Labels"].get("kind") for n in ray.nodes() if n["Alive"]]))
 
 def scaler_config(address):
     """Hosts of the kind `spare` for one decode worker, or one prefill worker and more."""
-    none = dict.fromkeys(
-        ("auth", "docker", "file_mounts"), {}
-    ) | dict.fromkeys(
-        ("initialization_commands", "setup_commands", "head_setup_commands",
-         "worker_setup_commands", "head_start_ray_commands", "worker_start_ray_commands",
-         "cluster_synced_files", "rsync_exclude", "rsync_filter"), [],
-    )  # fmt: skip
+    none: dict[str, object] = {name: {} for name in ("auth", "docker", "file_mounts")}
+    kinds = ("", "head_", "worker_")
+    lists = [f"{kind}setup_commands" for kind in kinds]
+    lists += [f"{kind}start_ray_commands" for kind in kinds[1:]]
+    lists += ["initialization_commands", "cluster_synced_files", "rsync_exclude", "rsync_filter"]
+    none |= {name: [] for name in lists}
     return none | {
         "cluster_name": "fake",
         "max_workers": 4,
@@ -147,6 +146,5 @@ def test_hosts_come_for_workers_and_go_with_them(cluster):
     assert list_kinds(cluster) == ["head", "spare"]
     assert kinds_of_members(cluster) == kinds
 
-    baton(cluster, "scale", "--prefill", "0")
     baton(cluster, "down")
     wait_for_kinds(cluster, "head")

@@ -16,7 +16,8 @@ from baton.config.environment import pin_to, read_environment
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Set
+    from collections.abc import Mapping
+    from collections.abc import Set as AbstractSet
 
     from baton.config.sections import WorkerSection
 
@@ -42,7 +43,7 @@ def bind_worker(worker: WorkerSection, root: Path = Path("/")) -> None:
 def find_cores(
     worker: WorkerSection,
     environment: Mapping[str, str],
-    usable: Set[int],
+    usable: AbstractSet[int],
     *,
     root: Path = Path("/"),
 ) -> tuple[int, ...]:
@@ -81,7 +82,7 @@ def read_nodes(root: Path) -> dict[int, frozenset[int]]:
 
 
 def parse_ranges(text: str) -> frozenset[int]:
-    """Linux's lists of cores and nodes: `0-2,7` → `{0, 1, 2, 7}`; what makes no sense is left out."""
+    """Linux's lists of cores and nodes: `0-2,7` → `{0, 1, 2, 7}`, without what cannot be read."""
     cores: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -91,13 +92,15 @@ def parse_ranges(text: str) -> frozenset[int]:
 
 
 def _choose(
-    name: str, nodes: Mapping[int, Set[int]], environment: Mapping[str, str], root: Path
+    name: str, nodes: Mapping[int, AbstractSet[int]], environment: Mapping[str, str], root: Path
 ) -> tuple[int, str]:
     """The node of its GPU, else of an RDMA device; else workers of one number share a node."""
     gpu = _find_gpu(environment, root)
     devices = [] if gpu is None else [(f"its GPU {gpu}", root / PCI_DEVICES / gpu)]
-    for device in sorted((root / RDMA_DEVICES).glob("*")):
-        devices.append((f"the RDMA device {device.name}", device / "device"))
+    devices += [
+        (f"the RDMA device {device.name}", device / "device")
+        for device in sorted((root / RDMA_DEVICES).glob("*"))
+    ]
     for what, folder in devices:
         node = _read(folder / "numa_node").strip()  # -1: the firmware does not tell
         if node.isdecimal() and int(node) in nodes:

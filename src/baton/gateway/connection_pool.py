@@ -24,7 +24,7 @@ close an idle connection: one that they close as it is used costs the request.""
 NOT_PROVED: Final = (
     "it has another cluster key, or an identity of another authority. Compare what `baton key "
     "fingerprint` prints on its host and on this one (with identities: their ca.crt), give it this "
-    "gateway's key and start it again. security.tls must be the same, too (http:// is for \"off\")"
+    'gateway\'s key and start it again. security.tls must be the same, too (http:// is for "off")'
 )
 
 KEEPALIVE: Final = (

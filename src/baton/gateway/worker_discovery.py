@@ -176,8 +176,8 @@ class WorkerDiscovery:
 
 
 _WRONG_KEY: Final = (
-    "it does not hold this cluster's key: compare what `baton key fingerprint` prints on both hosts, "
-    "and give both processes the same key"
+    "it does not hold this cluster's key: compare what `baton key fingerprint` prints on both "
+    "hosts, and give both processes the same key"
 )
 
 

@@ -113,10 +113,10 @@ class FleetOperations:
             self._next_plan(role) for role in decided for _ in range(decided[role] - counts[role])
         ]
         await self._grow(plans, report)
-        surplus = [
+        surplus = [  # with failed ones that serve again meanwhile
             slot
             for role in decided
-            for slot in await self._find_idle(role, counts[role] - decided[role])
+            for slot in await self._find_idle(role, len(self._counted(role)) - decided[role])
         ]
         failed = [each for role in decided for each in self._workers(role) if each.has_failed]
         await self._retire([*surplus, *failed], report)

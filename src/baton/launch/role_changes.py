@@ -78,9 +78,7 @@ class _Change:
 class RoleChanges:
     """A fleet's changes. Owner: one event loop. `on_line` gets what the fleet reports of them."""
 
-    def __init__(
-        self, control: FleetControl, clock: Clock, on_line: Callable[[str], None]
-    ) -> None:
+    def __init__(self, control: FleetControl, clock: Clock, on_line: Callable[[str], None]) -> None:
         self._control, self._clock, self._on_line = control, clock, on_line
         self._under_way: dict[str, _Change] = {}
         self._held_until: dict[str, Instant] = {}
@@ -91,7 +89,7 @@ class RoleChanges:
         return [role for role, change in self._under_way.items() if change.task.done()]
 
     def note(self, status: FleetStatus, ended: Collection[str]) -> None:
-        """Take note of the fleet's state, of the changes that had ended before it, and of slow ones.
+        """Take note of the fleet's state, of changes that had `ended` before it, and of slow ones.
 
         Raises:
             Exception: what a change has raised that is not a `BatonError`.

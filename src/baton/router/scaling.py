@@ -240,7 +240,7 @@ class Scaler:
         self._size = Size(*map(max, self._size, present))
         more = self._hold(Size(*map(max, need, present)), starting, now)
         wanted = self._keep_price(more, need)
-        if more != present and wanted != present:
+        if present not in {more, wanted}:
             for role, (num, had) in enumerate(zip(wanted, self._size, strict=True)):
                 if num > had:
                     self._grew_at[role] = now
@@ -255,12 +255,14 @@ class Scaler:
     def _hold(self, more: Size, starting: Size, now: float) -> Size:
         """Without the growth of roles whose last growth has not had its effect yet."""
         every_s = self._options.grow_every_s
-        return Size(*(
-            min(num, had) if num_starting or now - grew_at < every_s else num
-            for num, had, num_starting, grew_at in zip(
-                more, self._size, starting, self._grew_at, strict=True
+        return Size(
+            *(
+                min(num, had) if num_starting or now - grew_at < every_s else num
+                for num, had, num_starting, grew_at in zip(
+                    more, self._size, starting, self._grew_at, strict=True
+                )
             )
-        ))
+        )
 
     def _keep_price(self, more: Size, need: Size) -> Size:
         """A role that has too many is not kept at the cost of one that has too few."""

@@ -88,8 +88,8 @@ def check_numa(host: Host) -> list[Finding]:
             name="numa",
             level=Level.OK,
             found=f"{len(nodes)} nodes; {'; '.join(parts)}" if len(nodes) > 1 else "one node",
-            why="Pages that cross from one node to another move more slowly: worker.numa_node keeps "
-            "a worker and its memory on the node of its GPU or NIC.",
+            why="Pages that cross from one node to another move more slowly: worker.numa_node "
+            "keeps a worker and its memory on the node of its GPU or NIC.",
         )
     ]
 
