@@ -53,7 +53,7 @@ class ClusterKey:
 
     @property
     def fingerprint(self) -> str:
-        """What two people may compare: 16 hexadecimal digits, which say nothing of the secret."""
+        """What two people may compare: 16 hexadecimal digits, which do not reveal the secret."""
         return self.sign("fingerprint", b"")[:8].hex()
 
     def sign(self, purpose: str, message: bytes) -> bytes:

@@ -102,7 +102,7 @@ def _choose(
         for device in sorted((root / RDMA_DEVICES).glob("*"))
     ]
     for what, folder in devices:
-        node = _read(folder / "numa_node").strip()  # -1: the firmware does not tell
+        node = _read(folder / "numa_node").strip()  # -1: the firmware does not report it
         if node.isdecimal() and int(node) in nodes:
             return int(node), f"{what} is there"
     number = int((re.findall(r"\d+$", name) or ["0"])[0])

@@ -20,7 +20,7 @@ DEFAULT_FLEET: Final = "default"
 MemberRole: TypeAlias = Literal["gateway", "prefill", "decode", "both"]
 MemberState: TypeAlias = Literal["starting", "ready", "draining", "ended", "failed"]
 COUNTED: Final = frozenset[MemberState]({"starting", "ready"})
-"""States of the workers that `scale` counts: the others serve nobody, and are replaced."""
+"""States of the workers that `scale` counts: the others serve no requests, and are replaced."""
 MAX_COUNT: Final = 10_000
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 

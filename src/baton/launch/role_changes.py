@@ -36,32 +36,32 @@ class ScalingMetrics:
     """What an autoscaler sees and does, as Prometheus reads it. Set by one thread, read by any."""
 
     def __init__(self) -> None:
-        disable_created_metrics()
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
-        labels, kept = ("role", "state"), {"registry": self.registry}
+        labels = ("role", "state")
         self.workers = Gauge(
             "baton_scaling_workers",
             "Workers that serve or start (present), that start, and that were asked for (wanted).",
             labels,
-            **kept,
+            registry=self.registry,
         )
         self.change_age = Gauge(
             "baton_scaling_change_age_seconds",
             "Since the change of a role that is under way began; 0: none is.",
             ("role",),
-            **kept,
+            registry=self.registry,
         )
         self.changes = Counter(
             "baton_scaling_changes",
             "Changes of a role that were done, refused, or ended without an effect (none).",
             ("role", "result"),
-            **kept,
+            registry=self.registry,
         )
 
 
 def count_members(status: FleetStatus) -> tuple[Size, Size]:
     """Workers by role that serve or start (`COUNTED`), and those that start."""
-    states = Counts((each.role, each.state) for each in status.members if each.state in COUNTED)
+    states = Counts[tuple[str, str]]((each.role, each.state) for each in status.members)
     present = (sum(states[role, state] for state in COUNTED) for role in Size._fields)
     return Size(*present), Size(*(states[role, "starting"] for role in Size._fields))
 
