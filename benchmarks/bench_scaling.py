@@ -128,11 +128,13 @@ class World:
         served = self.simulation.fleet.models[MODEL]
         return [*served.prefills, *served.decodes]
 
-    def count(self) -> tuple[Size, int]:
-        """Workers by role, with those that start, and how many do."""
-        all_views = [*self.views, *(each for _, each in self._starting)]
-        counted = (sum(each.role is role for each in all_views) for role in self._roles)
-        return Size(*counted), len(self._starting)
+    def count(self) -> tuple[Size, Size]:
+        """Workers by role, with those that start, and those alone."""
+        starting = [each for _, each in self._starting]
+        return self._by_role([*self.views, *starting]), self._by_role(starting)
+
+    def _by_role(self, views: list[WorkerView]) -> Size:
+        return Size(*(sum(each.role is role for each in views) for role in self._roles))
 
     def num_under_way(self, role: Role) -> int:
         """Requests that workers of a role have."""
@@ -197,9 +199,9 @@ def by_scaler(scaler: Scaler) -> Decide:
     def decide(world: World) -> Size | None:
         simulation = world.simulation
         demand = report_demand(world.views, simulation.load, 0, simulation.now)
-        present, num_starting = world.count()
+        present, starting = world.count()
         found = scaler.decide(
-            {"gateway": DemandReport("one", (demand,))}, present, num_starting, simulation.now
+            {"gateway": DemandReport("one", (demand,))}, present, starting, simulation.now
         )
         return None if found is None else found.size
 

@@ -180,7 +180,7 @@ async def probe(url: str, until: list[Any]) -> str:
         return app._ready.why_not() or ""
 
 
-def test_an_impostor_sees_nothing_of_the_gateways() -> None:
+def test_an_impostor_sees_nothing_of_the_gateways(caplog: pytest.LogCaptureFixture) -> None:
     """Whoever took a worker's port, with a certificate of another cluster's."""
 
     async def main() -> None:
@@ -198,6 +198,9 @@ def test_an_impostor_sees_nothing_of_the_gateways() -> None:
             state = await probe(impostor.url, seen)
         assert not impostor.served
         assert "did not prove that it is of this cluster" in state
+        (logged,) = [each.getMessage() for each in caplog.records if "is not used" in each.message]
+        assert logged.startswith(f"the worker at {impostor.url} is not used: ")
+        assert "`baton key fingerprint`" in logged
 
     asyncio.run(main())
 

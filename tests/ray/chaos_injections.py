@@ -208,7 +208,16 @@ def head_lost(fleet: ChaosFleet) -> Iterator[Injected]:
     pid = find_process("gcs_server", fleet.cluster.head.folder)
     kill(pid)
     host, _, port = fleet.cluster.address.rpartition(":")
-    with suppress(OSError), socket.create_connection((host, int(port)), 1.0):
+
+    def refuses() -> bool:
+        try:
+            socket.create_connection((host, int(port)), 1.0).close()
+        except OSError:
+            return True
+        return False
+
+    # The process is a zombie while its threads end; until the last one has, its sockets are open.
+    if wait_until(refuses, EFFECT_TIMEOUT_S) is None:
         raise AssertionError(f"Ray's head still accepts connections at {host}:{port}")
     fleet.is_head_lost = True
     yield Injected(f"process {pid} is gone, and port {port} refuses connections")

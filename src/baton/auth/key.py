@@ -51,6 +51,11 @@ class ClusterKey:
                 "the cluster key is not hexadecimal; make one with: openssl rand -hex 32"
             ) from exc
 
+    @property
+    def fingerprint(self) -> str:
+        """What two people may compare: 16 hexadecimal digits, which do not reveal the secret."""
+        return self.sign("fingerprint", b"")[:8].hex()
+
     def sign(self, purpose: str, message: bytes) -> bytes:
         """HMAC-SHA256 (RFC 2104) of `message` under the sub-key for `purpose`: 32 bytes."""
         return hmac.digest(_derive(self.secret, purpose), message, "sha256")

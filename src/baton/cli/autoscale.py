@@ -7,10 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from baton.cli.flags import LOCAL, ConfigFlags, Fleet, On, Sets
+from baton.errors import ConfigError
 from baton.launch.fleet import DEFAULT_FLEET
 
 if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
     from baton.launch.fleet import FleetControl
+
+LOOPBACK = "127.0.0.1"
 
 
 @Parameter(name="*")
@@ -72,4 +77,19 @@ async def _run(flags: AutoscaleFlags, control: "FleetControl") -> None:
         on_line=partial(print, flush=True),
         applies=not flags.dry_run,
     )
+    if settings.metrics_port is not None:
+        _serve_metrics(settings.metrics_port, autoscaler.changes.metrics.registry)
     await autoscaler.run(settings.interval_s)
+
+
+def _serve_metrics(port: int, registry: "CollectorRegistry") -> None:
+    from prometheus_client import start_http_server  # noqa: PLC0415
+
+    try:
+        server, _ = start_http_server(port, addr=LOOPBACK, registry=registry)
+        print(f"metrics at http://{LOOPBACK}:{server.server_port}/metrics", flush=True)
+    except OSError as exc:
+        raise ConfigError(
+            f"cannot listen on {LOOPBACK}:{port}: {exc.strerror}; choose another "
+            "scaling.metrics_port"
+        ) from exc

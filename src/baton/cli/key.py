@@ -213,6 +213,22 @@ def show_identity(
     return 0
 
 
+@app.command(name="fingerprint")
+def show_fingerprints(*, flags: ConfigFlags | None = None) -> int:
+    """Print the fingerprint of this host's cluster key, to be compared with another host's.
+
+    Of several keys the first is the one that processes here show; the others they accept.
+    """
+    from baton.config.cluster_key import find_existing_key  # noqa: PLC0415 - for --help
+    from baton.net.credentials import parse_keys  # noqa: PLC0415
+
+    section = (flags or ConfigFlags()).resolve().to_config().cluster
+    found = find_existing_key(section, read_environment())
+    for key in parse_keys(found.text):
+        print(f"{key.fingerprint}  {found.path or 'BATON_CLUSTER_KEY'}")
+    return 0
+
+
 def _cluster_keys(flags: ConfigFlags | None) -> "list[ClusterKey]":
     from baton.config.cluster_key import find_cluster_key  # noqa: PLC0415
     from baton.net.credentials import parse_keys  # noqa: PLC0415

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from baton.cli.engine_options import engine_options
 from baton.clock import MachineClock, read_clock_domain
-from baton.config.environment import pin_to, read_environment, run_directory
+from baton.config.environment import read_environment, run_directory
+from baton.config.numa import bind_worker
 from baton.config.topology import find_topology
 from baton.engines.interface import ENGINE_SERVERS, ServerContext
 from baton.models import DEMO_MODEL_PATH
@@ -35,7 +36,7 @@ def run_engine_server(config: Config, credentials: Credentials, status_fd: int) 
     if worker.announce_to:
         topology = find_topology(worker.topology, read_environment(), read_clock_domain())
         membership = AnnouncedServer(worker, credentials, MachineClock(), topology)
-    pin_to(worker.cpu_affinity)
+    bind_worker(worker)
     with closing(bind(worker.host, worker.port)) as listener:
         port = listener.getsockname()[1]
         serve(

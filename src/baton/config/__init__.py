@@ -15,5 +15,6 @@ File map:
                     one layer of values for each source: file, environment, flags
     cluster_key.py  finds the cluster key, or makes one for this user
     environment.py  the one reader and writer of the environment
+    numa.py         the cores of a worker, by NUMA nodes
     logs.py         the one place that sets logging up
 """

@@ -99,6 +99,23 @@ def find_configured_key(
     return None
 
 
+def find_existing_key(section: ClusterSection, environment: Mapping[str, str]) -> ClusterKeyText:
+    """The configured key, else this user's own file; none is made up.
+
+    Raises:
+        ConfigError: there is none, or a file is unreadable or readable by others.
+    """
+    if configured := find_configured_key(section, environment):
+        return configured
+    path = state_directory(environment) / "cluster.key"
+    if not path.exists():
+        raise ConfigError(
+            f"this host has no cluster key: set {KEY_VARIABLE} or cluster.key_file as for its "
+            "gateway or worker"
+        )
+    return ClusterKeyText(read_key_file(path), "generated", path)
+
+
 def _require_loopback(hosts: Sequence[str]) -> None:
     if exposed := [host for host in hosts if not is_loopback(host)]:
         raise ConfigError(

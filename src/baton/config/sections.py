@@ -22,6 +22,7 @@ LeaseSeconds: TypeAlias = Annotated[float, Meta(gt=0, le=3600)]
 Host: TypeAlias = Annotated[str, Meta(min_length=1)]
 
 Role: TypeAlias = Literal["prefill", "decode", "both"]
+NumaNode: TypeAlias = Annotated[int, Meta(ge=0, le=1023)] | Literal["auto"]
 MoveStreams: TypeAlias = Literal["never", "drain", "auto"]
 Mode: TypeAlias = Literal["auto", "push", "pull", "pool", "reference", "colocated"]
 Verification: TypeAlias = Literal["full", "sampled", "identity"]
@@ -124,6 +125,7 @@ class WorkerSection(Struct, frozen=True, kw_only=True):
     served_model_name: str | None = None
     engine: str = "transformers"
     cpu_affinity: tuple[Count, ...] = ()
+    numa_node: NumaNode | None = None
     drain_timeout_s: Seconds = 30.0
     announce_to: tuple[str, ...] = ()
     announce_url: str | None = None
@@ -257,13 +259,15 @@ class RayWorkersTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class RaySection(Struct, frozen=True, kw_only=True):
     """What `baton up --on ray` needs beside `[up]`; `workers` by role.
 
-    `address` None: RAY_ADDRESS, else the cluster of this host.
+    `address` None: RAY_ADDRESS, else the cluster of this host. `least_cpus`: what Ray counts for a
+    process without `cpus`: with nothing, its host would be idle to Ray's autoscaler.
     """
 
     address: str | None = None
     gateways: PositiveCount = 1
     gateway_labels: tuple[str, ...] = ()
     workers: dict[str, RayWorkersTable] = {}
+    least_cpus: Amount = 0.001
     timeout_s: Seconds = 60.0
     insecure: bool = False
 
@@ -334,6 +338,7 @@ class ScalingSection(Struct, frozen=True, kw_only=True):
     price_decode: Price = 1.0
     price_both: Price = 1.0
     max_price: Price | None = None
+    metrics_port: Port | None = None
 
 
 class TraceSection(Struct, frozen=True, kw_only=True):

@@ -21,6 +21,12 @@ KEEP_ALIVE_S: Final = 3.0
 """Below what workers keep (75 s; vLLM's server and any other uvicorn: 5 s), so that it is we who
 close an idle connection: one that they close as it is used costs the request."""
 
+NOT_PROVED: Final = (
+    "it has another cluster key, or an identity of another authority. Compare what `baton key "
+    "fingerprint` prints on its host and on this one (with identities: their ca.crt), give it this "
+    'gateway\'s key and start it again. security.tls must be the same, too (http:// is for "off")'
+)
+
 KEEPALIVE: Final = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1),
@@ -130,8 +136,8 @@ class ConnectionPool:
                 transport, connection = await loop.create_connection(make, host, port)
         except ssl.SSLError as exc:
             raise WorkerUnreachableError(
-                f"{self._name} did not prove that it is of this cluster ({exc}): give it the "
-                'gateway\'s BATON_CLUSTER_KEY, and the same security.tls (http:// is for "off")'
+                f"{self._name} did not prove that it is of this cluster ({exc}): {NOT_PROVED}",
+                is_untrusted=not isinstance(exc, ssl.SSLEOFError),  # it may just have ended
             ) from exc
         except OSError as exc:
             raise WorkerUnreachableError(

@@ -130,12 +130,20 @@ class UpstreamError(GatewayError):
 class WorkerUnreachableError(UpstreamError):
     """No connection to the worker could be made, or no answer came in time.
 
-    `is_refused`: nothing listens there. `is_late`: only the time was over.
+    `is_refused`: nothing listens there. `is_late`: only the time was over. `is_untrusted`: what
+    listens there is not of this cluster.
     """
 
-    def __init__(self, message: str, *, is_refused: bool = False, is_late: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        is_refused: bool = False,
+        is_late: bool = False,
+        is_untrusted: bool = False,
+    ) -> None:
         super().__init__(message)
-        self.is_refused, self.is_late = is_refused, is_late
+        self.is_refused, self.is_late, self.is_untrusted = is_refused, is_late, is_untrusted
 
 
 class WorkerLostError(UpstreamError):

@@ -134,7 +134,7 @@ class Prober:
     def _note_failure(self, error: BatonError, began_at: float) -> None:
         worker, now, reason = self._worker, self._clock.now(), str(error)
         if worker.info is None:
-            self._workers.lose(worker, reason)
+            self._note_unusable(error)
         else:
             match error:
                 case WorkerUnreachableError(is_refused=True):
@@ -146,7 +146,7 @@ class Prober:
                     worker.health.probe_late(began_at, now, reason, may_eject=may_eject)
                 case _:
                     worker.health.probe_failed(now, reason)
-            self._settle(reason)
+            self._settle(error)
         silent_s = now - self._last_healthy_at
         if silent_s >= self._abandon_after_s:
             self._abandon(f"not well for {silent_s:.0f} s: {reason}")
@@ -164,13 +164,20 @@ class Prober:
         self._workers.lose(self._worker, reason)
         self._workers.note_health(self._worker)
 
-    def _settle(self, reason: str) -> None:
-        """It is down by its probes, or if it was not up before they failed."""
+    def _settle(self, error: BatonError) -> None:
+        """It is not usable by its probes, or if it was not up before they failed."""
         health = self._worker.health
         is_found_by_probes = health.cause not in {None, EjectionCause.FAILED}
         if is_found_by_probes or not isinstance(self._worker.state, Up):
-            self._workers.lose(self._worker, reason)
+            self._note_unusable(error)
         self._workers.note_health(self._worker)
+
+    def _note_unusable(self, error: BatonError) -> None:
+        """It is down; or what answers there is not of this cluster, which an operator must mend."""
+        if isinstance(error, WorkerUnreachableError) and error.is_untrusted:
+            self._workers.reject(self._worker, str(error))
+        else:
+            self._workers.lose(self._worker, str(error))
 
     def note_unanswered(self, error: UpstreamError) -> None:
         """A request found no connection, or its answer broke off."""

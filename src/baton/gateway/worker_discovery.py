@@ -178,7 +178,8 @@ class WorkerDiscovery:
 
 
 _WRONG_KEY: Final = (
-    "it does not hold this cluster's key; give both processes the same BATON_CLUSTER_KEY"
+    "it does not hold this cluster's key: compare what `baton key fingerprint` prints on both "
+    "hosts, and give both processes the same key"
 )
 
 

@@ -512,6 +512,7 @@ def _log_change(worker: Worker, before: WorkerState, state: WorkerState) -> None
         case Pending(reason):
             log.info("waiting for the %s worker at %s: %s", worker.address.role, worker.url, reason)
         case Rejected(reason):
-            log.error("the worker at %s is not used: %s", worker.url, reason)
+            known = f" ({before.info.worker})" if isinstance(before, Up | Draining | Down) else ""
+            log.error("the worker at %s%s is not used: %s", worker.url, known, reason)
         case _:
             assert_never(state)

@@ -1,6 +1,6 @@
 """Reads what gateways are asked for, and has the fleet resized.
 
-    gateways' `/debug/demand` ─► `baton.router.scaling.Scaler` ─► `FleetControl.scale`
+    gateways' `/debug/demand` ─► `baton.router.scaling.Scaler` ─► `RoleChanges`
 
 Nothing depends on it: without it, or where no gateway answers, the fleet stays as it is.
 """
@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from math import inf
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from baton.clock import Instant
 from baton.errors import UNDECODABLE, BatonError, ConfigError
-from baton.launch.fleet import FleetSize
+from baton.launch.role_changes import RoleChanges, count_members
 from baton.ops.gateway_pages import OK, Gateway, PageError, read_refusal
 from baton.protocol.demand import DemandReport
 from baton.router.demand import Limits
@@ -34,10 +32,6 @@ if TYPE_CHECKING:
 DEMAND_PATH: Final = "/debug/demand"
 DNS_PREFIX: Final = "dns:"
 """Of a gateway's URL: each address of its host is a gateway."""
-ROLES: Final = ("prefill", "decode", "both")
-"""As `Size` has them."""
-RETRY_AFTER_S: Final = 60.0
-"""After the fleet refused a size."""
 
 log = logging.getLogger(__name__)
 _decoder = msgspec.json.Decoder(DemandReport)
@@ -166,7 +160,7 @@ class Autoscaler:
         self._clock, self._on_line, self._applies = clock, on_line, applies
         self._scaler: Scaler | None = None
         self._problems = Problems()
-        self._held_until = clock.now()
+        self.changes = RoleChanges(control, clock, on_line)
 
     async def run(self, interval_s: float) -> None:
         """Look every `interval_s`, until cancelled."""
@@ -175,22 +169,24 @@ class Autoscaler:
             await asyncio.sleep(interval_s)
 
     async def step(self) -> Resize | None:
-        """Look once, and resize if that is due: what was decided."""
+        """Look once, and begin what is due: what was decided. Changes go on in the background."""
         reports = await self._demand.read()
+        ended = self.changes.list_ended()  # before the status is read, which shows their effect
         status = await self._read_status()
         model = self._demand.find_model(reports)
-        if status is None or model is None or not reports:
+        if status is None:
+            return None
+        self.changes.note(status, ended)
+        present, starting = count_members(status)
+        if model is None or not reports:
             return None
         if self._scaler is None:
             self._scaler = Scaler(model, self._options)
-        now = self._clock.now()
-        present, num_starting = count_members(status)
-        decision = self._scaler.decide(reports, present, num_starting, now)
-        if decision is None or now < self._held_until:
-            return None
-        self._on_line(f"{present} → {decision.size}: {decision.reason}")
-        if self._applies:
-            await self._resize(present, decision.size)
+        decision = self._scaler.decide(reports, present, starting, self._clock.now())
+        if decision is not None and self._applies:
+            self.changes.begin(present, decision.size, decision.reason)
+        elif decision is not None:
+            self._on_line(f"{present} → {decision.size}: {decision.reason}")
         return decision
 
     async def _read_status(self) -> FleetStatus | None:
@@ -201,26 +197,3 @@ class Autoscaler:
             return None
         self._problems.note("the fleet", None)
         return status
-
-    async def _resize(self, present: Size, wanted: Size) -> None:
-        changed = {
-            role: num for role, had, num in zip(ROLES, present, wanted, strict=True) if num != had
-        }
-        try:
-            async for line in self._control.scale(FleetSize(**changed)):
-                self._on_line(line)
-        except BatonError as exc:
-            log.warning("the fleet stays as it is: %s; next try in %.0f s", exc, RETRY_AFTER_S)
-            self._held_until = Instant(self._clock.now() + RETRY_AFTER_S)
-
-
-def count_members(status: FleetStatus) -> tuple[Size, int]:
-    """Workers by role that serve or start, and how many of them start."""
-    states = Counter(
-        (each.role, each.state) for each in status.members if each.state in {"starting", "ready"}
-    )
-    size = Size(*(states[role, "starting"] + states[role, "ready"] for role in ROLES))
-    num_starting = sum(
-        num for (role, state), num in states.items() if state == "starting" and role != "gateway"
-    )
-    return size, num_starting

@@ -19,6 +19,8 @@ DEFAULT_FLEET: Final = "default"
 
 MemberRole: TypeAlias = Literal["gateway", "prefill", "decode", "both"]
 MemberState: TypeAlias = Literal["starting", "ready", "draining", "ended", "failed"]
+COUNTED: Final = frozenset[MemberState]({"starting", "ready"})
+"""States of the workers that `scale` counts: the others serve no requests, and are replaced."""
 MAX_COUNT: Final = 10_000
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 
@@ -67,7 +69,11 @@ class FleetControl(Protocol):
         ...
 
     def scale(self, size: FleetSize) -> AsyncIterator[str]:
-        """Start or drain workers until each role has so many; yields lines of progress."""
+        """Start or drain workers until each role has so many that serve or start (`COUNTED`).
+
+        Yields lines of progress. Failed workers are removed once others serve in their place. On
+        Kubernetes they count, since their StatefulSet restarts them.
+        """
         ...
 
     def drain(self, worker: str) -> AsyncIterator[str]:

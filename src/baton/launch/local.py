@@ -50,6 +50,8 @@ class LocalFleet:
 
     def __init__(self, folder: FleetFolder) -> None:
         self._folder = folder
+        self._changing = asyncio.Lock()
+        """The launcher does one thing at a time, and refuses a second one."""
 
     async def status(self) -> FleetStatus:
         """See `FleetControl`."""
@@ -103,9 +105,10 @@ class LocalFleet:
             raise FleetError(f"cannot read the log of {member}: {exc}") from exc
 
     async def _change(self, request: Request) -> AsyncIterator[str]:
-        async for answer in self._ask(request):
-            if isinstance(answer, Progress):
-                yield answer.text
+        async with self._changing, aclosing(self._ask(request)) as answers:
+            async for answer in answers:
+                if isinstance(answer, Progress):
+                    yield answer.text
 
     async def _ask(self, request: Request) -> AsyncGenerator[Answer]:
         """The answers to a request, without the last one.

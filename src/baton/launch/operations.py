@@ -17,7 +17,7 @@ from baton import __version__
 from baton.errors import BatonError
 from baton.launch.child import ChildExited, describe_exit
 from baton.launch.errors import FleetError
-from baton.launch.fleet import FleetSize, FleetStatus
+from baton.launch.fleet import COUNTED, FleetSize, FleetStatus
 from baton.launch.gateways import count_requests, until_unused, until_used
 from baton.launch.plan import LOOPBACK, another_worker, count_peer_ports
 from baton.launch.ports import find_free_ports
@@ -107,19 +107,20 @@ class FleetOperations:
             FleetError: refused, or a worker did not start; those that did serve.
         """
         self._require_members_file()
-        counts = {role: len(self._workers(role)) for role in self._like}
+        counts = {role: len(self._counted(role)) for role in self._like}
         decided = decide_size(counts, size)
         plans = [
             self._next_plan(role) for role in decided for _ in range(decided[role] - counts[role])
         ]
         await self._grow(plans, report)
-        surplus = [
+        surplus = [  # with failed ones that serve again meanwhile
             slot
             for role in decided
-            for slot in await self._find_idle(role, counts[role] - decided[role])
+            for slot in await self._find_idle(role, len(self._counted(role)) - decided[role])
         ]
-        await self._retire(surplus, report)
-        found = [f"{len(self._workers(role))} {NOUNS[role]}" for role in self._like]
+        failed = [each for role in decided for each in self._workers(role) if each.has_failed]
+        await self._retire([*surplus, *failed], report)
+        found = [f"{len(self._counted(role))} {NOUNS[role]}" for role in self._like]
         report(f"serving: {', '.join(found)}")
 
     async def drain(self, name: str, report: Callable[[str], None]) -> None:
@@ -162,6 +163,10 @@ class FleetOperations:
         slots = self._supervisor.slots.values()
         return [slot for slot in slots if slot.plan and slot.role == role and not slot.is_leaving]
 
+    def _counted(self, role: Role) -> list[ProcessSlot]:
+        """Those of them that serve or start, and so are counted."""
+        return [slot for slot in self._workers(role) if slot.state in COUNTED]
+
     def _find(self, name: str) -> ProcessSlot:
         slot = self._supervisor.slots.get(name)
         if slot is not None and slot.plan is not None:
@@ -173,8 +178,8 @@ class FleetOperations:
         """Refuse to take out the last worker that generates answers."""
         if slot.role == "prefill":  # decode workers compute prompts, too
             return
-        generating = [*self._workers("decode"), *self._workers("both")]
-        if all(each is slot or each.has_failed for each in generating):
+        generating = [*self._counted("decode"), *self._counted("both")]
+        if all(each is slot for each in generating):
             raise FleetError(f"{slot.name} is the last worker that generates answers: {remedy}")
 
     def _next_plan(self, role: Role, like: WorkerPlan | None = None) -> WorkerPlan:
@@ -191,13 +196,12 @@ class FleetOperations:
         return another_worker(like or self._like[role][index % len(self._like[role])], index, port)
 
     async def _find_idle(self, role: Role, num_workers: int) -> list[ProcessSlot]:
-        """So many workers of a role: failed ones, then by fewest requests, of these the newest."""
+        """So many workers of a role: those with the fewest requests, of these the newest."""
         if num_workers <= 0:
             return []
         busy = await count_requests(self._supervisor.metrics_urls)
-        newest_first = reversed(self._workers(role))
-        order = sorted(newest_first, key=lambda slot: (not slot.has_failed, busy[slot.name]))
-        return order[:num_workers]
+        newest_first = reversed(self._counted(role))
+        return sorted(newest_first, key=lambda slot: busy[slot.name])[:num_workers]
 
     async def _grow(self, plans: Sequence[WorkerPlan], report: Callable[[str], None]) -> None:
         """Start workers beside those that there are, all at once."""

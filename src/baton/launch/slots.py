@@ -105,7 +105,7 @@ class ProcessSlot:
         return FleetMember(
             name=self.name,
             role=self.role,
-            state=self._state,
+            state=self.state,
             host=host,
             url=self.url,
             pid=None if has_ended else self.child.pid,
@@ -115,15 +115,16 @@ class ProcessSlot:
         )
 
     @property
-    def _state(self) -> MemberState:
-        if self.child.is_ended:
-            return "failed" if self.has_failed else "ended"
+    def state(self) -> MemberState:
+        """As an operator sees it; `starting` also from a process's end to the next one's start."""
         if self.is_leaving:
-            return "draining"
-        return "ready" if self.child.is_ready else "starting"
+            return "ended" if self.child.is_ended else "draining"
+        if self.has_failed:
+            return "failed"
+        return "ready" if self.child.is_ready and not self.child.is_ended else "starting"
 
     def _explain_state(self) -> str:
-        if self._state == "starting":
+        if self.state == "starting":
             return self.child.phase or ""
         return self.child.preempted or ""
 

@@ -3,8 +3,8 @@
     reports of all gateways ─► rate, shape, share of good answers
                                    │
         the cheapest size that is predicted to serve it within the limits (`find_size`)
-                                   │ more than there are: at once, but not while others still start,
-                                   │ unless they only replace some that are gone
+                                   │ more than there are: at once, but not while others of the role
+                                   │ still start, unless they only replace some that are gone
                                    │ fewer, for all of `shrink_after_s`: the most of that time
                                    ▼
                                `Resize`, with its reason
@@ -202,18 +202,19 @@ class Scaler:
         self._shape: RequestShape | None = None
         self._needs: deque[tuple[float, Size]] = deque()
         self._began_at: float | None = None
-        self._grew_at = -inf
+        self._grew_at = [-inf] * len(Size._fields)
         self._size = Size()
         self._factor = 1.0
 
     def decide(
-        self, reports: Mapping[str, DemandReport], present: Size, num_starting: int, now: float
+        self, reports: Mapping[str, DemandReport], present: Size, starting: Size, now: float
     ) -> Resize | None:
         """What to change, None for nothing.
 
-        `reports` by gateway, of those that answered; `present` has those that start, too, of which
-        there are `num_starting`, and not those that drain. What was there before and is not any
-        more, as preempted workers, is replaced at once, as far as it is needed.
+        `reports` by gateway, of those that answered; `present` has those that start, too, which
+        `starting` counts, and not those that drain. What was there before and is not any more, as
+        preempted workers, is replaced at once, as far as it is needed. A role of which workers
+        start, or that grew less than `grow_every_s` ago, does not grow; others may.
         """
         options = self._options
         if self._began_at is None:
@@ -225,7 +226,7 @@ class Scaler:
             return None
         rate = self._find_rate(now) + sum(each.num_waiting for each in found) / DRAIN_S
         demand = _to_demand(self._shape)
-        self._correct(found, demand, rate, present, is_starting=num_starting > 0)
+        self._correct(found, demand, rate, present, is_starting=any(starting))
         wanted_rate = rate * options.headroom * self._factor
         need, share = find_size(demand, wanted_rate, options)
         self._needs.append((now, need))
@@ -237,12 +238,13 @@ class Scaler:
         if share < options.good_share:
             reason += f", of which {share:.0%} can be good within the bounds"
         self._size = Size(*map(max, self._size, present))
-        more = Size(*map(max, need, present))
-        is_growth = any(num > had for num, had in zip(more, self._size, strict=True))
-        if more != present and not (is_growth and self._is_held(num_starting, now)):
-            if is_growth:
-                self._grew_at = now
-            return self._resize(self._keep_price(more, need), f"{reason} need {need}")
+        more = self._hold(Size(*map(max, need, present)), starting, now)
+        wanted = self._keep_price(more, need)
+        if present not in {more, wanted}:
+            for role, (num, had) in enumerate(zip(wanted, self._size, strict=True)):
+                if num > had:
+                    self._grew_at[role] = now
+            return self._resize(wanted, f"{reason} need {need}")
         return self._shrink(present, reason, now)
 
     def _resize(self, size: Size, reason: str) -> Resize:
@@ -250,17 +252,27 @@ class Scaler:
         self._size = Size(*map(min, self._size, size))
         return Resize(size, reason)
 
-    def _is_held(self, num_starting: int, now: float) -> bool:
-        """The last growth has not had its effect yet."""
-        return num_starting > 0 or now - self._grew_at < self._options.grow_every_s
+    def _hold(self, more: Size, starting: Size, now: float) -> Size:
+        """Without the growth of roles whose last growth has not had its effect yet."""
+        every_s = self._options.grow_every_s
+        return Size(
+            *(
+                min(num, had) if num_starting or now - grew_at < every_s else num
+                for num, had, num_starting, grew_at in zip(
+                    more, self._size, starting, self._grew_at, strict=True
+                )
+            )
+        )
 
     def _keep_price(self, more: Size, need: Size) -> Size:
         """A role that has too many is not kept at the cost of one that has too few."""
-        return more if self._options.price(more) <= self._options.most_price else need
+        if self._options.price(more) <= self._options.most_price:
+            return more
+        return Size(*map(min, need, more))
 
     def _shrink(self, present: Size, reason: str, now: float) -> Resize | None:
         began_at, after_s = self._began_at, self._options.shrink_after_s
-        if began_at is None or now - max(began_at, self._grew_at) < after_s:
+        if began_at is None or now - max(began_at, *self._grew_at) < after_s:
             return None
         most = Size(*(max(sizes) for sizes in zip(*(size for _, size in self._needs), strict=True)))
         fewer = Size(*map(min, most, present))

@@ -115,8 +115,11 @@ class IsolatedHost:
                 os.kill(self.first_pid, signal.SIGKILL)
             self.first.wait(INIT_TIMEOUT_S)
 
-    def start_ray(self, head: IsolatedHost) -> subprocess.Popen[str]:
-        """Start to join the cluster, or to be its head; ends when that is done."""
+    def start_ray(self, head: IsolatedHost, *options: str) -> subprocess.Popen[str]:
+        """Start to join the cluster, or to be its head; ends when that is done.
+
+        `options` are further ones of `ray start`.
+        """
         labels = ",".join(f"{name}={value}" for name, value in self.labels.items())
         part = (
             ("--head", f"--port={HEAD_PORT}", "--include-dashboard=false")
@@ -134,6 +137,7 @@ class IsolatedHost:
             "--object-store-memory=100000000",
             "--disable-usage-stats",
             *FIXED_PORTS,
+            *options,
         )
 
 
@@ -153,14 +157,15 @@ class RayCluster:
         """Ray's address, for processes on its hosts."""
         return f"{self.head.address}:{HEAD_PORT}"
 
-    def start_ray(self) -> None:
-        """Start Ray on all hosts.
+    def start_ray(self, *head_options: str) -> None:
+        """Start Ray on all hosts; `head_options` are further ones of the head's `ray start`.
 
         Raises:
             AssertionError: it did not start; what it printed is in the message.
         """
         for hosts in (self.hosts[:1], self.hosts[1:]):
-            starts = [(host, host.start_ray(self.head)) for host in hosts]
+            options = head_options if self.head in hosts else ()
+            starts = [(host, host.start_ray(self.head, *options)) for host in hosts]
             for host, start in starts:
                 printed, _ = start.communicate(timeout=START_TIMEOUT_S)
                 if start.returncode:

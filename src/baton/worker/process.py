@@ -18,7 +18,7 @@ from prometheus_client import disable_created_metrics
 
 from baton.clock import MachineClock
 from baton.config.cluster_key import is_loopback
-from baton.config.environment import pin_to
+from baton.config.numa import bind_worker
 from baton.encodings.interface import RAW
 from baton.engines.interface import ENGINES, EngineContext
 from baton.errors import ConfigError, EngineError
@@ -113,7 +113,7 @@ def run_worker(options: ProcessOptions) -> None:
     """
     if options.parent_pid is not None:
         exit_with_process(options.parent_pid)
-    pin_to(options.cpu_affinity)
+    bind_worker(options)
     # One more series for each counter and histogram, which nothing here reads.
     disable_created_metrics()  # type: ignore[no-untyped-call]
     status_reporter = StatusReporter(options.status_fd)

@@ -13,9 +13,10 @@ import pytest
 
 from baton.config.sections import ScalingSection
 from baton.errors import ConfigError
-from baton.launch.autoscaler import RETRY_AFTER_S, Autoscaler, DemandReader, make_options
+from baton.launch.autoscaler import Autoscaler, DemandReader, make_options
 from baton.launch.errors import FleetError
 from baton.launch.fleet import FleetMember, FleetStatus
+from baton.launch.role_changes import RETRY_AFTER_S, SLOW_S, count_members
 from baton.protocol.demand import DemandReport, EndedAnswer, ModelDemand, RequestShape
 from baton.testing.clocks import ManualClock
 
@@ -47,17 +48,24 @@ def pages(report):
 
 
 class Fleet:
-    """Implements the part of `FleetControl` that is used: workers are there at once."""
+    """Implements the part of `FleetControl` that is used: workers are there at once.
+
+    Those of the roles in `without_room` wait for a machine until `room` is set.
+    """
 
     def __init__(self):
         self.counts, self.asked, self.refusal = {"prefill": 1, "decode": 1}, [], None
+        self.states, self.without_room, self.room = {}, set(), asyncio.Event()
 
     async def status(self):
         members = [
-            FleetMember(name=f"{role}-{n}", role=role, state="ready", host="h")
+            FleetMember(
+                name=f"{role}-{n}", role=role, state=self.states.get(f"{role}-{n}", "ready"),
+                host="h", reason="Ray has no host for it" if role in self.without_room else "",
+            )
             for role, num in self.counts.items()
             for n in range(num)
-        ]
+        ]  # fmt: skip
         return FleetStatus(fleet="f", backend="local", version="1", members=tuple(members))
 
     async def scale(self, size):
@@ -65,7 +73,13 @@ class Fleet:
         if self.refusal is not None:
             raise FleetError(self.refusal)
         for role in ("prefill", "decode"):
-            self.counts[role] = getattr(size, role) or self.counts[role]
+            had, num = self.counts[role], getattr(size, role) or self.counts[role]
+            self.counts[role] = num
+            added = {f"{role}-{n}" for n in range(had, num)}
+            if added and role in self.without_room:
+                self.states |= dict.fromkeys(added, "starting")
+                await self.room.wait()
+                self.states = {k: v for k, v in self.states.items() if k not in added}
         yield "done"
 
 
@@ -93,6 +107,7 @@ def look(autoscaler, clock, traffic, num_looks, rate):
             clock.advance(5.0)
             traffic.num_begun += int(5 * rate)
             await autoscaler.step()
+            await asyncio.sleep(0)  # changes run in the background
 
     asyncio.run(run())
 
@@ -124,9 +139,68 @@ def test_a_refused_size_is_tried_again_later():
     with pages(traffic.report) as gateway:
         autoscaler, _ = make(gateway, clock, fleet, grow_every_s=1.0)
         look(autoscaler, clock, traffic, int(RETRY_AFTER_S / 5), rate=8)
-        assert len(fleet.asked) == 1
-        look(autoscaler, clock, traffic, int(RETRY_AFTER_S / 5), rate=8)
-        assert len(fleet.asked) == 2
+        asked = sorted(size.prefill is None for size in fleet.asked)
+        assert asked in ([False], [True], [False, True]), "each role once"
+        look(autoscaler, clock, traffic, int(RETRY_AFTER_S / 5) + 2, rate=8)
+        assert len(fleet.asked) == 2 * len(asked)
+
+
+def test_decisions_go_on_for_a_role_while_the_other_waits_for_a_machine(caplog):
+    clock, fleet = ManualClock(), Fleet()
+    fleet.without_room.add("prefill")
+    traffic = Traffic(clock)
+
+    def metric(name, **labels):
+        return autoscaler.changes.metrics.registry.get_sample_value(f"baton_scaling_{name}", labels)
+
+    async def looks(num_looks, rate):
+        for _ in range(num_looks):
+            clock.advance(5.0)
+            traffic.num_begun += int(5 * rate)
+            await autoscaler.step()
+            await asyncio.sleep(0)
+
+    async def scenario():
+        await looks(6, rate=8)
+        waiting = fleet.counts["prefill"]
+        assert waiting > 1
+        assert metric("workers", role="prefill", state="starting") == waiting - 1
+        await looks(int(SLOW_S / 5) + 2, rate=25)
+        assert fleet.counts["decode"] > 1
+        assert fleet.counts["prefill"] == waiting, "one change of a role at a time"
+        assert metric("change_age_seconds", role="prefill") >= SLOW_S
+        assert metric("changes_total", role="prefill", result="done") is None
+        assert "prefill-1 (starting: Ray has no host for it)" in caplog.text
+        fleet.room.set()
+        await looks(2, rate=8)
+        assert metric("change_age_seconds", role="prefill") == 0
+        assert metric("changes_total", role="prefill", result="done") >= 1
+
+    with pages(traffic.report) as gateway:
+        autoscaler, _ = make(gateway, clock, fleet)
+        asyncio.run(scenario())
+
+
+def test_a_change_without_an_effect_is_not_repeated_at_each_look():
+    """On Kubernetes a failed pod keeps its place, and `scale` to the same number does nothing."""
+    clock, fleet = ManualClock(), Fleet()
+    fleet.counts["decode"], fleet.states["decode-1"] = 2, "failed"
+    traffic = Traffic(clock)
+    with pages(traffic.report) as gateway:
+        autoscaler, _ = make(gateway, clock, fleet, min_decode=2)
+        look(autoscaler, clock, traffic, int(RETRY_AFTER_S / 5), rate=0.2)
+        assert [size.decode for size in fleet.asked] == [2]
+
+
+def test_who_counts_as_a_member():
+    states = ("starting", "ready", "draining", "ended", "failed")
+    members = tuple(
+        FleetMember(name=f"decode-{n}", role="decode", state=state, host="h")
+        for n, state in enumerate(states)
+    )
+    status = FleetStatus(fleet="f", backend="ray", version="1", members=members)
+    present, starting = count_members(status)
+    assert (present.decode, starting.decode) == (2, 1)
 
 
 def test_each_address_of_a_name_is_a_gateway(monkeypatch, caplog):

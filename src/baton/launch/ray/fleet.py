@@ -12,7 +12,7 @@ from baton.config.environment import read_environment
 from baton.config.resolve import CommandLine, resolve
 from baton.errors import UNDECODABLE
 from baton.launch.errors import FleetError
-from baton.launch.fleet import FleetMember, FleetStatus, MemberRole, MemberState
+from baton.launch.fleet import COUNTED, FleetMember, FleetStatus, MemberRole
 from baton.launch.ray.connection import CONNECT_TIMEOUT_S, check_ray, connected, find_address
 from baton.launch.ray.hosts import path_of
 from baton.launch.ray.members_file import read_member
@@ -32,7 +32,6 @@ STOP_MARGIN_S: Final = 15.0
 GATEWAYS_TIMEOUT_S: Final = 10.0
 FOLLOW_INTERVAL_S: Final = 0.5
 DECODERS: Final = frozenset[MemberRole]({"decode", "both"})
-LEAVING: Final = frozenset[MemberState]({"draining", "ended"})
 URLS: Final = frozenset[str]
 _IsSo: TypeAlias = "Callable[[frozenset[str]], bool]"
 """Of the workers that a gateway uses, by their addresses."""
@@ -72,14 +71,14 @@ class RayFleet:
             if role in DECODERS and count == 0:
                 raise FleetError(f"no worker would decode any more: keep at least one {role}")
         for role, count in wanted.items():
-            leaving = await self._find_leaving(role, names)
-            current = [name for name in _of_role(role, names) if name not in leaving]
+            current = await self._list_counted(role, names)
+            others = [name for name in _of_role(role, names) if name not in current]
             async for line in self._add(self._group_of(role), count - len(current), names):
                 yield line
             for name in reversed(current[count:]):
                 async for line in self._take_out(name):
                     yield line
-            for name in leaving:  # else Ray would start it on another host, one too many
+            for name in others:  # else it, or its next life on another host, were one too many
                 yield await self._end(name)
 
     async def drain(self, worker: str) -> AsyncIterator[str]:
@@ -91,7 +90,9 @@ class RayFleet:
                 f"{', '.join(sorted(names, key=_order))}"
             )
         role = role_of(worker)
-        if role in DECODERS | {"gateway"} and len(_of_role(role, names)) == 1:
+        if role in DECODERS | {"gateway"} and not (
+            set(await self._list_counted(role, names)) - {worker}
+        ):
             raise FleetError(
                 f"{worker} is the last {role} of this fleet; start another one first, or end the "
                 "fleet with `baton down`"
@@ -141,10 +142,10 @@ class RayFleet:
                 yield line
             since = new.next_number
 
-    async def _find_leaving(self, role: MemberRole, names: Collection[str]) -> list[str]:
-        """Workers of a role that end by themselves, as when their hosts are taken."""
+    async def _list_counted(self, role: MemberRole, names: Collection[str]) -> list[str]:
+        """Processes of a role that serve or start, the oldest first."""
         members = await asyncio.gather(*(self._report(name) for name in _of_role(role, names)))
-        return [member.name for member in members if member.state in LEAVING]
+        return [member.name for member in members if member.state in COUNTED]
 
     # Adding
 

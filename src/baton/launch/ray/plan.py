@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from baton.config.resolve import Resolved
-    from baton.config.sections import Config, Role
+    from baton.config.sections import Config, RaySection, Role
 
 NOT_FORWARDED: Final = ("up.", "ray.", "fleet.")
 OWN_KEYS: Final = frozenset({
@@ -161,10 +161,10 @@ def plan_fleet(
         num_processes=config.ray.gateways,
         settings={"router.policy": policy},
         selector=read_labels(config.ray.gateway_labels),
+        cpus=config.ray.least_cpus,
     )
     workers = [
-        _worker_group(role, count, overrides[role], config.ray.workers.get(role))
-        for role, count in counts.items()
+        _worker_group(role, count, overrides[role], config.ray) for role, count in counts.items()
     ]
     plan = RayPlan(
         fleet=fleet,
@@ -180,18 +180,19 @@ def plan_fleet(
 
 
 def _worker_group(
-    role: MemberRole, count: int, settings: dict[str, object], table: RayWorkersTable | None
+    role: MemberRole, count: int, settings: dict[str, object], section: RaySection
 ) -> ProcessGroup:
+    table = section.workers.get(role, RayWorkersTable())
     return ProcessGroup(
         role=role,
         num_processes=count,
         settings=settings,
-        selector=read_labels(table.labels if table else ()),
-        gpus=table.gpus if table else 0.0,
-        cpus=table.cpus if table else 0.0,
-        memory_bytes=table.memory_bytes if table else 0,
-        placement=table.placement if table else None,
-        within=table.within if table else None,
+        selector=read_labels(table.labels),
+        gpus=table.gpus,
+        cpus=table.cpus or section.least_cpus,
+        memory_bytes=table.memory_bytes,
+        placement=table.placement,
+        within=table.within,
     )
 
 

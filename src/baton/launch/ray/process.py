@@ -143,7 +143,10 @@ class SupervisedProcess:
         """From its start, or from that of its predecessor's end, to its end: the exit status."""
         child, self._successor = self._successor, None
         if child is None:
-            self.state = "draining" if self._is_draining else "starting"
+            if self._is_draining:
+                self.state = "draining"
+            elif not self._restarts.has_ended_too_often:  # else it is `failed` until it serves
+                self.state = "starting"
             child = await self._spawn()
         self._child = child
         try:

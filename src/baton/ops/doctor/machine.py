@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
+from baton.config.numa import parse_ranges
 from baton.ops.doctor.finding import Area, Finding, Level
 
 if TYPE_CHECKING:
@@ -87,15 +88,15 @@ def check_numa(host: Host) -> list[Finding]:
             name="numa",
             level=Level.OK,
             found=f"{len(nodes)} nodes; {'; '.join(parts)}" if len(nodes) > 1 else "one node",
-            why="Pages that cross from one node to another move more slowly: keep a worker, its "
-            "memory, its GPU and its NIC on one node.",
+            why="Pages that cross from one node to another move more slowly: worker.numa_node "
+            "keeps a worker and its memory on the node of its GPU or NIC.",
         )
     ]
 
 
 def numa_nodes(host: Host) -> tuple[int, ...]:
     """Numbers of the nodes; one, 0, where the kernel shows none."""
-    return tuple(parse_ranges(host.read(f"{NODES}/online") or "0"))
+    return tuple(sorted(parse_ranges(host.read(f"{NODES}/online") or "0")))
 
 
 def check_container(host: Host) -> list[Finding]:
@@ -172,13 +173,3 @@ def _read_cpu_quota(host: Host) -> float | None:
         if words[0].isdigit() and period.isdigit() and int(period):
             limits.append(int(words[0]) / int(period))
     return min(limits, default=None)
-
-
-def parse_ranges(text: str) -> list[int]:
-    """`0-2,7` → `[0, 1, 2, 7]`; nothing where it makes no sense."""
-    numbers: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.strip().partition("-")
-        if first.isdigit() and (last or first).isdigit():
-            numbers += range(int(first), int(last or first) + 1)
-    return numbers

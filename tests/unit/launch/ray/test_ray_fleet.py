@@ -136,13 +136,22 @@ def test_scaling_down_takes_the_newest(supervisors):
     assert [name for call, name in supervisors.calls if call == "stop"] == ["decode-10", "decode-1"]
 
 
-@pytest.mark.parametrize("state", ["draining", "ended"])
-def test_workers_that_leave_by_themselves_do_not_count_and_are_removed(supervisors, state):
+@pytest.mark.parametrize("state", ["draining", "ended", "failed"])
+def test_workers_that_serve_nobody_do_not_count_and_are_removed(supervisors, state):
     pytest.importorskip("ray", reason="Ray is not installed: make test-ray")
     supervisors.states["decode-0"] = state
     lines_of(RayFleet(supervisors, PLAN, 1.0).scale(FleetSize(decode=1)))
     assert supervisors.calls == [("stop", "decode-0"), ("remove", "decode-0")]
     assert "decode-1" in supervisors.names
+
+
+def test_the_last_worker_that_serves_is_not_drained(supervisors):
+    supervisors.states["decode-1"] = "failed"
+    with pytest.raises(FleetError, match="decode-0 is the last decode"):
+        lines_of(RayFleet(supervisors, PLAN, 1.0).drain("decode-0"))
+    assert not supervisors.calls
+    lines_of(RayFleet(supervisors, PLAN, 1.0).drain("decode-1"))
+    assert "decode-1" not in supervisors.names
 
 
 def test_successors_of_assigned_workers_start_where_these_are(supervisors, monkeypatch):
