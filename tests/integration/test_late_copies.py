@@ -35,12 +35,10 @@ if TYPE_CHECKING:
 
     from baton.handoff.messages import TransferOp
 
-Position = object()
-
 
 @dataclass
 class HeldCopy:
-    """A `PendingCopy`: pages move when it ends."""
+    """The position behind a copy: its pages move when it ends."""
 
     move: Callable[[], None]
     has_moved: bool = False
@@ -51,8 +49,9 @@ class HeldCopy:
             raise self.error
         return self.has_moved
 
-    def wait(self) -> None:
-        raise AssertionError("the agent waits for a copy")
+
+Position = HeldCopy(lambda: None)
+"""Of the engine's work."""
 
 
 @dataclass
@@ -162,7 +161,7 @@ def test_pages_leave_and_land_when_their_copies_have_ended(op: TransferOp) -> No
         assert pages.decode.stays_silent(0.1)
         pages.receiver.end(NUM_LAYERS)
         handoff.check_landed()
-        assert set(pages.sender.positions + pages.receiver.positions) == {Position}
+        assert all(each is Position for each in pages.sender.positions + pages.receiver.positions)
 
 
 def test_other_handoffs_go_on_while_a_copy_is_held_back() -> None:

@@ -63,12 +63,19 @@ class SampledToken(msgspec.Struct, frozen=True):
     top: tuple[TokenLogprob, ...] = ()
 
 
-StreamPosition: TypeAlias = object
-"""A position in what an engine has given its GPU to do, such as a recorded event.
+class StreamPosition(Protocol):
+    """A position in what an engine has given its GPU to do: a recorded event.
 
-Only the engine and its `Staging` look into it: a copy that comes after it begins, on the GPU, once
-all that was given before it has been done. None where all is done already (on CPUs).
-"""
+    None stands for one that was reached already (on CPUs).
+    """
+
+    def is_done(self) -> bool:
+        """Whether the GPU has done all that it was given before; does not wait.
+
+        Raises:
+            TransferError: the device failed.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)

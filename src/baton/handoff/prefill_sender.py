@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from baton.handoff.agent import ReadyLayers
     from baton.handoff.heartbeat import PendingPrefills
     from baton.handoff.interface import SampledToken, SendOrder, StreamPosition
-    from baton.handoff.kv_views import AgentContext, PendingCopy
+    from baton.handoff.kv_views import AgentContext
     from baton.handoff.messages import ToSender
     from baton.handoff.peer_transports import PeerTransport, PeerTransportLost, PeerTransportUp
     from baton.handoff.peers import Peer
@@ -82,9 +82,9 @@ _WRITING: Final = frozenset({SendPhase.SENDING, SendPhase.DRAINING})
 
 
 class _PendingGather(NamedTuple):
-    """Tokens of these layers, up to `stop`, are on their way to the pages of a view."""
+    """Tokens of these layers, up to `stop`, are in the pages of a view once `done` is reached."""
 
-    copy: PendingCopy
+    done: StreamPosition
     outgoing: OutgoingHandoff
     layers: range
     stop: int
@@ -164,12 +164,12 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 self._perform(outgoing, outgoing.session.layers_ready(rest.layers, rest.stop))
 
     def poll_copies(self) -> bool:
-        """Send what has been copied to the views' pages; whether there was any."""
+        """Send what is in the views' pages by now; whether there was any."""
         has_news = False
         while self._copies:
-            copy, outgoing, layers, stop = self._copies[0]
+            done, outgoing, layers, stop = self._copies[0]
             try:
-                if not copy.is_done():
+                if not done.is_done():
                     break
             except BatonError as exc:
                 self._perform(outgoing, outgoing.session.fail(str(exc), stage=STAGING_STAGE))
@@ -380,7 +380,7 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         if outgoing.mapped_pages is not None:
             note_encoding(session.order.trace, view.view.layout)
             self._context.peer_transports.record_encoding(granted.peer, granted.grant.encoding)
-            self._perform(outgoing, session.begin(view.page_tokens, is_staged=view.is_staged))
+            self._perform(outgoing, session.begin(view.page_tokens, is_gathered=view.is_gathered))
 
     def _is_reachable(self, peer: Peer) -> bool:
         """Whether there is a route; if not, `route_found` or `route_lost` follows.
@@ -501,19 +501,19 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     def _gather(self, outgoing: OutgoingHandoff, gather: GatherPages) -> None:
         """Copy a range of one layer or more to the view's pages; a failure ends the session."""
         session, pages = outgoing.session, outgoing.pages_to_send
-        for layers in split_gather(gather, pages.view.layout):
+        for layers in split_gather(gather, pages.view):
             if session.phase is not SendPhase.SENDING:
                 return  # what was gathered first could not be sent
             try:
-                copy = pages.gather(layers, gather.start, gather.stop, outgoing.after)
+                done = pages.gather(layers, gather.start, gather.stop, outgoing.after)
             except BatonError as exc:
                 self._perform(outgoing, session.fail(str(exc), stage=STAGING_STAGE))
                 return
             session.gathering()
-            if copy is None:
+            if done is None:
                 self._perform(outgoing, session.gathered(layers, gather.stop))
             else:
-                self._copies.append(_PendingGather(copy, outgoing, layers, gather.stop))
+                self._copies.append(_PendingGather(done, outgoing, layers, gather.stop))
 
     def _submit(self, outgoing: OutgoingHandoff, submit: WriteLayers) -> None:
         """Write a range of one layer or more, in batches; a failure ends the session."""

@@ -35,7 +35,7 @@ from tests.unit.engines_vllm.scripted_port import ScriptedPort, SettlingEvent
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from baton.handoff.interface import HandoffEvent, PrefixStore
+    from baton.handoff.interface import HandoffEvent, PrefixStore, StreamPosition
 
 BLOCK_SIZE, NUM_LAYERS = 4, 2
 ID = TicketId(b"t" * 16)
@@ -64,8 +64,13 @@ def harness() -> RankHarness:
     return make_harness(None)
 
 
+class ReachedPosition:
+    def is_done(self) -> bool:
+        return True
+
+
 def make_harness(
-    store: PrefixStore | None, record_position: Callable[[], object] = on_host
+    store: PrefixStore | None, record_position: Callable[[], StreamPosition | None] = on_host
 ) -> RankHarness:
     clock, port, traces = ManualClock(), ScriptedPort(NUM_LAYERS), TraceRing(8)
     port.prefixes = store
@@ -122,10 +127,11 @@ def test_blocks_of_later_chunks_join_the_order_that_the_agent_has(harness: RankH
 
 def test_each_layer_is_reported_with_its_position() -> None:
     """The last one that was skipped: with the position after the whole pass."""
-    positions = iter(("after a", "after the pass"))
+    after_a, after_the_pass = ReachedPosition(), ReachedPosition()
+    positions = iter((after_a, after_the_pass))
     harness = make_harness(None, lambda: next(positions))
     run(harness, offer(harness, 7, 7, (5, 6)), "a")
-    assert harness.port.positions == {0: "after a", 1: "after the pass"}
+    assert harness.port.positions == {0: after_a, 1: after_the_pass}
 
 
 def test_blocks_are_received_behind_the_steps_that_were_begun() -> None:

@@ -62,6 +62,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     liveness_timeout_s: Seconds = 3.0
     lease_s: LeaseSeconds = 10.0
     layer_batch_bytes: Annotated[int, Meta(ge=0)] = 4 * 1024 * 1024
+    device_layer_batch_bytes: Annotated[int, Meta(ge=0)] = 128 * 1024 * 1024
     verify_same_process: Verification = "full"
     verify_same_host: Verification = "full"
     verify_network: Verification = "full"
