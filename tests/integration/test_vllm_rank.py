@@ -27,7 +27,7 @@ from baton.engines.vllm.step_orders import (
 from baton.errors import ConfigError
 from baton.ids import Epoch, WorkerId
 from baton.testing import host_device
-from baton.transfer.interface import TRANSPORTS, Registry
+from baton.transfer.interface import TRANSPORTS
 from tests.lazy_modules import LazyModule
 from tests.unit.engines_vllm.caches import (
     BLOCK_SIZE,
@@ -215,7 +215,7 @@ def test_an_encoding_that_handoffs_cannot_have_is_refused(
 def gpu_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
     """`cuda_ipc` over memory of this host."""
     monkeypatch.setenv("BATON_CLUSTER_KEY", "ab" * 32)
-    monkeypatch.setattr(type(TRANSPORTS), "build", lambda _, *args: host_device.build_transport(*args))
+    monkeypatch.setattr(TRANSPORTS, "build", host_device.build_transport)
 
 
 @pytest.mark.usefixtures("gpu")

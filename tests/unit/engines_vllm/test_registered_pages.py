@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from baton.engines.gpu.device_region import register_pages, view_memory
 from baton.engines.vllm.layouts import pages_of, read_layers
@@ -14,7 +17,7 @@ from baton.engines.vllm.registered_pages import register_kv_view
 from baton.errors import ConfigError, TransferError
 from baton.kv.device_digest import PieceParts
 from baton.kv.layout import KVLayout, TensorParallelShard, find_differences
-from tests.gpu.vllm_layouts import LAYOUTS, allocate_layers
+from tests.gpu.vllm_layouts import LAYOUTS, allocate_layers, view_layers
 from tests.property.page_digesting import compute_sum128
 from tests.unit.engines_vllm.caches import (
     BLOCK_SIZE,
@@ -94,6 +97,30 @@ def test_two_orders_or_numbers_of_ranks_are_no_peers(tmp_path: Path) -> None:
         (difference, *_) = find_differences(alone.layout, other.layout)
         assert "arrange" in difference
     assert find_differences(one_of_two.layout, again.layout) == ()
+
+
+@given(order=st.sampled_from(LAYOUTS), dims=st.tuples(*[st.integers(1, 3)] * 4))
+def test_pages_are_registered_if_and_only_if_they_are_adjacent_runs(
+    order: str, dims: tuple[int, int, int, int]
+) -> None:
+    """Dimensions of one are in no one's way."""
+    shape = (*dims, 64)
+    numbers = view_layers(order, shape, torch.arange(math.prod(shape)))
+    addresses = [[np.sort(page.numpy(), axis=None) for page in layer] for layer in numbers]
+    size = addresses[0][0].size
+    is_regular = all(
+        np.array_equal(page, layer[0][0] + number * size + np.arange(size))
+        for layer in addresses
+        for number, page in enumerate(layer)
+    )
+    layers = view_layers(order, shape, torch.zeros(math.prod(shape), dtype=torch.uint8))
+    if not is_regular:
+        with pytest.raises(TransferError, match="not adjacent"):
+            register_pages(layers)
+        return
+    arrays = register_pages(layers).arrays
+    assert [each.offset_bytes for each in arrays] == [layer[0][0] for layer in addresses]
+    assert {(each.page_bytes, each.num_pages) for each in arrays} == {(size, dims[1])}
 
 
 def test_layers_in_several_allocations_are_refused() -> None:

@@ -101,7 +101,7 @@ def register_pages(layers: Sequence[torch.Tensor]) -> PagedRegion:
 def _locate_pages(layer: torch.Tensor) -> PageArray:
     """Where in its storage the pages of a layer are."""
     num_pages, page_elements = len(layer), layer.numel() // max(1, len(layer))
-    expected, is_run = 1, layer.stride(0) == page_elements
+    expected, is_run = 1, num_pages == 1 or layer.stride(0) == page_elements
     for stride, size in sorted(zip(layer.stride()[1:], layer.shape[1:], strict=True)):
         is_run = is_run and (size == 1 or stride == expected)
         expected *= size
