@@ -59,7 +59,9 @@ def bits(layer, table):
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("op", ["WRITE", "READ"])
-@pytest.mark.parametrize("links", [LinkOptions("listed"), LinkOptions()], ids=["listed", "measured"])
+@pytest.mark.parametrize(
+    "links", [LinkOptions("listed"), LinkOptions()], ids=["listed", "measured"]
+)
 def test_pages_leave_once_a_busy_stream_has_computed_them(order, op, links):
     key = Credentials.generate()
     with (

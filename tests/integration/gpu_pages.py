@@ -48,6 +48,9 @@ class HeldPosition:
             raise self.error
         return self.is_reached
 
+    def wait(self) -> None:
+        raise AssertionError("the agent waits for the GPU")
+
 
 @contextmanager
 def gpu_pages(order: str = "LBHNC") -> Iterator[Pages]:
@@ -73,7 +76,9 @@ def opaque_layout(order: str) -> KVLayout:
 
 
 @contextmanager
-def gpu_node(name: str, key: Credentials, *, order: str = "LBHNC", **options: Any) -> Iterator[Node]:
+def gpu_node(
+    name: str, key: Credentials, *, order: str = "LBHNC", **options: Any
+) -> Iterator[Node]:
     with (
         gpu_pages(order) as pages,
         node(

@@ -49,6 +49,9 @@ class HeldCopy:
             raise self.error
         return self.has_moved
 
+    def wait(self) -> None:
+        raise AssertionError("the agent waits for a copy")
+
 
 Position = HeldCopy(lambda: None)
 """Of the engine's work."""

@@ -120,9 +120,12 @@ class OpenRank:
         cache = plan(config, specs)
         announce(config, tuple(specs))
         identity = Identity(WorkerId(name), Epoch(name * 16), role, 1)
-        connector = ConnectorOptions(
-            **{"transports": ("tcp",), "fingerprint": "f" * 64, "probe_time_s": 0.05, **options}
-        )
+        connector = ConnectorOptions(**{
+            "transports": ("tcp",),
+            "fingerprint": "f" * 64,
+            "probe_time_s": 0.05,
+            **options,
+        })
         self.rank = Rank(RankPlan(config, cache, connector, identity, rank=0))
         context = self.rank.pool_context()
         if device != "cpu":  # memory of this host in place of a GPU's
@@ -247,6 +250,4 @@ def test_what_a_gpus_memory_cannot_have_is_refused_at_the_start(
     tmp_path: Path, device: str, options: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
-        OpenRank(
-            tmp_path / "model", "pp", "prefill", device, transports=("cuda_ipc",), **options
-        )
+        OpenRank(tmp_path / "model", "pp", "prefill", device, transports=("cuda_ipc",), **options)

@@ -77,6 +77,14 @@ class StreamPosition(Protocol):
         """
         ...
 
+    def wait(self) -> None:
+        """Wait until it has: not on an agent's thread.
+
+        Raises:
+            TransferError: the device failed.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ReceiveOrder:

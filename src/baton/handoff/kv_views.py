@@ -241,7 +241,8 @@ class KVView:
 class MappedPages(Record, frozen=True):
     """Page `pages.blocks[i]` of the view's region stands for `blocks.blocks[i]` of the engine's.
 
-    Without staging both are the same, and nothing is copied. Both tables have the same `first`. `layer_pages` are the view's (`RegisteredView`): none on a device.
+    Without staging both are the same, and nothing is copied. Both tables have the same `first`.
+    `layer_pages` are the view's (`RegisteredView`): none on a device.
     """
 
     view: KVView

@@ -68,6 +68,9 @@ class ReachedPosition:
     def is_done(self) -> bool:
         return True
 
+    def wait(self) -> None:
+        """It is reached."""
+
 
 def make_harness(
     store: PrefixStore | None, record_position: Callable[[], StreamPosition | None] = on_host

@@ -48,7 +48,7 @@ _NO_SPANS: Final = np.empty((0, 3), np.int64)
 
 @dataclass(frozen=True, slots=True)
 class CopyEvent:
-    """What a device was given until then: copies, or an engine's work. Implements `StreamPosition`."""
+    """What a device was given until then: copies, an engine's work. Implements `StreamPosition`."""
 
     done: torch.Event
 

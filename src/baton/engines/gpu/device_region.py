@@ -110,7 +110,7 @@ def _locate_pages(layer: torch.Tensor) -> PageArray:
             f"the bytes of a page, or the pages, are not adjacent: {tuple(layer.shape)} with "
             f"strides {layer.stride()}"
         )
-    first_byte = layer.storage_offset() * layer.element_size()
+    first_byte = int(layer.storage_offset()) * layer.element_size()
     return PageArray(first_byte, page_elements * layer.element_size(), num_pages)
 
 

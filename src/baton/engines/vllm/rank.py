@@ -162,10 +162,7 @@ class Rank:
         plan = self._plan
         options = plan.options
         device = next(iter(kv_caches.values())).device
-        if self._memory == "cuda":
-            self._kv_views = (register_kv_view(plan.vllm_config, self._layers, kv_caches),)
-        else:
-            self._build_views(kv_caches, choose_staging_bytes(options.staging_bytes, device))
+        self._build_views(kv_caches, choose_staging_bytes(options.staging_bytes, device))
         fingerprint = options.fingerprint or find_fingerprint(plan.vllm_config.model_config)
         journal = CacheJournal()
         access = self._open_pool(fingerprint, journal)
@@ -247,6 +244,9 @@ class Rank:
     def _build_views(self, kv_caches: Mapping[str, torch.Tensor], staging_bytes: int) -> None:
         """How peers and the store see the KV: `close` gives the memory back."""
         config, layers, store = self._plan.vllm_config, self._layers, self._plan.options.store
+        if self._memory == "cuda":
+            self._kv_views = (register_kv_view(config, layers, kv_caches),)
+            return
         self._kv_views = build_kv_views(
             config, layers, kv_caches, self._pool, staging_bytes=staging_bytes
         )

@@ -128,9 +128,9 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     What is missing of what a failed transport carried is sent again: see `CarriedWrites`. `lease`
     bounds how long it waits for the peer once all is computed.
 
-    Of a layer, in tokens: computed up to `_ready`; where it is gathered, `GatherPages` was asked for
-    up to `_asked`, is done up to `_gathered`; given to transports up to `_sent`. A page is gathered
-    once, so that it does not change under a write.
+    Of a layer, in tokens: computed up to `_ready`; where pages are gathered, that was asked for up
+    to `_asked` (`GatherPages`), and is done up to `_gathered`; given to transports up to `_sent`. A
+    page is gathered once, so that it does not change under a write.
     """
 
     def __init__(

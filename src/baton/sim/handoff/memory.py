@@ -187,6 +187,10 @@ class SimCopy:
         """See `StreamPosition`."""
         return self.copied
 
+    def wait(self) -> None:
+        """See `StreamPosition`. No simulated thread waits for a GPU."""
+        raise AssertionError("a thread waits for a copy")
+
 
 class SimDeviceStaging:
     """`SimStaging` whose copies a GPU carries out: they take time, of which the agent learns later.

@@ -311,5 +311,7 @@ def _locate(
     """
     source, target = (PageArray(0, num_bytes, 1) for num_bytes in page_bytes)
     found = [compute_copy_runs(group, source, target) for group in copies.groups]
-    runs = np.concatenate([np.empty((0, 3), np.int64), *found])
-    return (runs + np.array(starts, np.int64)[:, None]).reshape(-1, 3).astype(np.uint64)
+    within = np.concatenate([np.empty((0, 3), np.int64), *found])
+    runs = within + np.array(starts, np.int64)[:, None]
+    located: NDArray[np.uint64] = runs.reshape(-1, 3).astype(np.uint64)
+    return located
