@@ -9,8 +9,10 @@ default). Configurations take turns:
 
     none      nothing is handed over
     cuda_ipc  as vLLM's connector does with that transport: pages stay on the GPU
-    events    as it does over `shared`: a copy comes after an event, the agent asks if it is done
-    device    as it did before: the agent waits for the whole device, then copies as it can
+    events    as it does over `shared`: a copy comes after an event, the agent asks if it is done;
+              it learns of all layers when the last one is launched
+    layers    the same, but the agent learns of each layer when it is launched
+    device    as it did at first: the agent waits for the whole device, then copies as it can
 
 Of each pass: its time on the GPU; what launching it took; the time of one report of a layer on the
 thread that launches; from the pass' end on the GPU until all KV has landed in the other's pages on
@@ -60,7 +62,7 @@ if TYPE_CHECKING:
 HEADS, HEAD_DIM, BLOCK_SIZE = 8, 128, 16
 DEVICE_BATCH_BYTES = 128 << 20
 """`device_layer_batch_bytes`."""
-CONFIGURATIONS = ("none", "cuda_ipc", "events", "device")
+CONFIGURATIONS = ("none", "cuda_ipc", "events", "layers", "device")
 UNKEPT = {"json", "show", "child", "configurations"}
 
 
@@ -135,7 +137,7 @@ class Worker:
                 self._open(name, how, pages, stack, layer_batch_bytes=DEVICE_BATCH_BYTES)
                 continue
             region = allocate_shared_region([(num_pages, layout.page_bytes(0))] * options.layers)
-            if how == "events":
+            if how != "device":
                 staging = DevicePages(self.kv, region)
             else:
                 host = [torch.from_numpy(view_pages(region.memory, each)) for each in region.arrays]
@@ -192,7 +194,7 @@ class Model:
         return make_recorder(device)
 
     def run(
-        self, blocks: torch.Tensor, report: Callable[[int], None]
+        self, blocks: torch.Tensor, report: Callable[[int], None], launched: Callable[[], None]
     ) -> tuple[float, float, tuple[float, ...], float]:
         """GPU time of a pass, launching time, that of each report, and when it ended."""
         took = []
@@ -210,6 +212,7 @@ class Model:
                 report(number)
                 took.append(time.perf_counter() - at)
             self._mark(end)
+            launched()
             launched_at = time.perf_counter()
             if end is not None:
                 end.synchronize()
@@ -323,7 +326,7 @@ def measure(how: str, model: Model, prefill: Worker, decode: DecodeProcess, seed
     model.new.normal_()
     if how == "none":
         wait_for_device(model.device)
-        pass_s, launch_s, report_s, _ = model.run(blocks, lambda _: None)
+        pass_s, launch_s, report_s, _ = model.run(blocks, lambda _: None, lambda: None)
         return Sample(how, pass_s, launch_s, report_s, None)
     sender = prefill.nodes[how]
     ticket = make_ticket(sender.ref, decode.refs[how])
@@ -333,13 +336,21 @@ def measure(how: str, model: Model, prefill: Worker, decode: DecodeProcess, seed
     time.sleep(0.1)  # the grant's way
     wait_for_device(model.device)
     tickets = [(ticket.id, options.tokens)]
+    waiting: list[tuple[int, object]] = []
 
     def report(layer: int) -> None:
-        sender.agent.layer_ready(tickets, layer, model.record())
-        if layer + 1 == len(model.kv):
-            sender.agent.prefill_done(ticket.id, None)
+        waiting.append((layer, model.record()))
+        if how != "events":
+            launched()
 
-    pass_s, launch_s, report_s, ended_at = model.run(blocks, report)
+    def launched() -> None:
+        for layer, position in waiting:
+            sender.agent.layer_ready(tickets, layer, position)
+            if layer + 1 == len(model.kv):
+                sender.agent.prefill_done(ticket.id, None)
+        waiting.clear()
+
+    pass_s, launch_s, report_s, ended_at = model.run(blocks, report, launched)
     landed = decode.receive()
     assert sender.wait_for(timeout_s=10.0) == [KVSent(ticket.id)]
     assert landed["sums"] == sum_up(prefill.kv, table), "other bytes than were computed"

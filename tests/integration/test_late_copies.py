@@ -14,6 +14,7 @@ import pytest
 from baton.auth.credentials import Credentials
 from baton.errors import TransferError
 from baton.handoff.interface import BlocksQuiescent, KVLanded, KVSent, SendFailed
+from baton.telemetry.trace import Stamp
 from tests.integration.handoff_nodes import (
     CLOCK,
     FIRST,
@@ -37,6 +38,25 @@ if TYPE_CHECKING:
 
 
 @dataclass
+class Position:
+    """A `StreamPosition` that the device gets to when the test wants it."""
+
+    is_reached: bool = True
+    error: TransferError | None = None
+
+    def is_done(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return self.is_reached
+
+    def wait(self) -> None:
+        raise AssertionError("the agent waits for the device")
+
+
+REACHED = Position()
+
+
+@dataclass
 class HeldCopy:
     """The position behind a copy: its pages move when it ends."""
 
@@ -51,10 +71,6 @@ class HeldCopy:
 
     def wait(self) -> None:
         raise AssertionError("the agent waits for a copy")
-
-
-Position = HeldCopy(lambda: None)
-"""Of the engine's work."""
 
 
 @dataclass
@@ -122,16 +138,18 @@ class Pair:
 
     def begin(self, num_tokens: int = 101) -> Handoff:
         handoff = make_handoff(self.prefill, self.decode, num_tokens=num_tokens)
-        handoff.receiving = replace(handoff.receiving, after=Position)
+        handoff.receiving = replace(handoff.receiving, after=REACHED)
         handoff.start_receive()
         handoff.start_send()
         handoff.wait_until_granted()
         return handoff
 
-    def compute(self, handoff: Handoff) -> None:
+    def compute(self, handoff: Handoff, *positions: Position) -> None:
+        """Report all layers: the first ones at `positions`, the others where the device is."""
         ticket, stop = handoff.sending.ticket.id, handoff.sending.num_tokens
         for layer in range(HEADS_FIRST.num_layers):
-            self.prefill.agent.layer_ready([(ticket, stop)], layer, Position)
+            position = positions[layer] if layer < len(positions) else REACHED
+            self.prefill.agent.layer_ready([(ticket, stop)], layer, position)
 
 
 @contextmanager
@@ -164,7 +182,14 @@ def test_pages_leave_and_land_when_their_copies_have_ended(op: TransferOp) -> No
         assert pages.decode.stays_silent(0.1)
         pages.receiver.end(NUM_LAYERS)
         handoff.check_landed()
-        assert all(each is Position for each in pages.sender.positions + pages.receiver.positions)
+        assert set(map(id, pages.sender.positions + pages.receiver.positions)) == {id(REACHED)}
+
+
+def wait_for(happened: Callable[[], bool]) -> None:
+    deadline = CLOCK.now() + 20.0
+    while not happened():
+        assert CLOCK.now() < deadline
+        threading.Event().wait(0.005)
 
 
 def test_other_handoffs_go_on_while_a_copy_is_held_back() -> None:
@@ -228,3 +253,36 @@ def test_a_copy_that_the_device_fails_ends_its_handoff_alone() -> None:
         pages.sender.end(NUM_LAYERS)
         pages.receiver.end(NUM_LAYERS)
         again.check_landed()
+
+
+def test_prefill_is_done_when_the_device_has_computed_it() -> None:
+    with pair() as pages:
+        handoff = pages.begin()
+        first, last = Position(is_reached=False), Position(is_reached=False)
+        pages.compute(handoff, *[first] * (NUM_LAYERS - 1), last)
+        handoff.prefill_done()
+        pages.sender.wait_for(NUM_LAYERS)  # behind positions that the device has yet to get to
+        assert pages.decode.stays_silent(0.1)
+        stamps = handoff.sending.trace.stamps
+        assert not stamps.keys() & {Stamp.FIRST_LAYER_READY, Stamp.PREFILL_DONE}
+        begun_at = CLOCK.now()
+        first.is_reached = True
+        wait_for(lambda: Stamp.FIRST_LAYER_READY in stamps)
+        assert Stamp.PREFILL_DONE not in stamps
+        last.is_reached = True
+        pages.sender.end(NUM_LAYERS)
+        pages.receiver.end(NUM_LAYERS)
+        handoff.check_landed()
+        known = handoff.receiving.trace.peer_stamps
+        assert begun_at <= known[Stamp.FIRST_LAYER_READY] <= known[Stamp.PREFILL_DONE]
+
+
+def test_a_position_that_the_device_fails_is_not_awaited() -> None:
+    with pair() as pages:
+        handoff = pages.begin(37)
+        pages.compute(handoff, *[Position(error=TransferError("a lost device"))] * NUM_LAYERS)
+        handoff.prefill_done()
+        pages.sender.end(NUM_LAYERS)  # the copies go on, which a real device would not
+        pages.receiver.end(NUM_LAYERS)
+        handoff.check_landed()
+        assert Stamp.PREFILL_DONE not in handoff.sending.trace.stamps

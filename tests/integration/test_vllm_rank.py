@@ -153,17 +153,29 @@ def two_ranks(folder: Path, **options: Any) -> Iterator[tuple[OpenRank, OpenRank
         prefill.rank.close()
 
 
-def hand_over(prefill: OpenRank, decode: OpenRank, num_tokens: int) -> float:
-    """One prompt, in other blocks on each side; the largest difference of what was received."""
+def hand_over(
+    prefill: OpenRank,
+    decode: OpenRank,
+    num_tokens: int,
+    *,
+    num_cached: int = 0,
+    hooked: int | None = None,
+) -> float:
+    """One prompt, in other blocks on each side; the largest difference of what was received.
+
+    vLLM calls the hooks of the first `hooked` layers, by default all of them.
+    """
     num_blocks = -(-num_tokens // BLOCK_SIZE)
     sent, received = tuple(range(num_blocks)), tuple(range(num_blocks + 3, 3, -1))
     ticket = make_ticket(prefill.ref, decode.ref)
     prompt = Prompt(ticket, PROMPT_HASH, num_tokens, MachineClock().now())
     decode.handoffs.begin_step(StepOrders(expected=(StartReceive("r", prompt, 0, 0, received),)))
     step = Progress("r", 0, sent, num_tokens, is_last=True)
-    prefill.handoffs.begin_step(StepOrders(offers=(StartSend("r", prompt, 0),), progress=(step,)))
-    for layer in prefill.tensors:
+    offers = (StartSend("r", prompt, num_cached),)
+    prefill.handoffs.begin_step(StepOrders(offers=offers, progress=(step,)))
+    for layer in list(prefill.tensors)[:hooked]:
         prefill.handoffs.layer_done(layer)
+    prefill.handoffs.forward_launched()
     for side in (prefill, decode):
         side.handoffs.end_step()
     released, landed = prefill.handoffs.get_finished({"r"}, 0.0)[0], set[str]()
@@ -177,6 +189,26 @@ def hand_over(prefill: OpenRank, decode: OpenRank, num_tokens: int) -> float:
         float((tensor[list(sent)] - decode.tensors[layer][list(received)]).abs().max())
         for layer, tensor in prefill.tensors.items()
     )
+
+
+def test_kv_of_a_pass_in_a_full_graph_is_handed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its replay calls no hook: of a short prompt, and of one with one token left to compute."""
+    monkeypatch.setenv("BATON_CLUSTER_KEY", "ab" * 32)
+    with two_ranks(tmp_path / "model") as (prefill, decode):
+        for num_tokens, num_cached, hooked in (
+            (2 * BLOCK_SIZE - 1, 0, 0),
+            (5 * BLOCK_SIZE + 1, 5 * BLOCK_SIZE, 0),
+            (3 * BLOCK_SIZE, 0, 1),
+        ):
+            for tensor in prefill.tensors.values():
+                tensor.copy_(torch.randn_like(tensor))
+            assert decode.tensors.keys() == prefill.tensors.keys()
+            difference = hand_over(
+                prefill, decode, num_tokens, num_cached=num_cached, hooked=hooked
+            )
+            assert difference == 0.0
 
 
 def test_kv_of_two_servers_is_encoded_once_the_link_is_measured(

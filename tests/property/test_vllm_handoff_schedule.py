@@ -29,7 +29,7 @@ from baton.engines.vllm.handoff_schedule import (
 from baton.engines.vllm.rank_handoffs import RankHandoffs
 from baton.engines.vllm.rank_observer import RankObserver
 from baton.engines.vllm.rank_prompts import RankSetting
-from baton.engines.vllm.step_orders import Prompt
+from baton.engines.vllm.step_orders import NO_ORDERS, Prompt
 from baton.engines.vllm.tickets import Refusal
 from baton.ids import Epoch, WorkerId, new_ticket_id
 from baton.kv.layout import KVLayout
@@ -149,6 +149,7 @@ class VllmMachine(RuleBasedStateMachine):
             for name in (*names, "draft_model.layer0"):
                 if self.worker.follows_layers:
                     self.worker.layer_done(name)
+            self.worker.forward_launched()
         self.worker.end_step()
         waits = self.wake_event.num_waits
         sent, received = self.worker.get_finished(self.finished_ids, 0.0 if scheduled else 0.01)
@@ -240,8 +241,8 @@ class VllmMachine(RuleBasedStateMachine):
         assert len(self.schedule) == 0
         assert not self.port.sends
         assert not self.port.receives
-        if self.worker.follows_layers:
-            self.worker.layer_done("layer0")
+        self.worker.begin_step(NO_ORDERS)
+        self.worker.forward_launched()
         vouched = self.port.uncomputed[-1:]
         assert vouched in ([], [()]), "a prompt is vouched for that nobody will compute"
         assert self.port.offered == self.sending

@@ -12,6 +12,7 @@ File map:
     agent_loop.py       what that thread owns: links, transports, sessions; dispatches their events
     options.py          what an agent is built from; lease_file.py: a write lease of a whole host
     prefill_sender.py   the prefill worker's handoffs: carries out what `SendSession` asks for
+    awaited_stamps.py   when a GPU got to what it was given to do, for traces
     decode_receiver.py  the decode worker's handoffs: carries out what `ReceiveSession` asks for
     session/            the two state machines of one handoff, pure
     write_batches.py    one handoff out of this worker: page copies, digests, writes

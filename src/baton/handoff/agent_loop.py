@@ -211,7 +211,8 @@ class AgentLoop:
             if not self._commands.empty():
                 return self._selector.select(0)
             return self._waiting.wait(self._selector.select, TICK_S)
-        self._looks_often = True
+        if not self._looks_often:
+            self._looks_often, self._copy_pause_s = True, MIN_COPY_PAUSE_S
         ready = self._selector.select(0)
         if ready or not self._commands.empty():
             return ready
@@ -221,8 +222,8 @@ class AgentLoop:
 
     def _poll_copies(self) -> None:
         has_sent, has_received = self.sending.poll_copies(), self.receiving.poll_copies()
-        if has_sent or has_received:
-            self._copy_pause_s = MIN_COPY_PAUSE_S
+        if has_sent or has_received:  # the pause finds the copies' own pace
+            self._copy_pause_s = max(MIN_COPY_PAUSE_S, self._copy_pause_s / 2)
 
     def _poll_transports(self, ready: list[object], *, also_idle: bool) -> None:
         """Handle the events of those that are ready, or may have some of what was just posted."""

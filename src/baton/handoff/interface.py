@@ -66,14 +66,15 @@ class SampledToken(msgspec.Struct, frozen=True):
 class StreamPosition(Protocol):
     """A position in what an engine has given its GPU to do: a recorded event.
 
-    None stands for one that was reached already (on CPUs).
+    A copy that comes after it begins, on the GPU, once all that was given before it has been done.
+    None stands for it where all is done already (on CPUs).
     """
 
     def is_done(self) -> bool:
-        """Whether the GPU has done all that it was given before; does not wait.
+        """Whether the GPU has got there; does not wait. Thread-safe.
 
         Raises:
-            TransferError: the device failed.
+            TransferError: the GPU failed.
         """
         ...
 
@@ -81,7 +82,7 @@ class StreamPosition(Protocol):
         """Wait until it has: not on an agent's thread.
 
         Raises:
-            TransferError: the device failed.
+            TransferError: the GPU failed.
         """
         ...
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, assert_never
 
 from baton.clock import Instant
 from baton.errors import BatonError
+from baton.handoff.awaited_stamps import AwaitedStamps
 from baton.handoff.encoded_view import note_encoding
 from baton.handoff.grants import (
     EarlyGrants,
@@ -58,6 +59,7 @@ from baton.handoff.write_batches import (
     split_gather,
     write_batches,
 )
+from baton.telemetry.trace import Stamp
 from baton.transfer.interface import find_read_scopes
 
 if TYPE_CHECKING:
@@ -99,6 +101,8 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self._outgoing: dict[TicketId, OutgoingHandoff] = {}
         self._early = EarlyGrants()
         self._copies: deque[_PendingGather] = deque()
+        self._awaited_stamps = AwaitedStamps(context.clock)
+        self._is_gathered = any(view.is_gathered for view in context.views)
         self.writes: dict[TransferHandle, tuple[PeerTransport, TicketId]] = {}
         """Those that are under way."""
         self._tombstones = Tombstones()
@@ -106,8 +110,8 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
 
     @property
     def is_copying(self) -> bool:
-        """Whether pages are on their way to a view's: `poll_copies`."""
-        return bool(self._copies)
+        """Whether a GPU computes what is to be sent, or copies it: `poll_copies`."""
+        return bool(self._copies) or not self._awaited_stamps.is_empty
 
     @property
     def num_sessions(self) -> int:
@@ -141,8 +145,21 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         for ticket, layers, stop in ready:
             outgoing = self._outgoing.get(ticket)
             if outgoing is not None:
-                outgoing.after = after
+                self._reported(outgoing, after)
                 self._perform(outgoing, outgoing.session.layers_ready(layers, stop))
+
+    def _reported(self, outgoing: OutgoingHandoff, after: StreamPosition | None) -> None:
+        """All that was reported of it is computed at this position."""
+        if outgoing.after is None:
+            self._await_stamp(outgoing, after, Stamp.FIRST_LAYER_READY)
+        outgoing.after = after
+
+    def _await_stamp(
+        self, outgoing: OutgoingHandoff, position: StreamPosition | None, stamp: Stamp
+    ) -> None:
+        # Where pages are in place as they are reported, the engine stamps by itself.
+        if position is not None and self._is_gathered:
+            self._awaited_stamps.add(position, outgoing.session.order.trace, stamp)
 
     def prefill_done(
         self,
@@ -154,7 +171,8 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         """See `HandoffPort.prefill_done`; `rest` are layers that were not reported before."""
         outgoing = self._outgoing.get(ticket)
         if outgoing is not None:
-            outgoing.after = after
+            self._reported(outgoing, after)
+            self._await_stamp(outgoing, after, Stamp.PREFILL_DONE)
             now = self._context.clock.now()
             outgoing.session.lease.hold(now)
             outgoing.session.wait_until(Instant(now + self._context.timeout_s))
@@ -165,7 +183,7 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
 
     def poll_copies(self) -> bool:
         """Send what is in the views' pages by now; whether there was any."""
-        has_news = False
+        has_news = self._awaited_stamps.poll()
         while self._copies:
             done, outgoing, layers, stop = self._copies[0]
             try:
@@ -175,6 +193,7 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 self._perform(outgoing, outgoing.session.fail(str(exc), stage=STAGING_STAGE))
             self._copies.popleft()
             has_news = True
+            self._awaited_stamps.poll()  # before the peer is sent the trace
             self._perform(outgoing, outgoing.session.gathered(layers, stop))
         return has_news
 

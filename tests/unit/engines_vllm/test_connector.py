@@ -61,21 +61,31 @@ LOST = HandoffRecord(
 
 
 @pytest.mark.parametrize(
-    ("mode", "is_late"), [("FULL", True), ("PIECEWISE", False), ("NONE", False)]
+    ("mode", "is_late"),
+    [
+        ("FULL", True),
+        ("FULL_AND_PIECEWISE", False),
+        ("FULL_DECODE_ONLY", False),
+        ("PIECEWISE", False),
+        ("NONE", False),
+    ],
 )
-def test_whole_passes_in_graphs_are_warned_of(
+def test_prompts_in_full_graphs_are_warned_of(
     mode: str, is_late: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     compilation = LazyModule("vllm.config.compilation")
     config = compilation.CompilationConfig(cudagraph_mode=mode)
     with caplog.at_level(logging.WARNING):
         warn_of_graphs(config)
-    assert ("layers are sent after it" in caplog.text) == is_late
+    assert ("layers are all sent after" in caplog.text) == is_late
+
+
+def test_vllm_may_use_full_graphs() -> None:
+    assert not connector.BatonConnector.requires_piecewise_for_cudagraph({})
 
 
 def test_pages_with_adjacent_bytes_are_asked_for(tmp_path: Path) -> None:
     config = configure(write_model(tmp_path / "m"))
-    assert connector.BatonConnector.requires_piecewise_for_cudagraph({})
     assert connector.BatonConnector.get_required_kvcache_layout(config) == "LBHNC"
     config.model_config = None
     assert connector.BatonConnector.get_required_kvcache_layout(config) is None

@@ -10,7 +10,12 @@ from prometheus_client import CollectorRegistry
 
 from baton.auth.ticket import Ticket, WorkerRef
 from baton.clock import Instant
-from baton.engines.vllm.rank_handoffs import RELEASE_TIMEOUT_S, WRITE_GRACE_S, RankHandoffs
+from baton.engines.vllm.rank_handoffs import (
+    MAX_REPORT_DELAY_S,
+    RELEASE_TIMEOUT_S,
+    WRITE_GRACE_S,
+    RankHandoffs,
+)
 from baton.engines.vllm.rank_observer import RankObserver
 from baton.engines.vllm.rank_prompts import RankSetting, on_host
 from baton.engines.vllm.step_orders import (
@@ -137,6 +142,64 @@ def test_each_layer_is_reported_with_its_position() -> None:
     assert harness.port.positions == {0: after_a, 1: after_the_pass}
 
 
+def test_a_gpus_layers_are_reported_when_all_are_launched() -> None:
+    """Each with its own position; until then the agent's thread would slow down the launch."""
+    positions = iter(("after a", "after b"))
+    harness = make_harness(None, lambda: next(positions))
+    harness.rank.begin_step(offer(harness, 7, 7, (5, 6)))
+    harness.rank.layer_done("a")
+    harness.rank.layer_done("b")
+    assert harness.port.positions == {}
+    harness.rank.forward_launched()
+    assert harness.port.positions == {0: "after a", 1: "after b"}
+    assert harness.port.sends[ID].is_finished  # the sampling has yet to be launched
+
+
+def test_a_launch_that_takes_long_is_not_waited_for() -> None:
+    harness = make_harness(None, lambda: "now")
+    harness.rank.begin_step(offer(harness, 7, 7, (5, 6)))
+    harness.rank.layer_done("a")
+    harness.clock.advance(2 * MAX_REPORT_DELAY_S)
+    harness.rank.layer_done("b")
+    assert harness.port.sends[ID].is_finished
+
+
+def test_a_step_without_hooks_reports_what_is_not_computed_yet(harness: RankHarness) -> None:
+    """A full graph of a decode batch, while a prompt waits in vLLM's queue."""
+    harness.rank.begin_step(StepOrders(arrived=(prompt(harness, 7),)))
+    harness.rank.forward_launched()
+    harness.rank.forward_launched()
+    harness.rank.end_step()
+    assert harness.port.uncomputed == [(ID,)]
+
+
+def test_hooks_outside_of_a_step_are_not_asked_for(harness: RankHarness) -> None:
+    assert not harness.rank.follows_layers  # warm-up and graph capture, before the first step
+    harness.rank.begin_step(offer(harness, 7, 3, (5,)))
+    assert harness.rank.follows_layers
+    harness.rank.end_step()
+    assert not harness.rank.follows_layers
+
+
+def test_the_step_after_a_load_has_ended_does_not_wait_for_others(harness: RankHarness) -> None:
+    """vLLM, scheduling ahead, makes a request run only after that step."""
+    run(harness, expect(harness))
+    other = Prompt(
+        Ticket(TicketId(b"o" * 16), "req-2", *ONE_RANK, "push", issue(60)),
+        b"h" * 32,
+        4,
+        Instant(0),
+    )
+    run(harness, StepOrders(expected=(StartReceive("o", other, 0, 0, (7,)),)))
+    harness.port.land(ID)
+    assert harness.rank.get_finished(set(), 0.01) == (set(), {"r"})
+    num_waits = harness.wake_event.num_waits
+    assert harness.rank.get_finished(set(), 0.01) == (set(), set())
+    assert harness.wake_event.num_waits == num_waits
+    assert harness.rank.get_finished(set(), 0.01) == (set(), set())
+    assert harness.wake_event.num_waits == num_waits + 1
+
+
 def test_blocks_are_received_behind_the_steps_that_were_begun() -> None:
     harness = make_harness(None, lambda: "now")
     run(harness, expect(harness))
@@ -179,10 +242,11 @@ def test_what_will_never_be_computed_is_not_vouched_for(harness: RankHarness, ho
     if how == "failed":
         harness.port.fail_send(ID)
         harness.rank.get_finished(set(), 0.0)
+    before = [(ID,)] if how == "withdrawn" else [(ID,)] * 2
     run(harness, StepOrders(preempted=("r",) if how == "preempted" else ()), "a")
-    assert harness.port.uncomputed == [(ID,), ()]
+    assert harness.port.uncomputed == [*before, ()]
     run(harness, StepOrders(), "a")
-    assert harness.port.uncomputed == [(ID,), ()], "that there is nothing is news once"
+    assert harness.port.uncomputed == [*before, ()], "that there is nothing is news once"
 
 
 def test_blocks_of_an_offer_are_counted_as_they_come_until_its_handoff_ends(

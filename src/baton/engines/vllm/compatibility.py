@@ -83,14 +83,18 @@ def warn_of_unused_store() -> None:
 
 
 def warn_of_graphs(compilation_config: object) -> None:
-    """Log that a prefill worker's layers are sent late, if CUDA graphs hold whole passes."""
+    """Log that a prefill worker's layers are sent late, if CUDA graphs hold passes of prompts.
+
+    Modes in which only decode batches are full graphs (`FULL_AND_PIECEWISE`, vLLM's default, and
+    `FULL_DECODE_ONLY`) cost at most prompts of which one token is left to compute.
+    """
     mode = getattr(compilation_config, "cudagraph_mode", None)
-    if mode is not None and mode.has_full_cudagraphs():
+    if mode is not None and mode and mode.mixed_mode() == type(mode).FULL:
         logger.warning(
-            "cudagraph_mode %s: a pass in a full CUDA graph does not call the connector for each "
-            "layer: all layers are sent after it. With --compilation-config "
-            '\'{"cudagraph_mode": "PIECEWISE"}\' they are sent as they are computed: vLLM sets '
-            "that by itself, unless fuse_attn_quant makes the graphs full again",
+            "cudagraph_mode %s: prompts of up to max_cudagraph_capture_size tokens are computed in "
+            "full CUDA graphs, so that their layers are all sent after the last one. With "
+            '--compilation-config \'{"cudagraph_mode": "FULL_AND_PIECEWISE"}\' they are sent as '
+            "they are computed",
             mode.name,
         )
 

@@ -125,6 +125,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
         self._rank: Rank | None = None
         self._facts: RankFacts | None = None
         self._wait_s = 0.0
+        self._computes = False
         identity = _identify(vllm_config, self._options)
         if role == KVConnectorRole.SCHEDULER:
             num_blocks = int(kv_cache_config.num_blocks)
@@ -217,8 +218,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
     def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:
         """See `KVConnectorBase_V1`: the earliest moment at which a step's orders are known."""
         super().bind_connector_metadata(connector_metadata)
-        is_idle = not connector_metadata.has_tokens
-        self._wait_s = self._options.poll_interval_ms / 1000 if is_idle else 0.0
+        self._computes = connector_metadata.has_tokens
+        self._wait_s = 0.0 if self._computes else self._options.poll_interval_ms / 1000
         orders = connector_metadata.orders
         self._worker.begin_step(NO_ORDERS if orders is None else orders)
 
@@ -239,8 +240,14 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
         if self._worker.follows_layers:
             self._worker.layer_done(layer_name)
 
+    def finish_forward(self) -> None:
+        """See `KVConnectorBase_V1`: the forward pass is launched. Of model runner V2 alone."""
+        if self._computes:
+            self._worker.forward_launched()
+
     def wait_for_save(self) -> None:
         """See `KVConnectorBase_V1`. Does not wait: blocks are held until they were read."""
+        self.finish_forward()
         self._worker.end_step()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
@@ -288,8 +295,11 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:  # noqa: ARG003
-        """True: layers are announced from inside the forward pass."""
-        return True
+        """False: what a full graph's replay does not report layer by layer, `finish_forward` does.
+
+        No step waits for a load, so that no hook inside of a graph is needed for one.
+        """
+        return False
 
 
 def _identify(vllm_config: VllmConfig, options: ConnectorOptions) -> Identity:

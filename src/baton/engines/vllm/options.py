@@ -71,7 +71,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     handoff_encoding: Annotated[str, Meta(min_length=1, max_length=64)] = "raw"
     max_held_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
     max_kept_share: Annotated[float, Meta(ge=0, le=1)] = 0.25
-    poll_interval_ms: Annotated[float, Meta(ge=0, le=1000)] = 10.0
+    poll_interval_ms: Annotated[float, Meta(ge=0, le=1000)] = 2.0
     fingerprint: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     key_file: str | None = None
     tls: Tls = "control"

@@ -1,10 +1,14 @@
 """The worker's side, one tensor-parallel rank: vLLM's steps → the handoff agent, and back.
 
 Each step, in the order in which vLLM calls: `prepare` (before blocks may be
-overwritten), `begin_step` (before the forward), `layer_done` in the middle of it, `end_step` after
-it, then `get_finished`. All on the worker's main thread; `abort_from_peer` and `occupancy` alone
-come from the control server's. A step in which nothing is handed over takes a call for each of
-these and no more: vLLM makes hundreds in a second.
+overwritten), `begin_step` (before the forward), `layer_done` in the middle of it,
+`forward_launched` and `end_step` after it, then `get_finished`. All on the worker's main thread;
+`abort_from_peer` and `occupancy` alone come from the control server's. A step in which nothing is
+handed over takes a call for each of these and no more: vLLM makes hundreds in a second.
+
+`layer_done` comes where vLLM runs attention from Python. A CUDA graph that holds a whole forward
+pass runs no Python: its layers are reported by `forward_launched`, which every step that computes
+has. Outside of `begin_step` and `end_step` (warm-up, profiling, capture) `follows_layers` is False.
 """
 
 from __future__ import annotations
@@ -59,6 +63,8 @@ WRITE_GRACE_S: Final = 0.1
 """How long a step waits for writes of preempted prompts, before it cuts their connections."""
 RELEASE_TIMEOUT_S: Final = 5.0
 """The same where a posted write cannot be recalled: see `prepare`."""
+MAX_REPORT_DELAY_S: Final = 0.01
+"""How long launched layers wait for the end of the launch, before the agent learns of them."""
 
 
 class RankHandoffs:
@@ -89,7 +95,12 @@ class RankHandoffs:
         self._ready: tuple[tuple[TicketId, int], ...] = ()
         self._all_layers = frozenset(setting.layers.values())
         self._done_layers: set[int] = set()
+        self._launched: list[tuple[int, StreamPosition | None]] = []
+        """Layers of this step that the agent was not notified of yet."""
+        self._first_launched_at = Instant(0.0)
         self._is_computing = False
+        self._has_received = False
+        """Whether the last step reported requests whose KV is there."""
         self._reported: tuple[Ticket, ...] = ()
         self._occupancy: Occupancy | None = None
 
@@ -155,34 +166,55 @@ class RankHandoffs:
             self._observer.step_begins(orders, self._clock.now())
 
     def layer_done(self, layer_name: str) -> None:
-        """A layer's KV of this step's tokens is in its blocks: vLLM computes. Only queues.
+        """A layer's KV of this step's tokens is computed, or launched: vLLM computes. Only queues.
 
         With the last layer's, prompts that end here are complete: their decode workers need not
         wait for the rest of the step (that layer's MLP, the sampling). Not needed where
         `follows_layers` is False.
         """
-        if not self._is_computing:  # once per step: ready layers are reported separately
-            self._is_computing = True
-            self._report_progress()
+        if not self._is_computing:
+            self._begin_computing()
         if not self._ready:
             self.follows_layers = False
             return
         layer = self._setting.layers.get(layer_name)
-        if layer is None:
+        if layer is None or layer in self._done_layers:
             return
-        if not self._done_layers:
-            self._sends.stamp(self._orders.progress, Stamp.FIRST_LAYER_READY)
-        self._report_layer_ready(layer, self._setting.record_position())
+        after = self._setting.record_position()
+        self._done_layers.add(layer)
+        self._launched.append((layer, after))
+        if after is None:
+            self._report_launched()
+            return
+        # A GPU computes it later: until all are launched, the agent's Python would mostly slow down
+        # the launch. Launches that take long are not waited for.
+        now = self._clock.now()
+        if len(self._launched) == 1:
+            self._first_launched_at = now
+        elif now > self._first_launched_at + MAX_REPORT_DELAY_S:
+            self._report_launched()
+
+    def forward_launched(self) -> None:
+        """All of a step that computes is launched: layers without `layer_done`, too.
+
+        Again for the same step it does nothing.
+        """
+        if not self._is_computing:
+            self._begin_computing()
+        if not self._ready:
+            return
+        skipped = sorted(self._all_layers - self._done_layers)
+        if skipped:
+            after = self._setting.record_position()
+            self._done_layers.update(skipped)
+            self._launched += [(layer, after) for layer in skipped]
+        self._report_launched()
 
     def end_step(self) -> None:
-        """The step's forward is over; layers whose hook vLLM skipped are done as well."""
+        """The step is over."""
         if self._ready:
-            skipped = sorted(self._all_layers - self._done_layers)
-            after = self._setting.record_position() if skipped else None
-            for layer in skipped:
-                self._report_layer_ready(layer, after)
-            self._ready = ()
-            self._done_layers.clear()
+            self.forward_launched()
+        self.follows_layers = False
         if self._orders is not NO_ORDERS:
             self._orders = NO_ORDERS
             self._observer.step_ended(self._clock.now())
@@ -205,11 +237,14 @@ class RankHandoffs:
             return set(), set()
         is_awaited = loads.num_open or sends.num_held or (uses_store and prefixes.is_awaited)
         has_news = loads.has_finished or (uses_store and prefixes.has_news)
-        self._poll_agent(wait_s if is_awaited and not has_news else 0.0)
+        # With asynchronous scheduling vLLM applies what a step reported after the next one only.
+        may_wait = is_awaited and not has_news and not self._has_received
+        self._poll_agent(wait_s if may_wait else 0.0)
         received = loads.take_finished()
         if uses_store:
             prefixes.check_deadlines()
             received |= prefixes.take_finished()
+        self._has_received = bool(received)
         return sends.take_released(), received
 
     def take_invalid_blocks(self) -> set[int]:
@@ -260,15 +295,28 @@ class RankHandoffs:
         for ticket in tickets:
             self._port.abort(ticket, reason)
 
-    def _report_layer_ready(self, layer: int, after: StreamPosition | None) -> None:
-        is_first_time = layer not in self._done_layers
-        self._done_layers.add(layer)
-        self._port.layer_ready(self._ready, layer, after)
-        if is_first_time and len(self._done_layers) == len(self._all_layers):
-            self._sends.complete(self._orders.progress)
+    def _report_launched(self) -> None:
+        """Notify the agent; with the last layer prompts that end in this step are complete.
 
-    def _report_progress(self) -> None:
-        """That nothing is left to compute is news once."""
+        On a GPU the agent records when they are computed.
+        """
+        launched, self._launched = self._launched, []
+        is_computed = launched[-1][1] is None
+        if is_computed and len(launched) == len(self._done_layers):
+            self._sends.stamp(self._orders.progress, Stamp.FIRST_LAYER_READY)
+        for layer, after in launched:
+            self._port.layer_ready(self._ready, layer, after)
+        if len(self._done_layers) == len(self._all_layers):
+            self._sends.complete(self._orders.progress, self._clock.now() if is_computed else None)
+            self._ready = ()
+            self._done_layers.clear()
+
+    def _begin_computing(self) -> None:
+        """Report what is not computed yet, once in each step that computes.
+
+        That nothing is left to compute is news once.
+        """
+        self._is_computing = True
         uncomputed = self._sends.uncomputed
         if uncomputed or self._reported:
             self._reported = uncomputed

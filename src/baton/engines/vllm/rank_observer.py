@@ -166,6 +166,10 @@ class RankObserver:
         if stamp is Stamp.PREFILL_DONE:
             self._held.prefill_done(request, at)
 
+    def launched(self, request: VllmRequestId, at: Instant) -> None:
+        """A GPU was given the rest of an offered prompt: its blocks wait for it and the handoff."""
+        self._held.prefill_done(request, at)
+
     def offered(self, request: VllmRequestId, mode: HandoffMode, at: Instant) -> None:
         """A prompt is held for its decode worker from now on."""
         self._held.hold(request, mode, at)

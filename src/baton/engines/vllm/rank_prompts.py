@@ -207,16 +207,20 @@ class RankSends:
             self._observer.grew(progress.request, num_blocks, self._clock.now())
             yield from ((ticket.id, progress.stop) for ticket in send.tickets)
 
-    def find_completed(self, steps: tuple[Progress, ...]) -> list[SendInProgress]:
-        """Prompts whose last tokens are computed in this step."""
-        ending = (progress.request for progress in steps if progress.is_last)
-        return [send for send in map(self.table.find, ending) if send is not None]
+    def complete(self, steps: tuple[Progress, ...], computed_at: Instant | None) -> None:
+        """The last layer of this step is reported: prompts that end here are complete.
 
-    def complete(self, steps: tuple[Progress, ...]) -> None:
-        """The last layer of this step is computed: prompts that end here are complete."""
-        for send in self.find_completed(steps):
+        `computed_at`: None where a GPU has yet to compute it.
+        """
+        for progress in steps:
+            send = self.table.find(progress.request) if progress.is_last else None
+            if send is None:
+                continue
             self._uncomputed.drop(send.offer.prompt.ticket.id)
-            self._observer.stamp(send.offer.request, Stamp.PREFILL_DONE, self._clock.now())
+            if computed_at is None:
+                self._observer.launched(progress.request, self._clock.now())
+            else:
+                self._observer.stamp(progress.request, Stamp.PREFILL_DONE, computed_at)
             for ticket in send.tickets:
                 self._port.prefill_done(ticket.id, None)
 
