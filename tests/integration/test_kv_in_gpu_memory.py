@@ -76,6 +76,7 @@ def test_layers_leave_once_the_gpu_has_computed_them(
         handoff.prefill_done()
         wait_for_looks(computed)
         assert not handoff.sending.trace.num_bytes
+        assert Stamp.PREFILL_DONE not in handoff.sending.trace.stamps
         prefill.scribble(2)
         computed.is_reached = True
         assert decode.wait_for() == [KVLanded(handoff.sending.ticket.id, FIRST)]
@@ -83,6 +84,7 @@ def test_layers_leave_once_the_gpu_has_computed_them(
         assert received_pages(handoff) == sent_pages(handoff)
         assert any(map(any, received_pages(handoff)))
         assert handoff.receiving.trace.transport == "cuda_ipc"
+        assert Stamp.PREFILL_DONE in handoff.receiving.trace.peer_stamps
 
 
 @pytest.mark.parametrize("op", ["WRITE", "READ"])
