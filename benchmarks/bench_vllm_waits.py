@@ -1,6 +1,6 @@
 """What waiting for a handoff costs a vLLM server, and the requests that come meanwhile.
 
-    python benchmarks/bench_vllm_waits.py [--before CHECKOUT] [--intervals-ms 10] [--json FILE]
+    python benchmarks/bench_vllm_waits.py [--before CHECKOUT] [--seconds 60] [--json FILE]
 
 Needs `make install ENGINE=vllm`. A prefill server on core 0 and, for each `poll_interval_ms`, a
 decode server on core 1; with `--before` another one for each, with the connector of an older
@@ -83,7 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--intervals-ms", type=float, nargs="+", default=[10])
     parser.add_argument("--before", type=Path, help="an older checkout of this repository")
-    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=60.0, help="once all servers are up")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     environment = dict(os.environ, BATON_CLUSTER_KEY=os.urandom(32).hex())
@@ -113,12 +113,10 @@ def main() -> None:
                 arms.append(Waiting(name, decode, gateway.url))
                 warm_up(arms[-1])
                 decode.send(signal.SIGSTOP)
-            order = random.Random(7)
-            samples = [
-                take_turn(arm, prefill)
-                for _ in range(options.repetitions)
-                for arm in order.sample(arms, len(arms))
-            ]
+            order, samples = random.Random(7), list[Sample]()
+            until = time.monotonic() + options.seconds
+            while time.monotonic() < until:
+                samples += [take_turn(arm, prefill) for arm in order.sample(arms, len(arms))]
     show(samples)
     write_record(options.json, samples=samples)
 
