@@ -12,6 +12,7 @@ from baton.auth.ticket import Ticket, WorkerRef
 from baton.clock import Instant
 from baton.engines.vllm.rank_handoffs import (
     MAX_REPORT_DELAY_S,
+    MIN_WAIT_S,
     RELEASE_TIMEOUT_S,
     WRITE_GRACE_S,
     RankHandoffs,
@@ -366,6 +367,27 @@ def test_an_idle_step_waits_only_where_something_can_happen(harness: RankHarness
     assert harness.wake_event.num_waits == 1
     harness.rank.get_finished({"r"}, 0.01)
     assert harness.wake_event.num_waits == 2
+
+
+def test_an_idle_step_waits_the_longer_the_longer_nothing_has_happened(
+    harness: RankHarness,
+) -> None:
+    run(harness, expect(harness))
+    waited_s = []
+    for _ in range(60):
+        before = harness.clock.now()
+        harness.rank.get_finished(set(), 0.01)
+        waited_s.append(harness.clock.now() - before)
+        harness.clock.advance(0.002)  # vLLM's own part of a step without tokens
+    assert waited_s == sorted(waited_s)
+    assert (waited_s[0], waited_s[-1]) == pytest.approx((MIN_WAIT_S, 0.01))
+    harness.port.land(ID)
+    harness.rank.get_finished(set(), 0.01)
+    run(harness, offer(harness, 4, 4, (5,)))
+    before = harness.clock.now()
+    harness.rank.get_finished({"r"}, 0.01)
+    harness.rank.get_finished(set(), 0.01)
+    assert harness.clock.now() - before <= 3 * MIN_WAIT_S
 
 
 def test_an_event_that_comes_during_a_look_is_not_slept_over(
