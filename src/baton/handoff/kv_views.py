@@ -335,7 +335,7 @@ class RegisteredView:
     @property
     def is_gathered(self) -> bool:
         """Whether pages are reported before they are in place: staged ones, and those of a GPU."""
-        return self.is_staged or self.view.region.device is not None
+        return self.staging_pool is not None or self.view.region.device is not None
 
     @property
     def page_tokens(self) -> int:

@@ -145,20 +145,21 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         for ticket, layers, stop in ready:
             outgoing = self._outgoing.get(ticket)
             if outgoing is not None:
-                self._reported(outgoing, after)
+                if after is not None:
+                    self._reported(outgoing, after)
                 self._perform(outgoing, outgoing.session.layers_ready(layers, stop))
 
-    def _reported(self, outgoing: OutgoingHandoff, after: StreamPosition | None) -> None:
+    def _reported(self, outgoing: OutgoingHandoff, after: StreamPosition) -> None:
         """All that was reported of it is computed at this position."""
         if outgoing.after is None:
             self._await_stamp(outgoing, after, Stamp.FIRST_LAYER_READY)
         outgoing.after = after
 
     def _await_stamp(
-        self, outgoing: OutgoingHandoff, position: StreamPosition | None, stamp: Stamp
+        self, outgoing: OutgoingHandoff, position: StreamPosition, stamp: Stamp
     ) -> None:
         # Where pages are in place as they are reported, the engine stamps by itself.
-        if position is not None and self._is_gathered:
+        if self._is_gathered:
             self._awaited_stamps.add(position, outgoing.session.order.trace, stamp)
 
     def prefill_done(
@@ -171,8 +172,9 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         """See `HandoffPort.prefill_done`; `rest` are layers that were not reported before."""
         outgoing = self._outgoing.get(ticket)
         if outgoing is not None:
-            self._reported(outgoing, after)
-            self._await_stamp(outgoing, after, Stamp.PREFILL_DONE)
+            if after is not None:
+                self._reported(outgoing, after)
+                self._await_stamp(outgoing, after, Stamp.PREFILL_DONE)
             now = self._context.clock.now()
             outgoing.session.lease.hold(now)
             outgoing.session.wait_until(Instant(now + self._context.timeout_s))
