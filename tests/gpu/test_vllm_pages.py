@@ -174,12 +174,12 @@ def test_layers_of_a_graphs_replay_leave_behind_it():
         copies, _ = on_a_thread(
             lambda: [kv.pages.gather(n, blocks, staged, after) for n in range(NUM_LAYERS)]
         )
-        assert not after.query(), "the stream was not behind"
+        assert not after.is_done(), "the stream was not behind"
         for number, copy in enumerate(copies):
             copy.wait()
             pages = kv.host[number][torch.from_numpy(staged)].view(torch.bfloat16)
             assert (pages == 7).all()
-        assert after.query()
+        assert after.is_done()
 
 
 def test_blocks_are_not_overwritten_before_the_steps_that_used_them():
