@@ -178,8 +178,8 @@ class RankHandoffs:
     def layer_done(self, layer_name: str) -> None:
         """A layer's KV of this step's tokens is computed, or launched: vLLM computes. Only queues.
 
-        With the last layer's, prompts that end here are complete: their decode workers need not
-        wait for the rest of the step (that layer's MLP, the sampling). Not needed where
+        On CPUs prompts that end here are complete with the last layer's: their decode workers need
+        not wait for the rest of the step (that layer's MLP, the sampling). Not needed where
         `follows_layers` is False.
         """
         if not self._is_computing:
@@ -314,7 +314,8 @@ class RankHandoffs:
         """
         launched, self._launched = self._launched, []
         is_computed = launched[-1][1] is None
-        if is_computed and len(launched) == len(self._done_layers):
+        is_first = len(launched) == len(self._done_layers)
+        if is_computed and is_first:
             self._sends.stamp(self._orders.progress, Stamp.FIRST_LAYER_READY)
         for layer, after in launched:
             self._port.layer_ready(self._ready, layer, after)
