@@ -1,22 +1,23 @@
-"""What handing KV over costs a prefill on a GPU, whose pages cross to pinned memory of the host.
+"""What handing KV over costs a prefill on a GPU: staged in pinned memory of the host, or not.
 
     PYTHONPATH=src:. python benchmarks/bench_gpu_staging.py [--json FILE]
 
 A thread plays vLLM's: on a stream of its own it launches a pass of matrix products, stores each
-layer's KV into pages in vLLM's layout and reports the layer. Two real agents hand the pages over
-`shared`; decode's is in a process of its own, on the same GPU, and reads (as vLLM's connector does
-by default). Four configurations take turns:
+layer's KV into pages in vLLM's layout and reports the layer. Two real agents hand the pages over;
+decode's is in a process of its own, on the same GPU, and reads (as vLLM's connector does by
+default). Configurations take turns:
 
-    none     nothing is handed over
-    events   as vLLM's connector does: a copy comes after an event, the agent asks if it is done;
-             it learns of all layers when the last one is launched
-    layers   the same, but the agent learns of each layer when it is launched
-    device   as it did at first: the agent waits for the whole device, then copies as it can
+    none      nothing is handed over
+    cuda_ipc  as vLLM's connector does with that transport: pages stay on the GPU
+    events    as it does over `shared`: a copy comes after an event, the agent asks if it is done;
+              it learns of all layers when the last one is launched
+    layers    the same, but the agent learns of each layer when it is launched
+    device    as it did at first: the agent waits for the whole device, then copies as it can
 
 Of each pass: its time on the GPU; what launching it took; the time of one report of a layer on the
 thread that launches; from the pass' end on the GPU until all KV has landed in the other's pages on
-the GPU. Every byte is compared afterwards. `--layout LBNHC` reorders pages on the GPU. Without a
-GPU (`--device cpu`) it shows only that it runs.
+the GPU. Every byte is compared afterwards. `--layout LBNHC` reorders staged pages on the GPU.
+Without a GPU (`--device cpu`) it shows only that it runs, without `cuda_ipc`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ import torch
 from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.auth.ticket import WorkerRef, seal, unseal
-from baton.engines.gpu.copy_stream import make_recorder
+from baton.engines.gpu.copy_stream import CopyEvent, make_recorder
+from baton.engines.gpu.device_region import register_pages
 from baton.engines.vllm.device_pages import DevicePages
 from baton.handoff.interface import KVLanded, KVSent
 from baton.handoff.kv_views import KVView
@@ -58,8 +60,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 HEADS, HEAD_DIM, BLOCK_SIZE = 8, 128, 16
-CONFIGURATIONS = ("none", "events", "layers", "device")
-UNKEPT = {"json", "show", "child"}
+DEVICE_BATCH_BYTES = 128 << 20
+"""`device_layer_batch_bytes`."""
+CONFIGURATIONS = ("none", "cuda_ipc", "events", "layers", "device")
+UNKEPT = {"json", "show", "child", "configurations"}
 
 
 @dataclass(frozen=True)
@@ -127,24 +131,33 @@ class Worker:
         layout = describe(options)
         num_pages = 2 * options.tokens // BLOCK_SIZE
         self.nodes: dict[str, Node] = {}
-        for how in CONFIGURATIONS[1:]:
+        for how in options.configurations[1:]:
+            if how == "cuda_ipc":
+                pages = Pages(layout, [], (KVView(layout, register_pages(self.kv)),))
+                self._open(name, how, pages, stack, layer_batch_bytes=DEVICE_BATCH_BYTES)
+                continue
             region = allocate_shared_region([(num_pages, layout.page_bytes(0))] * options.layers)
             if how != "device":
                 staging = DevicePages(self.kv, region)
             else:
                 host = [torch.from_numpy(view_pages(region.memory, each)) for each in region.arrays]
                 staging = DeviceWide(self.kv, host)
-            pages = Pages(layout, [], (KVView(layout, region, staging),))
-            self.nodes[how] = stack.enter_context(
-                node(
-                    f"{name}-{how}",
-                    kinds=("shared",),
-                    key=key,
-                    pages=pages,
-                    op="READ",
-                    timeout_s=30.0,
-                )
+            self._open(name, how, Pages(layout, [], (KVView(layout, region, staging),)), stack)
+
+    def _open(
+        self, name: str, how: str, pages: Pages, stack: ExitStack, *, layer_batch_bytes: int = 0
+    ) -> None:
+        self.nodes[how] = stack.enter_context(
+            node(
+                f"{name}-{how}",
+                kinds=("cuda_ipc" if how == "cuda_ipc" else "shared",),
+                key=self.key,
+                pages=pages,
+                op="READ",
+                timeout_s=30.0,
+                layer_batch_bytes=layer_batch_bytes,
             )
+        )
 
 
 def describe(options: argparse.Namespace) -> KVLayout:
@@ -176,7 +189,9 @@ class Model:
     @staticmethod
     def make_record(device: torch.device) -> Callable[[], object]:
         """What records a position; CPUs have none, but the copies want one."""
-        return torch.cpu.Event if device.type == "cpu" else make_recorder(device)
+        if device.type == "cpu":
+            return lambda: CopyEvent(torch.cpu.Event())
+        return make_recorder(device)
 
     def run(
         self, blocks: torch.Tensor, report: Callable[[int], None], launched: Callable[[], None]
@@ -357,6 +372,9 @@ def main() -> None:
     parser.add_argument("--show", type=Path, help="a table of an earlier run's JSON")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.configurations = [
+        how for how in CONFIGURATIONS if how != "cuda_ipc" or options.device != "cpu"
+    ]
     if options.child:
         serve_decode(options)
         return
@@ -372,7 +390,7 @@ def main() -> None:
         prefill = Worker("p", options, read_key(key_hex), stack)
         model = Model(options, prefill.kv)
         for turn in range(options.repetitions + 1):  # the first warms up
-            for how in CONFIGURATIONS:
+            for how in options.configurations:
                 sample = measure(how, model, prefill, decode, turn)
                 if turn:
                     samples.append(sample)
@@ -395,7 +413,7 @@ def show(samples: list[Sample], options: argparse.Namespace) -> None:
           f"{options.layout}; medians of {options.repetitions}")  # fmt: skip
     print("| | pass on the GPU, ms | launching it, ms | a layer's report, us (most) "
           "| all landed after the pass, ms |\n|---|---|---|---|---|")  # fmt: skip
-    for how in CONFIGURATIONS:
+    for how in dict.fromkeys(sample.configuration for sample in samples):
         some = [sample for sample in samples if sample.configuration == how]
         reports = [each for sample in some for each in sample.report_s]
         landed = [sample.landed_s for sample in some if sample.landed_s is not None]

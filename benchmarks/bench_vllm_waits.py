@@ -1,13 +1,15 @@
 """What waiting for a handoff costs a vLLM server, and the requests that come meanwhile.
 
-    python benchmarks/bench_vllm_waits.py [--intervals-ms 10 2 1] [--repetitions 7] [--json FILE]
+    python benchmarks/bench_vllm_waits.py [--before CHECKOUT] [--seconds 60] [--json FILE]
 
 Needs `make install ENGINE=vllm`. A prefill server on core 0 and, for each `poll_interval_ms`, a
-decode server on core 1; those that are not measured are stopped. The prefill server is stopped for
-two seconds while a request is pushed through it, so that its decode server waits. Of that server
-are measured: its processor time at first; then, at random instants, how long it takes to answer a
-request for one token that it gets directly, which needs no handoff. Before that: the same while it
-is idle. Then the prefill server goes on, and the pushed request has to be handed over.
+decode server on core 1; with `--before` another one for each, with the connector of an older
+checkout. Those that are not measured are stopped. The prefill server is stopped for two seconds
+while a request is pushed through it, so that its decode server waits. Of that server are measured:
+how long it takes to answer a request for one token that it gets directly, which needs no handoff,
+in the first `EARLY_S` (50 to 300 ms after it began to wait) and in the last `LATE_S`, at random
+instants; between them its processor time. Before that: the same request while it is idle. Then the
+prefill server goes on, and the pushed request has to be handed over.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -32,8 +35,8 @@ from vllm_servers import Server, Servers
 
 from baton.testing.fleet import Fleet
 
-MODEL = {"layers": 4, "hidden": 256, "heads": 8, "kv-heads": 8, "context": 2048}
-SETTLE_S, CPU_S, PROBE_S = 0.4, 0.8, 0.8
+MODEL = {"layers": 4, "hidden": 256, "heads": 8, "kv-heads": 8, "context": 4096}
+SETTLE_S, EARLY_S, CPU_S, LATE_S = 0.05, 0.25, 0.8, 0.8
 """Together less than the silence after which a peer is given up: 3 s."""
 rng = np.random.default_rng(7)
 
@@ -42,7 +45,7 @@ rng = np.random.default_rng(7)
 class Waiting:
     """A decode server with its gateway."""
 
-    interval_ms: float
+    name: str
     decode: Server
     url: str
 
@@ -51,10 +54,11 @@ class Waiting:
 class Sample:
     """One turn. Times of answers in milliseconds; `cpu_share` of a core."""
 
-    interval_ms: float
+    name: str
     cpu_share: float
     idle_ms: list[float]
-    waiting_ms: list[float]
+    early_ms: list[float]
+    late_ms: list[float]
     ready_to_scheduled_ms: float
 
 
@@ -77,20 +81,27 @@ def body(num_tokens: int) -> dict[str, object]:
 def main() -> None:
     """Start the servers, take turns, print and keep what was measured."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--intervals-ms", type=float, nargs="+", default=[10, 2, 1])
-    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--intervals-ms", type=float, nargs="+", default=[10])
+    parser.add_argument("--before", type=Path, help="an older checkout of this repository")
+    parser.add_argument("--seconds", type=float, default=60.0, help="once all servers are up")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     environment = dict(os.environ, BATON_CLUSTER_KEY=os.urandom(32).hex())
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
         model = make_model(folder, MODEL)
         with Servers(folder, model, "float32") as servers, Fleet(folder, environment) as fleet:
             prefill = servers.start("prefill", 0, connector("kv_producer"), environment)
             arms = []
-            for interval_ms in options.intervals_ms:
+            sources = {"": environment}
+            if options.before is not None:
+                sources["before, "] = environment | {"PYTHONPATH": str(options.before / "src")}
+            for (source, its_environment), interval_ms in product(
+                sources.items(), options.intervals_ms
+            ):
+                name = f"{source}{interval_ms:g} ms"
                 transfer = connector("kv_consumer", poll_interval_ms=interval_ms)
-                decode = servers.start(f"decode-{interval_ms:g}", 1, transfer, environment)
+                decode = servers.start(f"decode, {name}", 1, transfer, its_environment)
                 decode.wait_ready()
                 prefill.wait_ready()
                 settings = {
@@ -99,15 +110,13 @@ def main() -> None:
                     "gateway.mode": "push",
                 }
                 gateway = fleet.start_gateway([], [], settings=settings)
-                arms.append(Waiting(interval_ms, decode, gateway.url))
+                arms.append(Waiting(name, decode, gateway.url))
                 warm_up(arms[-1])
                 decode.send(signal.SIGSTOP)
-            order = random.Random(7)
-            samples = [
-                take_turn(arm, prefill)
-                for _ in range(options.repetitions)
-                for arm in order.sample(arms, len(arms))
-            ]
+            order, samples = random.Random(7), list[Sample]()
+            until = time.monotonic() + options.seconds
+            while time.monotonic() < until:
+                samples += [take_turn(arm, prefill) for arm in order.sample(arms, len(arms))]
     show(samples)
     write_record(options.json, samples=samples)
 
@@ -140,6 +149,15 @@ def ask(decode: Server) -> float:
     return 1e3 * stream(decode.url, body(16)).ttft_s
 
 
+def ask_for(decode: Server, for_s: float) -> list[float]:
+    """Times of answers to requests at random instants of so many seconds."""
+    until, answers_ms = time.monotonic() + for_s, []
+    while time.monotonic() < until:
+        answers_ms.append(ask(decode))
+        time.sleep(rng.uniform(0.005, 0.03))
+    return answers_ms
+
+
 def take_turn(arm: Waiting, prefill: Server) -> Sample:
     """One wait of one decode server."""
     arm.decode.send(signal.SIGCONT)
@@ -150,13 +168,11 @@ def take_turn(arm: Waiting, prefill: Server) -> Sample:
         with ThreadPoolExecutor(1) as pool:
             pushed = pool.submit(push, arm)
             time.sleep(SETTLE_S)
+            early_ms = ask_for(arm.decode, EARLY_S)
             cpu_s, began = arm.decode.cpu_seconds(), time.monotonic()
             time.sleep(CPU_S)
             share = (arm.decode.cpu_seconds() - cpu_s) / (time.monotonic() - began)
-            until, waiting_ms = time.monotonic() + PROBE_S, []
-            while time.monotonic() < until:
-                waiting_ms.append(ask(arm.decode))
-                time.sleep(rng.uniform(0.005, 0.03))
+            late_ms = ask_for(arm.decode, LATE_S)
             if pushed.done():
                 raise ServerError("the decode server did not wait for its handoff")
             prefill.send(signal.SIGCONT)
@@ -167,22 +183,23 @@ def take_turn(arm: Waiting, prefill: Server) -> Sample:
     if stamps is None:
         raise ServerError("the request was not handed over")
     after_ms = 1e3 * (stamps["decode_scheduled"] - stamps["kv_ready"])
-    return Sample(arm.interval_ms, share, idle_ms, waiting_ms, after_ms)
+    return Sample(arm.name, share, idle_ms, early_ms, late_ms, after_ms)
 
 
 def show(samples: list[Sample]) -> None:
-    """A table for the docs: medians, with the quarter of all answers that took longest."""
-    print("| `poll_interval_ms` | processor time while it waits | a request meanwhile, ms "
-          "(slowest quarter from) | the same while idle, ms | KV ready to scheduled, ms |\n"
-          "|---|---|---|---|---|")  # fmt: skip
-    for interval_ms in dict.fromkeys(sample.interval_ms for sample in samples):
-        some = [sample for sample in samples if sample.interval_ms == interval_ms]
-        waiting = sorted(each for sample in some for each in sample.waiting_ms)
-        idle = [each for sample in some for each in sample.idle_ms]
+    """A table for the docs: medians over all answers, or turns."""
+    print("| `poll_interval_ms` | a request while it is idle, ms | after 50 to 300 ms of waiting "
+          "| after 1.1 to 1.9 s | processor time while it waits | KV ready to scheduled, ms |\n"
+          "|---|---|---|---|---|---|")  # fmt: skip
+    for name in dict.fromkeys(sample.name for sample in samples):
+        some = [sample for sample in samples if sample.name == name]
+        answers = [
+            statistics.median(each for sample in some for each in getattr(sample, field))
+            for field in ("idle_ms", "early_ms", "late_ms")
+        ]
         print(
-            f"| {interval_ms:g} | {statistics.median(s.cpu_share for s in some):.1%}"
-            f" | {statistics.median(waiting):.1f} ({waiting[len(waiting) * 3 // 4]:.1f})"
-            f" | {statistics.median(idle):.1f}"
+            f"| {name} | {answers[0]:.1f} | {answers[1]:.1f} | {answers[2]:.1f}"
+            f" | {statistics.median(s.cpu_share for s in some):.1%}"
             f" | {statistics.median(s.ready_to_scheduled_ms for s in some):.2f} |"
         )
 

@@ -148,8 +148,38 @@ def test_copies_wait_for_no_other_stream(layout):
         gathered.wait()
         scattered, _ = on_a_thread(lambda: kv.pages.scatter(1, staged, blocks, after))
         scattered.wait()
-        assert not busy.query(), "a copy waited for the whole device"
+        assert not busy.is_done(), "a copy waited for the whole device"
         torch.cuda.synchronize()
+
+
+def test_layers_of_a_graphs_replay_leave_behind_it():
+    """As `forward_launched` reports them: one position, after a replay that runs no Python."""
+    with staging("LBHNC") as kv:
+        blocks, staged = choose(20, NUM_BLOCKS, 1), choose(20, NUM_STAGED, 2)
+        model, value = (
+            torch.cuda.Stream(DEVICE),
+            torch.zeros(1, dtype=torch.bfloat16, device=DEVICE),
+        )
+        on_a_thread(lambda: kv.pages.gather(0, blocks, staged, record()).wait())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=model):
+            for layer in kv.layers:
+                layer.copy_(value.expand_as(layer))
+        torch.cuda.synchronize()
+        with torch.cuda.stream(model):
+            torch.cuda._sleep(BUSY_CYCLES)
+            value.fill_(7)
+            graph.replay()
+            after = record()
+        copies, _ = on_a_thread(
+            lambda: [kv.pages.gather(n, blocks, staged, after) for n in range(NUM_LAYERS)]
+        )
+        assert not after.is_done(), "the stream was not behind"
+        for number, copy in enumerate(copies):
+            copy.wait()
+            pages = kv.host[number][torch.from_numpy(staged)].view(torch.bfloat16)
+            assert (pages == 7).all()
+        assert after.is_done()
 
 
 def test_blocks_are_not_overwritten_before_the_steps_that_used_them():

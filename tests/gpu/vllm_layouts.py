@@ -29,8 +29,15 @@ def allocate_layers(
     device: torch.device,
 ) -> list[torch.Tensor]:
     """Views `[block, head, token, contents]` of random bytes; `shape` has the layers first."""
-    order = ORDERS[layout]
     num_bytes = math.prod(shape) * torch.empty(0, dtype=dtype).element_size()
     random = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=device)
-    memory = random.view(dtype).view([shape[dim] for dim in order])
-    return list(memory.permute([order.index(dim) for dim in range(len(order))]))
+    return view_layers(layout, shape, random.view(dtype))
+
+
+def view_layers(
+    layout: str, shape: tuple[int, int, int, int, int], memory: torch.Tensor
+) -> list[torch.Tensor]:
+    """Views `[block, head, token, contents]` of a cache that is all of `memory`, `[n]`."""
+    order = ORDERS[layout]
+    ordered = memory.view([shape[dim] for dim in order])
+    return list(ordered.permute([order.index(dim) for dim in range(len(order))]))

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from baton.auth.ticket import HandoffMode
     from baton.handoff.messages import TransferOp
     from baton.handoff.options import WriteLease
+    from baton.transfer.interface import TransportFactory
     from baton.transfer.links.choice import LinkObserver
 
 CLOCK = MachineClock()
@@ -215,6 +216,7 @@ def node(
     is_stepped: bool = False,
     host: str = "127.0.0.1",
     write_lease: WriteLease | None = None,
+    build: Callable[[str, dict[str, object]], TransportFactory] = TRANSPORTS.build,
 ) -> Iterator[Node]:
     """A worker whose agent has a thread, unless the test steps it itself."""
     if pages is None:
@@ -225,14 +227,14 @@ def node(
                 op=op, clock=clock, timeout_s=timeout_s, lease_s=lease_s,
                 layer_batch_bytes=layer_batch_bytes, wrap=wrap,
                 links=links, observer=observer, verification=verification, is_stepped=is_stepped,
-                host=host, write_lease=write_lease,
+                host=host, write_lease=write_lease, build=build,
             ) as running,
         ):  # fmt: skip
             yield running
         return
     epoch = new_epoch()
     context = TransportContext(credentials=key, epoch=epoch, bind_host=host, clock=clock)
-    transports = tuple(wrap(TRANSPORTS.build(kind, {})(context)) for kind in kinds)
+    transports = tuple(wrap(build(kind, {})(context)) for kind in kinds)
     agent = HandoffAgent(
         AgentOptions(
             worker=WorkerId(name),

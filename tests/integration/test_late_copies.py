@@ -42,12 +42,15 @@ class Position:
     """A `StreamPosition` that the device gets to when the test wants it."""
 
     is_reached: bool = True
-    error: RuntimeError | None = None
+    error: TransferError | None = None
 
-    def query(self) -> bool:
+    def is_done(self) -> bool:
         if self.error is not None:
             raise self.error
         return self.is_reached
+
+    def wait(self) -> None:
+        raise AssertionError("the agent waits for the device")
 
 
 REACHED = Position()
@@ -55,7 +58,7 @@ REACHED = Position()
 
 @dataclass
 class HeldCopy:
-    """A `PendingCopy`: pages move when it ends."""
+    """The position behind a copy: its pages move when it ends."""
 
     move: Callable[[], None]
     has_moved: bool = False
@@ -277,7 +280,7 @@ def test_prefill_is_done_when_the_device_has_computed_it() -> None:
 def test_a_position_that_the_device_fails_is_not_awaited() -> None:
     with pair() as pages:
         handoff = pages.begin(37)
-        pages.compute(handoff, *[Position(error=RuntimeError("a lost device"))] * NUM_LAYERS)
+        pages.compute(handoff, *[Position(error=TransferError("a lost device"))] * NUM_LAYERS)
         handoff.prefill_done()
         pages.sender.end(NUM_LAYERS)  # the copies go on, which a real device would not
         pages.receiver.end(NUM_LAYERS)

@@ -14,6 +14,7 @@ from baton.clock import MachineClock
 from baton.config.sections import StoreSection
 from baton.encodings.rates import EncodingRate, EncodingRates
 from baton.engines.vllm.identity import Identity
+from baton.engines.vllm.kv_views import SharedKVMemory
 from baton.engines.vllm.options import ConnectorOptions
 from baton.engines.vllm.rank import Rank, RankPlan
 from baton.engines.vllm.step_orders import (
@@ -25,6 +26,8 @@ from baton.engines.vllm.step_orders import (
 )
 from baton.errors import ConfigError
 from baton.ids import Epoch, WorkerId
+from baton.testing import host_device
+from baton.transfer.interface import TRANSPORTS
 from tests.lazy_modules import LazyModule
 from tests.unit.engines_vllm.caches import (
     BLOCK_SIZE,
@@ -117,11 +120,18 @@ class OpenRank:
         cache = plan(config, specs)
         announce(config, tuple(specs))
         identity = Identity(WorkerId(name), Epoch(name * 16), role, 1)
-        connector = ConnectorOptions(
-            transports=("tcp",), fingerprint="f" * 64, probe_time_s=0.05, **options
-        )
+        connector = ConnectorOptions(**{
+            "transports": ("tcp",),
+            "fingerprint": "f" * 64,
+            "probe_time_s": 0.05,
+            **options,
+        })
         self.rank = Rank(RankPlan(config, cache, connector, identity, rank=0))
         context = self.rank.pool_context()
+        if device != "cpu":  # memory of this host in place of a GPU's
+            assert context is None
+            num_bytes = cache.kv_cache_tensors[0].size
+            context = SharedKVMemory(num_bytes, host_device.allocate_region).allocation()
         assert context is not None
         with context:
             self.tensors = allocate(cache)
@@ -234,3 +244,42 @@ def test_an_encoding_that_handoffs_cannot_have_is_refused(
     monkeypatch.setenv("BATON_CLUSTER_KEY", "ab" * 32)
     with pytest.raises(ConfigError, match=rf"handoff.encoding.*{reason}"):
         OpenRank(tmp_path / "model", "pp", "prefill", device, handoff_encoding=encoding)
+
+
+@pytest.fixture(name="gpu")
+def gpu_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`cuda_ipc` over memory of this host."""
+    monkeypatch.setenv("BATON_CLUSTER_KEY", "ab" * 32)
+    monkeypatch.setattr(TRANSPORTS, "build", host_device.build_transport)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("op", ["WRITE", "READ"])
+def test_two_servers_hand_over_in_their_gpus_memory(tmp_path: Path, op: str) -> None:
+    with two_ranks(
+        tmp_path / "model", device="cuda", transports=("cuda_ipc",), preferred_op=op
+    ) as (prefill, decode):
+        torch.manual_seed(0)
+        for tensor in prefill.tensors.values():
+            tensor.copy_(torch.randn_like(tensor))
+        for num_tokens in (5 * BLOCK_SIZE, 3 * BLOCK_SIZE - 5):
+            assert hand_over(prefill, decode, num_tokens) == 0.0
+        records = decode.handoffs.take_records()
+        assert [record.transport for record in records] == ["cuda_ipc"] * 2
+        assert all(record.num_bytes for record in records)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("device", "options", "reason"),
+    [
+        ("cpu", {}, "vLLM keeps it on the CPU"),
+        ("cuda", {"store": StoreSection(tiers=("host",))}, "store.tiers needs KV in the host's"),
+        ("cuda", {"handoff_encoding": "int8"}, "handoff.encoding"),
+    ],
+)
+def test_what_a_gpus_memory_cannot_have_is_refused_at_the_start(
+    tmp_path: Path, device: str, options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        OpenRank(tmp_path / "model", "pp", "prefill", device, transports=("cuda_ipc",), **options)

@@ -71,7 +71,7 @@ logger = logging.getLogger(__name__)
 TICK_S: Final = 0.05
 MIN_COPY_PAUSE_S: Final = 0.00005
 MAX_COPY_PAUSE_S: Final = 0.0005
-"""Between two looks at copies that a GPU carries out: it wakes no thread at their end."""
+"""Between two looks at what a GPU does: it wakes no thread at the end of a copy, or of a layer."""
 
 
 class AgentLoop:
@@ -139,7 +139,7 @@ class AgentLoop:
             self._peer_transports, self._peers, self._probe_target, options.links.bounds
         )
         self._views = context.views
-        self._has_staging = any(view.is_staged for view in context.views)
+        self._polls_copies = any(view.is_gathered for view in context.views)
         self._looks_often, self._copy_pause_s = False, MIN_COPY_PAUSE_S
         self.importer, self.exporter = (
             SharedBlockImporter(context, ImportTable()),
@@ -175,7 +175,7 @@ class AgentLoop:
 
     def step(self) -> None:
         """Sleep until something is to be done, `TICK_S` at most, and do it."""
-        if self._has_staging:
+        if self._polls_copies:
             ready = self._wait()
         else:
             ready = self._waiting.wait(self._selector.select, TICK_S)
@@ -194,7 +194,7 @@ class AgentLoop:
         self._poll_transports(sources, also_idle=now >= self._next_tick)
         if now >= self._next_tick:
             self._tick(now)
-        if self._has_staging:
+        if self._polls_copies:
             if self.sending.is_copying or self.receiving.is_copying:
                 self._poll_copies()
             self._serve_staging()

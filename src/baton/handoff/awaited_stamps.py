@@ -6,6 +6,8 @@ import logging
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
+from baton.errors import BatonError
+
 if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.handoff.interface import StreamPosition
@@ -42,10 +44,10 @@ class AwaitedStamps:
         while self._awaited:
             position, trace, stamp = self._awaited[0]
             try:
-                if not position.query():
+                if not position.is_done():
                     break
                 trace.stamp(stamp, self._clock.now())
-            except RuntimeError:
+            except BatonError:
                 # The copy that comes after this position fails with the same, and its handoff too.
                 logger.debug("handoff: the GPU has failed", exc_info=True)
             self._awaited.popleft()

@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from baton.auth.ticket import Ticket
-    from baton.handoff.interface import ReceiveOrder
-    from baton.handoff.kv_views import AgentContext, PendingCopy
+    from baton.handoff.interface import ReceiveOrder, StreamPosition
+    from baton.handoff.kv_views import AgentContext
     from baton.handoff.link_encodings import LinkEncodings
     from baton.handoff.messages import GrantOp, Notification, ToReceiver
     from baton.handoff.peer_transports import PeerTransportLost, PeerTransportUp
@@ -74,15 +74,16 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self._context, self._importer, self._encodings = context, importer, encodings
         self._reads = PageReads(context, perform=self._perform, accept=self._accept)
         self.pending_reads = self._reads.pending
-        self._copies: deque[tuple[PendingCopy, IncomingHandoff]] = deque()
+        self._copies: deque[tuple[StreamPosition, IncomingHandoff]] = deque()
+        self._blocks_in_use: deque[tuple[StreamPosition, IncomingHandoff]] = deque()
         self._incoming: dict[TicketId, IncomingHandoff] = {}
         self._aborted = Tombstones()
         self._lease_renewer = LeaseRenewer(context)
 
     @property
     def is_copying(self) -> bool:
-        """Whether pages are on their way to the engine's: `poll_copies`."""
-        return bool(self._copies)
+        """Whether pages are on their way to the engine's, or in use by its GPU: `poll_copies`."""
+        return bool(self._copies or self._blocks_in_use)
 
     @property
     def num_sessions(self) -> int:
@@ -112,6 +113,9 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         if incoming.peer is None:
             self._perform(incoming, session.fail("cannot reach the prefill worker", stage="link"))
         else:
+            if order.after is not None and not all(view.is_staged for view in context.views):
+                incoming.waits_for_blocks = True
+                self._blocks_in_use.append((order.after, incoming))
             self._try_begin(incoming)
 
     def decline(self, ticket: Ticket, reason: str) -> None:
@@ -241,18 +245,36 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 assert_never(event)
 
     def poll_copies(self) -> bool:
-        """Go on with what has been copied to the engine's blocks; whether there was any."""
-        has_news = False
+        """Go on with what has been copied to the engine's blocks; whether there was any.
+
+        And begin to receive into blocks that the engine's GPU has left.
+        """
+        has_news = self._poll_blocks_in_use()
         while self._copies:
-            copy, incoming = self._copies[0]
+            done, incoming = self._copies[0]
             try:
-                if not copy.is_done():
+                if not done.is_done():
                     break
             except BatonError as exc:
                 self._perform(incoming, incoming.session.fail(str(exc), stage=STAGING_STAGE))
             self._copies.popleft()
             has_news = True
             self._perform(incoming, incoming.session.scattered())
+        return has_news
+
+    def _poll_blocks_in_use(self) -> bool:
+        has_news = False
+        while self._blocks_in_use:
+            after, incoming = self._blocks_in_use[0]
+            try:
+                if not after.is_done():
+                    break
+            except BatonError as exc:
+                self._perform(incoming, incoming.session.fail(str(exc), stage=STAGING_STAGE))
+            self._blocks_in_use.popleft()
+            has_news = True
+            incoming.waits_for_blocks = False
+            self._try_begin(incoming)
         return has_news
 
     def tick(self) -> None:
@@ -332,7 +354,9 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     def _try_begin(self, incoming: IncomingHandoff) -> None:
         """Settle the terms, if the peer is up, reachable, and the KV has pages to go to."""
         session, peer = incoming.session, incoming.peer
-        if session.phase is not ReceivePhase.WAITING or peer is None or peer.hello is None:
+        if session.phase is not ReceivePhase.WAITING or incoming.waits_for_blocks:
+            return
+        if peer is None or peer.hello is None:
             return
         op = self._choose_op(incoming, peer)
         if op is None:
@@ -410,13 +434,13 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         """Count what is in the pages, and is what the sender had."""
         session, finished = incoming.session, notification.finished
         try:
-            copy = incoming.scatter(notification)
+            done = incoming.scatter(notification)
         except BatonError as exc:
             self._perform(incoming, session.fail(str(exc), stage=STAGING_STAGE))
             return
-        if copy is not None:
+        if done is not None:
             session.scattering()
-            self._copies.append((copy, incoming))
+            self._copies.append((done, incoming))
         actions = session.landed(notification)
         if finished is not None and session.phase is ReceivePhase.GRANTED:
             incoming.record_sender(finished)

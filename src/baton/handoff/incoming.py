@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.clock import Instant
-    from baton.handoff.kv_views import MappedPages, PendingCopy
+    from baton.handoff.interface import StreamPosition
+    from baton.handoff.kv_views import MappedPages
     from baton.handoff.messages import Available, Finished, KVViewDescriptor
     from baton.handoff.peers import Peer
     from baton.handoff.session.receive import ReceiveSession
@@ -70,6 +71,7 @@ class IncomingHandoff(MutableRecord):  # noqa: PLR0904 - all that concerns one h
     common.
     `encoding`, and `theirs`, the peer's view for it, are chosen once, before staging pages are
     waited for. `reference_failed`: it was to be handed over by reference, and cannot.
+    `waits_for_blocks`: the engine's GPU may still use the blocks, which the peer would write to.
     """
 
     session: ReceiveSession
@@ -82,6 +84,7 @@ class IncomingHandoff(MutableRecord):  # noqa: PLR0904 - all that concerns one h
     levels: dict[str, Level] = msgspec.field(default_factory=dict)
     sampler: Sampler | None = None
     reference_failed: bool = False
+    waits_for_blocks: bool = False
     encoding: str = RAW
     theirs: KVViewDescriptor | None = None
     _opened: dict[str, Transport] = msgspec.field(default_factory=dict)
@@ -183,7 +186,7 @@ class IncomingHandoff(MutableRecord):  # noqa: PLR0904 - all that concerns one h
         trace.verified(transport.kind, num_bytes, is_intact=not seen.wrong_layers)
         return seen.wrong_layers
 
-    def scatter(self, notification: Notification) -> PendingCopy | None:
+    def scatter(self, notification: Notification) -> StreamPosition | None:
         """Copy what a notification names, which is intact, into the engine's blocks.
 
         See `Staging`.

@@ -64,17 +64,25 @@ class SampledToken(msgspec.Struct, frozen=True):
 
 
 class StreamPosition(Protocol):
-    """A position in what an engine has given its GPU to do: a recorded event (`torch.Event`).
+    """A position in what an engine has given its GPU to do: a recorded event.
 
     A copy that comes after it begins, on the GPU, once all that was given before it has been done.
     None stands for it where all is done already (on CPUs).
     """
 
-    def query(self) -> bool:
+    def is_done(self) -> bool:
         """Whether the GPU has got there; does not wait. Thread-safe.
 
         Raises:
-            RuntimeError: the GPU failed.
+            TransferError: the GPU failed.
+        """
+        ...
+
+    def wait(self) -> None:
+        """Wait until it has: not on an agent's thread.
+
+        Raises:
+            TransferError: the GPU failed.
         """
         ...
 

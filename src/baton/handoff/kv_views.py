@@ -170,26 +170,6 @@ def make_staging_pool(view: KVView) -> StagingPool | None:
     return StagingPool(min(array.num_pages for array in view.region.arrays))
 
 
-class PendingCopy(Protocol):
-    """A copy of pages that was begun, and that a device carries out by itself."""
-
-    def is_done(self) -> bool:
-        """Whether all of its pages are in place; does not wait.
-
-        Raises:
-            TransferError: the device failed.
-        """
-        ...
-
-    def wait(self) -> None:
-        """Wait until they are.
-
-        Raises:
-            TransferError: the device failed.
-        """
-        ...
-
-
 class Staging(Protocol):
     """Copies whole pages between an engine's own blocks and a view's region, converting them.
 
@@ -199,8 +179,8 @@ class Staging(Protocol):
     first token.
 
     What is returned is None where the pages are in place. Else the copy has only begun: its pages,
-    on both sides, may not change until it is done. Copies in one direction end in the order in
-    which they were begun. Each comes after `after` (see `StreamPosition`).
+    on both sides, may not change until the position behind it is reached. Copies in one direction
+    end in the order in which they were begun. Each begins, on the GPU, after `after`.
     """
 
     def gather(
@@ -210,7 +190,7 @@ class Staging(Protocol):
         staged: NDArray[np.int64],
         after: StreamPosition | None = None,
         /,
-    ) -> PendingCopy | None:
+    ) -> StreamPosition | None:
         """Engine's blocks → staged pages, of one layer of the view.
 
         Raises:
@@ -225,7 +205,7 @@ class Staging(Protocol):
         blocks: NDArray[np.int64],
         after: StreamPosition | None = None,
         /,
-    ) -> PendingCopy | None:
+    ) -> StreamPosition | None:
         """Staged pages → engine's blocks, of one layer of the view.
 
         Raises:
@@ -261,8 +241,8 @@ class KVView:
 class MappedPages(Record, frozen=True):
     """Page `pages.blocks[i]` of the view's region stands for `blocks.blocks[i]` of the engine's.
 
-    Without staging both are the same, and `gather` and `scatter` have nothing to do. Both tables
-    have the same `first`. `layer_pages` are the view's (`RegisteredView`): none on a device.
+    Without staging both are the same, and nothing is copied. Both tables have the same `first`.
+    `layer_pages` are the view's (`RegisteredView`): none on a device.
     """
 
     view: KVView
@@ -277,23 +257,24 @@ class MappedPages(Record, frozen=True):
 
     def gather(
         self, layers: range, start: int, stop: int, after: StreamPosition | None
-    ) -> PendingCopy | None:
+    ) -> StreamPosition | None:
         """The engine's blocks of tokens `[start, stop)` of some layers → pages of the view.
 
-        See `Staging`: None where they are in place, else the last copy.
+        Returns where they are in place (None: already): behind the last copy; without staging,
+        where the engine's GPU has computed them.
         """
         if self.view.staging is None:
-            return None
+            return after
         blocks, pages = self.blocks_of(start, stop).blocks, self.pages_of(start, stop).blocks
         copies = [self.view.staging.gather(layer, blocks, pages, after) for layer in layers]
         return copies[-1]
 
     def scatter(
         self, layers: range, start: int, stop: int, after: StreamPosition | None
-    ) -> PendingCopy | None:
+    ) -> StreamPosition | None:
         """Pages of the view that hold tokens `[start, stop)` of some layers → the engine's.
 
-        See `gather`.
+        See `gather`. Without staging they are there: nothing was written to them before `after`.
         """
         if self.view.staging is None:
             return None
@@ -350,6 +331,11 @@ class RegisteredView:
     def is_staged(self) -> bool:
         """Whether its pages are not the engine's own."""
         return self.staging_pool is not None
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether pages are reported before they are in place: staged ones, and those of a GPU."""
+        return self.staging_pool is not None or self.view.region.device is not None
 
     @property
     def page_tokens(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from baton.encodings.interface import RAW
 from baton.errors import ConfigError
 from baton.handoff.io_backend import OS_BACKEND
 from baton.handoff.peer_transports import LinkOptions
@@ -12,7 +13,7 @@ from baton.handoff.verify import VerificationPolicy
 from baton.transfer.adaptive_wait import MAX_SPIN_S
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from baton.auth.credentials import Credentials
     from baton.auth.ticket import HandoffMode
@@ -35,6 +36,20 @@ class WriteLease(Protocol):
     def until(self) -> Instant:
         """As it is now; it may be extended."""
         ...
+
+
+def check_device_memory(tiers: Sequence[str], encoding: str) -> None:
+    """Refuse what reads KV from the host's memory, where it is in a GPU's.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    for name, is_set in (("store.tiers", bool(tiers)), ("handoff.encoding", encoding != RAW)):
+        if is_set:
+            raise ConfigError(
+                f"{name} needs KV in the host's memory, and transfer.transports keeps it in the "
+                "GPU's: remove the one, or choose another transport"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from baton.handoff.agent import ReadyLayers
     from baton.handoff.heartbeat import PendingPrefills
     from baton.handoff.interface import SampledToken, SendOrder, StreamPosition
-    from baton.handoff.kv_views import AgentContext, PendingCopy
+    from baton.handoff.kv_views import AgentContext
     from baton.handoff.messages import ToSender
     from baton.handoff.peer_transports import PeerTransport, PeerTransportLost, PeerTransportUp
     from baton.handoff.peers import Peer
@@ -84,9 +84,9 @@ _WRITING: Final = frozenset({SendPhase.SENDING, SendPhase.DRAINING})
 
 
 class _PendingGather(NamedTuple):
-    """Tokens of these layers, up to `stop`, are on their way to the pages of a view."""
+    """Tokens of these layers, up to `stop`, are in the pages of a view once `done` is reached."""
 
-    copy: PendingCopy
+    done: StreamPosition
     outgoing: OutgoingHandoff
     layers: range
     stop: int
@@ -102,7 +102,7 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self._early = EarlyGrants()
         self._copies: deque[_PendingGather] = deque()
         self._awaited_stamps = AwaitedStamps(context.clock)
-        self._is_staged = any(view.is_staged for view in context.views)
+        self._is_gathered = any(view.is_gathered for view in context.views)
         self.writes: dict[TransferHandle, tuple[PeerTransport, TicketId]] = {}
         """Those that are under way."""
         self._tombstones = Tombstones()
@@ -145,20 +145,21 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         for ticket, layers, stop in ready:
             outgoing = self._outgoing.get(ticket)
             if outgoing is not None:
-                self._reported(outgoing, after)
+                if after is not None:
+                    self._reported(outgoing, after)
                 self._perform(outgoing, outgoing.session.layers_ready(layers, stop))
 
-    def _reported(self, outgoing: OutgoingHandoff, after: StreamPosition | None) -> None:
+    def _reported(self, outgoing: OutgoingHandoff, after: StreamPosition) -> None:
         """All that was reported of it is computed at this position."""
         if outgoing.after is None:
             self._await_stamp(outgoing, after, Stamp.FIRST_LAYER_READY)
         outgoing.after = after
 
     def _await_stamp(
-        self, outgoing: OutgoingHandoff, position: StreamPosition | None, stamp: Stamp
+        self, outgoing: OutgoingHandoff, position: StreamPosition, stamp: Stamp
     ) -> None:
-        # Without staging nothing asks for positions, and the engine stamps by itself.
-        if position is not None and self._is_staged:
+        # Where pages are in place as they are reported, the engine stamps by itself.
+        if self._is_gathered:
             self._awaited_stamps.add(position, outgoing.session.order.trace, stamp)
 
     def prefill_done(
@@ -171,8 +172,9 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         """See `HandoffPort.prefill_done`; `rest` are layers that were not reported before."""
         outgoing = self._outgoing.get(ticket)
         if outgoing is not None:
-            self._reported(outgoing, after)
-            self._await_stamp(outgoing, after, Stamp.PREFILL_DONE)
+            if after is not None:
+                self._reported(outgoing, after)
+                self._await_stamp(outgoing, after, Stamp.PREFILL_DONE)
             now = self._context.clock.now()
             outgoing.session.lease.hold(now)
             outgoing.session.wait_until(Instant(now + self._context.timeout_s))
@@ -182,12 +184,12 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 self._perform(outgoing, outgoing.session.layers_ready(rest.layers, rest.stop))
 
     def poll_copies(self) -> bool:
-        """Send what has been copied to the views' pages; whether there was any."""
+        """Send what is in the views' pages by now; whether there was any."""
         has_news = self._awaited_stamps.poll()
         while self._copies:
-            copy, outgoing, layers, stop = self._copies[0]
+            done, outgoing, layers, stop = self._copies[0]
             try:
-                if not copy.is_done():
+                if not done.is_done():
                     break
             except BatonError as exc:
                 self._perform(outgoing, outgoing.session.fail(str(exc), stage=STAGING_STAGE))
@@ -400,7 +402,7 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             note_encoding(session.order.trace, view.view.layout)
             encoding, distance = granted.grant.encoding, granted.ticket.distance
             self._context.peer_transports.record_handoff(granted.peer, encoding, distance)
-            self._perform(outgoing, session.begin(view.page_tokens, is_staged=view.is_staged))
+            self._perform(outgoing, session.begin(view.page_tokens, is_gathered=view.is_gathered))
 
     def _is_reachable(self, peer: Peer) -> bool:
         """Whether there is a route; if not, `route_found` or `route_lost` follows.
@@ -521,19 +523,19 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     def _gather(self, outgoing: OutgoingHandoff, gather: GatherPages) -> None:
         """Copy a range of one layer or more to the view's pages; a failure ends the session."""
         session, pages = outgoing.session, outgoing.pages_to_send
-        for layers in split_gather(gather, pages.view.layout):
+        for layers in split_gather(gather, pages.view):
             if session.phase is not SendPhase.SENDING:
                 return  # what was gathered first could not be sent
             try:
-                copy = pages.gather(layers, gather.start, gather.stop, outgoing.after)
+                done = pages.gather(layers, gather.start, gather.stop, outgoing.after)
             except BatonError as exc:
                 self._perform(outgoing, session.fail(str(exc), stage=STAGING_STAGE))
                 return
             session.gathering()
-            if copy is None:
+            if done is None:
                 self._perform(outgoing, session.gathered(layers, gather.stop))
             else:
-                self._copies.append(_PendingGather(copy, outgoing, layers, gather.stop))
+                self._copies.append(_PendingGather(done, outgoing, layers, gather.stop))
 
     def _submit(self, outgoing: OutgoingHandoff, submit: WriteLayers) -> None:
         """Write a range of one layer or more, in batches; a failure ends the session."""

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from baton.handoff.grants import Granted
     from baton.handoff.interface import SampledToken, SendOrder, StreamPosition
-    from baton.handoff.kv_views import MappedPages, RegisteredView
+    from baton.handoff.kv_views import KVView, MappedPages, RegisteredView
     from baton.handoff.messages import Grant
     from baton.handoff.peer_transports import PeerTransportTable, TransportChoice
     from baton.handoff.peers import Peer
@@ -242,8 +242,12 @@ def map_granted_pages(view: RegisteredView, order: SendOrder, grant: Grant) -> M
     return view.try_map_pages(Holder("send", order.ticket.id), granted)
 
 
-def split_gather(gather: GatherPages, layout: KVLayout) -> Iterator[range]:
-    """Its layers, as many at once as have `STAGED_BATCH_BYTES`."""
+def split_gather(gather: GatherPages, view: KVView) -> Iterator[range]:
+    """Its layers, as many at once as have `STAGED_BATCH_BYTES`; all, where nothing is copied."""
+    layout = view.layout
+    if view.staging is None:
+        yield range(gather.layer, gather.layer + gather.num_layers)
+        return
     token_bytes = layout.bytes_per_token // layout.num_layers
     layer_bytes = max(1, (gather.stop - gather.start) * token_bytes)
     at_once = max(1, STAGED_BATCH_BYTES // layer_bytes)

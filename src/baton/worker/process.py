@@ -19,7 +19,6 @@ from prometheus_client import disable_created_metrics
 from baton.clock import MachineClock
 from baton.config.cluster_key import is_loopback
 from baton.config.numa import bind_worker
-from baton.encodings.interface import RAW
 from baton.engines.interface import ENGINES, EngineContext
 from baton.errors import ConfigError, EngineError
 from baton.handoff.dispatcher import HandoffDispatcher, open_handoffs
@@ -30,7 +29,7 @@ from baton.handoff.encoded_view import (
     open_handoff_encoding,
 )
 from baton.handoff.kv_views import KVView
-from baton.handoff.options import AgentOptions
+from baton.handoff.options import AgentOptions, check_device_memory
 from baton.handoff.peer_transports import LinkOptions
 from baton.handoff.pool_mode.store_access import open_store_access, report_to
 from baton.handoff.verify import VerificationPolicy
@@ -298,7 +297,7 @@ def _load(options: ProcessOptions, clock: Clock, watch: PreemptionWatch) -> tupl
     transports = _transports(options, epoch, clock)
     memory = choose_memory(transports)
     if memory == "cuda":
-        check_device_memory(options)
+        check_device_memory(options.store.tiers, options.handoff.encoding)
     allocate = choose_allocation(options.transfer.options)
     engine = factory(EngineContext(model, clock, allocate, memory))
     fence = MembershipFence(options.announce_lease_s) if options.announce_to else None
@@ -402,23 +401,6 @@ def _transports(options: ProcessOptions, epoch: Epoch, clock: Clock) -> tuple[Tr
         tls=_find_tls(options),
     )
     return build_transports(options.transfer.transports, options.transfer.options, context)
-
-
-def check_device_memory(options: ProcessOptions) -> None:
-    """Refuse what reads KV from the host's memory, where it is in a GPU's.
-
-    Raises:
-        ConfigError: names the setting.
-    """
-    for name, is_set in (
-        ("store.tiers", bool(options.store.tiers)),
-        ("handoff.encoding", options.handoff.encoding != RAW),
-    ):
-        if is_set:
-            raise ConfigError(
-                f"{name} needs KV in the host's memory, and transfer.transports keeps it in the "
-                "GPU's: remove the one, or choose another transport"
-            )
 
 
 def _find_tls(options: ProcessOptions) -> ClusterTls | None:

@@ -88,6 +88,7 @@ class HandoffWorld(RuleBasedStateMachine):
         spreads=st.booleans(),
         op=st.sampled_from(["WRITE", "READ"]),
         staged=st.booleans(),
+        on_gpu=st.booleans(),
         copies_late=st.booleans(),
         page_tokens=st.sampled_from([1, 4]),
         first_token=st.sampled_from([None, SampledToken(7)]),
@@ -103,6 +104,7 @@ class HandoffWorld(RuleBasedStateMachine):
         spreads: bool,
         op: TransferOp,
         staged: bool,
+        on_gpu: bool,
         copies_late: bool,
         page_tokens: int,
         first_token: SampledToken | None,
@@ -112,6 +114,7 @@ class HandoffWorld(RuleBasedStateMachine):
         self.may_be_doomed, self.spreads = may_be_doomed, spreads
         self.op, self.staged, self.page_tokens = op, staged, page_tokens
         self.copies_late = copies_late
+        self.is_gathered = staged or on_gpu  # on a GPU, in place: once it has computed them
         self.gathers: list[tuple[GatherPages, range]] = []  # begun, not done
         self.gathered = [0] * NUM_LAYERS
         self.num_scatters = 0  # begun, not done
@@ -228,7 +231,7 @@ class HandoffWorld(RuleBasedStateMachine):
         for action in actions:
             match action:
                 case GatherPages(layer, start, stop, num_layers):
-                    assert self.staged
+                    assert self.is_gathered
                     for each in range(layer, layer + num_layers):
                         assert max(self.start, self.gathered[each]) <= start, "gathered twice"
                         self.check_pages(each, start, stop)
@@ -289,7 +292,7 @@ class HandoffWorld(RuleBasedStateMachine):
 
     def check_range(self, layer: int, start: int, stop: int) -> None:
         self.check_pages(layer, start, stop)
-        assert not self.staged or stop <= self.gathered[layer], "sent before it was gathered"
+        assert not self.is_gathered or stop <= self.gathered[layer], "sent before it was gathered"
         is_again = bool(self.sender.excluded)
         assert is_again or not self.finished_said, "more after Finished"
 
@@ -332,7 +335,7 @@ class HandoffWorld(RuleBasedStateMachine):
 
     @rule()
     def the_way_is_clear(self) -> None:
-        self.perform_sender(self.sender.begin(self.page_tokens, is_staged=self.staged))
+        self.perform_sender(self.sender.begin(self.page_tokens, is_gathered=self.is_gathered))
 
     @precondition(lambda self: self.gathers)
     @rule()

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.engines.gpu.copy_stream import CopyEvent
 from baton.engines.vllm.device_pages import DevicePages
 from baton.engines.vllm.layouts import pages_of, read_layers
 from baton.errors import TransferError
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CPU = torch.device("cpu")
-DONE = torch.cpu.Event()
+DONE = CopyEvent(torch.cpu.Event())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from baton.engines.vllm.options import ConnectorOptions
+from baton.engines.vllm.rank_handoffs import MIN_WAIT_S
 from baton.engines.vllm.step_orders import NO_ORDERS
 from tests.lazy_modules import LazyModule, skip_without_vllm
 from tests.unit.engines_vllm.test_rank_handoffs import ID, expect, harness, offer
@@ -104,13 +105,16 @@ def test_only_a_step_without_tokens_waits_for_a_load(
     for _ in range(3):
         run(planned(NO_ORDERS, has_tokens=True))
     assert rank.wake_event.num_waits == 0
-    before = rank.clock.now()
-    run(planned(NO_ORDERS, has_tokens=False))
-    assert rank.wake_event.num_waits == 1
-    assert rank.clock.now() - before == pytest.approx(ConnectorOptions().poll_interval_ms / 1000)
+    most_s = ConnectorOptions().poll_interval_ms / 1000
+    for wait_s in (MIN_WAIT_S, most_s):  # at once, and after a second without news
+        before = rank.clock.now()
+        run(planned(NO_ORDERS, has_tokens=False))
+        assert rank.clock.now() - before == pytest.approx(wait_s)
+        rank.clock.advance(1.0)
+    assert rank.wake_event.num_waits == 2
     rank.port.land(ID)
     assert run(planned(NO_ORDERS, has_tokens=True)).finished_recving == {"r"}
-    assert rank.wake_event.num_waits == 1
+    assert rank.wake_event.num_waits == 2
 
 
 @pytest.mark.parametrize("run", [run_v1, run_v2])

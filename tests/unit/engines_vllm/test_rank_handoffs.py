@@ -12,6 +12,7 @@ from baton.auth.ticket import Ticket, WorkerRef
 from baton.clock import Instant
 from baton.engines.vllm.rank_handoffs import (
     MAX_REPORT_DELAY_S,
+    MIN_WAIT_S,
     RELEASE_TIMEOUT_S,
     WRITE_GRACE_S,
     RankHandoffs,
@@ -41,7 +42,7 @@ from tests.unit.engines_vllm.scripted_port import ScriptedPort, SettlingEvent
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from baton.handoff.interface import HandoffEvent, PrefixStore
+    from baton.handoff.interface import HandoffEvent, PrefixStore, StreamPosition
 
 BLOCK_SIZE, NUM_LAYERS = 4, 2
 ID = TicketId(b"t" * 16)
@@ -70,8 +71,16 @@ def harness() -> RankHarness:
     return make_harness(None)
 
 
+class ReachedPosition:
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        """It is reached."""
+
+
 def make_harness(
-    store: PrefixStore | None, record_position: Callable[[], object] = on_host
+    store: PrefixStore | None, record_position: Callable[[], StreamPosition | None] = on_host
 ) -> RankHarness:
     clock, port, traces = ManualClock(), ScriptedPort(NUM_LAYERS), TraceRing(8)
     port.prefixes = store
@@ -130,10 +139,11 @@ def test_blocks_of_later_chunks_join_the_order_that_the_agent_has(harness: RankH
 
 def test_each_layer_is_reported_with_its_position() -> None:
     """The last one that was skipped: with the position after the whole pass."""
-    positions = iter(("after a", "after the pass"))
+    after_a, after_the_pass = ReachedPosition(), ReachedPosition()
+    positions = iter((after_a, after_the_pass))
     harness = make_harness(None, lambda: next(positions))
     run(harness, offer(harness, 7, 7, (5, 6)), "a")
-    assert harness.port.positions == {0: "after a", 1: "after the pass"}
+    assert harness.port.positions == {0: after_a, 1: after_the_pass}
 
 
 def test_a_gpus_layers_are_reported_when_all_are_launched() -> None:
@@ -360,6 +370,27 @@ def test_an_idle_step_waits_only_where_something_can_happen(harness: RankHarness
     assert harness.wake_event.num_waits == 1
     harness.rank.get_finished({"r"}, 0.01)
     assert harness.wake_event.num_waits == 2
+
+
+def test_an_idle_step_waits_the_longer_the_longer_nothing_has_happened(
+    harness: RankHarness,
+) -> None:
+    run(harness, expect(harness))
+    waited_s = []
+    for _ in range(60):
+        before = harness.clock.now()
+        harness.rank.get_finished(set(), 0.01)
+        waited_s.append(harness.clock.now() - before)
+        harness.clock.advance(0.002)  # vLLM's own part of a step without tokens
+    assert waited_s == sorted(waited_s)
+    assert (waited_s[0], waited_s[-1]) == pytest.approx((MIN_WAIT_S, 0.01))
+    harness.port.land(ID)
+    harness.rank.get_finished(set(), 0.01)
+    run(harness, offer(harness, 4, 4, (5,)))
+    before = harness.clock.now()
+    harness.rank.get_finished({"r"}, 0.01)
+    harness.rank.get_finished(set(), 0.01)
+    assert harness.clock.now() - before <= 3 * MIN_WAIT_S
 
 
 def test_an_event_that_comes_during_a_look_is_not_slept_over(

@@ -115,7 +115,7 @@ def test_whole_pages_and_at_last_the_rest(ready: int, sent: int | None) -> None:
 def make_staged_session() -> SendSession:
     session, grant = make_session()
     session.granted(grant)
-    assert session.begin(4, is_staged=True) == []
+    assert session.begin(4, is_gathered=True) == []
     return session
 
 

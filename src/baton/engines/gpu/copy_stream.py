@@ -48,12 +48,12 @@ _NO_SPANS: Final = np.empty((0, 3), np.int64)
 
 @dataclass(frozen=True, slots=True)
 class CopyEvent:
-    """Copies that were begun. Implements `handoff.kv_views.PendingCopy`."""
+    """What a device was given until then: copies, an engine's work. Implements `StreamPosition`."""
 
     done: torch.Event
 
     def is_done(self) -> bool:
-        """Whether all pages are in place; does not wait.
+        """Whether it has done all of it; does not wait.
 
         Raises:
             TransferError: the device failed.
@@ -62,7 +62,7 @@ class CopyEvent:
             return bool(self.done.query())
 
     def wait(self) -> None:
-        """Wait until they are.
+        """Wait until it has.
 
         Raises:
             TransferError: the device failed.
@@ -71,7 +71,7 @@ class CopyEvent:
             self.done.synchronize()
 
 
-def make_recorder(device: torch.device) -> Callable[[], torch.Event | None]:
+def make_recorder(device: torch.device) -> Callable[[], CopyEvent | None]:
     """A function that records an event on the calling thread's current stream of a device.
 
     On CPUs, where nothing runs behind the caller's back, it returns None.
@@ -80,10 +80,10 @@ def make_recorder(device: torch.device) -> Callable[[], torch.Event | None]:
         return lambda: None
     streams = torch.get_device_module(device)
 
-    def record() -> torch.Event:
+    def record() -> CopyEvent:
         event: torch.Event = streams.Event()
         event.record(streams.current_stream(device))
-        return event
+        return CopyEvent(event)
 
     return record
 

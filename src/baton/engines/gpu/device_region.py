@@ -1,7 +1,8 @@
-"""Regions of KV in a GPU's memory: allocated, digested, and read for link probes."""
+"""Regions of KV in a GPU's memory: allocated or registered, digested, and read for link probes."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,13 +12,11 @@ from baton.engines.gpu.page_digester import PageDigester
 from baton.errors import TransferError, mapped
 from baton.ids import new_region_handle
 from baton.kv.device_digest import WORD_BYTES, PieceParts
-from baton.transfer.interface import DeviceMemory, PagedRegion
-from baton.transfer.region import compute_region_bytes, place_arrays
+from baton.transfer.interface import DeviceMemory, PageArray, PagedRegion
+from baton.transfer.region import check_arrays, compute_region_bytes, place_arrays
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from baton.transfer.interface import PageArray
 
 
 class TensorAccess:
@@ -77,14 +76,50 @@ def allocate_device_region(device: torch.device, shapes: Sequence[tuple[int, int
     with mapped({torch.OutOfMemoryError: TransferError}):
         memory = torch.zeros(compute_region_bytes(arrays), dtype=torch.uint8, device=device)
     torch.cuda.synchronize(device)
+    return _make_region(memory, arrays)
 
-    def allocate_more(more: Sequence[tuple[int, int]]) -> PagedRegion:
-        return allocate_device_region(device, more)
 
-    access = TensorAccess(memory, arrays, allocate_more)
+def register_pages(layers: Sequence[torch.Tensor]) -> PagedRegion:
+    """Memory that an engine has allocated: array i is `layers[i]`, `[num_pages, …]`; not copied.
+
+    Whatever the order of dimensions within a page. Peers on this host can map the allocation, all
+    of it, where it is from `cudaMalloc`.
+
+    Raises:
+        TransferError: the layers are in several allocations, the bytes of one page or the pages of
+            one layer are not adjacent, or there are none.
+    """
+    storage = layers[0].untyped_storage()
+    if any(layer.untyped_storage().data_ptr() != storage.data_ptr() for layer in layers):
+        raise TransferError("the layers of the KV cache are in several allocations")
+    arrays = tuple(map(_locate_pages, layers))
+    check_arrays(arrays)
+    memory = torch.empty(0, dtype=torch.uint8, device=layers[0].device).set_(storage)
+    return _make_region(memory, arrays)
+
+
+def _locate_pages(layer: torch.Tensor) -> PageArray:
+    """Where in its storage the pages of a layer are."""
+    num_pages, page_elements = len(layer), layer.numel() // max(1, len(layer))
+    expected, is_run = 1, num_pages == 1 or layer.stride(0) == page_elements
+    for stride, size in sorted(zip(layer.stride()[1:], layer.shape[1:], strict=True)):
+        is_run = is_run and (size == 1 or stride == expected)
+        expected *= size
+    if not is_run:
+        raise TransferError(
+            f"the bytes of a page, or the pages, are not adjacent: {tuple(layer.shape)} with "
+            f"strides {layer.stride()}"
+        )
+    first_byte = int(layer.storage_offset()) * layer.element_size()
+    return PageArray(first_byte, page_elements * layer.element_size(), num_pages)
+
+
+def _make_region(memory: torch.Tensor, arrays: tuple[PageArray, ...]) -> PagedRegion:
+    """`memory` is all of the region, uint8 `[n]`. Kernels are compiled when this returns."""
+    access = TensorAccess(memory, arrays, partial(allocate_device_region, memory.device))
     if arrays[0].page_bytes >= WORD_BYTES:
         access.warm_up()
-    place = DeviceMemory(memory.device.index, memory.data_ptr(), (memory,), access)
+    place = DeviceMemory(memory.device.index or 0, memory.data_ptr(), (memory,), access)
     return PagedRegion(new_region_handle(), "cuda", memoryview(b""), arrays, device=place)
 
 
@@ -92,7 +127,7 @@ def view_memory(region: PagedRegion) -> torch.Tensor:
     """All bytes of a region, uint8 `[n]`, wherever they are; not copied.
 
     Raises:
-        TransferError: they are on a device, and `allocate_device_region` did not make them.
+        TransferError: they are on a device, and this module did not make the region.
     """
     if len(region.memory):
         return torch.frombuffer(region.memory, dtype=torch.uint8)

@@ -26,7 +26,8 @@ File map, in the order in which a request meets them:
     control.py              a rank's HTTP server
     layouts.py              what is in the KV memory
     kv_views.py             allocates it, and shows it to peers; host_pages.py converts pages,
-                            device_pages.py copies those of a GPU beside the model
+                            device_pages.py copies those of a GPU beside the model,
+                            registered_pages.py shows them there (`cuda_ipc`)
     serving.py              vLLM's server in `baton worker`; arguments.py its command line
     access_middleware.py    its bearer, its drain, and its fence
     resumed_streams.py      goes on from token ids; stream_tokens.py names them in its events

@@ -112,6 +112,7 @@ def _transfer(config: Config, options: VllmOptions, lease_file: Path | None) -> 
         "liveness_timeout_s": config.handoff.liveness_timeout_s,
         "lease_s": config.handoff.lease_s,
         "layer_batch_bytes": config.handoff.layer_batch_bytes,
+        "device_layer_batch_bytes": config.handoff.device_layer_batch_bytes,
         "verify_same_process": config.handoff.verify_same_process,
         "verify_same_host": config.handoff.verify_same_host,
         "verify_network": config.handoff.verify_network,

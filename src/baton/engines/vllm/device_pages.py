@@ -6,11 +6,11 @@ done before (`after`); no thread and no other stream waits for them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final
 
 import torch
 
-from baton.engines.gpu.copy_stream import DEVICE_ERRORS, CopyStream, pin_memory
+from baton.engines.gpu.copy_stream import DEVICE_ERRORS, CopyEvent, CopyStream, pin_memory
 from baton.engines.gpu.page_copier import view_rows
 from baton.errors import TransferError, mapped
 from baton.transfer.region import view_pages
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from baton.engines.gpu.copy_stream import CopyEvent
     from baton.handoff.interface import StreamPosition
     from baton.transfer.interface import PagedRegion
 
@@ -107,6 +106,6 @@ def _view_for_copies(pages: torch.Tensor) -> torch.Tensor:
 
 def _as_event(after: StreamPosition | None) -> torch.Event:
     """What `make_recorder` recorded."""
-    if after is None:
+    if not isinstance(after, CopyEvent):
         raise TransferError("a copy from or to a GPU needs an event that it comes after")
-    return cast("torch.Event", after)
+    return after.done

@@ -98,7 +98,7 @@ def build_kv_views(
     """
     pages = pages_of(kv_caches, layers)
     arrangements = {
-        num_layers: _read_arrangement(vllm_config, layers.names[:num_layers], pages[0])
+        num_layers: find_arrangement(vllm_config, layers.names[:num_layers], pages[0])
         for num_layers in (len(layers.names), layers.num_main)
     }
     max_tokens = vllm_config.model_config.max_model_len
@@ -183,7 +183,7 @@ def _try_show_canonical(
     """
     layout = layers.main_layout
     pages = pages_of(kv_caches, layers)[: layout.num_layers]
-    arrangement = _read_arrangement(vllm_config, layers.names[: layout.num_layers], pages[0])
+    arrangement = find_arrangement(vllm_config, layers.names[: layout.num_layers], pages[0])
     if not (arrangement.is_canonical or arrangement.transposes_k):
         return arrangement
     region = allocate_host_region(_shapes(layout, num_pages))
@@ -192,9 +192,14 @@ def _try_show_canonical(
     return KVView(layout, region, TransposedPages(pages, layout, region))
 
 
-def _read_arrangement(
+def find_arrangement(
     vllm_config: VllmConfig, names: Sequence[str], first: torch.Tensor
 ) -> Arrangement:
+    """How vLLM arranges the pages of these layers; `first` is the first one's tensor.
+
+    Raises:
+        ConfigError: a layer does not report its backend.
+    """
     return read_arrangement(
         vllm_config.compilation_config.static_forward_context,
         names,

@@ -36,7 +36,8 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     """One vLLM server's part in handoffs.
 
     Ports are those of rank 0: rank r takes `port + r`, or a free one where the port is 0.
-    `poll_interval_ms` is how long a step without tokens may wait for the handoff's next event.
+    `poll_interval_ms` is how long a step without tokens may wait for the handoff's next event: less
+    where the last one was a short time ago.
     `max_held_share` of the KV blocks may be held for decode workers to pull, and `max_kept_share`
     while they are copied into the store; more is not kept. `fingerprint`
     replaces the one that is computed from the checkpoint's files. `handoff_encoding`: KV may be
@@ -62,6 +63,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     liveness_timeout_s: Seconds = 3.0
     lease_s: LeaseSeconds = 10.0
     layer_batch_bytes: Annotated[int, Meta(ge=0)] = 4 * 1024 * 1024
+    device_layer_batch_bytes: Annotated[int, Meta(ge=0)] = 128 * 1024 * 1024
     verify_same_process: Verification = "full"
     verify_same_host: Verification = "full"
     verify_network: Verification = "full"
@@ -70,7 +72,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     handoff_encoding: Annotated[str, Meta(min_length=1, max_length=64)] = "raw"
     max_held_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
     max_kept_share: Annotated[float, Meta(ge=0, le=1)] = 0.25
-    poll_interval_ms: Annotated[float, Meta(ge=0, le=1000)] = 2.0
+    poll_interval_ms: Annotated[float, Meta(ge=0, le=1000)] = 10.0
     fingerprint: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     key_file: str | None = None
     tls: Tls = "control"

@@ -39,13 +39,14 @@ from baton.engines.vllm.layouts import read_layers
 from baton.engines.vllm.rank_handoffs import RankHandoffs
 from baton.engines.vllm.rank_observer import FALLBACK_CAUSE, RankObserver
 from baton.engines.vllm.rank_prompts import RankSetting
+from baton.engines.vllm.registered_pages import register_kv_view
 from baton.errors import ConfigError
 from baton.events.journal import CacheJournal
 from baton.handoff.dispatcher import HandoffDispatcher, open_handoffs
 from baton.handoff.encoded_view import list_lossy, open_handoff_encoding
 from baton.handoff.lease_file import LeaseFile
 from baton.handoff.link_page import describe_links
-from baton.handoff.options import AgentOptions
+from baton.handoff.options import AgentOptions, check_device_memory
 from baton.handoff.peer_transports import LinkOptions
 from baton.handoff.pool_mode.metrics import PoolModeCollector
 from baton.handoff.pool_mode.store_access import open_store_access, report_to
@@ -60,7 +61,7 @@ from baton.telemetry.metrics import HeldBlockTimeCollector, set_worker_info
 from baton.telemetry.trace import TraceRing
 from baton.telemetry.transfers import TransferTable
 from baton.transfer.devices.extents import choose_allocation
-from baton.transfer.interface import TransportContext, build_transports
+from baton.transfer.interface import TransportContext, build_transports, choose_memory
 from baton.transfer.links.probes import ProbeBounds
 from baton.transfer.region import release_region
 
@@ -77,7 +78,6 @@ if TYPE_CHECKING:
     from baton.handoff.interface import StreamPosition
     from baton.handoff.kv_views import KVView
     from baton.handoff.pool_mode.store_access import StoreAccess
-    from baton.ids import Epoch
     from baton.transfer.interface import Transport
 
 logger = logging.getLogger(__name__)
@@ -121,6 +121,15 @@ class Rank:
         if plan.options.tls != "off":
             self._tls = ClusterTls(self._credentials)
         self._clock = MachineClock()
+        self._transports = self._build_transports()
+        self._memory = choose_memory(self._transports)
+        if self._memory == "cuda":
+            if device == "cpu":
+                raise ConfigError(
+                    "transfer.transports moves KV between GPUs (cuda_ipc), and vLLM keeps it on "
+                    "the CPU: choose another transport"
+                )
+            check_device_memory(plan.options.store.tiers, kind)
         self._wake_event = threading.Event()
         self._pool: SharedKVMemory | None = None
         self._kv_views: tuple[KVView, ...] = ()
@@ -241,6 +250,9 @@ class Rank:
     def _build_views(self, kv_caches: Mapping[str, torch.Tensor], staging_bytes: int) -> None:
         """How peers and the store see the KV: `close` gives the memory back."""
         config, layers, store = self._plan.vllm_config, self._layers, self._plan.options.store
+        if self._memory == "cuda":
+            self._kv_views = (register_kv_view(config, layers, kv_caches),)
+            return
         self._kv_views = build_kv_views(
             config, layers, kv_caches, self._pool, staging_bytes=staging_bytes
         )
@@ -299,7 +311,7 @@ class Rank:
             views=views,
             traits=read_traits(plan.vllm_config, plan.rank, arrangement) | lossy,
             preferred_op=options.preferred_op,
-            transports=self._transports(epoch),
+            transports=self._transports,
             credentials=self._credentials,
             clock=self._clock,
             host=options.handoff_host,
@@ -307,7 +319,11 @@ class Rank:
             timeout_s=options.handoff_timeout_s,
             liveness_timeout_s=options.liveness_timeout_s,
             lease_s=options.lease_s,
-            layer_batch_bytes=options.layer_batch_bytes,
+            layer_batch_bytes=(
+                options.device_layer_batch_bytes
+                if self._memory == "cuda"
+                else options.layer_batch_bytes
+            ),
             verification=VerificationPolicy.of(options),
             links=LinkOptions(
                 options.choice, ProbeBounds(options.probe_time_s, options.probe_bytes)
@@ -338,8 +354,9 @@ class Rank:
     def _tls_of_kv(self) -> ClusterTls | None:
         return self._tls if self._plan.options.tls == "all" else None
 
-    def _transports(self, epoch: Epoch) -> tuple[Transport, ...]:
-        options = self._plan.options
+    def _build_transports(self) -> tuple[Transport, ...]:
+        plan, options = self._plan, self._plan.options
+        _, epoch = plan.identity.of_rank(plan.rank)
         context = TransportContext(
             credentials=self._credentials,
             epoch=epoch,

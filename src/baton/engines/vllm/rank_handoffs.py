@@ -65,6 +65,13 @@ RELEASE_TIMEOUT_S: Final = 5.0
 """The same where a posted write cannot be recalled: see `prepare`."""
 MAX_REPORT_DELAY_S: Final = 0.01
 """How long launched layers wait for the end of the launch, before the agent learns of them."""
+MIN_WAIT_S: Final = 0.001
+WAIT_SHARE: Final = 0.1
+"""A step without tokens waits for so much of the time in which nothing has happened.
+
+At least for `MIN_WAIT_S`. vLLM sees new requests between two steps only: while handoffs are short,
+these waits are.
+"""
 
 
 class RankHandoffs:
@@ -99,6 +106,8 @@ class RankHandoffs:
         """Layers of this step that the agent was not notified of yet."""
         self._first_launched_at = Instant(0.0)
         self._is_computing = False
+        self._quiet_since: Instant | None = None
+        """When a step first waited after the last orders, or the agent's last event."""
         self._has_received = False
         """Whether the last step reported requests whose KV is there."""
         self._reported: tuple[Ticket, ...] = ()
@@ -142,6 +151,7 @@ class RankHandoffs:
 
     def _carry_out(self, orders: StepOrders) -> None:
         self._orders = orders
+        self._quiet_since = None
         if orders.occupancy is not None:
             self._occupancy = orders.occupancy
         if orders.arrived or orders.offers:
@@ -168,8 +178,8 @@ class RankHandoffs:
     def layer_done(self, layer_name: str) -> None:
         """A layer's KV of this step's tokens is computed, or launched: vLLM computes. Only queues.
 
-        With the last layer's, prompts that end here are complete: their decode workers need not
-        wait for the rest of the step (that layer's MLP, the sampling). Not needed where
+        On CPUs prompts that end here are complete with the last layer's: their decode workers need
+        not wait for the rest of the step (that layer's MLP, the sampling). Not needed where
         `follows_layers` is False.
         """
         if not self._is_computing:
@@ -225,7 +235,7 @@ class RankHandoffs:
         """Requests whose blocks are vLLM's again: `(sent, received)`, each returned once.
 
         `finished` are requests that vLLM's scheduler finished. Waits at most `wait_s`, where
-        handoffs are all that could happen, for their next event.
+        handoffs are all that could happen, for their next event; less where one was just now.
         """
         self._steps.num_ended = self._steps.num_begun
         sends, loads, prefixes = self._sends.table, self._loads.table, self._prefixes
@@ -239,7 +249,9 @@ class RankHandoffs:
         has_news = loads.has_finished or (uses_store and prefixes.has_news)
         # With asynchronous scheduling vLLM applies what a step reported after the next one only.
         may_wait = is_awaited and not has_news and not self._has_received
-        self._poll_agent(wait_s if may_wait else 0.0)
+        if may_wait and wait_s > 0 and not self._wake_event.is_set():
+            self._wait_for_agent(wait_s)
+        self._poll_agent(0.0)
         received = loads.take_finished()
         if uses_store:
             prefixes.check_deadlines()
@@ -302,7 +314,8 @@ class RankHandoffs:
         """
         launched, self._launched = self._launched, []
         is_computed = launched[-1][1] is None
-        if is_computed and len(launched) == len(self._done_layers):
+        is_first = len(launched) == len(self._done_layers)
+        if is_computed and is_first:
             self._sends.stamp(self._orders.progress, Stamp.FIRST_LAYER_READY)
         for layer, after in launched:
             self._port.layer_ready(self._ready, layer, after)
@@ -322,6 +335,13 @@ class RankHandoffs:
             self._reported = uncomputed
             self._port.report_progress(uncomputed)
 
+    def _wait_for_agent(self, wait_s: float) -> None:
+        now = self._clock.now()
+        if self._quiet_since is None:
+            self._quiet_since = now
+        quiet_s = now - self._quiet_since
+        self._wake_event.wait(min(wait_s, max(MIN_WAIT_S, WAIT_SHARE * quiet_s)))
+
     def _poll_agent(self, wait_s: float) -> None:
         """Take what the agent has; wait for it at most `wait_s`.
 
@@ -331,6 +351,7 @@ class RankHandoffs:
             self._wake_event.wait(wait_s)
         if self._wake_event.is_set():
             self._wake_event.clear()
+            self._quiet_since = None
             for event in self._port.poll():
                 self._handle_event(event)
         if not self._port.is_alive:

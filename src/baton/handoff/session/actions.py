@@ -100,8 +100,9 @@ class WriteLayers(Record, frozen=True):
 class GatherPages(Record, frozen=True):
     """Copy tokens `[start, stop)` of `layer` from the engine's blocks into the view's pages.
 
-    In one part or more: `gathering` for each as it begins, then `gathered`; or `fail`. Of
-    `num_layers` layers from `layer` on.
+    Where these are the same, wait until the engine's GPU has computed them. In one part or more:
+    `gathering` for each as it begins, then `gathered`; or `fail`. Of `num_layers` layers from
+    `layer` on.
     """
 
     layer: int

@@ -128,9 +128,9 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     What is missing of what a failed transport carried is sent again: see `CarriedWrites`. `lease`
     bounds how long it waits for the peer once all is computed.
 
-    Of a layer, in tokens: computed up to `_ready`; from a staged view `GatherPages` was asked for
-    up to `_asked`, is done up to `_gathered`; given to transports up to `_sent`. A page is gathered
-    once, so that it does not change under a write.
+    Of a layer, in tokens: computed up to `_ready`; where pages are gathered, that was asked for up
+    to `_asked` (`GatherPages`), and is done up to `_gathered`; given to transports up to `_sent`. A
+    page is gathered once, so that it does not change under a write.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self._asked = [0] * num_layers
         self._gathered = [0] * num_layers
         self._sent = [0] * num_layers
-        self._is_staged = False
+        self._is_gathered = False
         self._num_gathering = 0
         self._writes = CarriedWrites()
         self._to_retransmit: list[LayerTokenRange] = []
@@ -192,17 +192,17 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self._asked = self._sent.copy()
         return []
 
-    def begin(self, page_tokens: int, *, is_staged: bool = False) -> list[SendAction]:
+    def begin(self, page_tokens: int, *, is_gathered: bool = False) -> list[SendAction]:
         """Transport and staging are there: send what is ready already.
 
         KV moves in multiples of `page_tokens`, as they lie in the sequence, and at last the rest.
-        With `is_staged` it is first gathered.
+        With `is_gathered`, what is ready is not in the view's pages before `GatherPages` is done.
         """
         if self.phase is not SendPhase.OFFERED or self.grant is None:
             return []
-        self._page_tokens, self._is_staged = page_tokens, is_staged
+        self._page_tokens, self._is_gathered = page_tokens, is_gathered
         self.phase = SendPhase.SENDING
-        advance = self._gather_ready if is_staged else self._submit_ready
+        advance = self._gather_ready if is_gathered else self._submit_ready
         return advance(range(len(self._ready)))
 
     def layers_ready(self, layers: Sequence[int], stop: int) -> list[SendAction]:
@@ -212,7 +212,7 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             ready[layer] = max(ready[layer], stop)
         if self.phase is not SendPhase.SENDING:
             return []
-        advance = self._gather_ready if self._is_staged else self._submit_ready
+        advance = self._gather_ready if self._is_gathered else self._submit_ready
         return advance(layers)
 
     def gathering(self) -> None:
@@ -370,7 +370,7 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         return self.fail(f"the deadline passed: {what}", stage=str(self.phase))
 
     def _gather_ready(self, layers: Sequence[int]) -> list[SendAction]:
-        """Of a staged view: what was computed is first copied to the view's pages."""
+        """What was computed first comes into the view's pages."""
         due = self._find_due(layers, self._asked, self._ready)
         for layer, _, stop in due:
             self._asked[layer] = stop
@@ -380,7 +380,7 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         if self.grant is None or self.grant.op == "NONE":
             return self._drain()
         send = AnnounceReadable if self.grant.op == "READ" else WriteLayers
-        placed = self._gathered if self._is_staged else self._ready
+        placed = self._gathered if self._is_gathered else self._ready
         return _join(send, self._find_due(layers, self._sent, placed)) or self._drain()
 
     def _find_due(
@@ -448,7 +448,7 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self._writes.check_invariants()
         if self.over and (self._writes.are_under_way or self._num_gathering):
             raise AssertionError("it is over, and a write or a copy holds its source pages")
-        if self._is_staged and any(map(gt, self._sent, self._asked)):
+        if self._is_gathered and any(map(gt, self._sent, self._asked)):
             raise AssertionError("pages were sent that were not gathered")
 
     def _over(self) -> list[SendAction]:

@@ -179,16 +179,16 @@ MAX_COPY_S: Final = 0.004
 
 @dataclass(slots=True)
 class SimCopy:
-    """Implements `handoff.kv_views.PendingCopy`."""
+    """Implements `StreamPosition`: that behind a copy."""
 
     copied: bool = False
 
     def is_done(self) -> bool:
-        """See `PendingCopy`."""
+        """See `StreamPosition`."""
         return self.copied
 
     def wait(self) -> None:
-        """See `PendingCopy`. No simulated thread waits for a GPU."""
+        """See `StreamPosition`. No simulated thread waits for a GPU."""
         raise AssertionError("a thread waits for a copy")
 
 

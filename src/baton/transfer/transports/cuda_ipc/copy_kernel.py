@@ -40,22 +40,21 @@ class CopyKernel:
         """
         self._driver, self._multiprocessors = driver, multiprocessors
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        self._runs = (ctypes.c_uint64 * (3 * MAX_RUNS))()
+        self._num_runs, self._num_parts = ctypes.c_uint32(), ctypes.c_uint32()
+        parameters = self._runs, self._num_runs, self._num_parts
+        self._parameters = (ctypes.c_void_p * 3)(*map(ctypes.addressof, parameters))
         driver.call("cuModuleLoadData", ctypes.byref(self._module), PTX)
         driver.call("cuModuleGetFunction", ctypes.byref(self._function), self._module, b"copy_runs")
 
     def enqueue(self, runs: NDArray[np.uint64], stream: int) -> None:
         """Queue copies, in no order: see `CopyDevice.enqueue`."""
-        parameter, num_runs, num_parts = (
-            (ctypes.c_uint64 * (3 * MAX_RUNS))(),
-            *(ctypes.c_uint32() for _ in range(2)),
-        )
-        pointers = (ctypes.c_void_p * 3)(*map(ctypes.addressof, (parameter, num_runs, num_parts)))
         for at in range(0, len(runs), MAX_RUNS):
             part = np.ascontiguousarray(runs[at : at + MAX_RUNS])
-            ctypes.memmove(parameter, part.ctypes.data, part.nbytes)
-            num_runs.value = len(part)
-            num_parts.value = count_parts(len(part), self._multiprocessors)
-            blocks = (min(self._multiprocessors, len(part) * num_parts.value), 1, 1)
+            num_parts = count_parts(len(part), self._multiprocessors)
+            ctypes.memmove(self._runs, part.ctypes.data, part.nbytes)
+            self._num_runs.value, self._num_parts.value = len(part), num_parts
+            blocks = (min(self._multiprocessors, len(part) * num_parts), 1, 1)
             threads, shared_bytes = (NUM_THREADS, 1, 1), 0
             # The driver copies the parameters before it returns.
             self._driver.call(
@@ -65,7 +64,7 @@ class CopyKernel:
                 *threads,
                 shared_bytes,
                 stream,
-                pointers,
+                self._parameters,
                 None,
             )
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from baton.errors import TransferError
 from baton.net.framing import decode, encode
+from baton.transfer.interface import PageArray
 from baton.transfer.onesided.wire import MAX_METADATA_BYTES
 from baton.transfer.region import MAX_ARRAYS, MAX_REGION_BYTES
 from baton.transfer.scatter_gather import compute_copy_runs
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.kv.copies import PageCopies
-    from baton.transfer.interface import DeviceMemory, PageArray, PagedRegion, RegionDescriptor
+    from baton.transfer.interface import DeviceMemory, PagedRegion, RegionDescriptor
     from baton.transfer.onesided.session import Direction
 
 
@@ -210,15 +211,17 @@ class CudaIpcSession:
         if peer is None:
             raise TransferError("the peer has not sent its metadata")
         lane = self._lane(memory.device, peer)
-        runs: list[NDArray[np.int64]] = []
+        starts: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         for layer in copies.layers:
             ours, theirs = region.arrays[layer], peer.arrays[layer]
-            their_base = lane.addresses[layer] - theirs.offset_bytes
-            if direction == "write":
-                runs += _locate(copies, ours, theirs, bases=(memory.address, their_base))
-            else:
-                runs += _locate(copies, theirs, ours, bases=(their_base, memory.address))
-        joined = np.concatenate([np.empty((0, 3), np.int64), *runs]).astype(np.uint64)
+            source = memory.address + ours.offset_bytes, ours.page_bytes
+            target = lane.addresses[layer], theirs.page_bytes
+            if direction == "read":
+                source, target = target, source
+            alike = starts.setdefault((source[1], target[1]), [])
+            alike.append((source[0], target[0], 0))
+        runs = [_locate(copies, sizes, some) for sizes, some in starts.items()]
+        joined = runs[0] if len(runs) == 1 else np.concatenate(runs)
         return CudaIpcHandle(lane.device, lane.device.enqueue(joined))
 
     def is_done(self, handle: CudaIpcHandle) -> bool:
@@ -300,8 +303,15 @@ def _find(mapped: Allocation, place: ArrayLocation, array: PageArray) -> int:
 
 
 def _locate(
-    copies: PageCopies, source: PageArray, target: PageArray, *, bases: tuple[int, int]
-) -> list[NDArray[np.int64]]:
-    """Of each group, in one layer: addresses of both sides, and bytes, int64 `[r, 3]`."""
-    both = np.array((*bases, 0), np.int64)
-    return [compute_copy_runs(group, source, target) + both for group in copies.groups]
+    copies: PageCopies, page_bytes: tuple[int, int], starts: list[tuple[int, int, int]]
+) -> NDArray[np.uint64]:
+    """Addresses of both sides, and bytes, uint64 `[r, 3]`, in layers that begin at `starts`.
+
+    Their pages have `page_bytes` (source's, target's): runs within a layer are computed once.
+    """
+    source, target = (PageArray(0, num_bytes, 1) for num_bytes in page_bytes)
+    found = [compute_copy_runs(group, source, target) for group in copies.groups]
+    within = np.concatenate([np.empty((0, 3), np.int64), *found])
+    runs = within + np.array(starts, np.int64)[:, None]
+    located: NDArray[np.uint64] = runs.reshape(-1, 3).astype(np.uint64)
+    return located
