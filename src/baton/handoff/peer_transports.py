@@ -23,7 +23,7 @@ from baton.encodings.interface import RAW
 from baton.errors import BatonError, PeerUnreachableError
 from baton.record import MutableRecord, Record
 from baton.transfer.interface import as_admitter
-from baton.transfer.links.choice import Backoff, Choice, Chooser, Outcome
+from baton.transfer.links.choice import Backoff, Choice, Chooser, Outcome, TransferTime
 from baton.transfer.links.cost_model import (
     MIN_BYTE_S,
     TransferShape,
@@ -73,6 +73,14 @@ class _Period(MutableRecord):
     predicted_s: float = 0.0
 
 
+class _InFlight(Record, frozen=True):
+    """A transfer that was submitted, and the bytes under way with it."""
+
+    began_at: Instant
+    num_bytes: int
+    bytes_in_flight: int
+
+
 @dataclass(slots=True, eq=False)
 class PeerTransport:
     """A way to write into a peer's pages, or to read them. Owner: the agent's thread.
@@ -94,6 +102,8 @@ class PeerTransport:
     _bulk_byte_s: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_BULK_TRANSFERS))
     _attaching: set[RemoteId] = field(default_factory=set)
     _num_under_way: int = 0
+    _in_flight: deque[_InFlight] = field(default_factory=deque)
+    _bytes_in_flight: int = 0
     _period: _Period | None = None
 
     @property
@@ -155,6 +165,7 @@ class PeerTransport:
         """Forget the remotes, whose transfers fail."""
         remotes, self.remotes = self.remotes, {}
         self._attaching.clear()
+        self._forget_in_flight()
         self.state = PeerTransportState.DOWN
         for remote in remotes.values():
             self.transport.detach(remote)
@@ -172,6 +183,27 @@ class PeerTransport:
         period.num_descriptors += choice.shape.num_descriptors
         period.predicted_s += choice.predicted_s
         self._num_under_way += 1
+        num_bytes = choice.shape.num_bytes
+        self._bytes_in_flight += num_bytes
+        self._in_flight.append(_InFlight(before, num_bytes, self._bytes_in_flight))
+
+    def transferred(self, now: Instant) -> TransferTime | None:
+        """A transfer succeeded, the oldest one: a link completes them about in their order.
+
+        None where one has failed since it was submitted.
+        """
+        if not self._in_flight:
+            return None
+        oldest = self._in_flight.popleft()
+        self._bytes_in_flight -= oldest.num_bytes
+        return TransferTime(
+            peer=self.peer,
+            distance=self.distance,
+            transport=self.transport.kind,
+            direction=self.direction,
+            num_bytes=oldest.bytes_in_flight,
+            seconds=now - oldest.began_at,
+        )
 
     def ended(self, now: Instant) -> Outcome | None:
         """A transfer succeeded: what was carried, if it was the last one under way.
@@ -181,6 +213,8 @@ class PeerTransport:
         """
         self._num_under_way -= 1
         period = self._period
+        if not self._num_under_way:
+            self._forget_in_flight()
         if period is None or self._num_under_way:
             return None
         self._period = None
@@ -209,6 +243,11 @@ class PeerTransport:
         """A transfer failed: the period that it was in is no measurement."""
         self._num_under_way -= 1
         self._period = None
+        self._forget_in_flight()
+
+    def _forget_in_flight(self) -> None:
+        self._in_flight.clear()
+        self._bytes_in_flight = 0
 
 
 logger = logging.getLogger(__name__)
@@ -452,7 +491,11 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
 
     def completed(self, peer_transport: PeerTransport) -> None:
         """A transfer over the route succeeded."""
-        outcome = peer_transport.ended(self._clock.now())
+        now = self._clock.now()
+        transfer = peer_transport.transferred(now)
+        if transfer is not None:
+            self.observer.transferred(transfer)
+        outcome = peer_transport.ended(now)
         if outcome is not None:
             self.observer.carried(outcome)
 

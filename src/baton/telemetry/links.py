@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from baton.telemetry.handoff_metrics import ReceivePaths
-    from baton.telemetry.transfers import LinkOutcome, TransferTable
+    from baton.telemetry.transfers import Link, LinkOutcome, LinkTransfer, TransferTable
 
 UNKNOWN: Final = "other"
 ERROR_EDGES: Final = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 2.0, 4.0, 8.0)
@@ -87,14 +87,16 @@ class CarriedInstruments:
                 for operation in OPERATIONS.values():
                     self._find(LinkLabels(distance, transport, operation))
 
+    def labels_of(self, link: Link) -> LinkLabels:
+        """By which a link's transfers are counted."""
+        if link.transport not in self._transports:
+            return OTHER_LABELS
+        operation = OPERATIONS[link.direction]
+        return self._find(LinkLabels(name_distance(link.distance), link.transport, operation))
+
     def carried(self, outcome: LinkOutcome) -> LinkLabels:
         """Count a period in which a link was in use; the labels by which it was counted."""
-        labels = OTHER_LABELS
-        if outcome.transport in self._transports:
-            operation = OPERATIONS[outcome.direction]
-            labels = self._find(
-                LinkLabels(name_distance(outcome.distance), outcome.transport, operation)
-            )
+        labels = self.labels_of(outcome)
         child = self._children[labels]
         child.num_bytes.inc(outcome.num_bytes)
         child.predicted_s.inc(outcome.predicted_s)
@@ -185,6 +187,10 @@ class LinkInstruments:
         self._chosen[OPERATIONS[direction], used].inc()
         if choice.is_mismatch and expected != used:
             self._mismatches[OPERATIONS[direction], expected, used].inc()
+
+    def transferred(self, transfer: LinkTransfer) -> None:
+        """See `LinkObserver`."""
+        self._transfers.transfer(transfer, self._carried.labels_of(transfer))
 
     def carried(self, outcome: LinkOutcome) -> None:
         """See `LinkObserver`."""
