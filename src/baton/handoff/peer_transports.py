@@ -187,38 +187,33 @@ class PeerTransport:
         self._bytes_in_flight += num_bytes
         self._in_flight.append(_InFlight(before, num_bytes, self._bytes_in_flight))
 
-    def transferred(self, now: Instant) -> TransferTime | None:
-        """A transfer succeeded, the oldest one: a link completes them about in their order.
+    def ended(self, now: Instant) -> tuple[TransferTime | None, Outcome | None]:
+        """A transfer succeeded: its time, and what was carried, if it was the last one under way.
 
-        None where one has failed since it was submitted.
-        """
-        if not self._in_flight:
-            return None
-        oldest = self._in_flight.popleft()
-        self._bytes_in_flight -= oldest.num_bytes
-        return TransferTime(
-            peer=self.peer,
-            distance=self.distance,
-            transport=self.transport.kind,
-            direction=self.direction,
-            num_bytes=oldest.bytes_in_flight,
-            seconds=now - oldest.began_at,
-        )
-
-    def ended(self, now: Instant) -> Outcome | None:
-        """A transfer succeeded: what was carried, if it was the last one under way.
+        It is taken to be the oldest one, as a link completes them about in their order; its time is
+        None where another one has failed since it was submitted.
 
         A transfer is a measurement only where it was the only one under way, or where it was
         waited for longer than it was being filled (in which time this side did other work too).
         """
         self._num_under_way -= 1
-        period = self._period
-        if not self._num_under_way:
-            self._forget_in_flight()
+        period, transfer = self._period, None
+        if self._in_flight:
+            oldest = self._in_flight.popleft()
+            self._bytes_in_flight -= oldest.num_bytes
+            transfer = TransferTime(
+                peer=self.peer,
+                distance=self.distance,
+                transport=self.transport.kind,
+                direction=self.direction,
+                num_bytes=oldest.bytes_in_flight,
+                seconds=now - oldest.began_at,
+            )
         if period is None or self._num_under_way:
-            return None
+            return transfer, None
         self._period = None
-        self.backoff.record_success()
+        if self.backoff.num_failures:
+            self.backoff.record_success()
         observed_s = now - period.began_at
         waited_s, filling_s = now - period.filled_at, period.filled_at - period.began_at
         teaches = period.num_transfers == 1 or waited_s > filling_s
@@ -227,7 +222,7 @@ class PeerTransport:
             if shape.num_bytes >= MIN_BULK_BYTES:
                 self._bulk_byte_s.append(max(observed_s / shape.num_bytes, MIN_BYTE_S))
             self.model = self.model.refine(shape, observed_s, alike=period.largest)
-        return Outcome(
+        outcome = Outcome(
             peer=self.peer,
             distance=self.distance,
             transport=self.transport.kind,
@@ -238,6 +233,7 @@ class PeerTransport:
             observed_s=observed_s,
             refined=teaches,
         )
+        return transfer, outcome
 
     def failed(self) -> None:
         """A transfer failed: the period that it was in is no measurement."""
@@ -491,11 +487,9 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
 
     def completed(self, peer_transport: PeerTransport) -> None:
         """A transfer over the route succeeded."""
-        now = self._clock.now()
-        transfer = peer_transport.transferred(now)
+        transfer, outcome = peer_transport.ended(self._clock.now())
         if transfer is not None:
             self.observer.transferred(transfer)
-        outcome = peer_transport.ended(now)
         if outcome is not None:
             self.observer.carried(outcome)
 
