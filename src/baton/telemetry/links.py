@@ -87,16 +87,9 @@ class CarriedInstruments:
                 for operation in OPERATIONS.values():
                     self._find(LinkLabels(distance, transport, operation))
 
-    def labels_of(self, link: Link) -> LinkLabels:
-        """By which a link's transfers are counted."""
-        if link.transport not in self._transports:
-            return OTHER_LABELS
-        operation = OPERATIONS[link.direction]
-        return self._find(LinkLabels(name_distance(link.distance), link.transport, operation))
-
-    def carried(self, outcome: LinkOutcome) -> LinkLabels:
-        """Count a period in which a link was in use; the labels by which it was counted."""
-        labels = self.labels_of(outcome)
+    def carried(self, outcome: LinkOutcome, labels: LinkLabels) -> None:
+        """Count a period in which a link was in use."""
+        labels = self._find(labels) if outcome.transport in self._transports else OTHER_LABELS
         child = self._children[labels]
         child.num_bytes.inc(outcome.num_bytes)
         child.predicted_s.inc(outcome.predicted_s)
@@ -104,7 +97,6 @@ class CarriedInstruments:
         if outcome.refined and outcome.observed_s > 0:
             difference = abs(outcome.predicted_s - outcome.observed_s)
             child.error.observe(difference / outcome.observed_s)
-        return labels
 
     def _find(self, labels: LinkLabels) -> LinkLabels:
         """The set itself, made if there is room; `OTHER_LABELS` if not."""
@@ -190,11 +182,13 @@ class LinkInstruments:
 
     def transferred(self, transfer: LinkTransfer) -> None:
         """See `LinkObserver`."""
-        self._transfers.transfer(transfer, self._carried.labels_of(transfer))
+        self._transfers.transfer(transfer, self._labels_of(transfer))
 
     def carried(self, outcome: LinkOutcome) -> None:
         """See `LinkObserver`."""
-        self._transfers.link(outcome, self._carried.carried(outcome))
+        labels = self._labels_of(outcome)
+        self._carried.carried(outcome, labels)
+        self._transfers.link(outcome, labels)
 
     def failed(self, direction: str, transport: str) -> None:
         """See `LinkObserver`."""
@@ -205,6 +199,11 @@ class LinkInstruments:
         labels = OPERATIONS[direction], self._name(transport)
         self._latency.labels(*labels).set(model.latency_s)
         self._bandwidth.labels(*labels).set(model.bandwidth)
+
+    def _labels_of(self, link: Link) -> LinkLabels:
+        """Of the report, whose number of entries is bounded in another way than that of series."""
+        distance, transport = name_distance(link.distance), self._name(link.transport)
+        return LinkLabels(distance, transport, OPERATIONS[link.direction])
 
     def _name(self, transport: str) -> str:
         return transport if transport in self._transports else UNKNOWN
