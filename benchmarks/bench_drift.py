@@ -10,8 +10,8 @@ Synthetic traffic of one link: sizes of 16 KiB to 4 MiB, times around `latency +
     stalls      lognormal, and 1 of 100 takes ten times as long
 
 Recorded traffic: `tcp` and `shared` between two processes of this machine, sizes in turns, each
-transfer timed. It is replayed as it came, with the other work of this machine in it, and in shuffled
-blocks of 24 transfers, ten times: what changes slowly is then spread over all of it, so that the
+transfer timed. It is replayed as it came, with the work of others on this machine in it; and in
+shuffled blocks of 24 transfers, ten times: what changes slowly is then spread over all, so that the
 link is the same all the time.
 
 *False*: drifts of stationary traffic for each 100,000 transfers. *Delay*: transfers from a slowdown
