@@ -290,6 +290,23 @@ def show(title: str, results: Sequence[Result]) -> None:
     Console(width=140).print(table)
 
 
+def print_rows(results: Sequence[Result]) -> None:
+    """The rows of the table in docs/observability/alerts.md."""
+    for each in results:
+        found = [
+            "-" if delay is None else f"{delay:.0f} ({share:.0%})"
+            for delay, share in (
+                (each.delay_30_percent, each.found_30_percent),
+                (each.delay_double, each.found_double),
+            )
+        ]
+        alerts = "-" if each.num_alerts is None else str(each.num_alerts)
+        print(
+            f"| {each.traffic} | {each.num_transfers:,} | {each.false_per_100k:.2f} | {alerts} | "
+            f"{found[0]} | {found[1]} |"
+        )
+
+
 def main() -> None:
     """All of it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -316,6 +333,7 @@ def main() -> None:
     ]
     show("sweep", sweep)
     cost_us = measure_cost()
+    print_rows([*chosen, *recorded])
     print(f"{cost_us:.2f} us of processor time for a transfer")
     write_record(
         options.json, chosen=chosen, recorded=recorded, sweep=sweep, us_per_transfer=cost_us
