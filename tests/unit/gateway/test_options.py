@@ -5,7 +5,7 @@ import pytest
 
 from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
-from baton.config.sections import GatewaySection
+from baton.config.sections import AlertsSection, GatewaySection
 from baton.errors import ConfigError
 from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.protocol.worker_http import Role
@@ -135,3 +135,18 @@ def test_a_gateway_that_takes_announcements_can_be_reached(options, message):
 def test_announcements_and_their_source_go_together(options):
     with pytest.raises(ConfigError, match="go together"):
         announcing(**{"members": ("announced",), **options})
+
+
+@pytest.mark.parametrize(
+    ("section", "reason"),
+    [
+        ({"webhook_url": "file:///secret"}, "alerts.webhook_url is not a URL"),
+        ({"webhook_url": "https://"}, "alerts.webhook_url is not a URL"),
+        ({"webhook_url": "http://[h/secret"}, "alerts.webhook_url is not a URL"),
+        ({"disabled": ("BatonLinkDrift", "LinkDrift")}, "'LinkDrift'; there are BatonLinkDrift"),
+    ],
+)
+def test_alerts_that_cannot_be_raised_or_posted_are_refused(section, reason):
+    with pytest.raises(ConfigError, match=reason) as refused:
+        GatewayOptions(addresses=(DECODE,), credentials=KEY, alerts=AlertsSection(**section))
+    assert "secret" not in str(refused.value)
