@@ -154,14 +154,20 @@ def test_keyboard_screen_reader_and_widths() -> None:
     )
 
 
-def test_page_of_a_gateway() -> None:
-    """The real gateway's stream, with a worker whose name is HTML, and a request through it."""
-    name = "<b>decode</b>"
+def test_page_of_a_gateway(tmp_path) -> None:
+    """The real gateway's stream, behind its key; a worker whose name is HTML; a request."""
+    name, key_file = "<b>decode</b>", tmp_path / "key"
+    key_file.write_text("0123456789abcdef")
 
     async def main() -> None:
         workers = [ScriptedWorker(name, "decode", _say_four)]
         prefills = [ScriptedWorker("prefill-0", "prefill", prefill_at_once)]
-        async with cluster(prefills=prefills, decodes=workers) as running, chromium() as page:
+        behind_key = {"management_key_file": str(key_file)}
+        async with (
+            cluster(prefills=prefills, decodes=workers, **behind_key) as running,
+            chromium() as page,
+        ):
+            await page.answer_prompts("0123456789abcdef")
             await page.open(f"{running.url}/dashboard")
             await page.until(DRAWN)
             assert name in await text_of(page, "#topology-map")
@@ -169,7 +175,7 @@ def test_page_of_a_gateway() -> None:
             await page.until("document.querySelector('#request-table .pick')")
             await page.run("document.querySelector('#request-table .pick').click()")
             await page.until("document.querySelector('#request .waterfall')")
-            await page.until("document.querySelector('#ttft-title')")
+            assert page.num_prompts == 1, "asked once: the stream and the traces use it, too"
             assert await page.run("document.querySelectorAll('#topology-map .name b').length") == 0
             assert page.problems == []
 
