@@ -133,6 +133,19 @@ async def fits_every_width(page: Page, stream: Stream) -> None:
     await page.resize(1280)
 
 
+async def ring_holds_an_hour(page: Page, stream: Stream) -> None:
+    shown = await page.run("""
+      import("./ring.js").then(({ Ring }) => {
+        const ring = new Ring(["at", "value"], 3600);
+        for (let at = 1; at <= 20000; at += 1) ring.add([at, at % 7 ? 2 * at : null]);
+        ring.add([19999, 5]);  // told again after a reconnect
+        const [all, minute] = [ring.column("at"), ring.column("value", 60)];
+        return [ring.length, all[0], all.at(-1), minute.length, minute.at(-1),
+                ring.columns[0].length, [...ring.column("value")].filter(Number.isNaN).length];
+      })""")
+    assert shown == [3600, 16_401, 20_000, 60, 40_000, 7200, 515]
+
+
 async def pause_and_resume(page: Page, stream: Stream) -> None:
     await page.run("document.querySelector('#pause').click()")
     assert await text_of(page, "#state") == "paused"
@@ -150,6 +163,7 @@ def test_keyboard_screen_reader_and_widths() -> None:
         has_landmarks_and_names,
         charts_have_tables,
         fits_every_width,
+        ring_holds_an_hour,
         pause_and_resume,
     )
 
