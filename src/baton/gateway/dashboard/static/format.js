@@ -1,6 +1,7 @@
 // Figures as people read them. What was not measured is "–", never 0.
 
 export const NONE = "–";
+const CLOCK = new Intl.DateTimeFormat([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23" });
 
 /** @param {number | null | undefined} seconds @returns {string} */
 export function duration(seconds) {
@@ -51,7 +52,7 @@ export function price(price) {
 
 /** @param {number} unixSeconds @returns {string} */
 export function clock(unixSeconds) {
-  return new Date(unixSeconds * 1000).toLocaleTimeString([], { hour12: false });
+  return CLOCK.format(unixSeconds * 1000);
 }
 
 /** @param {number} value @returns {string} three digits at most, without zeros at the end */

@@ -218,11 +218,12 @@ export class Topology {
     const shown = this.#linksToDraw();
     const transports = [...new Set(this.links.map((link) => link.transport))].sort();
     const most = Math.max(1, ...shown.map((link) => link.traffic));
+    const colors = transports.map((_, i) => cssColor(LINE_COLORS[i % LINE_COLORS.length]));
     const origin = map.getBoundingClientRect();
     for (const link of shown) {
       const [from, to] = [link.from, link.to].map((name) => this.boxes.get(name)?.box.getBoundingClientRect());
       if (!from || !to || link.from === link.to) continue;
-      context.strokeStyle = cssColor(LINE_COLORS[transports.indexOf(link.transport) % LINE_COLORS.length]);
+      context.strokeStyle = colors[transports.indexOf(link.transport)];
       context.globalAlpha = this.picked ? 0.9 : 0.3 + (0.4 * link.traffic) / most;
       context.lineWidth = 1 + (1.5 * link.traffic) / most;
       const [x1, y1] = [from.left + from.width / 2 - origin.left, from.top + from.height / 2 - origin.top];
