@@ -57,7 +57,7 @@ FACTORS = (1.3, 2.0)
 EVIDENCE = (8.0, 12.0, 16.0, 20.0)
 REFERENCES = (128, 256, 512)
 NOW = Instant(0.0)
-RECORDED_SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
+RECORDED_SIZES = (64 << 10, 256 << 10, 1 << 20)
 BLOCK = 512
 
 
@@ -205,7 +205,7 @@ def record(kind: str, seconds: float) -> Transfers:
     """Real transfers between two processes, sizes in turns."""
     workloads = [Workload("message", size) for size in RECORDED_SIZES]
     num_pages = 2 * max(RECORDED_SIZES) // PAGE_BYTES
-    budget = SampleBudget(budget_s=0.02, min_samples=32, max_samples=32)
+    budget = SampleBudget(budget_s=0.02, min_samples=8, max_samples=8)
     transfers: Transfers = []
     clock = MachineClock()
     with NodePair(BackendSpec("transport", kind, {}), num_pages, LocalNodes(clock)) as pair:
