@@ -63,3 +63,13 @@ def new_epoch() -> Epoch:
 def new_request_id() -> RequestId:
     """A fresh random request id."""
     return RequestId(f"req-{_random_id()[:12].hex()}")
+
+
+def new_trace_id() -> str:
+    """A fresh random id of a W3C trace: 32 hex digits."""
+    return _random_id().hex()
+
+
+def new_span_id() -> str:
+    """A fresh random id of a W3C span: 16 hex digits."""
+    return _random_id()[:8].hex()

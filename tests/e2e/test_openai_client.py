@@ -57,6 +57,7 @@ def test_chat_is_what_one_worker_says_and_was_handed_over(
     trace = read_trace(cluster.shared_gateway.url, ours._request_id)
     assert trace["num_received_tokens"] > 0
     assert trace["transport"] == trace["expected_transport"] == "shared"
+    assert (trace["distance"], trace["operation"]) == ("same_host", "WRITE")
 
 
 def test_a_chat_stream_adds_up_to_the_whole_answer(client: openai.OpenAI) -> None:

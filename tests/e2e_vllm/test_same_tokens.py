@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
@@ -21,6 +21,7 @@ from tests.e2e_vllm.client import (
     read_metric,
     read_request,
     read_summary,
+    wait_until,
 )
 from tests.e2e_vllm.cluster import BLOCK_SIZE, KV_BYTES_PER_TOKEN, NUM_LAYERS
 
@@ -44,6 +45,7 @@ def check_handed_over(cluster: VllmCluster, prompt: list[int], answer: Answer) -
     assert summary["num_received_tokens"] == len(prompt)
     assert summary["num_cached_tokens"] == 0
     assert summary["transport"] == summary["expected_transport"] == "shared"
+    assert (summary["distance"], summary["operation"]) == ("same_host", "READ")
     assert summary["fallbacks"] == []
     assert request["prefill"]["outcome"] == "prefilled"
     # The decode worker reads pages, and counts each one when its digest was right.
@@ -82,6 +84,35 @@ def test_forty_prompts_one_and_eight_at_a_time(cluster: VllmCluster) -> None:
     now = read_metric(cluster.decode.url, "vllm:baton_handoffs_total", side="received")
     assert now - received == NUM_PROMPTS
     assert read_metric(cluster.decode.url, "vllm:baton_transport_mismatches_total") == 0
+    check_transfers(cluster)
+
+
+def check_transfers(cluster: VllmCluster) -> None:
+    """The gateway shows what the handoffs and the decode worker's reads took; nothing grows."""
+
+    def pushed() -> list[dict[str, Any]]:
+        page = json.loads(get_text(f"{cluster.gateway.url}/debug/transfers"))
+        return [
+            pair
+            for pair in page["handoffs"]
+            if (pair["mode"], pair["transport"]) == ("push", "shared")
+            and pair["total"]["num"] >= NUM_PROMPTS
+        ]
+
+    wait_until(lambda: bool(pushed()), 10.0)
+    (pair,) = pushed()
+    assert (pair["distance"], pair["operation"]) == ("same_host", "READ")
+    for figure in ("transfer_s", "s_per_mib", "bytes_per_s"):
+        assert pair["total"][figure]["p99"] > 0
+    (control_url,) = read_info(cluster.decode)["control_urls"]
+    samples = [line for line in get_text(f"{control_url}/metrics").splitlines() if line[0] != "#"]
+    landed = sum(
+        float(line.rpartition(" ")[2])
+        for line in samples
+        if line.startswith("baton_handoff_transfer_seconds_count{")
+    )
+    assert landed >= NUM_PROMPTS
+    assert len(samples) < 2000
 
 
 def test_pulled_prompts(cluster: VllmCluster, cluster_factory: ClusterFactory) -> None:

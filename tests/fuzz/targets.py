@@ -85,7 +85,6 @@ from baton.gateway.options import WorkerAddress
 from baton.gateway.request import (
     estimate_prompt_tokens,
     find_non_disaggregable_field,
-    forwarded_headers_from,
     parse_body,
     request_id_from,
 )
@@ -94,7 +93,7 @@ from baton.gateway.stream_replay import Replay
 from baton.gateway.targets import MAX_TPOT_MS, MAX_TTFT_MS, read_targets
 from baton.gateway.upstream import read_error
 from baton.gateway.worker_discovery import _first_model
-from baton.gateway.worker_info import read_info, read_load, why_not_used
+from baton.gateway.worker_info import read_health, read_info, why_not_used
 from baton.gateway.workers import Worker, worker_view
 from baton.handoff import messages
 from baton.handoff.interface import SampledToken
@@ -150,6 +149,7 @@ from baton.store.peer.wire import (
 )
 from baton.telemetry.process_status import read_status
 from baton.telemetry.trace import RequestSpan
+from baton.telemetry.trace_context import begin_span, read_context
 from baton.transfer.devices.table import (
     COPY_BYTES,
     Extent,
@@ -367,7 +367,8 @@ def read_headers(data: bytes) -> object:
     request_id = request_id_from(headers)
     assert request_id.isascii()
     assert request_id.isprintable()
-    for line in forwarded_headers_from(headers).split(b"\r\n"):
+    span = begin_span(read_context(headers), is_sampled=False)
+    for line in span.headers.split(b"\r\n"):
         assert line.decode("ascii").isprintable()
     return None
 
@@ -777,7 +778,7 @@ def read_worker_answers(body: bytes) -> str:
         for status in (200, 400, 409, 503, 500)
     ]
     str(read_error(body))
-    load = read_load(body)
+    load = read_health(body).load
     event = protocol_adapters.first_error(b"data: " + body + b"\n\n")
     protocol_adapters.client_answer(body)
     return f"{load is None} {event is None} {' '.join(found)}"

@@ -127,7 +127,9 @@ class ScriptedWorker:
         self.aborts: list[tuple[str, str]] = []
         self.num_info_reads = self.num_health_reads = 0
         self.load: dict[str, int] | None = None
+        self.read_clock: Callable[[], dict[str, Any]] | None = None
         self.links: list[dict[str, Any]] | None = None
+        self.transfers: bytes | None = None
         self.agreed: dict[str, dict[str, Any]] = {}
         self.agrees_on: dict[str, Any] | None = None
         self.feeds: list[tuple[str, dict[str, Any]]] = []
@@ -168,13 +170,17 @@ class ScriptedWorker:
     async def _describe(self, path: str, body: bytes, visit: Visit) -> None:
         if path == "/health":
             self.num_health_reads += 1
-            load = {} if self.load is None else {"load": self.load}
-            await visit.answer(self.health_status, {"status": "ok", **load})
+            extra = {} if self.load is None else {"load": self.load}
+            if self.read_clock is not None:
+                extra["clock"] = self.read_clock()
+            await visit.answer(self.health_status, {"status": "ok", **extra})
         elif path == "/baton/v1/info":
             self.num_info_reads += 1
             await visit.answer(200, self.info())
         elif path == "/baton/v1/links" and self.links is not None:
             await visit.answer(200, {"links": self.links})
+        elif path == "/baton/v1/transfers" and self.transfers is not None:
+            await visit.answer(200, json.loads(self.transfers))
         elif path.startswith("/baton/v1/traces/") and self.trace is not None:
             await visit.answer(200, self.trace)
         elif path.endswith("/first_token"):

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import re
-from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
-import yaml
 from aiohttp import web
+from msgspec import structs
 from prometheus_client import CollectorRegistry
 
 from baton.config.sections import AlertsSection
+from baton.gateway import transfer_feed
+from baton.gateway.alerts.lifecycle import Timing
+from baton.gateway.alerts.rules import MIN_ENDED, TIMINGS
 from baton.gateway.alerts.webhook import MAX_QUEUED, Webhook
 from baton.gateway.targets import Targets
+from baton.ids import new_epoch
 from baton.protocol.alerts import Alert, AlertName, AlertState
-from tests.integration.gateway_cluster import STREAM, cluster, run, until_true
+from baton.telemetry.drift import DEFAULTS
+from baton.telemetry.transfer_report import TransferReport
+from baton.telemetry.transfers import LinkLabels, TransferTable
+from baton.testing.clocks import ManualClock
+from baton.transfer.links.choice import Outcome
+from tests.integration.gateway_cluster import STREAM, Cluster, cluster, run, until, until_true
 from tests.integration.scripted_worker import MODEL
-
-ROOT = Path(__file__).parents[2]
 
 
 def alert(state: AlertState = AlertState.FIRING, name: str = "a") -> Alert:
@@ -72,10 +78,7 @@ async def deliver(receiver: Receiver, *alerts: Alert) -> CollectorRegistry:
         task = asyncio.create_task(webhook.run())
         webhook.submit(alerts)
 
-        def is_done() -> bool:
-            return result(registry, "sent") + result(registry, "failed") > 0
-
-        await until_true(is_done)
+        await until(lambda: result(registry, "sent") + result(registry, "failed") > 0)
         task.cancel()
     return registry
 
@@ -128,12 +131,91 @@ def test_a_receiver_that_does_not_answer_costs_no_more_than_the_queue():
     assert result(asyncio.run(main()), "dropped") == 7
 
 
-@pytest.fixture(scope="module")
-def rules() -> set[tuple[str, frozenset[str]]]:
-    """Each series of the gateway's that Prometheus' rules name, with its labels."""
-    loaded = yaml.safe_load((ROOT / "deploy/prometheus/rules.yaml").read_text())
-    found = set()
-    for rule in (rule for group in loaded["groups"] for rule in group["rules"]):
-        for name in re.findall(r"\bbaton_\w+", rule["expr"]):
-            found.add(name)
+def drifted_report() -> bytes:
+    """Of a prefill worker whose link to decode-0 is five times as slow as it was."""
+    labels = LinkLabels("same_rack", "tcp", "WRITE")
+    outcome = Outcome("decode-0", "same_rack", "tcp", "push", 1, 1 << 20, 1e-3, 1e-3, True)
+    table = TransferTable(new_epoch(), ManualClock())
+    for number in range(DEFAULTS.num_reference + 50):
+        slow = structs.replace(outcome, observed_s=5e-3)
+        table.link(outcome if number < DEFAULTS.num_reference else slow, labels)
+    return msgspec.json.encode(table.report())
+
+
+async def alerts_of(running: Cluster, name: AlertName, state: str) -> list[dict[str, Any]]:
+    """Once there is one in that state."""
+    found: list[dict[str, Any]] = []
+
+    async def is_there() -> bool:
+        _, page = await running.get_json("/alerts")
+        found[:] = [e for e in page["alerts"] if (e["alert"], e["state"]) == (name, state)]
+        return bool(found)
+
+    await until_true(is_there)
     return found
+
+
+def test_a_drifted_link_is_on_the_page_in_the_metrics_and_in_the_log(caplog, monkeypatch):
+    monkeypatch.setitem(TIMINGS, AlertName.LINK_DRIFT, Timing())
+    monkeypatch.setattr(transfer_feed, "INTERVAL_S", 0.1)
+
+    async def scenario(running: Cluster) -> None:
+        running.prefills[0].transfers = drifted_report()
+        (found,) = await alerts_of(running, AlertName.LINK_DRIFT, "firing")
+        assert found["labels"] == {
+            "distance": "same_rack",
+            "from": "prefill-0",
+            "to": "decode-0",
+            "transport": "tcp",
+        }
+        assert found["value"] == pytest.approx(5.0, rel=0.05)
+        assert found["runbook_url"] == "docs/observability/alerts.md#batonlinkdrift"
+        assert await running.metric('baton_alert_firing{alert="BatonLinkDrift"}') == 1
+        assert await running.metric("baton_alert_firing") == 1
+        running.prefills[0].transfers = msgspec.json.encode(TransferReport(epoch=new_epoch()))
+        (resolved,) = await alerts_of(running, AlertName.LINK_DRIFT, "resolved")
+        assert resolved["ends_at"] >= resolved["starts_at"]
+        assert await running.metric("baton_alert_firing") == 0
+
+    with caplog.at_level(logging.INFO):
+        run(scenario, alerts=AlertsSection(interval_s=0.1))
+    lines = [r.getMessage() for r in caplog.records if r.name.startswith("baton.gateway.alerts")]
+    assert len(lines) == 2, lines
+    assert "from prefill-0 to decode-0 over tcp take 5.0 times as long" in lines[0]
+    assert "BatonLinkDrift is resolved" in lines[1]
+
+
+def test_missed_targets_burn_the_budget_and_the_webhook_has_it():
+    receiver = Receiver()
+
+    async def main() -> None:
+        async with receiver as url, asyncio.timeout(30):
+            targets = {MODEL: Targets(ttft_s=1e-9)}
+            section = AlertsSection(interval_s=0.1, webhook_url=url)
+            async with cluster(targets=targets, alerts=section) as running:
+                _, page = await running.get_json("/alerts")
+                assert page["alerts"] == []
+                assert "BatonBurnRateFast" not in page["not_evaluated"]
+                assert "BatonLinkDrift" in page["not_evaluated"]
+                for _ in range(MIN_ENDED):
+                    async with running.post(STREAM) as response:
+                        assert response.status == 200
+                        await response.read()
+                (found,) = await alerts_of(running, AlertName.BURN_RATE_FAST, "firing")
+                assert found["labels"] == {"model": MODEL, "objective": "ttft"}
+                assert found["value"] == pytest.approx(20)
+                missed = await running.metric("baton_gateway_target_misses_total")
+                assert missed == MIN_ENDED
+                await until(lambda: receiver.bodies)
+
+    asyncio.run(main())
+    names = {each["labels"]["alertname"] for body in receiver.bodies for each in body["alerts"]}
+    assert names == {"BatonBurnRateFast", "BatonBurnRateSlow"}
+
+
+def test_others_on_the_network_do_not_see_the_page():
+    async def scenario(running: Cluster) -> None:
+        status, _ = await running.get_json("/alerts")
+        assert status == 404
+
+    run(scenario, management_port=0, wait=False)

@@ -16,9 +16,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.gateway.debug import ListedRequest, RequestList, RequestTrace
 from baton.gateway.metrics import BrokenStreamCause, FallbackCause, GatewayMetrics
 from baton.ops.doctor.finding import Area, Level, Report
+from baton.protocol.request_traces import ListedRequest, RequestList, RequestTrace
 from baton.protocol.worker_http import Role
 from baton.telemetry.trace import RequestSpan, summarize
 from baton.transfer.devices.table import TABLE_BYTES, read_table
@@ -280,6 +280,21 @@ def gateway_that_says(pages):
         thread.join()
 
 
+def listed_request(request_id):
+    return ListedRequest(
+        id=request_id,
+        status=200,
+        mode="push",
+        outcome="stop",
+        received_at=0.0,
+        first_token_s=None,
+        total_s=None,
+        peer=None,
+        model="",
+        trace_id="",
+    )
+
+
 def trace_page(request_id, used, expected):
     """The page that a gateway would show for a request, by the gateway's own types."""
     leg = RequestSpan(
@@ -308,7 +323,7 @@ READY = {"/ready": (200, b'{"status": "ready"}'), "/metrics": (200, b"")}
 
 def test_handoffs_by_another_transport_than_expected(tmp_path):
     used = ["tcp", "tcp", "shared", None]
-    listed = RequestList(tuple(ListedRequest(f"r {i}", 200, "push", "stop") for i in range(5)))
+    listed = RequestList(tuple(listed_request(f"r {i}") for i in range(5)))
     pages = {**READY, "/debug/requests": (200, msgspec.json.encode(listed))}
     for i, kind in enumerate(used):  # the fifth is forgotten
         pages[f"/debug/requests/r%20{i}"] = trace_page(f"r {i}", kind, kind and "shared")

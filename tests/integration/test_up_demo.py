@@ -141,10 +141,39 @@ def assert_handed_over(url):
     with urllib.request.urlopen(f"{url}/debug/requests", timeout=60) as response:
         (listed,) = json.load(response)["requests"]
     with urllib.request.urlopen(f"{url}/debug/requests/{listed['id']}", timeout=60) as response:
-        summary = json.load(response)["summary"]
+        trace = json.load(response)
+    summary = trace["summary"]
     assert summary["transport"] == summary["expected_transport"] == "shared"
     assert summary["num_received_tokens"] > 0
     assert summary["fallbacks"] == []
+    assert_every_stage(trace)
+
+
+def assert_every_stage(trace):
+    """Gateway, prefill, transfer and decode are on one time axis, and in order."""
+    lanes = {lane["name"]: lane for lane in trace["timeline"]}
+    assert list(lanes) == ["gateway", "prefill", "transfer", "decode"]
+    at = {
+        (lane["name"], stage["name"]): (stage["start_s"], stage["end_s"])
+        for lane in trace["timeline"]
+        for stage in lane["stages"]
+    }
+    assert {lane["clock"]["error_s"] for lane in lanes.values()} == {0.0}, "one host, one clock"
+    assert at["gateway", "place"][1] <= at["prefill", "tokenize"][0]
+    assert at["prefill", "prefill"][0] <= at["transfer", "transfer"][0]
+    assert at["transfer", "transfer"][0] <= at["decode", "accept"][0]
+    assert at["decode", "decode"][0] <= at["gateway", "answer"][0]
+    assert sum(num for _, _, num in trace["prefill"]["chunks"]) == summary_tokens(trace)
+    assert trace["decode"]["verify_s"] > 0
+    assert trace["prefill"]["trace_id"] == trace["gateway"]["trace_id"]
+    assert trace["decode"]["parent_id"] == trace["gateway"]["span_id"]
+    assert {each["part"] for each in trace["compared"] if each["actual_s"] is not None} >= {
+        "queue", "prefill", "handoff", "ttft",
+    }  # fmt: skip
+
+
+def summary_tokens(trace):
+    return trace["summary"]["num_prompt_tokens"] - trace["prefill"]["num_cached_tokens"]
 
 
 def choices_of(events):

@@ -20,6 +20,7 @@ from baton.auth.ticket import Ticket, WorkerRef, seal
 from baton.config.sections import StoreSection
 from baton.ids import Epoch
 from baton.telemetry.trace import RequestSpan, summarize
+from baton.telemetry.transfer_report import TransferReport
 from tests.integration.worker_process import WorkerProcess, make_ticket, starting
 
 if TYPE_CHECKING:
@@ -172,20 +173,57 @@ def test_metrics_prove_the_handoff(pair: Pair) -> None:
     async def scenario() -> None:
         before = await read_metrics(pair.decode)
         body = {"prompt": prompt()}
-        _, text = pair.ticket()
+        _, text = pair.ticket(distance="same_host")
         async with asking() as ask:
             await asyncio.gather(ask(pair.prefill, body, text), ask(pair.decode, body, text))
         after = await read_metrics(pair.decode)
+        assert len(after) < 2000
         grown = {name for name in after if after[name] > before[name]}
-        transport = (await read_trace(pair.decode, "req-test")).transport
+        trace = await read_trace(pair.decode, "req-test")
+        transport = trace.transport
+        assert (trace.distance, trace.operation) == ("same_host", "WRITE")
+        sent = await read_trace(pair.prefill, "req-test")
+        assert (sent.distance, sent.operation) == ("same_host", "WRITE")
         labels = f'{{result="completed",role="decode",transport="{transport}"}}'
         assert f"baton_handoffs_total{labels}" in grown
         assert 'baton_worker_prompt_tokens_total{source="received"}' in grown
         assert 'baton_worker_prompt_tokens_total{source="computed"}' not in grown
-        assert f'baton_handoff_received_bytes_total{{transport="{transport}"}}' in grown
-        assert f'baton_handoff_transfer_seconds_count{{transport="{transport}"}}' in grown
+        path = f'distance="same_host",mode="push",operation="WRITE",transport="{transport}"'
+        for name in (
+            "received_bytes_total",
+            "transfer_seconds_count",
+            "transfer_seconds_per_mib_count",
+            "exposed_share_count",
+        ):
+            assert f"baton_handoff_{name}{{{path}}}" in grown
+        (received,) = [
+            each
+            for each in (await read_transfers(pair.decode)).handoffs
+            if (each.peer, each.distance, each.mode) == ("p0", "same_host", "push")
+        ]
+        assert (received.operation, received.transport) == ("WRITE", transport)
+        assert received.num_bytes == trace.num_bytes
+        summary = summarize(None, trace, sent)
+        took_s = received.transfer_s.quantile(0.5)
+        assert took_s == pytest.approx(received.seconds, rel=0.01)
+        assert (summary.distance, summary.operation) == ("same_host", "WRITE")
+        written = [
+            each
+            for each in (await read_transfers(pair.prefill)).links
+            if (each.peer, each.distance) == ("d0", "same_host")
+        ]
+        assert [each.operation for each in written] == ["WRITE"]
+        assert written[0].observed_s > 0
 
     asyncio.run(scenario())
+
+
+async def read_transfers(worker: WorkerProcess) -> TransferReport:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"{worker.url}/baton/v1/transfers") as reply,
+    ):
+        return msgspec.json.decode(await reply.read(), type=TransferReport)
 
 
 def grown(before: dict[str, float], after: dict[str, float], prefix: str) -> dict[str, float]:

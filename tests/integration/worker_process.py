@@ -94,10 +94,19 @@ def make_ticket(
     mode: HandoffMode = "push",
     *,
     early: bool = False,
+    distance: str = "",
 ) -> tuple[Ticket, str]:
     """A ticket as the gateway would sign it, and its text."""
     ticket = Ticket(
-        new_ticket_id(), "req-test", prefill, decode, mode, issue(60), tenant_salt, early
+        new_ticket_id(),
+        "req-test",
+        prefill,
+        decode,
+        mode,
+        issue(60),
+        tenant_salt,
+        early,
+        distance=distance,
     )
     return ticket, seal(ticket, KEY)
 

@@ -33,8 +33,9 @@ from baton.engines.vllm.step_orders import Prompt
 from baton.engines.vllm.tickets import Refusal
 from baton.ids import Epoch, WorkerId, new_ticket_id
 from baton.kv.layout import KVLayout
-from baton.telemetry.metrics import HandoffInstruments
+from baton.telemetry.handoff_metrics import HandoffInstruments, ReceivePaths
 from baton.telemetry.trace import TraceRing
+from baton.telemetry.transfers import TransferTable
 from baton.testing.clocks import ManualClock
 from tests.tickets import issue
 from tests.unit.engines_vllm.scripted_port import ScriptedPort, SettlingEvent
@@ -86,7 +87,8 @@ class VllmMachine(RuleBasedStateMachine):
             layout=layout,
             layers={f"layer{n}": n for n in range(NUM_LAYERS)},
         )
-        instruments = HandoffInstruments(CollectorRegistry(), ("shared",), ())
+        table = TransferTable(ME.epoch, self.clock)
+        instruments = HandoffInstruments(CollectorRegistry(), ReceivePaths(("shared",)), (), table)
         self.worker = RankHandoffs(
             setting,
             self.port,

@@ -133,7 +133,7 @@ def gateway_options(config: Config, status_fd: int) -> GatewayOptions:
         credentials=found.credentials,
         key_origin=found.origin,
         status_fd=status_fd,
-        num_records=config.trace.ring_size,
+        trace=config.trace,
         policy=router.policy,
         policy_options=router.options,
         tokenizers={name: Path(folder) for name, folder in router.tokenizers.items()},

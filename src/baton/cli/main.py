@@ -76,6 +76,10 @@ def build_app() -> App:
         name="route",
         help="Explain where requests go, and replay traffic under other policies.",
     )
+    app.command(
+        "baton.cli.explain:explain", name="explain", help="Draw where a request's time went."
+    )
+    app.command("baton.cli.trace:app", name="trace", help="Write the traces of requests to a file.")
     app.command("baton.cli.sim:app", name="sim", help="Run Baton against simulated faults.")
     app.command("baton.cli.model:app", name="model", help="Make models for tests and benchmarks.")
     app.command(

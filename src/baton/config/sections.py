@@ -337,9 +337,18 @@ class ScalingSection(Struct, frozen=True, kw_only=True):
 
 
 class TraceSection(Struct, frozen=True, kw_only=True):
-    """How many finished requests' traces a process remembers."""
+    """Which finished requests' traces are remembered, and which are exported.
+
+    Slow are requests beyond `slow_quantile` of the latest ones, and those whose first token takes
+    longer than `slow_ttft_s`. `sample_share`: of requests whose clients decide nothing.
+    """
 
     ring_size: PositiveCount = 1024
+    kept_size: PositiveCount = 256
+    slow_quantile: Annotated[float, Meta(gt=0, lt=1)] = 0.99
+    slow_ttft_s: Seconds | None = None
+    sample_share: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    otlp_endpoint: Annotated[str, Meta(pattern=r"^https?://[^\s]+\Z")] | None = None
 
 
 class AlertsSection(Struct, frozen=True, kw_only=True):

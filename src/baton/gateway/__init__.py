@@ -38,9 +38,17 @@ Workers, metrics, debugging:
     silence_monitor.py    what missing heartbeats show: suspected, and silent
     waiting.py      requests that wait until a worker is back
     kv_events.py    which blocks vLLM workers hold
-    link_feed.py    what workers have measured of their links
-    metrics.py, debug.py  Prometheus metrics; `/debug/requests`, `/debug/workers`, `/debug/links`
+    report_feed.py  reads a page of every worker; link_feed.py: of what links cost
+    transfer_feed.py      of what transfers took; transfer_page.py, transfer_sums.py:
+                    `/debug/transfers`, by pair and by distance
+    metrics.py, debug.py  Prometheus metrics; `/debug/workers`, `/debug/links`
+    request_traces.py     the latest requests, merged with what workers recorded; request_pages.py:
+                    `/debug/requests`
+    tail_sampling.py      which are sampled, slow or failed; kept_traces.py: those, complete
+    otel_export.py  traces to an OpenTelemetry collector; otel_mapping.py: as which spans
+    trace_metrics.py      how many traces were kept, exported and lost
     queue_metrics.py, queue_page.py   the same of what waits; `/debug/queue`
+    target_metrics.py     requests that missed a target of their model
     demand_page.py        `/debug/demand`: what an autoscaler reads
     alerts/         `/alerts`: what is wrong with links, handoffs, the store, predictions, targets
     route_explainer.py    `/debug/route`: where a request would go, and why

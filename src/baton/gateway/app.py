@@ -16,7 +16,7 @@ from baton.clock import Instant
 from baton.config.cluster_key import is_loopback
 from baton.errors import BatonError, ModelNotFoundError
 from baton.gateway.asgi import JSON, send_error, send_whole
-from baton.gateway.dashboard.pages import DASHBOARD_PATH, is_dashboard
+from baton.gateway.dashboard.pages import is_dashboard
 from baton.gateway.errors import (
     ForbiddenError,
     MethodNotAllowedError,
@@ -25,12 +25,12 @@ from baton.gateway.errors import (
     answer_for,
 )
 from baton.gateway.openapi import (
+    DASHBOARD_PATH,
     DEMAND_PATH,
     LINKS_PATH,
     OPENAPI_PATH,
     QUEUE_PATH,
     READY_PATH,
-    REQUESTS_PATH,
     ROUTE_PATH,
     TRANSFERS_PATH,
     WORKERS_PATH,
@@ -41,6 +41,7 @@ from baton.gateway.request import MAX_MODEL_CHARS
 from baton.gateway.workers import Pending
 from baton.protocol import worker_http
 from baton.protocol.alerts import ALERTS_PATH
+from baton.protocol.request_traces import REQUESTS_PATH
 from baton.protocol.worker_http import (
     CHAT_COMPLETIONS_PATH,
     COMPLETIONS_PATH,
@@ -64,12 +65,13 @@ if TYPE_CHECKING:
     from baton.gateway.clients import Clients
     from baton.gateway.completions import Completions
     from baton.gateway.dashboard.pages import Dashboard
-    from baton.gateway.debug import LinkList, RequestTraces, WorkerList
+    from baton.gateway.debug import LinkList, WorkerList
     from baton.gateway.demand_page import DemandPage
     from baton.gateway.management_key import ManagementKey
     from baton.gateway.metrics import GatewayMetrics
     from baton.gateway.options import GatewayOptions
     from baton.gateway.queue_page import QueuePage
+    from baton.gateway.request_pages import RequestPages
     from baton.gateway.route_explainer import RouteExplainer
     from baton.gateway.transfer_page import TransferPage
     from baton.gateway.workers import Workers
@@ -122,18 +124,26 @@ class RequestOrigin:
         hosts = frozenset(listed) if listed or is_loopback(options.host) else None
         return cls(hosts, frozenset(options.allowed_origins))
 
-    def check(self, headers: Headers) -> None:
-        """Pass, or raise.
+    def check(self, path: str, headers: Headers) -> None:
+        """Pass, or raise. The dashboard's own page asks for its modules as its origin.
 
         Raises:
             ForbiddenError: the request names a host or an origin that is not allowed.
         """
+        host = b""
+        origins: tuple[bytes, ...] = ()
         for name, value in headers:
-            if name == b"host" and self.hosts is not None:
-                self._check_host(value.decode("latin-1"))
+            if name == b"host":
+                host = value
+                if self.hosts is not None:
+                    self._check_host(value.decode("latin-1"))
             elif name == b"origin" and value.decode("latin-1") not in self.origins:
+                origins = (*origins, value)
+        for origin in origins:
+            is_own = origin in {b"http://" + host, b"https://" + host}
+            if not (is_own and is_dashboard(path)):
                 raise ForbiddenError(
-                    f"pages of {value[:200]!r} may not use this gateway; list their origin in "
+                    f"pages of {origin[:200]!r} may not use this gateway; list their origin in "
                     "gateway.allowed_origins"
                 )
 
@@ -184,7 +194,7 @@ class Access:
             PathNotFoundError: the path is not answered here.
         """
         headers: Headers = scope["headers"]
-        self.origin.check(headers)
+        self.origin.check(path, headers)
         if path.startswith(CLIENT_PATHS) and path not in COMPLETION_PATHS:
             self.clients.authenticate(headers)
         elif path.startswith(MANAGEMENT_PATHS) and not self.is_managed_here:
@@ -202,7 +212,7 @@ class Access:
             PathNotFoundError: the path is for clients.
             UnauthorizedError: the management key is needed.
         """
-        self.origin.check(headers)
+        self.origin.check(path, headers)
         if path.startswith(CLIENT_PATHS):
             raise PathNotFoundError(f"{path} is not answered by the management listener")
         if self.key is not None and path.startswith(OPERATOR_PATHS):
@@ -213,15 +223,15 @@ class Access:
 class DebugPages:
     """What an operator may look at."""
 
-    traces: RequestTraces
+    requests: RequestPages
     workers: WorkerList
     queue: QueuePage
     route: RouteExplainer
     links: LinkList
     demand: DemandPage
     transfers: TransferPage
-    dashboard: Dashboard
     alerts: AlertMonitor
+    dashboard: Dashboard
 
 
 class GatewayApp:
@@ -305,8 +315,6 @@ class GatewayApp:
         match path:
             case worker_http.HEALTH_PATH:
                 answer: msgspec.Struct = Status("ok")
-            case _ if path == ALERTS_PATH:
-                answer = self._debug_pages.alerts.show()
             case _ if path == READY_PATH:
                 answer = self._readiness()
             case worker_http.VERSION_PATH:
@@ -316,21 +324,30 @@ class GatewayApp:
             case _ if path.startswith(f"{MODELS_PATH}/"):
                 answer = self._model(path.removeprefix(f"{MODELS_PATH}/"))
             case _ if f"{path}/".startswith(f"{REQUESTS_PATH}/"):
-                answer = await self._debug(path)
-            case _ if path == WORKERS_PATH:
-                answer = self._debug_pages.workers.show()
-            case _ if path == QUEUE_PATH:
-                answer = self._debug_pages.queue.show()
-            case _ if path == DEMAND_PATH:
-                answer = self._debug_pages.demand.show()
-            case _ if path == LINKS_PATH:
-                answer = self._debug_pages.links.show()
-            case _ if path == TRANSFERS_PATH:
-                answer = self._debug_pages.transfers.show()
+                asked = path.removeprefix(REQUESTS_PATH).removeprefix("/")
+                answer = await self._debug_pages.requests.show(asked, scope["query_string"])
             case _:
-                raise PathNotFoundError(f"{path} does not exist here")
+                answer = self._management_page(path)
         _need_get(path, scope)
         return answer
+
+    def _management_page(self, path: str) -> msgspec.Struct:
+        pages = self._debug_pages
+        match path:
+            case _ if path == WORKERS_PATH:
+                return pages.workers.show()
+            case _ if path == QUEUE_PATH:
+                return pages.queue.show()
+            case _ if path == DEMAND_PATH:
+                return pages.demand.show()
+            case _ if path == LINKS_PATH:
+                return pages.links.show()
+            case _ if path == TRANSFERS_PATH:
+                return pages.transfers.show()
+            case _ if path == ALERTS_PATH:
+                return pages.alerts.show()
+            case _:
+                raise PathNotFoundError(f"{path} does not exist here")
 
     def _readiness(self) -> Status:
         reason = self._ready.why_not()
@@ -351,11 +368,6 @@ class GatewayApp:
         if length is None:
             raise ModelNotFoundError(f"no model {name[:MAX_MODEL_CHARS]!r} is served here")
         return ServedModel(id=name, max_model_len=length)
-
-    async def _debug(self, path: str) -> msgspec.Struct:
-        if path == REQUESTS_PATH:
-            return self._debug_pages.traces.latest()
-        return await self._debug_pages.traces.of(path.removeprefix(f"{REQUESTS_PATH}/"))
 
 
 class ManagementApp:

@@ -11,7 +11,6 @@ from baton.errors import BatonError, OverloadedError
 from baton.gateway.answer_plan import plan_answers
 from baton.gateway.asgi import BodyBudget, BodyLimit, read_body, send_error
 from baton.gateway.audit import AuditRecord
-from baton.gateway.debug import RequestHistory, RequestRecord
 from baton.gateway.errors import (
     CLIENT_ERROR,
     UNAVAILABLE,
@@ -32,7 +31,6 @@ from baton.gateway.metrics import (
 )
 from baton.gateway.request import (
     check_content_type,
-    forwarded_headers_from,
     parse_body,
     request_id_from,
 )
@@ -45,6 +43,7 @@ from baton.net.http_exchange import EXTENSION
 from baton.protocol.worker_http import REQUEST_ID_HEADER
 from baton.telemetry.log_limit import LimitedLog
 from baton.telemetry.trace import RequestSpan, Stamp
+from baton.telemetry.trace_context import begin_span, read_context
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
     from baton.gateway.asgi import HeldBody
     from baton.gateway.clients import Client
     from baton.gateway.request_context import Services
+    from baton.gateway.request_traces import RequestHistory
 
 RELEASE_TIMEOUT_S: Final = 5.0
 """How long a client that does not read may delay the error event that ends its stream."""
@@ -110,7 +110,7 @@ class Completions:
         except BatonError as exc:
             return await self._send_failure(context, exc, send)
         except Exception as exc:
-            log.exception("request %s failed", context.id)
+            log.exception("request %s failed", context.trace.name)
             return await self._send_failure(context, exc, send)
         context.trace.outcome = "ok"
         return context.status or 0
@@ -186,21 +186,32 @@ class Completions:
                     self._services.metrics.broken_streams[_cause_of(error)].inc()
                     await send({"type": "http.response.body", "body": answer.event})
         except TimeoutError:
-            log.warning("request %s: its client does not read; closing", context.id)
+            log.warning("request %s: its client does not read; closing", context.trace.name)
         return answer.status
 
     def _make_context(self, path: str, scope: Scope) -> RequestContext:
         now = self._services.clock.now()
         headers = scope["headers"]
         request_id = request_id_from(headers)
+        incoming = read_context(headers)
+        if incoming.is_ignored:
+            self._services.metrics.traces.invalid_contexts.inc()
+        span = begin_span(incoming, is_sampled=self._services.head_sampler.next())
         context = RequestContext(
             id=request_id,
             path=path,
             received_at=now,
             deadline=Instant(now + self._services.options.request_timeout_s),
-            forwarded_headers=forwarded_headers_from(headers),
+            forwarded_headers=span.headers,
             trace=RequestSpan(
-                request_id=request_id, worker="gateway", epoch=self._epoch, role="gateway"
+                request_id=request_id,
+                worker="gateway",
+                epoch=self._epoch,
+                role="gateway",
+                trace_id=span.trace_id,
+                span_id=span.span_id,
+                parent_id=span.parent_id,
+                is_sampled=span.is_sampled,
             ),
             metrics=self._services.metrics.of(NO_MODEL, NO_MODE),
             address=scope["client"][0] if scope.get("client") else "",
@@ -210,17 +221,23 @@ class Completions:
         return context
 
     def _record_part(self, part: RequestContext) -> None:
-        self._records.add(RequestRecord(part.trace, part.placement, part.status or 0))
+        self._records.add(part.make_record(part.status or 0, self._services.clock.now()))
 
     def _account(self, context: RequestContext, code: int) -> None:
         now = self._services.clock.now()
-        context.trace.stamp(Stamp.FINISHED, now)
+        context.finish(now)
         context.metrics.count(code)
-        if CLIENT_ERROR <= code < CLIENT_LEFT_CODE:
+        if code >= CLIENT_ERROR and code != CLIENT_LEFT_CODE:
             address = context.address or "a client"
-            self._log.warning(str(code), f"answered {address} with {code}: {context.trace.outcome}")
+            trace = context.trace
+            self._log.warning(
+                str(code),
+                f"answered {address} with {code}: {trace.outcome} [request {trace.name}]",
+            )
         context.metrics.duration.observe(now - context.received_at)
-        self._records.add(RequestRecord(context.trace, context.placement, code))
+        targets = self._services.options.targets_of(context.model)
+        self._services.metrics.targets.ended(context, targets, code, now)
+        self._records.add(context.make_record(code, now))
         if self._services.audit is not None:
             self._services.audit.add(_audit(context, code, now, self._services.clock.unix_now()))
 

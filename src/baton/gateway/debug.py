@@ -1,186 +1,29 @@
-"""`/debug/requests`, `/debug/workers`, `/debug/links`: the latest requests; workers; handoffs."""
+"""`/debug/workers`, `/debug/links`: the workers as the gateway sees them; what handoffs cost."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections import OrderedDict
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Final, assert_never
 
 import msgspec
 from yarl import URL
 
-from baton.errors import UNDECODABLE, BatonError
 from baton.events.blocks import DEFAULT_MEDIUM, FeedHealth
-from baton.gateway.errors import SERVER_ERROR, PathNotFoundError
 from baton.gateway.kv_events import Followed, NotFollowed
 from baton.gateway.members.member_set import CONFIGURED
 from baton.gateway.workers import Down, Draining, Pending, Preemption, Rejected, Up
-from baton.protocol.worker_http import KV_EVENTS_PREFIX, Role, WorkerLoad, trace_path
+from baton.protocol.worker_http import KV_EVENTS_PREFIX, Role, WorkerLoad
 from baton.router.handoff_costs import CostSource
 from baton.router.health import HealthState
 from baton.router.topology import Distance
-from baton.telemetry.trace import RequestSpan, TraceSummary, summarize
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from baton.clock import Clock
     from baton.gateway.kv_events import Following, KVEvents, Source
-    from baton.gateway.upstream import Upstream
     from baton.gateway.workers import Worker, Workers
-    from baton.router.fleet import WorkerView
     from baton.router.learning import WorkerCost
     from baton.router.load import FleetLoad
-    from baton.router.placement import Placement
     from baton.router.worker_prefixes import WorkerPrefixes
-
-
-@dataclass(frozen=True, slots=True)
-class RequestRecord:
-    """One request: the gateway's trace, and where it was placed last."""
-
-    trace: RequestSpan
-    placement: Placement | None
-    status: int
-
-
-class RequestHistory:
-    """A ring of the latest `capacity` records, by request id. Of two with one id, the latest.
-
-    `num_added` counts all since the start, `num_failed` those that ended with a server's error.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self.num_added = self.num_failed = 0
-        self._records: OrderedDict[str, RequestRecord] = OrderedDict()
-
-    def add(self, record: RequestRecord) -> None:
-        """Remember one, and forget the oldest if there is no room."""
-        self.num_added += 1
-        self.num_failed += record.status >= SERVER_ERROR
-        self._records.pop(record.trace.request_id, None)
-        self._records[record.trace.request_id] = record
-        if len(self._records) > self._capacity:
-            self._records.popitem(last=False)
-
-    def find(self, request_id: str) -> RequestRecord | None:
-        """The record of a request, if it is remembered still."""
-        return self._records.get(request_id)
-
-    def latest_first(self) -> Iterator[RequestRecord]:
-        """All of them."""
-        return reversed(self._records.values())
-
-
-NUM_LISTED: Final = 100
-FETCH_TIMEOUT_S: Final = 2.0
-OK: Final = 200
-
-log = logging.getLogger(__name__)
-
-
-class ListedRequest(msgspec.Struct, frozen=True):
-    """One line of `/debug/requests`."""
-
-    id: str
-    status: int
-    mode: str | None
-    outcome: str | None
-
-
-class RequestList(msgspec.Struct, frozen=True):
-    """The answer to `/debug/requests`: the latest first."""
-
-    requests: tuple[ListedRequest, ...]
-
-
-class RequestTrace(msgspec.Struct, frozen=True):
-    """The answer to `/debug/requests/{id}`. `missing` names the roles that kept no trace."""
-
-    id: str
-    status: int
-    placement: tuple[str, ...]
-    summary: TraceSummary | None
-    gateway: RequestSpan
-    decode: RequestSpan | None
-    prefill: RequestSpan | None
-    missing: tuple[str, ...]
-
-
-_trace_decoder = msgspec.json.Decoder(RequestSpan)
-
-
-class RequestTraces:
-    """Merges what gateway and workers remember of a request, when somebody asks."""
-
-    def __init__(self, records: RequestHistory, workers: Workers, upstream: Upstream) -> None:
-        self._records, self._workers, self._upstream = records, workers, upstream
-
-    def latest(self) -> RequestList:
-        """The latest requests."""
-        return RequestList(
-            tuple(
-                ListedRequest(r.trace.request_id, r.status, r.trace.mode, r.trace.outcome)
-                for r in islice(self._records.latest_first(), NUM_LISTED)
-            )
-        )
-
-    async def of(self, request_id: str) -> RequestTrace:
-        """One request, with the traces of its workers as far as they have them.
-
-        Raises:
-            PathNotFoundError: the gateway has forgotten it.
-        """
-        record = self._records.find(request_id)
-        if record is None:
-            raise PathNotFoundError(f"no request {request_id!r} is remembered")
-        placed = record.placement
-        decode, prefill = await asyncio.gather(
-            self._fetch(placed.decode if placed else None, request_id),
-            self._fetch(placed.prefill if placed else None, request_id),
-        )
-        return _merge(record, decode, prefill)
-
-    async def _fetch(self, view: WorkerView | None, request_id: str) -> RequestSpan | None:
-        worker = None if view is None else self._workers.with_id(view.id)
-        if worker is None:
-            return None
-        path = trace_path(request_id)
-        for url in worker.control_urls:  # each rank has one of its own: the first stands for all
-            try:
-                status, body = await self._upstream.get(
-                    url.with_path(path, encoded=True), FETCH_TIMEOUT_S
-                )
-                if status == OK:
-                    return _trace_decoder.decode(body)
-            except (BatonError, *UNDECODABLE) as exc:
-                log.info("no trace of %s from %s: %s", request_id, worker, exc)
-        return None
-
-
-def _merge(
-    record: RequestRecord, decode: RequestSpan | None, prefill: RequestSpan | None
-) -> RequestTrace:
-    placed = record.placement
-    missing: list[str] = []
-    if placed is not None and decode is None:
-        missing.append(f"decode ({placed.decode.id})")
-    if placed is not None and placed.prefill is not None and prefill is None:
-        missing.append(f"prefill ({placed.prefill.id})")
-    return RequestTrace(
-        id=record.trace.request_id,
-        status=record.status,
-        placement=(*placed.reasons, *placed.why) if placed is not None else (),
-        summary=None if decode is None else summarize(record.trace, decode, prefill),
-        gateway=record.trace,
-        decode=decode,
-        prefill=prefill,
-        missing=tuple(missing),
-    )
 
 
 class CachedBlocks(msgspec.Struct, frozen=True):

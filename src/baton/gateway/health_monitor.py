@@ -63,7 +63,7 @@ class Prober:
         self._interval_s, self._timeout_s = options.probe_interval_s, options.probe_timeout_s
         self._abandon_after_s = options.abandon_after_s
         self._discovery = WorkerDiscovery(worker, upstream, options.probe_timeout_s)
-        self._loads = LoadReader(worker, upstream, options.probe_timeout_s)
+        self._loads = LoadReader(worker, upstream, options.probe_timeout_s, clock)
         self._is_doubted = False
         self._num_probes = 0
         self._last_healthy_at = clock.now()
@@ -221,12 +221,13 @@ class Prober:
             raise
 
     async def _ask_health(self) -> Health | None:
+        sent_at = self._clock.now()
         status, body = await self._upstream.get(
             self._worker.url.with_path(HEALTH_PATH), self._timeout_s
         )
         match status:
             case HTTPStatus.OK:
-                self._workers.note_load(self._worker, await self._loads.read(body))
+                self._workers.note_load(self._worker, await self._loads.read(body, sent_at))
                 return None
             case HTTPStatus.SERVICE_UNAVAILABLE:
                 info = self._worker.info

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from baton.errors import UNDECODABLE
-from baton.gateway.report_feed import FIRST_RANK, ReportFeed
+from baton.gateway.report_feed import FIRST_RANK, ReportFeed, ReportPage
 from baton.gateway.upstream import MAX_SMALL_ANSWER_BYTES
 from baton.ids import WorkerId
 from baton.kv.layout import KVLayout
@@ -36,19 +36,12 @@ class LinkFeed(ReportFeed[MeasuredLinks]):
     """See `ReportFeed`; it teaches `load` what links cost."""
 
     def __init__(self, workers: Workers, upstream: Upstream, load: FleetLoad, clock: Clock) -> None:
-        super().__init__(
-            workers,
-            upstream,
-            clock,
-            path=LINKS_PATH,
-            interval_s=INTERVAL_S,
-            max_bytes=MAX_SMALL_ANSWER_BYTES,
-            decode=_decode,
-            on_round=self._note,
-        )
+        page = ReportPage(LINKS_PATH, INTERVAL_S, MAX_SMALL_ANSWER_BYTES, _decode)
+        super().__init__(workers, upstream, clock, page)
         self._load = load
 
-    def _note(self) -> None:
+    def note_reports(self) -> None:
+        """See `ReportFeed`."""
         by_model: dict[str, dict[tuple[WorkerView, WorkerView], LinkCost]] = {}
         shapes: dict[str, KVShape] = {}
         views = {

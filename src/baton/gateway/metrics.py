@@ -12,6 +12,8 @@ from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from baton.gateway.queue_metrics import QueueMetrics
+from baton.gateway.target_metrics import TargetMetrics
+from baton.gateway.trace_metrics import TraceMetrics
 from baton.router.health import EjectionCause, HealthState
 from baton.router.placement import NonDisaggregableField
 from baton.router.rebalance import MoveCause
@@ -272,6 +274,8 @@ class GatewayMetrics:
         )
         self._add_totals()
         self.queue = QueueMetrics(self.registry)
+        self.targets = TargetMetrics(self.registry)
+        self.traces = TraceMetrics(self.registry)
         self._models: dict[tuple[str, str], ModelMetrics] = {}
         self.of(NO_MODEL, NO_MODE)
 

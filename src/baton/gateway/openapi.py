@@ -25,6 +25,7 @@ from baton.gateway.targets import (
 from baton.protocol.alerts import ALERTS_PATH
 from baton.protocol.engine_fields import VLLM_FIELDS
 from baton.protocol.request_fields import ChatFields, CompletionFields
+from baton.protocol.request_traces import REQUESTS_PATH
 from baton.protocol.worker_http import (
     CHAT_COMPLETIONS_PATH,
     COMPLETIONS_PATH,
@@ -41,12 +42,12 @@ from baton.router.fair_queue import Priority
 
 OPENAPI_PATH: Final = "/openapi.json"
 READY_PATH: Final = "/ready"
-REQUESTS_PATH: Final = "/debug/requests"
 ROUTE_PATH: Final = "/debug/route"
 WORKERS_PATH: Final = "/debug/workers"
 QUEUE_PATH: Final = "/debug/queue"
 DEMAND_PATH: Final = "/debug/demand"
 LINKS_PATH: Final = "/debug/links"
+DASHBOARD_PATH: Final = "/dashboard"
 TRANSFERS_PATH: Final = "/debug/transfers"
 
 Json: TypeAlias = dict[str, Any]
@@ -187,6 +188,9 @@ def _management_paths() -> Json:
         },
         WORKERS_PATH: _get("list_workers", "the workers and their state", an_object, "404"),
         QUEUE_PATH: _get("show_queue", "requests that wait for a worker", an_object, "404"),
+        DASHBOARD_PATH + "/": _get(
+            "show_dashboard", "a page for operators", _content("text/html", {"type": "string"})
+        ),
         DEMAND_PATH: _get("show_demand", "the traffic of each model", an_object, "404"),
         ROUTE_PATH: {
             "post": {

@@ -11,7 +11,7 @@ from yarl import URL
 
 from baton.clock import MachineClock
 from baton.config.cluster_key import is_loopback, is_wildcard
-from baton.config.sections import AlertsSection, GatewaySection
+from baton.config.sections import AlertsSection, GatewaySection, TraceSection
 from baton.errors import ConfigError
 from baton.gateway.members.interface import NamedSource, SourceStatus, build_source
 from baton.gateway.targets import NO_TARGETS
@@ -111,9 +111,7 @@ def check_alerts(section: AlertsSection) -> None:
             raise ConfigError("alerts.webhook_url is not a URL as https://HOST[:PORT]/PATH")
     unknown = [name for name in section.disabled if name not in {*AlertName}]
     if unknown:
-        raise ConfigError(
-            f"alerts.disabled names {unknown[0]!r}; there are {', '.join(AlertName)}"
-        )
+        raise ConfigError(f"alerts.disabled names {unknown[0]!r}; there are {', '.join(AlertName)}")
 
 
 class GatewayOptions(GatewaySection, frozen=True, kw_only=True):
@@ -139,7 +137,7 @@ class GatewayOptions(GatewaySection, frozen=True, kw_only=True):
     status_fd: int = 1
     listen_fds: tuple[int, ...] = ()
     management_fds: tuple[int, ...] = ()
-    num_records: int = 1024
+    trace: TraceSection = TraceSection()
     policy: str | None = None
     policy_options: Mapping[str, Mapping[str, object]] = {}
     tokenizers: Mapping[str, Path] = {}

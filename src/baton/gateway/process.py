@@ -37,11 +37,9 @@ from baton.gateway.app import (
 from baton.gateway.audit import AuditLog
 from baton.gateway.clients import Clients
 from baton.gateway.completions import Completions
-from baton.gateway.dashboard.pages import DASHBOARD_PATH, Dashboard
-from baton.gateway.dashboard.series import Series, SeriesSources
-from baton.gateway.dashboard.snapshot import SnapshotBuilder, SnapshotSources
-from baton.gateway.dashboard.stream import DashboardStream
-from baton.gateway.debug import LinkList, RequestHistory, RequestTraces, WorkerList
+from baton.gateway.dashboard.pages import open_dashboard
+from baton.gateway.dashboard.snapshot import SnapshotPages
+from baton.gateway.debug import LinkList, WorkerList
 from baton.gateway.demand_page import DemandPage
 from baton.gateway.health_monitor import HealthMonitor
 from baton.gateway.kv_events import KVEvents
@@ -51,15 +49,19 @@ from baton.gateway.management_key import ManagementKey
 from baton.gateway.members.listener import open_announcements
 from baton.gateway.members.membership import Membership
 from baton.gateway.metrics import GatewayMetrics, HealthCollector, RouterCollector
+from baton.gateway.openapi import DASHBOARD_PATH
 from baton.gateway.prefixes import Prefixes
 from baton.gateway.process_group import ProcessGroup
 from baton.gateway.queue_page import QueuePage
 from baton.gateway.request_context import BackgroundTasks, Fallbacks, Services
+from baton.gateway.request_pages import open_request_pages
+from baton.gateway.request_traces import RequestHistory, RequestTraces
 from baton.gateway.route_explainer import RouteExplainer
 from baton.gateway.running_streams import RunningStreams
 from baton.gateway.silence_monitor import SilenceMonitor
 from baton.gateway.stream_moves import StreamMoves
 from baton.gateway.stream_record import RecordBudget
+from baton.gateway.tail_sampling import HeadSampler
 from baton.gateway.transfer_feed import TransferFeed
 from baton.gateway.transfer_page import TransferPage
 from baton.gateway.upstream import Upstream
@@ -196,18 +198,10 @@ async def open_parts(
         audit=AuditLog(Path(options.audit_log)) if options.audit_log else None,
         stream_records=RecordBudget(options.max_total_record_bytes),
         streams=RunningStreams(),
+        head_sampler=HeadSampler(options.trace.sample_share),
     )
-    records = RequestHistory(options.num_records)
-    completions = Completions(services, records)
+    records = RequestHistory(options.trace.ring_size)
     events = KVEvents(workers, metrics, clock, upstream=upstream, prefixes=prefixes)
-    worker_list, links = WorkerList(workers, events, load, clock), LinkList(workers, load)
-    queue_page = QueuePage(admission, room, load, workers=workers, clock=clock)
-    series = Series(SeriesSources(records, workers, load, admission, completions), clock)
-    transfer_feed = TransferFeed(workers, upstream, clock)
-    transfer_page = TransferPage(transfer_feed, clock)
-    shown = SnapshotSources(worker_list, queue_page, links, transfer_page, records, workers, load)
-    key_file = options.management_key_file
-    management_key = ManagementKey.read(Path(key_file)) if key_file else None
     services.background_tasks.run(StreamMoves(services, records).run())
     events.start()
     try:
@@ -216,39 +210,9 @@ async def open_parts(
             open_announcements(options, clock, metrics.registry) as announced,
             Membership(services, events, room, options.build_sources(clock, announced)),
             LinkFeed(workers, upstream, load, clock),
-            transfer_feed,
-            DashboardStream(series, SnapshotBuilder(shown, series, options, clock)) as dashboard,
-            AlertMonitor(
-                options.alerts,
-                AlertSources(options, workers, load, transfer_feed, prefixes),
-                metrics.registry,
-                clock,
-            ) as alerts,
+            _open_app(services, records, events, room) as app,
         ):
             _watch(announced, services)
-            app = GatewayApp(
-                completions,
-                workers,
-                metrics,
-                debug=DebugPages(
-                    RequestTraces(records, workers, upstream),
-                    worker_list,
-                    queue_page,
-                    RouteExplainer(services),
-                    links,
-                    DemandPage(workers, load, admission, clock),
-                    transfer_page,
-                    Dashboard(dashboard),
-                    alerts,
-                ),
-                readiness=Readiness(workers, clock),
-                access=Access(
-                    RequestOrigin.of(options),
-                    services.clients,
-                    is_managed_here=options.is_managed_here,
-                    key=management_key,
-                ),
-            )
             yield app, services
     finally:
         await services.background_tasks.stop()
@@ -258,6 +222,71 @@ async def open_parts(
         upstream.close()
         if services.audit is not None:
             services.audit.close()
+
+
+@contextlib.asynccontextmanager
+async def _open_app(
+    services: Services, records: RequestHistory, events: KVEvents, room: FleetRoom
+) -> AsyncGenerator[GatewayApp]:
+    """The application, with what reads workers' reports for its pages."""
+    options, clock, load = services.options, services.clock, services.load
+    workers, upstream, metrics = services.workers, services.upstream, services.metrics
+    completions, key_file = Completions(services, records), options.management_key_file
+    key = ManagementKey.read(Path(key_file)) if key_file else None
+    async with (
+        TransferFeed(workers, upstream, clock) as transfers,
+        AlertMonitor(
+            options.alerts,
+            AlertSources(
+                options,
+                workers,
+                load,
+                transfers,
+                prefixes=services.prefixes,
+                targets=metrics.targets,
+            ),
+            metrics.registry,
+            clock,
+        ) as alerts,
+        open_request_pages(
+            options.trace,
+            records,
+            RequestTraces(workers, upstream, load, clock),
+            clock=clock,
+            metrics=metrics.traces,
+        ) as requests,
+    ):
+        pages = SnapshotPages(
+            WorkerList(workers, events, load, clock),
+            QueuePage(services.admission, room, load, workers=workers, clock=clock),
+            LinkList(workers, load),
+            TransferPage(transfers, clock),
+            alerts,
+        )
+        async with open_dashboard(pages, services, records, completions) as dashboard:
+            yield GatewayApp(
+                completions,
+                workers,
+                metrics,
+                debug=DebugPages(
+                    requests,
+                    pages.workers,
+                    pages.queue,
+                    RouteExplainer(services),
+                    pages.links,
+                    DemandPage(workers, load, services.admission, clock),
+                    pages.transfers,
+                    alerts,
+                    dashboard,
+                ),
+                readiness=Readiness(workers, clock),
+                access=Access(
+                    RequestOrigin.of(options),
+                    services.clients,
+                    is_managed_here=options.is_managed_here,
+                    key=key,
+                ),
+            )
 
 
 def _watch(announced: AnnouncedWorkers | None, services: Services) -> None:

@@ -1,13 +1,15 @@
 """Reads one page of every worker, now and then: links, transfers.
 
-Each worker is asked every `interval_s`; one that does not answer keeps what it reported before until
-it is down.
+Each worker is asked every `interval_s`; one that does not answer keeps what it reported before
+until it is down.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final, Generic, Self, TypeVar
 
@@ -32,29 +34,27 @@ log = logging.getLogger(__name__)
 Report = TypeVar("Report")
 
 
-class ReportFeed(Generic[Report]):
+@dataclass(frozen=True, slots=True)
+class ReportPage(Generic[Report]):
+    """What is read. `decode` gives None for a report that does not replace the one before."""
+
+    path: str
+    interval_s: float
+    max_bytes: int
+    decode: Callable[[bytes], Report | None]
+
+
+class ReportFeed(ABC, Generic[Report]):
     """An asynchronous context manager: it reads within. Owner: the event loop's thread.
 
-    `reports` has the latest of each worker that is up. `decode` gives None for a report that takes
-    the place of none. `on_round` is called after each round in which a report differed from the one
-    before, or a worker was lost.
+    `reports` has the latest of each worker that is up.
     """
 
     def __init__(
-        self,
-        workers: Workers,
-        upstream: Upstream,
-        clock: Clock,
-        *,
-        path: str,
-        interval_s: float,
-        max_bytes: int,
-        decode: Callable[[bytes], Report | None],
-        on_round: Callable[[], None],
+        self, workers: Workers, upstream: Upstream, clock: Clock, page: ReportPage[Report]
     ) -> None:
         self._workers, self._upstream, self._clock = workers, upstream, clock
-        self._path, self._interval_s, self._max_bytes = path, interval_s, max_bytes
-        self._decode, self._on_round = decode, on_round
+        self._page = page
         self.reports: dict[Worker, Report] = {}
         self._asked_at: dict[Worker, float] = {}
         self._at_once = asyncio.Semaphore(MOST_AT_ONCE)
@@ -76,6 +76,10 @@ class ReportFeed(Generic[Report]):
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
+    @abstractmethod
+    def note_reports(self) -> None:
+        """Called after a round in which a report was another than before, or a worker was lost."""
+
     async def read_due(self) -> None:
         """Ask every worker whose turn it is."""
         now = self._clock.now()
@@ -87,31 +91,31 @@ class ReportFeed(Generic[Report]):
             worker
             for worker in self._workers.all
             if isinstance(worker.state, Up)
-            and now - self._asked_at.get(worker, float("-inf")) >= self._interval_s
+            and now - self._asked_at.get(worker, float("-inf")) >= self._page.interval_s
         ]
         for worker in due:
             self._asked_at[worker] = now
         if any(await asyncio.gather(*map(self._ask, due))) or lost:
-            self._on_round()
+            self.note_reports()
 
     async def _run(self) -> None:
         while True:
             try:
                 await self.read_due()
             except Exception:
-                log.exception("reading %s of the workers failed; trying again", self._path)
+                log.exception("reading %s of the workers failed; trying again", self._page.path)
             await asyncio.sleep(LOOK_S)
 
     async def _ask(self, worker: Worker) -> bool:
         """Whether it has reported something new."""
         # Whose address it is was checked before the worker came up.
-        url = worker.control_urls[0].with_path(self._path)
+        url = worker.control_urls[0].with_path(self._page.path)
         before = self.reports.get(worker)
         try:
             async with self._at_once:
-                status, body = await self._upstream.get(url, ANSWER_TIMEOUT_S, self._max_bytes)
-            if status == HTTPStatus.OK and (report := self._decode(body)) is not None:
+                status, body = await self._upstream.get(url, ANSWER_TIMEOUT_S, self._page.max_bytes)
+            if status == HTTPStatus.OK and (report := self._page.decode(body)) is not None:
                 self.reports[worker] = report
         except (BatonError, *UNDECODABLE) as exc:
-            log.debug("no %s from %s: %s", self._path, worker, exc)
+            log.debug("no %s from %s: %s", self._page.path, worker, exc)
         return self.reports.get(worker) != before

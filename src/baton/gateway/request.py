@@ -68,7 +68,6 @@ MAX_ESCAPED_CHAR_BYTES: Final = 12
 """Of one character outside Unicode's first plane, written as two escapes."""
 ALWAYS_SENT_BYTES: Final = 1 << 16
 """Of a prompt: whether it fits, its worker finds out as quickly."""
-FORWARDED_HEADERS: Final = frozenset({b"traceparent", b"tracestate"})
 _JSON: Final = b"application/json"
 _JSON_TYPE: Final = re.compile(rb"\s*application/([a-z0-9.-]+\+)?json\s*(;|$)", re.IGNORECASE)
 _PRINTABLE: Final = frozenset(range(0x21, 0x7F))
@@ -261,16 +260,6 @@ def _stream(fields: dict[str, msgspec.Raw]) -> bool:
             return False
         case _:
             raise InvalidRequestError("stream must be true or false", param="stream")
-
-
-def forwarded_headers_from(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """The few header lines that workers get from clients; all others stay here."""
-    found = {
-        name: value
-        for name, value in headers
-        if name in FORWARDED_HEADERS and _PRINTABLE.issuperset(value)
-    }
-    return b"".join(b"%b: %b\r\n" % header for header in found.items())
 
 
 def check_content_type(headers: Iterable[tuple[bytes, bytes]]) -> None:

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 from baton.gateway.clients import EVERYBODY
 from baton.gateway.metrics import NO_MODE, NO_MODEL, Phase
 from baton.gateway.request import MAX_REQUEST_ID_CHARS
+from baton.gateway.request_traces import RequestRecord
 from baton.gateway.targets import NO_TARGETS
-from baton.ids import RequestId
+from baton.ids import RequestId, new_span_id
 from baton.protocol.worker_http import REQUEST_ID_HEADER
 from baton.telemetry.log_limit import LimitedLog
-from baton.telemetry.trace import RequestSpan, Stamp
+from baton.telemetry.trace import (
+    MOST_TOKEN_GAPS,
+    RequestSpan,
+    Stamp,
+    new_token_gaps,
+    pack_token_gaps,
+)
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Callable, Coroutine
 
     from starlette.types import Send
@@ -33,6 +41,7 @@ if TYPE_CHECKING:
     from baton.gateway.prefixes import Prefixes
     from baton.gateway.running_streams import RunningStreams
     from baton.gateway.stream_record import RecordBudget
+    from baton.gateway.tail_sampling import HeadSampler
     from baton.gateway.targets import Targets
     from baton.gateway.upstream import Upstream
     from baton.gateway.waiting import WaitingRequests
@@ -78,7 +87,7 @@ class Fallbacks:
         """Note one, for people (`reason`) and for machines (`cause`)."""
         self._metrics.fallbacks[cause].inc()
         context.trace.fallbacks.append(f"{cause}: {reason}")
-        self._log.warning(cause, f"falling back ({cause}): {reason} [request {context.id}]")
+        self._log.warning(cause, f"falling back ({cause}): {reason} [request {context.trace.name}]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +113,7 @@ class Services:
     audit: AuditLog | None
     stream_records: RecordBudget
     streams: RunningStreams
+    head_sampler: HeadSampler
 
 
 STREAM_HEADERS: Final = (
@@ -149,6 +159,7 @@ class RequestContext:
     first_byte_timer: asyncio.TimerHandle | None = None
     whole: RequestContext | None = None
     exchange: HttpExchange | None = None
+    token_gaps: array[float] = field(default_factory=new_token_gaps)
 
     def part(self, name: str, now: Instant) -> RequestContext:
         """The context of one of several requests that are made of this one; "" is its own id."""
@@ -162,7 +173,14 @@ class RequestContext:
             deadline=self.deadline,
             forwarded_headers=self.forwarded_headers,
             trace=RequestSpan(
-                request_id=request_id, worker=span.worker, epoch=span.epoch, role=span.role
+                request_id=request_id,
+                worker=span.worker,
+                epoch=span.epoch,
+                role=span.role,
+                trace_id=span.trace_id,
+                span_id=new_span_id(),
+                parent_id=span.span_id,
+                is_sampled=span.is_sampled,
             ),
             metrics=self.metrics,
             model=self.model,
@@ -221,6 +239,22 @@ class RequestContext:
             self.status = HTTPStatus.OK
             headers = [*STREAM_HEADERS, (REQUEST_ID_HEADER.encode(), self.id.encode())]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    def note_gap(self, gap_s: float) -> None:
+        """A part of a stream came so long after the one before it: of the first ones, note it."""
+        if len(self.token_gaps) < MOST_TOKEN_GAPS:
+            self.token_gaps.append(gap_s)
+
+    def finish(self, now: Instant) -> None:
+        """It is over: complete its trace."""
+        self.trace.stamp(Stamp.FINISHED, now)
+        self.trace.token_gaps = pack_token_gaps(self.token_gaps)
+
+    def make_record(self, status: int, now: Instant) -> RequestRecord:
+        """What is remembered of it, now that it is over."""
+        return RequestRecord(
+            self.trace, self.placement, status, now, self.model, self.num_streamed, self.path
+        )
 
     def note_prefilled(self, done_at: float) -> None:
         """The prefill worker has computed the prompt."""

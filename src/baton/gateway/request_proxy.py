@@ -42,7 +42,9 @@ from baton.gateway.running_streams import REST_TOKENS, RunningStream
 from baton.ids import new_ticket_id
 from baton.protocol.worker_http import CREATED_HEADER, TIMEOUT_HEADER
 from baton.router.failover import EVERY_MODE, PREFILL_FIRST, Attempt, Failover, Failure
+from baton.router.handoff_costs import name_distance
 from baton.router.placement import Placement, PlacementRequest, Unplaceable
+from baton.telemetry.trace import Stamp
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -97,8 +99,11 @@ class RequestProxy:
             UpstreamError: the workers that were asked failed.
         """
         admission = self._services.admission
+        trace, now = self._context.trace, self._services.clock.now
         await self._check_prompt()
+        trace.stamp(Stamp.TOKENIZED, now())
         full = await admission.enter(self._context, self._body, self._num_tokens, self._match)
+        trace.stamp(Stamp.DEQUEUED, now())
         self._full = full
         try:
             with self._resumption:
@@ -261,6 +266,8 @@ class RequestProxy:
             num_cached=self._num_tokens - num_tokens - placement.num_stored_tokens,
             waited_s=context.waited_s,
         )
+        context.trace.predicted = context.running.predicted
+        context.trace.stamps[Stamp.PLACED] = now  # of the last attempt, as the prediction is
         return context.running
 
     def _begin_moved(self, placement: Placement) -> RunningRequest:
@@ -428,7 +435,7 @@ class RequestProxy:
             first_token_early=not num_prefix_tokens and self._wants_early(prefill, decode),
             tenant_salt=hash_tenant(self._body.cache_salt),
             num_prefix_tokens=num_prefix_tokens,
-            distance=services.load.costs(decode.model).handoffs.name_distance(prefill, decode),
+            distance=name_distance(services.load.costs(decode.model).handoffs, prefill, decode),
         )
         context.trace.ticket, context.trace.distance = ticket.id.hex(), ticket.distance or None
         workers = services.workers

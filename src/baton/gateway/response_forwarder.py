@@ -222,6 +222,7 @@ class ResponseForwarder:
         take, note_end, context = record.take, self._note_end, self._context
         num_chunks = 1
         observe_interval = context.metrics.inter_token_latency.observe
+        note_gap = context.note_gap
 
         def forward(chunk: bytes) -> bool:
             nonlocal last, num_chunks
@@ -229,7 +230,9 @@ class ResponseForwarder:
             if not events:
                 return record.failure is None
             at = now()
-            observe_interval(at - last)
+            gap_s = at - last
+            observe_interval(gap_s)
+            note_gap(gap_s)
             last = at
             num_chunks += 1
             note_end(events)
@@ -246,6 +249,7 @@ class ResponseForwarder:
             if events := self._record.take(chunk):
                 at = self._services.clock.now()
                 self._context.metrics.inter_token_latency.observe(at - last)
+                self._context.note_gap(at - last)
                 last = at
                 self._note_end(events)
                 await self._send({"type": "http.response.body", "body": events, "more_body": True})

@@ -22,7 +22,6 @@ from baton.gateway.request import find_non_disaggregable_field
 from baton.gateway.request_proxy import RequestProxy
 from baton.gateway.response_forwarder import TAIL_BYTES
 from baton.protocol.worker_http import REQUEST_ID_HEADER
-from baton.telemetry.trace import Stamp
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -124,7 +123,7 @@ class SeveralAnswers:
             part.trace.outcome = "cancelled"
             raise
         finally:
-            part.trace.stamp(Stamp.FINISHED, self._services.clock.now())
+            part.finish(self._services.clock.now())
             self._context.trace.fallbacks.extend(part.trace.fallbacks)
             if part.id == self._context.id:
                 self._context.trace.ticket = part.trace.ticket

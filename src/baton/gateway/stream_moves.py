@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Final
 from baton.auth.ticket import Ticket, hash_tenant
 from baton.clock import Instant
 from baton.errors import BatonError
-from baton.gateway.debug import RequestRecord
 from baton.gateway.errors import (
     ErrorAnswer,
     PrefillFailedError,
@@ -49,17 +48,17 @@ from baton.protocol.worker_http import MOVE_HEADER
 from baton.router.cost import CostPolicy
 from baton.router.failover import EVERY_MODE
 from baton.router.fleet import Fleet, ModelWorkers
+from baton.router.handoff_costs import name_distance
 from baton.router.placement import Placement, PlacementRequest
 from baton.router.rebalance import MoveCause, Rebalancer, WorkerPace
 from baton.router.room import LACKS_BLOCKS, LEAST_SEEN
 from baton.telemetry.log_limit import LimitedLog
-from baton.telemetry.trace import Stamp
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from baton.gateway.debug import RequestHistory
     from baton.gateway.request_context import RequestContext, Services
+    from baton.gateway.request_traces import RequestHistory
     from baton.gateway.running_streams import RunningStream
     from baton.ids import WorkerId
     from baton.router.fleet import WorkerView
@@ -326,8 +325,8 @@ class StreamMoves:
             counts_ids = target.protocol == "vllm"  # to the prompt
             return num_prompt if num_prompt is None else num_prompt - counts_ids * len(ids)
         finally:
-            part.trace.stamp(Stamp.FINISHED, clock.now())
-            self._records.add(RequestRecord(part.trace, placement, part.status or 0))
+            part.finish(clock.now())
+            self._records.add(part.make_record(part.status or 0, clock.now()))
 
     def _seal_ticket(
         self,
@@ -346,8 +345,8 @@ class StreamMoves:
             issue=services.ticket_issuer.issue(part.left_s(services.clock.now())),
             tenant_salt=hash_tenant(stream.body.cache_salt),
             num_prefix_tokens=0 if standby is None else standby.num_prefix_tokens,
-            distance=services.load.costs(target.model).handoffs.name_distance(
-                stream.decode, target
+            distance=name_distance(
+                services.load.costs(target.model).handoffs, stream.decode, target
             ),
         )
         part.trace.ticket, part.trace.distance = ticket.id.hex(), ticket.distance or None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from baton.gateway.report_feed import ReportFeed
+from baton.gateway.report_feed import ReportFeed, ReportPage
 from baton.protocol.worker_http import TRANSFERS_PATH
 from baton.telemetry.transfer_report import MAX_REPORT_BYTES, TransferReport
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 INTERVAL_S: Final = 5.0
 WINDOW_S: Final = 60.0
+
+_decoder = msgspec.json.Decoder(TransferReport)
 
 
 class ReportHistory:
@@ -48,19 +50,12 @@ class TransferFeed(ReportFeed[TransferReport]):
     """See `ReportFeed`. Of a vLLM server with several ranks the first one is asked."""
 
     def __init__(self, workers: Workers, upstream: Upstream, clock: Clock) -> None:
-        super().__init__(
-            workers,
-            upstream,
-            clock,
-            path=TRANSFERS_PATH,
-            interval_s=INTERVAL_S,
-            max_bytes=MAX_REPORT_BYTES,
-            decode=msgspec.json.Decoder(TransferReport).decode,
-            on_round=self._keep,
-        )
+        page = ReportPage(TRANSFERS_PATH, INTERVAL_S, MAX_REPORT_BYTES, _decoder.decode)
+        super().__init__(workers, upstream, clock, page)
         self.histories: dict[Worker, ReportHistory] = {}
 
-    def _keep(self) -> None:
+    def note_reports(self) -> None:
+        """See `ReportFeed`."""
         now = self._clock.now()
         for worker in self.histories.keys() - self.reports.keys():
             del self.histories[worker]

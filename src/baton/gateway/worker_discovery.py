@@ -23,13 +23,15 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from yarl import URL
 
+from baton.clock import read_clock_domain
 from baton.errors import UNDECODABLE, BatonError, ProtocolError
 from baton.gateway.errors import UnusableWorkerError, UpstreamError
 from baton.gateway.upstream import read_error
-from baton.gateway.worker_info import KV_ROLES, read_info, read_load, why_not_asked
-from baton.protocol.worker_http import HEALTH_PATH, INFO_PATH, WorkerInfo
+from baton.gateway.worker_info import KV_ROLES, read_health, read_info, why_not_asked
+from baton.protocol.worker_http import HEALTH_PATH, INFO_PATH, ClockReading, WorkerInfo
 
 if TYPE_CHECKING:
+    from baton.clock import Clock, Instant
     from baton.gateway.upstream import Upstream
     from baton.gateway.workers import Worker
     from baton.protocol.worker_http import WorkerLoad
@@ -232,23 +234,37 @@ PROBES_WITHOUT: Final = 10
 class LoadReader:
     """Asks one worker. Owner: the event loop's thread."""
 
-    def __init__(self, worker: Worker, upstream: Upstream, timeout_s: float) -> None:
+    def __init__(self, worker: Worker, upstream: Upstream, timeout_s: float, clock: Clock) -> None:
         self._worker, self._upstream, self._timeout_s = worker, upstream, timeout_s
+        self._clock, self._clock_domain = clock, read_clock_domain()
         self._num_to_skip = 0
 
-    async def read(self, health: bytes) -> WorkerLoad | None:
-        """The load in `health`, a healthy worker's answer; None if it reports none."""
+    async def read(self, health: bytes, sent_at: Instant) -> WorkerLoad | None:
+        """The load in `health`, what a healthy worker answered to a request sent at `sent_at`.
+
+        None if it reports none. Notes what its clock shows.
+        """
         info = self._worker.info
         if info is None or info.protocol == "baton":
-            return read_load(health)
+            return self._note(health, sent_at)
         if self._num_to_skip:
             self._num_to_skip -= 1
             return None
         # Whose address it is was checked before the worker came up.
-        url = self._worker.control_urls[0].with_path(HEALTH_PATH)
+        url, sent_at = self._worker.control_urls[0].with_path(HEALTH_PATH), self._clock.now()
         try:
             status, body = await self._upstream.get(url, self._timeout_s)
         except BatonError:
             self._num_to_skip = PROBES_WITHOUT
             return None
-        return read_load(body) if status == HTTPStatus.OK else None
+        return self._note(body, sent_at) if status == HTTPStatus.OK else None
+
+    def _note(self, body: bytes, sent_at: Instant) -> WorkerLoad | None:
+        health, received_at = read_health(body), self._clock.now()
+        shown = health.clock
+        if isinstance(shown, ClockReading):
+            if shown.domain == self._clock_domain:
+                self._worker.clock.observe_same(shown.domain)
+            else:
+                self._worker.clock.observe(shown.domain, shown.at_s, sent_at, received_at)
+        return health.load

@@ -13,7 +13,6 @@ from baton.protocol.worker_http import Health, Role, WorkerInfo
 
 if TYPE_CHECKING:
     from baton.gateway.options import WorkerAddress
-    from baton.protocol.worker_http import WorkerLoad
 
 KV_ROLES: Final = {
     Role.PREFILL: "kv_producer",
@@ -25,13 +24,12 @@ _decoder = msgspec.json.Decoder(WorkerInfo)
 _health_decoder = msgspec.json.Decoder(Health)
 
 
-def read_load(body: bytes) -> WorkerLoad | None:
-    """A worker's load from its answer to `/health`; None where it gives none that decodes."""
+def read_health(body: bytes) -> Health:
+    """A worker's answer to `/health`: its load and clock, as far as they are given and decode."""
     try:
-        load = _health_decoder.decode(body).load
+        return _health_decoder.decode(body)
     except UNDECODABLE:
-        return None
-    return load
+        return Health()
 
 
 def read_info(body: bytes) -> WorkerInfo:

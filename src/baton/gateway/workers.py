@@ -31,6 +31,7 @@ from baton.gateway.worker_info import why_not_used
 from baton.protocol.worker_http import Role
 from baton.router.fleet import Fleet, WorkerView
 from baton.router.health import DEFAULT_HEALTH, HealthOptions, HealthState, WorkerHealth
+from baton.telemetry.clock_offset import ClockOffset
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -147,6 +148,7 @@ class Worker:
         }
         self.state: WorkerState = Pending("not asked yet")
         self.load: WorkerLoad | None = None
+        self.clock = ClockOffset()
         self._cancel_scopes: set[Interruptible] = set()
         self._view: tuple[tuple[object, ...], WorkerView] | None = None
 

@@ -280,7 +280,9 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         except ProtocolError as exc:
             self._perform(incoming, session.fail(str(exc), stage="landing"))
             return
+        began = self._context.clock.now()
         wrong = verify_written(self._context.verification, incoming, notification, transport)
+        incoming.session.order.trace.verify_s += self._context.clock.now() - began
         if not wrong:
             incoming.record_arrival(transport, notification)
             self._accept(incoming, notification)

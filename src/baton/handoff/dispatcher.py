@@ -80,9 +80,7 @@ class HandoffDispatcher:  # noqa: PLR0904 - the engine's contract
         options = self.agent.options
         return ReceivePaths(
             tuple(each.kind for each in options.transports),
-            frozenset(
-                each.kind for each in options.transports if each.capabilities.same_host_only
-            ),
+            frozenset(each.kind for each in options.transports if each.capabilities.same_host_only),
             self.modes,
             options.preferred_op,
         )

@@ -124,7 +124,7 @@ class PageReads:
         elif prefill_failed := session.check_lease(self._context.clock.now()):
             self._perform(incoming, prefill_failed)
             self._perform(incoming, session.read_ended(handle))
-        elif verify_read(incoming, notification, pending.peer_transport.transport, pending.begun):
+        elif self._is_intact(pending):
             self._penalize_others(pending)
             self._perform(incoming, session.read_ended(handle))
             self._accept(incoming, notification)
@@ -133,6 +133,13 @@ class PageReads:
         else:
             trouble = _ReadFailure("verify", explain_mismatch(notification))
             self._read_again(handle, pending, trouble)
+
+    def _is_intact(self, pending: _PendingRead) -> bool:
+        began = self._context.clock.now()
+        transport = pending.peer_transport.transport
+        found = verify_read(pending.incoming, pending.notification, transport, pending.begun)
+        pending.incoming.session.order.trace.verify_s += self._context.clock.now() - began
+        return found
 
     def failed(self, handle: TransferHandle, error: BatonError) -> None:
         """A read did not complete."""

@@ -3,6 +3,8 @@
 File map:
     doctor/           `baton doctor`: probes of this host, or of a running fleet → findings
     route.py          `baton route explain`: where a request would go, or went
+    explain.py        `baton explain`: a request as a waterfall; perfetto.py: `baton trace export`
+    request_traces.py what both fetch from a gateway
     store.py          `baton store`: what the tiers hold, checked, removed or pinned
     store_archive.py  `baton store export` and `import`
     store_daemon.py   `baton store serve`

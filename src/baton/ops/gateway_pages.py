@@ -6,7 +6,7 @@ import http.client
 import re
 import socket
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -23,7 +23,10 @@ MAX_PAGE_BYTES: Final = 16 << 20
 MAX_REASON_CHARS: Final = 200
 MANAGEMENT_KEY_VARIABLE: Final = "BATON_MANAGEMENT_KEY"
 OK: Final = 200
+NOT_FOUND: Final = 404
 NOT_THERE: Final = "is the gateway running, and is this its URL?"
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 class PageError(BatonError):
@@ -132,3 +135,24 @@ def read_refusal(body: bytes) -> str:
     except UNDECODABLE:
         text = body[:MAX_REASON_CHARS].decode(errors="replace")
     return re.sub(r"\s+", " ", text)[:MAX_REASON_CHARS]
+
+
+def decode_page(gateway: Gateway, path: str, answer: tuple[int, bytes], kind: type[T]) -> T:
+    """A page's status and body, decoded.
+
+    Raises:
+        PageError: the gateway does not show the page, and why; or it is of another version.
+    """
+    status, body = answer
+    if status != OK:
+        reason = read_refusal(body)
+        if status == NOT_FOUND and path in reason:
+            reason += (
+                ". A gateway shows its /debug pages to clients on its own machine, and where it "
+                "has a management port (gateway.management_port), there alone"
+            )
+        raise PageError(f"{gateway.url}{path} answers {status}: {reason}")
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except UNDECODABLE as exc:
+        raise PageError(f"{gateway.url}{path} is no page of this version: {exc}") from exc

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from baton.errors import UNDECODABLE
-from baton.ops.gateway_pages import OK, Gateway, PageError, read_refusal
+from baton.ops.gateway_pages import decode_page
+from baton.protocol.request_traces import REQUESTS_PATH
 from baton.protocol.route_explanation import RouteExplanation
 
 if TYPE_CHECKING:
     from typing import TextIO
 
+    from baton.ops.gateway_pages import Gateway
     from baton.protocol.route_explanation import RouteCandidate
 
 ROUTE_PATH: Final = "/debug/route"
-REQUESTS_PATH: Final = "/debug/requests"
-NOT_FOUND: Final = 404
 SECONDS: Final = "_s"
 WIDTH: Final = 200
 """Of the table, at most: a figure must not be cut."""
-
-T = TypeVar("T", bound=msgspec.Struct)
 
 
 class GatewaySpan(msgspec.Struct, frozen=True):
@@ -54,7 +51,7 @@ def explain_request(gateway: Gateway, body: bytes, api_key: str | None) -> Route
     """
     headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
     answer = gateway.post(ROUTE_PATH, body, headers)
-    return _read(gateway, ROUTE_PATH, answer, RouteExplanation)
+    return decode_page(gateway, ROUTE_PATH, answer, RouteExplanation)
 
 
 def find_request(gateway: Gateway, request_id: str) -> PlacedRequest:
@@ -64,23 +61,7 @@ def find_request(gateway: Gateway, request_id: str) -> PlacedRequest:
         PageError: the gateway does not remember it, or shows nothing.
     """
     path = f"{REQUESTS_PATH}/{quote(request_id, safe='')}"
-    return _read(gateway, path, gateway.get(path), PlacedRequest)
-
-
-def _read(gateway: Gateway, path: str, answer: tuple[int, bytes], kind: type[T]) -> T:
-    status, body = answer
-    if status != OK:
-        reason = read_refusal(body)
-        if status == NOT_FOUND and path in reason:
-            reason += (
-                ". A gateway shows its /debug pages to clients on its own machine, and where it "
-                "has a management port (gateway.management_port), there alone"
-            )
-        raise PageError(f"{gateway.url}{path} answers {status}: {reason}")
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except UNDECODABLE as exc:
-        raise PageError(f"{gateway.url}{path} is no page of this version: {exc}") from exc
+    return decode_page(gateway, path, gateway.get(path), PlacedRequest)
 
 
 def print_explanation(found: RouteExplanation, out: TextIO) -> None:

@@ -4,6 +4,7 @@ Enters and leaves: nothing; there is no I/O here. A schema is a frozen `msgspec.
 are checked where it is decoded.
 
 File map:
-    worker_http.py  HTTP between a gateway and its workers: paths, headers, bodies
-                    (docs/wire/worker-http.md, tested against it)
+    request_traces.py   a gateway's answers to /debug/requests
+    worker_http.py      HTTP between a gateway and its workers: paths, headers, bodies
+                        (docs/wire/worker-http.md, tested against it)
 """

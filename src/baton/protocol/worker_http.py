@@ -211,16 +211,25 @@ class MeasuredLinks(msgspec.Struct, frozen=True):
     links: Annotated[tuple[MeasuredLink, ...], Meta(max_length=MAX_LINKS)]
 
 
+class ClockReading(msgspec.Struct, frozen=True):
+    """What a worker's monotonic clock shows. Clocks of one `domain` are the same clock."""
+
+    domain: Name
+    at_s: float
+
+
 class Health(msgspec.Struct, frozen=True):
     """`GET /health`. `reason` is given when the status is not ok; `load` where it is known.
 
-    `preempted_in_s`: of a worker whose machine will be taken, seconds until then.
+    `preempted_in_s`: of a worker whose machine will be taken, seconds until then. `clock`: read
+    while the answer was made; the instants of its traces are on that clock.
     """
 
     status: str = "ok"
     reason: str | None = None
     load: WorkerLoad | None = None
     preempted_in_s: Annotated[float, Meta(ge=0)] | UnsetType = UNSET
+    clock: ClockReading | UnsetType = UNSET
 
 
 class Version(msgspec.Struct, frozen=True):

@@ -121,12 +121,6 @@ class HandoffCosts:
         """Between two workers."""
         return self.places.distance(prefill.topology, decode.topology)
 
-    def name_distance(self, prefill: WorkerView, decode: WorkerView) -> str:
-        """For tickets: empty where one of the two does not report where it is."""
-        if not prefill.topology or not decode.topology:
-            return ""
-        return str(self.distance(prefill, decode))
-
     def source(self, distance: Distance) -> CostSource:
         """What the line of a distance rests on."""
         if self.lines[distance].num_seen:
@@ -237,3 +231,10 @@ class HandoffCosts:
 
     def _link(self, distance: Distance) -> LinkCost:
         return self._measured.get(distance, DEFAULTS[distance])
+
+
+def name_distance(costs: HandoffCosts, prefill: WorkerView, decode: WorkerView) -> str:
+    """How far apart two workers are, for tickets: empty where one does not report where it is."""
+    if not prefill.topology or not decode.topology:
+        return ""
+    return str(costs.distance(prefill, decode))

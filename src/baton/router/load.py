@@ -21,6 +21,7 @@ from baton.router.devices import SharedDevice
 from baton.router.handoff_costs import HandoffCosts
 from baton.router.learning import LearnedLine, WorkerCost
 from baton.router.worker_activity import MOST_SHARE, NO_PLACE, LoadColumns, WorkerActivity
+from baton.telemetry.trace import PredictedTimes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -80,7 +81,7 @@ class RunningRequest:
     `num_tokens` of its prompt are to be computed, `num_cached` are not, `num_handed` are to be
     handed over. Before that it `waited_s` in the gateway. `has_prefix`: the prompt's beginning
     comes from another worker, so that what the rest takes is not seen. `has_load`: it comes from
-    the store, and the same holds.
+    the store, and the same holds. `predicted`: by the models, when it was placed.
     """
 
     prefill: WorkerActivity
@@ -91,6 +92,7 @@ class RunningRequest:
     num_handed: int
     began_at: float
     _expected: tuple[float, float]
+    predicted: PredictedTimes
     num_cached: int = 0
     waited_s: float = 0.0
     has_prefix: bool = False
@@ -310,11 +312,22 @@ class FleetLoad:
             prefill = self.of(prefill_view.id, prefill_view.model)
             cost = costs.handoffs.cost_of(prefill_view, decode_view)
         num_stored = placement.num_stored_tokens
+        handed = num_tokens if num_handed is None else num_handed
+        handoff_s = 0.0 if cost is None else cost.predict(handed)
+        if is_prefix and prefill_view is not None:
+            num_prefix = placement.num_prefix_tokens
+            handoff_s = costs.handoffs.predict_load(prefill_view, decode_view, num_prefix)
+        predicted = PredictedTimes(
+            queue_s=prefill.queue_s(now),
+            load_s=prefill.load_cost.predict(num_stored) if num_stored else 0.0,
+            prefill_s=prefill.prefill_cost.predict(num_tokens),
+            handoff_s=handoff_s,
+            tpot_s=decode.pace_s(+1, now),
+        )
         expected = prefill.add_prefill(num_tokens, now, num_stored)
         decode.count_decodes(+1)
         costs.arrivals.begin()
         costs.note_found(num_cached, num_tokens + num_stored)
-        handed = num_tokens if num_handed is None else num_handed
         return RunningRequest(
             prefill,
             decode,
@@ -324,6 +337,7 @@ class FleetLoad:
             handed,
             now,
             expected,
+            predicted,
             num_cached,
             waited_s,
             is_prefix,

@@ -6,7 +6,15 @@ Prometheus samples in a registry of the caller's.
 File map:
     trace.py           `RequestSpan`: what one process recorded; `TraceRing`: the last ones;
                        `summarize`: spans of one request → durations and facts, pure
+    trace_context.py   W3C `traceparent` and `tracestate`, read and written
+    clock_offset.py    how far another process's clock is from ours, by round trips; pure
+    timeline.py        a request's spans on one time axis; prediction beside outcome; pure
     process_status.py  what a process reports to its launcher
     log_limit.py       `LimitedLog`: lines that any client can cause
-    metrics.py         `WorkerMetrics`: counters and histograms, every label pre-registered at 0
+    log_histogram.py   `LogHistogram`: mergeable, quantiles within 1 %
+    metrics.py         `WorkerMetrics`: requests of a worker, as Prometheus counts them
+    handoff_metrics.py `HandoffInstruments`: its handoffs, by distance, transport, mode, operation
+    links.py           `LinkInstruments`: its links, predicted and observed
+    transfers.py       `TransferTable`: handoffs and links by peer
+    transfer_report.py `TransferReport`: that table, as the gateway reads it
 """

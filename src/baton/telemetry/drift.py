@@ -1,14 +1,16 @@
 """Drift of one link: transfers take longer, for their size, than the same link took at first.
 
-    LEARNING ── `num_reference` transfers ──► STEADY ── slower, and confirmed ──► DRIFTED
-        ▲                                     ▲  └─ faster, and confirmed ─┐         │
-        │                                     └──────── as before ─────────┼─────────┤
-        └───────────────────── the reference is learned again ◄────────────┴─────────┘
-                                                              drifted for `accept_after_s`
+    LEARNING ── `num_reference` transfers ──► STEADY ── slower, confirmed ──► DRIFTED
+        ▲                                     │  ▲                            │  │
+        │                                     │  └──────── as before ─────────┘  │
+        └───────── faster, confirmed ─────────┘                                  │
+        ▲                                                                        │
+        └───────────────── drifted for `accept_after_s` ─────────────────────────┘
 
 The reference does not follow the link, unlike the link model by which transports are chosen: it is
-learned once. A transfer's *residual* is the logarithm of its time over the reference's for its
-size. Two tests must agree on a drift:
+learned once, of each size from its first transfers. A transfer's *residual* is the logarithm of its
+time over the reference's for its size. Two tests must
+agree on a drift:
 
 - Page-Hinkley (a cumulative sum, one for each direction): the sum of residuals, each less half of
   the shift that is looked for, held at 0 or above. It alarms at a threshold that grows with the
@@ -58,7 +60,7 @@ class DriftOptions(Record, frozen=True):
 
     num_reference: int = 512
     shift: float = 1.3
-    evidence: float = 16.0
+    evidence: float = 14.0
     min_median_ratio: float = 1.15
     min_quartile_ratio: float = 1.1
     accept_after_s: float = 86_400.0
@@ -73,6 +75,14 @@ MIN_SPREAD: Final = 0.1
 """Of residuals. A link whose reference varies less will not always do so."""
 NUM_OF_CLASS: Final = 16
 """Transfers of a size class that the reference has not seen, before they are tested."""
+FEW_OF_CLASS: Final = 64
+MOST_OF_CLASS: Final = 512
+"""Transfers of a size class, beyond which its level is fixed. Before, each one moves it, as one of
+at least `FEW_OF_CLASS`: a level that rests on few transfers is wrong by more than the test allows,
+once most have that size."""
+ALLOWANCE: Final = log(1.5)
+"""Of larger sizes than the reference has seen: so much longer they may take for each byte. They are
+not learned first: on a link that becomes slower transfers wait for each other, and go together."""
 BATCH_TRANSFERS: Final = 32
 """Correlation over fewer transfers than this is seen in the variance of batches' means."""
 _TO_DEVIATION: Final = 1.4826
@@ -85,28 +95,48 @@ class Reference(MutableRecord):
     """Seconds that a transfer took when the link was new.
 
     `exp(level[class]) * (bytes + half_bytes)`: `half_bytes` is the size whose transfer takes twice
-    as long as an empty one; a class has sizes of the same power of two. `lower_quartile` is of the
-    residuals, `spread` their standard deviation without outliers, `variance` that of their sums
-    for each transfer.
+    as long as an empty one; a class has sizes of the same power of two, and rests on `counts`
+    transfers. `lower_quartile` is of the residuals, `spread` their standard deviation without
+    outliers, `variance` that of their sums for each transfer. `largest_class` is the largest one
+    that was in the reference.
     """
 
     half_bytes: int
     levels: dict[int, float]
+    counts: dict[int, int]
     lower_quartile: float
     spread: float
     variance: float
+    largest_class: int
 
     def residual(self, num_bytes: int, seconds: float) -> float | None:
         """The logarithm of observed over reference time; None for a size class not learned."""
         level = self.levels.get(num_bytes.bit_length())
         if level is None:
-            return None
+            if num_bytes.bit_length() < self.largest_class:
+                return None
+            level = self._extrapolate(num_bytes.bit_length())
         return log(max(seconds, MIN_SECONDS) / (num_bytes + self.half_bytes + 1)) - level
+
+    def refine_class(self, num_bytes: int, residual: float) -> None:
+        """One more transfer of a class that rests on few."""
+        size_class = num_bytes.bit_length()
+        count = self.counts[size_class]
+        if count < MOST_OF_CLASS:
+            self.counts[size_class] = count + 1
+            self.levels[size_class] += residual / max(FEW_OF_CLASS, count + 1)
 
     def learn_class(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
         """Transfers of one class that was not in the reference."""
         scaled = _scale(np.array(sizes), np.array(seconds), self.half_bytes)
         self.levels[sizes[0].bit_length()] = float(np.median(scaled))
+        self.counts[sizes[0].bit_length()] = len(sizes)
+
+    def _extrapolate(self, size_class: int) -> float:
+        """A level for a class of larger sizes than those of the reference."""
+        level = self.levels[size_class] = self.levels[self.largest_class] + ALLOWANCE
+        self.counts[size_class] = 0
+        return level
 
 
 def _scale(
@@ -127,9 +157,11 @@ def learn_reference(samples: Sequence[tuple[int, float]]) -> Reference:
     scaled = _scale(sizes, seconds, half_bytes)
     overall = float(np.median(scaled))
     classes = np.array([size.bit_length() for size, _ in samples])
-    levels = {}
+    levels: dict[int, float] = {}
+    counts: dict[int, int] = {}
     for each in np.unique(classes):
         of_class = scaled[classes == each]
+        counts[int(each)] = len(of_class)
         # What rests on few transfers is drawn towards what all of them show.
         trust = len(of_class) / (len(of_class) + NUM_OF_CLASS)
         levels[int(each)] = overall + trust * (float(np.median(of_class)) - overall)
@@ -143,9 +175,11 @@ def learn_reference(samples: Sequence[tuple[int, float]]) -> Reference:
     return Reference(
         half_bytes,
         levels,
+        counts,
         float(np.quantile(residuals, 0.25)),
         spread,
         max(MIN_SPREAD**2, float(clipped.var()), _variance_of_sums(clipped)),
+        max(levels),
     )
 
 
@@ -209,7 +243,9 @@ class DriftDetector:
         self._faster = faster if 0.0 < faster < threshold else max(0.0, min(faster, threshold))
         if self.state is DriftState.DRIFTED:
             self._look_for_end(now)
-        elif slower >= threshold:
+            return self.state
+        reference.refine_class(num_bytes, counted)
+        if slower >= threshold:
             if self._is_confirmed(+1):
                 self.state, self.since = DriftState.DRIFTED, now
                 self.num_drifts += 1
@@ -247,7 +283,6 @@ class DriftDetector:
             return False
         ordered, options = sorted(self._recent), self._options
         quartile = ordered[_LOWER_QUARTILE] - self.reference.lower_quartile
-        return (
-            sign * ordered[_MEDIAN] >= log(options.min_median_ratio)
-            and sign * quartile >= log(options.min_quartile_ratio)
+        return sign * ordered[_MEDIAN] >= log(options.min_median_ratio) and sign * quartile >= log(
+            options.min_quartile_ratio
         )

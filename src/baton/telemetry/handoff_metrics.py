@@ -37,7 +37,7 @@ REFERENCE: Final = "reference"
 STORE: Final = "store"
 """In place of a transport in mode pool, which has no distance either."""
 LOCAL_DISTANCES: Final = DISTANCES[:2]
-MAX_LABEL_SETS: Final = 22
+MAX_LABEL_SETS: Final = 20
 OTHER_LABELS: Final = HandoffLabels(UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN)
 POOL_LABELS: Final = HandoffLabels("unknown", STORE, "pool", "READ")
 
@@ -50,7 +50,7 @@ PER_MIB_EDGES_S: Final = (
     0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0,
 )  # fmt: skip
 """From 500 GB/s to 1 MB/s."""
-SHARE_EDGES: Final = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)
+SHARE_EDGES: Final = (0.0, 0.1, 0.25, 0.5, 0.75)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,8 +237,18 @@ class HandoffInstruments:
             registry=registry,
         )
 
+    def landed(self, trace: RequestSpan) -> None:
+        """Count what a handoff into this worker took, once, where its KV is here."""
+        landed = LandedHandoff.of(trace)
+        if landed is None:
+            return
+        self._transfers.handoff(trace, self._landed.landed(trace, landed), landed)
+        transport = trace.transport if trace.transport in self._used else UNKNOWN
+        if trace.expected_transport in self._used and trace.expected_transport != transport:
+            self._mismatches[trace.expected_transport, str(transport)].inc()
+
     def finished(self, trace: RequestSpan) -> None:
-        """Count one role's part of a handoff that has ended."""
+        """Count one role's part of a request that has ended; `landed` counts the rest."""
         transport = trace.transport if trace.transport in self._used else UNKNOWN
         self._handoffs[trace.role, str(transport), _result(trace)].inc()
         if trace.role != "decode":
@@ -251,12 +261,6 @@ class HandoffInstruments:
         for fallback in trace.fallbacks:
             cause = fallback.partition(": ")[0]
             self._fallbacks.get(cause, self._fallbacks[UNKNOWN]).inc()
-        landed = LandedHandoff.of(trace)
-        if landed is None:
-            return
-        self._transfers.handoff(trace, self._landed.landed(trace, landed), landed)
-        if trace.expected_transport in self._used and trace.expected_transport != transport:
-            self._mismatches[trace.expected_transport, str(transport)].inc()
 
 
 def _add(counters: dict[str, Counter], by_transport: dict[str, int]) -> None:

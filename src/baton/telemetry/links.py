@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 UNKNOWN: Final = "other"
 ERROR_EDGES: Final = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 2.0, 4.0, 8.0)
-MAX_LABEL_SETS: Final = 20
+MAX_LABEL_SETS: Final = 16
 OTHER_LABELS: Final = LinkLabels(UNKNOWN, UNKNOWN, UNKNOWN)
 
 

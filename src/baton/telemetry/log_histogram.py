@@ -11,7 +11,7 @@ have the same buckets, so that merging is adding, and no quantile depends on the
 from __future__ import annotations
 
 from bisect import bisect_right
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import ceil, log
 from typing import TYPE_CHECKING, Annotated, Final, Self
 
@@ -49,7 +49,7 @@ class BucketCounts(msgspec.Struct, frozen=True, array_like=True):
         """
         if len(self.buckets) != len(self.counts):
             raise ValueError(f"{len(self.buckets)} buckets and {len(self.counts)} counts")
-        if any(one >= other for one, other in pairwise(self.buckets)):
+        if tuple(sorted(set(self.buckets))) != self.buckets:
             raise ValueError("the buckets are not in ascending order")
 
     @property
@@ -70,6 +70,8 @@ class BucketCounts(msgspec.Struct, frozen=True, array_like=True):
 
     def minus(self, earlier: BucketCounts) -> BucketCounts:
         """What was added since `earlier`, which was taken of the same histogram."""
+        if earlier == self:
+            return BucketCounts()
         before = dict(zip(earlier.buckets, earlier.counts, strict=True))
         pairs = zip(self.buckets, self.counts, strict=True)
         added = ((bucket, count - before.get(bucket, 0)) for bucket, count in pairs)
@@ -103,11 +105,9 @@ class LogHistogram:
             index = 0
         self._counts[index] += 1
 
-    def merge(self, other: LogHistogram | BucketCounts) -> None:
-        """Add all that another one has counted."""
-        if isinstance(other, LogHistogram):
-            self._counts += other._counts
-        elif other.buckets:
+    def merge(self, other: BucketCounts) -> None:
+        """Add all that another histogram has counted."""
+        if other.buckets:
             self._counts[list(other.buckets)] += other.counts
 
     def quantile(self, share: float) -> float | None:

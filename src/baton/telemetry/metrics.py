@@ -1,8 +1,8 @@
 """A worker's instruments, in a registry of the caller's.
 
-No request or peer ids in labels. Every combination of labels exists from the start, at 0, and the
-children are kept: counting looks up no label. Edges of latency buckets are vLLM's, so that boards
-can show both.
+No request or peer ids in labels. Combinations of labels exist from the start, at 0 (of handoffs:
+`handoff_metrics`), and the children are kept: counting looks up no label. Edges of latency buckets
+are vLLM's, so that boards can show both.
 
 `HeldBlockTime`: memory that handoffs hold on prefill workers, in blocks times seconds, by mode.
 
@@ -88,12 +88,16 @@ class WorkerMetrics:
         for _ in range(num_tokens):
             self._token_gap.observe(seconds / num_tokens)
 
+    def landed(self, trace: RequestSpan) -> None:
+        """Count what a request's handoff took, if its KV is here. Once for each request."""
+        self._handoffs.landed(trace)
+
     def error_response(self, status: int) -> None:
         """Count an error that was answered."""
         self._errors.get(status, self._errors[500]).inc()
 
     def finished(self, trace: RequestSpan) -> None:
-        """Count a request that has ended, whatever its outcome."""
+        """Count a request that has ended, whatever its outcome; `landed` counts its handoff."""
         self._requests.finished(trace)
         if trace.role in {"prefill", "decode"}:
             self._handoffs.finished(trace)

@@ -13,7 +13,9 @@ clock (`RequestSpan.peer_stamps`). What was not recorded is None, never 0.
 
 from __future__ import annotations
 
+import sys
 import threading
+from array import array
 from collections import OrderedDict
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
@@ -29,6 +31,9 @@ class Stamp(StrEnum):
 
     RECEIVED = "received"
     ADMITTED = "admitted"
+    TOKENIZED = "tokenized"  # this and the next two: by the gateway alone
+    DEQUEUED = "dequeued"
+    PLACED = "placed"
     PREFILL_STARTED = "prefill_started"
     FIRST_LAYER_READY = "first_layer_ready"
     PREFILL_DONE = "prefill_done"
@@ -55,8 +60,42 @@ class EncodingEstimate(msgspec.Struct, frozen=True, kw_only=True):
     took_s: float | None = None
 
 
+class PredictedTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """What the router's models predict of a placed request. `tpot_s`: of each further token."""
+
+    queue_s: float
+    load_s: float
+    prefill_s: float
+    handoff_s: float
+    tpot_s: float
+
+    @property
+    def ttft_s(self) -> float:
+        """From placement until the first token."""
+        return self.queue_s + self.load_s + self.prefill_s + self.handoff_s
+
+
+class PrefillChunk(msgspec.Struct, frozen=True, array_like=True):
+    """One step's part of a prompt."""
+
+    started_at: float
+    ended_at: float
+    num_tokens: int
+
+
+MOST_CHUNKS: Final = 64
+"""Of one prompt; the last one then covers all further steps."""
+MOST_TOKEN_GAPS: Final = 1024
+"""Of one answer: the first ones are recorded."""
+
+
 class RequestSpan(msgspec.Struct, kw_only=True):
-    """What one process recorded for one request: `role` is the part it played."""
+    """What one process recorded for one request: `role` is the part it played.
+
+    `trace_id`, `span_id` and `parent_id` are W3C Trace Context's, "" where none are known.
+    `token_gaps` are little-endian float32: seconds between the parts of a streamed answer, which
+    are tokens unless several arrived together; `MOST_TOKEN_GAPS` of them at most.
+    """
 
     request_id: str
     worker: str
@@ -87,7 +126,21 @@ class RequestSpan(msgspec.Struct, kw_only=True):
     waited_s: float = 0.0  # in the gateway's queue
     held_s: float = 0.0  # until the store had answered, by an engine that could have computed it
     moves: list[str] = []  # of the stream, from one worker to another
+    trace_id: str = ""
+    span_id: str = ""
+    parent_id: str = ""
+    is_sampled: bool = False
+    tokenize_s: float | None = None  # by this worker, of the time before it was admitted
+    verify_s: float = 0.0  # within the transfer
+    chunks: list[PrefillChunk] = []
+    token_gaps: bytes = b""
+    predicted: PredictedTimes | None = None
     outcome: str | None = None
+
+    @property
+    def name(self) -> str:
+        """For logs: the request, and its trace."""
+        return f"{self.request_id} (trace {self.trace_id})" if self.trace_id else self.request_id
 
     def stamp(self, name: Stamp, at: float) -> None:
         """Record an instant; the first one of a name wins (a retry does not rewrite history)."""
@@ -97,6 +150,15 @@ class RequestSpan(msgspec.Struct, kw_only=True):
         """Record that KV of this request was encoded, once for each encoding."""
         if name not in self.encodings:
             self.encodings.append(name)
+
+    def note_chunk(self, started_at: float, ended_at: float, num_tokens: int) -> None:
+        """Record a step that computed a part of the prompt."""
+        chunks = self.chunks
+        if len(chunks) < MOST_CHUNKS:
+            chunks.append(PrefillChunk(started_at, ended_at, num_tokens))
+        else:
+            last = chunks[-1]
+            chunks[-1] = PrefillChunk(last.started_at, ended_at, last.num_tokens + num_tokens)
 
     def verified(self, transport: str, num_bytes: int, *, is_intact: bool) -> None:
         """Record that bytes which a transport brought were compared with their digests."""
@@ -114,9 +176,38 @@ class RequestSpan(msgspec.Struct, kw_only=True):
             reroutes=list(self.reroutes),
             encodings=list(self.encodings),
             moves=list(self.moves),
+            chunks=list(self.chunks),
             verified_bytes=dict(self.verified_bytes),
             digest_failures=dict(self.digest_failures),
         )
+
+
+def new_token_gaps() -> array[float]:
+    """For the gaps of an answer that is streamed, in seconds."""
+    return array("f")
+
+
+def pack_token_gaps(gaps: array[float]) -> bytes:
+    """What `new_token_gaps` made, as `RequestSpan.token_gaps`."""
+    return _little_endian(gaps).tobytes()
+
+
+def read_token_gaps(span: RequestSpan) -> array[float]:
+    """Seconds between the parts of a streamed answer, the first `MOST_TOKEN_GAPS` of them.
+
+    Raises:
+        ValueError: `span` was not packed by `pack_token_gaps`.
+    """
+    gaps = new_token_gaps()
+    gaps.frombytes(span.token_gaps)
+    return _little_endian(gaps)
+
+
+def _little_endian(gaps: array[float]) -> array[float]:
+    if sys.byteorder == "big":
+        gaps = gaps[:]
+        gaps.byteswap()
+    return gaps
 
 
 class TraceRing:

@@ -1,7 +1,7 @@
 """What one worker's handoffs and links took, by peer: the log histograms behind its report.
 
-    HandoffInstruments ── handoff(trace) ──► TransferTable ◄── link(outcome) ── LinkInstruments
-                                                  └──► report()
+HandoffInstruments ── handoff(trace) ──► TransferTable ◄── link(outcome) ── LinkInstruments
+                                              └──► report()
 """
 
 from __future__ import annotations
@@ -42,21 +42,44 @@ class LinkOutcome(Protocol):
     """See `transfer.links.choice.Outcome`."""
 
     @property
-    def peer(self) -> str: ...
+    def peer(self) -> str:
+        """The other worker."""
+        ...
+
     @property
-    def distance(self) -> str: ...
+    def distance(self) -> str:
+        """Of the two workers; empty where not known."""
+        ...
+
     @property
-    def transport(self) -> str: ...
+    def transport(self) -> str:
+        """What carried it."""
+        ...
+
     @property
-    def direction(self) -> str: ...
+    def direction(self) -> str:
+        """`push` or `pull`."""
+        ...
+
     @property
-    def num_bytes(self) -> int: ...
+    def num_bytes(self) -> int:
+        """In sum."""
+        ...
+
     @property
-    def predicted_s(self) -> float: ...
+    def predicted_s(self) -> float:
+        """What was predicted, in sum."""
+        ...
+
     @property
-    def observed_s(self) -> float: ...
+    def observed_s(self) -> float:
+        """From the first transfer to the end of the last."""
+        ...
+
     @property
-    def refined(self) -> bool: ...
+    def refined(self) -> bool:
+        """Whether the time measures the link."""
+        ...
 
 
 def name_distance(distance: str | None) -> str:
@@ -206,25 +229,31 @@ class TransferTable:
                 entry.drift.observe(outcome.num_bytes, outcome.observed_s, now)
 
     def report(self) -> TransferReport:
-        """All of it, those used last at the end."""
+        """All of it, those used last at the end.
+
+        The lock is held for one entry at a time: nobody who counts waits for the whole report.
+        """
         now = self._clock.now()
         with self._lock:
-            handoffs = tuple(
-                _report_handoffs(*key, entry, now) for key, entry in self._handoffs.items()
-            )
-            links = tuple(_report_link(*key, entry, now) for key, entry in self._links.items())
-            return TransferReport(
-                epoch=self._epoch,
-                handoffs=handoffs,
-                links=links,
-                num_forgotten=self._num_forgotten,
-                num_digest_failures=self._num_digest_failures,
-                num_lapsed_leases=self._count_lapsed_leases(),
-            )
+            handoffs, links = tuple(self._handoffs.items()), tuple(self._links.items())
+        reported_handoffs: list[HandoffTransfers] = []
+        for key, entry in handoffs:
+            with self._lock:
+                reported_handoffs.append(_report_handoffs(*key, entry, now))
+        reported_links: list[LinkTransfers] = []
+        for (peer, labels), link in links:
+            with self._lock:
+                reported_links.append(_report_link(peer, labels, link, now))
+        return TransferReport(
+            epoch=self._epoch,
+            handoffs=tuple(reported_handoffs),
+            links=tuple(reported_links),
+            num_forgotten=self._num_forgotten,
+            num_digest_failures=self._num_digest_failures,
+            num_lapsed_leases=self._count_lapsed_leases(),
+        )
 
-    def _find(
-        self, entries: OrderedDict[Key, Entry], key: Key, make: Callable[[], Entry]
-    ) -> Entry:
+    def _find(self, entries: OrderedDict[Key, Entry], key: Key, make: Callable[[], Entry]) -> Entry:
         entry = entries.get(key)
         if entry is None:
             entry = entries[key] = make()

@@ -26,7 +26,7 @@ from baton.errors import (
     InvalidRequestError,
     TicketError,
 )
-from baton.ids import RequestId
+from baton.ids import RequestId, new_span_id
 from baton.protocol.worker_http import (
     CREATED_HEADER,
     FIRST_TOKEN_AGE_HEADER,
@@ -41,6 +41,7 @@ from baton.protocol.worker_http import (
     PrefillReply,
 )
 from baton.telemetry.trace import RequestSpan, Stamp
+from baton.telemetry.trace_context import TRACEPARENT, parse_traceparent
 from baton.worker.http_exchange import BodyTooLargeError, describe
 from baton.worker.output_processor import OutputProcessor
 from baton.worker.replies import (
@@ -151,6 +152,7 @@ class GenerationService:
         self, exchange: HttpExchange, adapter: ApiAdapter, body: bytes, received: Instant
     ) -> None:
         generation = await adapter.read(body)
+        tokenized = self._context.clock.now()
         is_from_gateway = exchange.is_from_gateway
         kind = self._context.tickets.read(generation.ticket, is_from_gateway=is_from_gateway)
         if generation.resume is not None:
@@ -158,6 +160,7 @@ class GenerationService:
         generation = _seeded(generation, exchange)
         known = await find_known_tokens(generation, self._context.tokenizer)
         request = self._request(exchange, known.to_compute(generation), kind, received)
+        request.trace.tokenize_s = tokenized - received
         head = ReplyHead(
             exchange.request_id,
             self._context.options.served_model_name,
@@ -264,7 +267,7 @@ class GenerationService:
             if not job.exchange.started:
                 raise
             if not isinstance(exc, BatonError):
-                logger.exception("%s failed in mid-stream", job.exchange.request_id)
+                logger.exception("%s failed in mid-stream", job.request.trace.name)
             await job.exchange.end_stream(error_event(describe(exc).body) + DONE)
             job.request.trace.outcome = "failed"
             return
@@ -376,6 +379,10 @@ class GenerationService:
             num_prompt_tokens=len(generation.prompt_ids),
         )
         trace.stamp(Stamp.RECEIVED, received)
+        parent = parse_traceparent(exchange.header(TRACEPARENT) or b"")
+        if parent is not None:
+            trace.trace_id, trace.parent_id = parent.trace_id, parent.span_id
+            trace.span_id, trace.is_sampled = new_span_id(), parent.is_sampled
         if not isinstance(kind, Colocated):
             ticket = kind.ticket
             peer = ticket.decode if isinstance(kind, PrefillRequest) else ticket.prefill

@@ -27,17 +27,18 @@ if TYPE_CHECKING:
 class TokenClock:
     """When one answer's last token came. Owned by the event loop's thread."""
 
-    def __init__(self, trace: RequestSpan, clock: Clock, metrics: WorkerMetrics) -> None:
-        self._trace, self._clock, self._metrics = trace, clock, metrics
+    def __init__(self, trace: RequestSpan, observer: RequestObserver) -> None:
+        self._trace, self._observer = trace, observer
         self._last: Instant | None = None
 
     def arrived(self, num_tokens: int) -> None:
         """`num_tokens` came together: stamp the first token ever, count the gaps of the others."""
-        now = self._clock.now()
+        now = self._observer.clock.now()
         if self._last is None:
             self._trace.stamp(Stamp.FIRST_TOKEN, now)
+            self._observer.landed(self._trace)
         else:
-            self._metrics.token_gap(now - self._last, num_tokens)
+            self._observer.metrics.token_gap(now - self._last, num_tokens)
         self._last = now
 
 
@@ -45,11 +46,18 @@ class RequestObserver:
     """Stamps how requests end, and counts them. Owned by the event loop's thread."""
 
     def __init__(self, clock: Clock, metrics: WorkerMetrics) -> None:
-        self._clock, self._metrics = clock, metrics
+        self.clock, self.metrics = clock, metrics
+        self._landed: set[int] = set()
 
     def token_clock(self, trace: RequestSpan) -> TokenClock:
         """A clock for the tokens of one answer."""
-        return TokenClock(trace, self._clock, self._metrics)
+        return TokenClock(trace, self)
+
+    def landed(self, trace: RequestSpan) -> None:
+        """Count what the request's handoff took, once: before its answer ends, if it has tokens."""
+        if id(trace) not in self._landed:
+            self._landed.add(id(trace))
+            self.metrics.landed(trace)
 
     @contextmanager
     def watch(self, trace: RequestSpan) -> Iterator[None]:
@@ -63,8 +71,10 @@ class RequestObserver:
             trace.outcome = "declined" if was_declined(exc) else "failed"
             raise
         finally:
-            trace.stamp(Stamp.FINISHED, self._clock.now())
-            self._metrics.finished(trace)
+            trace.stamp(Stamp.FINISHED, self.clock.now())
+            self.landed(trace)
+            self._landed.discard(id(trace))
+            self.metrics.finished(trace)
 
 
 class EngineCollector(Collector):

@@ -25,6 +25,7 @@ from baton.protocol.worker_http import (
     MAX_REASON_CHARS,
     TRACES_PREFIX,
     AbortOrder,
+    ClockReading,
     Health,
     MeasuredLinks,
     Role,
@@ -37,6 +38,7 @@ from baton.protocol.worker_http import (
 from baton.worker.http_exchange import UnknownPathError
 
 if TYPE_CHECKING:
+    from baton.clock import Clock
     from baton.engines.interface import Engine
     from baton.handoff.dispatcher import HandoffDispatcher
     from baton.telemetry.trace import TraceRing
@@ -62,10 +64,14 @@ class StatusPages:
     started_at: int
     max_prompt_chars: int
     tokenizer_digest: str
+    clock: Clock
+    clock_domain: str
 
     async def health(self, exchange: HttpExchange) -> None:
         """`GET /health`."""
         state = self.find_health()
+        read = ClockReading(self.clock_domain, self.clock.now())
+        state = msgspec.structs.replace(state, clock=read)
         await exchange.send_json(200 if state.status == "ok" else 503, state)
 
     async def version(self, exchange: HttpExchange) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 from prometheus_client import CollectorRegistry
 
 import baton
-from baton.clock import MachineClock
+from baton.clock import MachineClock, read_clock_domain
 from baton.errors import HandoffError
 from baton.handoff.pool_mode.metrics import PoolModeCollector
 from baton.net.http_limits import WORKER_LIMITS, Connections, allow_descriptors
@@ -253,6 +253,8 @@ def build_worker(
         started_at=int(clock.unix_now()),
         max_prompt_chars=reader.max_prompt_chars,
         tokenizer_digest=digest_tokenizer(model),
+        clock=clock,
+        clock_domain=read_clock_domain(),
     )
     bearer = (
         Bearer(options.credentials.key)

@@ -496,3 +496,18 @@ def test_where_far_links_prove_as_good_as_near_ones_they_are_used_alike():
             costs.observe(costs.cost_of(prefill, decode), 1000, seconds)
     make_slow_alone(load, [near, far])
     assert placed(CostPolicy(CostOptions()), [prefill, near, far], load).decode is far
+
+
+@pytest.mark.parametrize("num_waiting", [0, 3])
+def test_what_is_recorded_as_predicted_is_what_the_policy_compared(num_waiting):
+    load, (prefill, decode) = FleetLoad(), (view("p", Role.PREFILL), view("d", Role.DECODE))
+    for _ in range(num_waiting):
+        load.begin(Placement(prefill, decode), 4000, NOW)
+    stream(load, decode, 8)
+    placement = placed(CostPolicy(CostOptions()), [prefill, decode], load, 3000)
+    chosen = next(line for line in placement.why if line.startswith("chosen"))
+    predicted = load.begin(placement, 3000, NOW).predicted
+    assert f"TTFT {predicted.ttft_s:.3f} s" in chosen
+    assert f"queue {predicted.queue_s:.3f}, prefill {predicted.prefill_s:.3f}" in chosen
+    assert f"TPOT {predicted.tpot_s:.4f} s" in chosen
+    assert (predicted.handoff_s > 0) == (placement.prefill is not None)

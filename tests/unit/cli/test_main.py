@@ -36,6 +36,8 @@ COMMANDS = (
     ["sim", "handoff"],
     ["route", "explain"],
     ["route", "replay"],
+    ["explain"],
+    ["trace", "export"],
 )
 
 

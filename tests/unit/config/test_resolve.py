@@ -136,6 +136,7 @@ def test_every_key_is_documented():
         "ray",
         "fleet",
         "trace",
+        "alerts",
         "log",
     }
     assert shown == sections

@@ -20,6 +20,8 @@ from baton.ids import Epoch, TicketId, WorkerId
 from baton.kv.layout import KVLayout
 from baton.protocol.worker_http import MAX_ABORT_BYTES, MeasuredLink, MeasuredLinks, StoreLoads
 from baton.telemetry.trace import RequestSpan, TraceRing
+from baton.telemetry.transfers import TransferTable
+from baton.testing.clocks import ManualClock
 
 KEY = ClusterKey(b"k" * 32)
 BEARER = b"Bearer " + KEY.sign("http", b"worker").hex().encode()
@@ -60,6 +62,7 @@ class Client:
             occupancy=lambda: self.occupancy,
             abort_from_peer=lambda ticket, reason: self.given_up.append((ticket, reason)),
             traces=self.traces,
+            transfers=TransferTable(IDENTITY.epoch, ManualClock()),
             registry=registry,
             links=self.describe_links,
             store_loads=lambda: self.store_loads,

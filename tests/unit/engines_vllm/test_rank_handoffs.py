@@ -26,8 +26,9 @@ from baton.engines.vllm.step_orders import (
 )
 from baton.ids import Epoch, TicketId, WorkerId
 from baton.kv.layout import KVLayout
-from baton.telemetry.metrics import HandoffInstruments
+from baton.telemetry.handoff_metrics import HandoffInstruments, ReceivePaths
 from baton.telemetry.trace import Stamp, TraceRing
+from baton.telemetry.transfers import TransferTable
 from baton.testing.clocks import ManualClock
 from tests.tickets import issue
 from tests.unit.engines_vllm.scripted_port import ScriptedPort, SettlingEvent
@@ -79,7 +80,9 @@ def make_harness(
         layers={"a": 0, "b": 1},
         record_position=record_position,
     )
-    observer = RankObserver(traces, HandoffInstruments(CollectorRegistry(), ("shared",), ()))
+    table = TransferTable(Epoch("2" * 32), clock)
+    counts = HandoffInstruments(CollectorRegistry(), ReceivePaths(("shared",)), (), table)
+    observer = RankObserver(traces, counts)
     rank = RankHandoffs(setting, port, wake_event=wake_event, clock=clock, observer=observer)
     return RankHarness(clock, port, traces, rank, wake_event, observer)
 

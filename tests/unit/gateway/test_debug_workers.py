@@ -91,7 +91,7 @@ def get(
 
     access = Access(RequestOrigin(None, frozenset()), Clients(None, ManualClock()), True)
     links = LinkList(workers, FleetLoad())
-    pages = DebugPages(None, worker_list, None, None, links, None, None, None)
+    pages = DebugPages(None, worker_list, None, None, links, *[None] * 4)
     app = GatewayApp(None, workers, GatewayMetrics(), debug=pages, readiness=None, access=access)
     scope = {
         "type": "http", "path": "/debug/workers", "method": method, "client": (client, 1),

@@ -101,12 +101,12 @@ def test_rare_stalls_and_one_burst_of_them_are_no_drift():
         assert state is DriftState.STEADY
 
 
-def test_other_work_that_slows_every_third_transfer_is_no_drift():
+def test_other_work_that_slows_every_sixth_transfer_is_no_drift():
     link = Link(4, spread=0.1)
     detector = learned(link)
     for number in range(3000):
         size, seconds = link.transfer()
-        busy = 3.0 if number % 3 == 0 else 1.0
+        busy = 3.0 if number % 6 == 0 else 1.0
         assert detector.observe(size, seconds * busy, Instant(1.0)) is DriftState.STEADY
 
 
@@ -133,13 +133,24 @@ def test_a_drift_becomes_the_reference_after_a_day():
     assert detector.state is DriftState.STEADY
 
 
-def test_a_size_class_that_the_reference_has_not_seen_is_learned_before_it_is_tested():
-    detector = learned(Link(5, sizes=[1 << 14, 1 << 16]))
-    odd = Link(6, latency_s=LATENCY_S, byte_s=20 * BYTE_S, sizes=[1 << 24])
-    for _ in range(NUM_OF_CLASS + 500):
-        assert detector.observe(*odd.transfer(), Instant(1.0)) is DriftState.STEADY
-    slow = Link(6, latency_s=LATENCY_S, byte_s=60 * BYTE_S, sizes=[1 << 24])
+def test_smaller_sizes_than_the_reference_has_seen_are_learned_before_they_are_tested():
+    detector = learned(Link(5, sizes=[1 << 20, 1 << 22]))
+    small = Link(6, latency_s=30 * LATENCY_S, sizes=[1 << 14])
+    for _ in range(NUM_OF_CLASS + 1000):
+        assert detector.observe(*small.transfer(), Instant(1.0)) is DriftState.STEADY
+    slow = Link(6, latency_s=90 * LATENCY_S, sizes=[1 << 14])
     transfers_until(detector, slow, DriftState.DRIFTED, 60)
+
+
+def test_larger_sizes_are_tested_by_what_the_reference_has_of_smaller_ones():
+    """Those that wait for a slow link go together, and are larger than any that was seen."""
+    detector = learned(Link(5, sizes=[1 << 16, 1 << 18]))
+    slow = Link(6, byte_s=10 * BYTE_S, sizes=[1 << 20, 1 << 22])
+    transfers_until(detector, slow, DriftState.DRIFTED, 40)
+    large = Link(6, byte_s=1.4 * BYTE_S, sizes=[1 << 20, 1 << 22])
+    detector = learned(Link(5, sizes=[1 << 16, 1 << 18]))
+    for _ in range(2000):
+        assert detector.observe(*large.transfer(), Instant(1.0)) is DriftState.STEADY
 
 
 @pytest.mark.parametrize("byte_s", [0.0, BYTE_S, 1e-6])

@@ -2,7 +2,11 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from baton.telemetry.links import LinkInstruments
+from baton.ids import Epoch
+from baton.telemetry.handoff_metrics import ReceivePaths
+from baton.telemetry.links import MAX_LABEL_SETS, LinkInstruments
+from baton.telemetry.transfers import TransferTable
+from baton.testing.clocks import ManualClock
 from baton.transfer.links.choice import Chooser, LinkObserver, Outcome
 from baton.transfer.links.cost_model import LinkModel, TransferShape
 
@@ -15,15 +19,26 @@ def value(registry: CollectorRegistry, name: str, **labels: str) -> float:
     return found
 
 
-def outcome(predicted_s: float, observed_s: float, *, refined: bool = True) -> Outcome:
-    return Outcome("tcp", "push", 1, 1000, predicted_s, observed_s, refined)
+def observer(
+    registry: CollectorRegistry, *transports: str, local: frozenset[str] = frozenset()
+) -> tuple[LinkInstruments, TransferTable]:
+    table = TransferTable(Epoch("1" * 32), ManualClock())
+    return LinkInstruments(registry, ReceivePaths(transports, local), table), table
+
+
+def outcome(
+    predicted_s: float, observed_s: float, *, refined: bool = True, distance: str = "same_zone"
+) -> Outcome:
+    return Outcome("p0", distance, "tcp", "push", 1, 1000, predicted_s, observed_s, refined)
 
 
 def test_every_choice_mismatch_and_error_is_counted() -> None:
     registry = CollectorRegistry()
-    instruments: LinkObserver = LinkInstruments(registry, ("shared", "tcp"))
-    push = {"direction": "push", "transport": "tcp"}
-    pair = {"direction": "push", "expected": "shared", "used": "tcp"}
+    instruments: LinkObserver
+    instruments, table = observer(registry, "shared", "tcp", local=frozenset({"shared"}))
+    push = {"operation": "WRITE", "transport": "tcp"}
+    link = {"distance": "same_zone", **push}
+    pair = {"operation": "WRITE", "expected": "shared", "used": "tcp"}
     assert value(registry, "baton_link_choices_total", **push) == 0
     assert value(registry, "baton_link_mismatches_total", **pair) == 0
     choice = Chooser("measured").choose(TransferShape(1000, 1), MODELS, ["tcp"])
@@ -33,11 +48,12 @@ def test_every_choice_mismatch_and_error_is_counted() -> None:
     assert value(registry, "baton_link_mismatches_total", **pair) == 1
     instruments.carried(outcome(0.1, 0.2))
     instruments.carried(outcome(0.1, 9.0, refined=False))
-    assert value(registry, "baton_link_bytes_total", **push) == 2000
-    assert value(registry, "baton_link_predicted_seconds_total", **push) == 0.2
-    assert value(registry, "baton_link_observed_seconds_total", **push) == 9.2
-    assert value(registry, "baton_link_model_relative_error_count", **push) == 1
-    assert value(registry, "baton_link_model_relative_error_sum", **push) == 0.5
+    assert value(registry, "baton_link_bytes_total", **link) == 2000
+    assert value(registry, "baton_link_predicted_seconds_total", **link) == 0.2
+    assert value(registry, "baton_link_observed_seconds_total", **link) == 9.2
+    assert value(registry, "baton_link_model_relative_error_count", **link) == 1
+    assert value(registry, "baton_link_model_relative_error_sum", **link) == 0.5
+    assert [each.num for each in table.report().links] == [2]
     instruments.failed("push", "tcp")
     assert value(registry, "baton_link_failures_total", **push) == 1
     instruments.measured("push", "tcp", LinkModel(1e-4, 1e-6, 1 / 3e9))
@@ -47,7 +63,35 @@ def test_every_choice_mismatch_and_error_is_counted() -> None:
 
 def test_an_unknown_transport_makes_no_new_label() -> None:
     registry = CollectorRegistry()
-    instruments = LinkInstruments(registry, ("shared",))
+    instruments, _ = observer(registry, "shared")
     instruments.failed("pull", "carrier-pigeon")
-    other = {"direction": "pull", "transport": "other"}
+    other = {"operation": "READ", "transport": "other"}
     assert value(registry, "baton_link_failures_total", **other) == 1
+    instruments.carried(outcome(0.1, 0.1))
+    other = dict.fromkeys(("distance", "transport", "operation"), "other")
+    assert value(registry, "baton_link_bytes_total", **other) == 1000
+
+
+def test_transports_of_one_host_have_no_far_distances_and_sets_of_labels_are_bounded() -> None:
+    registry = CollectorRegistry()
+    instruments, _ = observer(registry, "shared", "tcp", local=frozenset({"shared"}))
+    carried = [
+        sample.labels
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name == "baton_link_bytes_total"
+    ]
+    assert len(carried) == 2 * (2 + 5) + 1
+    assert not [
+        labels
+        for labels in carried
+        if labels["transport"] == "shared" and labels["distance"] == "cross_zone"
+    ]
+    registry = CollectorRegistry()
+    instruments, _ = observer(registry, *(f"transport-{n}" for n in range(9)), "tcp")
+    instruments.carried(outcome(0.1, 0.1, distance="cross_zone"))
+    other = dict.fromkeys(("distance", "transport", "operation"), "other")
+    assert value(registry, "baton_link_bytes_total", **other) == 1000
+    samples = next(f for f in registry.collect() if f.name == "baton_link_bytes").samples
+    totals = [each for each in samples if each.name == "baton_link_bytes_total"]
+    assert len(totals) == MAX_LABEL_SETS

@@ -3,8 +3,16 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
+from baton.ids import Epoch
+from baton.telemetry.handoff_metrics import MAX_LABEL_SETS, ReceivePaths
+from baton.telemetry.links import LinkInstruments
 from baton.telemetry.metrics import WorkerMetrics, set_worker_info
 from baton.telemetry.trace import RequestSpan, Stamp
+from baton.telemetry.transfer_report import DISTANCES
+from baton.telemetry.transfers import TransferTable
+from baton.testing.clocks import ManualClock
+
+PATHS = ReceivePaths(("shared", "tcp"), frozenset({"shared"}), ("push", "pull"), "WRITE")
 
 
 @pytest.fixture
@@ -14,7 +22,13 @@ def registry() -> CollectorRegistry:
 
 @pytest.fixture
 def metrics(registry: CollectorRegistry) -> WorkerMetrics:
-    return WorkerMetrics(registry, ("shared", "tcp"), ("computed locally",))
+    return make_metrics(registry, PATHS)
+
+
+def make_metrics(registry: CollectorRegistry, paths: ReceivePaths) -> WorkerMetrics:
+    table = TransferTable(Epoch("1" * 32), ManualClock())
+    LinkInstruments(registry, paths, table)
+    return WorkerMetrics(registry, paths, ("computed locally",), table)
 
 
 def leg(
@@ -60,12 +74,103 @@ def test_a_transport_other_than_expected_is_counted(
     for expected in ("shared", "tcp"):
         trace = leg("decode", "stop", *RECEIVED, transport="tcp")
         trace.expected_transport, trace.num_bytes = expected, 100
-        metrics.finished(trace)
+        trace.mode, trace.operation, trace.distance = "push", "WRITE", "same_host"
+        metrics.landed(trace)
     name = "baton_handoff_transport_mismatch_total"
     assert registry.get_sample_value(name, {"expected": "shared", "used": "tcp"}) == 1
     assert registry.get_sample_value(name, {"expected": "tcp", "used": "shared"}) == 0
-    received = registry.get_sample_value("baton_handoff_received_bytes_total", {"transport": "tcp"})
-    assert received == 200
+    labels = {
+        "distance": "same_host",
+        "transport": "tcp",
+        "mode": "push",
+        "operation": "WRITE",
+    }
+    assert registry.get_sample_value("baton_handoff_received_bytes_total", labels) == 200
+
+
+def landed(distance: str | None, transport: str, mode: str, operation: str | None) -> RequestSpan:
+    """2 MiB that took 2 s from prefill's first layer on, of which 1 s after its end."""
+    trace = leg("decode", "stop", *RECEIVED, transport=transport)
+    trace.expected_transport, trace.num_bytes = transport, 2 << 20
+    trace.mode, trace.operation, trace.distance = mode, operation, distance
+    trace.peer_stamps = {Stamp.FIRST_LAYER_READY: -1.0, Stamp.PREFILL_DONE: 0.0}
+    return trace
+
+
+def test_what_a_handoff_took_is_counted_by_distance_transport_mode_and_operation(
+    metrics: WorkerMetrics, registry: CollectorRegistry
+) -> None:
+    metrics.landed(landed("cross_zone", "tcp", "pull", "READ"))
+    labels = {
+        "distance": "cross_zone",
+        "transport": "tcp",
+        "mode": "pull",
+        "operation": "READ",
+    }
+
+    def value(name: str, **more: str) -> float | None:
+        return registry.get_sample_value(f"baton_handoff_{name}", labels | more)
+
+    assert value("transfer_seconds_sum") == 2.0
+    assert value("transfer_seconds_bucket", le="1.0") == 0
+    assert value("transfer_seconds_bucket", le="2.0") == 1
+    assert value("transfer_seconds_per_mib_sum") == 1.0
+    assert value("exposed_share_sum") == 0.5
+    assert value("exposed_seconds_total") == 1.0
+    assert value("received_bytes_total") == 2 << 20
+
+
+def label_sets(registry: CollectorRegistry) -> list[tuple[str, ...]]:
+    name = "baton_handoff_transfer_seconds_count"
+    samples = [sample for family in registry.collect() for sample in family.samples]
+    return [tuple(sample.labels.values()) for sample in samples if sample.name == name]
+
+
+def test_sets_of_labels_of_handoffs_without_a_failure_exist_from_the_start(
+    metrics: WorkerMetrics, registry: CollectorRegistry
+) -> None:
+    usual = {
+        (distance, transport, mode, operation)
+        for mode, operation in (("push", "WRITE"), ("pull", "READ"))
+        for transport, distances in (("shared", DISTANCES[:2]), ("tcp", DISTANCES))
+        for distance in distances
+    }
+    assert set(label_sets(registry)) == usual | {("other",) * 4}
+    metrics.landed(landed("same_rack", "tcp", "pull", "WRITE"))
+    metrics.landed(landed(None, "tcp", "push", "WRITE"))
+    metrics.landed(landed("same_rack", "a client's text", "push", "WRITE"))
+    assert set(label_sets(registry)) == usual | {
+        ("other",) * 4,
+        ("same_rack", "tcp", "pull", "WRITE"),
+        ("unknown", "tcp", "push", "WRITE"),
+    }
+
+
+def test_a_worker_has_fewer_than_2000_series_whatever_it_is_configured_for_and_sees() -> None:
+    transports = ("cuda_ipc", "shared", "nixl", "tcp")
+    local = frozenset({"cuda_ipc", "shared"})
+    registry = CollectorRegistry()
+    metrics = make_metrics(
+        registry, ReceivePaths(transports, local, ("push", "pull", "pool", "reference"), "READ")
+    )
+    for mode in ("push", "pull", "reference"):
+        for operation in ("WRITE", "READ"):
+            for transport in transports:
+                for distance in (*DISTANCES, None):
+                    metrics.landed(landed(distance, transport, mode, operation))
+    pooled = landed(None, "", "pool", None)
+    pooled.transport = pooled.expected_transport = None
+    metrics.landed(pooled)
+    found = label_sets(registry)
+    assert len(found) == MAX_LABEL_SETS
+    assert ("other",) * 4 in found
+    samples = [
+        sample
+        for family in registry.collect()
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    ]
+    assert 1000 < len(samples) < 1900, "100 are for the engine, the store and others"
 
 
 def test_fallbacks_are_counted_by_cause_and_reasons_are_no_labels(

@@ -165,9 +165,14 @@ class ModelRunner:
             if sends:
                 self._handoff.layer_ready(sends, layer)
 
+        began = self._clock.now()
         self._stamp(prefills, Stamp.PREFILL_STARTED)
         self._stamp([work for work in step if not work.is_prefill], Stamp.DECODE_SCHEDULED)
         logits = self._model.run([_make_span(work) for work in step], on_layer)
+        if prefills:
+            ended = self._clock.now()
+            for work in prefills:
+                work.sequence.request.trace.note_chunk(began, ended, work.num_tokens)
         tokens = iter(sample(logits, [self._make_draw(work) for work in step if work.samples]))
         return [next(tokens) if work.samples else None for work in step]
 

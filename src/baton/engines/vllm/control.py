@@ -19,7 +19,7 @@ import uvicorn
 from msgspec import UNSET
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from baton.clock import MachineClock
+from baton.clock import MachineClock, read_clock_domain
 from baton.config.cluster_key import is_loopback
 from baton.errors import UNDECODABLE
 from baton.events.journal_page import make_page, read_event_number
@@ -37,6 +37,7 @@ from baton.protocol.worker_http import (
     MAX_REASON_CHARS,
     TRACES_PREFIX,
     AbortOrder,
+    ClockReading,
     ErrorBody,
     ErrorDetail,
     Health,
@@ -107,6 +108,7 @@ class ControlApp:
             else b"Bearer " + bearer_key.sign("http", b"worker").hex().encode()
         )
         self._is_ending = False
+        self._clock_domain = read_clock_domain()
 
     def begin_end(self) -> None:
         """Answer at once whoever waits for KV events. Any thread."""
@@ -172,7 +174,9 @@ class ControlApp:
     def _health(self) -> ControlResponse:
         view = self._view
         if view.is_alive():
-            return _json(200, Health("ok", load=_load(view.occupancy(), view.store_loads())))
+            load = _load(view.occupancy(), view.store_loads())
+            clock = ClockReading(self._clock_domain, MachineClock().now())
+            return _json(200, Health("ok", load=load, clock=clock))
         return _json(503, Health("failed", "the handoff agent's thread has ended"))
 
     def _trace(self, request_id: str) -> ControlResponse:

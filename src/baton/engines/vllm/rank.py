@@ -53,9 +53,9 @@ from baton.handoff.verify import VerificationPolicy
 from baton.kv.layout import TensorParallelShard
 from baton.net.tls import ClusterTls
 from baton.store.interface import PeerAccess
+from baton.telemetry.handoff_metrics import HandoffInstruments
 from baton.telemetry.links import LinkInstruments
 from baton.telemetry.log_limit import WARNINGS
-from baton.telemetry.handoff_metrics import HandoffInstruments
 from baton.telemetry.metrics import HeldBlockTimeCollector, set_worker_info
 from baton.telemetry.trace import TraceRing
 from baton.telemetry.transfers import TransferTable
@@ -163,19 +163,16 @@ class Rank:
         agent = dispatcher.agent
         registry = CollectorRegistry()
         registry.register(WARNINGS)
-        epoch = plan.identity.of_rank(plan.rank)[1]
-        transfers = TransferTable(epoch, self._clock, lambda: agent.num_lapsed_leases)
-        agent.observe_links(LinkInstruments(registry, dispatcher.receive_paths, transfers))
+        traces = TraceRing(NUM_TRACES)
+        transfers = TransferTable(
+            plan.identity.of_rank(plan.rank)[1], self._clock, lambda: agent.num_lapsed_leases
+        )
+        observer = _observe(dispatcher, registry, traces, transfers)
         if dispatcher.store is not None:
             prefixes = dispatcher.store.prefixes.counts
             registry.register(PoolModeCollector(dispatcher.store.access, prefixes))
         dispatcher.start(self._wake_event.set)
         self._dispatcher = dispatcher
-        traces = TraceRing(NUM_TRACES)
-        causes = (FALLBACK_CAUSE,)
-        counts = HandoffInstruments(registry, dispatcher.receive_paths, causes, transfers)
-        observer = RankObserver(traces, counts)
-        registry.register(HeldBlockTimeCollector(lambda: observer.held_block_s))
         handoffs = self._handoffs(dispatcher, observer, make_recorder(device))
         control = ControlServer(
             options.handoff_host,
@@ -351,6 +348,21 @@ class Rank:
             tls=self._tls_of_kv,
         )
         return build_transports(options.transports, options.transport_options, context)
+
+
+def _observe(
+    dispatcher: HandoffDispatcher,
+    registry: CollectorRegistry,
+    traces: TraceRing,
+    transfers: TransferTable,
+) -> RankObserver:
+    """Count a rank's handoffs and links; before its agent starts."""
+    paths = dispatcher.receive_paths
+    dispatcher.agent.observe_links(LinkInstruments(registry, paths, transfers))
+    counts = HandoffInstruments(registry, paths, (FALLBACK_CAUSE,), transfers)
+    observer = RankObserver(traces, counts)
+    registry.register(HeldBlockTimeCollector(lambda: observer.held_block_s))
+    return observer
 
 
 def _port_of(first: int, rank: int) -> int:

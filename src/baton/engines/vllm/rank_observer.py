@@ -71,6 +71,7 @@ def merge_traces(span: RequestSpan, parts: Iterable[RequestSpan]) -> None:
         for encoding in part.encodings:
             span.note_encoding(encoding)
         span.encoding_estimate = span.encoding_estimate or part.encoding_estimate
+        span.verify_s += part.verify_s
         span.num_bytes += part.num_bytes
         span.num_pages += part.num_pages
 
@@ -189,6 +190,8 @@ class RankObserver:
             num_landed = span.num_prompt_tokens if load.num_landed is None else load.num_landed
             span.num_received_tokens = max(0, num_landed - span.num_cached_tokens)
             span.stamp(Stamp.KV_READY, at)
+            if Stamp.LAST_LAYER_LANDED in span.stamps:
+                self._instruments.landed(span)
         else:
             found.span.fallbacks.append(f"{FALLBACK_CAUSE}: {error}")
         self._records.append(record_received(found.span, error, at))

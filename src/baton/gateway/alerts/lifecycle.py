@@ -122,9 +122,7 @@ class AlertLifecycle:
             assert entry.since <= entry.true_at  # noqa: S101
         assert all(each.state is AlertState.RESOLVED for each in self.resolved)  # noqa: S101
 
-    def _end_others(
-        self, held: Iterable[tuple[AlertName, Labels]], now: float
-    ) -> list[Followed]:
+    def _end_others(self, held: Iterable[tuple[AlertName, Labels]], now: float) -> list[Followed]:
         ended: list[Followed] = []
         for key in self._followed.keys() - set(held):
             entry = self._followed[key]

@@ -1,4 +1,4 @@
-"""Evaluates the alerts every `alerts.interval_s`, and reports what changed: log, metric, webhook."""
+"""Evaluates the alerts every `alerts.interval_s`; reports changes: log, metric, webhook."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final, Self
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Gauge
 
 from baton.gateway.alerts.lifecycle import AlertLifecycle
 from baton.gateway.alerts.rules import SEVERITIES, TIMINGS, AlertRules
@@ -51,19 +51,6 @@ class AlertMonitor:
             registry=registry,
         )
         self._firing = {name: firing.labels(name) for name in AlertName}
-        by_target = ("model", "objective")
-        self._ended = Counter(
-            "baton_gateway_target_requests",
-            "Streamed answers that ended, of models with this target (router.targets).",
-            by_target,
-            registry=registry,
-        )
-        self._missed = Counter(
-            "baton_gateway_target_misses",
-            "Those of them that missed it.",
-            by_target,
-            registry=registry,
-        )
 
     async def __aenter__(self) -> Self:
         """Begin to evaluate."""
@@ -86,14 +73,10 @@ class AlertMonitor:
     def evaluate(self) -> None:
         """Look at everything once."""
         now = self._clock.now()
-        seen = self._sources.observe(now)
-        conditions = self._rules.evaluate(seen, now)
+        conditions = self._rules.evaluate(self._sources.observe(), now)
         changed = [self._show(each) for each in self._lifecycle.apply(conditions, now)]
         for name, gauge in self._firing.items():
             gauge.set(self._lifecycle.num_firing(name))
-        for each in seen.ended:
-            self._ended.labels(each.model, each.objective).inc(each.num)
-            self._missed.labels(each.model, each.objective).inc(each.num_missed)
         for alert in changed:
             _log(alert)
         if self._webhook is not None:

@@ -68,7 +68,7 @@ class StoreCost:
 
 @dataclass(frozen=True, slots=True)
 class EndedByTarget:
-    """Requests of a model that ended since the last evaluation, and what they missed of a target.
+    """Requests of a model that ended since the gateway's start, and those that missed a target.
 
     `objective` is `ttft` or `tpot`, `target_s` what the operator wants of it.
     """

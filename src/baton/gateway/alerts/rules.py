@@ -56,9 +56,7 @@ TIMINGS: Final[Mapping[AlertName, Timing]] = {
 """Of those that are not here: at once, and over at once (their windows are long enough)."""
 
 SEVERITIES: Final[Mapping[AlertName, Severity]] = {
-    name: "critical"
-    if name in {AlertName.DIGEST_FAILURES, AlertName.BURN_RATE_FAST}
-    else "warning"
+    name: "critical" if name in {AlertName.DIGEST_FAILURES, AlertName.BURN_RATE_FAST} else "warning"
     for name in AlertName
 }
 

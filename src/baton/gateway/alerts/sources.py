@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
     from baton.gateway.options import GatewayOptions
     from baton.gateway.prefixes import Prefixes
+    from baton.gateway.target_metrics import TargetMetrics
     from baton.gateway.transfer_feed import TransferFeed
     from baton.gateway.workers import Workers
     from baton.protocol.worker_http import WorkerInfo
-    from baton.router.load import FleetLoad, ModelCosts
+    from baton.router.load import FleetLoad
     from baton.router.topology import Distance
     from baton.telemetry.transfer_report import TransferReport
 
@@ -47,13 +48,12 @@ class AlertSources:
     load: FleetLoad
     transfers: TransferFeed
     prefixes: Prefixes | None
-    _looked_at: float = 0.0
+    targets: TargetMetrics
 
-    def observe(self, now: float) -> Observations:
-        """All of it. Requests that ended are those since the last call."""
+    def observe(self) -> Observations:
+        """All of it."""
         reports = self._reports()
         infos = {info.worker: info for info in self._infos()}
-        since, self._looked_at = self._looked_at, now
         return Observations(
             links=tuple(_list_links(reports)),
             paths=tuple(_list_paths(reports, infos)),
@@ -63,7 +63,10 @@ class AlertSources:
             predicted_tokens=0 if self.prefixes is None else self.prefixes.num_predicted_tokens,
             actual_tokens=0 if self.prefixes is None else self.prefixes.num_actual_tokens,
             stores=tuple(self._list_stores()),
-            ended=tuple(self._count_ended(since, now)),
+            ended=tuple(
+                EndedByTarget(model, objective, each.target_s, each.num, each.num_missed)
+                for (model, objective), each in self.targets.totals.items()
+            ),
         )
 
     def explain_missing(self) -> dict[str, str]:
@@ -91,7 +94,7 @@ class AlertSources:
             missing[AlertName.STORE_SLOWER] = (
                 f"no worker has both loaded from a store and computed {LEAST_SEEN} prompts yet"
             )
-        if not any(True for model in self.load.models for _ in self._targets(model)):
+        if not any(map(self._has_targets, self.workers.fleet.models)):
             why = "no model that is served has targets in [router.targets]"
             missing |= dict.fromkeys((AlertName.BURN_RATE_FAST, AlertName.BURN_RATE_SLOW), why)
         return {str(name): why for name, why in missing.items()}
@@ -135,28 +138,9 @@ class AlertSources:
                     prefill.predict(TYPICAL_TOKENS),
                 )
 
-    def _targets(self, model: str) -> Iterator[tuple[str, float]]:
+    def _has_targets(self, model: str) -> bool:
         targets = self.options.targets_of(model)
-        if targets.ttft_s is not None:
-            yield "ttft", targets.ttft_s
-        if targets.tpot_s is not None:
-            yield "tpot", targets.tpot_s
-
-    def _count_ended(self, since: float, now: float) -> Iterator[EndedByTarget]:
-        for model, costs in self.load.models.items():
-            for objective, target_s in self._targets(model):
-                seconds = _list_ended(costs, objective, since, now)
-                num_missed = sum(each > target_s for each in seconds)
-                yield EndedByTarget(model, objective, target_s, len(seconds), num_missed)
-
-
-def _list_ended(costs: ModelCosts, objective: str, since: float, now: float) -> list[float]:
-    """Of streamed answers that ended after `since`."""
-    return [
-        each.ttft_s if objective == "ttft" else each.tpot_s
-        for each in costs.ended
-        if since < each.at <= now
-    ]
+        return targets.ttft_s is not None or targets.tpot_s is not None
 
 
 def _list_links(reports: Mapping[str, TransferReport]) -> Iterator[LinkTimes]:

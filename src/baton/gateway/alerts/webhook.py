@@ -1,7 +1,7 @@
 """Alerts posted to a URL, as Alertmanager posts them (its webhook payload, version 4).
 
-    submit ──► queue of at most MAX_QUEUED ──► POST ──► sent
-               (the oldest is dropped)          └─ error, 429, 5xx: again after 1, 2, 4, 8 s ─► failed
+submit ──► queue of at most MAX_QUEUED ──► POST ──► sent
+           (the oldest is dropped)          └─ error, 429, 5xx: again after 1, 2, 4, 8 s ─► failed
 """
 
 from __future__ import annotations

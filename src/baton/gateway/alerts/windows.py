@@ -1,4 +1,4 @@
-"""What happened within the last minutes: growth of counters, and shares of an error budget. Pure."""
+"""What happened within the last minutes: growth of counters, shares of an error budget. Pure."""
 
 from __future__ import annotations
 
@@ -56,9 +56,12 @@ class BudgetWindow:
     allowed_share: float
     longest_s: float
     _buckets: deque[_Bucket] = field(default_factory=deque)
+    _totals: tuple[int, int] = (0, 0)
 
-    def note(self, num: int, num_missed: int, now: float) -> None:
-        """So many more requests have ended."""
+    def note(self, num_in_all: int, num_missed_in_all: int, now: float) -> None:
+        """So many requests have ended up to now, and so many of them missed the target."""
+        num, num_missed = num_in_all - self._totals[0], num_missed_in_all - self._totals[1]
+        self._totals = num_in_all, num_missed_in_all
         while self._buckets and now - self._buckets[0].began_at > self.longest_s:
             self._buckets.popleft()
         if not num:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from baton.gateway.debug import LinkListReply, WorkerListReply  # noqa: TC001 - msgspec reads them
-from baton.gateway.queue_page import QueueReply  # noqa: TC001
+from baton.gateway.debug import LinkListReply, WorkerListReply
+from baton.gateway.queue_page import QueueReply
+from baton.protocol.alerts import AlertList
 
 
 class Point(msgspec.Struct, frozen=True, array_like=True):
@@ -91,6 +92,7 @@ class Tick(msgspec.Struct, frozen=True):
     models: tuple[ModelShown, ...]
     requests: tuple[RecentRequest, ...]
     cost: TokenCost | None
+    alerts: AlertList
 
 
 class PairShown(msgspec.Struct, frozen=True):

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Final
 
 from baton.gateway.asgi import send_whole
+from baton.gateway.dashboard.series import Series
+from baton.gateway.dashboard.snapshot import SnapshotBuilder, SnapshotPages
+from baton.gateway.dashboard.stream import DashboardStream
 from baton.gateway.errors import MethodNotAllowedError, PathNotFoundError
+from baton.gateway.openapi import DASHBOARD_PATH
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
     from starlette.types import Receive, Scope, Send
 
     from baton.gateway.asgi import Header
-    from baton.gateway.dashboard.stream import DashboardStream
+    from baton.gateway.completions import Completions
+    from baton.gateway.request_context import Services
+    from baton.gateway.request_traces import RequestHistory
 
-DASHBOARD_PATH: Final = "/dashboard"
 EVENTS: Final = "events"
 INDEX: Final = "index.html"
 REDIRECT: Final = 307
@@ -28,9 +36,11 @@ TYPES: Final = {
 HEADERS: Final[tuple[Header, ...]] = (
     (
         b"content-security-policy",
-        b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-        b"img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-        b"require-trusted-types-for 'script'",
+        (
+            b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+            b"img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+            b"require-trusted-types-for 'script'"
+        ),
     ),
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -73,6 +83,17 @@ class Dashboard:
     def end(self) -> None:
         """See `DashboardStream.end`."""
         self._stream.end()
+
+
+@contextlib.asynccontextmanager
+async def open_dashboard(
+    pages: SnapshotPages, services: Services, records: RequestHistory, completions: Completions
+) -> AsyncGenerator[Dashboard]:
+    """The dashboard, which samples for as long as the block runs; it shows what `pages` show."""
+    series = Series(services, records, completions)
+    builder = SnapshotBuilder(pages, services, records, series)
+    async with DashboardStream(series, builder) as stream:
+        yield Dashboard(stream)
 
 
 def is_dashboard(path: str) -> bool:

@@ -6,7 +6,6 @@ This is all that runs while no page is open, so that one which opens shows the l
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
@@ -15,12 +14,10 @@ from baton.gateway.dashboard.events import Point
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from baton.clock import Clock
-    from baton.gateway.admission import Admission
     from baton.gateway.completions import Completions
-    from baton.gateway.debug import RequestHistory
-    from baton.gateway.workers import Workers
-    from baton.router.load import EndedRequest, FleetLoad
+    from baton.gateway.request_context import Services
+    from baton.gateway.request_traces import RequestHistory
+    from baton.router.load import EndedRequest
 
 NUM_POINTS: Final = 300
 """Five minutes: 20 KB."""
@@ -28,32 +25,24 @@ P50: Final = 0.5
 P99: Final = 0.99
 
 
-@dataclass(frozen=True, slots=True)
-class SeriesSources:
-    """The gateway's parts that a point is read from."""
-
-    records: RequestHistory
-    workers: Workers
-    load: FleetLoad
-    admission: Admission
-    completions: Completions
-
-
 class Series:
     """The latest points. Owner: the event loop's thread."""
 
-    def __init__(self, sources: SeriesSources, clock: Clock) -> None:
-        self._sources, self._clock = sources, clock
-        self._before_s = clock.now()
+    def __init__(
+        self, services: Services, records: RequestHistory, completions: Completions
+    ) -> None:
+        self._services, self._clock = services, services.clock
+        self._records, self._completions = records, completions
+        self._before_s = self._clock.now()
         self._num_before = self._num_failed_before = 0
         self.points: deque[Point] = deque(maxlen=NUM_POINTS)
 
     def sample(self) -> Point:
         """Add the point of the time since the last one."""
-        sources, now = self._sources, self._clock.now()
+        records, now = self._records, self._clock.now()
         since_s = max(1e-3, now - self._before_s)
         ended = list(self._ended_since(self._before_s))
-        num, num_failed = sources.records.num_added, sources.records.num_failed
+        num, num_failed = records.num_added, records.num_failed
         ttft_s = sorted(each.ttft_s for each in ended)
         tpot_s = sorted(each.tpot_s for each in ended)
         split = [each for each in ended if each.prefill_s is not None]
@@ -61,8 +50,8 @@ class Series:
             at=round(self._clock.unix_now(), 3),
             requests=_round((num - self._num_before) / since_s),
             failed=_round((num_failed - self._num_failed_before) / since_s),
-            num_inflight=sources.completions.num_inflight,
-            num_waiting=sources.admission.queue.num_requests,
+            num_inflight=self._completions.num_inflight,
+            num_waiting=self._services.admission.queue.num_requests,
             ttft_p50_s=_quantile(ttft_s, P50),
             ttft_p99_s=_quantile(ttft_s, P99),
             tpot_p50_s=_quantile(tpot_s, P50),
@@ -80,8 +69,8 @@ class Series:
         return point
 
     def _ended_since(self, before_s: float) -> Iterable[EndedRequest]:
-        for model in self._sources.workers.fleet.models:
-            for each in reversed(self._sources.load.costs(model).ended):
+        for model in self._services.workers.fleet.models:
+            for each in reversed(self._services.load.costs(model).ended):
                 if each.at <= before_s:
                     break
                 yield each

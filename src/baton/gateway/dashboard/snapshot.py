@@ -27,15 +27,14 @@ from baton.telemetry.trace import Stamp
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from baton.clock import Clock
+    from baton.gateway.alerts.monitor import AlertMonitor
     from baton.gateway.dashboard.series import Series
-    from baton.gateway.debug import LinkList, RequestHistory, RequestRecord, WorkerList
-    from baton.gateway.options import GatewayOptions
+    from baton.gateway.debug import LinkList, WorkerList
     from baton.gateway.queue_page import QueuePage
+    from baton.gateway.request_context import Services
+    from baton.gateway.request_traces import RequestHistory, RequestRecord
     from baton.gateway.transfer_page import PairHandoffs, TransferPage, TransferPageReply
-    from baton.gateway.workers import Workers
     from baton.protocol.worker_http import WorkerInfo
-    from baton.router.load import FleetLoad
 
 MOST_WORKERS: Final = 512
 MOST_REQUESTS: Final = 50
@@ -48,26 +47,25 @@ THOUSAND: Final = 1000.0
 
 
 @dataclass(frozen=True, slots=True)
-class SnapshotSources:
-    """Other pages, and what they are made of."""
+class SnapshotPages:
+    """The pages of which a snapshot is made."""
 
     workers: WorkerList
     queue: QueuePage
     links: LinkList
     transfers: TransferPage
-    records: RequestHistory
-    known: Workers
-    load: FleetLoad
+    alerts: AlertMonitor
 
 
 class SnapshotBuilder:
     """What a viewer is sent. Owner: the event loop's thread."""
 
     def __init__(
-        self, sources: SnapshotSources, series: Series, options: GatewayOptions, clock: Clock
+        self, pages: SnapshotPages, services: Services, records: RequestHistory, series: Series
     ) -> None:
-        self._sources, self._series = sources, series
-        self._options, self._clock = options, clock
+        self._pages, self._records, self._series = pages, records, series
+        self._workers, self._load = services.workers, services.load
+        self._options, self._clock = services.options, services.clock
 
     def history(self) -> History:
         """The latest minutes."""
@@ -75,28 +73,27 @@ class SnapshotBuilder:
 
     def tick(self, point: Point) -> Tick:
         """All that changes quickly; `point` is the latest one."""
-        workers = self._sources.workers.show(MOST_WORKERS)
+        workers = self._pages.workers.show(MOST_WORKERS)
         return Tick(
             version=__version__,
             point=point,
             workers=workers,
-            num_hidden=len(self._sources.known.all) - len(workers.workers),
-            queue=self._sources.queue.show(MOST_WORKERS),
+            num_hidden=len(self._workers.all) - len(workers.workers),
+            queue=self._pages.queue.show(MOST_WORKERS),
             models=tuple(self._models()),
-            requests=tuple(
-                map(_show, islice(self._sources.records.latest_first(), MOST_REQUESTS))
-            ),
+            requests=tuple(map(_show, islice(self._records.latest_first(), MOST_REQUESTS))),
             cost=self._cost(),
+            alerts=self._pages.alerts.show(),
         )
 
     def links(self) -> Links:
         """What handoffs cost."""
-        return Links(self._sources.links.show(), _show_transfers(self._sources.transfers.show()))
+        return Links(self._pages.links.show(), _show_transfers(self._pages.transfers.show()))
 
     def _models(self) -> Iterator[ModelShown]:
         after = self._clock.now() - WINDOW_S
-        for model in sorted(self._sources.known.fleet.models):
-            costs, targets = self._sources.load.costs(model), self._options.targets_of(model)
+        for model in sorted(self._workers.fleet.models):
+            costs, targets = self._load.costs(model), self._options.targets_of(model)
             ended = [each for each in costs.ended if each.at > after]
             has_target = targets.ttft_s is not None or targets.tpot_s is not None
             good = sum(
@@ -120,7 +117,7 @@ class SnapshotBuilder:
         if prices is None:
             return None
         prefill = decode = 0.0
-        for worker in self._sources.known.all:
+        for worker in self._workers.all:
             match worker.address.role:
                 case _ if not isinstance(worker.state, Up):
                     pass
@@ -135,7 +132,7 @@ class SnapshotBuilder:
         return self._divide_cost(prefill, decode)
 
     def _prefill_share(self, info: WorkerInfo) -> float:
-        activity = self._sources.load.find(info.worker, info.served_model_name)
+        activity = self._load.find(info.worker, info.served_model_name)
         return 0.5 if activity is None else activity.prefill_share(self._clock.now())
 
     def _divide_cost(self, prefill: float, decode: float) -> TokenCost:

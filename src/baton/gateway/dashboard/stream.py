@@ -1,7 +1,7 @@
 """`/dashboard/events`: one snapshot a second, made once for all viewers, as server-sent events.
 
 A viewer that reads slowly is sent the latest snapshot when it is ready for one, and not those
-before: nothing is queued. While nobody looks, only `Series.sample` runs.
+before: nothing is queued. While no page is open, only `Series.sample` runs.
 
     history ──► (tick, links) ──► tick ──► tick ──► … ──► (tick, links) ──► …
 """
@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Final, Self
 import msgspec
 
 from baton.errors import OverloadedError
-from baton.gateway.asgi import Header
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from starlette.types import Receive, Send
 
+    from baton.gateway.asgi import Header
     from baton.gateway.dashboard.series import Series
     from baton.gateway.dashboard.snapshot import SnapshotBuilder
 
@@ -91,8 +91,11 @@ class DashboardStream:
         try:
             if self.num_viewers == 1:
                 self._make()
-            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-            await _write(send, b"retry: %d\n\n" % RETRY_MS + _event("history", self._builder.history()))
+            start = {"type": "http.response.start", "status": 200, "headers": HEADERS}
+            async with asyncio.timeout(SEND_TIMEOUT_S):
+                await send(start)
+            history = _event("history", self._builder.history())
+            await _write(send, b"retry: %d\n\n%b" % (RETRY_MS, history))
             await self._follow(leaving, send)
             await send({"type": "http.response.body", "body": b""})
         except TimeoutError:
@@ -126,7 +129,7 @@ class DashboardStream:
                 log.exception("a dashboard's snapshot failed; trying again")
 
     def _make(self) -> None:
-        """A new snapshot, and tell those who wait for it."""
+        """A new snapshot, for all who wait for one."""
         if not self._links or self._num_ticks % LINKS_EVERY == 0:
             self._links = _event("links", self._builder.links())
             self._num_links += 1

@@ -10,7 +10,7 @@ let shown = "";
 /** @type {Map<string, string>} */
 let states = new Map();
 
-/** @param {{alerts: Alert[], not_evaluated: Record<string, string>, num_dropped: number} | null} list */
+/** @param {{alerts: Alert[], not_evaluated: Record<string, string>, num_dropped: number}} list */
 export function showAlerts(list) {
   const text = JSON.stringify(list);
   if (text === shown) return;
@@ -18,12 +18,8 @@ export function showAlerts(list) {
   drawSoon("alerts", () => draw(list));
 }
 
-/** @param {{alerts: Alert[], not_evaluated: Record<string, string>, num_dropped: number} | null} list */
+/** @param {{alerts: Alert[], not_evaluated: Record<string, string>, num_dropped: number}} list */
 function draw(list) {
-  if (!list) {
-    byId("alerts-list").replaceChildren(el("p", { class: "empty", text: "this gateway evaluates no alerts" }));
-    return;
-  }
   const rows = list.alerts.map((alert) =>
     el(
       "div",

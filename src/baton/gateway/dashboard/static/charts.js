@@ -11,7 +11,7 @@ import { drawSoon } from "./frames.js";
  * @typedef {{id: string, title: string, help: string, lines: Line[], format: (value: number) => string, isStacked?: boolean}} ChartSpec
  */
 
-const HEIGHT = 170;
+const HEIGHT = 160;
 const TABLE_ROWS = 12;
 
 export class Chart {
@@ -124,7 +124,7 @@ function makePlot(spec, width, data, parent) {
       cursor: { y: false, drag: { setScale: false, x: false, y: false } },
       scales: { y: { range: (/** @type {any} */ _, /** @type {number} */ _low, /** @type {number} */ high) => [0, high > 0 ? high * 1.1 : 1] } },
       axes: [
-        { ...axis, values: (/** @type {any} */ _, /** @type {number[]} */ at) => at.map(clock), space: 70 },
+        { ...axis, values: (/** @type {any} */ _, /** @type {number[]} */ at) => at.map(clock), space: 70, size: 28 },
         { ...axis, values: (/** @type {any} */ _, /** @type {number[]} */ at) => at.map(spec.format), size: 62 },
       ],
       series: [

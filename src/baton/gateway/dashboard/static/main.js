@@ -104,7 +104,7 @@ const feed = openFeed(
       drawCharts();
       topology.update(tick.workers.workers, tick.num_hidden);
       showTick(tick);
-      showAlerts(tick.alerts ?? null);
+      showAlerts(tick.alerts);
     },
     /** @param {Data} report */
     links(report) {

@@ -125,7 +125,11 @@ const costs = put(
 /** @param {Data} tick */
 export function showTick(tick) {
   drawSoon("figures", () => showFigures(tick));
-  drawSoon("requests", () => requests.show(tick.requests));
+  drawSoon("requests", () => {
+    // Rows that are replaced each second could not be picked: they stay while somebody is there.
+    const isHeld = byId("request-table").matches(":hover, :focus-within") || byId("request").hasAttribute("open");
+    if (!isHeld || !requests.rows.size) requests.show(tick.requests);
+  });
   drawSoon("queue", () => {
     const { queue } = tick;
     setText(byId("queue-room"), `${queue.num_requests} of ${queue.max_requests} requests, ${number(queue.num_tokens)} of ${number(queue.max_tokens)} tokens`);

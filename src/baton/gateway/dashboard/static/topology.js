@@ -218,13 +218,14 @@ export class Topology {
     const shown = this.#linksToDraw();
     const transports = [...new Set(this.links.map((link) => link.transport))].sort();
     const most = Math.max(1, ...shown.map((link) => link.traffic));
+    const colors = transports.map((_, i) => cssColor(LINE_COLORS[i % LINE_COLORS.length]));
     const origin = map.getBoundingClientRect();
     for (const link of shown) {
       const [from, to] = [link.from, link.to].map((name) => this.boxes.get(name)?.box.getBoundingClientRect());
       if (!from || !to || link.from === link.to) continue;
-      context.strokeStyle = cssColor(LINE_COLORS[transports.indexOf(link.transport) % LINE_COLORS.length]);
-      context.globalAlpha = this.picked ? 0.9 : 0.35 + (0.5 * link.traffic) / most;
-      context.lineWidth = 1 + (3 * link.traffic) / most;
+      context.strokeStyle = colors[transports.indexOf(link.transport)];
+      context.globalAlpha = this.picked ? 0.9 : 0.3 + (0.4 * link.traffic) / most;
+      context.lineWidth = 1 + (1.5 * link.traffic) / most;
       const [x1, y1] = [from.left + from.width / 2 - origin.left, from.top + from.height / 2 - origin.top];
       const [x2, y2] = [to.left + to.width / 2 - origin.left, to.top + to.height / 2 - origin.top];
       context.beginPath();

@@ -47,7 +47,7 @@ export function showTransfers(transfers) {
 
 /** @param {Data} transfers @returns {import("./heatmap.js").Layer[]} */
 export function transferLayers(transfers) {
-  const used = transfers.pairs.filter((/** @type {Data} */ pair) => pair.num);
+  const used = addByPair(transfers.pairs.filter((/** @type {Data} */ pair) => pair.num));
   const layer = (/** @type {string} */ name, /** @type {string} */ field, /** @type {(value: number) => string} */ format) => ({
     name,
     format,
@@ -68,7 +68,27 @@ export function transferLayers(transfers) {
   ];
 }
 
+/**
+ * Of several transports or modes of a pair: the sums, and the times of the one with the most bytes.
+ * @param {Data[]} pairs most bytes first @returns {Data[]}
+ */
+function addByPair(pairs) {
+  /** @type {Map<string, Data>} */
+  const sums = new Map();
+  for (const pair of pairs) {
+    const key = `${pair.prefill}\n${pair.decode}`;
+    const sum = sums.get(key);
+    if (sum) {
+      sum.num += pair.num;
+      sum.num_bytes += pair.num_bytes;
+    } else {
+      sums.set(key, { ...pair });
+    }
+  }
+  return [...sums.values()];
+}
+
 /** @param {Data} transfers @returns {Map<string, number>} bytes in the last minute, by pair */
 export function trafficOf(transfers) {
-  return new Map(transfers.pairs.map((/** @type {Data} */ pair) => [`${pair.prefill}\n${pair.decode}`, pair.num_bytes]));
+  return new Map(addByPair(transfers.pairs).map((pair) => [`${pair.prefill}\n${pair.decode}`, pair.num_bytes]));
 }

@@ -4,23 +4,18 @@ import { byId, el } from "./dom.js";
 import { bytes, duration, NONE } from "./format.js";
 
 /**
- * @typedef {{role: string, worker: string, stamps: Record<string, number>, peer_stamps: Record<string, number>, [field: string]: unknown}} Span
- * @typedef {{id: string, status: number, placement: string[], summary: Record<string, any> | null, gateway: Span, decode: Span | null, prefill: Span | null, missing: string[]}} Trace
+ * @typedef {Record<string, any>} Span
+ * @typedef {{name: string, start_s: number, end_s: number, is_part: boolean}} Stage
+ * @typedef {{name: string, worker: string, start_s: number, end_s: number, stages: Stage[], clock: {error_s: number} | null}} Lane
+ * @typedef {{part: string, predicted_s: number, actual_s: number | null}} Compared
+ * @typedef {{num: number, mean_s: number, p50_s: number, p99_s: number, max_s: number}} Gaps
+ * @typedef {{status: number, placement: string[], gateway: Span, decode: Span | null, prefill: Span | null, missing: string[], timeline: Lane[], compared: Compared[], token_gaps: Gaps | null, distance: string | null, kept: string | null}} Trace
  */
 
-/** Stages of a span: name, from, to, color. */
-const STAGES = /** @type {const} */ ([
-  ["admit", "received", "admitted", "c-grey"],
-  ["queue", "received", "prefill_started", "c-grey"],
-  ["prefill", "prefill_started", "prefill_done", "c-blue"],
-  ["KV transfer", "first_layer_ready", "last_layer_landed", "c-orange"],
-  ["exposed transfer", "prefill_done", "last_layer_landed", "c-red"],
-  ["decode queue", "kv_ready", "decode_scheduled", "c-purple"],
-  ["first decode step", "decode_scheduled", "first_token", "c-sky"],
-  ["to first token", "received", "first_token", "c-sky"],
-  ["answer", "first_token", "finished", "c-green"],
+const COLORS = new Map([
+  ["prefill", "c-blue"], ["transfer", "c-orange"], ["exposed transfer", "c-red"], ["first step", "c-sky"],
+  ["answer", "c-green"], ["decode", "c-green"], ["wait", "c-sky"], ["place", "c-purple"], ["reserve", "c-purple"],
 ]);
-const OF_GATEWAY = new Set(["admit", "to first token", "answer"]);
 const FACTS = [
   "mode", "operation", "transport", "expected_transport", "distance", "num_prompt_tokens", "num_cached_tokens",
   "num_loaded_tokens", "num_received_tokens", "num_output_tokens", "num_pages", "num_bytes", "waited_s", "held_s",
@@ -52,77 +47,73 @@ export async function showRequest(id) {
 
 /** @param {Trace} trace @returns {Node[]} */
 function draw(trace) {
-  const spans = [trace.gateway, trace.prefill, trace.decode].filter((span) => span !== null);
-  const parts = [];
-  const outcome = trace.gateway.outcome ?? NONE;
-  parts.push(el("p", { text: `status ${trace.status}, ${outcome}` }));
-  for (const span of spans) parts.push(drawSpan(span, lengthOf(spans)));
+  const spans = /** @type {Span[]} */ ([trace.gateway, trace.prefill, trace.decode].filter((span) => span !== null));
+  const distance = trace.distance ? `, ${trace.distance.replaceAll("_", " ")}` : "";
+  const kept = trace.kept ? `; kept: ${trace.kept}` : "";
+  const parts = [el("p", { text: `status ${trace.status}, ${trace.gateway.outcome ?? NONE}${distance}${kept}` })];
+  const ends = trace.timeline.map((lane) => lane.end_s);
+  const begins = trace.timeline.map((lane) => lane.start_s);
+  const zero = Math.min(0, ...begins);
+  const length = Math.max(1e-6, ...ends) - zero;
+  for (const lane of trace.timeline) parts.push(drawLane(lane, zero, length));
   if (trace.missing.length) {
     parts.push(el("p", { class: "problem", text: `no trace any more from: ${trace.missing.join(", ")}` }));
+  }
+  if (trace.token_gaps) {
+    const { num, p50_s, p99_s, max_s } = trace.token_gaps;
+    parts.push(el("p", { text: `between tokens (${num}): p50 ${duration(p50_s)}, p99 ${duration(p99_s)}, longest ${duration(max_s)}` }));
   }
   parts.push(el("h3", { text: "Why these workers" }));
   const reasons = trace.placement.length ? trace.placement : ["as configured: nothing was weighed"];
   parts.push(el("ul", {}, ...reasons.map((text) => el("li", { text }))));
+  if (trace.compared.length) parts.push(el("h3", { text: "Predicted and actual" }), drawCompared(trace.compared));
   parts.push(el("h3", { text: "Facts" }), drawFacts(spans));
   return parts;
 }
 
-/** @param {Span[]} spans @returns {number} seconds of the longest one */
-function lengthOf(spans) {
-  return Math.max(1e-6, ...spans.map((span) => lastOf(span) - zeroOf(span)));
-}
-
-/** @param {Span} span */
-function instantsOf(span) {
-  return { ...span.peer_stamps, ...span.stamps };
-}
-
-/** @param {Span} span @returns {number} */
-function zeroOf(span) {
-  return Math.min(...Object.values(instantsOf(span)));
-}
-
-/** @param {Span} span @returns {number} */
-function lastOf(span) {
-  return Math.max(...Object.values(instantsOf(span)));
-}
-
 /**
- * Each process has a clock of its own: a span begins at its own zero.
- * @param {Span} span @param {number} length @returns {HTMLElement}
+ * All lanes have one time axis, the gateway's clock.
+ * @param {Lane} lane @param {number} zero @param {number} length @returns {HTMLElement}
  */
-function drawSpan(span, length) {
-  const instants = instantsOf(span);
-  const zero = zeroOf(span);
-  const rows = [];
-  for (const [name, from, to, color] of STAGES) {
-    if (span.role === "gateway" ? !OF_GATEWAY.has(name) : name === "admit" || name === "to first token") continue;
-    const begin = instants[from];
-    const end = instants[to];
-    if (begin === undefined || end === undefined || end < begin) continue;
-    const bar = el("i", { class: `bar ${color}` });
-    bar.style.marginInlineStart = `${(100 * (begin - zero)) / length}%`;
-    bar.style.width = `${Math.max(0.4, (100 * (end - begin)) / length)}%`;
-    rows.push(
-      el(
-        "tr",
-        {},
-        el("th", { text: name, attrs: { scope: "row" } }),
-        el("td", { class: "lane", attrs: { "aria-hidden": "true" } }, bar),
-        el("td", { class: "number", text: `at ${duration(begin - zero)}` }),
-        el("td", { class: "number", text: duration(end - begin) }),
-      ),
+function drawLane(lane, zero, length) {
+  const rows = lane.stages.map((stage) => {
+    const bar = el("i", { class: `bar ${stage.is_part ? "part " : ""}${COLORS.get(stage.name) ?? "c-grey"}` });
+    bar.style.marginInlineStart = `${(100 * (stage.start_s - zero)) / length}%`;
+    bar.style.width = `${Math.max(0.4, (100 * (stage.end_s - stage.start_s)) / length)}%`;
+    return el(
+      "tr",
+      {},
+      el("th", { text: stage.name, attrs: { scope: "row" } }),
+      el("td", { class: "lane", attrs: { "aria-hidden": "true" } }, bar),
+      el("td", { class: "number", text: `at ${duration(stage.start_s)}` }),
+      el("td", { class: "number", text: duration(stage.end_s - stage.start_s) }),
     );
-  }
-  const title = span.role === "gateway" ? "gateway" : `${span.role} worker ${span.worker}`;
+  });
   const heads = ["stage", "", "begins", "takes"].map((text) => el("th", { text, attrs: { scope: "col" } }));
+  const clock = lane.clock ? "" : ", its clock is not known: it begins where it was placed";
+  const error = lane.clock?.error_s ? `, ± ${duration(lane.clock.error_s)}` : "";
   return el(
     "table",
     { class: "waterfall" },
-    el("caption", { text: title }),
+    el("caption", { text: lane.name === "gateway" ? "gateway" : `${lane.name}: ${lane.worker}${clock}${error}` }),
     el("thead", { class: "hidden" }, el("tr", {}, ...heads)),
-    el("tbody", {}, ...(rows.length ? rows : [el("tr", {}, el("td", { text: "no stage was recorded" }))])),
+    el("tbody", {}, ...rows),
   );
+}
+
+/** @param {Compared[]} compared @returns {HTMLElement} */
+function drawCompared(compared) {
+  const heads = ["part", "predicted", "actual"].map((text) => el("th", { text, attrs: { scope: "col" } }));
+  const rows = compared.map((row) =>
+    el(
+      "tr",
+      {},
+      el("th", { text: row.part, attrs: { scope: "row" } }),
+      el("td", { text: duration(row.predicted_s) }),
+      el("td", { text: duration(row.actual_s) }),
+    ),
+  );
+  return el("table", { class: "facts" }, el("thead", {}, el("tr", {}, ...heads)), el("tbody", {}, ...rows));
 }
 
 /** @param {Span[]} spans @returns {HTMLElement} */

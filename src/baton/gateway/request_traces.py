@@ -1,0 +1,213 @@
+"""`/debug/requests`: what is remembered of the latest requests, merged with what workers recorded.
+
+a request ends ─► `RequestHistory` (the last ones) ─► `KeptTraces` (gateway/kept_traces.py)
+somebody asks  ─► `RequestTraces.of`: fetches the workers' spans, and makes one timeline
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from baton.errors import UNDECODABLE, BatonError
+from baton.gateway.errors import SERVER_ERROR
+from baton.protocol.request_traces import GapSummary, ListedRequest, RequestList, RequestTrace
+from baton.protocol.worker_http import trace_path
+from baton.telemetry.timeline import WorkerTrace, compare_prediction, make_timeline
+from baton.telemetry.trace import RequestSpan, Stamp, read_token_gaps, summarize
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from baton.clock import Clock
+    from baton.gateway.upstream import Upstream
+    from baton.gateway.workers import Workers
+    from baton.router.fleet import WorkerView
+    from baton.router.load import FleetLoad
+    from baton.router.placement import Placement
+
+NUM_LISTED: Final = 100
+FETCH_TIMEOUT_S: Final = 2.0
+OK: Final = 200
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """One request: the gateway's trace, and where it was placed last.
+
+    `ended_at` is the gateway's monotonic clock. An answer has `num_streamed` parts or tokens.
+    """
+
+    trace: RequestSpan
+    placement: Placement | None
+    status: int
+    ended_at: float = 0.0
+    model: str = ""
+    num_streamed: int = 0
+    path: str = ""
+
+
+def _ignore(record: RequestRecord) -> None:
+    del record
+
+
+class RequestHistory:
+    """A ring of the latest `capacity` records, by request id. Of two with one id, the latest.
+
+    `num_added` counts all since the start, `num_failed` those that ended with a server's error.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self.num_added = self.num_failed = 0
+        self._records: OrderedDict[str, RequestRecord] = OrderedDict()
+        self.on_add: Callable[[RequestRecord], None] = _ignore
+
+    def add(self, record: RequestRecord) -> None:
+        """Remember one, and forget the oldest if there is no room."""
+        self.num_added += 1
+        self.num_failed += record.status >= SERVER_ERROR
+        self._records.pop(record.trace.request_id, None)
+        self._records[record.trace.request_id] = record
+        if len(self._records) > self._capacity:
+            self._records.popitem(last=False)
+        self.on_add(record)
+
+    def find(self, request_id: str) -> RequestRecord | None:
+        """The record of a request, if it is remembered still."""
+        return self._records.get(request_id)
+
+    def latest_first(self) -> Iterator[RequestRecord]:
+        """All of them."""
+        return reversed(self._records.values())
+
+
+_trace_decoder = msgspec.json.Decoder(RequestSpan)
+
+
+class RequestTraces:
+    """Merges what gateway and workers remember of a request."""
+
+    def __init__(self, workers: Workers, upstream: Upstream, load: FleetLoad, clock: Clock) -> None:
+        self._workers, self._upstream, self._load, self._clock = workers, upstream, load, clock
+
+    def list(
+        self, records: Iterable[RequestRecord], why_kept: Callable[[str], str | None]
+    ) -> RequestList:
+        """Lines for these requests."""
+        return RequestList(
+            tuple(self._show(each, why_kept(each.trace.request_id)) for each in records)
+        )
+
+    async def merge(self, record: RequestRecord, kept: str | None = None) -> RequestTrace:
+        """One request, with the traces of its workers as far as they have them."""
+        placed, request_id = record.placement, record.trace.request_id
+        decode, prefill = await asyncio.gather(
+            self._fetch(placed.decode if placed else None, request_id),
+            self._fetch(placed.prefill if placed else None, request_id),
+        )
+        return self._merge(record, decode, prefill, kept)
+
+    def _show(self, record: RequestRecord, kept: str | None) -> ListedRequest:
+        trace, stamps = record.trace, record.trace.stamps
+        received = stamps.get(Stamp.RECEIVED)
+        first, last = stamps.get(Stamp.FIRST_TOKEN), stamps.get(Stamp.FINISHED)
+        return ListedRequest(
+            id=trace.request_id,
+            status=record.status,
+            mode=trace.mode,
+            outcome=trace.outcome,
+            received_at=self._to_unix(received),
+            first_token_s=None if first is None or received is None else first - received,
+            total_s=None if last is None or received is None else last - received,
+            peer=trace.peer,
+            model=record.model,
+            trace_id=trace.trace_id,
+            kept=kept,
+        )
+
+    def _to_unix(self, at: float | None) -> float:
+        return 0.0 if at is None else self._clock.unix_now() - (self._clock.now() - at)
+
+    async def _fetch(self, view: WorkerView | None, request_id: str) -> WorkerTrace | None:
+        worker = None if view is None else self._workers.with_id(view.id)
+        if worker is None:
+            return None
+        path = trace_path(request_id)
+        for url in worker.control_urls:  # each rank has one of its own: the first stands for all
+            try:
+                status, body = await self._upstream.get(
+                    url.with_path(path, encoded=True), FETCH_TIMEOUT_S
+                )
+                if status == OK:
+                    clock = worker.clock.estimate(self._clock.now())
+                    return WorkerTrace(_trace_decoder.decode(body), clock)
+            except (BatonError, *UNDECODABLE) as exc:
+                log.info("no trace of %s from %s: %s", request_id, worker, exc)
+        return None
+
+    def _merge(
+        self,
+        record: RequestRecord,
+        decode: WorkerTrace | None,
+        prefill: WorkerTrace | None,
+        kept: str | None,
+    ) -> RequestTrace:
+        placed, gateway = record.placement, record.trace
+        missing: list[str] = []
+        if placed is not None and decode is None:
+            missing.append(f"decode ({placed.decode.id})")
+        if placed is not None and placed.prefill is not None and prefill is None:
+            missing.append(f"prefill ({placed.prefill.id})")
+        timeline = make_timeline(gateway, decode, prefill)
+        first = None if prefill is None else prefill.span
+        return RequestTrace(
+            id=gateway.request_id,
+            status=record.status,
+            placement=(*placed.reasons, *placed.why) if placed is not None else (),
+            summary=None if decode is None else summarize(gateway, decode.span, first),
+            gateway=gateway,
+            decode=None if decode is None else decode.span,
+            prefill=first,
+            missing=tuple(missing),
+            model=record.model,
+            path=record.path,
+            received_at=self._to_unix(gateway.stamps.get(Stamp.RECEIVED)),
+            timeline=timeline,
+            compared=compare_prediction(gateway, timeline),
+            token_gaps=summarize_gaps(gateway),
+            distance=self._find_distance(placed),
+            kept=kept,
+        )
+
+    def _find_distance(self, placed: Placement | None) -> str | None:
+        if placed is None or placed.prefill is None:
+            return None
+        handoffs = self._load.costs(placed.decode.model).handoffs
+        return str(handoffs.distance(placed.prefill, placed.decode))
+
+
+def latest(
+    records: Iterable[RequestRecord], now: float, last_s: float, most: int
+) -> Iterator[RequestRecord]:
+    """Of `records`, latest first: `most` at most, of those that ended within `last_s` seconds."""
+    return islice((each for each in records if now - each.ended_at <= last_s), most)
+
+
+def summarize_gaps(span: RequestSpan) -> GapSummary | None:
+    """The gaps of a streamed answer; None where there are none."""
+    gaps = sorted(read_token_gaps(span))
+    if not gaps:
+        return None
+    num = len(gaps)
+    return GapSummary(
+        num, sum(gaps) / num, gaps[num // 2], gaps[min(num - 1, int(0.99 * num))], gaps[-1]
+    )

@@ -1,0 +1,86 @@
+"""Requests that ended, and those that missed a target of their model (`router.targets`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Final
+
+from prometheus_client import Counter
+
+from baton.telemetry.trace import Stamp
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from prometheus_client import CollectorRegistry
+
+    from baton.clock import Instant
+    from baton.gateway.request_context import RequestContext
+    from baton.gateway.targets import Targets
+
+MIN_STREAMED: Final = 4
+"""Parts of an answer, below which the time of a token is not known."""
+
+
+@dataclass(slots=True)
+class TargetTotals:
+    """Of one model and objective, since the gateway's start. `num_missed` includes failures."""
+
+    target_s: float
+    num: int = 0
+    num_missed: int = 0
+
+
+class TargetMetrics:
+    """By model and objective, `ttft` or `tpot`. Owner: the event loop's thread."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        labels = ("model", "objective")
+        self._requests = Counter(
+            "baton_gateway_target_requests",
+            "Requests that ended, of models with this target (router.targets).",
+            labels,
+            registry=registry,
+        )
+        self._misses = Counter(
+            "baton_gateway_target_misses",
+            "Those of them that missed it, or failed.",
+            labels,
+            registry=registry,
+        )
+        self.totals: dict[tuple[str, str], TargetTotals] = {}
+
+    def ended(self, context: RequestContext, targets: Targets, code: int, now: Instant) -> None:
+        """A request ended with this status. Refusals that are the client's fault do not count."""
+        has_failed = code >= HTTPStatus.INTERNAL_SERVER_ERROR
+        if not has_failed and code != HTTPStatus.OK:
+            return
+        for objective, target_s, seconds in _compare(context, targets, now):
+            if has_failed or seconds is not None:
+                is_missed = has_failed or (seconds is not None and seconds > target_s)
+                self._count((context.model, objective), target_s, is_missed=is_missed)
+
+    def _count(self, key: tuple[str, str], target_s: float, *, is_missed: bool) -> None:
+        totals = self.totals.setdefault(key, TargetTotals(target_s))
+        totals.num += 1
+        totals.num_missed += is_missed
+        self._requests.labels(*key).inc()
+        self._misses.labels(*key).inc(is_missed)
+
+
+def _compare(
+    context: RequestContext, targets: Targets, now: Instant
+) -> Iterator[tuple[str, float, float | None]]:
+    """Objective, target, and the request's time; None: it cannot be known."""
+    first_at = context.trace.stamps.get(Stamp.FIRST_TOKEN)
+    if targets.ttft_s is not None:
+        yield "ttft", targets.ttft_s, None if first_at is None else first_at - context.received_at
+    if targets.tpot_s is not None:
+        has_pace = first_at is not None and context.num_streamed >= MIN_STREAMED
+        num_gaps = context.num_streamed - 1
+        yield (
+            "tpot",
+            targets.tpot_s,
+            (now - first_at) / num_gaps if has_pace and first_at is not None else None,
+        )

@@ -1,0 +1,54 @@
+"""Fetches traces from a running gateway, for `baton explain` and `baton trace export`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+from urllib.parse import quote
+
+from baton.ops.gateway_pages import NOT_FOUND, PageError, decode_page
+from baton.protocol.request_traces import REQUESTS_PATH, RequestList, RequestTrace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from baton.ops.gateway_pages import Gateway
+
+FORGOTTEN: Final = (
+    ". A gateway remembers its latest requests (trace.ring_size), and slow and failed ones for "
+    "longer (trace.kept_size); each of several gateway processes remembers its own: ask each "
+    "management port"
+)
+
+
+def fetch_trace(gateway: Gateway, request_id: str) -> RequestTrace:
+    """One request's trace.
+
+    Raises:
+        PageError: the gateway does not remember it, or shows nothing.
+    """
+    path = f"{REQUESTS_PATH}/{quote(request_id, safe='')}"
+    answer = gateway.get(path)
+    try:
+        return decode_page(gateway, path, answer, RequestTrace)
+    except PageError as exc:
+        if answer[0] == NOT_FOUND and b"is remembered" in answer[1]:
+            raise PageError(f"{exc}{FORGOTTEN}") from None
+        raise
+
+
+def fetch_traces(
+    gateway: Gateway, last_s: float, most: int, only: str | None
+) -> Iterator[RequestTrace]:
+    """Traces of requests that ended within `last_s` seconds; of those kept as `only`, if given.
+
+    Raises:
+        PageError: the gateway shows nothing.
+    """
+    kind = "" if only is None else f"&{only}"
+    path = f"{REQUESTS_PATH}?last_s={last_s:g}&most={most}{kind}"
+    listed = decode_page(gateway, path, gateway.get(path), RequestList)
+    for each in listed.requests:
+        page = f"{REQUESTS_PATH}/{quote(each.id, safe='')}"
+        status, body = gateway.get(page)
+        if status != NOT_FOUND:  # else it was forgotten meanwhile
+            yield decode_page(gateway, page, (status, body), RequestTrace)

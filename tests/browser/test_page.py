@@ -1,0 +1,211 @@
+"""The dashboard in a real browser: hostile text, keyboard, screen readers, widths."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from tests.browser.chromium import Page, chromium, needs_chromium
+from tests.browser.synthetic import Fleet, Stream, serve_dashboard
+from tests.integration.gateway_cluster import Cluster, cluster
+from tests.integration.scripted_worker import ScriptedWorker, prefill_at_once
+
+pytestmark = needs_chromium
+HOSTILE = "<img src=x onerror='document.title=\"run\"'><script>document.title='run'</script>\"'&"
+LIVE = "document.querySelector('#state')?.className === 'live'"
+DRAWN = (
+    f"{LIVE} && document.querySelectorAll('.worker').length && document.querySelector('.u-wrap')"
+)
+
+Scenario = Callable[[Page, Stream], Awaitable[None]]
+
+
+def show(fleet: Fleet, *scenarios: Scenario, interval_s: float = 0.2) -> None:
+    """One browser for several scenarios: it takes a second to start."""
+
+    async def main() -> None:
+        async with serve_dashboard(fleet, interval_s) as (url, stream), chromium() as page:
+            await page.resize(1280)
+            await page.open(url)
+            await page.until(DRAWN)
+            for scenario in scenarios:
+                await scenario(page, stream)
+
+    asyncio.run(asyncio.wait_for(main(), 120))
+
+
+async def text_of(page: Page, selector: str) -> str:
+    return await page.run(f"document.querySelector({selector!r}).textContent")
+
+
+async def shows_hostile_names_as_text(page: Page, stream: Stream) -> None:
+    await page.until("document.querySelector('#request-table .pick')")
+    assert HOSTILE in await text_of(page, ".worker .name")
+    assert HOSTILE in await text_of(page, "#request-table")
+    await page.run("document.querySelector('#request-table .pick').click()")
+    await page.until("document.querySelector('#request .waterfall')")
+    assert HOSTILE in await text_of(page, "#request-body")
+    await page.run("document.querySelector('.worker').click()")
+    await page.until("!document.querySelector('#worker-detail').hidden")
+    await asyncio.sleep(0.3)  # what was inserted as HTML would load, fail and run by now
+    assert await page.run("document.title") == "Baton"
+    assert await page.run("document.querySelectorAll('main img, dialog img').length") == 0
+    assert page.problems == []
+
+
+async def requests_nothing_from_elsewhere(page: Page, stream: Stream) -> None:
+    origin = await page.run("location.origin")
+    assert page.requested
+    assert [url for url in page.requested if not url.startswith((origin, "about:"))] == []
+
+
+def test_hostile_text_is_shown_and_nothing_runs() -> None:
+    fleet = Fleet(num_workers=4, name="{role}-{index} " + HOSTILE, text=HOSTILE, model=HOSTILE)
+    show(fleet, shows_hostile_names_as_text, requests_nothing_from_elsewhere)
+
+
+async def tab_reaches_all_controls(page: Page, stream: Stream) -> None:
+    await page.run("document.activeElement.blur()")
+    reached: list[str] = []
+    while reached.count("skip") < 2:
+        await page.press("Tab")
+        reached.append(
+            await page.run("(e => e.id || e.className || e.textContent)(document.activeElement)")
+        )
+    assert reached[0] == "skip"
+    order = [reached.index(name) for name in ("span", "pause", "heat-layer", "heat")]
+    assert order == sorted(order)
+    workers = [name for name in reached if name.startswith("worker ")]
+    assert len(workers) == 1, ("one stop; arrow keys go on", reached)
+
+
+async def arrow_keys_move_between_workers(page: Page, stream: Stream) -> None:
+    await page.run("document.querySelector('.worker[tabindex=\"0\"]').focus()")
+    await page.press("ArrowRight")
+    focused = await page.run("document.activeElement.dataset.name")
+    assert focused == stream.fleet.worker_name(1)
+    await page.press("Enter")
+    await page.until("!document.querySelector('#worker-detail').hidden")
+    assert await text_of(page, "#worker-name") == focused
+    outline = await page.run("getComputedStyle(document.activeElement).outlineStyle")
+    assert outline != "none", "the focus is visible"
+    await page.press("Escape")
+    await page.until("document.querySelector('#worker-detail').hidden")
+
+
+async def escape_closes_a_request(page: Page, stream: Stream) -> None:
+    await page.run("document.querySelector('#request-table .pick').focus()")
+    await page.press("Enter")
+    await page.until("document.querySelector('#request .waterfall')")
+    body = await text_of(page, "#request-body")
+    assert "exposed transfer" in body
+    assert "predicted TTFT" in body, "the router's reasons"
+    assert "chunk of 512 tokens" in body
+    await page.press("Escape")
+    await page.until("!document.querySelector('#request').open")
+    assert await page.run("document.activeElement.className") == "pick", "the focus comes back"
+
+
+async def has_landmarks_and_names(page: Page, stream: Stream) -> None:
+    nodes = (await page.call("Accessibility.getFullAXTree"))["nodes"]
+    shown = [
+        (n["role"]["value"], n.get("name", {}).get("value", "")) for n in nodes if not n["ignored"]
+    ]
+    roles = {role for role, _ in shown}
+    assert {"banner", "navigation", "main", "table", "status", "region"} <= roles
+    named = {"button", "combobox", "link", "navigation", "region", "table", "image"}
+    nameless = [(role, name) for role, name in shown if role in named and not name.strip()]
+    assert nameless == []
+
+
+async def charts_have_tables(page: Page, stream: Stream) -> None:
+    await page.run("document.querySelectorAll('.chart details').forEach(d => { d.open = true; })")
+    await page.until("document.querySelectorAll('.chart tbody tr').length >= 6 * 10")
+    await page.run("document.querySelectorAll('.chart details').forEach(d => { d.open = false; })")
+
+
+async def fits_every_width(page: Page, stream: Stream) -> None:
+    for width in (390, 768, 1024, 1920):
+        await page.resize(width)
+        await asyncio.sleep(0.3)
+        wide = await page.run("document.documentElement.scrollWidth - window.innerWidth")
+        assert wide <= 0, f"{wide} px too wide at {width}"
+    await page.resize(1280)
+
+
+async def ring_holds_an_hour(page: Page, stream: Stream) -> None:
+    shown = await page.run("""
+      import("./ring.js").then(({ Ring }) => {
+        const ring = new Ring(["at", "value"], 3600);
+        for (let at = 1; at <= 20000; at += 1) ring.add([at, at % 7 ? 2 * at : null]);
+        ring.add([19999, 5]);  // told again after a reconnect
+        const [all, minute] = [ring.column("at"), ring.column("value", 60)];
+        return [ring.length, all[0], all.at(-1), minute.length, minute.at(-1),
+                ring.columns[0].length, [...ring.column("value")].filter(Number.isNaN).length];
+      })""")
+    assert shown == [3600, 16_401, 20_000, 60, 40_000, 7200, 515]
+
+
+async def pause_and_resume(page: Page, stream: Stream) -> None:
+    await page.run("document.querySelector('#pause').click()")
+    assert await text_of(page, "#state") == "paused"
+    await page.run("document.querySelector('#pause').click()")
+    await page.until(LIVE)
+    assert page.problems == []
+
+
+def test_keyboard_screen_reader_and_widths() -> None:
+    show(
+        Fleet(num_workers=8),
+        tab_reaches_all_controls,
+        arrow_keys_move_between_workers,
+        escape_closes_a_request,
+        has_landmarks_and_names,
+        charts_have_tables,
+        fits_every_width,
+        ring_holds_an_hour,
+        pause_and_resume,
+    )
+
+
+def test_page_of_a_gateway(tmp_path) -> None:
+    """The real gateway's stream, behind its key; a worker whose name is HTML; a request."""
+    name, key_file = "<b>decode</b>", tmp_path / "key"
+    key_file.write_text("0123456789abcdef")
+
+    async def main() -> None:
+        workers = [ScriptedWorker(name, "decode", _say_four)]
+        prefills = [ScriptedWorker("prefill-0", "prefill", prefill_at_once)]
+        behind_key = {"management_key_file": str(key_file)}
+        async with (
+            cluster(prefills=prefills, decodes=workers, **behind_key) as running,
+            chromium() as page,
+        ):
+            await page.answer_prompts("0123456789abcdef")
+            await page.open(f"{running.url}/dashboard")
+            await page.until(DRAWN)
+            assert name in await text_of(page, "#topology-map")
+            await _ask(running)
+            await page.until("document.querySelector('#request-table .pick')")
+            await page.run("document.querySelector('#request-table .pick').click()")
+            await page.until("document.querySelector('#request .waterfall')")
+            assert page.num_prompts == 1, "asked once: the stream and the traces use it, too"
+            assert await page.run("document.querySelectorAll('#topology-map .name b').length") == 0
+            assert page.problems == []
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+async def _ask(running: Cluster) -> None:
+    body = {"model": "demo", "prompt": "hello", "max_tokens": 3, "stream": True}
+    async with running.post(body) as answer:
+        assert answer.status == 200
+        await answer.read()
+
+
+async def _say_four(visit) -> None:
+    await visit.start_stream()
+    for word in ("a", "b", "c", "d"):
+        await visit.token(word)
+        await asyncio.sleep(0.02)
+    await visit.done()

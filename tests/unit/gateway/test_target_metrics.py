@@ -1,0 +1,58 @@
+"""Which requests count for a model's targets, and which of them missed."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from baton.clock import Instant
+from baton.gateway.metrics import GatewayMetrics
+from baton.gateway.request_context import RequestContext
+from baton.gateway.target_metrics import TargetMetrics
+from baton.gateway.targets import NO_TARGETS, Targets
+from baton.ids import new_epoch
+from baton.telemetry.trace import RequestSpan, Stamp
+
+BOTH = Targets(ttft_s=1.0, tpot_s=0.1)
+
+
+def ended(
+    code: int, *, ttft_s: float | None = 0.5, num_streamed: int = 0, lasted_s: float = 1.0
+) -> dict[str, tuple[int, int]]:
+    """Requests and misses by objective, after one request."""
+    registry = CollectorRegistry()
+    counted = TargetMetrics(registry)
+    span = RequestSpan(request_id="r", worker="gateway", epoch=new_epoch(), role="gateway")
+    context = RequestContext(
+        "r", "/", Instant(100.0), Instant(200.0), b"", span, GatewayMetrics().of("", "none")
+    )
+    context.model, context.num_streamed = "m", num_streamed
+    if ttft_s is not None:
+        span.stamp(Stamp.FIRST_TOKEN, Instant(100.0 + ttft_s))
+    counted.ended(context, BOTH, code, Instant(100.0 + lasted_s))
+    counted.ended(context, NO_TARGETS, code, Instant(100.0 + lasted_s))
+    for (model, objective), each in counted.totals.items():
+        labels = {"model": model, "objective": objective}
+        for name, value in (("requests", each.num), ("misses", each.num_missed)):
+            assert registry.get_sample_value(f"baton_gateway_target_{name}_total", labels) == value
+    return {name: (each.num, each.num_missed) for (_, name), each in counted.totals.items()}
+
+
+@pytest.mark.parametrize(("ttft_s", "num_missed"), [(0.5, 0), (1.5, 1)])
+def test_a_late_first_token_misses(ttft_s, num_missed):
+    assert ended(200, ttft_s=ttft_s, lasted_s=2.0) == {"ttft": (1, num_missed)}
+
+
+@pytest.mark.parametrize(("lasted_s", "num_missed"), [(1.39, 0), (1.41, 1)])
+def test_slow_tokens_miss(lasted_s, num_missed):
+    found = ended(200, num_streamed=10, lasted_s=lasted_s)
+    assert found == {"ttft": (1, 0), "tpot": (1, num_missed)}
+
+
+def test_a_failure_misses_every_target():
+    assert ended(503, ttft_s=None) == {"ttft": (1, 1), "tpot": (1, 1)}
+
+
+@pytest.mark.parametrize("code", [400, 401, 404, 413, 429, 499])
+def test_what_the_client_caused_does_not_count(code):
+    assert ended(code) == {}

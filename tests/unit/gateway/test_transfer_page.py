@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import pytest
+
+from baton.auth.credentials import Credentials
+from baton.auth.key import ClusterKey
+from baton.gateway.metrics import GatewayMetrics
+from baton.gateway.options import GatewayOptions, WorkerAddress
+from baton.gateway.transfer_feed import WINDOW_S, ReportHistory, TransferFeed
+from baton.gateway.transfer_page import MOST_LISTED, TransferPage, TransferPageReply
+from baton.gateway.upstream import Upstream
+from baton.gateway.workers import Worker, Workers
+from baton.ids import Epoch, WorkerId
+from baton.protocol.worker_http import Role
+from baton.telemetry.transfer_report import MAX_ENTRIES, TransferReport
+from baton.telemetry.transfers import HandoffLabels, LandedHandoff, LinkLabels, TransferTable
+from baton.testing.clocks import ManualClock
+from baton.transfer.links.choice import Outcome
+from tests.unit.gateway.test_workers import info
+from tests.unit.telemetry.test_transfers import landed_trace
+
+KEY = Credentials.of(ClusterKey(b"k" * 32))
+MIB = 1 << 20
+
+
+class Fleet:
+    """Workers that have reported, without a network."""
+
+    def __init__(self, *names: str) -> None:
+        addresses = tuple(
+            WorkerAddress(f"http://10.0.0.5:{n}", Role.DECODE) for n in range(1, len(names) + 1)
+        )
+        self.clock = ManualClock()
+        workers = Workers(addresses, GatewayMetrics())
+        upstream = Upstream(GatewayOptions(addresses=addresses, credentials=KEY, tls="off"))
+        self.feed = TransferFeed(workers, upstream, self.clock)
+        self.page = TransferPage(self.feed, self.clock)
+        self.tables: dict[str, TransferTable] = {}
+        self.workers: dict[str, Worker] = {}
+        for name, worker in zip(names, workers.all, strict=True):
+            workers.register(worker, info(worker=WorkerId(name)))
+            self.workers[name] = worker
+            self.tables[name] = TransferTable(Epoch("1" * 32), self.clock)
+
+    def handoff(
+        self, decode: str, took_s: float, peer: str = "p0", distance: str = "same_host"
+    ) -> None:
+        """4 MiB that took so long; half of it was exposed."""
+        trace = landed_trace(peer, done=1.0 + took_s / 2, landed=1.0 + took_s)
+        landed = LandedHandoff.of(trace)
+        assert landed is not None
+        labels = HandoffLabels(distance, "tcp", "push", "WRITE")
+        self.tables[decode].handoff(trace, labels, landed)
+
+    def report(self, name: str, report: TransferReport | None = None) -> None:
+        history = self.feed.histories.setdefault(self.workers[name], ReportHistory())
+        history.add(report or self.tables[name].report(), self.clock.now())
+
+    def show(self) -> TransferPageReply:
+        return self.page.show()
+
+
+def test_a_pair_has_its_figures_since_the_start_and_of_the_last_minute() -> None:
+    fleet = Fleet("d0")
+    fleet.handoff("d0", 0.1)
+    fleet.report("d0")
+    (pair,) = fleet.show().handoffs
+    assert (pair.prefill, pair.decode, pair.mode, pair.operation) == ("p0", "d0", "push", "WRITE")
+    assert (pair.total.num, pair.recent.num) == (1, 0), "it was before the gateway looked"
+    assert pair.recent.transfer_s.p50 is None
+    fleet.clock.advance(5.0)
+    fleet.handoff("d0", 1.0)
+    fleet.report("d0")
+    (pair,) = fleet.show().handoffs
+    assert (pair.total.num, pair.recent.num) == (2, 1)
+    assert (pair.total.num_bytes, pair.recent.num_bytes) == (8 * MIB, 4 * MIB)
+    assert pair.recent.transfer_s.p50 == pytest.approx(1.0, rel=0.01)
+    assert pair.recent.s_per_mib.p99 == pytest.approx(0.25, rel=0.01)
+    assert pair.recent.bytes_per_s.p99 == pytest.approx(4 * MIB, rel=0.01)
+    assert pair.recent.exposed_share.p50 == pytest.approx(0.5, rel=0.01)
+    assert pair.recent.exposed_s == pytest.approx(0.5)
+    fleet.clock.advance(WINDOW_S)
+    (pair,) = fleet.show().handoffs
+    assert (pair.total.num, pair.recent.num) == (2, 0), "a worker that reports no more is idle"
+
+
+def test_a_worker_that_was_started_again_counts_from_zero() -> None:
+    fleet = Fleet("d0")
+    for _ in range(3):
+        fleet.handoff("d0", 0.1)
+    fleet.report("d0")
+    fleet.tables["d0"] = TransferTable(Epoch("2" * 32), fleet.clock)
+    fleet.handoff("d0", 0.1)
+    fleet.report("d0")
+    (pair,) = fleet.show().handoffs
+    assert (pair.total.num, pair.recent.num) == (1, 0)
+
+
+def test_an_entry_that_was_dropped_in_between_is_recent_as_a_whole() -> None:
+    fleet = Fleet("d0")
+    for _ in range(3):
+        fleet.handoff("d0", 0.1)
+    fleet.report("d0")
+    for number in range(MAX_ENTRIES):
+        fleet.handoff("d0", 0.1, f"other-{number}")
+    fleet.handoff("d0", 0.2)
+    fleet.report("d0")
+    (pair,) = [each for each in fleet.show().handoffs if each.prefill == "p0"]
+    assert (pair.total.num, pair.recent.num) == (1, 1)
+
+
+def test_distances_merge_all_pairs_with_their_histograms() -> None:
+    fleet = Fleet("d0", "d1")
+    for name in ("d0", "d1"):
+        fleet.report(name)
+    for _ in range(98):
+        fleet.handoff("d0", 0.01)
+    for _ in range(2):
+        fleet.handoff("d1", 1.0)
+    fleet.handoff("d1", 5.0, distance="cross_zone")
+    for name in ("d0", "d1"):
+        fleet.report(name)
+    near, far = sorted(fleet.show().handoffs_by_distance, key=lambda each: each.num_pairs)[::-1]
+    assert (near.distance, far.distance) == ("same_host", "cross_zone")
+    assert (near.num_pairs, near.total.num, near.recent.num) == (2, 100, 100)
+    assert near.recent.transfer_s.p50 == pytest.approx(0.01, rel=0.01)
+    assert near.recent.transfer_s.p99 == pytest.approx(1.0, rel=0.01)
+    assert near.total_histograms.transfer_s.num_values == 100
+    assert far.total_histograms.s_per_mib.quantile(0.5) == pytest.approx(1.25, rel=0.01)
+
+
+def test_a_link_names_a_servers_first_rank_as_the_server() -> None:
+    fleet = Fleet("d0", "v0")
+    outcome = Outcome("v0/0", "same_rack", "tcp", "pull", 1, MIB, 0.1, 0.2, refined=True)
+    fleet.tables["d0"].link(outcome, LinkLabels("same_rack", "tcp", "READ"))
+    for name in ("d0", "v0"):
+        fleet.report(name)
+    page = fleet.show()
+    (link,), (distance,) = page.links, page.links_by_distance
+    assert (link.worker, link.peer, link.operation) == ("d0", "v0", "READ")
+    assert link.total.observed_ratio.p50 == pytest.approx(2.0, rel=0.01)
+    assert link.total.bytes_per_s.p50 == pytest.approx(5 * MIB, rel=0.01)
+    assert (distance.distance, distance.operation, distance.num_links) == ("same_rack", "READ", 1)
+    assert link.drift is None
+
+
+def test_the_busiest_pairs_are_listed_and_all_count() -> None:
+    names = [f"d{n}" for n in range(MOST_LISTED // MAX_ENTRIES + 1)]
+    fleet = Fleet(*names)
+    for name in names:
+        fleet.report(name)
+        for number in range(MAX_ENTRIES):
+            fleet.handoff(name, 0.1, f"p{number}")
+        fleet.report(name)
+    for _ in range(2):
+        fleet.handoff("d0", 0.1, "p7")
+    fleet.report("d0")
+    page = fleet.show()
+    assert len(page.handoffs) == MOST_LISTED
+    assert page.num_left_out == len(names) * MAX_ENTRIES - MOST_LISTED
+    assert (page.handoffs[0].prefill, page.handoffs[0].decode) == ("p7", "d0")
+    (distance,) = page.handoffs_by_distance
+    assert distance.total.num == len(names) * MAX_ENTRIES + 2
