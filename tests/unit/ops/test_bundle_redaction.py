@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from baton.config.resolve import CommandLine, resolve
 from baton.errors import ProtocolError
 from baton.ops.bundle.archive import BundleContents, BundleError, Manifest
-from baton.ops.bundle.logs import read_end
+from baton.ops.bundle.logs import read_log
 from baton.ops.bundle.redaction import CUT, PAGE_STRINGS, Redactor
 from baton.ops.bundle.settings import find_secrets, show_settings
 
@@ -225,5 +225,5 @@ def test_an_archive_that_cannot_be_written_leaves_nothing(tmp_path):
 def test_of_a_log_the_last_whole_lines_are_read(tmp_path):
     log = tmp_path / "a.log"
     log.write_text("first line\nsecond line\nthird\n")
-    assert read_end(log) == "first line\nsecond line\nthird\n"
-    assert read_end(log, 12) == "third\n"
+    assert read_log(log) == "first line\nsecond line\nthird\n"
+    assert read_log(log, 12) == "third\n"
