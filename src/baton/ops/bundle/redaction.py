@@ -26,8 +26,8 @@ PAGE_STRINGS: Final = frozenset({
     # Gateways' pages and the traces of requests
     "actual", "cause", "chosen", "distance", "encoding", "encodings", "endpoint", "epoch",
     "expected", "expected_transport", "fallbacks", "from", "health", "id", "kind", "medium",
-    "missing", "mode", "model", "moves", "not_tokenized", "op", "operation", "outcome", "part", "peer",
-    "placement", "priority", "problem", "reason", "request_id", "reroutes", "role", "source",
+    "missing", "mode", "model", "moves", "not_tokenized", "op", "operation", "outcome", "part",
+    "peer", "placement", "priority", "problem", "reason", "request_id", "reroutes", "role", "source",
     "source_problems", "sources", "state", "status", "to", "topology", "transport", "url", "used",
     "version", "why", "why_withdrawn", "worker",
     "decode", "prefill",
