@@ -3,6 +3,7 @@
 import json
 import stat
 import tarfile
+import time
 
 import msgspec
 import pytest
@@ -27,6 +28,7 @@ LINES = [
     f"headers={{'authorization': '{SECRET}', 'host': 'a'}}",
     f"cookie: session=1; id={SECRET}",
     f"x-api-key: {SECRET}",
+    f"x-forwarded-user: {SECRET}",
     f"x-baton-management-key: {SECRET}",
     f"redis://admin:{SECRET}@10.0.0.1:6379/0",
     f"https://hooks.example/services?token={SECRET}",
@@ -52,6 +54,29 @@ def test_what_is_known_to_be_secret_is_cut_wherever_it_is():
     assert SECRET not in KNOWN.text(f"it failed for {SECRET}!")
     assert KNOWN.text("nothing to see") == "nothing to see"
     assert HEX_KEY not in UNKNOWING.text(f"key {HEX_KEY}")
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "a.",
+        "x-",
+        "a://",
+        "://a@",
+        "sk-",
+        "token",
+        "token=",
+        "prompt",
+        "'",
+        "-----BEGIN A-----",
+        "0",
+    ],
+)
+def test_text_that_is_made_to_be_slow_is_not(part):
+    text = part * ((1 << 19) // len(part))
+    began = time.process_time()
+    KNOWN.text(text)
+    assert time.process_time() - began < 3, "it takes tenths of a second"
 
 
 @pytest.mark.parametrize(
