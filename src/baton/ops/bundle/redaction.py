@@ -28,7 +28,8 @@ PAGE_STRINGS: Final = frozenset({
     "expected", "expected_transport", "fallbacks", "from", "health", "id", "kind", "medium",
     "missing", "mode", "model", "moves", "not_tokenized", "op", "operation", "outcome", "part",
     "peer", "placement", "priority", "problem", "reason", "request_id", "reroutes", "role",
-    "source", "source_problems", "sources", "state", "status", "to", "topology", "transport", "url", "used",
+    "source", "source_problems", "sources", "state", "status", "to", "topology", "transport",
+    "url", "used",
     "version", "why", "why_withdrawn", "worker",
     "decode", "prefill",
     # Alerts
