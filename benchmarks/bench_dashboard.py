@@ -1,7 +1,7 @@
 """What the dashboard costs: the gateway's thread, frames in chromium, memory over a day.
 
     python benchmarks/bench_dashboard.py --json benchmarks/results/dashboard.json
-    python benchmarks/bench_dashboard.py --table docs/observability/dashboard-measured.md
+    python benchmarks/bench_dashboard.py --table docs/observability/dashboard-measured.txt
 
 The page is the real one; the stream is made up (tests/browser/synthetic.py): 200 workers and 500
 requests/s. Needs chromium, which draws in software. Under four minutes.
@@ -15,6 +15,7 @@ import gc
 import statistics
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -89,7 +90,7 @@ async def measure_frames() -> dict[str, float | int]:
         await asyncio.sleep(5)
         await page.run(RECORD)
         await page.run(
-            "setInterval(() => scrollBy(0, (Math.floor(performance.now() / 4000) % 2) ? -4 : 4), 16)"
+            "setInterval(() => scrollBy(0, performance.now() % 8000 < 4000 ? 4 : -4), 16)"
         )
         await asyncio.sleep(WATCHED_S)
         frames = await _frames(page)
@@ -107,7 +108,7 @@ async def measure_frames() -> dict[str, float | int]:
 
 async def _frames(page: Page) -> list[float]:
     at = await page.run("frames_")
-    return [later - before for before, later in zip(at[1:], at[2:], strict=False)]
+    return [later - before for before, later in pairwise(at[1:])]
 
 
 async def measure_day() -> dict[str, float | int]:
@@ -191,24 +192,41 @@ async def measure_gateway() -> dict[str, float | int]:
 
 def print_table(results: Results) -> str:
     """As the page docs/observability/index.md includes it."""
+    r = results
     rows = (
-        ("gateway's thread, each second, no page open: 500 answers ended", f"{results.sample_ms:.2f} ms"),
-        (f"the same with pages open: a snapshot of {results.num_workers} workers", f"{results.snapshot_ms:.1f} ms, {results.snapshot_bytes / 1024:.0f} KiB"),
-        ("frames, ticks each second and the page scrolls", f"{results.frames_per_s:.1f} a second (an empty page: {results.idle_frames_per_s:.1f}); p99 {results.frame_p99_ms:.1f} ms, longest {results.frame_longest_ms:.0f} ms"),
-        (f"longest task in {WATCHED_S} s", f"{results.task_longest_ms:.0f} ms; {results.num_long_tasks} longer than 50 ms"),
-        ("JavaScript's heap after an hour, and after a day", f"{results.heap_after_hour_bytes / 1e6:.2f} MB, {results.heap_after_day_bytes / 1e6:.2f} MB"),
-        ("elements, the same", f"{results.nodes_after_hour:,}, {results.nodes_after_day:,}"),
-    )  # fmt: skip
-    lines = [
+        (
+            "gateway's thread, each second, no page open: 500 answers ended",
+            f"{r.sample_ms:.2f} ms",
+        ),
+        (
+            f"the same with pages open: a snapshot of {r.num_workers} workers",
+            f"{r.snapshot_ms:.1f} ms, {r.snapshot_bytes / 1024:.0f} KiB",
+        ),
+        (
+            "frames, while ticks come each second and the page scrolls",
+            (
+                f"{r.frames_per_s:.1f} a second (an empty page: {r.idle_frames_per_s:.1f}); "
+                f"p99 {r.frame_p99_ms:.1f} ms, longest {r.frame_longest_ms:.0f} ms"
+            ),
+        ),
+        (
+            f"longest task in {WATCHED_S} s",
+            f"{r.task_longest_ms:.0f} ms; {r.num_long_tasks} longer than 50 ms",
+        ),
+        (
+            "JavaScript's heap after an hour, and after a day",
+            f"{r.heap_after_hour_bytes / 1e6:.2f} MB, {r.heap_after_day_bytes / 1e6:.2f} MB",
+        ),
+        ("elements, the same", f"{r.nodes_after_hour:,}, {r.nodes_after_day:,}"),
+    )
+    head = (
         "Measured on two cores, chromium drawing in software, 1,920 px, "
-        f"{results.num_workers} workers and {results.requests_per_s} requests/s "
-        "(`python benchmarks/bench_dashboard.py`; a day: 86,400 ticks as fast as the page takes them):",
-        "",
-        "| what | |",
-        "|---|---|",
-        *(f"| {name} | {value} |" for name, value in rows),
-    ]
-    return "\n".join(lines) + "\n"
+        f"{r.num_workers} workers and {r.requests_per_s} requests/s "
+        "(`python benchmarks/bench_dashboard.py`; a day: 86,400 ticks as fast as the page takes "
+        "them):"
+    )
+    table = [f"| {name} | {value} |" for name, value in rows]
+    return "\n".join((head, "", "| what | |", "|---|---|", *table)) + "\n"
 
 
 async def measure() -> Results:

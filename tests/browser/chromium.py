@@ -49,6 +49,8 @@ class Page:
         self._num_calls = 0
         self.problems: list[str] = []
         self.requested: list[str] = []
+        self.num_prompts = 0
+        self._password = ""
 
     async def read(self) -> None:
         async for message in self._socket:
@@ -65,14 +67,32 @@ class Page:
                     self.problems.append(str(details.get("exception", details)))
                 case "Log.entryAdded" if params["entry"]["level"] == "error":
                     self.problems.append(f"{params['entry']['text']} {params['entry'].get('url')}")
+                case "Fetch.requestPaused":
+                    await self._send("Fetch.continueRequest", requestId=params["requestId"])
+                case "Fetch.authRequired":
+                    self.num_prompts += 1
+                    answer = {"response": "ProvideCredentials", "password": self._password}
+                    await self._send(
+                        "Fetch.continueWithAuth",
+                        requestId=params["requestId"],
+                        authChallengeResponse=answer,
+                    )
                 case "Network.requestWillBeSent":
                     self.requested.append(params["request"]["url"])
 
-    async def call(self, method: str, **params: Any) -> Any:
+    async def answer_prompts(self, password: str) -> None:
+        """What a person does when the browser asks for a name and a password."""
+        self._password = password
+        await self.call("Fetch.enable", handleAuthRequests=True)
+
+    async def _send(self, method: str, **params: Any) -> asyncio.Future[Any]:
         self._num_calls += 1
-        self._answers[self._num_calls] = asyncio.get_running_loop().create_future()
+        answer = self._answers[self._num_calls] = asyncio.get_running_loop().create_future()
         await self._socket.send_json({"id": self._num_calls, "method": method, "params": params})
-        event = await asyncio.wait_for(self._answers[self._num_calls], CALL_S)
+        return answer
+
+    async def call(self, method: str, **params: Any) -> Any:
+        event = await asyncio.wait_for(await self._send(method, **params), CALL_S)
         assert "error" not in event, (method, event["error"])
         return event["result"]
 

@@ -133,6 +133,19 @@ async def fits_every_width(page: Page, stream: Stream) -> None:
     await page.resize(1280)
 
 
+async def ring_holds_an_hour(page: Page, stream: Stream) -> None:
+    shown = await page.run("""
+      import("./ring.js").then(({ Ring }) => {
+        const ring = new Ring(["at", "value"], 3600);
+        for (let at = 1; at <= 20000; at += 1) ring.add([at, at % 7 ? 2 * at : null]);
+        ring.add([19999, 5]);  // told again after a reconnect
+        const [all, minute] = [ring.column("at"), ring.column("value", 60)];
+        return [ring.length, all[0], all.at(-1), minute.length, minute.at(-1),
+                ring.columns[0].length, [...ring.column("value")].filter(Number.isNaN).length];
+      })""")
+    assert shown == [3600, 16_401, 20_000, 60, 40_000, 7200, 515]
+
+
 async def pause_and_resume(page: Page, stream: Stream) -> None:
     await page.run("document.querySelector('#pause').click()")
     assert await text_of(page, "#state") == "paused"
@@ -150,18 +163,25 @@ def test_keyboard_screen_reader_and_widths() -> None:
         has_landmarks_and_names,
         charts_have_tables,
         fits_every_width,
+        ring_holds_an_hour,
         pause_and_resume,
     )
 
 
-def test_page_of_a_gateway() -> None:
-    """The real gateway's stream, with a worker whose name is HTML, and a request through it."""
-    name = "<b>decode</b>"
+def test_page_of_a_gateway(tmp_path) -> None:
+    """The real gateway's stream, behind its key; a worker whose name is HTML; a request."""
+    name, key_file = "<b>decode</b>", tmp_path / "key"
+    key_file.write_text("0123456789abcdef")
 
     async def main() -> None:
         workers = [ScriptedWorker(name, "decode", _say_four)]
         prefills = [ScriptedWorker("prefill-0", "prefill", prefill_at_once)]
-        async with cluster(prefills=prefills, decodes=workers) as running, chromium() as page:
+        behind_key = {"management_key_file": str(key_file)}
+        async with (
+            cluster(prefills=prefills, decodes=workers, **behind_key) as running,
+            chromium() as page,
+        ):
+            await page.answer_prompts("0123456789abcdef")
             await page.open(f"{running.url}/dashboard")
             await page.until(DRAWN)
             assert name in await text_of(page, "#topology-map")
@@ -169,7 +189,7 @@ def test_page_of_a_gateway() -> None:
             await page.until("document.querySelector('#request-table .pick')")
             await page.run("document.querySelector('#request-table .pick').click()")
             await page.until("document.querySelector('#request .waterfall')")
-            await page.until("document.querySelector('#ttft-title')")
+            assert page.num_prompts == 1, "asked once: the stream and the traces use it, too"
             assert await page.run("document.querySelectorAll('#topology-map .name b').length") == 0
             assert page.problems == []
 

@@ -76,6 +76,24 @@ def test_page_comes_from_the_gateway_alone() -> None:
     run(scenario)
 
 
+def test_modules_come_to_the_own_page_alone() -> None:
+    """Browsers name the page's origin when it asks for a module."""
+
+    async def scenario(running: Cluster) -> None:
+        own, foreign = {"origin": running.url}, {"origin": "http://elsewhere.example"}
+        for path, headers, status in (
+            ("/dashboard/main.js", own, 200),
+            ("/dashboard/main.js", foreign, 403),
+            ("/dashboard/events", foreign, 403),
+            ("/debug/workers", own, 403),
+            ("/v1/models", own, 403),
+        ):
+            async with running.client.get(running.url + path, headers=headers) as answer:
+                assert answer.status == status, (path, headers)
+
+    run(scenario)
+
+
 def test_stream_shows_workers_requests_and_points() -> None:
     async def scenario(running: Cluster) -> None:
         async with running.client.get(f"{running.url}/dashboard/events") as events:

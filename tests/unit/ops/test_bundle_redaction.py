@@ -3,6 +3,7 @@
 import json
 import stat
 import tarfile
+import time
 
 import msgspec
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from baton.config.resolve import CommandLine, resolve
 from baton.errors import ProtocolError
 from baton.ops.bundle.archive import BundleContents, BundleError, Manifest
-from baton.ops.bundle.logs import read_end
+from baton.ops.bundle.logs import read_log
 from baton.ops.bundle.redaction import CUT, PAGE_STRINGS, Redactor
 from baton.ops.bundle.settings import find_secrets, show_settings
 
@@ -27,6 +28,7 @@ LINES = [
     f"headers={{'authorization': '{SECRET}', 'host': 'a'}}",
     f"cookie: session=1; id={SECRET}",
     f"x-api-key: {SECRET}",
+    f"x-forwarded-user: {SECRET}",
     f"x-baton-management-key: {SECRET}",
     f"redis://admin:{SECRET}@10.0.0.1:6379/0",
     f"https://hooks.example/services?token={SECRET}",
@@ -52,6 +54,29 @@ def test_what_is_known_to_be_secret_is_cut_wherever_it_is():
     assert SECRET not in KNOWN.text(f"it failed for {SECRET}!")
     assert KNOWN.text("nothing to see") == "nothing to see"
     assert HEX_KEY not in UNKNOWING.text(f"key {HEX_KEY}")
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "a.",
+        "x-",
+        "a://",
+        "://a@",
+        "sk-",
+        "token",
+        "token=",
+        "prompt",
+        "'",
+        "-----BEGIN A-----",
+        "0",
+    ],
+)
+def test_text_that_is_made_to_be_slow_is_not(part):
+    text = part * ((1 << 19) // len(part))
+    began = time.process_time()
+    KNOWN.text(text)
+    assert time.process_time() - began < 3, "it takes tenths of a second"
 
 
 @pytest.mark.parametrize(
@@ -225,5 +250,5 @@ def test_an_archive_that_cannot_be_written_leaves_nothing(tmp_path):
 def test_of_a_log_the_last_whole_lines_are_read(tmp_path):
     log = tmp_path / "a.log"
     log.write_text("first line\nsecond line\nthird\n")
-    assert read_end(log) == "first line\nsecond line\nthird\n"
-    assert read_end(log, 12) == "third\n"
+    assert read_log(log) == "first line\nsecond line\nthird\n"
+    assert read_log(log, 12) == "third\n"

@@ -1,7 +1,7 @@
 """`/dashboard/events`: one snapshot a second, made once for all viewers, as server-sent events.
 
 A viewer that reads slowly is sent the latest snapshot when it is ready for one, and not those
-before: nothing is queued. While nobody looks, only `Series.sample` runs.
+before: nothing is queued. While no page is open, only `Series.sample` runs.
 
     history ──► (tick, links) ──► tick ──► tick ──► … ──► (tick, links) ──► …
 """
@@ -129,7 +129,7 @@ class DashboardStream:
                 log.exception("a dashboard's snapshot failed; trying again")
 
     def _make(self) -> None:
-        """A new snapshot, and tell those who wait for it."""
+        """A new snapshot, for all who wait for one."""
         if not self._links or self._num_ticks % LINKS_EVERY == 0:
             self._links = _event("links", self._builder.links())
             self._num_links += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -13,7 +14,7 @@ from baton.errors import BatonError
 from baton.ops.bundle.archive import BundleContents, Manifest
 from baton.ops.bundle.fleet import NUM_AT_ONCE, FleetCollector
 from baton.ops.bundle.host import read_versions
-from baton.ops.bundle.logs import read_end
+from baton.ops.bundle.logs import read_log
 from baton.ops.bundle.redaction import Redactor
 from baton.ops.bundle.settings import find_secrets, show_settings
 from baton.ops.doctor.reporting import check_host
@@ -93,16 +94,17 @@ class _LocalParts:
                 "elsewhere: baton logs --on ray|kubernetes",
             )
         for name, log in sorted(self.order.logs.items())[:MAX_LOGS]:
-            self._take(f"logs/{name}.log", lambda log=log: read_end(log).encode(), is_text=True)
+            self._take(f"logs/{name}.log", partial(read_log, log))
 
-    def _take(self, name: str, read: Callable[[], bytes], *, is_text: bool = False) -> None:
+    def _take(self, name: str, read: Callable[[], str | bytes]) -> None:
+        """Add what `read` gives; text is redacted, bytes are already."""
         try:
             content = read()
-            if is_text:
-                content = self.redactor.text(content.decode()).encode()
         except (BatonError, OSError, ValueError, subprocess.SubprocessError) as exc:
             self.contents.miss(name, self.redactor.text(f"{type(exc).__name__}: {exc}"))
             return
+        if isinstance(content, str):
+            content = self.redactor.text(content).encode()
         self.contents.add(name, content)
 
     def _versions(self) -> bytes:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 MAX_LOG_BYTES: Final = 1 << 20
 
 
-def read_end(path: Path, max_bytes: int = MAX_LOG_BYTES) -> str:
+def read_log(path: Path, max_bytes: int = MAX_LOG_BYTES) -> str:
     """The last whole lines of a file.
 
     Raises:

@@ -26,9 +26,10 @@ PAGE_STRINGS: Final = frozenset({
     # Gateways' pages and the traces of requests
     "actual", "cause", "chosen", "distance", "encoding", "encodings", "endpoint", "epoch",
     "expected", "expected_transport", "fallbacks", "from", "health", "id", "kind", "medium",
-    "missing", "mode", "model", "moves", "not_tokenized", "op", "operation", "outcome", "peer",
-    "placement", "priority", "problem", "reason", "request_id", "reroutes", "role", "source",
-    "source_problems", "sources", "state", "status", "to", "topology", "transport", "url", "used",
+    "missing", "mode", "model", "moves", "not_tokenized", "op", "operation", "outcome", "part",
+    "peer", "placement", "priority", "problem", "reason", "request_id", "reroutes", "role",
+    "source", "source_problems", "sources", "state", "status", "to", "topology", "transport",
+    "url", "used",
     "version", "why", "why_withdrawn", "worker",
     "decode", "prefill",
     # Alerts
@@ -58,13 +59,12 @@ LABELS: Final = frozenset({
 
 _PATTERNS: Final = (
     (re.compile(r"-----BEGIN [^-\n]+-----.*?(-----END [^-\n]+-----|\Z)", re.DOTALL), CUT),
-    (re.compile(r"\b([a-zA-Z][a-zA-Z0-9+.-]*://)[^\s/@\"'<>]+@"), rf"\1{CUT}@"),
-    (re.compile(r"\b([a-zA-Z][a-zA-Z0-9+.-]*://[^\s?#\"'<>]+)[?#][^\s\"'<>]+"), rf"\1?{CUT}"),
+    (re.compile(r"(://)[^\s/@\"'<>]+@"), rf"\1{CUT}@"),
     # Of a header everything to the end of its line: cookies have spaces.
     (
         re.compile(
-            r"(?im)\b((?:proxy-)?authorization|(?:set-)?cookie|x-[a-z0-9-]*(?:key|token|auth|"
-            r"secret)[a-z0-9-]*)\b([\"']?\s*[:=]).*$"
+            r"(?im)(?<![\w-])((?:proxy-)?authorization|(?:set-)?cookie|x-(?!request-id)[a-z0-9-]*+)"
+            r"([\"']?\s*[:=]).*$"
         ),
         rf"\1\2 {CUT}",
     ),
@@ -96,7 +96,13 @@ _PATTERNS: Final = (
     (re.compile(r"\b[0-9a-fA-F]{48,}\b"), CUT),
     (re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}\b"), CUT),
 )
-"""What looks like a secret, and what takes its place. Ids of requests have 32 hex digits."""
+"""What looks like a secret, and what takes its place. Ids of requests have 32 hex digits.
+
+Each is linear in the text: a client may have written it.
+"""
+_URL: Final = re.compile(r"(://[^\s?#\"'<>]*)([?#][^\s\"'<>]+)?")
+"""A URL after its scheme, cut where it has a query. Without one it matches, too: else the search
+would go on within it, and through it again."""
 
 _SAMPLE: Final = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)")
 _LABEL: Final = re.compile(r'([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"')
@@ -117,7 +123,7 @@ class Redactor:
             text = self._known.sub(CUT, text)
         for pattern, replacement in _PATTERNS:
             text = pattern.sub(replacement, text)
-        return text
+        return _URL.sub(_cut_query, text)
 
     def page(self, body: bytes) -> bytes:
         """A JSON page, with line breaks.
@@ -166,3 +172,8 @@ class Redactor:
 
     def _label(self, name: str, value: str) -> str:
         return f'{name}="{self.text(value) if name in LABELS else CUT}"'
+
+
+def _cut_query(url: re.Match[str]) -> str:
+    start, query = url.groups()
+    return start if query is None else f"{start}?{CUT}"

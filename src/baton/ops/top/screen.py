@@ -173,7 +173,7 @@ def _replace_rows(shown: DataTable[Text], before: TopTable | None, table: TopTab
     for key, row in table.rows.items():
         cells = (_cell(column, text) for column, text in zip(table.columns, row, strict=True))
         shown.add_row(*cells, key=key)
-    if chosen in table.rows:
+    if chosen is not None and chosen in table.rows:
         shown.move_cursor(row=shown.get_row_index(chosen))
 
 

@@ -70,29 +70,27 @@ class FleetReader:
     async def take(self) -> FleetSnapshot:
         """Ask for all pages at once; takes at most `PAGE_TIMEOUT_S`."""
         missing: dict[str, str] = {}
-        state, traffic, workers, queue, transfers, links, alerts, requests = await asyncio.gather(
-            self._find_state(),
-            self._read_traffic(missing),
-            self._read("/debug/workers", WorkersPage, missing),
-            self._read("/debug/queue", QueuePage, missing),
-            self._read("/debug/transfers", TransfersPage, missing),
-            self._read("/debug/links", LinksPage, missing),
-            self._read("/alerts", AlertsPage, missing),
-            self._read("/debug/requests", RequestsPage, missing),
-        )
-        if requests is not None:
-            requests = RequestsPage(requests.requests[:NUM_REQUESTS])
+        async with asyncio.TaskGroup() as group:
+            state = group.create_task(self._find_state())
+            traffic = group.create_task(self._read_traffic(missing))
+            workers = group.create_task(self._read("/debug/workers", WorkersPage, missing))
+            queue = group.create_task(self._read("/debug/queue", QueuePage, missing))
+            transfers = group.create_task(self._read("/debug/transfers", TransfersPage, missing))
+            links = group.create_task(self._read("/debug/links", LinksPage, missing))
+            alerts = group.create_task(self._read("/alerts", AlertsPage, missing))
+            requests = group.create_task(self._read("/debug/requests", RequestsPage, missing))
+        listed = requests.result()
         return FleetSnapshot(
             gateway=self._gateway.url,
             at=round(self._clock.unix_now(), 3),
-            state=state,
-            traffic=traffic,
-            workers=workers,
-            queue=queue,
-            transfers=transfers,
-            links=links,
-            alerts=alerts,
-            requests=requests,
+            state=state.result(),
+            traffic=traffic.result(),
+            workers=workers.result(),
+            queue=queue.result(),
+            transfers=transfers.result(),
+            links=links.result(),
+            alerts=alerts.result(),
+            requests=None if listed is None else RequestsPage(listed.requests[:NUM_REQUESTS]),
             missing=dict(sorted(missing.items())),
         )
 

@@ -12,7 +12,7 @@ from baton.ops.doctor.finding import one_line, write_bytes, write_seconds
 from baton.ops.top.snapshot import READY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from baton.ops.top.pages import Link, PairHandoffs, Worker
     from baton.ops.top.snapshot import FleetSnapshot
@@ -38,7 +38,7 @@ class TopTable:
 
     title: str
     columns: tuple[Column, ...]
-    rows: dict[str, tuple[str, ...]]
+    rows: Mapping[str, tuple[str, ...]]
     note: str = ""
 
 

@@ -4,7 +4,7 @@
 /**
  * @param {string} tag
  * @param {{class?: string, text?: string, attrs?: Record<string, string>, on?: Record<string, EventListener>}} [options]
- * @param {...Node} children
+ * @param {...(Node | string)} children a string becomes text
  * @returns {HTMLElement}
  */
 export function el(tag, options = {}, ...children) {

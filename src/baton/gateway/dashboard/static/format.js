@@ -1,11 +1,13 @@
 // Figures as people read them. What was not measured is "–", never 0.
 
 export const NONE = "–";
+const CLOCK = new Intl.DateTimeFormat([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23" });
 
 /** @param {number | null | undefined} seconds @returns {string} */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return NONE;
   const size = Math.abs(seconds);
+  if (size === 0) return "0 s";
   if (size < 0.9995e-3) return `${digits(seconds * 1e6)} µs`;
   if (size < 1) return `${digits(seconds * 1e3)} ms`;
   if (size < 120) return `${digits(seconds)} s`;
@@ -51,7 +53,7 @@ export function price(price) {
 
 /** @param {number} unixSeconds @returns {string} */
 export function clock(unixSeconds) {
-  return new Date(unixSeconds * 1000).toLocaleTimeString([], { hour12: false });
+  return CLOCK.format(unixSeconds * 1000);
 }
 
 /** @param {number} value @returns {string} three digits at most, without zeros at the end */
