@@ -1,7 +1,7 @@
 """What the dashboard costs: the gateway's thread, frames in chromium, memory over a day.
 
     python benchmarks/bench_dashboard.py --json benchmarks/results/dashboard.json
-    python benchmarks/bench_dashboard.py --table docs/observability/dashboard-measured.md
+    python benchmarks/bench_dashboard.py --table docs/observability/dashboard-measured.txt
 
 The page is the real one; the stream is made up (tests/browser/synthetic.py): 200 workers and 500
 requests/s. Needs chromium, which draws in software. Under four minutes.

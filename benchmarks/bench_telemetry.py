@@ -10,7 +10,9 @@ of several seeds, with ddsketch's beside it.
 
 `cpu`: CPU time of a prefill and a decode worker (embedded engine, demo model) for a request, with
 and without what is recorded of handoffs and links, in turns. Without: the same workers, in which
-these methods do nothing.
+these methods do nothing. `recorded_share` is computed: what a request records, by the costs of
+`record` on this machine, over its CPU time. The difference of the two pairs of workers is noise
+unless their quartiles exclude 0.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
-from completion_client import post
+from completion_client import get, post
 from ddsketch import DDSketch
 from prometheus_client import CollectorRegistry
 from rich.console import Console
@@ -32,10 +35,12 @@ from run_record import write_record
 
 from baton.clock import MachineClock
 from baton.ids import new_epoch
+from baton.protocol.worker_http import TRANSFERS_PATH
 from baton.telemetry.handoff_metrics import HandoffInstruments, ReceivePaths
 from baton.telemetry.links import LinkInstruments
 from baton.telemetry.log_histogram import LogHistogram
 from baton.telemetry.trace import RequestSpan, Stamp
+from baton.telemetry.transfer_report import TransferReport
 from baton.telemetry.transfers import TransferTable
 from baton.testing.fleet import Fleet
 from baton.transfer.links.choice import Outcome
@@ -183,13 +188,33 @@ def measure_cpu(num_rounds: int) -> dict[str, object]:
                     ask(urls[name], REQUESTS_A_ROUND, seed=number)
                     used_s = sum(map(read_cpu_s, workers[name])) - before
                     spent[name].append(used_s / REQUESTS_A_ROUND * 1e3)
+            num = {name: count_recorded(pair) for name, pair in workers.items()}
+    if not num["with"][0] or any(num["without"]):
+        raise RuntimeError(f"recording was not switched: {num}")
+    num_handoffs, num_periods = num["with"]
+    cost_us = measure_recording()
+    recorded_us = cost_us["handoff"] + cost_us["link_period"] * num_periods / num_handoffs
     ratios = [a / b - 1 for a, b in zip(spent["with"], spent["without"], strict=True)]
     return {
         "ms_per_request": {name: statistics.median(times) for name, times in spent.items()},
+        "link_periods_per_request": num_periods / num_handoffs,
+        "recorded_us_per_request": recorded_us,
+        "recorded_share": recorded_us / 1e3 / statistics.median(spent["with"]),
         "added_share_median": statistics.median(ratios),
         "added_share_quartiles": statistics.quantiles(ratios, n=4)[::2],
         "num_rounds": num_rounds,
     }
+
+
+def count_recorded(pair: tuple[FleetProcess, FleetProcess]) -> tuple[int, int]:
+    """Handoffs and link periods that both workers report."""
+    reports = [
+        msgspec.json.decode(get(each.url, TRANSFERS_PATH), type=TransferReport) for each in pair
+    ]
+    return (
+        sum(entry.num for report in reports for entry in report.handoffs),
+        sum(entry.num for report in reports for entry in report.links),
+    )
 
 
 def start_pair(fleet: Fleet) -> tuple[FleetProcess, FleetProcess]:

@@ -25,8 +25,7 @@ from baton.gateway.request_traces import RequestHistory
 from baton.gateway.tail_sampling import HeadSampler, TailSampler
 from baton.ids import RequestId, WorkerId
 from baton.router.load import FleetLoad
-from baton.router.placement import Placement
-from baton.telemetry.trace import PredictedTimes, RequestSpan, Stamp
+from baton.telemetry.trace import MOST_TOKEN_GAPS, PredictedTimes, RequestSpan, Stamp
 from baton.telemetry.trace_context import begin_span, parse_traceparent, read_context
 
 if TYPE_CHECKING:
@@ -45,7 +44,6 @@ HEADERS: Final = (
 PARENT: Final = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
 WITH_PARENT: Final = (*HEADERS, (b"traceparent", PARENT), (b"tracestate", b"vendor=1"))
 WORKER: Final = cast("WorkerView", type("View", (), {"id": WorkerId("w"), "model": "m"}))
-PREDICTED: Final = PredictedTimes(queue_s=0.1, load_s=0, prefill_s=0.1, handoff_s=0, tpot_s=0.01)
 
 
 def make_span() -> RequestSpan:
@@ -59,12 +57,10 @@ class Gateway:
     def __init__(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens
         self._clock = time.monotonic
-        self._head = HeadSampler(0.0)
+        self._head = HeadSampler(0.01)
         self._tail = TailSampler(0.99, None)
         self._records = RequestHistory(1024)
-        self._load = FleetLoad()
-        self._activity = self._load.of(WORKER.id, WORKER.model)
-        self._placement = Placement(None, WORKER)
+        self._activity = FleetLoad().of(WORKER.id, WORKER.model)
         self._request = self._context()
 
     def _context(self) -> RequestContext:
@@ -107,14 +103,13 @@ class Gateway:
         trace.stamps[Stamp.PLACED] = now()
 
     def predict(self) -> None:
-        """The router's prediction."""
-        load, activity = self._load, self._activity
+        """The router's prediction, of a handoff."""
+        began, activity = max(0.0, self._activity.free_at), self._activity
         PredictedTimes(
-            queue_s=activity.queue_s(1.0),
-            load_s=0.0,
-            prefill_s=activity.prefill_cost.predict(1000),
-            handoff_s=load.costs("m").prefill.predict(100),
-            tpot_s=activity.pace_s(+1, 1.0),
+            queue_s=began - 1.0,
+            load_s=activity.free_at - began,
+            prefill_s=activity.free_at - began,
+            handoff_s=activity.load_cost.predict(100),
         )
 
     def end(self) -> None:
@@ -125,11 +120,13 @@ class Gateway:
         self._tail.look(context.make_record(200, Instant(2.0)))
 
     def tokens(self) -> None:
-        """The gap of each token."""
-        context = self._request
-        del context.token_gaps[:]
-        for _ in range(self._num_tokens):
-            context.note_gap(0.01)
+        """The gap of each token, as `ResponseForwarder` appends it."""
+        gaps = self._request.open_token_gaps()
+        del gaps[:]
+        append = gaps.append
+        for num in range(self._num_tokens):
+            if num < MOST_TOKEN_GAPS:
+                append(0.01)
 
 
 def read_parent() -> None:

@@ -207,7 +207,7 @@ class Fleet:
             request_id=request_id, worker="gateway", epoch="e", role="gateway", mode="push",
             outcome=self.text, waited_s=0.004,
             predicted=PredictedTimes(
-                queue_s=0.02, load_s=0.0, prefill_s=0.12, handoff_s=0.03, tpot_s=0.02
+                queue_s=0.02, load_s=0.0, prefill_s=0.12, handoff_s=0.03
             ),
             stamps={Stamp.RECEIVED: 10.0, Stamp.ADMITTED: 10.001, Stamp.TOKENIZED: 10.002,
                     Stamp.DEQUEUED: 10.003, Stamp.PLACED: 10.0035, Stamp.FIRST_TOKEN: 10.196,

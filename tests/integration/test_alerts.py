@@ -24,7 +24,7 @@ from baton.telemetry.drift import DEFAULTS
 from baton.telemetry.transfer_report import TransferReport
 from baton.telemetry.transfers import LinkLabels, TransferTable
 from baton.testing.clocks import ManualClock
-from baton.transfer.links.choice import Outcome
+from baton.transfer.links.choice import TransferTime
 from tests.integration.gateway_cluster import STREAM, Cluster, cluster, run, until, until_true
 from tests.integration.scripted_worker import MODEL
 
@@ -134,11 +134,11 @@ def test_a_receiver_that_does_not_answer_costs_no_more_than_the_queue():
 def drifted_report() -> bytes:
     """Of a prefill worker whose link to decode-0 is five times as slow as it was."""
     labels = LinkLabels("same_rack", "tcp", "WRITE")
-    outcome = Outcome("decode-0", "same_rack", "tcp", "push", 1, 1 << 20, 1e-3, 1e-3, True)
+    usual = TransferTime("decode-0", "same_rack", "tcp", "push", 1 << 20, 1e-3)
     table = TransferTable(new_epoch(), ManualClock())
     for number in range(DEFAULTS.num_reference + 50):
-        slow = structs.replace(outcome, observed_s=5e-3)
-        table.link(outcome if number < DEFAULTS.num_reference else slow, labels)
+        slow = structs.replace(usual, seconds=5e-3)
+        table.transfer(usual if number < DEFAULTS.num_reference else slow, labels)
     return msgspec.json.encode(table.report())
 
 

@@ -18,6 +18,7 @@ import pytest
 
 from baton.gateway.metrics import BrokenStreamCause, FallbackCause, GatewayMetrics
 from baton.ops.doctor.finding import Area, Level, Report
+from baton.protocol.alerts import ALERTS_PATH, Alert, AlertList, AlertName, AlertState
 from baton.protocol.request_traces import ListedRequest, RequestList, RequestTrace
 from baton.protocol.worker_http import Role
 from baton.telemetry.trace import RequestSpan, summarize
@@ -356,13 +357,49 @@ def test_a_gateway_that_counts_trouble(tmp_path):
     assert all(finding.found.isprintable() for finding in report.findings)
 
 
+def test_a_gateway_whose_alerts_fire(tmp_path):
+    def alert(name, state, severity):
+        return Alert(
+            alert=name,
+            state=state,
+            severity=severity,
+            labels={"to": "d"},
+            summary="slow \x1b[2J",
+            value=2.0,
+            starts_at=1.0,
+            runbook_url="alerts.md#x",
+        )
+
+    listed = AlertList(
+        alerts=(
+            alert(AlertName.LINK_DRIFT, AlertState.FIRING, "warning"),
+            alert(AlertName.DIGEST_FAILURES, AlertState.FIRING, "critical"),
+            alert(AlertName.STORE_SLOWER, AlertState.PENDING, "warning"),
+            alert(AlertName.LEASES_LAPSED, AlertState.RESOLVED, "warning"),
+        )
+    )
+    with gateway_that_says({**READY, ALERTS_PATH: (200, msgspec.json.encode(listed))}) as url:
+        report, code = ask_about(tmp_path, url)
+    seen = of(report, Area.FLEET)
+    assert code == 1
+    assert seen["BatonLinkDrift"].level is Level.WARNING
+    assert seen["BatonDigestFailures"].level is Level.PROBLEM
+    assert "alerts.md#x" in seen["BatonLinkDrift"].why
+    assert not {"BatonStoreSlower", "BatonLeasesLapsed", "alerts"} & seen.keys()
+    assert all(finding.found.isprintable() for finding in report.findings)
+    with gateway_that_says(READY) as url:
+        report, code = ask_about(tmp_path, url)
+    assert (code, of(report, Area.FLEET)["alerts"].level) == (0, Level.NOTE)
+
+
 @pytest.mark.parametrize("body", [b"\xff\xfe", b"{", b"a{b 1\n", b"[]" * 1000])
 def test_a_gateway_that_talks_nonsense(tmp_path, body):
-    pages = dict.fromkeys(("/ready", "/metrics", "/debug/requests"), (200, body))
+    pages = dict.fromkeys(("/ready", "/metrics", "/debug/requests", ALERTS_PATH), (200, body))
     with gateway_that_says(pages) as url:
         report, code = ask_about(tmp_path, url)
     assert code == 0
     assert of(report, Area.FLEET)["transports used"].level is Level.NOTE
+    assert of(report, Area.FLEET)["alerts"].level is Level.NOTE
 
 
 def test_no_gateway(tmp_path):

@@ -92,6 +92,7 @@ def test_prefill_is_a_completion_of_one_token_and_decode_the_clients_own():
             "kv_transfer_params": {"baton_ticket": sealed, "do_remote_prefill": True},
         }
         assert p.headers["x-request-id"] == d.headers["x-request-id"] == p.ticket.request_id
+        assert p.headers["traceparent"] == d.headers["traceparent"]
         assert abs(p.arrived_at - d.arrived_at) < 0.5
         assert await cluster.metric("baton_gateway_fallbacks_total") == 0
 

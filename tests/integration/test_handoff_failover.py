@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from baton.handoff.messages import TransferOp
     from baton.transfer.interface import Transport
-    from baton.transfer.links.choice import Choice, Direction, Outcome
+    from baton.transfer.links.choice import Choice, Direction, Outcome, TransferTime
     from baton.transfer.links.cost_model import LinkModel
 
 BOTH = ("shared", "tcp")
@@ -50,11 +50,15 @@ class Tally:
         self.failures: Counter[str] = Counter()
         self.probed: dict[tuple[str, str], tuple[float, float]] = {}
         self.outcomes: list[Outcome] = []
+        self.transfers: list[TransferTime] = []
 
     def chosen(self, direction: Direction, choice: Choice) -> None:
         self.used[choice.used] += 1
         if choice.is_mismatch:
             self.mismatches[choice.expected, choice.used] += 1
+
+    def transferred(self, transfer: TransferTime) -> None:
+        self.transfers.append(transfer)
 
     def carried(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)

@@ -75,6 +75,13 @@ def test_workers_that_meet_measure_all_that_they_share(op: TransferOp, key: Cred
             assert expected == carrier
             used.append(carrier)
         assert {*used} <= {outcome.transport for outcome in tally.outcomes}
+        num_carried = sum(outcome.num_transfers for outcome in tally.outcomes)
+        assert len(tally.transfers) == num_carried
+        for transfer in tally.transfers:
+            assert 0 < transfer.seconds < 20
+            assert transfer.num_bytes > 0
+        most = max(outcome.num_bytes for outcome in tally.outcomes)
+        assert max(transfer.num_bytes for transfer in tally.transfers) <= most
 
 
 @pytest.mark.parametrize("op", ["WRITE", "READ"])

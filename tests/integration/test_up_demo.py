@@ -202,6 +202,7 @@ def test_one_command_answers_drains_and_leaves_nothing(tmp_path):
         printed = until_ready(process, tmp_path)
         url = re.search(r"Baton answers at (http://127\.0\.0\.1:\d+)", printed)[1]
         assert f"curl -N {url}/v1/chat/completions" in printed
+        assert f"\nDashboard: {url}/dashboard\n" in printed
 
         whole = json.loads(ask(url, stream=False))["choices"][0]["message"]["content"]
         assert whole

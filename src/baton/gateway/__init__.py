@@ -51,5 +51,6 @@ Workers, metrics, debugging:
     target_metrics.py     requests that missed a target of their model
     demand_page.py        `/debug/demand`: what an autoscaler reads
     alerts/         `/alerts`: what is wrong with links, handoffs, the store, predictions, targets
+    dashboard/      `/dashboard`, a page for operators; management_key.py: the key in front of it
     route_explainer.py    `/debug/route`: where a request would go, and why
 """

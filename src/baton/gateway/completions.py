@@ -152,7 +152,7 @@ class Completions:
                     first_s, _expire, scope, context, "begun", first_s
                 )
             context.model = body.model
-            context.trace.stamp(Stamp.ADMITTED, services.clock.now())
+            context.trace.stamps[Stamp.ADMITTED] = services.clock.now()
             if num_answers == 1:
                 await RequestProxy(services, context, body, send).run()
             else:
@@ -193,10 +193,10 @@ class Completions:
         now = self._services.clock.now()
         headers = scope["headers"]
         request_id = request_id_from(headers)
-        incoming = read_context(headers)
+        incoming, sampler = read_context(headers), self._services.head_sampler
         if incoming.is_ignored:
             self._services.metrics.traces.invalid_contexts.inc()
-        span = begin_span(incoming, is_sampled=self._services.head_sampler.next())
+        span = begin_span(incoming, is_sampled=sampler is not None and sampler.next())
         context = RequestContext(
             id=request_id,
             path=path,
@@ -217,7 +217,7 @@ class Completions:
             address=scope["client"][0] if scope.get("client") else "",
             exchange=scope["extensions"][EXTENSION],
         )
-        context.trace.stamp(Stamp.RECEIVED, now)
+        context.trace.stamps[Stamp.RECEIVED] = now
         return context
 
     def _record_part(self, part: RequestContext) -> None:

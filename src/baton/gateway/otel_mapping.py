@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from msgspec import structs
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
@@ -81,7 +82,7 @@ def make_spans(trace: RequestTrace) -> list[ReadableSpan]:
             made.add(described, lane, shown, context)
             made.add_stages(lane, shown)
             if role == DECODE and (transfer := lanes.get("transfer")) is not None:
-                made.add_stages(transfer, shown)
+                made.add_stages(structs.replace(transfer, worker=lane.worker), shown)
     return made.spans
 
 

@@ -61,7 +61,7 @@ from baton.gateway.running_streams import RunningStreams
 from baton.gateway.silence_monitor import SilenceMonitor
 from baton.gateway.stream_moves import StreamMoves
 from baton.gateway.stream_record import RecordBudget
-from baton.gateway.tail_sampling import HeadSampler
+from baton.gateway.tail_sampling import make_head_sampler
 from baton.gateway.transfer_feed import TransferFeed
 from baton.gateway.transfer_page import TransferPage
 from baton.gateway.upstream import Upstream
@@ -198,7 +198,7 @@ async def open_parts(
         audit=AuditLog(Path(options.audit_log)) if options.audit_log else None,
         stream_records=RecordBudget(options.max_total_record_bytes),
         streams=RunningStreams(),
-        head_sampler=HeadSampler(options.trace.sample_share),
+        head_sampler=make_head_sampler(options.trace.sample_share),
     )
     records = RequestHistory(options.trace.ring_size)
     events = KVEvents(workers, metrics, clock, upstream=upstream, prefixes=prefixes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
@@ -16,13 +16,7 @@ from baton.gateway.targets import NO_TARGETS
 from baton.ids import RequestId, new_span_id
 from baton.protocol.worker_http import REQUEST_ID_HEADER
 from baton.telemetry.log_limit import LimitedLog
-from baton.telemetry.trace import (
-    MOST_TOKEN_GAPS,
-    RequestSpan,
-    Stamp,
-    new_token_gaps,
-    pack_token_gaps,
-)
+from baton.telemetry.trace import RequestSpan, Stamp, new_token_gaps, pack_token_gaps
 
 if TYPE_CHECKING:
     from array import array
@@ -113,7 +107,7 @@ class Services:
     audit: AuditLog | None
     stream_records: RecordBudget
     streams: RunningStreams
-    head_sampler: HeadSampler
+    head_sampler: HeadSampler | None
 
 
 STREAM_HEADERS: Final = (
@@ -159,7 +153,7 @@ class RequestContext:
     first_byte_timer: asyncio.TimerHandle | None = None
     whole: RequestContext | None = None
     exchange: HttpExchange | None = None
-    token_gaps: array[float] = field(default_factory=new_token_gaps)
+    token_gaps: array[float] | None = None
 
     def part(self, name: str, now: Instant) -> RequestContext:
         """The context of one of several requests that are made of this one; "" is its own id."""
@@ -186,7 +180,7 @@ class RequestContext:
             model=self.model,
             whole=self,
         )
-        part.trace.stamp(Stamp.RECEIVED, now)
+        part.trace.stamps[Stamp.RECEIVED] = now
         return part
 
     @property
@@ -240,15 +234,18 @@ class RequestContext:
             headers = [*STREAM_HEADERS, (REQUEST_ID_HEADER.encode(), self.id.encode())]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
 
-    def note_gap(self, gap_s: float) -> None:
-        """A part of a stream came so long after the one before it: of the first ones, note it."""
-        if len(self.token_gaps) < MOST_TOKEN_GAPS:
-            self.token_gaps.append(gap_s)
+    def open_token_gaps(self) -> array[float]:
+        """Where the first `MOST_TOKEN_GAPS` gaps of its stream are noted, or of the rest of one."""
+        if self.token_gaps is None:
+            self.token_gaps = new_token_gaps()
+        return self.token_gaps
 
     def finish(self, now: Instant) -> None:
         """It is over: complete its trace."""
-        self.trace.stamp(Stamp.FINISHED, now)
-        self.trace.token_gaps = pack_token_gaps(self.token_gaps)
+        trace = self.trace
+        trace.stamps[Stamp.FINISHED] = now
+        if self.token_gaps:
+            trace.token_gaps = pack_token_gaps(self.token_gaps)
 
     def make_record(self, status: int, now: Instant) -> RequestRecord:
         """What is remembered of it, now that it is over."""
@@ -272,7 +269,7 @@ class RequestContext:
     def note_first_byte(self, now: Instant) -> None:
         """The first byte of the answer is here."""
         self.phase = Phase.DECODE
-        self.trace.stamp(Stamp.FIRST_TOKEN, now)
+        self.trace.stamps.setdefault(Stamp.FIRST_TOKEN, now)
         if self.whole is None:
             self.metrics.time_to_first_token.observe(now - self.received_at)
         if self.first_byte_timer is not None:

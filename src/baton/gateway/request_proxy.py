@@ -99,11 +99,11 @@ class RequestProxy:
             UpstreamError: the workers that were asked failed.
         """
         admission = self._services.admission
-        trace, now = self._context.trace, self._services.clock.now
+        stamps, now = self._context.trace.stamps, self._services.clock.now
         await self._check_prompt()
-        trace.stamp(Stamp.TOKENIZED, now())
+        stamps[Stamp.TOKENIZED] = now()
         full = await admission.enter(self._context, self._body, self._num_tokens, self._match)
-        trace.stamp(Stamp.DEQUEUED, now())
+        stamps[Stamp.DEQUEUED] = now()
         self._full = full
         try:
             with self._resumption:

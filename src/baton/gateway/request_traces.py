@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
@@ -19,6 +18,7 @@ from baton.errors import UNDECODABLE, BatonError
 from baton.gateway.errors import SERVER_ERROR
 from baton.protocol.request_traces import GapSummary, ListedRequest, RequestList, RequestTrace
 from baton.protocol.worker_http import trace_path
+from baton.router.placement import Placement
 from baton.telemetry.timeline import WorkerTrace, compare_prediction, make_timeline
 from baton.telemetry.trace import RequestSpan, Stamp, read_token_gaps, summarize
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from baton.gateway.workers import Workers
     from baton.router.fleet import WorkerView
     from baton.router.load import FleetLoad
-    from baton.router.placement import Placement
 
 NUM_LISTED: Final = 100
 FETCH_TIMEOUT_S: Final = 2.0
@@ -39,8 +38,7 @@ OK: Final = 200
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class RequestRecord:
+class RequestRecord(msgspec.Struct, frozen=True, eq=False):
     """One request: the gateway's trace, and where it was placed last.
 
     `ended_at` is the gateway's monotonic clock. An answer has `num_streamed` parts or tokens.

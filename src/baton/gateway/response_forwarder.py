@@ -35,6 +35,7 @@ from baton.protocol.worker_http import (
     TOKEN_IDS_HEADER,
     first_token_path,
 )
+from baton.telemetry.trace import MOST_TOKEN_GAPS
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -222,7 +223,8 @@ class ResponseForwarder:
         take, note_end, context = record.take, self._note_end, self._context
         num_chunks = 1
         observe_interval = context.metrics.inter_token_latency.observe
-        note_gap = context.note_gap
+        gaps = context.open_token_gaps()
+        append_gap, most_chunks = gaps.append, MOST_TOKEN_GAPS - len(gaps)
 
         def forward(chunk: bytes) -> bool:
             nonlocal last, num_chunks
@@ -232,7 +234,8 @@ class ResponseForwarder:
             at = now()
             gap_s = at - last
             observe_interval(gap_s)
-            note_gap(gap_s)
+            if num_chunks <= most_chunks:
+                append_gap(gap_s)
             last = at
             num_chunks += 1
             note_end(events)
@@ -245,11 +248,13 @@ class ResponseForwarder:
 
     async def _send_on(self, response: Answer, last: Instant) -> None:
         """The same to a receiver that has to be awaited: one of several answers."""
+        gaps = self._context.open_token_gaps()
         while chunk := await response.read():
             if events := self._record.take(chunk):
                 at = self._services.clock.now()
                 self._context.metrics.inter_token_latency.observe(at - last)
-                self._context.note_gap(at - last)
+                if len(gaps) < MOST_TOKEN_GAPS:
+                    gaps.append(at - last)
                 last = at
                 self._note_end(events)
                 await self._send({"type": "http.response.body", "body": events, "more_body": True})

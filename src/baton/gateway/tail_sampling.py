@@ -49,6 +49,11 @@ class HeadSampler:
         return True
 
 
+def make_head_sampler(share: float) -> HeadSampler | None:
+    """None where no request is to be sampled."""
+    return HeadSampler(share) if share else None
+
+
 class QuantileLimit:
     """The value that a share `quantile` of the last `WINDOW` values does not exceed."""
 
@@ -93,27 +98,25 @@ class TailSampler:
         if received is None or first is None or last is None:
             return None  # refused, or its client left: neither is slow
         if not record.trace.token_gaps:  # it came in one part
-            return self._compare(self._wholes, "its answer", last - received)
-        ttft_s = first - received
-        found = self._compare(self._first_tokens, "its first token", ttft_s)
-        if found is None and self._slow_ttft_s is not None and ttft_s > self._slow_ttft_s:
-            found = (
-                KeptKind.SLOW,
-                f"its first token took {ttft_s:.3f} s, above {self._slow_ttft_s:g} s",
-            )
+            whole_s, limit_s = last - received, self._wholes.limit_s
+            is_slow = self._wholes.exceeds(whole_s)
+            return self._explain("its answer", whole_s, limit_s) if is_slow else None
+        found = None
+        ttft_s, limit_s = first - received, self._first_tokens.limit_s
+        if self._first_tokens.exceeds(ttft_s):
+            found = self._explain("its first token", ttft_s, limit_s)
+        elif self._slow_ttft_s is not None and ttft_s > self._slow_ttft_s:
+            limit = f"above {self._slow_ttft_s:g} s"
+            found = KeptKind.SLOW, f"its first token took {ttft_s:.3f} s, {limit}"
         if record.num_streamed > MIN_GAPS:
             gap_s = (last - first) / (record.num_streamed - 1)
-            by_gap = self._compare(self._gaps, "a token", gap_s)
-            found = found or by_gap
+            limit_s = self._gaps.limit_s
+            if self._gaps.exceeds(gap_s):
+                found = found or self._explain("a token", gap_s, limit_s)
         return found
 
-    def _compare(
-        self, limit: QuantileLimit, what: str, took_s: float
-    ) -> tuple[KeptKind, str] | None:
-        before_s = limit.limit_s
-        if not limit.exceeds(took_s):
-            return None
+    def _explain(self, what: str, took_s: float, limit_s: float) -> tuple[KeptKind, str]:
         return (
             KeptKind.SLOW,
-            f"{what} took {took_s:.4f} s, above the {before_s:.4f} s of {self._share} of requests",
+            f"{what} took {took_s:.4f} s, above the {limit_s:.4f} s of {self._share} of requests",
         )

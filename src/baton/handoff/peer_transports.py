@@ -23,7 +23,7 @@ from baton.encodings.interface import RAW
 from baton.errors import BatonError, PeerUnreachableError
 from baton.record import MutableRecord, Record
 from baton.transfer.interface import as_admitter
-from baton.transfer.links.choice import Backoff, Choice, Chooser, Outcome
+from baton.transfer.links.choice import Backoff, Choice, Chooser, Outcome, TransferTime
 from baton.transfer.links.cost_model import (
     MIN_BYTE_S,
     TransferShape,
@@ -73,6 +73,14 @@ class _Period(MutableRecord):
     predicted_s: float = 0.0
 
 
+class _InFlight(Record, frozen=True):
+    """A transfer that was submitted, and the bytes under way with it."""
+
+    began_at: Instant
+    num_bytes: int
+    bytes_in_flight: int
+
+
 @dataclass(slots=True, eq=False)
 class PeerTransport:
     """A way to write into a peer's pages, or to read them. Owner: the agent's thread.
@@ -94,6 +102,8 @@ class PeerTransport:
     _bulk_byte_s: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_BULK_TRANSFERS))
     _attaching: set[RemoteId] = field(default_factory=set)
     _num_under_way: int = 0
+    _in_flight: deque[_InFlight] = field(default_factory=deque)
+    _bytes_in_flight: int = 0
     _period: _Period | None = None
 
     @property
@@ -155,6 +165,7 @@ class PeerTransport:
         """Forget the remotes, whose transfers fail."""
         remotes, self.remotes = self.remotes, {}
         self._attaching.clear()
+        self._forget_in_flight()
         self.state = PeerTransportState.DOWN
         for remote in remotes.values():
             self.transport.detach(remote)
@@ -172,19 +183,37 @@ class PeerTransport:
         period.num_descriptors += choice.shape.num_descriptors
         period.predicted_s += choice.predicted_s
         self._num_under_way += 1
+        num_bytes = choice.shape.num_bytes
+        self._bytes_in_flight += num_bytes
+        self._in_flight.append(_InFlight(before, num_bytes, self._bytes_in_flight))
 
-    def ended(self, now: Instant) -> Outcome | None:
-        """A transfer succeeded: what was carried, if it was the last one under way.
+    def ended(self, now: Instant) -> tuple[TransferTime | None, Outcome | None]:
+        """A transfer succeeded: its time, and what was carried, if it was the last one under way.
+
+        It is taken to be the oldest one, as a link completes them about in their order; its time is
+        None where another one has failed since it was submitted.
 
         A transfer is a measurement only where it was the only one under way, or where it was
         waited for longer than it was being filled (in which time this side did other work too).
         """
         self._num_under_way -= 1
-        period = self._period
+        period, transfer = self._period, None
+        if self._in_flight:
+            oldest = self._in_flight.popleft()
+            self._bytes_in_flight -= oldest.num_bytes
+            transfer = TransferTime(
+                peer=self.peer,
+                distance=self.distance,
+                transport=self.transport.kind,
+                direction=self.direction,
+                num_bytes=oldest.bytes_in_flight,
+                seconds=now - oldest.began_at,
+            )
         if period is None or self._num_under_way:
-            return None
+            return transfer, None
         self._period = None
-        self.backoff.record_success()
+        if self.backoff.num_failures:
+            self.backoff.record_success()
         observed_s = now - period.began_at
         waited_s, filling_s = now - period.filled_at, period.filled_at - period.began_at
         teaches = period.num_transfers == 1 or waited_s > filling_s
@@ -193,7 +222,7 @@ class PeerTransport:
             if shape.num_bytes >= MIN_BULK_BYTES:
                 self._bulk_byte_s.append(max(observed_s / shape.num_bytes, MIN_BYTE_S))
             self.model = self.model.refine(shape, observed_s, alike=period.largest)
-        return Outcome(
+        outcome = Outcome(
             peer=self.peer,
             distance=self.distance,
             transport=self.transport.kind,
@@ -204,11 +233,17 @@ class PeerTransport:
             observed_s=observed_s,
             refined=teaches,
         )
+        return transfer, outcome
 
     def failed(self) -> None:
         """A transfer failed: the period that it was in is no measurement."""
         self._num_under_way -= 1
         self._period = None
+        self._forget_in_flight()
+
+    def _forget_in_flight(self) -> None:
+        self._in_flight.clear()
+        self._bytes_in_flight = 0
 
 
 logger = logging.getLogger(__name__)
@@ -452,7 +487,9 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
 
     def completed(self, peer_transport: PeerTransport) -> None:
         """A transfer over the route succeeded."""
-        outcome = peer_transport.ended(self._clock.now())
+        transfer, outcome = peer_transport.ended(self._clock.now())
+        if transfer is not None:
+            self.observer.transferred(transfer)
         if outcome is not None:
             self.observer.carried(outcome)
 

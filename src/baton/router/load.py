@@ -317,14 +317,15 @@ class FleetLoad:
         if is_prefix and prefill_view is not None:
             num_prefix = placement.num_prefix_tokens
             handoff_s = costs.handoffs.predict_load(prefill_view, decode_view, num_prefix)
-        predicted = PredictedTimes(
-            queue_s=prefill.queue_s(now),
-            load_s=prefill.load_cost.predict(num_stored) if num_stored else 0.0,
-            prefill_s=prefill.prefill_cost.predict(num_tokens),
-            handoff_s=handoff_s,
-            tpot_s=decode.pace_s(+1, now),
-        )
+        begins_at = max(now, prefill.free_at)
         expected = prefill.add_prefill(num_tokens, now, num_stored)
+        done_at = prefill.free_at
+        predicted = PredictedTimes(
+            queue_s=begins_at - now,
+            load_s=expected[0] - done_at,
+            prefill_s=done_at - begins_at,
+            handoff_s=handoff_s,
+        )
         decode.count_decodes(+1)
         costs.arrivals.begin()
         costs.note_found(num_cached, num_tokens + num_stored)

@@ -60,7 +60,7 @@ class DriftOptions(Record, frozen=True):
 
     num_reference: int = 512
     shift: float = 1.3
-    evidence: float = 14.0
+    evidence: float = 12.0
     min_median_ratio: float = 1.15
     min_quartile_ratio: float = 1.1
     accept_after_s: float = 86_400.0
@@ -83,8 +83,8 @@ once most have that size."""
 ALLOWANCE: Final = log(1.5)
 """Of larger sizes than the reference has seen: so much longer they may take for each byte. They are
 not learned first: on a link that becomes slower transfers wait for each other, and go together."""
-BATCH_TRANSFERS: Final = 32
-"""Correlation over fewer transfers than this is seen in the variance of batches' means."""
+BATCHES: Final = (32, 128)
+"""Transfers of a batch. Correlation over fewer transfers is seen in the variance of their means."""
 _TO_DEVIATION: Final = 1.4826
 """From the median absolute deviation to the standard deviation of a normal distribution."""
 _HALF_BYTES: Final = (0, *(1 << power for power in range(8, 27)))
@@ -178,7 +178,11 @@ def learn_reference(samples: Sequence[tuple[int, float]]) -> Reference:
         counts,
         float(np.quantile(residuals, 0.25)),
         spread,
-        max(MIN_SPREAD**2, float(clipped.var()), _variance_of_sums(clipped)),
+        max(
+            MIN_SPREAD**2,
+            float(clipped.var()),
+            *(_variance_of_sums(clipped, length) for length in BATCHES),
+        ),
         max(levels),
     )
 
@@ -187,13 +191,13 @@ def _disagreement(scaled: NDArray[np.float64]) -> float:
     return float(np.abs(scaled - np.median(scaled)).mean())
 
 
-def _variance_of_sums(residuals: NDArray[np.float64]) -> float:
+def _variance_of_sums(residuals: NDArray[np.float64], length: int) -> float:
     """For each residual: batches' sums vary more than single ones where neighbours are alike."""
-    num_batches = len(residuals) // BATCH_TRANSFERS
+    num_batches = len(residuals) // length
     if num_batches < 2:  # noqa: PLR2004 - one batch has no variance
         return 0.0
-    batches = residuals[: num_batches * BATCH_TRANSFERS].reshape(num_batches, BATCH_TRANSFERS)
-    return float(batches.mean(axis=1).var(ddof=1)) * BATCH_TRANSFERS
+    batches = residuals[: num_batches * length].reshape(num_batches, length)
+    return float(batches.mean(axis=1).var(ddof=1)) * length
 
 
 class DriftDetector:

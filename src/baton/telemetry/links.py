@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from baton.telemetry.handoff_metrics import ReceivePaths
-    from baton.telemetry.transfers import LinkOutcome, TransferTable
+    from baton.telemetry.transfers import Link, LinkOutcome, LinkTransfer, TransferTable
 
 UNKNOWN: Final = "other"
 ERROR_EDGES: Final = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 2.0, 4.0, 8.0)
@@ -87,14 +87,9 @@ class CarriedInstruments:
                 for operation in OPERATIONS.values():
                     self._find(LinkLabels(distance, transport, operation))
 
-    def carried(self, outcome: LinkOutcome) -> LinkLabels:
-        """Count a period in which a link was in use; the labels by which it was counted."""
-        labels = OTHER_LABELS
-        if outcome.transport in self._transports:
-            operation = OPERATIONS[outcome.direction]
-            labels = self._find(
-                LinkLabels(name_distance(outcome.distance), outcome.transport, operation)
-            )
+    def carried(self, outcome: LinkOutcome, labels: LinkLabels) -> None:
+        """Count a period in which a link was in use."""
+        labels = self._find(labels) if outcome.transport in self._transports else OTHER_LABELS
         child = self._children[labels]
         child.num_bytes.inc(outcome.num_bytes)
         child.predicted_s.inc(outcome.predicted_s)
@@ -102,7 +97,6 @@ class CarriedInstruments:
         if outcome.refined and outcome.observed_s > 0:
             difference = abs(outcome.predicted_s - outcome.observed_s)
             child.error.observe(difference / outcome.observed_s)
-        return labels
 
     def _find(self, labels: LinkLabels) -> LinkLabels:
         """The set itself, made if there is room; `OTHER_LABELS` if not."""
@@ -186,9 +180,15 @@ class LinkInstruments:
         if choice.is_mismatch and expected != used:
             self._mismatches[OPERATIONS[direction], expected, used].inc()
 
+    def transferred(self, transfer: LinkTransfer) -> None:
+        """See `LinkObserver`."""
+        self._transfers.transfer(transfer, self._labels_of(transfer))
+
     def carried(self, outcome: LinkOutcome) -> None:
         """See `LinkObserver`."""
-        self._transfers.link(outcome, self._carried.carried(outcome))
+        labels = self._labels_of(outcome)
+        self._carried.carried(outcome, labels)
+        self._transfers.link(outcome, labels)
 
     def failed(self, direction: str, transport: str) -> None:
         """See `LinkObserver`."""
@@ -199,6 +199,11 @@ class LinkInstruments:
         labels = OPERATIONS[direction], self._name(transport)
         self._latency.labels(*labels).set(model.latency_s)
         self._bandwidth.labels(*labels).set(model.bandwidth)
+
+    def _labels_of(self, link: Link) -> LinkLabels:
+        """Of the report, whose number of entries is bounded in another way than that of series."""
+        distance, transport = name_distance(link.distance), self._name(link.transport)
+        return LinkLabels(distance, transport, OPERATIONS[link.direction])
 
     def _name(self, transport: str) -> str:
         return transport if transport in self._transports else UNKNOWN

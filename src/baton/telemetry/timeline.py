@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 import msgspec
 
 from baton.telemetry.clock_offset import ClockEstimate
-from baton.telemetry.trace import RequestSpan, Stamp, read_token_gaps
+from baton.telemetry.trace import RequestSpan, Stamp
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -216,7 +216,7 @@ def _make_lane(
 class ComparedTime(msgspec.Struct, frozen=True):
     """A predicted part of a request's time, and what it was; None where that is not known."""
 
-    part: Literal["queue", "prefill", "handoff", "ttft", "tpot"]
+    part: Literal["queue", "prefill", "handoff", "ttft"]
     predicted_s: float
     actual_s: float | None
 
@@ -225,7 +225,7 @@ def compare_prediction(gateway: RequestSpan, lanes: tuple[Lane, ...]) -> tuple[C
     """The router's prediction beside what happened, as the router counts its parts.
 
     `queue`: from the placement until prefill begins. `prefill`: loads from the store included.
-    `handoff`: from then until the first token. `tpot`: mean over the answer's parts.
+    `handoff`: from then until the first token.
     """
     predicted = gateway.predicted
     origin, placed = gateway.stamps.get(Stamp.RECEIVED), gateway.stamps.get(Stamp.PLACED)
@@ -237,14 +237,11 @@ def compare_prediction(gateway: RequestSpan, lanes: tuple[Lane, ...]) -> tuple[C
     begun_s = None if prefill is None else prefill.start_s
     is_alone = not any(lane.name == "transfer" for lane in lanes)
     done_s = None if prefill is None else first_s if is_alone else prefill.end_s
-    gaps = read_token_gaps(gateway)
-    tpot_s = sum(gaps) / len(gaps) if gaps else None
     return (
         ComparedTime("queue", predicted.queue_s, _gap(placed_s, begun_s)),
         ComparedTime("prefill", predicted.load_s + predicted.prefill_s, _gap(begun_s, done_s)),
         ComparedTime("handoff", predicted.handoff_s, _gap(done_s, first_s)),
         ComparedTime("ttft", predicted.ttft_s, _gap(placed_s, first_s)),
-        ComparedTime("tpot", predicted.tpot_s, tpot_s),
     )
 
 

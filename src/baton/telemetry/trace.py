@@ -61,13 +61,12 @@ class EncodingEstimate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PredictedTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """What the router's models predict of a placed request. `tpot_s`: of each further token."""
+    """What the router's models predict of a request when it is placed."""
 
     queue_s: float
     load_s: float
     prefill_s: float
     handoff_s: float
-    tpot_s: float
 
     @property
     def ttft_s(self) -> float:

@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from baton.ids import new_span_id, new_trace_id
 
 if TYPE_CHECKING:
@@ -36,8 +38,7 @@ class ParentSpan:
     is_sampled: bool
 
 
-@dataclass(frozen=True, slots=True)
-class TraceContext:
+class TraceContext(msgspec.Struct, frozen=True):
     """A request's own span: `parent_id` "" begins a trace. `state` is the client's `tracestate`."""
 
     trace_id: str
@@ -108,7 +109,8 @@ def begin_span(incoming: IncomingContext, *, is_sampled: bool) -> TraceContext:
     """A new span in the client's trace, or in a new one, which is sampled if `is_sampled`."""
     parent = incoming.parent
     if parent is None:
-        return TraceContext(new_trace_id(), new_span_id(), "", is_sampled)
+        trace_id = new_trace_id()
+        return TraceContext(trace_id, trace_id[16:], "", is_sampled)  # unique within its trace
     return TraceContext(
         parent.trace_id, new_span_id(), parent.span_id, parent.is_sampled, incoming.state
     )

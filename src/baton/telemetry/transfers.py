@@ -38,8 +38,8 @@ OPERATIONS: Final = {"push": "WRITE", "pull": "READ"}
 """Of the two directions in which a worker moves bytes itself."""
 
 
-class LinkOutcome(Protocol):
-    """See `transfer.links.choice.Outcome`."""
+class Link(Protocol):
+    """Between this worker and a peer."""
 
     @property
     def peer(self) -> str:
@@ -60,6 +60,24 @@ class LinkOutcome(Protocol):
     def direction(self) -> str:
         """`push` or `pull`."""
         ...
+
+
+class LinkTransfer(Link, Protocol):
+    """See `transfer.links.choice.TransferTime`."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Its own, and those that were under way before it."""
+        ...
+
+    @property
+    def seconds(self) -> float:
+        """From its submission to its end."""
+        ...
+
+
+class LinkOutcome(Link, Protocol):
+    """See `transfer.links.choice.Outcome`."""
 
     @property
     def num_bytes(self) -> int:
@@ -210,12 +228,16 @@ class TransferTable:
                 for (_, labels), entry in self._links.items()
             )
 
+    def transfer(self, transfer: LinkTransfer, labels: LinkLabels) -> None:
+        """Compare a transfer's time with what it took when the link was new."""
+        with self._lock:
+            entry = self._find_link(transfer.peer, labels)
+            entry.drift.observe(transfer.num_bytes, transfer.seconds, self._clock.now())
+
     def link(self, outcome: LinkOutcome, labels: LinkLabels) -> None:
         """Count a period in which a link was in use."""
-        now = self._clock.now()
         with self._lock:
-            key = _clip(outcome.peer), labels
-            entry = self._find(self._links, key, lambda: _Link(DriftDetector(now)))
+            entry = self._find_link(outcome.peer, labels)
             entry.num += 1
             entry.num_bytes += outcome.num_bytes
             entry.predicted_s += outcome.predicted_s
@@ -225,13 +247,11 @@ class TransferTable:
                 entry.s_per_mib.add(outcome.observed_s * MIB / outcome.num_bytes)
             if outcome.refined and outcome.predicted_s > 0:
                 entry.observed_ratio.add(outcome.observed_s / outcome.predicted_s)
-            if outcome.refined:
-                entry.drift.observe(outcome.num_bytes, outcome.observed_s, now)
 
     def report(self) -> TransferReport:
         """All of it, those used last at the end.
 
-        The lock is held for one entry at a time: nobody who counts waits for the whole report.
+        The lock is held for one entry at a time: no thread that counts waits for the whole report.
         """
         now = self._clock.now()
         with self._lock:
@@ -251,6 +271,11 @@ class TransferTable:
             num_forgotten=self._num_forgotten,
             num_digest_failures=self._num_digest_failures,
             num_lapsed_leases=self._count_lapsed_leases(),
+        )
+
+    def _find_link(self, peer: str, labels: LinkLabels) -> _Link:
+        return self._find(
+            self._links, (_clip(peer), labels), lambda: _Link(DriftDetector(self._clock.now()))
         )
 
     def _find(self, entries: OrderedDict[Key, Entry], key: Key, make: Callable[[], Entry]) -> Entry:

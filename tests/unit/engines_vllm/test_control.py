@@ -10,6 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from baton.auth.key import ClusterKey
+from baton.clock import read_clock_domain
 from baton.engines.vllm.control import ControlApp, RankView
 from baton.engines.vllm.identity import Identity, ModelFacts, RankFacts, describe_worker
 from baton.engines.vllm.step_orders import Occupancy
@@ -93,7 +94,10 @@ class Client:
 
 def test_health_is_the_agents() -> None:
     client = Client()
-    assert client.ask("GET", "/health").json["status"] == "ok"
+    before, health = time.monotonic(), client.ask("GET", "/health").json
+    assert health["status"] == "ok"
+    assert before <= health["clock"]["at_s"] <= time.monotonic()
+    assert health["clock"]["domain"] == read_clock_domain()
     client.is_alive = False
     reply = client.ask("GET", "/health")
     assert (reply.status, reply.json["status"]) == (503, "failed")

@@ -3,11 +3,12 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry
 
 from baton.ids import Epoch
+from baton.telemetry.drift import DEFAULTS
 from baton.telemetry.handoff_metrics import ReceivePaths
 from baton.telemetry.links import MAX_LABEL_SETS, LinkInstruments
 from baton.telemetry.transfers import TransferTable
 from baton.testing.clocks import ManualClock
-from baton.transfer.links.choice import Chooser, LinkObserver, Outcome
+from baton.transfer.links.choice import Chooser, LinkObserver, Outcome, TransferTime
 from baton.transfer.links.cost_model import LinkModel, TransferShape
 
 MODELS = {"shared": LinkModel(1e-5, 1e-7, 1e-10), "tcp": LinkModel(1e-4, 1e-7, 1e-9)}
@@ -30,6 +31,29 @@ def outcome(
     predicted_s: float, observed_s: float, *, refined: bool = True, distance: str = "same_zone"
 ) -> Outcome:
     return Outcome("p0", distance, "tcp", "push", 1, 1000, predicted_s, observed_s, refined)
+
+
+def test_a_link_that_becomes_slower_has_drifted() -> None:
+    registry = CollectorRegistry()
+    instruments: LinkObserver
+    instruments, table = observer(registry, "shared", "tcp")
+    push = {"operation": "WRITE", "transport": "tcp"}
+    times_s = {"p0": 1e-3, "p1": 1e-3}
+    for number in range(DEFAULTS.num_reference + 50):
+        if number == DEFAULTS.num_reference:
+            assert value(registry, "baton_link_drifted", **push) == 0
+            times_s["p1"] = 3e-3
+        for peer, seconds in times_s.items():
+            instruments.transferred(
+                TransferTime(peer, "same_zone", "tcp", "push", 1 << 20, seconds)
+            )
+    assert value(registry, "baton_link_drifted", **push) == 1
+    steady, drifted = (each.drift for each in table.report().links)
+    assert steady is not None
+    assert drifted is not None
+    assert (steady.state, drifted.state) == ("steady", "drifted")
+    assert drifted.ratio is not None
+    assert 2.9 < drifted.ratio < 3.1
 
 
 def test_every_choice_mismatch_and_error_is_counted() -> None:

@@ -150,10 +150,7 @@ def test_whatever_is_recorded_stages_of_a_lane_follow_one_another(own, peer, chu
 
 def test_what_was_predicted_is_compared_with_what_happened() -> None:
     own = gateway()
-    own.predicted = PredictedTimes(
-        queue_s=0.1, load_s=0.0, prefill_s=0.4, handoff_s=0.05, tpot_s=0.1
-    )
-    own.token_gaps = pack_token_gaps(array("f", [0.25, 0.75]))
+    own.predicted = PredictedTimes(queue_s=0.1, load_s=0.0, prefill_s=0.4, handoff_s=0.05)
     lanes = make_timeline(
         own,
         WorkerTrace(decode(), ClockEstimate(DECODE_AHEAD_S, 0.0)),
@@ -166,17 +163,14 @@ def test_what_was_predicted_is_compared_with_what_happened() -> None:
     assert found["prefill"] == (0.4, pytest.approx(0.5))
     assert found["handoff"] == (0.05, pytest.approx(0.3))
     assert found["ttft"] == (pytest.approx(0.55), pytest.approx(0.94))
-    assert found["tpot"] == (0.1, pytest.approx(0.5))
 
 
 def test_without_workers_spans_the_parts_are_unknown_and_the_whole_is_not() -> None:
     own = gateway()
-    own.predicted = PredictedTimes(
-        queue_s=0.1, load_s=0.0, prefill_s=0.4, handoff_s=0.05, tpot_s=0.1
-    )
+    own.predicted = PredictedTimes(queue_s=0.1, load_s=0.0, prefill_s=0.4, handoff_s=0.05)
     found = {each.part: each.actual_s for each in compare_prediction(own, ())}
     assert found["ttft"] == pytest.approx(0.94)
-    assert found["queue"] is found["prefill"] is found["handoff"] is found["tpot"] is None
+    assert found["queue"] is found["prefill"] is found["handoff"] is None
 
 
 def test_chunks_of_a_long_prompt_are_bounded_and_none_is_lost() -> None:

@@ -169,12 +169,13 @@ class ModelRunner:
         self._stamp(prefills, Stamp.PREFILL_STARTED)
         self._stamp([work for work in step if not work.is_prefill], Stamp.DECODE_SCHEDULED)
         logits = self._model.run([_make_span(work) for work in step], on_layer)
+        tokens = iter(sample(logits, [self._make_draw(work) for work in step if work.samples]))
+        sampled = [next(tokens) if work.samples else None for work in step]
         if prefills:
             ended = self._clock.now()
             for work in prefills:
                 work.sequence.request.trace.note_chunk(began, ended, work.num_tokens)
-        tokens = iter(sample(logits, [self._make_draw(work) for work in step if work.samples]))
-        return [next(tokens) if work.samples else None for work in step]
+        return sampled
 
     def _make_draw(self, work: Work) -> Draw:
         sequence = work.sequence

@@ -16,7 +16,6 @@ from baton.gateway.alerts.observations import (
 )
 from baton.gateway.report_feed import FIRST_RANK
 from baton.protocol.alerts import AlertName
-from baton.telemetry.drift import DriftState
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -35,6 +34,7 @@ TYPICAL_BYTES: Final = 4 << 20
 """Of the transfer by which distances are compared."""
 TYPICAL_TOKENS: Final = 1024
 """Of the prefix that is loaded or computed."""
+DRIFTED: Final = "drifted"
 LEAST_SEEN: Final = 8
 """Loads, and prompts, before a worker's costs are compared."""
 
@@ -53,7 +53,7 @@ class AlertSources:
     def observe(self) -> Observations:
         """All of it."""
         reports = self._reports()
-        infos = {info.worker: info for info in self._infos()}
+        infos = {str(info.worker): info for info in self._infos()}
         return Observations(
             links=tuple(_list_links(reports)),
             paths=tuple(_list_paths(reports, infos)),
@@ -156,7 +156,7 @@ def _list_links(reports: Mapping[str, TransferReport]) -> Iterator[LinkTimes]:
                 link.transport,
                 link.distance,
                 link.drift.ratio,
-                link.drift.state == DriftState.DRIFTED,
+                link.drift.state == DRIFTED,
             )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
+    from collections.abc import Mapping
 
 BUCKET_S: Final = 30.0
 
@@ -21,10 +21,10 @@ class GrowthWindow:
     """
 
     window_s: float
-    _last: dict[Hashable, float] = field(default_factory=dict)
+    _last: dict[str, float] = field(default_factory=dict)
     _steps: deque[tuple[float, float]] = field(default_factory=deque)
 
-    def note(self, values: Mapping[Hashable, float], now: float) -> float:
+    def note(self, values: Mapping[str, float], now: float) -> float:
         """These are all sources' counters now: the growth within the window."""
         grown = 0.0
         for source, value in values.items():

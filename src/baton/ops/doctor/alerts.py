@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from baton.ops.gateway_pages import Gateway
     from baton.protocol.alerts import Alert
 
-NOT_FOUND = 404
-WHY = "What the gateway itself has found wrong with links, handoffs, the store, and targets."
+NOT_FOUND: Final = 404
+WHY: Final = "What the gateway itself has found wrong with links, handoffs, the store, and targets."
 
 
 def check_alerts(gateway: Gateway) -> list[Finding]:

@@ -74,11 +74,30 @@ class Outcome(Record, frozen=True):
     refined: bool
 
 
+class TransferTime(Record, frozen=True):
+    """One transfer. `num_bytes`: its own, and those that were under way before it.
+
+    The link moves all of these until the transfer ends, so that the time shows what it does also
+    where transfers wait for each other without end.
+    """
+
+    peer: str
+    distance: str
+    transport: str
+    direction: Direction
+    num_bytes: int
+    seconds: float
+
+
 class LinkObserver(Protocol):
     """Called by the agent's thread; must not block."""
 
     def chosen(self, direction: Direction, choice: Choice) -> None:
         """A transfer goes over `choice.used`."""
+        ...
+
+    def transferred(self, transfer: TransferTime) -> None:
+        """A transfer succeeded."""
         ...
 
     def carried(self, outcome: Outcome) -> None:
@@ -98,6 +117,9 @@ class NullObserver:
     """Counts nothing."""
 
     def chosen(self, direction: Direction, choice: Choice) -> None:
+        """See `LinkObserver`."""
+
+    def transferred(self, transfer: TransferTime) -> None:
         """See `LinkObserver`."""
 
     def carried(self, outcome: Outcome) -> None:

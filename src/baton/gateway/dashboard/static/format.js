@@ -7,6 +7,7 @@ const CLOCK = new Intl.DateTimeFormat([], { hour: "2-digit", minute: "2-digit", 
 export function duration(seconds) {
   if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return NONE;
   const size = Math.abs(seconds);
+  if (size === 0) return "0 s";
   if (size < 0.9995e-3) return `${digits(seconds * 1e6)} µs`;
   if (size < 1) return `${digits(seconds * 1e3)} ms`;
   if (size < 120) return `${digits(seconds)} s`;

@@ -10,7 +10,7 @@ import { Table } from "./tables.js";
 /** @typedef {{from: string, to: string, transport: string, latency_s: number, bytes_per_s: number, traffic: number}} Link */
 
 const MOST_LINES = 40;
-const UNKNOWN_PLACE = "place not reported";
+const UNKNOWN_PLACE = "zone and rack not reported";
 const LINE_COLORS = ["c-blue", "c-orange", "c-green", "c-purple", "c-sky", "c-red"];
 const ROLES = { prefill: "P", decode: "D", both: "B" };
 const STEPS = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 };
@@ -139,8 +139,8 @@ export class Topology {
     const used = usedShare(worker);
     const running = worker.given ? worker.given.num_prefills + worker.given.num_decodes : 0;
     setText(kept.parts.load, standing === "healthy" ? String(running) : standing);
-    const width = `${Math.round(100 * (used ?? 0))}%`;
-    if (kept.parts.fill.style.width !== width) kept.parts.fill.style.width = width;
+    const scale = `scaleX(${(used ?? 0).toFixed(2)})`;
+    if (kept.parts.fill.style.transform !== scale) kept.parts.fill.style.transform = scale;
     const isWell = standing === "healthy" || standing === "recovering";
     const className = `worker ${isWell ? "ok" : standing === "draining" || standing === "pending" ? "warn" : "bad"}`;
     const picked = nameOf(worker) === this.picked;
