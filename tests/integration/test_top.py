@@ -75,6 +75,24 @@ def test_one_look_as_text_and_as_json(capsys):
     run(scenario)
 
 
+def test_the_management_key_is_shown_where_it_is_given(tmp_path, monkeypatch, capsys):
+    key = tmp_path / "management.key"
+    key.write_text("k" * 32)
+
+    async def scenario(cluster):
+        async def look():
+            await asyncio.to_thread(main, ["top", "--gateway", cluster.url, "--json"])
+            return json.loads(capsys.readouterr().out)
+
+        refused = await look()
+        assert refused["workers"] is None
+        assert "HTTP 401" in refused["missing"]["/debug/workers"]
+        monkeypatch.setenv("BATON_MANAGEMENT_KEY", "k" * 32)
+        assert len((await look())["workers"]["workers"]) == 2
+
+    run(scenario, management_key_file=str(key))
+
+
 def test_no_gateway_no_terminal_and_no_textual(tmp_path, capsys):
     assert main(["top", "--gateway", CLOSED, "--once"]) == 1
     assert "NOT READY: http://127.0.0.1:1/ready" in capsys.readouterr().out
