@@ -11,16 +11,19 @@ for the traffic as it comes (`router/demand.py`).
       └─► another division, until it is known what that achieves
             │ it achieves more: it stays
             │ it does not: back, and it is not tried again at such a load for a while
-            └ requests pile up meanwhile: back at once, and not again at such a load or a higher one
+            │ requests pile up meanwhile: back at once, and not again at such a load or a higher one
+            └ more requests come than before, or none for a while: that was another load, which
+              refutes nothing
 
 Pure: times are given.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from math import sqrt
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from baton.router.demand import (
     Achieved,
@@ -57,6 +60,10 @@ RETRY_AFTER_S: Final = 60.0
 MOST_RETRY_AFTER_S: Final = 3600.0
 ALIKE: Final = 1.5
 """Numbers of requests at once, one over the other."""
+MOST_LOADS: Final = 8
+"""For which it is remembered what a division achieved."""
+PAUSE_S: Final = 3.0
+"""Without a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,32 +100,48 @@ class _Trial:
     """A division of which nothing is known yet: `before` was there, with so many at once.
 
     It is given up if more than `most_under_way` requests are. `predicted`: good requests a second.
+    At `began_at` the gateway had begun `num_begun` requests, `rate` a second.
     """
 
     before: frozenset[WorkerId]
     at_once: float
     most_under_way: float
     predicted: float
+    began_at: float
+    num_begun: int
+    rate: float
 
-    @classmethod
-    def begin(
-        cls, before: frozenset[WorkerId], at_once: float, num_under_way: int, predicted: float
-    ) -> _Trial:
-        """Of independent arrivals so many more come by chance: two standard deviations."""
-        most = num_under_way + 2.0 * sqrt(max(1, num_under_way))
-        return cls(before, at_once, most, predicted)
+    def has_grown(self, num_begun: int, now: float) -> bool:
+        """Whether more have come since than before, by more than two standard deviations."""
+        expected = self.rate * (now - self.began_at)
+        return num_begun - self.num_begun > expected + 2.0 * sqrt(max(1.0, expected))
+
+
+def _most_by_chance(num_under_way: int) -> float:
+    """Of independent arrivals so many are under way by chance: two standard deviations more."""
+    return num_under_way + 2.0 * sqrt(max(1, num_under_way))
 
 
 def _is_alike(one: float, other: float) -> bool:
     return one < ALIKE * other and other < ALIKE * one
 
 
+_Noted = TypeVar("_Noted", _Known, _Refuted)
+
+
+def _note(noted: list[_Noted], new: _Noted) -> None:
+    """In place of what was noted of such a load, or of the one that was seen longest ago."""
+    noted[:] = [each for each in noted if not _is_alike(each.at_once, new.at_once)]
+    noted.append(new)
+    del noted[:-MOST_LOADS]
+
+
 @dataclass(slots=True)
 class Division:
     """One model's. `prefills` only prefill at present; empty: all do both.
 
-    By number of prefill workers: what it achieved, `_known`, and that it was tried and left,
-    `_refuted`. Owner: one thread.
+    By number of prefill workers, for each of the latest loads: what it achieved, `_known`, and that
+    it was tried and left, `_refuted`. Owner: one thread.
     """
 
     limits: Limits
@@ -126,8 +149,8 @@ class Division:
     changed_at: float = float("-inf")
     _trial: _Trial | None = None
     _looked_at: float = float("-inf")
-    _known: dict[int, _Known] = field(default_factory=dict)
-    _refuted: dict[int, _Refuted] = field(default_factory=dict)
+    _known: defaultdict[int, list[_Known]] = field(default_factory=lambda: defaultdict(list))
+    _refuted: defaultdict[int, list[_Refuted]] = field(default_factory=lambda: defaultdict(list))
 
     def is_due(self, now: float) -> bool:
         """Whether it is time to look again."""
@@ -139,17 +162,20 @@ class Division:
             return
         if self._looked_at == float("-inf"):
             self.changed_at = now  # nothing is learned yet
-        self._looked_at = now
+        looked_at, self._looked_at = self._looked_at, now
         names = {worker.id for worker in workers}
         if not self.prefills <= names or len(workers) <= len(self.prefills):
             self._change(frozenset(), now)
         if len(workers) < 2:  # noqa: PLR2004 - a pair
             return
         num_under_way = sum(load.of(each.id, each.model).num_decodes for each in workers)
-        if self._trial is not None and num_under_way > self._trial.most_under_way:
-            self._give_up(self._trial, now)
-            return
         costs = load.costs(workers[0].model)
+        num_begun = costs.arrivals.num_begun
+        if self._trial is not None and num_under_way == 0 and now - looked_at > PAUSE_S:
+            self._break_off(self._trial, now)
+        if self._trial is not None and num_under_way > self._trial.most_under_way:
+            self._give_up(self._trial, now, has_grown=self._trial.has_grown(num_begun, now))
+            return
         least = LEAST_ENDED if costs.arrivals.are_closed_loops else LEAST_INDEPENDENT
         ended, is_whole = self._find_ended(costs.ended, now, least)
         if not ended:
@@ -163,8 +189,15 @@ class Division:
         if chosen != len(self.prefills):
             trial = None
             if self._find_known(chosen, at_once, now) is None:
-                predicted = traffic.predict(chosen)
-                trial = _Trial.begin(self.prefills, at_once, num_under_way, predicted)
+                trial = _Trial(
+                    self.prefills,
+                    at_once,
+                    _most_by_chance(num_under_way),
+                    traffic.predict(chosen),
+                    now,
+                    num_begun,
+                    traffic.achieved.rate,
+                )
             self._set(chosen, workers, load, now)
             self._trial = trial
 
@@ -187,7 +220,7 @@ class Division:
         known = self._find_known(num_prefill, at_once, now)
         if known is not None:
             achieved = achieved.mean_with(known)
-        self._known[num_prefill] = _Known(achieved, at_once, now)
+        _note(self._known[num_prefill], _Known(achieved, at_once, now))
         arrivals = load.costs(workers[0].model).arrivals
         if not arrivals.are_closed_loops:
             return IndependentArrivals(demand, self.limits, achieved, len(workers), num_prefill)
@@ -226,7 +259,12 @@ class Division:
         num, at_once = len(self.prefills), traffic.demand.num_at_once
         achieved = traffic.value(traffic.achieved)
         best, most, is_known = num, achieved + doubt, False
-        held = {n: each for n, each in self._refuted.items() if each.holds(at_once, now)}
+        held = {
+            n: each
+            for n, noted in self._refuted.items()
+            for each in noted
+            if each.holds(at_once, now)
+        }
         # Where one division was predicted to be better than it is, so are others.
         believed = min((each.share for each in held.values()), default=1.0)
         for other in range(traffic.num_workers):
@@ -244,25 +282,34 @@ class Division:
             self._refute(at_once, now, share=share)
         return best
 
-    def _give_up(self, trial: _Trial, now: float) -> None:
-        """Requests pile up: they come faster than this division serves them."""
-        self._refute(trial.at_once, now, is_too_slow=True)
+    def _give_up(self, trial: _Trial, now: float, *, has_grown: bool) -> None:
+        """Requests pile up: they come faster than this division serves them, or than before."""
+        if not has_grown:
+            self._refute(trial.at_once, now, is_too_slow=True)
         self._change(trial.before, now)
+
+    def _break_off(self, trial: _Trial, now: float) -> None:
+        """No more requests come: what is known by now decides which division waits for others."""
+        found = self._find_known(len(self.prefills), trial.at_once, now)
+        before = self._find_known(len(trial.before), trial.at_once, now)
+        if found is None or before is None or found.good <= before.good:
+            self._change(trial.before, now)
+        self._trial = None
 
     def _refute(
         self, at_once: float, now: float, *, is_too_slow: bool = False, share: float = 1.0
     ) -> None:
-        num = len(self.prefills)
-        before = self._refuted.get(num)
-        for_s = RETRY_AFTER_S if before is None else min(MOST_RETRY_AFTER_S, 2 * before.for_s)
-        self._refuted[num] = _Refuted(for_s, at_once, now, is_too_slow, share)
+        noted = self._refuted[len(self.prefills)]
+        before = max((n.for_s for n in noted if _is_alike(n.at_once, at_once)), default=0.0)
+        for_s = min(MOST_RETRY_AFTER_S, max(RETRY_AFTER_S, 2 * before))
+        _note(noted, _Refuted(for_s, at_once, now, is_too_slow, share))
 
     def _find_known(self, num_prefill: int, at_once: float, now: float) -> Achieved | None:
         """What a division achieved lately, at about as many requests at once."""
-        known = self._known.get(num_prefill)
-        if known is None or now - known.at > KNOWN_FOR_S or not _is_alike(known.at_once, at_once):
-            return None
-        return known.achieved
+        for known in reversed(self._known[num_prefill]):
+            if now - known.at <= KNOWN_FOR_S and _is_alike(known.at_once, at_once):
+                return known.achieved
+        return None
 
     def _set(
         self, num_prefill: int, workers: Sequence[WorkerView], load: FleetLoad, now: float

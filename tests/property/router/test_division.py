@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import count, pairwise
+from itertools import count, pairwise, takewhile
 from random import Random
 
 import pytest
@@ -61,6 +61,13 @@ class World:
         self.simulation.add_clients(self.asked, num_clients - self.num_clients)
         self.num_clients = num_clients
         self.simulation.run(until_s)
+
+    def burst(self, num_clients, for_s, pause_s):
+        """So many clients for so long, and then none."""
+        until_s = self.simulation.now + for_s
+        asked = takewhile(lambda _: self.simulation.now < until_s, self.asked)
+        self.simulation.add_clients(asked, num_clients)
+        self.simulation.run(until_s + pause_s)
 
     def goodput(self, since_s, ttft_s, tpot_s):
         """Requests a second within both limits, of those that ended since then."""
@@ -175,6 +182,24 @@ def test_it_follows_a_load_that_changes_and_does_not_swing():
     assert set(seen[-60:]) == {0}, "both compute answers"
     assert changes <= 4
     assert world.goodput(270.0, 2.0, 0.022) >= 0.9 * 24 / (512 * (0.01 + 12 * 0.0004))
+
+
+def test_loads_that_come_and_go_find_their_division_again():
+    """Each is gone before a trial of some seconds is over, and the next one is four times it."""
+
+    def good_of_small_bursts(policy, views):
+        world, good = World(policy, views, 2048, 32), []
+        for _ in range(4):
+            began_at = world.simulation.now
+            world.burst(4, 15.0, 30.0)
+            good.append(world.goodput(began_at, 2.0, 0.018))
+            world.burst(16, 15.0, 30.0)
+        return good
+
+    found = good_of_small_bursts(CostPolicy(CostOptions(ttft_s=2.0, tpot_s=0.018)), replicas(2))
+    fixed = good_of_small_bursts(RoundRobin(), split(1, 1))
+    assert max(good_of_small_bursts(RoundRobin(), replicas(2))) < 0.2 * min(fixed)
+    assert min(found[1:]) >= 0.95 * min(fixed[1:]), (found, fixed)
 
 
 def test_a_division_that_achieves_less_is_taken_back_and_not_tried_again_for_a_while(monkeypatch):
