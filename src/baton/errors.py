@@ -90,7 +90,7 @@ class LayoutMismatchError(BatonError):
     def __init__(self, differences: tuple[str, ...]) -> None:
         super().__init__(
             f"the two workers cannot exchange KV: {'; '.join(differences)} "
-            "(give both the same model and the same [engine] dtype)"
+            "(give both the same version of Baton, the same model and the same [engine] dtype)"
         )
         self.differences = differences
 

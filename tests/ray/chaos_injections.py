@@ -342,7 +342,8 @@ def version_differs(fleet: ChaosFleet) -> Iterator[Injected]:
             f"the host has handoff protocol {theirs}, the others {ours}", frozenset({victim.pid})
         )
         yield injected
-        injected.signs += _lines_with(fleet.logs(VICTIM), "protocol")
+        for name in (VICTIM, "prefill-0"):
+            injected.signs += _lines_with(fleet.logs(name), "handoff protocol")
         second = fleet.find(VICTIM)
     kill(second.pid)
     injected.lost |= {second.pid}
