@@ -58,7 +58,7 @@ _UNSET: Final = Status(StatusCode.UNSET)
 
 def make_spans(trace: RequestTrace) -> list[ReadableSpan]:
     """All spans of one request, the gateway's first; none where nothing was recorded."""
-    lanes = {lane.name: lane for lane in trace.timeline}
+    lanes: dict[str, Lane] = {lane.name: lane for lane in trace.timeline}
     own = lanes.get("gateway")
     if own is None:
         return []
