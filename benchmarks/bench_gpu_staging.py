@@ -63,7 +63,7 @@ HEADS, HEAD_DIM, BLOCK_SIZE = 8, 128, 16
 DEVICE_BATCH_BYTES = 128 << 20
 """`device_layer_batch_bytes`."""
 CONFIGURATIONS = ("none", "cuda_ipc", "events", "layers", "device")
-UNKEPT = {"json", "show", "child", "configurations"}
+UNKEPT = {"json", "show", "child"}
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Worker:
         layout = describe(options)
         num_pages = 2 * options.tokens // BLOCK_SIZE
         self.nodes: dict[str, Node] = {}
-        for how in options.configurations[1:]:
+        for how in find_configurations(options)[1:]:
             if how == "cuda_ipc":
                 pages = Pages(layout, [], (KVView(layout, register_pages(self.kv)),))
                 self._open(name, how, pages, stack, layer_batch_bytes=DEVICE_BATCH_BYTES)
@@ -357,6 +357,11 @@ def measure(how: str, model: Model, prefill: Worker, decode: DecodeProcess, seed
     return Sample(how, pass_s, launch_s, report_s, landed["landed_at"] - ended_at)
 
 
+def find_configurations(options: argparse.Namespace) -> list[str]:
+    """Those that the device has."""
+    return [how for how in CONFIGURATIONS if how != "cuda_ipc" or options.device != "cpu"]
+
+
 def main() -> None:
     """Run the benchmark, print a table, keep the samples."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -372,9 +377,6 @@ def main() -> None:
     parser.add_argument("--show", type=Path, help="a table of an earlier run's JSON")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.configurations = [
-        how for how in CONFIGURATIONS if how != "cuda_ipc" or options.device != "cpu"
-    ]
     if options.child:
         serve_decode(options)
         return
@@ -390,7 +392,7 @@ def main() -> None:
         prefill = Worker("p", options, read_key(key_hex), stack)
         model = Model(options, prefill.kv)
         for turn in range(options.repetitions + 1):  # the first warms up
-            for how in options.configurations:
+            for how in find_configurations(options):
                 sample = measure(how, model, prefill, decode, turn)
                 if turn:
                     samples.append(sample)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from baton.errors import ConfigError
 from baton.gateway.errors import ManagementKeyError
-from baton.protocol.worker_http import MANAGEMENT_KEY_HEADER
+from baton.protocol.management import MANAGEMENT_KEY_HEADER
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

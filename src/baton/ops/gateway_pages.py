@@ -13,7 +13,8 @@ import msgspec
 
 from baton.config.environment import read_environment
 from baton.errors import UNDECODABLE, BatonError, ConfigError
-from baton.protocol.worker_http import MANAGEMENT_KEY_HEADER, ErrorBody
+from baton.protocol.management import MANAGEMENT_KEY_HEADER
+from baton.protocol.worker_http import ErrorBody
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -39,7 +39,6 @@ TOKENS_SUFFIX: Final = "/tokens"
 MAX_NEXT_TOKENS_BYTES: Final = 1 << 20
 
 REQUEST_ID_HEADER: Final = "x-request-id"
-MANAGEMENT_KEY_HEADER: Final = "x-baton-management-key"
 TIMEOUT_HEADER: Final = "x-baton-timeout-s"
 """Seconds left for the request, a decimal number."""
 CREATED_HEADER: Final = "x-baton-created"
