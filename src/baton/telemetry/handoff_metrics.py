@@ -254,8 +254,9 @@ class HandoffInstruments:
         if trace.role != "decode":
             return
         _add(self._verified, trace.verified_bytes)
-        _add(self._digest_failures, trace.digest_failures)
-        self._transfers.digest_failures(sum(trace.digest_failures.values()))
+        if trace.digest_failures:
+            _add(self._digest_failures, trace.digest_failures)
+            self._transfers.digest_failures(sum(trace.digest_failures.values()))
         for encoding in trace.encodings:
             self._encoded.labels(encoding).inc()
         for fallback in trace.fallbacks:
