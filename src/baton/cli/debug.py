@@ -111,10 +111,12 @@ def _find_worker_tls(config: "Config") -> "ssl.SSLContext | None":
 
 
 def _print_summary(manifest: "Manifest", output: Path) -> None:
+    from baton.ops.doctor.finding import one_line  # noqa: PLC0415 - for --help
+
     num_bytes = output.stat().st_size
     print(f"{output}: {len(manifest.files)} files, {num_bytes / 1024:.0f} KiB, mode 0600")
     for missing in manifest.missing:
-        print(f"  missing: {missing.name}: {missing.why}")
+        print(f"  missing: {missing.name}: {one_line(missing.why)}")
     print(
         "Secrets are cut, and prompts and answers are not collected; log lines are free text: look "
         "at them before you publish the archive."
