@@ -193,6 +193,9 @@ class Hostile(http.server.BaseHTTPRequestHandler):
                 self.send(200, b"", length=1 << 40)
                 while True:
                     self.wfile.write(b"x" * 65536)
+            case "/alerts":
+                error = {"message": "\x1b[2J not now", "type": "server_error"}
+                self.send(500, json.dumps({"error": error}).encode())
             case "/debug/demand":
                 self.send(200, b"\xff<html>")
             case "/debug/transfers":
@@ -250,7 +253,10 @@ def test_a_gateway_that_hangs_and_lies_costs_its_pages_only(tmp_path, capsys):
         assert main([*words, "--no-doctor", "--no-logs", "--timeout-s", "1.5"]) == 0
         assert time.monotonic() - began < TIMEOUT_S / 3
     files, missing = read_archive(output)
-    assert_no_secret({**files, **printed(capsys)})
+    shown = printed(capsys)
+    assert_no_secret({**files, **shown})
+    assert b"not now" in shown["standard output"]
+    assert b"\x1b" not in shown["standard output"]
     for page in ("ready", "debug-queue"):
         assert "within the time" in missing[f"gateway-0/{page}.json"]
     assert "more than" in missing["gateway-0/debug-links.json"]

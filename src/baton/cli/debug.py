@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from baton.cli.flags import ConfigFlags, Fleet
-from baton.config.environment import read_environment
+from baton.config.cluster_key import KEY_VARIABLE
+from baton.config.environment import read_environment, state_directory
 from baton.errors import BatonError, ConfigError
 from baton.launch.fleet import DEFAULT_FLEET
 
@@ -93,14 +94,13 @@ def _find_logs(fleet: str) -> dict[str, Path]:
 
 def _find_worker_tls(config: "Config") -> "ssl.SSLContext | None":
     """What this process may ask workers with; None: nothing is configured, or of no use."""
-    from baton.config.environment import state_directory  # noqa: PLC0415
     from baton.net.credentials import find_credentials  # noqa: PLC0415
     from baton.net.tls import ClusterTls  # noqa: PLC0415
 
     environment = read_environment()
     own_key = state_directory(environment) / "cluster.key"
     is_configured = config.security.identity or config.cluster.key_file
-    if not (is_configured or "BATON_CLUSTER_KEY" in environment or own_key.exists()):
+    if not (is_configured or KEY_VARIABLE in environment or own_key.exists()):
         return None
     try:
         found = find_credentials(config.cluster, config.security, environment, ())
@@ -111,10 +111,12 @@ def _find_worker_tls(config: "Config") -> "ssl.SSLContext | None":
 
 
 def _print_summary(manifest: "Manifest", output: Path) -> None:
+    from baton.ops.doctor.finding import one_line  # noqa: PLC0415 - for --help
+
     num_bytes = output.stat().st_size
     print(f"{output}: {len(manifest.files)} files, {num_bytes / 1024:.0f} KiB, mode 0600")
     for missing in manifest.missing:
-        print(f"  missing: {missing.name}: {missing.why}")
+        print(f"  missing: {missing.name}: {one_line(missing.why)}")
     print(
         "Secrets are cut, and prompts and answers are not collected; log lines are free text: look "
         "at them before you publish the archive."

@@ -72,7 +72,6 @@ class TopApp(App[None]):
         Binding("p", "pause", "pause"),
         Binding("r", "refresh_now", "refresh"),
         Binding("s", "sort", "sort workers"),
-        Binding("tab", "app.focus_next", "next table", show=True),
         *(Binding(str(n + 1), f"focus_table({n})", show=False) for n in range(NUM_TABLES)),
     ]
 
