@@ -42,8 +42,8 @@ from baton.gateway.running_streams import REST_TOKENS, RunningStream
 from baton.ids import new_ticket_id
 from baton.protocol.worker_http import CREATED_HEADER, TIMEOUT_HEADER
 from baton.router.failover import EVERY_MODE, PREFILL_FIRST, Attempt, Failover, Failure
-from baton.router.handoff_costs import name_distance
 from baton.router.placement import Placement, PlacementRequest, Unplaceable
+from baton.router.topology import name_distance
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -429,7 +429,7 @@ class RequestProxy:
             first_token_early=not num_prefix_tokens and self._wants_early(prefill, decode),
             tenant_salt=hash_tenant(self._body.cache_salt),
             num_prefix_tokens=num_prefix_tokens,
-            distance=name_distance(services.load.costs(decode.model).handoffs, prefill, decode),
+            distance=name_distance(prefill.topology, decode.topology),
         )
         context.trace.ticket, context.trace.distance = ticket.id.hex(), ticket.distance or None
         workers = services.workers

@@ -49,10 +49,10 @@ from baton.protocol.worker_http import MOVE_HEADER
 from baton.router.cost import CostPolicy
 from baton.router.failover import EVERY_MODE
 from baton.router.fleet import Fleet, ModelWorkers
-from baton.router.handoff_costs import name_distance
 from baton.router.placement import Placement, PlacementRequest
 from baton.router.rebalance import MoveCause, Rebalancer, WorkerPace
 from baton.router.room import LACKS_BLOCKS, LEAST_SEEN
+from baton.router.topology import name_distance
 from baton.telemetry.log_limit import LimitedLog
 from baton.telemetry.trace import Stamp
 
@@ -347,9 +347,7 @@ class StreamMoves:
             issue=services.ticket_issuer.issue(part.left_s(services.clock.now())),
             tenant_salt=hash_tenant(stream.body.cache_salt),
             num_prefix_tokens=0 if standby is None else standby.num_prefix_tokens,
-            distance=name_distance(
-                services.load.costs(target.model).handoffs, stream.decode, target
-            ),
+            distance=name_distance(stream.decode.topology, target.topology),
         )
         part.trace.ticket, part.trace.distance = ticket.id.hex(), ticket.distance or None
         return write_ticket(ticket, stream.decode, target, services.options.credentials)

@@ -231,10 +231,3 @@ class HandoffCosts:
 
     def _link(self, distance: Distance) -> LinkCost:
         return self._measured.get(distance, DEFAULTS[distance])
-
-
-def name_distance(costs: HandoffCosts, prefill: WorkerView, decode: WorkerView) -> str:
-    """How far apart two workers are, for tickets: empty where one does not report where it is."""
-    if not prefill.topology or not decode.topology:
-        return ""
-    return str(costs.distance(prefill, decode))

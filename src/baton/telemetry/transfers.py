@@ -251,7 +251,7 @@ class TransferTable:
     def report(self) -> TransferReport:
         """All of it, those used last at the end.
 
-        The lock is held for one entry at a time: nobody who counts waits for the whole report.
+        The lock is held for one entry at a time: no thread that counts waits for the whole report.
         """
         now = self._clock.now()
         with self._lock:

@@ -5,6 +5,7 @@ import pytest
 
 from baton.ids import Epoch
 from baton.router.topology import Distance
+from baton.router.topology import name_distance as name_of_places
 from baton.telemetry.trace import RequestSpan, Stamp
 from baton.telemetry.transfer_report import DISTANCES, MAX_ENTRIES, TransferReport
 from baton.telemetry.transfers import (
@@ -114,3 +115,9 @@ def test_peers_that_were_idle_for_longest_are_dropped() -> None:
     assert (peers[0], peers[-2]) == ("p2", "p0")
     assert report.num_forgotten == 1
     assert msgspec.json.decode(msgspec.json.encode(report), type=TransferReport) == report
+
+
+def test_a_ticket_names_a_distance_only_where_both_workers_report_their_place() -> None:
+    assert name_of_places("z/r/h", "z/r/other") == "same_rack"
+    assert name_of_places("//h", "//other") == "same_zone"
+    assert name_of_places("", "z/r/h") == name_of_places("z/r/h", "") == ""
