@@ -12,7 +12,7 @@ is as before until the alert is resolved. That the fault happened is read from t
 transfers. Exit status 1: the alert was not raised within `--within`, or another one was.
 Needs root and iproute2.
 
-    python benchmarks/bench_slow_link.py --json benchmarks/results/slow-link.json   (2 minutes)
+    python benchmarks/bench_slow_link.py --json benchmarks/results/slow-link.json   (2 to 3 minutes)
 """
 
 from __future__ import annotations

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import yaml
 from aiohttp import web
 from msgspec import structs
 from prometheus_client import CollectorRegistry
@@ -27,6 +30,8 @@ from baton.testing.clocks import ManualClock
 from baton.transfer.links.choice import TransferTime
 from tests.integration.gateway_cluster import STREAM, Cluster, cluster, run, until, until_true
 from tests.integration.scripted_worker import MODEL
+
+RULES = Path(__file__).parents[2] / "deploy/prometheus/rules.yaml"
 
 
 def alert(state: AlertState = AlertState.FIRING, name: str = "a") -> Alert:
@@ -219,3 +224,17 @@ def test_others_on_the_network_do_not_see_the_page():
         assert status == 404
 
     run(scenario, management_port=0, wait=False)
+
+
+def test_metrics_of_the_gateway_that_prometheus_rules_name_exist():
+    rules = yaml.safe_load(RULES.read_text("utf-8"))["groups"][0]["rules"]
+    named = {name for rule in rules for name in re.findall(r"\bbaton_\w+", rule["expr"])}
+    of_gateway = {name for name in named if not name.startswith(("baton_handoff_", "baton_link_"))}
+
+    async def scenario(running: Cluster) -> None:
+        async with running.client.get(running.url + "/metrics") as response:
+            text = await response.text()
+        assert of_gateway <= set(re.findall(r"^# TYPE (\w+) ", text, re.MULTILINE))
+
+    assert len(of_gateway) >= 4
+    run(scenario, policy="prefix")  # others predict nothing

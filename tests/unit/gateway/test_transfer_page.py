@@ -141,7 +141,8 @@ def test_a_link_names_a_servers_first_rank_as_the_server() -> None:
     assert link.total.observed_ratio.p50 == pytest.approx(2.0, rel=0.01)
     assert link.total.bytes_per_s.p50 == pytest.approx(5 * MIB, rel=0.01)
     assert (distance.distance, distance.operation, distance.num_links) == ("same_rack", "READ", 1)
-    assert link.drift.state == "learning", "one transfer is too few for a reference"
+    assert link.drift is not None
+    assert link.drift.state == "learning"
 
 
 def test_the_busiest_pairs_are_listed_and_all_count() -> None:
