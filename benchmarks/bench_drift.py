@@ -123,18 +123,18 @@ def make_transfers(noise: Noise, rng: np.random.Generator, num: int) -> Transfer
     return list(zip(sizes.tolist(), seconds.tolist(), strict=True))
 
 
-def count_drifts(transfers: Transfers, options: DriftOptions) -> int:
+def count_drifts(transfers: Transfers, chosen: DriftOptions) -> int:
     """Of stationary traffic: all of them are false."""
-    detector = DriftDetector(NOW, options)
+    detector = DriftDetector(NOW, chosen)
     observe = detector.observe
     for size, seconds in transfers:
         observe(size, seconds, NOW)
     return detector.num_drifts
 
 
-def count_alerts(transfers: Transfers, options: DriftOptions) -> int:
+def count_alerts(transfers: Transfers, chosen: DriftOptions) -> int:
     """Drifts that last for as long as the gateway waits."""
-    detector, now, is_counted, num = DriftDetector(NOW, options), 0.0, False, 0
+    detector, now, is_counted, num = DriftDetector(NOW, chosen), 0.0, False, 0
     for size, seconds in transfers:
         now += seconds
         if detector.observe(size, seconds, Instant(now)) is not DriftState.DRIFTED:
@@ -144,9 +144,9 @@ def count_alerts(transfers: Transfers, options: DriftOptions) -> int:
     return num
 
 
-def find_delay(transfers: Transfers, options: DriftOptions, factor: float) -> int | None:
+def find_delay(transfers: Transfers, chosen: DriftOptions, factor: float) -> int | None:
     """Transfers until the drift, of a link that is slower after `len(transfers) - MOST_DELAY`."""
-    detector = DriftDetector(NOW, options)
+    detector = DriftDetector(NOW, chosen)
     num_before = len(transfers) - MOST_DELAY
     for number, (size, seconds) in enumerate(transfers):
         is_slow = number >= num_before
@@ -158,25 +158,25 @@ def find_delay(transfers: Transfers, options: DriftOptions, factor: float) -> in
 
 def summarize(
     traffic: str,
-    options: DriftOptions,
+    chosen: DriftOptions,
     steady: Sequence[Transfers],
     before_shift: Sequence[Transfers],
 ) -> Result:
     """False drifts of `steady`, delays of `before_shift`."""
-    num_false = sum(count_drifts(each, options) for each in steady)
+    num_false = sum(count_drifts(each, chosen) for each in steady)
     num = sum(len(each) for each in steady)
     delays: list[float | None] = []
     shares: list[float] = []
     for factor in FACTORS:
-        found = [find_delay(each, options, factor) for each in before_shift]
+        found = [find_delay(each, chosen, factor) for each in before_shift]
         known = [MOST_DELAY + 1 if each is None else each for each in found]
         middle = statistics.median(known) if known else None
         delays.append(None if middle is not None and middle > MOST_DELAY else middle)
         shares.append(sum(each is not None for each in found) / max(1, len(found)))
     return Result(
         traffic,
-        options.evidence,
-        options.num_reference,
+        chosen.evidence,
+        chosen.num_reference,
         num,
         num_false,
         100_000 * num_false / max(1, num),
@@ -187,28 +187,28 @@ def summarize(
     )
 
 
-def measure_synthetic(kind: str, options: DriftOptions, num_seeds: int) -> Result:
+def measure_synthetic(kind: str, chosen: DriftOptions, num_seeds: int) -> Result:
     """`num_seeds` runs of 100,000 transfers, and as many slowdowns of each size."""
     noise = KINDS[kind]
-    num = options.num_reference + NUM_STEADY
+    num = chosen.num_reference + NUM_STEADY
     steady = (
         make_transfers(noise, np.random.default_rng([seed, 1]), num) for seed in range(num_seeds)
     )
     before = [
         make_transfers(
-            noise, np.random.default_rng([seed, 2]), options.num_reference + 500 + MOST_DELAY
+            noise, np.random.default_rng([seed, 2]), chosen.num_reference + 500 + MOST_DELAY
         )
         for seed in range(8 * num_seeds)
     ]
     num_false = num_all = 0
     for each in steady:
-        num_false += count_drifts(each, options)
+        num_false += count_drifts(each, chosen)
         num_all += NUM_STEADY
-    found = summarize(kind, options, (), before)
+    found = summarize(kind, chosen, (), before)
     return Result(
         kind,
-        options.evidence,
-        options.num_reference,
+        chosen.evidence,
+        chosen.num_reference,
         num_all,
         num_false,
         100_000 * num_false / num_all,
@@ -237,9 +237,9 @@ def record(kind: str, seconds: float) -> Transfers:
     return transfers
 
 
-def measure_recorded(kind: str, transfers: Transfers, options: DriftOptions) -> list[Result]:
+def measure_recorded(kind: str, transfers: Transfers, chosen: DriftOptions) -> list[Result]:
     """As it came, and in shuffled blocks."""
-    length = options.num_reference + 200 + MOST_DELAY
+    length = chosen.num_reference + 200 + MOST_DELAY
     starts = range(0, max(1, len(transfers) - length), max(1, len(transfers) // 60))
     before = [transfers[at : at + length] for at in starts]
     blocks = [transfers[at : at + BLOCK] for at in range(0, len(transfers), BLOCK)]
@@ -247,10 +247,10 @@ def measure_recorded(kind: str, transfers: Transfers, options: DriftOptions) -> 
     for seed in range(10):
         random.Random(seed).shuffle(blocks)
         shuffled.append([each for block in blocks for each in block])
-    as_it_came = summarize(f"recorded {kind}", options, [transfers], before)
+    as_it_came = summarize(f"recorded {kind}", chosen, [transfers], before)
     return [
-        replace(as_it_came, num_alerts=count_alerts(transfers, options)),
-        summarize(f"recorded {kind}, shuffled", options, shuffled, ()),
+        replace(as_it_came, num_alerts=count_alerts(transfers, chosen)),
+        summarize(f"recorded {kind}, shuffled", chosen, shuffled, ()),
     ]
 
 
