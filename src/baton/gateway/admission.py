@@ -108,7 +108,7 @@ class Admission:
     def tpot_s(self, context: RequestContext) -> float | None:
         """What a request is to take for each token; None: nothing is named."""
         named = (context.whole or context).targets.tpot_s
-        return named or self._options.targets_of(context.model).tpot_s
+        return named or context.model_targets.tpot_s
 
     def ttft_left_s(self, context: RequestContext) -> float | None:
         """Until its first token is to come, or a tenth of that; None: nothing is named."""
@@ -120,7 +120,7 @@ class Admission:
 
     def _ttft_s(self, context: RequestContext) -> float | None:
         named = (context.whole or context).targets.ttft_s
-        return named or self._options.targets_of(context.model).ttft_s
+        return named or context.model_targets.ttft_s
 
     def _look(self, model: str) -> Room:
         served = self._workers.fleet.models.get(model)

@@ -37,7 +37,7 @@ from baton.gateway.request import (
 from baton.gateway.request_context import RequestContext
 from baton.gateway.request_proxy import RequestProxy
 from baton.gateway.several_answers import SeveralAnswers
-from baton.gateway.targets import read_targets
+from baton.gateway.targets import NO_TARGETS, read_targets
 from baton.ids import new_epoch
 from baton.net.http_exchange import EXTENSION
 from baton.protocol.worker_http import REQUEST_ID_HEADER
@@ -77,6 +77,7 @@ class Completions:
         self._bodies = BodyBudget(services.options.max_total_body_bytes)
         self._body_limit = BodyLimit(services.options.max_body_bytes, self._context_bytes)
         self._epoch = new_epoch()
+        self._any_targets = services.options.targets_of(NO_MODEL)
         services.metrics.inflight.set_function(lambda: self.num_inflight)
 
     async def serve(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
@@ -152,11 +153,12 @@ class Completions:
                     first_s, _expire, scope, context, "begun", first_s
                 )
             context.model = body.model
+            context.model_targets = services.options.targets_of(body.model)
             context.trace.stamps[Stamp.ADMITTED] = services.clock.now()
             if num_answers == 1:
                 await RequestProxy(services, context, body, send).run()
             else:
-                await SeveralAnswers(services, context, plan, send, record=self._record_part).run()
+                await SeveralAnswers(services, context, plan, send, record=self._records.add).run()
         finally:
             self.num_inflight -= num_answers
 
@@ -215,17 +217,15 @@ class Completions:
             ),
             metrics=self._services.metrics.of(NO_MODEL, NO_MODE),
             address=scope["client"][0] if scope.get("client") else "",
+            model_targets=self._any_targets,
             exchange=scope["extensions"][EXTENSION],
         )
         context.trace.stamps[Stamp.RECEIVED] = now
         return context
 
-    def _record_part(self, part: RequestContext) -> None:
-        self._records.add(part.make_record(part.status or 0, self._services.clock.now()))
-
     def _account(self, context: RequestContext, code: int) -> None:
         now = self._services.clock.now()
-        context.finish(now)
+        record = context.finish(code, now)
         context.metrics.count(code)
         if code >= CLIENT_ERROR and code != CLIENT_LEFT_CODE:
             address = context.address or "a client"
@@ -235,9 +235,9 @@ class Completions:
                 f"answered {address} with {code}: {trace.outcome} [request {trace.name}]",
             )
         context.metrics.duration.observe(now - context.received_at)
-        targets = self._services.options.targets_of(context.model)
-        self._services.metrics.targets.ended(context, targets, code, now)
-        self._records.add(context.make_record(code, now))
+        if context.model_targets is not NO_TARGETS:
+            self._services.metrics.targets.ended(context, code, now)
+        self._records.add(record)
         if self._services.audit is not None:
             self._services.audit.add(_audit(context, code, now, self._services.clock.unix_now()))
 

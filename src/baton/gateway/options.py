@@ -191,8 +191,10 @@ class GatewayOptions(GatewaySection, frozen=True, kw_only=True):
 
     def targets_of(self, model: str) -> Targets:
         """What the operator wants for a model's requests."""
-        found = self.targets.get(model)
-        return self.targets.get(ANY_MODEL, NO_TARGETS) if found is None else found
+        for name in (model, ANY_MODEL):
+            if name in self.targets:
+                return self.targets[name]
+        return NO_TARGETS
 
     @property
     def health(self) -> HealthOptions:

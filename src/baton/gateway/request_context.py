@@ -125,8 +125,9 @@ class RequestContext:
     that went to the client, and is empty before the first: of a stream, whole events. `running` is
     the attempt under way, `num_streamed` the parts of its answer that came one by one, or its
     tokens, `num_predicted` the tokens that its worker should have or load, `num_cached` those that
-    a prefill worker had, `waited_s` its time in the queue. Where this is one part of a client's
-    request, `whole` is that; else `exchange` is the client's.
+    a prefill worker had, `waited_s` its time in the queue. `targets` are the client's,
+    `model_targets` what the operator wants for its model's requests. Where this is one part of a
+    client's request, `whole` is that; else `exchange` is the client's.
     """
 
     id: RequestId
@@ -149,6 +150,7 @@ class RequestContext:
     num_cached: int | None = None
     num_streamed: int = 0
     targets: Targets = NO_TARGETS
+    model_targets: Targets = NO_TARGETS
     waited_s: float = 0.0
     first_byte_timer: asyncio.TimerHandle | None = None
     whole: RequestContext | None = None
@@ -178,6 +180,7 @@ class RequestContext:
             ),
             metrics=self.metrics,
             model=self.model,
+            model_targets=self.model_targets,
             whole=self,
         )
         part.trace.stamps[Stamp.RECEIVED] = now
@@ -240,17 +243,14 @@ class RequestContext:
             self.token_gaps = new_token_gaps()
         return self.token_gaps
 
-    def finish(self, now: Instant) -> None:
-        """It is over: complete its trace."""
+    def finish(self, status: int, now: Instant) -> RequestRecord:
+        """It is over: complete its trace. What is remembered of it."""
         trace = self.trace
         trace.stamps[Stamp.FINISHED] = now
         if self.token_gaps:
             trace.token_gaps = pack_token_gaps(self.token_gaps)
-
-    def make_record(self, status: int, now: Instant) -> RequestRecord:
-        """What is remembered of it, now that it is over."""
         return RequestRecord(
-            self.trace, self.placement, status, now, self.model, self.num_streamed, self.path
+            trace, self.placement, status, now, self.model, self.num_streamed, self.path
         )
 
     def note_prefilled(self, done_at: float) -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from baton.gateway.answer_plan import AnswerPlan
     from baton.gateway.request import CompletionBody
     from baton.gateway.request_context import RequestContext, Services
+    from baton.gateway.request_traces import RequestRecord
     from baton.router.fleet import WorkerView
 
 NOT_SHARED: Final[frozenset[HandoffMode]] = frozenset({"reference"})
@@ -51,7 +52,7 @@ class SeveralAnswers:
         plan: AnswerPlan,
         send: Send,
         *,
-        record: Callable[[RequestContext], None],
+        record: Callable[[RequestRecord], None],
     ) -> None:
         self._services, self._context, self._plan = services, context, plan
         self._send, self._record = send, record
@@ -112,7 +113,6 @@ class SeveralAnswers:
         beside: WorkerView | None = None,
         excluded: frozenset[HandoffMode] = frozenset(),
     ) -> None:
-        part.model = self._context.model
         part.trace.outcome = "error"
         try:
             await RequestProxy(
@@ -123,12 +123,12 @@ class SeveralAnswers:
             part.trace.outcome = "cancelled"
             raise
         finally:
-            part.finish(self._services.clock.now())
+            record = part.finish(part.status or 0, self._services.clock.now())
             self._context.trace.fallbacks.extend(part.trace.fallbacks)
             if part.id == self._context.id:
                 self._context.trace.ticket = part.trace.ticket
             else:
-                self._record(part)
+                self._record(record)
 
     def _receiver(self, index: int) -> _Receiver:
         return _Receiver(partial(self._take_whole, index), partial(self._take_events, index))

@@ -325,8 +325,7 @@ class StreamMoves:
             counts_ids = target.protocol == "vllm"  # to the prompt
             return num_prompt if num_prompt is None else num_prompt - counts_ids * len(ids)
         finally:
-            part.finish(clock.now())
-            self._records.add(part.make_record(part.status or 0, clock.now()))
+            self._records.add(part.finish(part.status or 0, clock.now()))
 
     def _seal_ticket(
         self,

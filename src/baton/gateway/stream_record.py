@@ -59,7 +59,7 @@ class StreamRecord:
 
     def __init__(self, budget: RecordBudget, max_event_bytes: int) -> None:
         self._budget, self._max_event_bytes = budget, max_event_bytes
-        self._num_reserved = self._num_event_bytes = 0
+        self._num_reserved = self._num_kept_bytes = 0
         self._ids = bytearray()
         self._chunks: list[bytes] = []
         self._rest = self._last = b""
@@ -82,6 +82,7 @@ class StreamRecord:
         if self.num_taken and has_events != self._has_events:
             self._drop()
         if replay is not None:
+            self._num_kept_bytes -= len(self._ids)
             self._ids.clear()
         self.has_ids, self._has_events = has_ids, has_events
 
@@ -103,8 +104,8 @@ class StreamRecord:
             return b""
         if self._has_events:
             self._chunks.append(chunk)
-            self._num_event_bytes += len(chunk) + CHUNK_OVERHEAD_BYTES
-        if len(self._ids) + self._num_event_bytes > self._num_reserved:
+            self._num_kept_bytes += len(chunk) + CHUNK_OVERHEAD_BYTES
+        if self._num_kept_bytes > self._num_reserved:
             self._reserve()
         self._last = chunk
         self.num_taken += 1
@@ -162,21 +163,22 @@ class StreamRecord:
         if chunk.startswith(COMMENT) and chunk.find(END_OF_EVENT) == len(chunk) - 2:
             ids, _, event = chunk.partition(b"\n")
             self._ids += ids[1:] + b","
+            self._num_kept_bytes += len(ids)
             return event
         events = []
         for event in chunk.split(END_OF_EVENT):
             if event.startswith(COMMENT):
                 ids, _, rest = event.partition(b"\n")
                 self._ids += ids[1:] + b","
+                self._num_kept_bytes += len(ids)
                 events.append(rest)
             else:
                 events.append(event)
         return END_OF_EVENT.join(events)
 
     def _reserve(self) -> None:
-        num_kept = len(self._ids) + self._num_event_bytes
-        wanted = num_kept - self._num_reserved + RESERVED_BYTES
-        if self.is_kept and num_kept <= MAX_RECORD_BYTES and self._budget.take(wanted):
+        wanted = self._num_kept_bytes - self._num_reserved + RESERVED_BYTES
+        if self.is_kept and self._num_kept_bytes <= MAX_RECORD_BYTES and self._budget.take(wanted):
             self._num_reserved += wanted
         else:
             self._drop()
@@ -186,7 +188,7 @@ class StreamRecord:
         self._chunks.clear()
         self._ids.clear()
         self._budget.give_back(self._num_reserved)
-        self._num_reserved = self._num_event_bytes = 0
+        self._num_reserved = self._num_kept_bytes = 0
 
 
 class _Choice(msgspec.Struct, frozen=True):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import Counter
 
+from baton.gateway.errors import OK, SERVER_ERROR
 from baton.telemetry.trace import Stamp
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from baton.clock import Instant
     from baton.gateway.request_context import RequestContext
-    from baton.gateway.targets import Targets
 
 MIN_STREAMED: Final = 4
 """Parts of an answer, below which the time of a token is not known."""
@@ -51,12 +50,12 @@ class TargetMetrics:
         )
         self.totals: dict[tuple[str, str], TargetTotals] = {}
 
-    def ended(self, context: RequestContext, targets: Targets, code: int, now: Instant) -> None:
+    def ended(self, context: RequestContext, code: int, now: Instant) -> None:
         """A request ended with this status. Refusals that are the client's fault do not count."""
-        has_failed = code >= HTTPStatus.INTERNAL_SERVER_ERROR
-        if not has_failed and code != HTTPStatus.OK:
+        has_failed = code >= SERVER_ERROR
+        if not has_failed and code != OK:
             return
-        for objective, target_s, seconds in _compare(context, targets, now):
+        for objective, target_s, seconds in _compare(context, now):
             if has_failed or seconds is not None:
                 is_missed = has_failed or (seconds is not None and seconds > target_s)
                 self._count((context.model, objective), target_s, is_missed=is_missed)
@@ -69,10 +68,9 @@ class TargetMetrics:
         self._misses.labels(*key).inc(is_missed)
 
 
-def _compare(
-    context: RequestContext, targets: Targets, now: Instant
-) -> Iterator[tuple[str, float, float | None]]:
+def _compare(context: RequestContext, now: Instant) -> Iterator[tuple[str, float, float | None]]:
     """Objective, target, and the request's time; None: it cannot be known."""
+    targets = context.model_targets
     first_at = context.trace.stamps.get(Stamp.FIRST_TOKEN)
     if targets.ttft_s is not None:
         yield "ttft", targets.ttft_s, None if first_at is None else first_at - context.received_at

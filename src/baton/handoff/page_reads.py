@@ -124,8 +124,9 @@ class PageReads:
         elif prefill_failed := session.check_lease(self._context.clock.now()):
             self._perform(incoming, prefill_failed)
             self._perform(incoming, session.read_ended(handle))
-        elif self._is_intact(pending):
-            self._penalize_others(pending)
+        elif self._is_intact(pending, notification):
+            if pending.tried:
+                self._penalize_others(pending)
             self._perform(incoming, session.read_ended(handle))
             self._accept(incoming, notification)
             if incoming.unreadable:
@@ -134,10 +135,10 @@ class PageReads:
             trouble = _ReadFailure("verify", explain_mismatch(notification))
             self._read_again(handle, pending, trouble)
 
-    def _is_intact(self, pending: _PendingRead) -> bool:
+    def _is_intact(self, pending: _PendingRead, notification: Notification) -> bool:
         began = self._context.clock.now()
         transport = pending.peer_transport.transport
-        found = verify_read(pending.incoming, pending.notification, transport, pending.begun)
+        found = verify_read(pending.incoming, notification, transport, pending.begun)
         pending.incoming.session.order.trace.verify_s += self._context.clock.now() - began
         return found
 

@@ -39,20 +39,16 @@ class ParentSpan:
 
 
 class TraceContext(msgspec.Struct, frozen=True):
-    """A request's own span: `parent_id` "" begins a trace. `state` is the client's `tracestate`."""
+    """A request's own span: `parent_id` "" begins a trace.
+
+    `headers` are lines that make a receiver's span a child of this one, each with CR LF.
+    """
 
     trace_id: str
     span_id: str
     parent_id: str
     is_sampled: bool
-    state: bytes = b""
-
-    @property
-    def headers(self) -> bytes:
-        """Header lines that make a receiver's span a child of this one, each with CR LF."""
-        flags = SAMPLED_FLAG if self.is_sampled else 0
-        parent = f"traceparent: 00-{self.trace_id}-{self.span_id}-{flags:02x}\r\n".encode("ascii")
-        return parent + b"tracestate: %b\r\n" % self.state if self.state else parent
+    headers: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +105,13 @@ def begin_span(incoming: IncomingContext, *, is_sampled: bool) -> TraceContext:
     """A new span in the client's trace, or in a new one, which is sampled if `is_sampled`."""
     parent = incoming.parent
     if parent is None:
-        trace_id = new_trace_id()
-        return TraceContext(trace_id, trace_id[16:], "", is_sampled)  # unique within its trace
-    return TraceContext(
-        parent.trace_id, new_span_id(), parent.span_id, parent.is_sampled, incoming.state
-    )
+        trace_id, parent_id = new_trace_id(), ""
+        span_id = trace_id[16:]  # unique within its trace
+    else:
+        trace_id, parent_id, is_sampled = parent.trace_id, parent.span_id, parent.is_sampled
+        span_id = new_span_id()
+    flags = SAMPLED_FLAG if is_sampled else 0
+    headers = f"traceparent: 00-{trace_id}-{span_id}-{flags:02x}\r\n".encode("ascii")
+    if incoming.state:
+        headers += b"tracestate: %b\r\n" % incoming.state
+    return TraceContext(trace_id, span_id, parent_id, is_sampled, headers)

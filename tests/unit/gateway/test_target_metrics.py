@@ -29,8 +29,9 @@ def ended(
     context.model, context.num_streamed = "m", num_streamed
     if ttft_s is not None:
         span.stamp(Stamp.FIRST_TOKEN, Instant(100.0 + ttft_s))
-    counted.ended(context, BOTH, code, Instant(100.0 + lasted_s))
-    counted.ended(context, NO_TARGETS, code, Instant(100.0 + lasted_s))
+    for targets in (BOTH, NO_TARGETS):
+        context.model_targets = targets
+        counted.ended(context, code, Instant(100.0 + lasted_s))
     for (model, objective), each in counted.totals.items():
         labels = {"model": model, "objective": objective}
         for name, value in (("requests", each.num), ("misses", each.num_missed)):

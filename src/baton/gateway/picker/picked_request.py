@@ -86,6 +86,7 @@ class PickedRequest:
         services, context = self._services, self._context
         body = parse_body(data, context.client.tenant)
         context.model = body.model
+        context.model_targets = services.options.targets_of(body.model)
         match = await find_prompt(services, body)
         num_tokens = estimate_prompt_tokens(body) if match is None else match.num_tokens
         full = await services.admission.enter(context, body, num_tokens, match)
