@@ -183,7 +183,8 @@ def test_prometheus_answers_every_query_of_the_board(
         Job("tcp", [cluster.tcp_prefill.url.removeprefix("https://")], tmp_path / "issued"),
     ]
     with prometheus(tmp_path, jobs) as server:
-        server.wait_for(f"sum(up) == {2 + len(watched.workers)}")
+        targets = 2 + len(watched.workers)
+        server.wait_for(f"sum(max_over_time(up[1m])) == {targets}")
         for gateway in (watched.gateway, cluster.pool_gateway):
             ask_all(gateway.url, make_prompts(8, seed=23, longest=400))
         server.wait_for("sum(rate(baton_gateway_requests_total[20s])) > 0")

@@ -179,7 +179,7 @@ class WorkerDiscovery:
 
 _WRONG_KEY: Final = (
     "it does not hold this cluster's key: compare what `baton key fingerprint` prints on both "
-    "hosts, and give both processes the same key"
+    "hosts, and give both processes the same BATON_CLUSTER_KEY"
 )
 
 
