@@ -176,7 +176,8 @@ def _transfer_lane(span: RequestSpan, axis: _Axis) -> Lane | None:
     stages = [Stage("transfer", axis.place(ready), axis.place(hidden_until))]
     if hidden_until < landed:
         stages.append(Stage("exposed transfer", axis.place(hidden_until), axis.place(landed)))
-    return _make_lane("transfer", span, axis, stages, worker=f"{span.peer or 'prefill'} → {span.worker}")
+    worker = f"{span.peer or 'prefill'} → {span.worker}"
+    return _make_lane("transfer", span, axis, stages, worker=worker)
 
 
 def _decode_stages(decode: WorkerTrace, axis: _Axis) -> Iterator[Stage]:
