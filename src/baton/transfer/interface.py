@@ -398,7 +398,10 @@ class Transport(Protocol):
         ...
 
     def poll(self) -> list[TransferEvent]:
-        """Make progress and return what happened since the last call, each thing once."""
+        """Make progress and return what happened since the last call, each thing once.
+
+        Transfers that are under way together may end in any order.
+        """
         ...
 
     def close(self) -> None:

@@ -163,7 +163,8 @@ class ReadOwnerContract(ProcessKit):
             owner.pump(lambda: owner.is_lost and owner.num_ended == 2 * NUM_READS)
             last = owner.read()
             owner.pump(lambda: owner.num_ended == 2 * NUM_READS + 1)
-            assert [event.transfer for event in owner.ended] == [*first, *later, last]
+            # Each once; those under way together may end in any order.
+            assert sorted(event.transfer for event in owner.ended) == [*first, *later, last]
             assert isinstance(owner.ended[-1], ReadFailed)
             owner.check_bytes()
 
