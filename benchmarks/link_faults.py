@@ -79,7 +79,9 @@ class Link:
         with ThreadPoolExecutor(1) as there, ThreadPoolExecutor(1) as here:
             there.submit(move_thread_into, self.receiver.namespace).result()
             here.submit(move_thread_into, self.sender.namespace).result()
-            with there.submit(socket.create_server, (self.receiver.address, 0)).result() as listener:
+            with there.submit(
+                socket.create_server, (self.receiver.address, 0)
+            ).result() as listener:
                 answered = there.submit(_answer_probe, listener)
                 state = here.submit(_send_probe, listener.getsockname()).result()
                 answered.result()
@@ -183,7 +185,7 @@ def lost_packets(link: Link) -> Iterator[Callable[[], Evidence]]:
 
 
 def send_single_packets(link: Link) -> None:
-    """The sender's kernel makes packets of the link's size, not of 64 KiB that veth passes whole."""
+    """The sender makes packets of the link's size, not of 64 KiB, which veth passes whole."""
     run("ip", "-n", link.sender.namespace, "link", "set", "dev", "eth0", "gso_max_segs", "1")
 
 
@@ -262,7 +264,7 @@ class DelayRelay:
         )
         onward = socket.socket()
         onward.setsockopt(socket.SOL_SOCKET, socket.SO_MARK, RELAY_MARK)
-        onward.setblocking(False)
+        onward.settimeout(0)
         try:
             await self._loop.sock_connect(onward, (socket.inet_ntoa(address), port))
             far_reader, far_writer = await asyncio.open_connection(sock=onward)
