@@ -82,6 +82,12 @@ REPORTED_WITHIN_S = 6.0
 NO_DRIFT = {"state": "unknown", "ratio": None}
 
 
+PICTURED = {
+    AlertName.LINK_DRIFT: "drift of links",
+    AlertName.TRANSPORT_MISMATCH: "time for each MiB, p50",
+}
+
+
 @dataclass(frozen=True)
 class LinkTimes:
     """Transfers of one link. `ratio`: time of the latest ones over that of the first ones."""
@@ -273,7 +279,7 @@ def play(name: AlertName, fault: Fault, gateway: Gateway, options: argparse.Name
         evidence = measure()
         if options.screenshots and fired is not None:
             path = options.screenshots / f"alert-{options.fault}.png"
-            asyncio.run(take_picture(gateway.url, path, name))
+            asyncio.run(take_picture(gateway.url, path, name, PICTURED[name]))
         ends_at = time.monotonic() + options.quiet
         while time.monotonic() < ends_at:
             is_firing()

@@ -30,6 +30,8 @@ export class Topology {
     this.boxes = new Map();
     /** @type {Link[]} */
     this.links = [];
+    /** @type {Set<string>} pairs of workers for which an alert fires */
+    this.alerting = new Set();
     this.places = "";
     this.picked = "";
     this.links_of = new Table(
@@ -71,6 +73,13 @@ export class Topology {
   /** @param {Link[]} links */
   setLinks(links) {
     this.links = links;
+    drawSoon("lines", () => this.#drawLines());
+  }
+
+  /** @param {Set<string>} pairs */
+  setAlerting(pairs) {
+    if ([...pairs].join() === [...this.alerting].join()) return;
+    this.alerting = pairs;
     drawSoon("lines", () => this.#drawLines());
   }
 
@@ -223,27 +232,37 @@ export class Topology {
     for (const link of shown) {
       const [from, to] = [link.from, link.to].map((name) => this.boxes.get(name)?.box.getBoundingClientRect());
       if (!from || !to || link.from === link.to) continue;
-      context.strokeStyle = colors[transports.indexOf(link.transport)];
-      context.globalAlpha = this.picked ? 0.9 : 0.3 + (0.4 * link.traffic) / most;
-      context.lineWidth = 1 + (1.5 * link.traffic) / most;
+      const isAlerting = this.#isAlerting(link);
+      context.strokeStyle = isAlerting ? cssColor("bad") : colors[transports.indexOf(link.transport)];
+      context.globalAlpha = isAlerting ? 1 : this.picked ? 0.9 : 0.3 + (0.4 * link.traffic) / most;
+      context.lineWidth = isAlerting ? 3 : 1 + (1.5 * link.traffic) / most;
+      context.setLineDash(isAlerting ? [7, 4] : []);
       const [x1, y1] = [from.left + from.width / 2 - origin.left, from.top + from.height / 2 - origin.top];
       const [x2, y2] = [to.left + to.width / 2 - origin.left, to.top + to.height / 2 - origin.top];
+      // Within a row it passes above or below the workers between, which would hide it.
+      const [bentX, bentY] = y1 === y2 ? [0, Math.sign(x1 - x2) * (from.height + 14)] : [(y2 - y1) / 8, (x1 - x2) / 8];
       context.beginPath();
       context.moveTo(x1, y1);
-      context.quadraticCurveTo((x1 + x2) / 2 + (y2 - y1) / 8, (y1 + y2) / 2 - (x2 - x1) / 8, x2, y2);
+      context.quadraticCurveTo((x1 + x2) / 2 + bentX, (y1 + y2) / 2 + bentY, x2, y2);
       context.stroke();
     }
     const marks = transports.map((name, i) =>
       el("li", {}, el("i", { class: `mark ${LINE_COLORS[i % LINE_COLORS.length]}` }), name),
     );
+    if (this.alerting.size) marks.push(el("li", {}, el("i", { class: "mark dashed bad" }), "an alert fires"));
     this.legend.replaceChildren(...marks);
+  }
+
+  /** @param {Link} link @returns {boolean} */
+  #isAlerting(link) {
+    return this.alerting.has(`${link.from}\n${link.to}`);
   }
 
   /** @returns {Link[]} */
   #linksToDraw() {
     const own = this.picked
       ? this.links.filter((link) => link.from === this.picked || link.to === this.picked)
-      : [...this.links].sort((a, b) => b.traffic - a.traffic);
+      : [...this.links].sort((a, b) => Number(this.#isAlerting(b)) - Number(this.#isAlerting(a)) || b.traffic - a.traffic);
     return own.slice(0, this.picked ? 4 * MOST_LINES : MOST_LINES);
   }
 }
