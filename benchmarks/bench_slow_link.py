@@ -2,7 +2,7 @@
 
 A prefill worker and two decode workers, each in a network namespace of its own, embedded engine,
 `tcp`, behind one gateway (`round_robin`). htb gives each of the two links `--rate` Mbit/s. Requests
-of 64 tokens keep both in use. Once both links' usual times are known, one of them has the fault
+of `--prompt-tokens` keep both in use. Once both links' usual times are known, one of them has the fault
 
     bandwidth   a tenth of its rate
     delay       20 ms more, by a TCP relay through which all its connections go from the start
@@ -68,7 +68,6 @@ STARTED_AT = time.monotonic()
 NAMES = ("prefill", "decode-a", "decode-b")
 STEADY, SLOWED = NAMES[1:]
 MODEL = {"layers": 4, "hidden": 256, "heads": 8, "kv-heads": 8}
-PROMPT_TOKENS = 64
 SETTINGS: dict[str, object] = {
     "engine.num_threads": 1,
     "engine.dtype": "float32",
@@ -90,11 +89,15 @@ PICTURED = {
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """Transfers of one link. `ratio`: time of the latest ones over that of the first ones."""
+    """Transfers of one link. `ratio`: time of the latest ones over that of the first ones.
+
+    `recent_s`: quantiles of the last minute.
+    """
 
     num: int
     seconds: float
     ratio: float | None
+    recent_s: dict[str, float | None]
 
     def mean_ms_since(self, before: LinkTimes) -> float | None:
         """Of transfers that ended since."""
@@ -104,15 +107,21 @@ class LinkTimes:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one fault did. Times of transfers: means in ms since the start, and during the fault."""
+    """What one fault did.
+
+    Times of transfers: means in ms, since the start and during the fault, and quantiles in seconds
+    of the last minute, before the fault and at its end.
+    """
 
     fault: str
     evidence: Evidence
     alert: str
     fired_after_s: float | None
     ratios: dict[str, float | None]
-    transfer_ms_before: dict[str, float | None]
-    transfer_ms_during: dict[str, float | None]
+    mean_ms_before: dict[str, float | None]
+    mean_ms_during: dict[str, float | None]
+    recent_s_before: dict[str, dict[str, float | None]]
+    recent_s_during: dict[str, dict[str, float | None]]
     others: list[str]
     resolved_after_s: float | None = None
 
@@ -163,8 +172,9 @@ def start_gateway(fleet: Fleet, workers: list[FleetProcess]) -> str:
 class Clients:
     """Ask for one token of random prompts, until they are stopped."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, prompt_tokens: int) -> None:
         self._url, self._stop = url, threading.Event()
+        self._prompt_tokens = prompt_tokens
         self._threads = [
             threading.Thread(target=self._ask, args=(seed,), daemon=True)
             for seed in range(NUM_CLIENTS)
@@ -187,7 +197,7 @@ class Clients:
     def _ask(self, seed: int) -> None:
         rng = random.Random(seed)
         while not self._stop.is_set():
-            prompt = [rng.randrange(300, 4000) for _ in range(PROMPT_TOKENS)]
+            prompt = [rng.randrange(300, 4000) for _ in range(self._prompt_tokens)]
             body = {"model": self._model, "prompt": prompt, "max_tokens": 1}
             request = urllib.request.Request(
                 f"{self._url}/v1/completions",
@@ -216,7 +226,12 @@ class Gateway:
         for each in page["links"]:
             if each["worker"] == "prefill":
                 total, drift = each["total"], each["drift"] or NO_DRIFT
-                times = LinkTimes(total["num"], total["observed_s"], drift["ratio"])
+                times = LinkTimes(
+                    total["num"],
+                    total["observed_s"],
+                    drift["ratio"],
+                    each["recent"]["transfer_s"],
+                )
                 found[each["peer"]] = drift["state"], times
         return found
 
@@ -268,7 +283,7 @@ def play(name: AlertName, fault: Fault, gateway: Gateway, options: argparse.Name
         others.update(found.keys() - {expected})
         return expected in found
 
-    nothing = LinkTimes(0, 0.0, None)
+    nothing = LinkTimes(0, 0.0, None, {})
     before = gateway.times()
     with fault as measure:
         began = time.monotonic()
@@ -293,6 +308,8 @@ def play(name: AlertName, fault: Fault, gateway: Gateway, options: argparse.Name
         {peer: times.ratio for peer, times in latest.items()},
         {peer: times.mean_ms_since(nothing) for peer, times in before.items()},
         {peer: times.mean_ms_since(at_first.get(peer, nothing)) for peer, times in latest.items()},
+        {peer: times.recent_s for peer, times in before.items()},
+        {peer: times.recent_s for peer, times in latest.items()},
         sorted(others),
     )
     print(outcome, "as it should be" if outcome.is_right else "WRONG", flush=True)
@@ -308,7 +325,7 @@ def measure_far(
     fault = prepare_fault(options.fault, link, stack)
     stack.enter_context(fleet)
     gateway = Gateway(start_far_fleet(fleet, hosts, model))
-    clients = stack.enter_context(Clients(gateway.url))
+    clients = stack.enter_context(Clients(gateway.url, options.prompt_tokens))
 
     def are_steady() -> bool:
         states = {peer: state for peer, (state, _) in gateway.links().items()}
@@ -351,7 +368,7 @@ def measure_near(
     stack.enter_context(fleet)
     gateway = Gateway(start_near_fleet(fleet, model))
     before = gateway.firing()
-    stack.enter_context(Clients(gateway.url))
+    stack.enter_context(Clients(gateway.url, options.prompt_tokens))
     outcome = play(AlertName.TRANSPORT_MISMATCH, forced_tcp(gateway), gateway, options)
     return {"firing_before": sorted(before), "outcome": outcome}
 
@@ -374,6 +391,7 @@ def main() -> None:
     faults = ("bandwidth", "delay", "loss", "transport")
     parser.add_argument("--fault", choices=faults, default="bandwidth")
     parser.add_argument("--rate", type=int, default=400, help="Mbit/s of each link")
+    parser.add_argument("--prompt-tokens", type=int, default=64, help="8 KiB of KV for each")
     parser.add_argument("--within", type=float, default=60.0, help="seconds until the alert")
     parser.add_argument("--quiet", type=float, default=8.0, help="seconds without another alert")
     parser.add_argument("--limit", type=float, default=150.0, help="seconds in all")
