@@ -2,7 +2,7 @@
 
 A prefill worker and two decode workers, each in a network namespace of its own, embedded engine,
 `tcp`, behind one gateway (`round_robin`). htb gives each of the two links `--rate` Mbit/s. Requests
-of `--prompt-tokens` keep both in use. Once both links' usual times are known, one of them has the fault
+of `--prompt-tokens` keep both in use. Once both links' usual times are known, one of them gets
 
     bandwidth   a tenth of its rate
     delay       20 ms more, by a TCP relay through which all its connections go from the start
@@ -28,19 +28,14 @@ import argparse
 import asyncio
 import json
 import os
-import random
 import sys
 import tempfile
-import threading
 import time
-import urllib.request
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
-import msgspec
 from dashboard_pictures import take_picture
 from link_faults import (
     DelayRelay,
@@ -53,56 +48,36 @@ from link_faults import (
 )
 from random_model import make_model
 from run_record import write_record
+from slow_link_fleet import (
+    MODEL,
+    NAMES,
+    SLOWED,
+    STEADY,
+    Clients,
+    Gateway,
+    LinkTimes,
+    start_far_fleet,
+    start_near_fleet,
+)
 
-from baton.protocol.alerts import AlertList, AlertName, AlertState
-from baton.testing.fleet import Fleet, FleetProcess, start_command
-from baton.testing.network_namespaces import BridgedHost, NoNamespaceError, bridged_hosts
+from baton.protocol.alerts import AlertName
+from baton.testing.fleet import Fleet
+from baton.testing.network_namespaces import NoNamespaceError, bridged_hosts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
     Fault = AbstractContextManager[Callable[[], Evidence]]
 
 STARTED_AT = time.monotonic()
-NAMES = ("prefill", "decode-a", "decode-b")
-STEADY, SLOWED = NAMES[1:]
-MODEL = {"layers": 4, "hidden": 256, "heads": 8, "kv-heads": 8}
-SETTINGS: dict[str, object] = {
-    "engine.num_threads": 1,
-    "engine.dtype": "float32",
-    "engine.num_blocks": 256,
-    "transfer.transports": ["tcp"],
-    "handoff.layer_batch_bytes": 0,
-}
-NUM_CLIENTS = 1
 REPORTED_WITHIN_S = 6.0
 """The gateway reads workers' reports every 5 s."""
-NO_DRIFT = {"state": "unknown", "ratio": None}
-
-
+WHEN = ("before", "during")
 PICTURED = {
     AlertName.LINK_DRIFT: "drift of links",
     AlertName.TRANSPORT_MISMATCH: "time for each MiB, p50",
 }
-
-
-@dataclass(frozen=True)
-class LinkTimes:
-    """Transfers of one link. `ratio`: time of the latest ones over that of the first ones.
-
-    `recent_s`: quantiles of the last minute.
-    """
-
-    num: int
-    seconds: float
-    ratio: float | None
-    recent_s: dict[str, float | None]
-
-    def mean_ms_since(self, before: LinkTimes) -> float | None:
-        """Of transfers that ended since."""
-        num = self.num - before.num
-        return 1e3 * (self.seconds - before.seconds) / num if num else None
 
 
 @dataclass(frozen=True)
@@ -129,134 +104,6 @@ class Outcome:
     def is_right(self) -> bool:
         """Whether that alert was raised, and no other."""
         return self.evidence.happened and self.fired_after_s is not None and not self.others
-
-
-def start_far_fleet(fleet: Fleet, hosts: Sequence[BridgedHost], model: Path) -> str:
-    """Each worker on a host of its own; the gateway's URL."""
-    workers = []
-    for name, host in zip(NAMES, hosts, strict=True):
-        own: dict[str, object] = {
-            "worker.host": host.address,
-            "worker.handoff_host": host.address,
-            "worker.topology": f"zone/rack/{name}",
-            "worker.model": str(model),
-        }
-        fleet.start = partial(start_command, prefix=host.prefix)
-        workers.append(fleet.start_worker(name, name.partition("-")[0], SETTINGS | own))
-    fleet.start = start_command
-    return start_gateway(fleet, workers)
-
-
-def start_near_fleet(fleet: Fleet, model: Path) -> str:
-    """All on one host, where the slowed one has only `tcp`; the gateway's URL."""
-    workers = []
-    for name in NAMES:
-        own: dict[str, object] = {
-            "worker.topology": "zone/rack/host",
-            "worker.model": str(model),
-            "transfer.transports": ["tcp"] if name == SLOWED else ["shared", "tcp"],
-            "transfer.choice": "listed",
-        }
-        workers.append(fleet.start_worker(name, name.partition("-")[0], SETTINGS | own))
-    return start_gateway(fleet, workers)
-
-
-def start_gateway(fleet: Fleet, workers: list[FleetProcess]) -> str:
-    """Its URL, once all are ready."""
-    for worker in workers:
-        worker.wait_ready()
-    settings = {"router.policy": "round_robin", "gateway.mode": "push", "alerts.interval_s": 1}
-    return fleet.start_gateway(workers[:1], workers[1:], settings=settings).url
-
-
-class Clients:
-    """Ask for one token of random prompts, until they are stopped."""
-
-    def __init__(self, url: str, prompt_tokens: int) -> None:
-        self._url, self._stop = url, threading.Event()
-        self._prompt_tokens = prompt_tokens
-        self._threads = [
-            threading.Thread(target=self._ask, args=(seed,), daemon=True)
-            for seed in range(NUM_CLIENTS)
-        ]
-        with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as reply:
-            self._model = json.load(reply)["data"][0]["id"]
-        self.num_answered = 0
-        self.problem = ""
-
-    def __enter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(30)
-
-    def _ask(self, seed: int) -> None:
-        rng = random.Random(seed)
-        while not self._stop.is_set():
-            prompt = [rng.randrange(300, 4000) for _ in range(self._prompt_tokens)]
-            body = {"model": self._model, "prompt": prompt, "max_tokens": 1}
-            request = urllib.request.Request(
-                f"{self._url}/v1/completions",
-                json.dumps(body).encode(),
-                {"content-type": "application/json"},
-            )
-            try:
-                with urllib.request.urlopen(request, timeout=30) as reply:
-                    reply.read()
-                self.num_answered += 1
-            except OSError as exc:
-                self.problem = str(exc)
-
-
-class Gateway:
-    """What the gateway reports of links and alerts."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-
-    def links(self) -> dict[str, tuple[str, LinkTimes]]:
-        """State and times of the prefill worker's links, by the decode worker."""
-        with urllib.request.urlopen(f"{self.url}/debug/transfers", timeout=10) as reply:
-            page = json.load(reply)
-        found = {}
-        for each in page["links"]:
-            if each["worker"] == "prefill":
-                total, drift = each["total"], each["drift"] or NO_DRIFT
-                times = LinkTimes(
-                    total["num"],
-                    total["observed_s"],
-                    drift["ratio"],
-                    each["recent"]["transfer_s"],
-                )
-                found[each["peer"]] = drift["state"], times
-        return found
-
-    def transports(self) -> dict[str, set[str]]:
-        """What carried KV to each decode worker."""
-        with urllib.request.urlopen(f"{self.url}/debug/transfers", timeout=10) as reply:
-            page = json.load(reply)
-        found: dict[str, set[str]] = {}
-        for each in page["handoffs"]:
-            found.setdefault(each["decode"], set()).add(each["transport"])
-        return found
-
-    def times(self) -> dict[str, LinkTimes]:
-        """Of both links."""
-        return {peer: times for peer, (_, times) in self.links().items()}
-
-    def firing(self) -> dict[str, str]:
-        """Names and summaries of the alerts that are firing, by their label `to`, or name."""
-        with urllib.request.urlopen(f"{self.url}/alerts", timeout=10) as reply:
-            page = msgspec.json.decode(reply.read(), type=AlertList)
-        return {
-            f"{each.alert} {each.labels.get('to', '')}": each.summary
-            for each in page.alerts
-            if each.state is AlertState.FIRING
-        }
 
 
 def wait_until(condition: Callable[[], bool], within_s: float) -> float | None:
@@ -385,6 +232,40 @@ def forced_tcp(gateway: Gateway) -> Iterator[Callable[[], Evidence]]:
     yield measure
 
 
+def print_table(paths: list[Path]) -> None:
+    """Of records, as docs/observability/alerts.md has it."""
+    print("| fault | that it happened | seconds until the alert | mean of a transfer, ms |", end="")
+    print(" p99 of a minute, ms | ratio | the other link's ratio | other alerts |")
+    print("|---|---|---|---|---|---|---|---|")
+    for path in paths:
+        record = json.loads(path.read_text("utf-8"))
+        it, size = record["outcome"], 8 * record["prompt_tokens"]
+        evidence = it["evidence"]
+        fired = it["fired_after_s"]
+        cells = [
+            f"{it['fault']}, {size} KiB of KV a prompt",
+            f"{evidence['what']}: {evidence['before']:.3g} → {evidence['during']:.3g}",
+            f"not within {record['within_s']:.0f}" if fired is None else f"{fired:.0f}",
+            _change(it["mean_ms_before"], it["mean_ms_during"], 1),
+            _change(
+                *({SLOWED: it[f"recent_s_{when}"].get(SLOWED, {}).get("p99")} for when in WHEN),
+                1e3,
+            ),
+            *(_round(it["ratios"].get(name)) for name in (SLOWED, STEADY)),
+            ", ".join(it["others"]) or "none",
+        ]
+        print("|", " | ".join(cells), "|")
+
+
+def _change(before: dict[str, float | None], during: dict[str, float | None], unit: float) -> str:
+    values = [each.get(SLOWED) for each in (before, during)]
+    return " → ".join("-" if each is None else f"{each * unit:.3g}" for each in values)
+
+
+def _round(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
 def main() -> None:
     """Measure; exit status 1 where something was wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -397,7 +278,11 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=150.0, help="seconds in all")
     parser.add_argument("--screenshots", type=Path, help="folder for a picture of the dashboard")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--table", type=Path, nargs="+", help="print a table of such JSON files")
     options = parser.parse_args()
+    if options.table:
+        print_table(options.table)
+        return
     environment = dict(os.environ, BATON_CLUSTER_KEY=os.urandom(32).hex())
     measure = measure_near if options.fault == "transport" else measure_far
     try:
@@ -406,7 +291,8 @@ def main() -> None:
             fleet = Fleet(folder, environment)
             found = measure(stack, fleet, make_model(folder, MODEL), options)
             # Before the fleet ends: that takes seconds on a busy machine, and may fail.
-            write_record(options.json, **found)
+            sizes = {"prompt_tokens": options.prompt_tokens, "within_s": options.within}
+            write_record(options.json, **sizes, **found)
     except NoNamespaceError as exc:
         sys.exit(f"skipped: {exc}; run it as root, with iproute2")
     outcome = found["outcome"]
