@@ -76,7 +76,7 @@ REPORTED_WITHIN_S = 6.0
 WHEN = ("before", "during")
 PICTURED = {
     AlertName.LINK_DRIFT: "drift of links",
-    AlertName.TRANSPORT_MISMATCH: "time for each MiB, p50",
+    AlertName.TRANSPORT_MISMATCH: "measured latency",
 }
 
 
@@ -84,8 +84,8 @@ PICTURED = {
 class Outcome:
     """What one fault did.
 
-    Times of transfers: means in ms, since the start and during the fault, and quantiles in seconds
-    of the last minute, before the fault and at its end.
+    Periods in which a link was in use: means in ms, since the start and during the fault, and
+    quantiles in seconds of the last minute, before the fault and at its end.
     """
 
     fault: str
@@ -234,8 +234,8 @@ def forced_tcp(gateway: Gateway) -> Iterator[Callable[[], Evidence]]:
 
 def print_table(paths: list[Path]) -> None:
     """Of records, as docs/observability/alerts.md has it."""
-    print("| fault | that it happened | seconds until the alert | mean of a transfer, ms |", end="")
-    print(" p99 of a minute, ms | ratio | the other link's ratio | other alerts |")
+    print("| fault | that it happened | seconds until the alert | mean period of use, ms |", end="")
+    print(" its p99 of a minute, ms | ratio | the other link's ratio | other alerts |")
     print("|---|---|---|---|---|---|---|---|")
     for path in paths:
         record = json.loads(path.read_text("utf-8"))
