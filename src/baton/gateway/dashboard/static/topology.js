@@ -239,8 +239,7 @@ export class Topology {
       context.setLineDash(isAlerting ? [7, 4] : []);
       const [x1, y1] = [from.left + from.width / 2 - origin.left, from.top + from.height / 2 - origin.top];
       const [x2, y2] = [to.left + to.width / 2 - origin.left, to.top + to.height / 2 - origin.top];
-      // Within a row it passes above or below the workers between, which would hide it.
-      const [bentX, bentY] = y1 === y2 ? [0, Math.sign(x1 - x2) * (from.height + 14)] : [(y2 - y1) / 8, (x1 - x2) / 8];
+      const [bentX, bentY] = bend(x2 - x1, y2 - y1, from);
       context.beginPath();
       context.moveTo(x1, y1);
       context.quadraticCurveTo((x1 + x2) / 2 + bentX, (y1 + y2) / 2 + bentY, x2, y2);
@@ -275,4 +274,14 @@ export function standingOf(worker) {
 /** @param {Worker} worker @returns {number | null} */
 export function usedShare(worker) {
   return worker.load ? 1 - worker.load.num_free_blocks / worker.load.num_blocks : null;
+}
+
+/**
+ * How far a line's middle is pulled aside, twice. In a row or a column of workers it passes beside those between, which would hide it.
+ * @param {number} dx @param {number} dy @param {DOMRect} box of a worker @returns {[number, number]}
+ */
+function bend(dx, dy, box) {
+  if (dy === 0) return [0, -Math.sign(dx) * Math.max(box.height + 14, Math.abs(dx) / 8)];
+  if (dx === 0) return [Math.sign(dy) * Math.max(box.width + 24, Math.abs(dy) / 8), 0];
+  return [dy / 8, -dx / 8];
 }
