@@ -259,7 +259,10 @@ def print_table(paths: list[Path]) -> None:
 
 def _change(outcome: dict[str, dict[str, dict[str, float]]], quantile: str) -> str:
     seconds = [outcome[f"recent_s_{when}"].get(SLOWED, {}).get(quantile) for when in WHEN]
-    return " → ".join("-" if each is None else f"{each * 1e3:.3g}" for each in seconds) + " ms"
+    shown = (
+        "-" if each is None else f"{each * 1e3:.{0 if each > 0.1 else 1}f}" for each in seconds
+    )
+    return " → ".join(shown) + " ms"
 
 
 def main() -> None:
