@@ -128,7 +128,14 @@ class Page:
         await self.call("Emulation.setEmulatedMedia", features=[feature])
 
     async def press(self, key: str) -> None:
-        codes = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowRight": 39, "ArrowDown": 40}
+        codes = {
+            "Tab": 9,
+            "Enter": 13,
+            "Escape": 27,
+            "ArrowUp": 38,
+            "ArrowRight": 39,
+            "ArrowDown": 40,
+        }
         text = {"text": "\r"} if key == "Enter" else {}
         for kind in ("keyDown", "keyUp"):
             await self.call(

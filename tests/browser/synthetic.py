@@ -151,7 +151,7 @@ class Fleet:
         )  # fmt: skip
 
     def alert(self, name: AlertName, state: AlertState, at: float) -> Alert:
-        labels = {"sender": self.worker_name(0), "receiver": self.worker_name(1)}
+        labels = {"from": self.worker_name(0), "to": self.worker_name(1)}
         return Alert(
             alert=name,
             state=state,

@@ -146,6 +146,24 @@ async def ring_holds_an_hour(page: Page, stream: Stream) -> None:
     assert shown == [3600, 16_401, 20_000, 60, 40_000, 7200, 515]
 
 
+async def alert_of_a_link_is_marked_where_the_link_is(page: Page, stream: Stream) -> None:
+    pair = " → ".join(map(stream.fleet.worker_name, (0, 1)))
+    await page.until("document.querySelector('.alert .pair-figures')?.textContent")
+    figures = await text_of(page, ".alert .pair-figures")
+    assert figures.startswith(f"{pair}, last minute: ")
+    assert "tcp measured: " in figures
+    assert "latency" in figures
+    assert "an alert fires" in await text_of(page, "#link-legend")
+    await page.run("document.querySelector('#heat').focus()")
+    await page.press("ArrowDown")
+    await page.press("ArrowUp")
+    readout = await text_of(page, "#heat-readout")
+    assert readout.startswith(pair)
+    assert readout.endswith("an alert fires")
+    await page.press("ArrowDown")
+    assert "an alert" not in await text_of(page, "#heat-readout")
+
+
 async def pause_and_resume(page: Page, stream: Stream) -> None:
     await page.run("document.querySelector('#pause').click()")
     assert await text_of(page, "#state") == "paused"
@@ -164,6 +182,7 @@ def test_keyboard_screen_reader_and_widths() -> None:
         charts_have_tables,
         fits_every_width,
         ring_holds_an_hour,
+        alert_of_a_link_is_marked_where_the_link_is,
         pause_and_resume,
     )
 

@@ -3,12 +3,17 @@
 import { byId, el, setText } from "./dom.js";
 import { clock } from "./format.js";
 import { drawSoon } from "./frames.js";
+import { figuresOfPair } from "./transfers.js";
 
 /** @typedef {{alert: string, state: string, severity: string, labels: Record<string, string>, summary: string, starts_at: number, runbook_url: string}} Alert */
 
 let shown = "";
 /** @type {Map<string, string>} */
 let states = new Map();
+/** @type {{alert: Alert, element: HTMLElement}[]} what the pair of each shown alert takes now */
+let figures = [];
+/** @type {Record<string, any> | null} */
+let report = null;
 
 /** @param {{alerts: Alert[], not_evaluated: Record<string, string>, num_dropped: number}} list */
 export function showAlerts(list) {
@@ -18,8 +23,31 @@ export function showAlerts(list) {
   drawSoon("alerts", () => draw(list));
 }
 
+/** @param {Record<string, any>} latest report of links and transfers */
+export function showAlertFigures(latest) {
+  report = latest;
+  drawSoon("alert-figures", drawFigures);
+}
+
+/** @param {Alert[]} alerts @returns {Set<string>} the firing ones' pairs of workers, in both directions */
+export function firingPairs(alerts) {
+  const pairs = alerts
+    .filter((alert) => alert.state === "firing" && alert.labels.from && alert.labels.to)
+    .flatMap(({ labels }) => [`${labels.from}\n${labels.to}`, `${labels.to}\n${labels.from}`]);
+  return new Set(pairs);
+}
+
+function drawFigures() {
+  if (!report) return;
+  for (const { alert, element } of figures) setText(element, figuresOfPair(report, alert.labels.from, alert.labels.to));
+}
+
 /** @param {{alerts: Alert[], not_evaluated: Record<string, string>, num_dropped: number}} list */
 function draw(list) {
+  figures = list.alerts
+    .filter((alert) => alert.state !== "resolved" && alert.labels.from && alert.labels.to)
+    .map((alert) => ({ alert, element: el("span", { class: "pair-figures" }) }));
+  const figuresOf = new Map(figures.map(({ alert, element }) => [alert, element]));
   const rows = list.alerts.map((alert) =>
     el(
       "div",
@@ -28,6 +56,7 @@ function draw(list) {
       el("span", { text: alert.summary }),
       el("small", { text: `${labelsText(alert)} since ${clock(alert.starts_at)}` }),
       ...runbook(alert),
+      figuresOf.get(alert) ?? "",
     ),
   );
   if (!rows.length) rows.push(el("p", { class: "empty", text: "no alert is pending or firing" }));
@@ -40,6 +69,7 @@ function draw(list) {
     );
   }
   byId("alerts-list").replaceChildren(...rows);
+  drawFigures();
   announce(list.alerts);
 }
 

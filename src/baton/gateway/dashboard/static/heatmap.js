@@ -8,6 +8,10 @@ import { Table } from "./tables.js";
 /** @typedef {{name: string, format: (value: number) => string, cells: Cell[]}} Layer */
 
 const MAX_CELL_PX = 22;
+const NAMES_PX = 120;
+const NAMED_CELL_PX = [64, 130];
+const NAMED_CELL_HEIGHT_PX = 26;
+const DARK_SHADES_FROM = 4;
 const MIN_CELL_PX = 3;
 const TABLE_ROWS = 20;
 const NUM_SHADES = 6;
@@ -26,7 +30,10 @@ export class HeatMap {
     /** @type {Map<string, Cell>} */
     this.cells = new Map();
     this.at = [0, 0];
-    this.size = MAX_CELL_PX;
+    /** @type {Set<string>} pairs of workers for which an alert fires */
+    this.alerting = new Set();
+    /** Of a cell, and of the names before it; without room for names they are 0. */
+    this.grid = { width: MAX_CELL_PX, height: MAX_CELL_PX, left: 0, top: 0 };
     this.table = new Table(
       "Pairs with the highest values",
       [
@@ -40,7 +47,8 @@ export class HeatMap {
     byId("heat-table").append(this.table.element);
     this.choice.addEventListener("change", () => this.#drawSoon());
     this.canvas.addEventListener("pointermove", (event) => {
-      this.#move(Math.floor(event.offsetY / this.size), Math.floor(event.offsetX / this.size));
+      const { width, height, left, top } = this.grid;
+      this.#move(Math.floor((event.offsetY - top) / height), Math.floor((event.offsetX - left) / width));
     });
     this.canvas.addEventListener("keydown", (event) => this.#onKey(event));
     new ResizeObserver(() => this.#drawSoon()).observe(/** @type {HTMLElement} */ (this.canvas.parentElement));
@@ -55,6 +63,13 @@ export class HeatMap {
       this.choice.replaceChildren(...names.map((name) => el("option", { text: name, attrs: { value: name } })));
       if (names.includes(chosen)) this.choice.value = chosen;
     }
+    this.#drawSoon();
+  }
+
+  /** @param {Set<string>} pairs */
+  setAlerting(pairs) {
+    if ([...pairs].join() === [...this.alerting].join()) return;
+    this.alerting = pairs;
     this.#drawSoon();
   }
 
@@ -79,8 +94,9 @@ export class HeatMap {
     this.columns = [...new Set(layer.cells.map((cell) => cell.to))].sort();
     this.cells = new Map(layer.cells.map((cell) => [`${cell.from}\n${cell.to}`, cell]));
     const room = this.canvas.parentElement?.clientWidth ?? 300;
-    this.size = Math.max(MIN_CELL_PX, Math.min(MAX_CELL_PX, Math.floor(room / this.columns.length)));
-    const [width, height] = [this.size * this.columns.length, this.size * this.rows.length];
+    this.grid = gridOf(room, this.columns.length);
+    const { grid } = this;
+    const [width, height] = [grid.left + grid.width * this.columns.length, grid.top + grid.height * this.rows.length];
     const ratio = window.devicePixelRatio || 1;
     this.canvas.width = width * ratio;
     this.canvas.height = height * ratio;
@@ -92,16 +108,29 @@ export class HeatMap {
     const values = layer.cells.map((cell) => cell.value);
     const [low, high] = [Math.min(...values), Math.max(...values)];
     const shades = Array.from({ length: NUM_SHADES }, (_, i) => cssColor(`heat-${i}`));
-    const gap = this.size > 6 ? 1 : 0;
+    const gap = grid.width > 6 ? 1 : 0;
     context.fillStyle = cssColor("panel-2");
-    context.fillRect(0, 0, width, height);
+    context.fillRect(grid.left, grid.top, width, height);
+    context.font = "12px system-ui, sans-serif";
+    context.textBaseline = "middle";
+    if (grid.left) this.#drawNames(context);
     const rowAt = new Map(this.rows.map((name, i) => [name, i]));
     const columnAt = new Map(this.columns.map((name, i) => [name, i]));
     for (const cell of layer.cells) {
       const share = high > low ? (cell.value - low) / (high - low) : 1;
-      context.fillStyle = shades[Math.min(NUM_SHADES - 1, Math.floor(share * NUM_SHADES))];
-      const [row, column] = [rowAt.get(cell.from) ?? 0, columnAt.get(cell.to) ?? 0];
-      context.fillRect(column * this.size, row * this.size, this.size - gap, this.size - gap);
+      const shade = Math.min(NUM_SHADES - 1, Math.floor(share * NUM_SHADES));
+      context.fillStyle = shades[shade];
+      const [x, y] = [grid.left + (columnAt.get(cell.to) ?? 0) * grid.width, grid.top + (rowAt.get(cell.from) ?? 0) * grid.height];
+      context.fillRect(x, y, grid.width - gap, grid.height - gap);
+      if (grid.left) {
+        context.fillStyle = cssColor(shade < DARK_SHADES_FROM ? "text" : "panel");
+        context.fillText(layer.format(cell.value), x + 8, y + grid.height / 2, grid.width - 12);
+      }
+      if (this.alerting.has(`${cell.from}\n${cell.to}`)) {
+        context.strokeStyle = cssColor("bad");
+        context.lineWidth = Math.min(3, grid.width / 4);
+        context.strokeRect(x + 1, y + 1, grid.width - gap - 2, grid.height - gap - 2);
+      }
     }
     setText(byId("heat-low"), layer.format(low));
     setText(byId("heat-high"), layer.format(high));
@@ -111,6 +140,14 @@ export class HeatMap {
         `from ${layer.format(low)} to ${layer.format(high)}; arrow keys read cells`,
     );
     this.table.show([...layer.cells].sort((a, b) => b.value - a.value).slice(0, TABLE_ROWS));
+  }
+
+  /** @param {CanvasRenderingContext2D} context */
+  #drawNames(context) {
+    const { width, height, left, top } = this.grid;
+    context.fillStyle = cssColor("soft");
+    this.rows.forEach((name, i) => context.fillText(shorten(context, name, left - 8), 0, top + (i + 0.5) * height));
+    this.columns.forEach((name, i) => context.fillText(shorten(context, name, width - 8), left + i * width + 8, top / 2));
   }
 
   /** @param {KeyboardEvent} event */
@@ -134,7 +171,22 @@ export class HeatMap {
     const [from, to] = [this.rows[this.at[0]], this.columns[this.at[1]]];
     if (from === undefined || to === undefined) return;
     const cell = this.cells.get(`${from}\n${to}`);
-    const value = cell ? `${this.#layer()?.format(cell.value)}${cell.note ? `, ${cell.note}` : ""}` : "nothing";
+    const alert = this.alerting.has(`${from}\n${to}`) ? "; an alert fires" : "";
+    const value = cell ? `${this.#layer()?.format(cell.value)}${cell.note ? `, ${cell.note}` : ""}${alert}` : "nothing";
     setText(this.readout, `${from} → ${to}: ${value}`);
   }
+}
+
+/** @param {number} room @param {number} numColumns @returns {{width: number, height: number, left: number, top: number}} */
+function gridOf(room, numColumns) {
+  const width = Math.floor((room - NAMES_PX) / numColumns);
+  if (width >= NAMED_CELL_PX[0]) return { width: Math.min(width, NAMED_CELL_PX[1]), height: NAMED_CELL_HEIGHT_PX, left: NAMES_PX, top: 20 };
+  const size = Math.max(MIN_CELL_PX, Math.min(MAX_CELL_PX, Math.floor(room / numColumns)));
+  return { width: size, height: size, left: 0, top: 0 };
+}
+
+/** @param {CanvasRenderingContext2D} context @param {string} text @param {number} room in px @returns {string} */
+function shorten(context, text, room) {
+  const width = context.measureText(text).width;
+  return width <= room ? text : `${text.slice(0, Math.max(1, Math.floor((text.length * room) / width) - 1))}…`;
 }

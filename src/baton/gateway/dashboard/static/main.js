@@ -1,6 +1,6 @@
 // The page's start: connects the stream of snapshots with the panels.
 
-import { showAlerts } from "./alerts.js";
+import { firingPairs, showAlertFigures, showAlerts } from "./alerts.js";
 import { Chart } from "./charts.js";
 import { byId, setAttr, setText } from "./dom.js";
 import { openFeed } from "./feed.js";
@@ -105,11 +105,15 @@ const feed = openFeed(
       topology.update(tick.workers.workers, tick.num_hidden);
       showTick(tick);
       showAlerts(tick.alerts);
+      const alerting = firingPairs(tick.alerts.alerts);
+      topology.setAlerting(alerting);
+      heat.setAlerting(alerting);
     },
     /** @param {Data} report */
     links(report) {
       showCosts(report.links);
       showTransfers(report.transfers);
+      showAlertFigures(report);
       const traffic = trafficOf(report.transfers);
       const links = report.links.models.flatMap((/** @type {Data} */ model) => model.links);
       topology.setLinks(links.map((/** @type {Data} */ link) => ({ ...link, traffic: traffic.get(`${link.from}\n${link.to}`) ?? 0 })));

@@ -30,6 +30,8 @@ export class Topology {
     this.boxes = new Map();
     /** @type {Link[]} */
     this.links = [];
+    /** @type {Set<string>} pairs of workers for which an alert fires */
+    this.alerting = new Set();
     this.places = "";
     this.picked = "";
     this.links_of = new Table(
@@ -71,6 +73,13 @@ export class Topology {
   /** @param {Link[]} links */
   setLinks(links) {
     this.links = links;
+    drawSoon("lines", () => this.#drawLines());
+  }
+
+  /** @param {Set<string>} pairs */
+  setAlerting(pairs) {
+    if ([...pairs].join() === [...this.alerting].join()) return;
+    this.alerting = pairs;
     drawSoon("lines", () => this.#drawLines());
   }
 
@@ -223,27 +232,36 @@ export class Topology {
     for (const link of shown) {
       const [from, to] = [link.from, link.to].map((name) => this.boxes.get(name)?.box.getBoundingClientRect());
       if (!from || !to || link.from === link.to) continue;
-      context.strokeStyle = colors[transports.indexOf(link.transport)];
-      context.globalAlpha = this.picked ? 0.9 : 0.3 + (0.4 * link.traffic) / most;
-      context.lineWidth = 1 + (1.5 * link.traffic) / most;
+      const isAlerting = this.#isAlerting(link);
+      context.strokeStyle = isAlerting ? cssColor("bad") : colors[transports.indexOf(link.transport)];
+      context.globalAlpha = isAlerting ? 1 : this.picked ? 0.9 : 0.3 + (0.4 * link.traffic) / most;
+      context.lineWidth = isAlerting ? 3 : 1 + (1.5 * link.traffic) / most;
+      context.setLineDash(isAlerting ? [7, 4] : []);
       const [x1, y1] = [from.left + from.width / 2 - origin.left, from.top + from.height / 2 - origin.top];
       const [x2, y2] = [to.left + to.width / 2 - origin.left, to.top + to.height / 2 - origin.top];
+      const [bentX, bentY] = bend(x2 - x1, y2 - y1, from);
       context.beginPath();
       context.moveTo(x1, y1);
-      context.quadraticCurveTo((x1 + x2) / 2 + (y2 - y1) / 8, (y1 + y2) / 2 - (x2 - x1) / 8, x2, y2);
+      context.quadraticCurveTo((x1 + x2) / 2 + bentX, (y1 + y2) / 2 + bentY, x2, y2);
       context.stroke();
     }
     const marks = transports.map((name, i) =>
       el("li", {}, el("i", { class: `mark ${LINE_COLORS[i % LINE_COLORS.length]}` }), name),
     );
+    if (this.alerting.size) marks.push(el("li", {}, el("i", { class: "mark dashed bad" }), "an alert fires"));
     this.legend.replaceChildren(...marks);
+  }
+
+  /** @param {Link} link @returns {boolean} */
+  #isAlerting(link) {
+    return this.alerting.has(`${link.from}\n${link.to}`);
   }
 
   /** @returns {Link[]} */
   #linksToDraw() {
     const own = this.picked
       ? this.links.filter((link) => link.from === this.picked || link.to === this.picked)
-      : [...this.links].sort((a, b) => b.traffic - a.traffic);
+      : [...this.links].sort((a, b) => Number(this.#isAlerting(b)) - Number(this.#isAlerting(a)) || b.traffic - a.traffic);
     return own.slice(0, this.picked ? 4 * MOST_LINES : MOST_LINES);
   }
 }
@@ -256,4 +274,14 @@ export function standingOf(worker) {
 /** @param {Worker} worker @returns {number | null} */
 export function usedShare(worker) {
   return worker.load ? 1 - worker.load.num_free_blocks / worker.load.num_blocks : null;
+}
+
+/**
+ * How far a line's middle is pulled aside, twice. In a row or a column of workers it passes beside those between, which would hide it.
+ * @param {number} dx @param {number} dy @param {DOMRect} box of a worker @returns {[number, number]}
+ */
+function bend(dx, dy, box) {
+  if (dy === 0) return [0, -Math.sign(dx) * Math.max(box.height + 14, Math.abs(dx) / 8)];
+  if (dx === 0) return [Math.sign(dy) * Math.max(box.width + 24, Math.abs(dy) / 8), 0];
+  return [dy / 8, -dx / 8];
 }

@@ -20,8 +20,8 @@ const distances = new Table(
     { head: "KV", isNumber: true, text: (row) => bytes(row.num_bytes) },
     { head: "time p50", isNumber: true, text: (row) => duration(row.transfer_p50_s) },
     { head: "p99", isNumber: true, text: (row) => duration(row.transfer_p99_s) },
-    { head: "bandwidth p50", isNumber: true, text: (row) => bandwidth(row.bytes_per_s_p50) },
-    { head: "exposed p50", isNumber: true, text: (row) => percent(row.exposed_share_p50) },
+    { head: "bandwidth", isNumber: true, text: (row) => bandwidth(row.bytes_per_s_p50) },
+    { head: "exposed", isNumber: true, text: (row) => percent(row.exposed_share_p50) },
   ],
   (row) => `${row.distance}\n${row.transport}`,
 );
@@ -66,6 +66,19 @@ export function transferLayers(transfers) {
       cells: transfers.drifts.map((/** @type {Data} */ link) => ({ from: link.worker, to: link.peer, value: link.ratio, note: `${link.transport} ${link.operation}, ${link.state}` })),
     },
   ];
+}
+
+/**
+ * What handoffs between two workers took in the last minute, and what was measured of their link.
+ * @param {Data} report @param {string} from @param {string} to @returns {string}
+ */
+export function figuresOfPair(report, from, to) {
+  const isPair = (/** @type {string} */ one, /** @type {string} */ other) => (one === from && other === to) || (one === to && other === from);
+  const [pair] = addByPair(report.transfers.pairs.filter((/** @type {Data} */ each) => each.num && isPair(each.prefill, each.decode)));
+  const links = report.links.models.flatMap((/** @type {Data} */ model) => model.links).filter((/** @type {Data} */ link) => isPair(link.from, link.to));
+  const parts = links.slice(0, 2).map((/** @type {Data} */ link) => `${link.transport} measured: ${duration(link.latency_s)} latency, ${bandwidth(link.bytes_per_s)}`);
+  if (pair) parts.unshift(`last minute: ${number(pair.num)} handoffs, p50 ${duration(pair.transfer_p50_s)}, ${duration(pair.s_per_mib_p50)} for each MiB`);
+  return parts.length ? `${from} → ${to}, ${parts.join(" · ")}` : "";
 }
 
 /**
