@@ -250,11 +250,11 @@ def print_table(paths: list[Path]) -> None:
             f"{8 * record['prompt_tokens']} KiB",
             f"{evidence['what']}: {evidence['before']:.3g} → {evidence['during']:.3g}",
             f"none in {record['within_s']:.0f} s" if fired is None else f"{fired:.0f} s",
+            ", ".join(map(str.strip, it["others"])) or "none",
             _change(it, "p50"),
             _change(it, "p99"),
         )
-        others = f"; others: {', '.join(it['others'])}" if it["others"] else ""
-        print("|", " | ".join(cells), "|" + others)
+        print("|", " | ".join(cells), "|")
 
 
 def _change(outcome: dict[str, dict[str, dict[str, float]]], quantile: str) -> str:
