@@ -237,10 +237,9 @@ def forced_tcp(gateway: Gateway) -> Iterator[Callable[[], Evidence]]:
 
 def print_table(paths: list[Path]) -> None:
     """Of records, as docs/observability/alerts.md has it."""
-    print(
-        "| fault | KV of a prompt | that it happened | alert after | p50 of the link's use | p99 |"
-    )
-    print("|---|---|---|---|---|---|")
+    print("| fault | KV of a prompt | that it happened | alert after | other alerts |", end="")
+    print(" p50 of the link's use | p99 |")
+    print("|---|---|---|---|---|---|---|")
     for path in paths:
         record = json.loads(path.read_text("utf-8"))
         it, evidence = record["outcome"], record["outcome"]["evidence"]
