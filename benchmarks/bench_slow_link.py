@@ -237,10 +237,9 @@ def forced_tcp(gateway: Gateway) -> Iterator[Callable[[], Evidence]]:
 
 def print_table(paths: list[Path]) -> None:
     """Of records, as docs/observability/alerts.md has it."""
-    print(
-        "| fault | KV of a prompt | that it happened | alert after | p50 of the link's use | p99 |"
-    )
-    print("|---|---|---|---|---|---|")
+    print("| fault | KV of a prompt | that it happened | alert after | other alerts |", end="")
+    print(" p50 of the link's use | p99 |")
+    print("|---|---|---|---|---|---|---|")
     for path in paths:
         record = json.loads(path.read_text("utf-8"))
         it, evidence = record["outcome"], record["outcome"]["evidence"]
@@ -250,11 +249,11 @@ def print_table(paths: list[Path]) -> None:
             f"{8 * record['prompt_tokens']} KiB",
             f"{evidence['what']}: {evidence['before']:.3g} → {evidence['during']:.3g}",
             f"none in {record['within_s']:.0f} s" if fired is None else f"{fired:.0f} s",
+            ", ".join(map(str.strip, it["others"])) or "none",
             _change(it, "p50"),
             _change(it, "p99"),
         )
-        others = f"; others: {', '.join(it['others'])}" if it["others"] else ""
-        print("|", " | ".join(cells), "|" + others)
+        print("|", " | ".join(cells), "|")
 
 
 def _change(outcome: dict[str, dict[str, dict[str, float]]], quantile: str) -> str:
