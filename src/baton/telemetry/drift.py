@@ -20,7 +20,9 @@ agree on a drift:
 - The latest `NUM_RECENT` residuals: median and lower quartile both exceed the reference's. Other
   work on the machine makes some transfers slower; a slower link makes all of them slower.
 
-Hysteresis: a drift ends when the sum is back at 0. A link that became faster is not reported, but
+Hysteresis: a drift ends when the sum is back at 0, or when the median of `NUM_LATER` transfers no
+longer shows it: where slow transfers are more frequent than in the reference, the sum stays above 0
+though most are as they were. A link that became faster is not reported, but
 its reference is learned again: by the old one, a slowdown would stay unseen until it exceeded it.
 """
 
@@ -70,6 +72,7 @@ DEFAULTS: Final = DriftOptions()
 NUM_RECENT: Final = 12
 _LOWER_QUARTILE: Final = NUM_RECENT // 4
 _MEDIAN: Final = NUM_RECENT // 2
+NUM_LATER: Final = 64
 CLIP: Final = 3.0
 MIN_SPREAD: Final = 0.1
 """Of residuals. A link whose reference varies less will not always do so."""
@@ -220,6 +223,7 @@ class DriftDetector:
         self._new_classes: dict[int, list[tuple[int, float]]] = {}
         self._recent: deque[float] = deque(maxlen=NUM_RECENT)
         self._slower = self._faster = self._limit = self._threshold = 0.0
+        self._later: list[float] = []
 
     @property
     def ratio(self) -> float | None:
@@ -276,8 +280,16 @@ class DriftDetector:
             del self._new_classes[num_bytes.bit_length()]
 
     def _look_for_end(self, now: Instant) -> None:
-        if self._slower <= 0.0:
+        self._later.append(self._recent[-1])
+        is_over = False
+        if len(self._later) == NUM_LATER:
+            median = sorted(self._later)[NUM_LATER // 2]
+            is_over = median < log(self._options.min_median_ratio)
+            self._later.clear()
+        if self._slower <= 0.0 or is_over:
             self.state, self.since = DriftState.STEADY, now
+            self._slower = 0.0
+            self._later.clear()
         elif now - self.since >= self._options.accept_after_s:
             self._learn_again(now)
 

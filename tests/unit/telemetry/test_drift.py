@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from baton.clock import Instant
 from baton.telemetry.drift import (
+    NUM_LATER,
     NUM_OF_CLASS,
     NUM_RECENT,
     DriftDetector,
@@ -108,6 +109,24 @@ def test_other_work_that_slows_every_sixth_transfer_is_no_drift():
         size, seconds = link.transfer()
         busy = 3.0 if number % 6 == 0 else 1.0
         assert detector.observe(size, seconds * busy, Instant(1.0)) is DriftState.STEADY
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_drift_ends_though_some_transfers_stay_slow(seed):
+    """Their sum stays above 0; the median is as it was."""
+    link = Link(seed)
+    detector = learned(link)
+    link.byte_s, link.latency_s = 3 * BYTE_S, 3 * LATENCY_S
+    transfers_until(detector, link, DriftState.DRIFTED, 40)
+    link.byte_s, link.latency_s = BYTE_S, LATENCY_S
+    for number in range(1, 1000):
+        size, seconds = link.transfer()
+        slowed = seconds * 8 if number % 5 == 0 else seconds
+        if detector.observe(size, slowed, Instant(2.0)) is DriftState.STEADY:
+            break
+    assert detector.state is DriftState.STEADY
+    assert number >= NUM_LATER // 2, "fewer are chance"
+    assert detector.since == Instant(2.0)
 
 
 def test_a_faster_link_is_learned_again_so_that_its_old_speed_is_a_drift():
