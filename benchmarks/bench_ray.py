@@ -6,11 +6,12 @@
     python benchmarks/bench_ray.py --list
     python benchmarks/bench_ray.py --table benchmarks/results/ray.json
 
-Needs root, iproute2, util-linux, a C compiler and Ray; what is missing is printed. The hosts are
-namespaces on this machine (baton.testing.ray_hosts): one has Ray's head, the gateway and the
-prefill worker (with Redis: Ray's head alone), each of the others a decode worker (embedded engine,
-float32, the demo model). Each session starts all of it anew: `first_token_s` counts from the first
-`ray start` to the first token of the first stream; `stages` are seconds from the `baton up`.
+Needs root, iproute2, util-linux, a C compiler, redis-server and Ray; prints what is missing. The
+hosts are namespaces on this machine (baton.testing.ray_hosts): one has Ray's head, the gateway and
+the prefill worker, each of the others a decode worker (embedded engine, float32, the demo model).
+In the session `gcs` the first has only Ray's head and Redis. Each session starts all of it anew:
+`first_token_s` counts from the first `ray start` to the first token of the first stream; `stages`
+are seconds from the `baton up`.
 
 The faults are in tests/ray/chaos_faults.py. Two clients ask without a pause while one happens. What
 is checked then, after each, is in tests/ray/chaos_play.py: the same greedy tokens as of a colocated

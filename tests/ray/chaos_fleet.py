@@ -1,6 +1,6 @@
 """A fleet on three hosts under Ray, as faults need it: its processes, who uses them, its commands.
 
-One host has Ray's head, the gateway and the prefill worker (with Redis: its head alone); each of
+One host has Ray's head, the gateway and the prefill worker (with Redis: the head alone); each of
 the two others a decode worker.
 """
 
