@@ -6,11 +6,12 @@
     python benchmarks/bench_ray.py --list
     python benchmarks/bench_ray.py --table benchmarks/results/ray.json
 
-Needs root, iproute2, util-linux, a C compiler and Ray; what is missing is printed. The hosts are
-namespaces on this machine (baton.testing.ray_hosts): one has Ray's head, the gateway and the
-prefill worker, each of the others a decode worker (embedded engine, float32, the demo model). Each
-session starts all of it anew: `first_token_s` counts from the first `ray start` to the first token
-of the first stream; `stages` are seconds from the `baton up`.
+Needs root, iproute2, util-linux, a C compiler, redis-server and Ray; prints what is missing. The
+hosts are namespaces on this machine (baton.testing.ray_hosts): one has Ray's head, the gateway and
+the prefill worker, each of the others a decode worker (embedded engine, float32, the demo model).
+In the session `gcs` the first has only Ray's head and Redis. Each session starts all of it anew:
+`first_token_s` counts from the first `ray start` to the first token of the first stream; `stages`
+are seconds from the `baton up`.
 
 The faults are in tests/ray/chaos_faults.py. Two clients ask without a pause while one happens. What
 is checked then, after each, is in tests/ray/chaos_play.py: the same greedy tokens as of a colocated
@@ -55,6 +56,7 @@ SESSIONS = {
     "one-way": ("one-way",),
     "two-way": ("two-way",),
     "host-killed": ("host-killed",),
+    "gcs": ("gcs-restarted", "head-restarted"),
     "head": ("head-lost", "worker-killed", "worker-stopped"),
 }
 """By name: the faults that happen to one fleet, one after the other."""
@@ -62,7 +64,8 @@ SESSIONS = {
 
 def run_session(names: Sequence[str], known: dict[str, str]) -> Iterator[tuple[dict, dict]]:
     """Play faults on one fleet; what came of each, and how long the fleet's start took."""
-    with chaos_fleet(known, has_clock_ahead="clock-ahead" in names) as fleet:
+    ahead, redis = "clock-ahead" in names, not {"gcs-restarted", "head-restarted"}.isdisjoint(names)
+    with chaos_fleet(known, has_clock_ahead=ahead, has_redis=redis) as fleet:
         start = asdict(fleet.start)
         print(f"first token after {fleet.start.first_token_s:.1f} s", file=sys.stderr)
         for name in names:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from tests.ray.chaos_fleet import NUM_CLIENTS
+from tests.ray.chaos_head import gcs_restarted, head_lost, head_restarted
 from tests.ray.chaos_injections import (
     VICTIM,
     clock_ahead,
     disk_full,
-    head_lost,
     host_killed,
     key_wrong,
     killed,
@@ -106,6 +106,16 @@ FAULTS = (
         spends_hosts=True,
     ),
     Fault("host-killed", "a host loses power", host_killed, spends_hosts=True),
+    Fault(
+        "gcs-restarted",
+        "Ray's GCS (state in Redis) is away for 20 s; then a supervisor is killed",
+        gcs_restarted,
+    ),
+    Fault(
+        "head-restarted",
+        "the same, with all of Ray on the head's host, and `ray start --head` again",
+        head_restarted,
+    ),
     Fault("head-lost", "Ray's head is lost, for the rest", head_lost, 10.0),
 )
 BY_NAME = {fault.name: fault for fault in FAULTS}

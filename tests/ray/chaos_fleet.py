@@ -1,6 +1,7 @@
 """A fleet on three hosts under Ray, as faults need it: its processes, who uses them, its commands.
 
-One host has Ray's head, the gateway and the prefill worker; each of the two others a decode worker.
+One host has Ray's head, the gateway and the prefill worker (with Redis: the head alone); each of
+the two others a decode worker.
 """
 
 from __future__ import annotations
@@ -58,22 +59,24 @@ SETTINGS = (
     'ray.workers.decode.labels=["rack=in(r2,r3)"]',
     "ray.workers.decode.placement=spread",
 )
+APART_FROM_HEAD = ('ray.gateway_labels=["rack=r2"]', 'ray.workers.prefill.labels=["rack=r2"]')
 PROMPTS = tuple(f"{word} by the sea, and those who lived in it, " * 6 for word in "ABCDEFGH")
 NUM_CLIENTS = 2
 MAX_TOKENS = 64
 UP_TIMEOUT_S = 150.0
 CALL_TIMEOUT_S = 60.0
 POLL_S = 0.1
+REDIS_PORT = 6390
 AN_HOUR_S = 3600
 """As in clock_ahead.c."""
-PROGRAMS = ("ip", "nsenter", "unshare", "tc", "mount", "cc")
+PROGRAMS = ("ip", "nsenter", "unshare", "tc", "mount", "cc", "redis-server")
 COMMAND = re.compile(rf"ray-{FLEET}-((?:gateway|prefill|decode)-\d+)/settings\.toml")
 
 
 def find_missing() -> list[str]:
     """What this machine lacks for three hosts, and how to get it."""
     missing = [] if os.geteuid() == 0 else ["root: run this command with sudo"]
-    packages = {"ip": "iproute2", "tc": "iproute2", "cc": "gcc"}
+    packages = {"ip": "iproute2", "tc": "iproute2", "cc": "gcc", "redis-server": "redis-server"}
     missing += [
         f"{program}: apt-get install {packages.get(program, 'util-linux')}"
         for program in PROGRAMS
@@ -145,7 +148,8 @@ class StartTimes:
 class ChaosFleet:
     """A fleet that serves. `known` are right answers, by prompt.
 
-    `key_file` is the cluster key's on every host, if the fleet was started with one.
+    `key_file` is the cluster key's on every host, if the fleet was started with one; `head_options`
+    are further ones of the `ray start` of its head.
     """
 
     cluster: RayCluster
@@ -155,6 +159,7 @@ class ChaosFleet:
     start: StartTimes = field(default_factory=StartTimes)
     key_file: Path | None = None
     is_head_lost: bool = False
+    head_options: tuple[str, ...] = ()
     _urls: dict[int, str] = field(default_factory=dict)
 
     def new_load(self) -> GreedyLoad:
@@ -206,8 +211,10 @@ class ChaosFleet:
 
     def read_members(self) -> frozenset[str]:
         """The workers' addresses that the gateway's supervisor has written."""
-        path = self.cluster.head.folder / f"baton/ray-{FLEET}-gateway-0/members.json"
-        return frozenset(each.url for each in decode_members(path.read_bytes()).workers)
+        name = f"baton/ray-{FLEET}-gateway-0/members.json"
+        paths = [each.folder / name for each in self.cluster.hosts]
+        found = next((path for path in paths if path.exists()), paths[0])
+        return frozenset(each.url for each in decode_members(found.read_bytes()).workers)
 
     def find(self, name: str) -> RayProcess:
         """The only life of a process."""
@@ -277,8 +284,13 @@ def ask_colocated_server(folder: Path) -> dict[str, str]:
 
 
 @contextmanager
-def chaos_fleet(known: dict[str, str], *, has_clock_ahead: bool = False) -> Iterator[ChaosFleet]:
-    """Hosts, Ray and a fleet, started anew. `has_clock_ahead`: the last host's is.
+def chaos_fleet(
+    known: dict[str, str], *, has_clock_ahead: bool = False, has_redis: bool = False
+) -> Iterator[ChaosFleet]:
+    """Hosts, Ray and a fleet, started anew.
+
+    `has_clock_ahead`: the last host's is. `has_redis`: Ray's head keeps its state there, and
+    nothing of the fleet runs on its host.
 
     Raises:
         NoNamespaceError: this user cannot make namespaces here.
@@ -296,10 +308,11 @@ def chaos_fleet(known: dict[str, str], *, has_clock_ahead: bool = False) -> Iter
         for host in cluster.hosts:
             host.environment["RAY_ADDRESS"] = cluster.address
         begun = time.monotonic()
-        cluster.start_ray()
+        head_options = start_redis(cluster.head) if has_redis else ()
+        cluster.start_ray(*head_options)
         start = StartTimes(ray_s=time.monotonic() - begun)
-        fleet = ChaosFleet(cluster, "", key, known, start, key_file)
-        _start_processes(fleet)
+        fleet = ChaosFleet(cluster, "", key, known, start, key_file, head_options=head_options)
+        _start_processes(fleet, APART_FROM_HEAD if has_redis else ())
         load = fleet.new_load()
         start.first_token_s = start.ray_s + start.fleet_s + load.first_token_s
         yield fleet
@@ -312,6 +325,23 @@ def build_clock(folder: Path) -> Path:
     command = ("cc", "-shared", "-fPIC", "-O1", "-Wall", "-o", str(library), str(source))
     subprocess.run(command, check=True)
     return library
+
+
+def start_redis(host: IsolatedHost) -> tuple[str, ...]:
+    """Start Redis on the head's host; its `ray start` needs the options that are returned."""
+    folder, password = host.folder / "redis", secrets.token_hex(16)
+    folder.mkdir()
+    settings = folder / "redis.conf"
+    settings.touch(0o600)
+    settings.write_text(
+        f"bind 127.0.0.1\nport {REDIS_PORT}\nrequirepass {password}\ndir {folder}\n"
+        f"appendonly yes\ndaemonize yes\nlogfile {folder / 'log'}\n"
+    )
+    done = host.run("redis-server", str(settings), timeout_s=CALL_TIMEOUT_S)
+    if done.returncode:
+        raise AssertionError(done.stdout + done.stderr)
+    host.environment["RAY_REDIS_ADDRESS"] = f"127.0.0.1:{REDIS_PORT}"
+    return (f"--redis-password={password}",)
 
 
 def limited_disk(host: IsolatedHost) -> None:
@@ -330,9 +360,10 @@ def up_words(fleet: str, *settings: str) -> tuple[str, ...]:
     return ("up", "--on", "ray", "--fleet", fleet, "--decode", "2", "--insecure", *words)
 
 
-def _start_processes(fleet: ChaosFleet) -> None:
+def _start_processes(fleet: ChaosFleet, settings: tuple[str, ...]) -> None:
     begun = time.monotonic()
-    done = fleet.call(*up_words(FLEET, f"cluster.key_file={fleet.key_file}", *SETTINGS))
+    key_file = f"cluster.key_file={fleet.key_file}"
+    done = fleet.call(*up_words(FLEET, key_file, *SETTINGS, *settings))
     if done.returncode:
         raise AssertionError(done.stdout + done.stderr)
     fleet.start.fleet_s = time.monotonic() - begun

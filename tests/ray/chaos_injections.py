@@ -202,40 +202,6 @@ def host_killed(fleet: ChaosFleet) -> Iterator[Injected]:
     yield Injected(f"all processes of {host.address} are gone, {len(lost)} of the fleet's", lost)
 
 
-@contextmanager
-def head_lost(fleet: ChaosFleet) -> Iterator[Injected]:
-    """Ray's head ends and does not come back."""
-    pid = find_process("gcs_server", fleet.cluster.head.folder)
-    kill(pid)
-    host, _, port = fleet.cluster.address.rpartition(":")
-
-    def refuses() -> bool:
-        try:
-            socket.create_connection((host, int(port)), 1.0).close()
-        except OSError:
-            return True
-        return False
-
-    # The process is a zombie while its threads end; until the last one has, its sockets are open.
-    if wait_until(refuses, EFFECT_TIMEOUT_S) is None:
-        raise AssertionError(f"Ray's head still accepts connections at {host}:{port}")
-    fleet.is_head_lost = True
-    yield Injected(f"process {pid} is gone, and port {port} refuses connections")
-
-
-def find_process(program: str, folder: Path) -> int:
-    """The one process with a word in its command line, of the host with that folder."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):
-            line = path.read_bytes()
-            if program.encode() in line and f"{folder}/".encode() in line:
-                found.append(int(path.parent.name))
-    if len(found) != 1:
-        raise AssertionError(f"{len(found)} processes are {program!r}")
-    return found[0]
-
-
 # What a host has ---------------------------------------------------------------------------------
 
 
