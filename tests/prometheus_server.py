@@ -72,7 +72,8 @@ class Prometheus:
         """Until a query has a line."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self.query(expr):
-            assert time.monotonic() < deadline, f"{expr} has no data"
+            if time.monotonic() >= deadline:
+                raise AssertionError(f"{expr} has no data; not up: {self.query('up == 0')}")
             time.sleep(0.2)
 
 
