@@ -2,7 +2,8 @@
 
 A request that was sent at `sent_at` and answered at `received_at` with the other clock's `at_s`
 shows that `at_s` was read between the two. The offset `at_s - (sent_at + received_at) / 2` is
-therefore wrong by half the round trip at most, and by what the clocks drift apart since.
+therefore wrong by half the round trip at most, and by what the clocks drift apart since `sent_at`:
+it may have been read then.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ SAME_CLOCK: Final = ClockEstimate(0.0, 0.0)
 class _Sample:
     offset_s: float
     half_trip_s: float
-    at: float
+    sent_at: float
 
     def error_s(self, now: float) -> float:
-        return self.half_trip_s + MAX_DRIFT * max(0.0, now - self.at)
+        return self.half_trip_s + MAX_DRIFT * max(0.0, now - self.sent_at)
 
 
 class ClockOffset:
@@ -53,15 +54,16 @@ class ClockOffset:
         half_trip_s = (received_at - sent_at) / 2
         if half_trip_s < 0:
             return
-        new = _Sample(at_s - (sent_at + received_at) / 2, half_trip_s, received_at)
+        new = _Sample(at_s - (sent_at + received_at) / 2, half_trip_s, sent_at)
         best, before = self._best, self._domain
         self._domain, self._is_same = domain, False
         if best is None or before != domain:  # the first, or its host was started again
             self._best = new
             return
         error_s = best.error_s(received_at)
-        has_jumped = abs(new.offset_s - best.offset_s) > error_s + half_trip_s
-        if has_jumped or half_trip_s <= error_s:
+        new_error_s = new.error_s(received_at)
+        has_jumped = abs(new.offset_s - best.offset_s) > error_s + new_error_s
+        if has_jumped or new_error_s <= error_s:
             self._best = new
 
     def estimate(self, now: float) -> ClockEstimate | None:
