@@ -176,8 +176,8 @@ log = logging.getLogger(__name__)
 class Access:
     """Who may ask for what. Owner: the event loop's thread.
 
-    `is_managed_here`: whether /metrics, /debug and /dashboard are answered, not by a listener of
-    their own. `key`: what /debug and /dashboard need; None: nothing.
+    `is_managed_here`: whether `MANAGEMENT_PATHS` are answered, not by a listener of their own.
+    `key`: what `OPERATOR_PATHS` need; None: nothing.
     """
 
     origin: RequestOrigin

@@ -1,4 +1,4 @@
-"""The key of the management pages: `/dashboard` and `/debug`, from where they are answered.
+"""The key of the management pages: `/dashboard`, `/alerts` and `/debug`.
 
 A browser asks for it (HTTP Basic: any user name, the key as the password) and sends it with each
 request of the page. Programs send it in a header of its own, since `authorization` may have the API

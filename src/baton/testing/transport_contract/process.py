@@ -165,6 +165,7 @@ class ReadOwnerContract(ProcessKit):
             owner.pump(lambda: owner.num_ended == 2 * NUM_READS + 1)
             # Each once; those under way together may end in any order.
             assert sorted(event.transfer for event in owner.ended) == [*first, *later, last]
+            assert owner.ended[-1].transfer == last
             assert isinstance(owner.ended[-1], ReadFailed)
             owner.check_bytes()
 
