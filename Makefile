@@ -137,6 +137,7 @@ lint: $(DEV)
 
 types: $(DEV)
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file benchmarks/mypy.ini benchmarks
 
 words: | $(CREATED)
 	$(BIN)/python scripts/check_words.py
