@@ -38,6 +38,7 @@ from baton.handoff.prefill_sender import PrefillSender
 from baton.handoff.probing import LinkProber, ProbeTarget
 from baton.handoff.reference.exports import SharedBlockExporter
 from baton.handoff.reference.imports import ImportTable, SharedBlockImporter
+from baton.handoff.segment_reports import SegmentReporter
 from baton.transfer.adaptive_wait import AdaptiveWaiter
 from baton.transfer.interface import (
     Arrived,
@@ -119,6 +120,7 @@ class AgentLoop:
             preferred_op=options.preferred_op,
             observer=observer,
         )
+        self._segments = SegmentReporter(options.transports, self._peers, observer)
         context = AgentContext(
             me=WorkerRef(options.worker, options.epoch, self.address),
             credentials=options.credentials,
@@ -266,6 +268,7 @@ class AgentLoop:
         self.importer.tick()
         self.exporter.tick()
         self._encodings.tick()
+        self._segments.tick(now)
 
     def _serve_staging(self) -> None:
         """Let those begin whose turn it is; one that ends at once may serve the next."""
@@ -298,6 +301,7 @@ class AgentLoop:
                 self.importer.peer_up(peer)
                 self.receiving.peer_up(peer)
             case PeerGone(peer, error):
+                self._segments.remember(peer)
                 self._prober.forget(peer)
                 self._probe_target.forget(peer)
                 self._peer_transports.forget(peer)
