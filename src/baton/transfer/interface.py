@@ -508,8 +508,8 @@ class CountsSegments(Protocol):
     def take_segments(self) -> dict[Epoch, SegmentCounts] | None:
         """What was sent to each peer, by its epoch, since the last call.
 
-        Also over connections that are closed, or that the peer opened. None before any could be
-        read: there was no connection yet, or the kernel counts nothing that is known.
+        Also over connections that are closed, or that the peer opened. None where the kernel does
+        not count it, or in a way that is not known, and before a region was exposed.
         """
         ...
 

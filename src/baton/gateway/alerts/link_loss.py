@@ -41,17 +41,16 @@ class _Sample:
 
 @dataclass(slots=True)
 class LossTest:
-    """One link. `limit`: the share of lost segments from which on it is lossy."""
+    """One link. `limit`: the share of lost segments from which on it is lossy.
+
+    `window` is what was sent within the window.
+    """
 
     limit: float
     is_lossy: bool = False
+    window: SegmentCounts = SegmentCounts()
     _latest: SegmentCounts | None = None
     _samples: deque[_Sample] = field(default_factory=deque)
-
-    @property
-    def window(self) -> SegmentCounts:
-        """What was sent within the window."""
-        return _add(self._samples)
 
     def note(self, sent: SegmentCounts, now: float) -> bool:
         """So much was sent since the sender's start: whether the link is lossy.
@@ -62,15 +61,10 @@ class LossTest:
         self._latest = sent
         if grown.num:
             self._samples.append(_Sample(now, grown))
+            self.window = self.window.plus(grown)
         while self._samples and self._is_oldest_over(now):
-            self._samples.popleft()
-        share = self.window.lost_share if self._is_known(self._samples) else None
-        if share is None:
-            self.is_lossy = False
-        elif self.is_lossy:
-            self.is_lossy = share >= END_SHARE * self.limit
-        else:
-            self.is_lossy = min(share, self._share_without_worst()) >= self.limit
+            self.window = self.window.minus(self._samples.popleft().sent)
+        self.is_lossy = self._is_known(len(self._samples), self.window.num) and self._exceeds()
         return self.is_lossy
 
     def check_invariants(self) -> None:
@@ -79,23 +73,35 @@ class LossTest:
         Raises:
             AssertionError: they do.
         """
-        samples = list(self._samples)
-        assert all(each.sent.num for each in samples)  # noqa: S101
-        assert all(one.at <= other.at for one, other in zip(samples, samples[1:], strict=False))  # noqa: S101
-        assert not self._is_known(samples[1:]), "the window has more than it needs"  # noqa: S101
-        assert self._is_known(samples) or not self.is_lossy  # noqa: S101
+        total = SegmentCounts()
+        for each in self._samples:
+            assert each.sent.num  # noqa: S101
+            total = total.plus(each.sent)
+        assert total == self.window  # noqa: S101
+        if self._samples:
+            num_without = total.num - self._samples[0].sent.num
+            assert not self._is_known(len(self._samples) - 1, num_without)  # noqa: S101
+
+    def _exceeds(self) -> bool:
+        share = self.window.lost_share or 0.0
+        if self.is_lossy:
+            return share >= END_SHARE * self.limit
+        return share >= self.limit and self._share_without_worst() >= self.limit
 
     def _is_oldest_over(self, now: float) -> bool:
-        is_old = now - self._samples[0].at > MAX_AGE_S
-        return is_old or self._is_known(list(self._samples)[1:])
+        oldest = self._samples[0]
+        is_enough_without = self._is_known(
+            len(self._samples) - 1, self.window.num - oldest.sent.num
+        )
+        return is_enough_without or now - oldest.at > MAX_AGE_S
 
-    def _is_known(self, samples: Iterable[_Sample]) -> bool:
-        listed = list(samples)
-        return len(listed) >= MIN_SAMPLES and _add(listed).num >= MIN_SEGMENTS
+    @staticmethod
+    def _is_known(num_samples: int, num_segments: int) -> bool:
+        return num_samples >= MIN_SAMPLES and num_segments >= MIN_SEGMENTS
 
     def _share_without_worst(self) -> float:
         worst = max(self._samples, key=lambda each: each.sent.num_lost)
-        return _add(each for each in self._samples if each is not worst).lost_share or 0.0
+        return self.window.minus(worst.sent).lost_share or 0.0
 
 
 class LinkLossRule:
@@ -132,9 +138,3 @@ def _describe(link: LinkSegments, sent: SegmentCounts) -> Condition:
         share,
     )
 
-
-def _add(samples: Iterable[_Sample]) -> SegmentCounts:
-    total = SegmentCounts()
-    for each in samples:
-        total = total.plus(each.sent)
-    return total

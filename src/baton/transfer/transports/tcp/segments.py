@@ -74,7 +74,11 @@ class SegmentMeter:
     def __init__(self) -> None:
         self._open: dict[Connection, tuple[Epoch, SegmentCounts]] = {}
         self._untaken: dict[Epoch, SegmentCounts] = {}
-        self._has_read = False
+        self._can_read = False
+
+    def check(self, sock: socket.socket) -> None:
+        """Learn from any TCP socket whether the kernel counts segments."""
+        self._can_read = read_segment_counts(sock) is not None
 
     def add(self, connection: Connection, peer: Epoch) -> None:
         """Count a connection to a peer from its start, until it is closed."""
@@ -86,13 +90,12 @@ class SegmentMeter:
         for connection in self._open:
             self._read(connection)
         untaken, self._untaken = self._untaken, {}
-        return untaken if self._has_read else None
+        return untaken if self._can_read else None
 
     def _read(self, connection: Connection) -> None:
         counts = read_segment_counts(connection.channel.socket)
         if counts is None:
             return
-        self._has_read = True
         peer, before = self._open[connection]
         if counts != before:
             self._open[connection] = peer, counts

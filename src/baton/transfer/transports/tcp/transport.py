@@ -431,6 +431,7 @@ class TcpTransport(ConnectedTransport[TcpRemote, Attach]):
         if small is not None:
             _log.warning("%s", small)
         sock, endpoint = open_listener(self._context.bind_host, self._options)
+        self._meter.check(sock)
         if self._tls is None:
             return sock, endpoint
         return TlsListener(sock, self._tls), endpoint + TLS_SUFFIX
