@@ -9,8 +9,8 @@ which send without pause (`full`) or one prompt's KV at a time (`bursts`: 512 Ki
     port       the switch's port does (tbf), with a queue of so many bytes, and drops what is more
     loss       as sender, and nftables drops a share of the packets at the receiver
 
-Each case is measured in samples, which `LossTest` reads as if they were 5 s apart. `lossy`: how many
-of the samples it calls lossy. What was dropped is counted by the port, or by nftables.
+Each case is measured in samples, which `LossTest` reads as if they were 5 s apart. `lossy`: how
+many of the samples it calls lossy. What was dropped is counted by the port, or by nftables.
 
     python benchmarks/bench_link_loss.py --json benchmarks/results/link-loss.json   (3 minutes)
 """
@@ -28,7 +28,7 @@ import timeit
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 from link_faults import lost_packets, shape
 from run_record import write_record
@@ -116,7 +116,7 @@ class Flows:
             for target, sock in ((self._send, near), (self._read, far))
         ]
 
-    def __enter__(self) -> Flows:
+    def __enter__(self) -> Self:
         for thread in self._threads:
             thread.start()
         return self
@@ -230,10 +230,7 @@ def print_table(path: Path) -> None:
             str(case["num_connections"]),
             case["traffic"],
             f"{it['mbit_s']:.0f}",
-            *(
-                f"{it[name]:.3%}"
-                for name in ("dropped_share", "retransmitted_share", "lost_share")
-            ),
+            *(f"{it[name]:.3%}" for name in ("dropped_share", "retransmitted_share", "lost_share")),
             f"{it['num_lossy']} of {it['num_samples']}",
         )
         print("|", " | ".join(cells), "|")
@@ -244,7 +241,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--limit", type=float, default=AlertsSection().link_loss_share)
     parser.add_argument("--sample", type=float, default=0.5, help="seconds of each sample")
-    parser.add_argument("--samples", type=int, default=12)
+    parser.add_argument("--samples", type=int, default=10)
     parser.add_argument("--warm-up", type=float, default=0.5, help="seconds before the first one")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--table", type=Path, help="print a table of such a JSON file")

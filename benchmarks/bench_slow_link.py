@@ -8,10 +8,10 @@ of `--prompt-tokens` keep both in use. Once both links' usual times are known, o
     delay       20 ms more, by a TCP relay through which all its connections go from the start
     loss        1 % of the packets lost at its receiver (nftables), without segmentation offload
 
-until that link's alert is firing on `/alerts` (`BatonLinkLoss` for loss, else `BatonLinkDrift`), and
-for `--quiet` seconds more; then it is as before until the alert is resolved, as far as `--limit`
-allows. That the fault happened is measured on connections beside the fleet's, or by the kernel's
-counters (`link_faults.py`).
+until that link's alert is firing on `/alerts` (`BatonLinkLoss` for loss, else `BatonLinkDrift`),
+and for `--quiet` seconds more; then it is as before until the alert is resolved, as far as
+`--limit` allows. That the fault happened is measured on connections beside the fleet's, or by the
+kernel's counters (`link_faults.py`).
 
     transport   no namespaces: workers of one host, and one of the two decode workers has only
                 `tcp`, until `BatonTransportMismatch` of that pair is firing

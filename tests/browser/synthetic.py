@@ -18,9 +18,9 @@ from baton.gateway.asgi import JSON, send_error, send_whole
 from baton.gateway.dashboard.events import (
     DistanceShown,
     DriftShown,
-    LossShown,
     History,
     Links,
+    LossShown,
     ModelShown,
     PairShown,
     Point,

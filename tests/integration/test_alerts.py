@@ -16,7 +16,7 @@ from msgspec import structs
 from prometheus_client import CollectorRegistry
 
 from baton.config.sections import AlertsSection
-from baton.gateway import transfer_feed
+from baton.gateway import report_feed, transfer_feed
 from baton.gateway.alerts.lifecycle import Timing
 from baton.gateway.alerts.rules import MIN_ENDED, TIMINGS
 from baton.gateway.alerts.webhook import MAX_QUEUED, Webhook
@@ -193,6 +193,7 @@ def test_a_drifted_link_is_on_the_page_in_the_metrics_and_in_the_log(caplog, mon
 def test_a_link_that_loses_segments_is_named_once_they_are_counted(monkeypatch):
     monkeypatch.setitem(TIMINGS, AlertName.LINK_LOSS, Timing())
     monkeypatch.setattr(transfer_feed, "INTERVAL_S", 0.1)
+    monkeypatch.setattr(report_feed, "LOOK_S", 0.1)
     table = TransferTable(new_epoch(), ManualClock())
 
     async def scenario(running: Cluster) -> None:

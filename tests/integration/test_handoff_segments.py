@@ -1,4 +1,4 @@
-"""Two agents over `tcp`: what the kernel sent is reported by the sender, whoever moves the bytes."""
+"""Two agents over `tcp`: the sender reports what its kernel sent, whoever moves the bytes."""
 
 from __future__ import annotations
 

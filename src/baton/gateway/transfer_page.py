@@ -113,7 +113,7 @@ class PairLinks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SegmentFigures(msgspec.Struct, frozen=True):
-    """See `SegmentCounts`. `lost_share`: retransmitted less duplicates, of all; null without any."""
+    """See `SegmentCounts`. `lost_share`: retransmitted less duplicates, of all; null if none."""
 
     num: int
     num_bytes: int

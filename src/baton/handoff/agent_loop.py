@@ -120,7 +120,6 @@ class AgentLoop:
             preferred_op=options.preferred_op,
             observer=observer,
         )
-        self._segments = SegmentReporter(options.transports, self._peers, observer)
         context = AgentContext(
             me=WorkerRef(options.worker, options.epoch, self.address),
             credentials=options.credentials,
@@ -140,7 +139,10 @@ class AgentLoop:
         self._prober = LinkProber(
             self._peer_transports, self._peers, self._probe_target, options.links.bounds
         )
-        self._views = context.views
+        self._views, self._segments = (
+            context.views,
+            SegmentReporter(options.transports, self._peers, observer),
+        )
         self._polls_copies = any(view.is_gathered for view in context.views)
         self._looks_often, self._copy_pause_s = False, MIN_COPY_PAUSE_S
         self.importer, self.exporter = (

@@ -162,7 +162,7 @@ class _Link:
 @dataclass(slots=True)
 class _Segments:
     distance: str = UNKNOWN_DISTANCE
-    sent: SegmentCounts = SegmentCounts()
+    sent: SegmentCounts = field(default_factory=SegmentCounts)
 
 
 class HandoffLabels(NamedTuple):

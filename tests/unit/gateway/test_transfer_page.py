@@ -171,12 +171,18 @@ def test_segments_are_shown_from_their_sender_to_their_receiver() -> None:
     (pair,) = fleet.show().segments
     assert (pair.sender, pair.receiver, pair.distance) == ("p0", "d0", "same_rack")
     assert (pair.total.num, pair.total.lost_share) == (1000, 0.004)
-    assert (pair.recent.num, pair.recent.lost_share) == (0, None), "it was before the gateway looked"
+    assert (pair.recent.num, pair.recent.lost_share) == (0, None), (
+        "it was before the gateway looked"
+    )
     fleet.clock.advance(5.0)
     fleet.tables["p0"].segments("d0", "same_rack", "tcp", SegmentCounts(100, 2, 0, MIB))
     fleet.report("p0")
     (pair,) = fleet.show().segments
-    assert (pair.recent.num, pair.recent.num_retransmitted, pair.recent.lost_share) == (100, 2, 0.02)
+    assert (pair.recent.num, pair.recent.num_retransmitted, pair.recent.lost_share) == (
+        100,
+        2,
+        0.02,
+    )
     fleet.clock.advance(5.0)
     table = TransferTable(Epoch("2" * 32), fleet.clock)
     table.segments("d0", "same_rack", "tcp", SegmentCounts(10, 0, 0, 100))

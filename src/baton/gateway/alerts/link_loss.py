@@ -48,7 +48,7 @@ class LossTest:
 
     limit: float
     is_lossy: bool = False
-    window: SegmentCounts = SegmentCounts()
+    window: SegmentCounts = field(default_factory=SegmentCounts)
     _latest: SegmentCounts | None = None
     _samples: deque[_Sample] = field(default_factory=deque)
 
@@ -137,4 +137,3 @@ def _describe(link: LinkSegments, sent: SegmentCounts) -> Condition:
         f"({sent.num_lost} of the latest {sent.num} over {link.transport})",
         share,
     )
-

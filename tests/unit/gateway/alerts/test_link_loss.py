@@ -96,7 +96,7 @@ def test_the_alert_of_one_link_of_two_within_half_a_minute() -> None:
     rule, lifecycle = LinkLossRule(LIMIT), AlertLifecycle(TIMINGS)
     sent = {"d0": SegmentCounts(), "d1": SegmentCounts()}
     firing: dict[float, str] = {}
-    for second in range(0, 150):
+    for second in range(150):
         if second % 5 == 0:
             for name, share in (("d0", 0.0005), ("d1", 0.01 if 60 <= second < 110 else 0.0)):
                 sent[name] = sent[name].plus(SegmentCounts(NUM, round(share * NUM), 0, 1))
@@ -105,7 +105,8 @@ def test_the_alert_of_one_link_of_two_within_half_a_minute() -> None:
             firing[float(second)] = changed.state
             assert changed.condition.alert is AlertName.LINK_LOSS
             assert dict(changed.condition.labels)["to"] == "d1"
-            assert changed.condition.value == pytest.approx(0.01, rel=0.4)
+            if changed.state is AlertState.FIRING:
+                assert changed.condition.value == pytest.approx(0.01, rel=0.4)
             text = changed.condition.summary
             assert "of the TCP segments from p to d1 are lost" in text
     (began, state), (_, end) = firing.items()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from baton.net.connection import Connection
 
 _FIELDS: Final = struct.Struct("=100xI52xI40xQ8xI")
-"""tcpi_total_retrans, tcpi_data_segs_out, tcpi_bytes_sent, tcpi_dsack_dups: Linux 4.19 and later."""
+"""tcpi_total_retrans, tcpi_data_segs_out, tcpi_bytes_sent, tcpi_dsack_dups: since Linux 4.19."""
 _MAX_INFO_BYTES: Final = 512
 _COUNTER_BITS: Final = 32
 """Of all but the bytes: 4 billion segments are 6 TB, which one connection may well carry."""
