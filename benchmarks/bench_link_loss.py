@@ -212,28 +212,41 @@ def measure_reading() -> float:
 
 
 def print_table(path: Path) -> None:
-    """As docs/observability/alerts.md has it."""
-    record = json.loads(path.read_text("utf-8"))
-    print("| link | congestion control | connections | traffic | Mbit/s | dropped |", end="")
-    print(" sent again | counted as lost | lossy |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    for it in record["found"]:
+    """As docs/observability/alerts.md has it: a row for each link."""
+    rows: dict[tuple[object, ...], list[str]] = {}
+    kinds: list[str] = []
+    for it in json.loads(path.read_text("utf-8"))["found"]:
         case = it["case"]
-        path_name = {
-            "sender": "full, queue of the sender",
-            "port": f"full, switch port with a queue of {case['amount'] // 1000} kB",
-            "loss": f"1 of {case['amount']} packets lost",
-        }[case["path"]]
-        cells = (
-            path_name,
-            case["congestion"],
-            str(case["num_connections"]),
-            case["traffic"],
-            f"{it['mbit_s']:.0f}",
-            *(f"{it[name]:.3%}" for name in ("dropped_share", "retransmitted_share", "lost_share")),
+        if case["congestion"] not in kinds:
+            kinds.append(case["congestion"])
+        key = case["path"], case["amount"], case["num_connections"], case["traffic"]
+        rows.setdefault(key, []).extend((
+            f"{it['dropped_share']:.2%}",
+            f"{it['retransmitted_share']:.2%}",
+            f"{it['lost_share']:.2%}",
             f"{it['num_lossy']} of {it['num_samples']}",
+        ))
+    heads = [
+        f"{kind}: {part}"
+        for kind in kinds
+        for part in ("dropped", "sent again", "counted as lost", "lossy")
+    ]
+    print("| link | connections | traffic |", " | ".join(heads), "|")
+    print("|---" * (3 + len(heads)) + "|")
+    for (link, amount, num, traffic), cells in rows.items():
+        print(
+            f"| {_name(str(link), int(str(amount)))} | {num} | {traffic} |", " | ".join(cells), "|"
         )
-        print("|", " | ".join(cells), "|")
+
+
+def _name(path: str, amount: int) -> str:
+    match path:
+        case "sender":
+            return "limited by the sender's queue"
+        case "port":
+            return f"switch port, queue of {amount // 1000} kB"
+        case _:
+            return f"1 of {amount} packets lost"
 
 
 def main() -> None:

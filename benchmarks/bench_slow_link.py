@@ -273,7 +273,7 @@ def _change(outcome: dict[str, dict[str, dict[str, float]]], quantile: str) -> s
 
 
 def _loss(outcome: dict[str, dict[str, float]]) -> str:
-    shares = [outcome[f"lost_share_{when}"].get(SLOWED) for when in WHEN]
+    shares = [outcome.get(f"lost_share_{when}", {}).get(SLOWED) for when in WHEN]
     return " → ".join("-" if each is None else f"{each:.2%}" for each in shares)
 
 
