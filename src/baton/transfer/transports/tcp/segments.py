@@ -1,7 +1,7 @@
 """What the kernel sent over this transport's connections: segments, and those sent again.
 
 Read from `TCP_INFO` of each socket, as Linux has it (include/uapi/linux/tcp.h). The struct only
-grows at its end, so that the length which the kernel returns says whether it has a field. Whoever
+grows at its end, so that the length which the kernel returns shows whether it has a field. Whoever
 sends the bytes sees what was lost: for a write the end that dialed, for a read the end that
 listens. So both ends' connections are counted, each for what it sends.
 """
