@@ -8,9 +8,10 @@ of `--prompt-tokens` keep both in use. Once both links' usual times are known, o
     delay       20 ms more, by a TCP relay through which all its connections go from the start
     loss        1 % of the packets lost at its receiver (nftables), without segmentation offload
 
-until `BatonLinkDrift` of that link is firing on `/alerts`, and for `--quiet` seconds more; then it
-is as before until the alert is resolved, as far as `--limit` allows. That the fault happened is
-measured on connections beside the fleet's, or by the kernel's counters (`link_faults.py`).
+until that link's alert is firing on `/alerts` (`BatonLinkLoss` for loss, else `BatonLinkDrift`),
+and for `--quiet` seconds more; then it is as before until the alert is resolved, as far as
+`--limit` allows. That the fault happened is measured on connections beside the fleet's, or by the
+kernel's counters (`link_faults.py`).
 
     transport   no namespaces: workers of one host, and one of the two decode workers has only
                 `tcp`, until `BatonTransportMismatch` of that pair is firing
@@ -43,7 +44,6 @@ from link_faults import (
     Link,
     less_bandwidth,
     lost_packets,
-    send_single_packets,
     shape,
 )
 from random_model import make_model
@@ -78,6 +78,7 @@ PICTURED_AFTER_S = 65.0
 """Then the last minute, of which the page shows medians, is all of the fault."""
 PICTURED = {
     AlertName.LINK_DRIFT: "drift of links",
+    AlertName.LINK_LOSS: "lost TCP segments",
     AlertName.TRANSPORT_MISMATCH: "measured latency",
 }
 
@@ -87,7 +88,8 @@ class Outcome:
     """What one fault did.
 
     Periods in which a link was in use: means in ms, since the start and during the fault, and
-    quantiles in seconds of the last minute, before the fault and at its end.
+    quantiles in seconds of the last minute, before the fault and at its end, as well as the share
+    of TCP segments that were lost.
     """
 
     fault: str
@@ -99,6 +101,8 @@ class Outcome:
     mean_ms_during: dict[str, float | None]
     recent_s_before: dict[str, dict[str, float | None]]
     recent_s_during: dict[str, dict[str, float | None]]
+    lost_share_before: dict[str, float | None]
+    lost_share_during: dict[str, float | None]
     others: list[str]
     resolved_after_s: float | None = None
 
@@ -133,7 +137,7 @@ def play(name: AlertName, fault: Fault, gateway: Gateway, options: argparse.Name
         return expected in found
 
     nothing = LinkTimes(0, 0.0, None, {})
-    before = gateway.times()
+    before, lost_before = gateway.times(), gateway.lost_shares()
     with fault as measure:
         began = time.monotonic()
         wait_until(is_firing, REPORTED_WITHIN_S)
@@ -149,7 +153,7 @@ def play(name: AlertName, fault: Fault, gateway: Gateway, options: argparse.Name
         while time.monotonic() < ends_at:
             is_firing()
             time.sleep(0.5)
-        latest = gateway.times()
+        latest, lost_latest = gateway.times(), gateway.lost_shares()
     outcome = Outcome(
         options.fault,
         evidence,
@@ -160,6 +164,8 @@ def play(name: AlertName, fault: Fault, gateway: Gateway, options: argparse.Name
         {peer: times.mean_ms_since(at_first.get(peer, nothing)) for peer, times in latest.items()},
         {peer: times.recent_s for peer, times in before.items()},
         {peer: times.recent_s for peer, times in latest.items()},
+        lost_before,
+        lost_latest,
         sorted(others),
     )
     print(outcome, "as it should be" if outcome.is_right else "WRONG", flush=True)
@@ -187,7 +193,8 @@ def measure_far(
     print(f"learned after {learned_after_s:.0f} s, {clients.num_answered} requests", flush=True)
     time.sleep(options.quiet)
     before = gateway.firing()
-    outcome = play(AlertName.LINK_DRIFT, fault, gateway, options)
+    alert = AlertName.LINK_LOSS if options.fault == "loss" else AlertName.LINK_DRIFT
+    outcome = play(alert, fault, gateway, options)
     if outcome.fired_after_s is not None:
         expected = outcome.alert
         resolved = wait_until(lambda: expected not in gateway.firing(), left_s(options))
@@ -207,7 +214,7 @@ def prepare_fault(name: str, link: Link, stack: ExitStack) -> Fault:
         case "delay":
             return stack.enter_context(DelayRelay(link)).delayed()
         case _:
-            send_single_packets(link)
+            link.sender.send_single_packets()
             return lost_packets(link)
 
 
@@ -238,8 +245,8 @@ def forced_tcp(gateway: Gateway) -> Iterator[Callable[[], Evidence]]:
 def print_table(paths: list[Path]) -> None:
     """Of records, as docs/observability/alerts.md has it."""
     print("| fault | KV of a prompt | that it happened | alert after | other alerts |", end="")
-    print(" p50 of the link's use | p99 |")
-    print("|---|---|---|---|---|---|---|")
+    print(" segments lost | p50 of the link's use | p99 |")
+    print("|---|---|---|---|---|---|---|---|")
     for path in paths:
         record = json.loads(path.read_text("utf-8"))
         it, evidence = record["outcome"], record["outcome"]["evidence"]
@@ -250,6 +257,7 @@ def print_table(paths: list[Path]) -> None:
             f"{evidence['what']}: {evidence['before']:.3g} → {evidence['during']:.3g}",
             f"none in {record['within_s']:.0f} s" if fired is None else f"{fired:.0f} s",
             ", ".join(map(str.strip, it["others"])) or "none",
+            _loss(it),
             _change(it, "p50"),
             _change(it, "p99"),
         )
@@ -262,6 +270,11 @@ def _change(outcome: dict[str, dict[str, dict[str, float]]], quantile: str) -> s
         "-" if each is None else f"{each * 1e3:.{0 if each > 0.1 else 1}f}" for each in seconds
     )
     return " → ".join(shown) + " ms"
+
+
+def _loss(outcome: dict[str, dict[str, float]]) -> str:
+    shares = [outcome.get(f"lost_share_{when}", {}).get(SLOWED) for when in WHEN]
+    return " → ".join("-" if each is None else f"{each:.2%}" for each in shares)
 
 
 def main() -> None:

@@ -156,8 +156,8 @@ def less_bandwidth(link: Link) -> Iterator[Callable[[], Evidence]]:
 
 
 @contextmanager
-def lost_packets(link: Link) -> Iterator[Callable[[], Evidence]]:
-    """One of a hundred packets of TCP is lost before the receiver's kernel reads it."""
+def lost_packets(link: Link, lost_of: int = LOST_OF) -> Iterator[Callable[[], Evidence]]:
+    """One of so many packets of TCP is lost before the receiver's kernel reads it."""
     nft = ("ip", "netns", "exec", link.receiver.namespace, "nft")
     source = f"ip saddr {link.sender.address} meta l4proto tcp"
     run(*nft, "add table ip loss")
@@ -172,21 +172,16 @@ def lost_packets(link: Link) -> Iterator[Callable[[], Evidence]]:
             if "counter" in each
         }
         share = counters["lost"] / max(1, counters["seen"])
-        is_near = counters["seen"] >= 20 * LOST_OF and 0.5 < share * LOST_OF < 2.0
+        is_near = counters["seen"] >= 20 * lost_of and 0.5 < share * lost_of < 2.0
         return Evidence(f"share lost of {counters['seen']} packets", 0.0, share, is_near)
 
     try:
         run(*nft, f"add rule ip loss arriving {source} counter name seen")
-        lose = f"numgen random mod {LOST_OF} == 0 counter name lost drop"
+        lose = f"numgen random mod {lost_of} == 0 counter name lost drop"
         run(*nft, f"add rule ip loss arriving {source} {lose}")
         yield measure
     finally:
         run(*nft, "delete table ip loss")
-
-
-def send_single_packets(link: Link) -> None:
-    """The sender makes packets of the link's size, not of 64 KiB, which veth passes whole."""
-    run("ip", "-n", link.sender.namespace, "link", "set", "dev", "eth0", "gso_max_segs", "1")
 
 
 class DelayRelay:

@@ -170,6 +170,16 @@ class Gateway:
         """Of both links."""
         return {peer: times for peer, (_, times) in self.links().items()}
 
+    def lost_shares(self) -> dict[str, float | None]:
+        """Of the prefill worker's TCP segments of the last minute, by the decode worker."""
+        with urllib.request.urlopen(f"{self.url}/debug/transfers", timeout=10) as reply:
+            page = json.load(reply)
+        return {
+            each["receiver"]: each["recent"]["lost_share"]
+            for each in page["segments"]
+            if each["sender"] == "prefill"
+        }
+
     def firing(self) -> dict[str, str]:
         """Names and summaries of the alerts that are firing, by their label `to`, or name."""
         with urllib.request.urlopen(f"{self.url}/alerts", timeout=10) as reply:

@@ -139,6 +139,20 @@ LINKS: Final = (
             for share, name in ((0.5, "p50"), (0.9, "p90"))
         ),
     ),
+    Panel(
+        "Lost TCP segments",
+        "Share that was sent again and had not arrived, as the senders' kernels count. Of all "
+        "links: a lossy one among many is diluted, /debug/transfers has each.",
+        "percentunit",
+        (
+            Query(
+                f"({rate('baton_link_retransmitted_segments_total', PATH)} - "
+                f"{rate('baton_link_duplicate_segments_total', PATH)}) / "
+                f"({rate('baton_link_segments_total', PATH)} > 0)",
+                PATH_LEGEND,
+            ),
+        ),
+    ),
 )
 
 STORE: Final = (

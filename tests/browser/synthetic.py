@@ -20,6 +20,7 @@ from baton.gateway.dashboard.events import (
     DriftShown,
     History,
     Links,
+    LossShown,
     ModelShown,
     PairShown,
     Point,
@@ -187,7 +188,8 @@ class Fleet:
             for d in DISTANCES[1:]
         )  # fmt: skip
         drift = DriftShown(self.worker_name(0), self.worker_name(1), "tcp", "WRITE", "drifted", 9.8)
-        transfers = TransfersShown(60.0, shown, distances, (drift,), 0)
+        loss = LossShown(self.worker_name(0), self.worker_name(1), "tcp", 120_000, 0.0101)
+        transfers = TransfersShown(60.0, shown, distances, (drift,), (loss,), 0)
         return Links(LinkListReply((ModelLinks(self.model, lines, links),)), transfers)
 
     def pair(self, one: int, other: int) -> PairShown:

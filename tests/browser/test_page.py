@@ -153,6 +153,7 @@ async def alert_of_a_link_is_marked_where_the_link_is(page: Page, stream: Stream
     assert figures.startswith(f"{pair}, last minute: ")
     assert "tcp measured: " in figures
     assert "latency" in figures
+    assert figures.endswith("1.01 % of 120 k TCP segments lost in the last minute")
     assert "an alert fires" in await text_of(page, "#link-legend")
     await page.run("document.querySelector('#heat').focus()")
     await page.press("ArrowDown")

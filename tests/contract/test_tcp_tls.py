@@ -48,6 +48,11 @@ class TestTcpOverTls(
         assert side.transport.capabilities.encrypted
         side.close()
 
+    def test_segments_are_counted(self, pair):
+        check_write(pair, pair.attach(), pair.open_grant(range(NUM_PAGES)), ALL_PAGES)
+        sent = pair.writer.transport.take_segments()
+        assert sent[pair.reader.epoch].num_bytes > NUM_PAGES * 8192
+
     def test_no_page_crosses_in_plain(self, pair):
         """A relay between the two sees every byte: the page's are not among them."""
         pair.writer.region.memory[:] = b"\x5a" * len(pair.writer.region.memory)

@@ -16,7 +16,7 @@ from msgspec import structs
 from prometheus_client import CollectorRegistry
 
 from baton.config.sections import AlertsSection
-from baton.gateway import transfer_feed
+from baton.gateway import report_feed, transfer_feed
 from baton.gateway.alerts.lifecycle import Timing
 from baton.gateway.alerts.rules import MIN_ENDED, TIMINGS
 from baton.gateway.alerts.webhook import MAX_QUEUED, Webhook
@@ -24,7 +24,7 @@ from baton.gateway.targets import Targets
 from baton.ids import new_epoch
 from baton.protocol.alerts import Alert, AlertName, AlertState
 from baton.telemetry.drift import DEFAULTS
-from baton.telemetry.transfer_report import TransferReport
+from baton.telemetry.transfer_report import SegmentCounts, TransferReport
 from baton.telemetry.transfers import LinkLabels, TransferTable
 from baton.testing.clocks import ManualClock
 from baton.transfer.links.choice import TransferTime
@@ -188,6 +188,42 @@ def test_a_drifted_link_is_on_the_page_in_the_metrics_and_in_the_log(caplog, mon
     assert len(lines) == 2, lines
     assert "from prefill-0 to decode-0 over tcp take 5.0 times as long" in lines[0]
     assert "BatonLinkDrift is resolved" in lines[1]
+
+
+def test_a_link_that_loses_segments_is_named_once_they_are_counted(monkeypatch):
+    monkeypatch.setitem(TIMINGS, AlertName.LINK_LOSS, Timing())
+    monkeypatch.setattr(transfer_feed, "INTERVAL_S", 0.1)
+    monkeypatch.setattr(report_feed, "LOOK_S", 0.1)
+    table = TransferTable(new_epoch(), ManualClock())
+
+    async def scenario(running: Cluster) -> None:
+        _, page = await running.get_json("/alerts")
+        assert "TCP segments" in page["not_evaluated"]["BatonLinkLoss"]
+
+        async def is_there() -> bool:
+            for name, num_lost in (("decode-0", 60), ("decode-1", 6)):
+                counts = SegmentCounts(6000, num_lost + 9, 9, 9_000_000)
+                table.segments(name, "same_rack", "tcp", counts)
+            running.prefills[0].transfers = msgspec.json.encode(table.report())
+            _, page = await running.get_json("/alerts")
+            return any(each["state"] == "firing" for each in page["alerts"])
+
+        await until_true(is_there)
+        (found,) = await alerts_of(running, AlertName.LINK_LOSS, "firing")
+        assert found["labels"] == {
+            "distance": "same_rack",
+            "from": "prefill-0",
+            "to": "decode-0",
+            "transport": "tcp",
+        }
+        assert found["value"] == pytest.approx(0.01)
+        assert "1.0% of the TCP segments from prefill-0 to decode-0" in found["summary"]
+        _, page = await running.get_json("/alerts")
+        assert "BatonLinkLoss" not in page["not_evaluated"]
+        _, page = await running.get_json("/debug/transfers")
+        assert {each["receiver"] for each in page["segments"]} == {"decode-0", "decode-1"}
+
+    run(scenario, alerts=AlertsSection(interval_s=0.1))
 
 
 def test_missed_targets_burn_the_budget_and_the_webhook_has_it():

@@ -360,8 +360,9 @@ class AlertsSection(Struct, frozen=True, kw_only=True):
     """When a gateway raises alerts, and where it posts them (docs/observability/alerts.md).
 
     `disabled` are names of alerts. Thresholds: `inversion_ratio` of a nearer to a farther distance,
-    `store_ratio` of loading to computing, `prefix_share` of predicted tokens that were cached,
-    `lapsed_leases` within 5 minutes. `good_share`: of requests that are to meet their target.
+    `store_ratio` of loading to computing, `link_loss_share` of TCP segments that were lost,
+    `prefix_share` of predicted tokens that were cached, `lapsed_leases` within 5 minutes.
+    `good_share`: of requests that are to meet their target.
     """
 
     webhook_url: str | None = None
@@ -370,6 +371,7 @@ class AlertsSection(Struct, frozen=True, kw_only=True):
     interval_s: Annotated[float, Meta(ge=0.1, le=3600)] = 5.0
     inversion_ratio: Annotated[float, Meta(ge=1)] = 1.5
     store_ratio: Annotated[float, Meta(ge=1)] = 1.2
+    link_loss_share: Annotated[float, Meta(gt=0, le=1)] = 0.005
     prefix_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
     lapsed_leases: PositiveCount = 3
     good_share: Annotated[float, Meta(gt=0, lt=1)] = 0.95

@@ -17,12 +17,15 @@ from baton.gateway.transfer_sums import (
     add_links,
     subtract_handoffs,
     subtract_links,
+    subtract_segments,
 )
 from baton.telemetry.log_histogram import BucketCounts
 from baton.telemetry.transfer_report import (
     HandoffTransfers,
     LinkDrift,
+    LinkSegments,
     LinkTransfers,
+    SegmentCounts,
     TransferReport,
     TransportMismatch,
 )
@@ -109,6 +112,27 @@ class PairLinks(msgspec.Struct, frozen=True, kw_only=True):
     drift: LinkDrift | None
 
 
+class SegmentFigures(msgspec.Struct, frozen=True):
+    """See `SegmentCounts`. `lost_share`: retransmitted less duplicates, of all; null if none."""
+
+    num: int
+    num_bytes: int
+    num_retransmitted: int
+    num_duplicates: int
+    lost_share: float | None
+
+
+class PairSegments(msgspec.Struct, frozen=True, kw_only=True):
+    """TCP segments that `sender` sent to `receiver`; entries only where the kernel counts them."""
+
+    sender: str
+    receiver: str
+    distance: str
+    transport: str
+    total: SegmentFigures
+    recent: SegmentFigures
+
+
 class Histograms(msgspec.Struct, frozen=True):
     """Buckets as in `telemetry/log_histogram.py`: numbers of buckets, then their counts."""
 
@@ -150,6 +174,7 @@ class TransferPageReply(msgspec.Struct, frozen=True, kw_only=True):
     window_s: float
     handoffs: tuple[PairHandoffs, ...]
     links: tuple[PairLinks, ...]
+    segments: tuple[PairSegments, ...]
     handoffs_by_distance: tuple[DistanceHandoffs, ...]
     links_by_distance: tuple[DistanceLinks, ...]
     num_workers: int
@@ -163,6 +188,7 @@ class _OfWorker:
         self.name, self.latest, self.baseline = name, latest, baseline
         self.handoffs = subtract_handoffs(latest, baseline)
         self.links = subtract_links(latest, baseline)
+        self.segments = subtract_segments(latest, baseline)
 
 
 class TransferPage:
@@ -186,16 +212,24 @@ class TransferPage:
             for each in workers
             for total, recent in each.links
         ]
-        handoffs.sort(key=_weight, reverse=True)
-        links.sort(key=_weight, reverse=True)
+        segments = [
+            _pair_segments(each.name, total, recent, names)
+            for each in workers
+            for total, recent in each.segments
+        ]
+        listed: tuple[list[PairHandoffs], list[PairLinks], list[PairSegments]]
+        listed = handoffs, links, segments
+        for pairs in listed:
+            pairs.sort(key=_weight, reverse=True)
         return TransferPageReply(
             window_s=WINDOW_S,
             handoffs=tuple(handoffs[:MOST_LISTED]),
             links=tuple(links[:MOST_LISTED]),
+            segments=tuple(segments[:MOST_LISTED]),
             handoffs_by_distance=_handoffs_by_distance(workers),
             links_by_distance=_links_by_distance(workers),
             num_workers=len(workers),
-            num_left_out=sum(max(0, len(listed) - MOST_LISTED) for listed in (handoffs, links)),
+            num_left_out=sum(max(0, len(pairs) - MOST_LISTED) for pairs in listed),
         )
 
     def _look(self) -> list[_OfWorker]:
@@ -212,7 +246,7 @@ class TransferPage:
         return _OfWorker(name, history.latest, baseline)
 
 
-def _weight(pair: PairHandoffs | PairLinks) -> tuple[int, int]:
+def _weight(pair: PairHandoffs | PairLinks | PairSegments) -> tuple[int, int]:
     return pair.recent.num_bytes, pair.total.num_bytes
 
 
@@ -245,6 +279,29 @@ def _pair_links(
         total=_link_figures(total),
         recent=_link_figures(recent),
         drift=total.drift,
+    )
+
+
+def _pair_segments(
+    sender: str, total: LinkSegments, recent: LinkSegments, names: Collection[str]
+) -> PairSegments:
+    return PairSegments(
+        sender=sender,
+        receiver=_worker_of(total.peer, names),
+        distance=total.distance,
+        transport=total.transport,
+        total=_segment_figures(total.sent),
+        recent=_segment_figures(recent.sent),
+    )
+
+
+def _segment_figures(counts: SegmentCounts) -> SegmentFigures:
+    return SegmentFigures(
+        counts.num,
+        counts.num_bytes,
+        counts.num_retransmitted,
+        counts.num_duplicates,
+        counts.lost_share,
     )
 
 

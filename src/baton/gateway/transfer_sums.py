@@ -12,7 +12,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from baton.telemetry.log_histogram import BucketCounts
-    from baton.telemetry.transfer_report import HandoffTransfers, LinkTransfers, TransferReport
+    from baton.telemetry.transfer_report import (
+        HandoffTransfers,
+        LinkSegments,
+        LinkTransfers,
+        TransferReport,
+    )
 
 
 def subtract_handoffs(
@@ -61,6 +66,19 @@ def subtract_links(
                 observed_ratio=each.observed_ratio.minus(earlier.observed_ratio),
             )
         pairs.append((each, recent))
+    return pairs
+
+
+def subtract_segments(
+    latest: TransferReport, baseline: TransferReport
+) -> list[tuple[LinkSegments, LinkSegments]]:
+    """Each of the latest entries, and what was added to it since the baseline."""
+    before = {(each.peer, each.transport): each.sent for each in baseline.segments}
+    pairs = []
+    for each in latest.segments:
+        earlier = before.get((each.peer, each.transport))
+        recent = each.sent if earlier is None else each.sent.minus(earlier)
+        pairs.append((each, msgspec.structs.replace(each, sent=recent)))
     return pairs
 
 

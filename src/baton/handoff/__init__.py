@@ -28,6 +28,7 @@ File map:
     grants.py           grants and leases: checked, renewed, remembered once they ended
     heartbeat.py        that this worker's engine computes, and what is to come: sent to peers
     peer_transports.py  the transports that reach a peer: attached, chosen from, cooled down
+    segment_reports.py  what the kernel sent over the transports' connections, by peer
     probing.py          measures links, while no handoff waits; scratch memory for peers' probes
     io_backend.py       what an agent has of its machine: sockets, a selector, a bell
     reference/          mode reference: blocks that one worker exports and another attends over

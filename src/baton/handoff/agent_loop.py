@@ -38,6 +38,7 @@ from baton.handoff.prefill_sender import PrefillSender
 from baton.handoff.probing import LinkProber, ProbeTarget
 from baton.handoff.reference.exports import SharedBlockExporter
 from baton.handoff.reference.imports import ImportTable, SharedBlockImporter
+from baton.handoff.segment_reports import SegmentReporter
 from baton.transfer.adaptive_wait import AdaptiveWaiter
 from baton.transfer.interface import (
     Arrived,
@@ -138,7 +139,10 @@ class AgentLoop:
         self._prober = LinkProber(
             self._peer_transports, self._peers, self._probe_target, options.links.bounds
         )
-        self._views = context.views
+        self._views, self._segments = (
+            context.views,
+            SegmentReporter(options.transports, self._peers, observer),
+        )
         self._polls_copies = any(view.is_gathered for view in context.views)
         self._looks_often, self._copy_pause_s = False, MIN_COPY_PAUSE_S
         self.importer, self.exporter = (
@@ -266,6 +270,7 @@ class AgentLoop:
         self.importer.tick()
         self.exporter.tick()
         self._encodings.tick()
+        self._segments.tick(now)
 
     def _serve_staging(self) -> None:
         """Let those begin whose turn it is; one that ends at once may serve the next."""
@@ -298,6 +303,7 @@ class AgentLoop:
                 self.importer.peer_up(peer)
                 self.receiving.peer_up(peer)
             case PeerGone(peer, error):
+                self._segments.remember(peer)
                 self._prober.forget(peer)
                 self._probe_target.forget(peer)
                 self._peer_transports.forget(peer)

@@ -571,6 +571,7 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
 
     def record_handoff(self, peer: Peer, encoding: str, distance: str) -> None:
         """A handoff to, or from, a peer begins, in this encoding, over this distance."""
+        peer.distance = distance
         known = self._by_peer.get(id(peer))
         if known is not None:
             known.encoding = encoding

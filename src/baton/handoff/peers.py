@@ -195,7 +195,8 @@ class Peer:
     """The other end of one link. `hello` and `negotiated_views` are None before its Hello.
 
     `negotiated_views` are for raw KV, `encoded_views` for KV in each encoding that both have.
-    `interest` is what the selector waits for on its socket.
+    `interest` is what the selector waits for on its socket. `distance` is that of the latest
+    handoff's ticket.
 
     KV goes to the side that dialed: from a peer that was `dialed` here, to one that dialed.
     """
@@ -207,6 +208,7 @@ class Peer:
     encoded_views: dict[str, NegotiatedViews] = field(default_factory=dict)
     pinged_at: float = 0.0
     interest: int = 0
+    distance: str = ""
     best_rtt_s: float = float("inf")
     clock_offset_s: float = 0.0
 

@@ -58,6 +58,8 @@ class Channel:
         """Set once the peer has proved who it is."""
         self.ahead: ReadAhead | None = None
         """Set where a read may take more than was asked for; never where descriptors arrive."""
+        self.before_close: Callable[[], None] | None = None
+        """Called once, while the socket is still open."""
 
     @property
     def has_unsent(self) -> bool:
@@ -249,6 +251,9 @@ class Channel:
 
     def close(self) -> None:
         """Close the socket and forget what was not sent; idempotent."""
+        before_close, self.before_close = self.before_close, None
+        if before_close is not None:
+            before_close()
         self._queue.clear()
         self.unsent = []
         while self._received_fds:

@@ -20,6 +20,7 @@ class AlertName(StrEnum):
 
     LINK_DRIFT = "BatonLinkDrift"
     DISTANCE_DRIFT = "BatonDistanceDrift"
+    LINK_LOSS = "BatonLinkLoss"
     TRANSPORT_MISMATCH = "BatonTransportMismatch"
     INVERTED_DISTANCE = "BatonInvertedDistance"
     DIGEST_FAILURES = "BatonDigestFailures"

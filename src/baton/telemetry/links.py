@@ -15,11 +15,12 @@ from prometheus_client import Counter, Gauge, Histogram
 from baton.telemetry.transfers import OPERATIONS, LinkLabels, name_distance
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from prometheus_client import CollectorRegistry
 
     from baton.telemetry.handoff_metrics import ReceivePaths
+    from baton.telemetry.transfer_report import SegmentCounts
     from baton.telemetry.transfers import Link, LinkOutcome, LinkTransfer, TransferTable
 
 UNKNOWN: Final = "other"
@@ -42,6 +43,25 @@ class _Model(Protocol):
     def latency_s(self) -> float: ...
     @property
     def bandwidth(self) -> float: ...
+
+
+class PeerSegments(Protocol):
+    """See `transfer.links.choice.PeerSegments`."""
+
+    @property
+    def peer(self) -> str:
+        """To which they were sent."""
+        ...
+
+    @property
+    def distance(self) -> str:
+        """Of the two workers; empty where not known."""
+        ...
+
+    @property
+    def counts(self) -> SegmentCounts:
+        """Since the last report."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +136,47 @@ class CarriedInstruments:
         )
 
 
+class SegmentInstruments:
+    """TCP segments that the kernel sent, by distance and transport.
+
+    A transport's sets of labels exist, at 0, once its segments are counted: where the kernel does
+    not count them there are none.
+    """
+
+    def __init__(self, registry: CollectorRegistry, paths: ReceivePaths) -> None:
+        def counter(name: str, text: str) -> Counter:
+            return Counter(name, text, ("distance", "transport"), registry=registry)
+
+        self._paths = paths
+        self._counters = (
+            counter("baton_link_segments", "TCP segments with data that were sent."),
+            counter("baton_link_retransmitted_segments", "Those of them that were sent again."),
+            counter(
+                "baton_link_duplicate_segments",
+                "Those that were sent again though the receiver had them.",
+            ),
+        )
+        self._children: dict[tuple[str, str], tuple[Counter, ...]] = {}
+
+    def sent(self, transport: str, segments: Iterable[PeerSegments]) -> None:
+        """Count them."""
+        kind = transport if transport in self._paths.transports else UNKNOWN
+        for distance in (*self._paths.distances(transport), name_distance(None)):
+            self._find(distance, kind)
+        for each in segments:
+            counts = each.counts
+            children = self._find(name_distance(each.distance), kind)
+            values = counts.num, counts.num_retransmitted, counts.num_duplicates
+            for child, value in zip(children, values, strict=True):
+                child.inc(value)
+
+    def _find(self, distance: str, kind: str) -> tuple[Counter, ...]:
+        labels = distance, kind
+        if labels not in self._children:
+            self._children[labels] = tuple(each.labels(*labels) for each in self._counters)
+        return self._children[labels]
+
+
 class LinkInstruments:
     """By distance, transport and operation, not by peer: labels are bounded. `transfers`: by peer.
 
@@ -128,6 +189,7 @@ class LinkInstruments:
         self._transports = (*paths.transports, UNKNOWN)
         self._transfers = transfers
         self._carried = CarriedInstruments(registry, paths)
+        self._segments = SegmentInstruments(registry, paths)
         labels = ["operation", "transport"]
 
         def count(name: str, text: str) -> dict[tuple[str, str], Counter]:
@@ -199,6 +261,13 @@ class LinkInstruments:
         labels = OPERATIONS[direction], self._name(transport)
         self._latency.labels(*labels).set(model.latency_s)
         self._bandwidth.labels(*labels).set(model.bandwidth)
+
+    def sent(self, transport: str, segments: Sequence[PeerSegments]) -> None:
+        """See `LinkObserver`."""
+        self._segments.sent(transport, segments)
+        for each in segments:
+            distance = name_distance(each.distance)
+            self._transfers.segments(each.peer, distance, self._name(transport), each.counts)
 
     def _labels_of(self, link: Link) -> LinkLabels:
         """Of the report, whose number of entries is bounded in another way than that of series."""

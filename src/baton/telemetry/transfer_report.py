@@ -94,6 +94,62 @@ class LinkTransfers(msgspec.Struct, frozen=True, kw_only=True):
     drift: LinkDrift | None = None
 
 
+class SegmentCounts(msgspec.Struct, frozen=True):
+    """TCP segments with data, as the kernel of their sender counts them (`TCP_INFO` of Linux).
+
+    `num` includes those that were sent again, `num_retransmitted`. Of these the receiver had
+    `num_duplicates` already (it reports them, RFC 2883): they were late, not lost. `num_bytes` is
+    what the segments carried, in sum.
+    """
+
+    num: Total = 0
+    num_retransmitted: Total = 0
+    num_duplicates: Total = 0
+    num_bytes: Total = 0
+
+    @property
+    def num_lost(self) -> int:
+        """Retransmitted segments that the receiver did not have."""
+        return max(0, self.num_retransmitted - self.num_duplicates)
+
+    @property
+    def lost_share(self) -> float | None:
+        """Of all segments; None where none was sent."""
+        return self.num_lost / self.num if self.num else None
+
+    def plus(self, more: SegmentCounts) -> SegmentCounts:
+        """The sum of both."""
+        return SegmentCounts(
+            self.num + more.num,
+            self.num_retransmitted + more.num_retransmitted,
+            self.num_duplicates + more.num_duplicates,
+            self.num_bytes + more.num_bytes,
+        )
+
+    def minus(self, earlier: SegmentCounts) -> SegmentCounts:
+        """What came since earlier counts; these themselves where they began at 0 again."""
+        if earlier.num > self.num or earlier.num_bytes > self.num_bytes:
+            return self
+        return SegmentCounts(
+            self.num - earlier.num,
+            max(0, self.num_retransmitted - earlier.num_retransmitted),
+            max(0, self.num_duplicates - earlier.num_duplicates),
+            self.num_bytes - earlier.num_bytes,
+        )
+
+
+class LinkSegments(msgspec.Struct, frozen=True, kw_only=True):
+    """What this worker sent to one peer over one transport's TCP connections.
+
+    KV that it writes there or that the peer reads from it, and the transport's own messages.
+    """
+
+    peer: Text
+    distance: Text
+    transport: Text
+    sent: SegmentCounts
+
+
 class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
     """The answer. `num_forgotten` entries were dropped for newer ones: those idle for longest.
 
@@ -104,6 +160,7 @@ class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
     epoch: Text
     handoffs: Annotated[tuple[HandoffTransfers, ...], Meta(max_length=MAX_ENTRIES)] = ()
     links: Annotated[tuple[LinkTransfers, ...], Meta(max_length=MAX_ENTRIES)] = ()
+    segments: Annotated[tuple[LinkSegments, ...], Meta(max_length=MAX_ENTRIES)] = ()
     num_forgotten: Total = 0
     num_digest_failures: Total = 0
     num_lapsed_leases: Total = 0

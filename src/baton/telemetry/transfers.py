@@ -21,7 +21,9 @@ from baton.telemetry.transfer_report import (
     UNKNOWN_DISTANCE,
     HandoffTransfers,
     LinkDrift,
+    LinkSegments,
     LinkTransfers,
+    SegmentCounts,
     TransferReport,
     TransportMismatch,
 )
@@ -157,6 +159,12 @@ class _Link:
     observed_ratio: LogHistogram = field(default_factory=LogHistogram)
 
 
+@dataclass(slots=True)
+class _Segments:
+    distance: str = UNKNOWN_DISTANCE
+    sent: SegmentCounts = field(default_factory=SegmentCounts)
+
+
 class HandoffLabels(NamedTuple):
     """What a handoff is counted by, beside its peer: few values each, none of a client's text."""
 
@@ -175,7 +183,7 @@ class LinkLabels(NamedTuple):
 
 
 Key = TypeVar("Key")
-Entry = TypeVar("Entry", _Handoffs, _Link)
+Entry = TypeVar("Entry", _Handoffs, _Link, _Segments)
 
 
 class TransferTable:
@@ -192,6 +200,7 @@ class TransferTable:
         self._lock = threading.Lock()
         self._handoffs: OrderedDict[tuple[str, HandoffLabels], _Handoffs] = OrderedDict()
         self._links: OrderedDict[tuple[str, LinkLabels], _Link] = OrderedDict()
+        self._segments: OrderedDict[tuple[str, str], _Segments] = OrderedDict()
         self._num_forgotten = self._num_digest_failures = 0
 
     def handoff(self, trace: RequestSpan, labels: HandoffLabels, landed: LandedHandoff) -> None:
@@ -248,6 +257,12 @@ class TransferTable:
             if outcome.refined and outcome.predicted_s > 0:
                 entry.observed_ratio.add(outcome.observed_s / outcome.predicted_s)
 
+    def segments(self, peer: str, distance: str, transport: str, sent: SegmentCounts) -> None:
+        """Count what the kernel sent to a peer; the latest distance is that of all of it."""
+        with self._lock:
+            entry = self._find(self._segments, (_clip(peer), transport), _Segments)
+            entry.distance, entry.sent = distance, entry.sent.plus(sent)
+
     def report(self) -> TransferReport:
         """All of it, those used last at the end.
 
@@ -268,10 +283,18 @@ class TransferTable:
             epoch=self._epoch,
             handoffs=tuple(reported_handoffs),
             links=tuple(reported_links),
+            segments=self._report_segments(),
             num_forgotten=self._num_forgotten,
             num_digest_failures=self._num_digest_failures,
             num_lapsed_leases=self._count_lapsed_leases(),
         )
+
+    def _report_segments(self) -> tuple[LinkSegments, ...]:
+        with self._lock:
+            return tuple(
+                LinkSegments(peer=peer, distance=each.distance, transport=transport, sent=each.sent)
+                for (peer, transport), each in self._segments.items()
+            )
 
     def _find_link(self, peer: str, labels: LinkLabels) -> _Link:
         return self._find(

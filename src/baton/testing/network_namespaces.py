@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import json
 import os
 import socket
 import subprocess
@@ -158,10 +159,14 @@ def run(*command: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class BridgedHost:
-    """One host: its namespace and its address. This process reaches it over the bridge."""
+    """One host: its namespace and its address. This process reaches it over the bridge.
+
+    `port` is the bridge's end of its cable: what is queued or dropped there was sent already.
+    """
 
     namespace: str
     address: str
+    port: str
 
     @property
     def prefix(self) -> tuple[str, ...]:
@@ -180,14 +185,37 @@ class BridgedHost:
             except TimeoutError:
                 return False
 
-    def open_socket(self) -> socket.socket:
-        """A datagram socket of that host, for this process."""
+    def open_socket(self, kind: socket.SocketKind = socket.SOCK_DGRAM) -> socket.socket:
+        """A socket of that host, for this process."""
         with ThreadPoolExecutor(1) as elsewhere:  # a thread of its own: it moves there, and ends
-            return elsewhere.submit(self._open_there).result()
+            return elsewhere.submit(self._open_there, kind).result()
 
-    def _open_there(self) -> socket.socket:
+    def _open_there(self, kind: socket.SocketKind) -> socket.socket:
         move_thread_into(self.namespace)
-        return socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        return socket.socket(socket.AF_INET, kind)
+
+    @contextmanager
+    def behind_a_full_port(self, rate_bytes: int, queue_bytes: int) -> Iterator[None]:
+        """Its switch port sends it so many bytes a second, and drops what does not fit its queue.
+
+        Of hosts that send packets, not segments for the network card to cut: see
+        `send_single_packets`.
+        """
+        limit = ("rate", f"{rate_bytes * 8}bit", "burst", "16kb", "limit", str(queue_bytes))
+        run("tc", "qdisc", "replace", "dev", self.port, "root", "tbf", *limit)
+        try:
+            yield
+        finally:
+            run("tc", "qdisc", "del", "dev", self.port, "root")
+
+    def count_port_drops(self) -> int:
+        """Packets that its port has dropped since its queue was made."""
+        (queue,) = json.loads(run("tc", "-s", "-j", "qdisc", "show", "dev", self.port, "root"))
+        return int(queue["drops"])
+
+    def send_single_packets(self) -> None:
+        """Send packets of the link's size, not of 64 KiB, which virtual cables pass whole."""
+        run("ip", "-n", self.namespace, "link", "set", "dev", "eth0", "gso_max_segs", "1")
 
 
 @contextmanager
@@ -228,25 +256,26 @@ def bridged_hosts(num_hosts: int) -> Iterator[tuple[BridgedHost, ...]]:
         run("ip", "link", "set", bridge, "up")
         hosts: list[BridgedHost] = []
         for number in range(num_hosts):
-            host = BridgedHost(f"{bridge}h{number}", f"{network}.{number + 2}")
-            undo.enter_context(_plugged_in(host, bridge, f"{bridge}v{number}"[-15:]))
+            port = f"{bridge}v{number}"[-15:]
+            host = BridgedHost(f"{bridge}h{number}", f"{network}.{number + 2}", port)
+            undo.enter_context(_plugged_in(host, bridge))
             hosts.append(host)
         yield tuple(hosts)
 
 
 @contextmanager
-def _plugged_in(host: BridgedHost, bridge: str, port: str) -> Iterator[None]:
+def _plugged_in(host: BridgedHost, bridge: str) -> Iterator[None]:
     run("ip", "netns", "add", host.namespace)
     try:
         inside = ("ip", "-n", host.namespace)
-        ends = (port, "type", "veth", "peer", "name", "eth0", "netns", host.namespace)
+        ends = (host.port, "type", "veth", "peer", "name", "eth0", "netns", host.namespace)
         run("ip", "link", "add", *ends)
-        run("ip", "link", "set", port, "master", bridge, "up")
+        run("ip", "link", "set", host.port, "master", bridge, "up")
         run(*inside, "addr", "add", f"{host.address}/24", "dev", "eth0")
         run(*inside, "link", "set", "lo", "up")
         run(*inside, "link", "set", "eth0", "up")
         yield
     finally:
         with suppress(subprocess.CalledProcessError):
-            run("ip", "link", "del", port)
+            run("ip", "link", "del", host.port)
         run("ip", "netns", "del", host.namespace)

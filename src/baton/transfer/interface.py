@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from baton.kv.copies import PageCopies
     from baton.kv.device_digest import PieceParts
     from baton.net.tls import Tls
+    from baton.telemetry.transfer_report import SegmentCounts
 
 MemoryKind = Literal["host", "shared", "cuda"]
 TransferId = NewType("TransferId", int)
@@ -496,6 +497,19 @@ class TracksReaders(Protocol):
 
         Of the worker of that life, if it is attached now; None where it is not, or where the
         kernel cannot report it. The caller closes it; it outlives the connection.
+        """
+        ...
+
+
+@runtime_checkable
+class CountsSegments(Protocol):
+    """A transport over TCP whose kernel counts what it sends."""
+
+    def take_segments(self) -> dict[Epoch, SegmentCounts] | None:
+        """What was sent to each peer, by its epoch, since the last call.
+
+        Also over connections that are closed, or that the peer opened. None where the kernel does
+        not count it, or in a way that is not known, and before a region was exposed.
         """
         ...
 

@@ -12,7 +12,7 @@ from baton.gateway.upstream import Upstream
 from baton.gateway.workers import Worker, Workers
 from baton.ids import Epoch, WorkerId
 from baton.protocol.worker_http import Role
-from baton.telemetry.transfer_report import MAX_ENTRIES, TransferReport
+from baton.telemetry.transfer_report import MAX_ENTRIES, SegmentCounts, TransferReport
 from baton.telemetry.transfers import HandoffLabels, LandedHandoff, LinkLabels, TransferTable
 from baton.testing.clocks import ManualClock
 from baton.transfer.links.choice import Outcome
@@ -162,3 +162,30 @@ def test_the_busiest_pairs_are_listed_and_all_count() -> None:
     assert (page.handoffs[0].prefill, page.handoffs[0].decode) == ("p7", "d0")
     (distance,) = page.handoffs_by_distance
     assert distance.total.num == len(names) * MAX_ENTRIES + 2
+
+
+def test_segments_are_shown_from_their_sender_to_their_receiver() -> None:
+    fleet = Fleet("p0", "d0")
+    fleet.tables["p0"].segments("d0", "same_rack", "tcp", SegmentCounts(1000, 5, 1, 10 * MIB))
+    fleet.report("p0")
+    (pair,) = fleet.show().segments
+    assert (pair.sender, pair.receiver, pair.distance) == ("p0", "d0", "same_rack")
+    assert (pair.total.num, pair.total.lost_share) == (1000, 0.004)
+    assert (pair.recent.num, pair.recent.lost_share) == (0, None), (
+        "it was before the gateway looked"
+    )
+    fleet.clock.advance(5.0)
+    fleet.tables["p0"].segments("d0", "same_rack", "tcp", SegmentCounts(100, 2, 0, MIB))
+    fleet.report("p0")
+    (pair,) = fleet.show().segments
+    assert (pair.recent.num, pair.recent.num_retransmitted, pair.recent.lost_share) == (
+        100,
+        2,
+        0.02,
+    )
+    fleet.clock.advance(5.0)
+    table = TransferTable(Epoch("2" * 32), fleet.clock)
+    table.segments("d0", "same_rack", "tcp", SegmentCounts(10, 0, 0, 100))
+    fleet.report("p0", table.report())
+    (pair,) = fleet.show().segments
+    assert (pair.total.num, pair.recent.num) == (10, 0), "another life of the worker"

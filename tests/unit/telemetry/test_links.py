@@ -6,9 +6,16 @@ from baton.ids import Epoch
 from baton.telemetry.drift import DEFAULTS
 from baton.telemetry.handoff_metrics import ReceivePaths
 from baton.telemetry.links import MAX_LABEL_SETS, LinkInstruments
+from baton.telemetry.transfer_report import SegmentCounts
 from baton.telemetry.transfers import TransferTable
 from baton.testing.clocks import ManualClock
-from baton.transfer.links.choice import Chooser, LinkObserver, Outcome, TransferTime
+from baton.transfer.links.choice import (
+    Chooser,
+    LinkObserver,
+    Outcome,
+    PeerSegments,
+    TransferTime,
+)
 from baton.transfer.links.cost_model import LinkModel, TransferShape
 
 MODELS = {"shared": LinkModel(1e-5, 1e-7, 1e-10), "tcp": LinkModel(1e-4, 1e-7, 1e-9)}
@@ -119,3 +126,34 @@ def test_transports_of_one_host_have_no_far_distances_and_sets_of_labels_are_bou
     samples = next(f for f in registry.collect() if f.name == "baton_link_bytes").samples
     totals = [each for each in samples if each.name == "baton_link_bytes_total"]
     assert len(totals) == MAX_LABEL_SETS
+
+
+def test_segments_are_counted_by_distance_and_reported_by_peer() -> None:
+    registry = CollectorRegistry()
+    instruments: LinkObserver
+    instruments, table = observer(registry, "shared", "tcp", local=frozenset({"shared"}))
+    name = "baton_link_segments_total"
+    tcp = {"distance": "same_rack", "transport": "tcp"}
+    assert registry.get_sample_value(name, tcp) is None, "not known yet"
+    instruments.sent("tcp", ())
+    assert value(registry, name, **tcp) == 0
+    first = PeerSegments("d0", "", SegmentCounts(100, 2, 1, 150_000))
+    instruments.sent("tcp", (first, PeerSegments("d1", "same_rack", SegmentCounts(50))))
+    instruments.sent("tcp", (PeerSegments("d0", "same_rack", SegmentCounts(900, 8, 0, 1_350_000)),))
+    assert value(registry, name, **tcp) == 950
+    assert value(registry, "baton_link_retransmitted_segments_total", **tcp) == 8
+    unknown = {"distance": "unknown", "transport": "tcp"}
+    assert value(registry, "baton_link_duplicate_segments_total", **unknown) == 1
+    d1, d0 = table.report().segments
+    assert (d1.peer, d1.sent.num, d1.sent.lost_share) == ("d1", 50, 0.0)
+    assert (d0.peer, d0.distance, d0.transport) == ("d0", "same_rack", "tcp")
+    assert d0.sent == SegmentCounts(1000, 10, 1, 1_500_000)
+    assert d0.sent.lost_share == 0.009
+
+
+def test_segments_of_a_transport_that_is_not_configured_count_as_other() -> None:
+    registry = CollectorRegistry()
+    instruments, _ = observer(registry, "shared")
+    instruments.sent("carrier-pigeon", (PeerSegments("d0", "<b>", SegmentCounts(5)),))
+    other = {"distance": "unknown", "transport": "other"}
+    assert value(registry, "baton_link_segments_total", **other) == 5

@@ -27,7 +27,9 @@ def metrics(registry: CollectorRegistry) -> WorkerMetrics:
 
 def make_metrics(registry: CollectorRegistry, paths: ReceivePaths) -> WorkerMetrics:
     table = TransferTable(Epoch("1" * 32), ManualClock())
-    LinkInstruments(registry, paths, table)
+    links = LinkInstruments(registry, paths, table)
+    for transport in paths.transports:
+        links.sent(transport, ())
     return WorkerMetrics(registry, paths, ("computed locally",), table)
 
 

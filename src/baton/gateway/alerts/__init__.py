@@ -7,6 +7,7 @@ File map:
     sources.py       what the gateway knows now → `Observations`
     observations.py  `Observations`: values only
     rules.py         `AlertRules`: observations → the conditions that hold, pure
+    link_loss.py     `LinkLossRule`: which links lose packets, pure
     windows.py       growth of counters, and shares of an error budget, within the last minutes
     lifecycle.py     `AlertLifecycle`: pending → firing → resolved, pure
     monitor.py       `AlertMonitor`: runs all of it, and shows it

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from baton.router.topology import Distance
+    from baton.telemetry.transfer_report import SegmentCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,17 @@ class LinkTimes:
     distance: str
     ratio: float | None
     is_drifted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSegments:
+    """TCP segments sent by one worker to another, since the sender's start (`SegmentCounts`)."""
+
+    source: str
+    target: str
+    transport: str
+    distance: str
+    sent: SegmentCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +97,7 @@ class Observations:
     """All of it. Counters are since each worker's start, by worker."""
 
     links: tuple[LinkTimes, ...] = ()
+    segments: tuple[LinkSegments, ...] = ()
     paths: tuple[HandoffPath, ...] = ()
     classes: tuple[LinkClass, ...] = ()
     num_digest_failures: Mapping[str, int] = field(default_factory=dict)

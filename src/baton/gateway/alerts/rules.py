@@ -10,6 +10,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Final
 
 from baton.gateway.alerts.lifecycle import Condition, Timing
+from baton.gateway.alerts.link_loss import LinkLossRule
 from baton.gateway.alerts.windows import BudgetWindow, GrowthWindow
 from baton.protocol.alerts import AlertName, Severity
 from baton.telemetry.transfer_report import DISTANCES
@@ -46,6 +47,7 @@ MIN_ENDED: Final = 20
 TIMINGS: Final[Mapping[AlertName, Timing]] = {
     AlertName.LINK_DRIFT: Timing(for_s=10.0, keep_s=30.0),
     AlertName.DISTANCE_DRIFT: Timing(for_s=30.0, keep_s=30.0),
+    AlertName.LINK_LOSS: Timing(for_s=10.0, keep_s=30.0),
     AlertName.TRANSPORT_MISMATCH: Timing(keep_s=300.0),
     AlertName.INVERTED_DISTANCE: Timing(for_s=60.0, keep_s=60.0),
     AlertName.PREFIX_PREDICTION: Timing(for_s=60.0, keep_s=60.0),
@@ -66,6 +68,7 @@ class AlertRules:
 
     def __init__(self, options: AlertsSection) -> None:
         self._options = options
+        self._link_loss = LinkLossRule(options.link_loss_share)
         self._digest_failures = GrowthWindow(COUNTER_WINDOW_S)
         self._lapsed_leases = GrowthWindow(COUNTER_WINDOW_S)
         self._predicted = GrowthWindow(PREFIX_WINDOW_S)
@@ -79,6 +82,7 @@ class AlertRules:
         found = [
             *_drifted_links(seen.links),
             *_drifted_distances(seen.links),
+            *self._link_loss.evaluate(seen.segments, now),
             *self._mismatches(seen),
             *self._inverted_distances(seen),
             *self._counters(seen, now),

@@ -10,6 +10,7 @@ from baton.gateway.alerts.observations import (
     EndedByTarget,
     HandoffPath,
     LinkClass,
+    LinkSegments,
     LinkTimes,
     Observations,
     StoreCost,
@@ -56,6 +57,7 @@ class AlertSources:
         infos = {str(info.worker): info for info in self._infos()}
         return Observations(
             links=tuple(_list_links(reports)),
+            segments=tuple(_list_segments(reports)),
             paths=tuple(_list_paths(reports, infos)),
             classes=tuple(self._list_classes()),
             num_digest_failures={name: each.num_digest_failures for name, each in reports.items()},
@@ -84,6 +86,12 @@ class AlertSources:
                 AlertName.LEASES_LAPSED,
             ):
                 missing[name] = why
+        if not any(report.segments for report in self._reports().values()):
+            missing[AlertName.LINK_LOSS] = (
+                "no worker has counted TCP segments that it sent: the transport tcp was not used "
+                "yet, or the workers' kernel does not count them; of other transports lost packets "
+                "are not known here"
+            )
         if len({each.distance for each in self._list_classes()}) <= 1:
             missing[AlertName.INVERTED_DISTANCE] = "links of fewer than two distances are measured"
         if self.prefixes is None:
@@ -158,6 +166,13 @@ def _list_links(reports: Mapping[str, TransferReport]) -> Iterator[LinkTimes]:
                 link.drift.ratio,
                 link.drift.state == DRIFTED,
             )
+
+
+def _list_segments(reports: Mapping[str, TransferReport]) -> Iterator[LinkSegments]:
+    for worker, report in reports.items():
+        for each in report.segments:
+            peer = _worker_of(each.peer, reports)
+            yield LinkSegments(worker, peer, each.transport, each.distance, each.sent)
 
 
 def _list_paths(

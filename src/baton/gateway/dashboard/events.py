@@ -138,6 +138,16 @@ class DriftShown(msgspec.Struct, frozen=True):
     ratio: float
 
 
+class LossShown(msgspec.Struct, frozen=True):
+    """TCP segments that one worker sent to another in the last `window_s`; see `PairSegments`."""
+
+    sender: str
+    receiver: str
+    transport: str
+    num: int
+    lost_share: float
+
+
 class TransfersShown(msgspec.Struct, frozen=True):
     """What `/debug/transfers` has of the last `window_s`: the pairs with the most bytes."""
 
@@ -145,6 +155,7 @@ class TransfersShown(msgspec.Struct, frozen=True):
     pairs: tuple[PairShown, ...]
     distances: tuple[DistanceShown, ...]
     drifts: tuple[DriftShown, ...]
+    losses: tuple[LossShown, ...]
     num_left_out: int
 
 

@@ -12,6 +12,7 @@ from baton.gateway.dashboard.events import (
     DriftShown,
     History,
     Links,
+    LossShown,
     ModelShown,
     PairShown,
     Point,
@@ -193,6 +194,11 @@ def _show_transfers(page: TransferPageReply) -> TransfersShown:
             )
             for each in page.links
             if each.drift is not None and each.drift.ratio is not None
+        ),
+        losses=tuple(
+            LossShown(each.sender, each.receiver, each.transport, each.recent.num, share)
+            for each in page.segments
+            if (share := each.recent.lost_share) is not None
         ),
         num_left_out=page.num_left_out,
     )

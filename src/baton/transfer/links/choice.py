@@ -23,6 +23,7 @@ from baton.transfer.links.cost_model import NUM_REMEMBERED
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from baton.telemetry.transfer_report import SegmentCounts
     from baton.transfer.links.cost_model import LinkModel, SizeClass, TransferShape
 
 MIN_BACKOFF_S: Final = 0.5
@@ -89,6 +90,17 @@ class TransferTime(Record, frozen=True):
     seconds: float
 
 
+class PeerSegments(Record, frozen=True):
+    """TCP segments that this worker sent to a peer since the last report of that.
+
+    `distance` is the peer's, empty where no ticket named it.
+    """
+
+    peer: str
+    distance: str
+    counts: SegmentCounts
+
+
 class LinkObserver(Protocol):
     """Called by the agent's thread; must not block."""
 
@@ -112,6 +124,10 @@ class LinkObserver(Protocol):
         """A link was probed: its measured cost."""
         ...
 
+    def sent(self, transport: str, segments: Sequence[PeerSegments]) -> None:
+        """What the kernel sent over a transport that counts it; every few seconds, if only ()."""
+        ...
+
 
 class NullObserver:
     """Counts nothing."""
@@ -129,6 +145,9 @@ class NullObserver:
         """See `LinkObserver`."""
 
     def measured(self, direction: Direction, transport: str, model: LinkModel) -> None:
+        """See `LinkObserver`."""
+
+    def sent(self, transport: str, segments: Sequence[PeerSegments]) -> None:
         """See `LinkObserver`."""
 
 

@@ -47,6 +47,7 @@ export function showTransfers(transfers) {
 
 /** @param {Data} transfers @returns {import("./heatmap.js").Layer[]} */
 export function transferLayers(transfers) {
+  const senders = new Set(transfers.pairs.map((/** @type {Data} */ pair) => pair.prefill));
   const used = addByPair(transfers.pairs.filter((/** @type {Data} */ pair) => pair.num));
   const layer = (/** @type {string} */ name, /** @type {string} */ field, /** @type {(value: number) => string} */ format) => ({
     name,
@@ -65,6 +66,14 @@ export function transferLayers(transfers) {
       format: (value) => `×${number(value)}`,
       cells: transfers.drifts.map((/** @type {Data} */ link) => ({ from: link.worker, to: link.peer, value: link.ratio, note: `${link.transport} ${link.operation}, ${link.state}` })),
     },
+    {
+      name: "lost TCP segments",
+      format: percent,
+      // What receivers of KV send back is little, and would double the grid.
+      cells: transfers.losses
+        .filter((/** @type {Data} */ link) => senders.has(link.sender))
+        .map((/** @type {Data} */ link) => ({ from: link.sender, to: link.receiver, value: link.lost_share, note: `of ${number(link.num)} over ${link.transport}` })),
+    },
   ];
 }
 
@@ -77,6 +86,8 @@ export function figuresOfPair(report, from, to) {
   const [pair] = addByPair(report.transfers.pairs.filter((/** @type {Data} */ each) => each.num && isPair(each.prefill, each.decode)));
   const links = report.links.models.flatMap((/** @type {Data} */ model) => model.links).filter((/** @type {Data} */ link) => isPair(link.from, link.to));
   const parts = links.slice(0, 2).map((/** @type {Data} */ link) => `${link.transport} measured: ${duration(link.latency_s)} latency, ${bandwidth(link.bytes_per_s)}`);
+  const loss = report.transfers.losses.find((/** @type {Data} */ link) => link.sender === from && link.receiver === to);
+  if (loss) parts.push(`${percent(loss.lost_share)} of ${number(loss.num)} TCP segments lost in the last minute`);
   if (pair) parts.unshift(`last minute: ${number(pair.num)} handoffs, p50 ${duration(pair.transfer_p50_s)}, ${duration(pair.s_per_mib_p50)} for each MiB`);
   return parts.length ? `${from} → ${to}, ${parts.join(" · ")}` : "";
 }

@@ -7,6 +7,7 @@ File map:
     transport.py   `TcpTransport`: the contract, admission, the listening end, reassembly
     remote.py      the dialing end: one peer's region over several streams
     sockets.py     options, sockets, endpoints
+    segments.py    what the kernel sent, and sent again: `TCP_INFO`
     wire.py        the messages and their bounds; a write as stripes, one for each stream
 """
 

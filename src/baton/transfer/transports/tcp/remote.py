@@ -59,6 +59,7 @@ if TYPE_CHECKING:
         RemoteId,
         TransferId,
     )
+    from baton.transfer.transports.tcp.segments import SegmentMeter
     from baton.transfer.transports.tcp.sockets import TcpOptions
 
 MAX_FETCHES_IN_FLIGHT: Final = 4
@@ -194,9 +195,10 @@ class TcpRemote(BaseRemote):
         *,
         epoch: Epoch,
         options: TcpOptions,
+        meter: SegmentMeter,
     ) -> None:
         super().__init__(id_, descriptor, reactor)
-        self._epoch, self._options = epoch, options
+        self._epoch, self._options, self._meter = epoch, options, meter
         self._link = bytes(new_region_handle())
         self._whole_bytes = min(options.stripe_bytes, MAX_PART_BYTES)
         self._streams: list[TcpStream] = []
@@ -217,6 +219,7 @@ class TcpRemote(BaseRemote):
         fit_buffers(connection.channel.socket, self._options)
         stream = TcpStream(connection, self._part_over)
         self._streams.append(stream)
+        self._meter.add(connection, self.descriptor.epoch)
         connection.set_handlers(lambda channel: self._read(stream, channel), self.lose)
         connection.channel.allow_bodies(MAX_BODY_BYTES)
         connection.channel.ahead = ReadAhead()

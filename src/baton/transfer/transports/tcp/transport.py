@@ -38,6 +38,7 @@ from baton.transfer.scatter_gather import (
     write_batches,
 )
 from baton.transfer.transports.tcp.remote import TcpRemote
+from baton.transfer.transports.tcp.segments import SegmentMeter
 from baton.transfer.transports.tcp.sockets import (
     explain_small_buffers,
     fit_buffers,
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from baton.net.channel import Channel
     from baton.net.connection import Connection
     from baton.net.tls import Tls
+    from baton.telemetry.transfer_report import SegmentCounts
     from baton.transfer.interface import (
         PageArray,
         PagedRegion,
@@ -355,6 +357,7 @@ class TcpTransport(ConnectedTransport[TcpRemote, Attach]):
             self.capabilities = msgspec.structs.replace(type(self).capabilities, encrypted=True)
         self._grants, self._read_grants = AdmittedGrants(self._reactor), ReadGrants()
         self._inbound: dict[Connection, TcpInbound] = {}
+        self._meter = SegmentMeter()
         # Of all streams of one remote of a peer; gone when the last of those is.
         self._reassemblies: WeakValueDictionary[
             tuple[bytes, str, RegionHandle], WriteReassembly
@@ -390,10 +393,19 @@ class TcpTransport(ConnectedTransport[TcpRemote, Attach]):
         remote.read(transfer, read, region)
         return transfer
 
+    def take_segments(self) -> dict[Epoch, SegmentCounts] | None:
+        """See `CountsSegments`."""
+        return self._meter.take()
+
     def _make_remote(self, id_: RemoteId, descriptor: RegionDescriptor) -> TcpRemote:
         self._parse_endpoint(descriptor.endpoint)
         return TcpRemote(
-            id_, descriptor, self._reactor, epoch=self._context.epoch, options=self._options
+            id_,
+            descriptor,
+            self._reactor,
+            epoch=self._context.epoch,
+            options=self._options,
+            meter=self._meter,
         )
 
     def _connect(self, remote: TcpRemote) -> None:
@@ -419,6 +431,7 @@ class TcpTransport(ConnectedTransport[TcpRemote, Attach]):
         if small is not None:
             _log.warning("%s", small)
         sock, endpoint = open_listener(self._context.bind_host, self._options)
+        self._meter.check(sock)
         if self._tls is None:
             return sock, endpoint
         return TlsListener(sock, self._tls), endpoint + TLS_SUFFIX
@@ -441,6 +454,7 @@ class TcpTransport(ConnectedTransport[TcpRemote, Attach]):
             read_grants=self._read_grants,
         )
         self._inbound[connection] = inbound
+        self._meter.add(connection, Epoch(attach.epoch))
         connection.cancel_deadline()
         connection.set_handlers(inbound.read, partial(self._disconnected, connection))
         connection.send_body(encode(Attached(region.arrays)))
