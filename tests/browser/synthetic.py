@@ -43,6 +43,7 @@ from baton.gateway.debug import (
 )
 from baton.gateway.errors import answer_for
 from baton.gateway.queue_page import QueueReply, RoomShown, RunningShown, WaitingShown
+from baton.gateway.store_tiers import TierFigures, WorkerTier, add_tiers
 from baton.net.http_limits import Connections, HttpLimits
 from baton.net.http_server import bounded_protocol
 from baton.protocol.alerts import Alert, AlertList, AlertName, AlertState
@@ -187,8 +188,23 @@ class Fleet:
             for d in DISTANCES[1:]
         )  # fmt: skip
         drift = DriftShown(self.worker_name(0), self.worker_name(1), "tcp", "WRITE", "drifted", 9.8)
-        transfers = TransfersShown(60.0, shown, distances, (drift,), 0)
+        tiers = tuple(
+            tier for i in range(self.num_workers) for tier in self.tiers(self.worker_name(i))
+        )
+        transfers = TransfersShown(60.0, shown, distances, (drift,), tiers, add_tiers(tiers), 0)
         return Links(LinkListReply((ModelLinks(self.model, lines, links),)), transfers)
+
+    def tiers(self, worker: str) -> tuple[WorkerTier, ...]:
+        num, is_available = self.random.randrange(50, 90), not worker.endswith("-2")
+        return tuple(
+            WorkerTier(
+                worker=worker, tier=tier, used_bytes=used << 30, capacity_bytes=capacity << 30,
+                is_available=is_available or tier != "redis",
+                total=TierFigures(60 * num, 4000, 60 * num / (60 * num + 4000), 60 << 30, 9 << 30),
+                recent=TierFigures(num, 50, num / (num + 50), 1 << 30, 200 << 20),
+            )
+            for tier, used, capacity in (("host", 31, 32), ("file", 410, 2048), ("redis", 90, 0))
+        )  # fmt: skip
 
     def pair(self, one: int, other: int) -> PairShown:
         num = self.random.randrange(5, 60)

@@ -1,4 +1,4 @@
-"""`/debug/transfers`: what handoffs and links took, by pair of workers and by distance.
+"""`/debug/transfers`: what handoffs and links took, by pair of workers and by distance; tiers.
 
 Quantiles are of the workers' log histograms: within 1 %.
 """
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from baton.gateway.report_feed import FIRST_RANK
+from baton.gateway.store_tiers import FleetTier, WorkerTier, add_tiers, subtract_tiers
 from baton.gateway.transfer_feed import WINDOW_S
 from baton.gateway.transfer_sums import (
     add_handoffs,
@@ -144,7 +145,8 @@ class DistanceLinks(msgspec.Struct, frozen=True, kw_only=True):
 class TransferPageReply(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to `/debug/transfers`.
 
-    `num_left_out`: pairs beyond `MOST_LISTED` of each kind; they count in the distances.
+    `num_left_out`: pairs beyond `MOST_LISTED` of each kind; they count in the distances. So do
+    tiers of workers beyond it in `fleet_tiers`.
     """
 
     window_s: float
@@ -152,6 +154,8 @@ class TransferPageReply(msgspec.Struct, frozen=True, kw_only=True):
     links: tuple[PairLinks, ...]
     handoffs_by_distance: tuple[DistanceHandoffs, ...]
     links_by_distance: tuple[DistanceLinks, ...]
+    tiers: tuple[WorkerTier, ...]
+    fleet_tiers: tuple[FleetTier, ...]
     num_workers: int
     num_left_out: int
 
@@ -163,6 +167,7 @@ class _OfWorker:
         self.name, self.latest, self.baseline = name, latest, baseline
         self.handoffs = subtract_handoffs(latest, baseline)
         self.links = subtract_links(latest, baseline)
+        self.tiers = subtract_tiers(name, latest, baseline)
 
 
 class TransferPage:
@@ -186,6 +191,7 @@ class TransferPage:
             for each in workers
             for total, recent in each.links
         ]
+        tiers = [tier for each in workers for tier in each.tiers]
         handoffs.sort(key=_weight, reverse=True)
         links.sort(key=_weight, reverse=True)
         return TransferPageReply(
@@ -194,6 +200,8 @@ class TransferPage:
             links=tuple(links[:MOST_LISTED]),
             handoffs_by_distance=_handoffs_by_distance(workers),
             links_by_distance=_links_by_distance(workers),
+            tiers=tuple(tiers[:MOST_LISTED]),
+            fleet_tiers=add_tiers(tiers),
             num_workers=len(workers),
             num_left_out=sum(max(0, len(listed) - MOST_LISTED) for listed in (handoffs, links)),
         )

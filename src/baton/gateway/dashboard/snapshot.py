@@ -194,6 +194,8 @@ def _show_transfers(page: TransferPageReply) -> TransfersShown:
             for each in page.links
             if each.drift is not None and each.drift.ratio is not None
         ),
+        tiers=page.tiers,
+        fleet_tiers=page.fleet_tiers,
         num_left_out=page.num_left_out,
     )
 

@@ -3,6 +3,7 @@
 import { byId, el, setText } from "./dom.js";
 import { bandwidth, duration, NONE, number, percent, price } from "./format.js";
 import { drawSoon } from "./frames.js";
+import { showStore } from "./store.js";
 import { Table } from "./tables.js";
 import { nameOf, standingOf, usedShare } from "./topology.js";
 import { showRequest } from "./waterfall.js";
@@ -64,29 +65,6 @@ const targets = put(
       { head: "within", isNumber: true, text: (row) => (row.num_good === null ? "no target" : row.num_ended ? percent(row.num_good / row.num_ended) : NONE) },
     ],
     (row) => row.model,
-  ),
-);
-const found = put(
-  "store-models",
-  new Table(
-    "Cached share by model",
-    [
-      { head: "model", text: (/** @type {Data} */ row) => row.model },
-      { head: "cached", isNumber: true, text: (row) => percent(row.found_share) },
-    ],
-    (row) => row.model,
-  ),
-);
-const tiers = put(
-  "store-tiers",
-  new Table(
-    "Blocks by tier",
-    [
-      { head: "tier", text: (/** @type {Data} */ row) => row.medium },
-      { head: "blocks", isNumber: true, text: (row) => number(row.blocks) },
-      { head: "workers", isNumber: true, text: (row) => number(row.workers) },
-    ],
-    (row) => row.medium,
   ),
 );
 const workersTable = put(
@@ -179,37 +157,3 @@ function show(name, text) {
   }
   setText(value, text);
 }
-
-/** @param {Data} tick */
-function showStore(tick) {
-  found.show(tick.models);
-  /** @type {Map<string, {medium: string, blocks: number, workers: number}>} */
-  const byTier = new Map();
-  const loads = { num: 0, tokens: 0, seconds: 0 };
-  for (const worker of tick.workers.workers) {
-    const seen = new Set();
-    for (const events of [worker.kv_events, worker.store_events]) {
-      for (const block of events?.blocks ?? []) {
-        const tier = byTier.get(block.medium) ?? { medium: block.medium, blocks: 0, workers: 0 };
-        tier.blocks += block.num_blocks;
-        if (!seen.has(block.medium)) tier.workers += 1;
-        seen.add(block.medium);
-        byTier.set(block.medium, tier);
-      }
-    }
-    const own = worker.load?.store_loads;
-    if (own) {
-      loads.num += own.num_loads;
-      loads.tokens += own.num_tokens;
-      loads.seconds += own.seconds;
-    }
-  }
-  tiers.show([...byTier.values()]);
-  setText(
-    byId("store-loads"),
-    loads.num
-      ? `Loaded from the store since the workers started: ${number(loads.num)} times, ${number(loads.tokens)} tokens, ${duration(loads.seconds / loads.num)} each.`
-      : "Nothing was loaded from the store since the workers started, or they have none.",
-  );
-}
-
