@@ -24,6 +24,7 @@ from baton.gateway.dashboard.events import (
     PairShown,
     Point,
     RecentRequest,
+    TargetShown,
     Tick,
     TokenCost,
     TransfersShown,
@@ -139,7 +140,13 @@ class Fleet:
                 (RunningShown(self.model, 380, 3e5),),
                 tuple(RoomShown(self.worker_name(i), self.model, 3, 64) for i in range(n)),
             ),
-            models=(ModelShown(self.model, 0.5, 0.05, 30.0, 15_000, 14_700, 0.41),),
+            models=(ModelShown(self.model, 0.41),),
+            targets=tuple(
+                TargetShown(self.model, objective, target_s, 30.0, 15_000, num_missed)
+                for objective, target_s, num_missed in (
+                    ("itl", 0.2, 900), ("tpot", 0.05, 20), ("ttft", 0.5, 300)
+                )
+            ),
             requests=requests,
             cost=TokenCost(24.0, 0.0021, 0.0093),
             alerts=AlertList(

@@ -56,19 +56,24 @@ class RecentRequest(msgspec.Struct, frozen=True):
 
 
 class ModelShown(msgspec.Struct, frozen=True):
-    """Streamed answers of one model in the last `window_s`, and those within the targets.
+    """`found_share`: of the latest prompts' tokens, those that were cached where computed."""
 
-    `found_share`: of the latest prompts' tokens, those that were cached where they were computed.
-    `num_good` is None where no target is set.
+    model: str
+    found_share: float
+
+
+class TargetShown(msgspec.Struct, frozen=True):
+    """Requests of one model that ended in the last `window_s`, and those that missed a target.
+
+    `objective`: `ttft`, `tpot` or `itl`; as BatonBurnRate* count them (`TargetMetrics`).
     """
 
     model: str
-    ttft_target_s: float | None
-    tpot_target_s: float | None
+    objective: str
+    target_s: float
     window_s: float
-    num_ended: int
-    num_good: int | None
-    found_share: float
+    num: int
+    num_missed: int
 
 
 class TokenCost(msgspec.Struct, frozen=True):
@@ -91,6 +96,7 @@ class Tick(msgspec.Struct, frozen=True):
     num_hidden: int
     queue: QueueReply
     models: tuple[ModelShown, ...]
+    targets: tuple[TargetShown, ...]
     requests: tuple[RecentRequest, ...]
     cost: TokenCost | None
     alerts: AlertList

@@ -11,6 +11,8 @@ import { showRequest } from "./waterfall.js";
 /** @typedef {Record<string, any>} Data */
 
 const TOKENS = 1000;
+/** @type {Record<string, string>} */
+const OBJECTIVES = { ttft: "time to first token", tpot: "time per output token", itl: "gaps between tokens (p99)" };
 /** @type {Map<string, HTMLElement>} */
 const figures = new Map();
 
@@ -59,14 +61,15 @@ const targets = put(
     "Answers within the targets",
     [
       { head: "model", text: (/** @type {Data} */ row) => row.model },
-      { head: "TTFT at most", isNumber: true, text: (row) => duration(row.ttft_target_s) },
-      { head: "TPOT at most", isNumber: true, text: (row) => duration(row.tpot_target_s) },
-      { head: "answers", isNumber: true, text: (row) => number(row.num_ended) },
-      { head: "within", isNumber: true, text: (row) => (row.num_good === null ? "no target" : row.num_ended ? percent(row.num_good / row.num_ended) : NONE) },
+      { head: "target", text: (row) => OBJECTIVES[row.objective] ?? row.objective },
+      { head: "at most", isNumber: true, text: (row) => duration(row.target_s) },
+      { head: "requests", isNumber: true, text: (row) => number(row.num) },
+      { head: "within", isNumber: true, text: (row) => (row.num ? percent(1 - row.num_missed / row.num) : NONE) },
     ],
-    (row) => row.model,
+    (row) => `${row.model}\n${row.objective}`,
   ),
 );
+targets.empty.textContent = "no request of a model with targets has ended yet";
 const workersTable = put(
   "worker-table",
   new Table(
@@ -112,7 +115,7 @@ export function showTick(tick) {
     const { queue } = tick;
     setText(byId("queue-room"), `${queue.num_requests} of ${queue.max_requests} requests, ${number(queue.num_tokens)} of ${number(queue.max_tokens)} tokens`);
     waiting.show(queue.waiting);
-    targets.show(tick.models);
+    targets.show(tick.targets);
   });
   drawSoon("store", () => showStore(tick));
   drawSoon("workers", () => {
