@@ -168,7 +168,9 @@ class Fleet:
             summary=f"handoffs from {self.worker_name(0)} take another way: {self.text}",
             value=3.0,
             starts_at=START,
-            runbook_url="https://example.invalid/alerts.html#batontransportmismatch",
+            runbook_url="docs/observability/alerts.md#batonlinkdrift"
+            if name is AlertName.LINK_DRIFT
+            else "https://example.invalid/alerts.html#batontransportmismatch",
         )
 
     def links(self) -> Links:
