@@ -44,7 +44,13 @@ from baton.gateway.debug import (
 )
 from baton.gateway.errors import answer_for
 from baton.gateway.queue_page import QueueReply, RoomShown, RunningShown, WaitingShown
-from baton.gateway.store_tiers import TierFigures, WorkerTier, add_tiers
+from baton.gateway.store_page import (
+    FleetStore,
+    FleetTier,
+    PromptFigures,
+    TierFigures,
+    WorkerTier,
+)
 from baton.net.http_limits import Connections, HttpLimits
 from baton.net.http_server import bounded_protocol
 from baton.protocol.alerts import Alert, AlertList, AlertName, AlertState
@@ -200,8 +206,23 @@ class Fleet:
         tiers = tuple(
             tier for i in range(self.num_workers) for tier in self.tiers(self.worker_name(i))
         )
-        transfers = TransfersShown(60.0, shown, distances, (drift,), tiers, add_tiers(tiers), 0)
+        store = FleetStore(
+            tiers=tuple(self.all_workers(tier, tiers) for tier in ("host", "file", "redis")),
+            worker_tiers=tiers,
+            total_prompts=PromptFigures(9000, 1000, 0.9),
+            recent_prompts=PromptFigures(720, 280, 0.72),
+        )
+        transfers = TransfersShown(60.0, shown, distances, (drift,), store, 0)
         return Links(LinkListReply((ModelLinks(self.model, lines, links),)), transfers)
+
+    def all_workers(self, tier: str, tiers: tuple[WorkerTier, ...]) -> FleetTier:
+        one, *_ = of = [each for each in tiers if each.tier == tier]
+        return FleetTier(
+            tier=tier, num_workers=len(of),
+            num_unavailable=sum(not each.is_available for each in of),
+            fullest=one.worker, used_bytes=one.used_bytes, capacity_bytes=one.capacity_bytes,
+            total=one.total, recent=one.recent,
+        )  # fmt: skip
 
     def tiers(self, worker: str) -> tuple[WorkerTier, ...]:
         num, is_available = self.random.randrange(50, 90), not worker.endswith("-2")

@@ -1,4 +1,4 @@
-"""`/debug/transfers`: what handoffs and links took, by pair of workers and by distance; tiers.
+"""`/debug/transfers`: what handoffs and links took, by pair and by distance; the store.
 
 Quantiles are of the workers' log histograms: within 1 %.
 """
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from baton.gateway.report_feed import FIRST_RANK
-from baton.gateway.store_tiers import FleetTier, WorkerTier, add_tiers, subtract_tiers
+from baton.gateway.store_page import FleetStore, WorkerStore, add_stores
 from baton.gateway.transfer_feed import WINDOW_S
 from baton.gateway.transfer_sums import (
     add_handoffs,
@@ -145,8 +145,7 @@ class DistanceLinks(msgspec.Struct, frozen=True, kw_only=True):
 class TransferPageReply(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to `/debug/transfers`.
 
-    `num_left_out`: pairs beyond `MOST_LISTED` of each kind; they count in the distances. So do
-    tiers of workers beyond it in `fleet_tiers`.
+    `num_left_out`: pairs beyond `MOST_LISTED` of each kind; they count in the distances.
     """
 
     window_s: float
@@ -154,8 +153,7 @@ class TransferPageReply(msgspec.Struct, frozen=True, kw_only=True):
     links: tuple[PairLinks, ...]
     handoffs_by_distance: tuple[DistanceHandoffs, ...]
     links_by_distance: tuple[DistanceLinks, ...]
-    tiers: tuple[WorkerTier, ...]
-    fleet_tiers: tuple[FleetTier, ...]
+    store: FleetStore
     num_workers: int
     num_left_out: int
 
@@ -167,7 +165,7 @@ class _OfWorker:
         self.name, self.latest, self.baseline = name, latest, baseline
         self.handoffs = subtract_handoffs(latest, baseline)
         self.links = subtract_links(latest, baseline)
-        self.tiers = subtract_tiers(name, latest, baseline)
+        self.store = WorkerStore(name, latest, baseline)
 
 
 class TransferPage:
@@ -191,7 +189,6 @@ class TransferPage:
             for each in workers
             for total, recent in each.links
         ]
-        tiers = [tier for each in workers for tier in each.tiers]
         handoffs.sort(key=_weight, reverse=True)
         links.sort(key=_weight, reverse=True)
         return TransferPageReply(
@@ -200,8 +197,7 @@ class TransferPage:
             links=tuple(links[:MOST_LISTED]),
             handoffs_by_distance=_handoffs_by_distance(workers),
             links_by_distance=_links_by_distance(workers),
-            tiers=tuple(tiers[:MOST_LISTED]),
-            fleet_tiers=add_tiers(tiers),
+            store=add_stores([each.store for each in workers]),
             num_workers=len(workers),
             num_left_out=sum(max(0, len(listed) - MOST_LISTED) for listed in (handoffs, links)),
         )

@@ -113,12 +113,23 @@ class StoreTier(msgspec.Struct, frozen=True, kw_only=True):
     is_available: bool = True
 
 
+class StoreReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Tiers, the quickest first. Prompts that were looked for in the store, and had something there.
+
+    Those of which it had nothing are `num_prompts_missing`: they are in no tier's misses.
+    """
+
+    tiers: Annotated[tuple[StoreTier, ...], Meta(max_length=MAX_TIERS)] = ()
+    num_prompts_found: Total = 0
+    num_prompts_missing: Total = 0
+
+
 class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
     """The answer. `num_forgotten` entries were dropped for newer ones: those idle for longest.
 
     `num_digest_failures`: transfers into this worker that were not what their sender had.
     `num_lapsed_leases`: prompts computed here that no decode worker fetched in time.
-    `tiers`: the store's, the quickest first; none without a store.
+    `store` is None without one.
     """
 
     epoch: Text
@@ -127,4 +138,4 @@ class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
     num_forgotten: Total = 0
     num_digest_failures: Total = 0
     num_lapsed_leases: Total = 0
-    tiers: Annotated[tuple[StoreTier, ...], Meta(max_length=MAX_TIERS)] = ()
+    store: StoreReport | None = None

@@ -15,7 +15,7 @@ import baton
 from baton.clock import MachineClock, read_clock_domain
 from baton.errors import HandoffError
 from baton.handoff.pool_mode.metrics import PoolModeCollector
-from baton.handoff.pool_mode.tier_report import report_tiers
+from baton.handoff.pool_mode.store_report import report_store
 from baton.net.http_limits import WORKER_LIMITS, Connections, allow_descriptors
 from baton.net.http_server import count_refusals
 from baton.net.tls import ClusterTls
@@ -204,12 +204,11 @@ def build_worker(
     model = Path(engine.info.model_path)
     registry = CollectorRegistry()
     registry.register(WARNINGS)
-    store = None if handoffs is None or handoffs.store is None else handoffs.store.access.store
     transfers = TransferTable(
         options.epoch,
         clock,
         lambda: 0 if handoffs is None else handoffs.agent.num_lapsed_leases,
-        lambda: () if store is None else report_tiers(store),
+        lambda: report_store(None if handoffs is None else handoffs.store),
     )
     paths = ReceivePaths() if handoffs is None else handoffs.receive_paths
     metrics = WorkerMetrics(registry, paths, FALLBACK_CAUSES, transfers)

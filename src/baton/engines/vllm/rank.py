@@ -49,7 +49,7 @@ from baton.handoff.link_page import describe_links
 from baton.handoff.options import AgentOptions, check_device_memory
 from baton.handoff.peer_transports import LinkOptions
 from baton.handoff.pool_mode.metrics import PoolModeCollector
-from baton.handoff.pool_mode.tier_report import report_tiers
+from baton.handoff.pool_mode.store_report import report_store
 from baton.handoff.pool_mode.store_access import open_store_access, report_to
 from baton.handoff.verify import VerificationPolicy
 from baton.kv.layout import TensorParallelShard
@@ -178,7 +178,7 @@ class Rank:
             plan.identity.of_rank(plan.rank)[1],
             self._clock,
             lambda: agent.num_lapsed_leases,
-            lambda: () if access is None else report_tiers(access.store),
+            lambda: report_store(dispatcher.store),
         )
         observer = _observe(dispatcher, registry, traces, transfers)
         if dispatcher.store is not None:

@@ -6,7 +6,7 @@ import msgspec
 
 from baton.gateway.debug import LinkListReply, WorkerListReply
 from baton.gateway.queue_page import QueueReply
-from baton.gateway.store_tiers import FleetTier, WorkerTier
+from baton.gateway.store_page import FleetStore
 from baton.protocol.alerts import AlertList
 
 
@@ -146,14 +146,13 @@ class DriftShown(msgspec.Struct, frozen=True):
 
 
 class TransfersShown(msgspec.Struct, frozen=True):
-    """What `/debug/transfers` has of the last `window_s`: the pairs with the most bytes; tiers."""
+    """What `/debug/transfers` has of the last `window_s`: the pairs with the most bytes; the store."""
 
     window_s: float
     pairs: tuple[PairShown, ...]
     distances: tuple[DistanceShown, ...]
     drifts: tuple[DriftShown, ...]
-    tiers: tuple[WorkerTier, ...]
-    fleet_tiers: tuple[FleetTier, ...]
+    store: FleetStore
     num_left_out: int
 
 

@@ -177,8 +177,7 @@ def _show_transfers(page: TransferPageReply) -> TransfersShown:
             for each in page.links
             if each.drift is not None and each.drift.ratio is not None
         ),
-        tiers=page.tiers,
-        fleet_tiers=page.fleet_tiers,
+        store=page.store,
         num_left_out=page.num_left_out,
     )
 

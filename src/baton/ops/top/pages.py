@@ -117,12 +117,18 @@ class FleetTier(msgspec.Struct, frozen=True):
     num_unavailable: int = 0
 
 
+class FleetStore(msgspec.Struct, frozen=True):
+    """What the workers report of it."""
+
+    tiers: tuple[FleetTier, ...] = ()
+
+
 class TransfersPage(msgspec.Struct, frozen=True):
     """`/debug/transfers`; `recent` is of the last `window_s`."""
 
     window_s: float
     handoffs: tuple[PairHandoffs, ...] = ()
-    fleet_tiers: tuple[FleetTier, ...] = ()
+    store: FleetStore = FleetStore()
     num_left_out: int = 0
 
 

@@ -242,7 +242,7 @@ def _tiers(snapshot: FleetSnapshot) -> TopTable:
         Column("written", is_figure=True),
     )
     transfers = snapshot.transfers
-    tiers = () if transfers is None else transfers.fleet_tiers
+    tiers = () if transfers is None else transfers.store.tiers
     seconds = 0.0 if transfers is None else transfers.window_s
     title = f"tiers of the store, last {seconds:.0f} s" if tiers else "tiers of the store"
     rows = {each.tier: _tier_row(each) for each in tiers}

@@ -91,13 +91,23 @@ function usedText(row) {
   return `${bytes(row.used_bytes)} of ${bytes(row.capacity_bytes)}, ${percent(row.used_bytes / row.capacity_bytes)}`;
 }
 
+/** @param {Data} store @returns {string} */
+function promptsText(store) {
+  const { total_prompts: total, recent_prompts: recent } = store;
+  if (total.found_share === null) return "";
+  const num = recent.num_found + recent.num_missing;
+  return `Prompts looked for in the store: ${number(num)} in the last minute, ${percent(recent.found_share)} of them with something there; ${percent(total.found_share)} since the workers started.`;
+}
+
 /** @param {Data} transfers */
 export function showTiers(transfers) {
   drawSoon("tiers", () => {
-    tiers.show(transfers.fleet_tiers);
+    const { store } = transfers;
+    tiers.show(store.tiers);
+    setText(byId("store-prompts"), promptsText(store));
     const place = /** @type {HTMLDetailsElement} */ (byId("store-worker-tiers").parentElement);
-    if (place.open) workerTiers.show(transfers.tiers);
-    place.ontoggle = () => place.open && workerTiers.show(transfers.tiers);
+    if (place.open) workerTiers.show(store.worker_tiers);
+    place.ontoggle = () => place.open && workerTiers.show(store.worker_tiers);
   });
 }
 
