@@ -36,7 +36,10 @@ FRAME: Final = """\
     <link rel="stylesheet" href="style.css">
   </head>
   <body>
-    <header><h1>What to do about an alert</h1><nav aria-label="Pages"><a href="./">dashboard</a></nav></header>
+    <header>
+      <h1>What to do about an alert</h1>
+      <nav aria-label="Pages"><a href="./">dashboard</a></nav>
+    </header>
     <main class="runbook">
 {sections}
     </main>
@@ -55,9 +58,11 @@ def _sections(text: str) -> Iterator[str]:
     for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
         title, _, body = part.partition("\n")
         if title.lower() in ANCHORS:
-            shown = markdown.markdown(LINK.sub(_rewrite, body), extensions=["tables", "fenced_code"])
+            linked = LINK.sub(_rewrite, body)
+            shown = markdown.markdown(linked, extensions=["tables", "fenced_code"])
             name = html.escape(title)
-            yield f'<section class="panel" id="{name.lower()}">\n<h2>{name}</h2>\n{shown}\n</section>'
+            yield f'<section class="panel" id="{name.lower()}">'
+            yield f"<h2>{name}</h2>\n{shown}\n</section>"
 
 
 def _rewrite(link: re.Match[str]) -> str:

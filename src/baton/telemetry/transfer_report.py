@@ -114,9 +114,9 @@ class StoreTier(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoreReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Tiers, the quickest first. Prompts that were looked for in the store, and had something there.
+    """Tiers, the quickest first; prompts that the store had something of, and those of which not.
 
-    Those of which it had nothing are `num_prompts_missing`: they are in no tier's misses.
+    `num_prompts_missing` are in no tier's misses: no entry of theirs was asked for.
     """
 
     tiers: Annotated[tuple[StoreTier, ...], Meta(max_length=MAX_TIERS)] = ()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 BOTH = Targets(ttft_s=1.0, tpot_s=0.1)
 
 
-def ended(  # noqa: PLR0913 - one for each fact of a request
+def ended(
     code: int,
     *,
     ttft_s: float | None = 0.5,

@@ -49,8 +49,8 @@ from baton.handoff.link_page import describe_links
 from baton.handoff.options import AgentOptions, check_device_memory
 from baton.handoff.peer_transports import LinkOptions
 from baton.handoff.pool_mode.metrics import PoolModeCollector
-from baton.handoff.pool_mode.store_report import report_store
 from baton.handoff.pool_mode.store_access import open_store_access, report_to
+from baton.handoff.pool_mode.store_report import report_store
 from baton.handoff.verify import VerificationPolicy
 from baton.kv.layout import TensorParallelShard
 from baton.net.tls import ClusterTls

@@ -146,7 +146,7 @@ class DriftShown(msgspec.Struct, frozen=True):
 
 
 class TransfersShown(msgspec.Struct, frozen=True):
-    """What `/debug/transfers` has of the last `window_s`: the pairs with the most bytes; the store."""
+    """What `/debug/transfers` has: pairs with the most bytes in the last `window_s`; the store."""
 
     window_s: float
     pairs: tuple[PairShown, ...]
