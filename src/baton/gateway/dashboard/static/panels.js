@@ -93,11 +93,11 @@ const costs = put(
     "Expected cost of a handoff",
     [
       { head: "model", text: (/** @type {Data} */ row) => row.model },
-      { head: "distance", text: (row) => row.distance },
+      { head: "distance", text: (row) => row.distance.replaceAll("_", " ") },
+      { head: "known from", text: (row) => row.source },
       { head: "adds to TTFT", isNumber: true, text: (row) => duration(row.fixed_s + row.each_s * TOKENS) },
       { head: "link", isNumber: true, text: (row) => bandwidth(row.link_bytes_per_s) },
       { head: "pairs", isNumber: true, text: (row) => number(row.num_pairs) },
-      { head: "known from", text: (row) => row.source },
     ],
     (row) => `${row.model}\n${row.distance}`,
   ),

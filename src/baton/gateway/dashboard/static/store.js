@@ -96,7 +96,7 @@ function promptsText(store) {
   const { total_prompts: total, recent_prompts: recent } = store;
   if (total.found_share === null) return "";
   const num = recent.num_found + recent.num_missing;
-  return `Prompts looked for in the store: ${number(num)} in the last minute, ${percent(recent.found_share)} of them with something there; ${percent(total.found_share)} since the workers started.`;
+  return `Prompts that were looked for in the store in the last minute: ${number(num)}, found there: ${percent(recent.found_share)} (since the workers started: ${percent(total.found_share)}).`;
 }
 
 /** @param {Data} transfers */
