@@ -115,12 +115,17 @@ export function showTick(tick) {
     const { queue } = tick;
     setText(byId("queue-room"), `${queue.num_requests} of ${queue.max_requests} requests, ${number(queue.num_tokens)} of ${number(queue.max_tokens)} tokens`);
     waiting.show(queue.waiting);
-    targets.show(tick.targets);
+    targets.show([...tick.targets].sort((a, b) => a.model.localeCompare(b.model) || rankOf(a) - rankOf(b)));
   });
   drawSoon("store", () => showStore(tick));
   drawSoon("workers", () => {
     if (/** @type {HTMLDetailsElement} */ (byId("worker-table").parentElement).open) workersTable.show(tick.workers.workers);
   });
+}
+
+/** @param {Data} target @returns {number} */
+function rankOf(target) {
+  return Object.keys(OBJECTIVES).indexOf(target.objective);
 }
 
 /** @param {Data} links */
