@@ -99,7 +99,7 @@ def _find_worker_tls(config: "Config", fleet: str) -> "ssl.SSLContext | None":
     """
     from baton.auth.credentials import Credentials  # noqa: PLC0415
     from baton.auth.key import ClusterKey  # noqa: PLC0415
-    from baton.launch.folder import fleet_folder  # noqa: PLC0415
+    from baton.launch.folder import find_launcher, fleet_folder  # noqa: PLC0415
     from baton.net.credentials import find_credentials  # noqa: PLC0415
     from baton.net.tls import ClusterTls  # noqa: PLC0415
 
@@ -107,11 +107,11 @@ def _find_worker_tls(config: "Config", fleet: str) -> "ssl.SSLContext | None":
     is_configured = (
         config.security.identity or config.cluster.key_file or KEY_VARIABLE in environment
     )
-    issued = fleet_folder(fleet, environment).monitor
+    folder = fleet_folder(fleet, environment)
     own_key = state_directory(environment) / "cluster.key"
     try:
-        if not is_configured and issued.is_dir():
-            credentials = Credentials.from_directory(issued, ClusterKey.generate())
+        if not is_configured and folder.monitor.is_dir() and find_launcher(folder) is not None:
+            credentials = Credentials.from_directory(folder.monitor, ClusterKey.generate())
         elif is_configured or own_key.exists():
             found = find_credentials(config.cluster, config.security, environment, ())
             credentials = found.credentials
