@@ -367,7 +367,9 @@ def test_a_gateway_whose_alerts_fire(tmp_path):
             summary="slow \x1b[2J",
             value=2.0,
             starts_at=1.0,
-            runbook_url="alerts.md#x",
+            runbook_url="https://docs.example/#x"
+            if name is AlertName.DIGEST_FAILURES
+            else "alerts.md#x",
         )
 
     listed = AlertList(
@@ -384,7 +386,8 @@ def test_a_gateway_whose_alerts_fire(tmp_path):
     assert code == 1
     assert seen["BatonLinkDrift"].level is Level.WARNING
     assert seen["BatonDigestFailures"].level is Level.PROBLEM
-    assert "alerts.md#x" in seen["BatonLinkDrift"].why
+    assert f"{url}/dashboard/runbook.html#batonlinkdrift" in seen["BatonLinkDrift"].why
+    assert "https://docs.example/#x" in seen["BatonDigestFailures"].why
     assert not {"BatonStoreSlower", "BatonLeasesLapsed", "alerts"} & seen.keys()
     assert all(finding.found.isprintable() for finding in report.findings)
     with gateway_that_says(READY) as url:
