@@ -3,9 +3,10 @@
     python benchmarks/bench_drift.py --json benchmarks/results/drift.json      (about 3 minutes)
 
 Synthetic traffic of one link: `drift_traffic.py`. Recorded traffic: `tcp` and `shared` between two
-processes of this machine, each transfer timed, and a copy of as many bytes beside it
-(`record_link.py`). It is replayed as it came; and in shuffled blocks of 24 transfers, ten times:
-what changes slowly is then spread over all, so that the link is the same all the time.
+processes of this machine, each transfer timed, and with it how fast the machine was
+(`record_link.py`). It is replayed as it came; *steady machine*: without the stretches of 50
+transfers in which copies of as many bytes took 15 % longer than mostly, or the two processes waited
+for a core for 5 % of the time; and those in shuffled blocks of 24 transfers, ten times.
 
 *Drifts* and *alerts* of traffic whose link does not change are without cause; an alert is a drift
 that lasts as long as `BatonLinkDrift` waits. *Delay*: at points of the same traffic, the detector as
@@ -14,7 +15,7 @@ and the share found within 200. *Least possible*: the same of a test that knows 
 the slowdown that it looks for, and has 1 false alarm in 100,000 transfers; for Gaussian traffic.
 
 *Slow stretches* of recorded traffic: 50 transfers whose median is 30 % over that of all. A detector
-that finds +30 % within 50 transfers finds them. `of the machine`: copies were slower then, too.
+that finds +30 % within 50 transfers finds them.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ NUM_STEADY = 100_000
 NUM_POINTS = 10
 """Slowdowns of each factor for each 100,000 transfers."""
 NUM_POINTS_RECORDED = 200
+NUM_SHUFFLED = 10
 MOST_DELAY = 200
 FACTORS = (1.3, 2.0)
 EVIDENCE = (6.0, 8.0, 10.0, 12.0, 16.0)
@@ -84,7 +86,7 @@ class Result:
     @property
     def drifts_per_100k(self) -> float:
         """Without cause."""
-        return 100_000 * self.num_drifts / self.num_transfers
+        return 100_000 * self.num_drifts / max(1, self.num_transfers)
 
 
 @dataclass
@@ -190,22 +192,30 @@ def measure_synthetic(
 
 
 def measure_recorded(transport: str, recording: Recording, options: DriftOptions) -> list[Result]:
-    """As it came, and in shuffled blocks."""
-    transfers = recording.transfers
-    counts, shuffled = Counts(), Counts()
-    every = max(1, len(transfers) // NUM_POINTS_RECORDED)
-    play(counts, transfers, recording.began_s.tolist(), options, every)
-    blocks = [transfers[at : at + BLOCK] for at in range(0, len(transfers), BLOCK)]
-    mean_s = (recording.began_s[-1] - recording.began_s[0]) / len(transfers)
-    for seed in range(10):
+    """As it came, without the stretches in which the machine was slower, and those shuffled."""
+    mean_s = (recording.began_s[-1] - recording.began_s[0]) / len(recording.began_s)
+    steady = recording.only_on_steady_machine().transfers
+    results = []
+    for name, transfers in (("", recording.transfers), (", steady machine", steady)):
+        counts = Counts()
+        play_at_pace(counts, transfers, mean_s, options, NUM_POINTS_RECORDED)
+        results.append(counts.result(f"recorded `{transport}`{name}", options))
+    shuffled = Counts()
+    blocks = [steady[at : at + BLOCK] for at in range(0, len(steady), BLOCK)]
+    for seed in range(NUM_SHUFFLED):
         random.Random(seed).shuffle(blocks)
         mixed = [each for block in blocks for each in block]
-        instants = (number * mean_s for number in range(len(mixed)))
-        play(shuffled, mixed, instants, options, 10 * every)
-    return [
-        counts.result(f"recorded `{transport}`", options),
-        shuffled.result(f"recorded `{transport}`, shuffled", options),
-    ]
+        play_at_pace(shuffled, mixed, mean_s, options, NUM_POINTS_RECORDED // NUM_SHUFFLED)
+    return [*results, shuffled.result(f"recorded `{transport}`, steady machine, shuffled", options)]
+
+
+def play_at_pace(
+    counts: Counts, transfers: Transfers, pace_s: float, options: DriftOptions, num_points: int
+) -> None:
+    """One transfer each `pace_s`; nothing if there are too few for a reference."""
+    if len(transfers) > options.num_reference + MOST_DELAY:
+        instants = (number * pace_s for number in range(len(transfers)))
+        play(counts, transfers, instants, options, max(1, len(transfers) // num_points))
 
 
 def find_recording(transport: str, seconds: float, folder: Path | None) -> Recording:
@@ -275,9 +285,9 @@ def print_rows(results: Sequence[Result], stretches: dict[str, Stretches]) -> No
         )
     for transport, found in stretches.items():
         print(
-            f"| `{transport}` | {found.num_transfers:,} | {found.per_100k:.0f} "
-            f"| {found.num_machine} of {found.num_slow} | {found.correlation:.2f} "
-            f"| {found.copy_correlation:.2f} | {found.first_ratio:.2f} |"
+            f"| `{transport}` | {found.num_stretches:,} | {found.num_slow} "
+            f"| {found.num_machine_slow} | {found.num_both} | {found.copy_correlation:.2f} "
+            f"| {found.correlation:.2f} | {found.first_ratio:.2f} |"
         )
 
 

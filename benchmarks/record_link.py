@@ -1,17 +1,17 @@
-"""Real transfers between two processes of this machine, each with a copy of as many bytes beside it.
+"""Real transfers between two processes of this machine, and how fast the machine was at each.
 
     python benchmarks/record_link.py --transport shared --seconds 20
 
 One process sends messages of random sizes to another one, each of the two on a core of its own.
 Before each transfer it copies as many bytes within its own memory: what this copy takes says how
-fast the machine is at that moment, without the transport and without the other process. A stretch
-of transfers that are all slower is then the link's where the copies beside them are not slower,
-and the machine's where they are.
+fast the machine's memory is at that moment, without the transport and without the other process.
+The kernel's counters say for how long the two processes waited for their core during the transfer.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 import time
@@ -41,10 +41,12 @@ if TYPE_CHECKING:
 SIZES = (64 << 10, 256 << 10, 1 << 20)
 NUM_PAGES = 2 * max(SIZES) // PAGE_BYTES
 NUM_PLACES = 16
-NUM_OF_CALL = 1000
+NUM_OF_CALL = 500
 WINDOW = 50
 SLOW = log(1.3)
-COPY_SLOW = log(1.15)
+MACHINE_SLOW = log(1.15)
+MOST_WAITED = 0.05
+"""Of the transfers' time: a machine on which the two processes wait for longer has other work."""
 
 
 class RecordTransfers(msgspec.Struct, frozen=True):
@@ -53,47 +55,60 @@ class RecordTransfers(msgspec.Struct, frozen=True):
     num_transfers: int
     pause_s: float
     seed: int
+    owner_pid: int
 
 
 class RecordingBackend(TransportBackend):
-    """`record`: float64 `[n, 4]`: when, bytes, seconds of the transfer, and of the copy."""
+    """`record`: float64 `[n, 5]`, the columns of `Recording`. `pid`: the number of this process."""
 
     def __init__(self, command: Build, context: BackendContext) -> None:
         super().__init__(command.name, command.options, context)
         self._actions: dict[int, list[Callable[[], None]]] = {}
         self._copied = np.ones(2 * max(SIZES), np.uint8)
         self._copy = np.zeros_like(self._copied)
+        self._schedstats: list[int] = []
 
     def call(self, name: str, payload: bytes) -> bytes:
         """See `Backend`."""
+        if name == "pid":
+            return str(os.getpid()).encode()
         if name != "record":
             return super().call(name, payload)
-        if not self._actions:
-            self._prepare_all()
         request = msgspec.msgpack.decode(payload, type=RecordTransfers)
+        if not self._actions:
+            self._prepare_all(request)
         rng = random.Random(request.seed)
         rows = [self._transfer(rng, request.pause_s) for _ in range(request.num_transfers)]
         return np.array(rows).tobytes()
 
-    def _prepare_all(self) -> None:
+    def _prepare_all(self, request: RecordTransfers) -> None:
+        for pid in (os.getpid(), request.owner_pid):
+            self._schedstats.append(os.open(f"/proc/{pid}/schedstat", os.O_RDONLY))
         for size in SIZES:
             moves = layout_moves(Workload("message", size), NUM_PAGES)[:NUM_PLACES]
             self._actions[size] = [self.prepare(move, "push") for move in moves]
             for action in self._actions[size]:
                 action()
 
-    def _transfer(self, rng: random.Random, pause_s: float) -> tuple[float, int, float, float]:
+    def _read_waited_s(self) -> float:
+        """For how long the main threads of both processes were ready to run and did not."""
+        return sum(int(os.pread(fd, 99, 0).split()[1]) for fd in self._schedstats) / 1e9
+
+    def _transfer(self, rng: random.Random, pause_s: float) -> tuple[float, int, float, float, float]:
         size = rng.choice(SIZES)
         action = rng.choice(self._actions[size])
         begin = rng.randrange(max(SIZES))
         source, target = self._copied[begin : begin + size], self._copy[begin : begin + size]
         if pause_s:
             time.sleep(rng.expovariate(1 / pause_s))
-        began = time.perf_counter()
+        copying = time.perf_counter()
         np.copyto(target, source)
-        copied = time.perf_counter()
+        copy_s = time.perf_counter() - copying
+        waited_s = self._read_waited_s()
+        began = time.perf_counter()
         action()
-        return began, size, time.perf_counter() - copied, copied - began
+        seconds = time.perf_counter() - began
+        return began, size, seconds, copy_s, self._read_waited_s() - waited_s
 
 
 def build_backend(command: Build, context: BackendContext) -> Backend:
@@ -103,12 +118,17 @@ def build_backend(command: Build, context: BackendContext) -> Backend:
 
 @dataclass(frozen=True)
 class Recording:
-    """What was recorded: one entry for each transfer, `[n]` each, in their order."""
+    """What was recorded: one entry for each transfer, `[n]` each, in their order.
+
+    `copy_s`: of a copy of as many bytes before it. `waited_s`: for how long the two processes
+    waited for a core during the transfer, in sum.
+    """
 
     began_s: NDArray[np.float64]
     num_bytes: NDArray[np.int64]
     seconds: NDArray[np.float64]
     copy_s: NDArray[np.float64]
+    waited_s: NDArray[np.float64]
 
     @property
     def transfers(self) -> list[tuple[int, float]]:
@@ -117,13 +137,25 @@ class Recording:
 
     def save(self, path: Path) -> None:
         """Keep it for other runs."""
-        np.savez(path, a=self.began_s, b=self.num_bytes, c=self.seconds, d=self.copy_s)
+        np.savez(path, *self._columns)
 
     @classmethod
     def load(cls, path: Path) -> Recording:
         """What `save` kept."""
         with np.load(path, allow_pickle=False) as kept:
-            return cls(kept["a"], kept["b"], kept["c"], kept["d"])
+            return cls(*(kept[f"arr_{number}"] for number in range(5)))
+
+    @property
+    def _columns(self) -> tuple[NDArray[np.float64] | NDArray[np.int64], ...]:
+        return self.began_s, self.num_bytes, self.seconds, self.copy_s, self.waited_s
+
+    def only_on_steady_machine(self) -> Recording:
+        """The stretches in which the machine was as it mostly was.
+
+        The choice is made by copies and waits, not by what transfers took.
+        """
+        is_steady = np.repeat(~_is_machine_slow(self), WINDOW)
+        return Recording(*(column[: len(is_steady)][is_steady] for column in self._columns))
 
 
 def record(transport: str, seconds: float, pause_s: float = 0.0) -> Recording:
@@ -132,32 +164,35 @@ def record(transport: str, seconds: float, pause_s: float = 0.0) -> Recording:
     nodes = LocalNodes(clock, (sys.executable, str(Path(__file__).resolve())))
     rows: list[NDArray[np.float64]] = []
     with NodePair(BackendSpec("transport", transport, {}), NUM_PAGES, nodes) as pair:
+        owner_pid = int(pair.call("owner", "pid"))
         for size in SIZES:
             pair.verify(Workload("message", size), "push")
         began = clock.now()
         while clock.now() - began < seconds:
-            request = RecordTransfers(NUM_OF_CALL, pause_s, len(rows))
+            request = RecordTransfers(NUM_OF_CALL, pause_s, len(rows), owner_pid)
             payload = msgspec.msgpack.encode(request)
             found = pair.call("driver", "record", payload, peer_serves=True)
-            rows.append(np.frombuffer(found).reshape(-1, 4))
+            rows.append(np.frombuffer(found).reshape(-1, 5))
     columns = np.concatenate(rows).T
-    return Recording(columns[0], columns[1].astype(np.int64), columns[2], columns[3])
+    return Recording(columns[0], columns[1].astype(np.int64), *columns[2:])
 
 
 @dataclass(frozen=True)
 class Stretches:
-    """Disjoint stretches of `WINDOW` transfers whose median is 30 % over that of all.
+    """Disjoint stretches of `WINDOW` transfers, and those whose median is 30 % over that of all.
 
-    A detector that finds +30 % within so many transfers finds these. `per_100k`: for each 100,000
-    transfers. `num_machine`: of them, those in which copies took 15 % longer, too.
-    `correlation`: of each residual with the next one; `copy_correlation`: of the stretches'
-    medians with those of the copies. `first_ratio`: the median of the first 512 over that of all.
+    A detector that finds +30 % within so many transfers finds these. `num_machine_slow`: stretches
+    in which copies took 15 % longer than mostly, or the processes waited for cores for 5 % of the
+    time; `num_both`: those that are slow themselves, too. `correlation`: of each transfer's
+    residual with the next one's; `copy_correlation`: of the stretches' medians with those of the
+    copies. `first_ratio`: the median of the first 512 transfers over that of all.
     """
 
     num_transfers: int
+    num_stretches: int
     num_slow: int
-    per_100k: float
-    num_machine: int
+    num_machine_slow: int
+    num_both: int
     correlation: float
     copy_correlation: float
     first_ratio: float
@@ -166,21 +201,42 @@ class Stretches:
 def find_stretches(recording: Recording) -> Stretches:
     """See `Stretches`."""
     residuals = _residuals(recording.num_bytes, recording.seconds)
-    of_copies = _residuals(recording.num_bytes, recording.copy_s)
-    num = len(residuals) // WINDOW
-    medians = np.median(residuals[: num * WINDOW].reshape(num, WINDOW), axis=1)
-    copies = np.median(of_copies[: num * WINDOW].reshape(num, WINDOW), axis=1)
-    is_slow = medians >= SLOW
+    medians = np.median(_in_stretches(residuals), axis=1)
+    copies = _copies_of_stretches(recording)
+    is_slow, is_machine_slow = medians >= SLOW, _is_machine_slow(recording)
     clipped = np.clip(residuals, -1.0, 1.0)
     return Stretches(
         len(residuals),
+        len(medians),
         int(is_slow.sum()),
-        100_000 * float(is_slow.sum()) / len(residuals),
-        int((is_slow & (copies >= COPY_SLOW)).sum()),
+        int(is_machine_slow.sum()),
+        int((is_slow & is_machine_slow).sum()),
         _correlation(clipped[1:], clipped[:-1]),
         _correlation(medians, copies),
         float(np.exp(np.median(residuals[:512]))),
     )
+
+
+def _copies_of_stretches(recording: Recording) -> NDArray[np.float64]:
+    """Medians of the copies' residuals, for each stretch."""
+    residuals = _in_stretches(_residuals(recording.num_bytes, recording.copy_s))
+    medians: NDArray[np.float64] = np.median(residuals, axis=1)
+    return medians
+
+
+def _is_machine_slow(recording: Recording) -> NDArray[np.bool_]:
+    """For each stretch."""
+    waited_s = _in_stretches(recording.waited_s).sum(axis=1)
+    seconds = _in_stretches(recording.seconds).sum(axis=1)
+    is_slow: NDArray[np.bool_] = (_copies_of_stretches(recording) >= MACHINE_SLOW) | (
+        waited_s >= MOST_WAITED * seconds
+    )
+    return is_slow
+
+
+def _in_stretches(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """`[num_stretches, WINDOW]`."""
+    return values[: len(values) // WINDOW * WINDOW].reshape(-1, WINDOW)
 
 
 def _residuals(num_bytes: NDArray[np.int64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
