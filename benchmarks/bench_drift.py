@@ -9,10 +9,11 @@ transfers in which copies of as many bytes took 15 % longer than mostly, or the 
 for a core for 5 % of the time; and those in shuffled blocks of 24 transfers, ten times.
 
 *Drifts* and *alerts* of traffic whose link does not change are without cause; an alert is a drift
-that lasts as long as `BatonLinkDrift` waits. *Delay*: at points of the same traffic, the detector as
-it is then sees the next transfers slowed by 1.3 or 2: how many until the drift, median of the points,
-and the share found within 200. *Least possible*: the same of a test that knows the distribution and
-the slowdown that it looks for, and has 1 false alarm in 100,000 transfers; for Gaussian traffic.
+that lasts as long as `BatonLinkDrift` waits. *Delay*: at points of the same traffic, the detector
+as it is then sees the next transfers slowed by 1.3 or 2: how many until the drift, median of the
+points, and the share found within 200. *Least possible*: the same of a test that knows the
+distribution and the slowdown that it looks for, and has 1 false alarm in 100,000 transfers; for
+Gaussian traffic.
 
 *Slow stretches* of recorded traffic: 50 transfers whose median is 30 % over that of all. A detector
 that finds +30 % within 50 transfers finds them.
@@ -122,7 +123,11 @@ def summarize(factor: float, found: Sequence[int | None]) -> Delay:
 
 
 def play(
-    counts: Counts, transfers: Transfers, instants: Iterable[float], options: DriftOptions, every: int
+    counts: Counts,
+    transfers: Transfers,
+    instants: Iterable[float],
+    options: DriftOptions,
+    every: int,
 ) -> None:
     """Count drifts and alerts of a link that does not change; try slowdowns at points `every`."""
     detector = DriftDetector(Instant(0.0), options)
@@ -307,9 +312,7 @@ def main() -> None:
         stretches[transport] = find_stretches(recording)
         print(f"{transport}: {stretches[transport]}", file=sys.stderr)
         recorded += measure_recorded(transport, recording, DEFAULTS)
-    chosen = [
-        measure_synthetic(kind, DEFAULTS, options.seeds, with_optimal=True) for kind in KINDS
-    ]
+    chosen = [measure_synthetic(kind, DEFAULTS, options.seeds, with_optimal=True) for kind in KINDS]
     show("the parameters that are used", [*chosen, *recorded])
     sweep = [
         measure_synthetic(kind, DriftOptions(evidence=evidence), options.sweep_seeds)

@@ -80,7 +80,7 @@ class OptimalTest:
 
     (Lorden 1971, Moustakides 1986, for a given mean time between false alarms.) It knows the link's
     true times, their deviation and correlation, and the ratio `factor` that it looks for, and it
-    looks for no other. Its threshold is Siegmund's for `num_between` transfers between false alarms.
+    looks for no other. Its threshold is Siegmund's for `num_between` transfers between alarms.
     """
 
     factor: float

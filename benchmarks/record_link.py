@@ -5,7 +5,11 @@
 One process sends messages of random sizes to another one, each of the two on a core of its own.
 Before each transfer it copies as many bytes within its own memory: what this copy takes says how
 fast the machine's memory is at that moment, without the transport and without the other process.
-The kernel's counters say for how long the two processes waited for their core during the transfer.
+The kernel's counters say for how long the two processes waited for their cores.
+
+The pools are larger than processors' caches, as an engine's KV cache is. With small ones each
+program that takes the core for a moment makes the next 10 to 15 transfers slower: they find their
+bytes no longer in the processor's caches.
 """
 
 from __future__ import annotations
@@ -39,8 +43,9 @@ if TYPE_CHECKING:
     from baton.rig.backend import Backend, BackendContext, Build
 
 SIZES = (64 << 10, 256 << 10, 1 << 20)
-NUM_PAGES = 2 * max(SIZES) // PAGE_BYTES
-NUM_PLACES = 16
+POOL_BYTES = 128 << 20
+NUM_PAGES = POOL_BYTES // PAGE_BYTES
+NUM_PLACES = 512
 NUM_OF_CALL = 500
 WINDOW = 50
 SLOW = log(1.3)
@@ -50,10 +55,9 @@ MOST_WAITED = 0.05
 
 
 class RecordTransfers(msgspec.Struct, frozen=True):
-    """Make so many transfers, with a pause of `pause_s` on average before each."""
+    """Make so many transfers. `owner_pid`: the process at the other end."""
 
     num_transfers: int
-    pause_s: float
     seed: int
     owner_pid: int
 
@@ -64,9 +68,10 @@ class RecordingBackend(TransportBackend):
     def __init__(self, command: Build, context: BackendContext) -> None:
         super().__init__(command.name, command.options, context)
         self._actions: dict[int, list[Callable[[], None]]] = {}
-        self._copied = np.ones(2 * max(SIZES), np.uint8)
-        self._copy = np.zeros_like(self._copied)
+        self._copied = np.ones(POOL_BYTES, np.uint8)
+        self._copy = np.full_like(self._copied, 2)
         self._schedstats: list[int] = []
+        self._waited_s = 0.0
 
     def call(self, name: str, payload: bytes) -> bytes:
         """See `Backend`."""
@@ -78,7 +83,8 @@ class RecordingBackend(TransportBackend):
         if not self._actions:
             self._prepare_all(request)
         rng = random.Random(request.seed)
-        rows = [self._transfer(rng, request.pause_s) for _ in range(request.num_transfers)]
+        self._waited_s = self._read_waited_s()
+        rows = [self._transfer(rng) for _ in range(request.num_transfers)]
         return np.array(rows).tobytes()
 
     def _prepare_all(self, request: RecordTransfers) -> None:
@@ -94,21 +100,19 @@ class RecordingBackend(TransportBackend):
         """For how long the main threads of both processes were ready to run and did not."""
         return sum(int(os.pread(fd, 99, 0).split()[1]) for fd in self._schedstats) / 1e9
 
-    def _transfer(self, rng: random.Random, pause_s: float) -> tuple[float, int, float, float, float]:
+    def _transfer(self, rng: random.Random) -> tuple[float, int, float, float, float]:
         size = rng.choice(SIZES)
         action = rng.choice(self._actions[size])
-        begin = rng.randrange(max(SIZES))
+        begin = rng.randrange(POOL_BYTES - size)
         source, target = self._copied[begin : begin + size], self._copy[begin : begin + size]
-        if pause_s:
-            time.sleep(rng.expovariate(1 / pause_s))
         copying = time.perf_counter()
         np.copyto(target, source)
         copy_s = time.perf_counter() - copying
-        waited_s = self._read_waited_s()
         began = time.perf_counter()
         action()
         seconds = time.perf_counter() - began
-        return began, size, seconds, copy_s, self._read_waited_s() - waited_s
+        waited_before_s, self._waited_s = self._waited_s, self._read_waited_s()
+        return began, size, seconds, copy_s, self._waited_s - waited_before_s
 
 
 def build_backend(command: Build, context: BackendContext) -> Backend:
@@ -121,7 +125,7 @@ class Recording:
     """What was recorded: one entry for each transfer, `[n]` each, in their order.
 
     `copy_s`: of a copy of as many bytes before it. `waited_s`: for how long the two processes
-    waited for a core during the transfer, in sum.
+    waited for a core from the end of the transfer before to its own end, in sum.
     """
 
     began_s: NDArray[np.float64]
@@ -158,7 +162,7 @@ class Recording:
         return Recording(*(column[: len(is_steady)][is_steady] for column in self._columns))
 
 
-def record(transport: str, seconds: float, pause_s: float = 0.0) -> Recording:
+def record(transport: str, seconds: float) -> Recording:
     """Real transfers between two processes for so long."""
     clock = MachineClock()
     nodes = LocalNodes(clock, (sys.executable, str(Path(__file__).resolve())))
@@ -169,7 +173,7 @@ def record(transport: str, seconds: float, pause_s: float = 0.0) -> Recording:
             pair.verify(Workload("message", size), "push")
         began = clock.now()
         while clock.now() - began < seconds:
-            request = RecordTransfers(NUM_OF_CALL, pause_s, len(rows), owner_pid)
+            request = RecordTransfers(NUM_OF_CALL, len(rows), owner_pid)
             payload = msgspec.msgpack.encode(request)
             found = pair.call("driver", "record", payload, peer_serves=True)
             rows.append(np.frombuffer(found).reshape(-1, 5))
@@ -182,10 +186,10 @@ class Stretches:
     """Disjoint stretches of `WINDOW` transfers, and those whose median is 30 % over that of all.
 
     A detector that finds +30 % within so many transfers finds these. `num_machine_slow`: stretches
-    in which copies took 15 % longer than mostly, or the processes waited for cores for 5 % of the
+    in which copies took 15 % longer (geometric mean) than the median of all, or the processes waited for cores for 5 % of the
     time; `num_both`: those that are slow themselves, too. `correlation`: of each transfer's
-    residual with the next one's; `copy_correlation`: of the stretches' medians with those of the
-    copies. `first_ratio`: the median of the first 512 transfers over that of all.
+    residual with the next one's; `copy_correlation`: of the stretches' medians with the means of
+    the copies. `first_ratio`: the median of the first 512 transfers over that of all.
     """
 
     num_transfers: int
@@ -218,10 +222,10 @@ def find_stretches(recording: Recording) -> Stretches:
 
 
 def _copies_of_stretches(recording: Recording) -> NDArray[np.float64]:
-    """Medians of the copies' residuals, for each stretch."""
+    """Means of the copies' residuals, for each stretch: they also show a slow part of it."""
     residuals = _in_stretches(_residuals(recording.num_bytes, recording.copy_s))
-    medians: NDArray[np.float64] = np.median(residuals, axis=1)
-    return medians
+    means: NDArray[np.float64] = residuals.mean(axis=1)
+    return means
 
 
 def _is_machine_slow(recording: Recording) -> NDArray[np.bool_]:
@@ -258,12 +262,11 @@ def main() -> None:
     parser.add_argument("--fd", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--transport", default="shared")
     parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--pause", type=float, default=0.0, help="seconds before each, on average")
     parser.add_argument("--keep", type=Path, help="a file for what was recorded (.npz)")
     options = parser.parse_args()
     if options.fd is not None:
         run_node(build_backend)
-    recording = record(options.transport, options.seconds, options.pause)
+    recording = record(options.transport, options.seconds)
     if options.keep is not None:
         recording.save(options.keep)
     print(find_stretches(recording))

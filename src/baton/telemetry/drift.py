@@ -101,7 +101,7 @@ CLIP: Final = 3.0
 MIN_SPREAD: Final = 0.3
 """Of residuals. Links whose reference varies less do not always do so: a drift of 1.3 is looked for
 in some 30 transfers, however little they vary."""
-MAX_CAUTION: Final = 16
+MAX_CAUTION: Final = 256
 NUM_OF_CLASS: Final = 16
 """Transfers of a size class that the reference has not seen, before they are tested."""
 FEW_OF_CLASS: Final = 64
