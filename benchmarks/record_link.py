@@ -186,10 +186,11 @@ class Stretches:
     """Disjoint stretches of `WINDOW` transfers, and those whose median is 30 % over that of all.
 
     A detector that finds +30 % within so many transfers finds these. `num_machine_slow`: stretches
-    in which copies took 15 % longer (geometric mean) than the median of all, or the processes waited for cores for 5 % of the
-    time; `num_both`: those that are slow themselves, too. `correlation`: of each transfer's
-    residual with the next one's; `copy_correlation`: of the stretches' medians with the means of
-    the copies. `first_ratio`: the median of the first 512 transfers over that of all.
+    in which copies took 15 % longer (geometric mean) than the median of all, or the processes
+    waited for cores for 5 % of the time; `num_both`: those that are slow themselves, too.
+    `correlation`: of each transfer's residual with the next one's; `copy_correlation`: of the
+    stretches' medians with the means of the copies. `first_ratio`: the median of the first 512
+    transfers over that of all.
     """
 
     num_transfers: int

@@ -24,6 +24,8 @@ Hysteresis: a drift ends when the sum is back at 0, or when the median of `NUM_L
 longer shows it: where slow transfers are more frequent than in the reference, the sum stays above 0
 though most are as they were. A drift that ends within `short_drift_s` is a variation of the link
 that its reference did not contain: each one doubles the thresholds, up to `MAX_CAUTION` times.
+Examples: a program that takes the core for some milliseconds makes the next 10 to 15 transfers
+slower, because they find caches cold; another host's traffic takes part of a link for a second.
 
 A link that became faster is not reported, but its reference is learned again: by the old one, a
 slowdown would stay unseen until it exceeded it.
@@ -82,16 +84,6 @@ class Shift(Record, frozen=True):
     min_median: float
     min_quartile: float
 
-    def is_shown_by(self, residuals: Sequence[float], lower_quartile: float) -> bool:
-        """Whether the latest of these show it. `lower_quartile`: the reference's."""
-        if len(residuals) < self.num_recent:
-            return False
-        ordered = sorted(residuals[-self.num_recent :])
-        return (
-            ordered[self.num_recent // 2] >= self.min_median
-            and ordered[self.num_recent // 4] - lower_quartile >= self.min_quartile
-        )
-
 
 DEFAULTS: Final = DriftOptions()
 SMALL: Final = Shift(log(1.3), 32, log(1.15), log(1.1))
@@ -102,6 +94,8 @@ MIN_SPREAD: Final = 0.3
 """Of residuals. Links whose reference varies less do not always do so: a drift of 1.3 is looked for
 in some 30 transfers, however little they vary."""
 MAX_CAUTION: Final = 256
+"""Times that the thresholds can be what the reference's variance calls for. A shift that lasts is
+found before that in about twice the time that the short drifts took, whatever the limit."""
 NUM_OF_CLASS: Final = 16
 """Transfers of a size class that the reference has not seen, before they are tested."""
 FEW_OF_CLASS: Final = 64
@@ -300,13 +294,13 @@ class DriftDetector:
             return self.state
         reference.refine_class(num_bytes, counted)
         self._num_calm += 1
-        if (slower >= threshold and self._shows(SMALL)) or (
-            much_slower >= much_slower_threshold and self._shows(LARGE)
+        if (slower >= threshold and self._is_confirmed(SMALL, +1)) or (
+            much_slower >= much_slower_threshold and self._is_confirmed(LARGE, +1)
         ):
             self.state, self.since = DriftState.DRIFTED, now
             self.num_drifts += 1
             self._slower = threshold
-        elif faster >= threshold and self._is_faster():
+        elif faster >= threshold and self._is_confirmed(SMALL, -1):
             self._learn_again(now)
         elif self._num_calm >= self._options.num_calm:
             self._set_caution(max(1, self._caution // 2))
@@ -352,18 +346,13 @@ class DriftDetector:
         elif now - self.since >= self._options.accept_after_s:
             self._learn_again(now)
 
-    def _shows(self, shift: Shift) -> bool:
-        """Whether the latest transfers show such a slowdown."""
-        return self.reference is not None and shift.is_shown_by(
-            list(self._recent), self.reference.lower_quartile
-        )
-
-    def _is_faster(self) -> bool:
-        """Whether the latest transfers are faster than the reference by the small shift."""
-        if len(self._recent) < SMALL.num_recent or self.reference is None:
+    def _is_confirmed(self, shift: Shift, sign: int) -> bool:
+        """Whether the latest transfers show it: slower (+1) or faster (-1)."""
+        if len(self._recent) < shift.num_recent or self.reference is None:
             return False
-        ordered = sorted(self._recent)
-        quartile = ordered[SMALL.num_recent // 4] - self.reference.lower_quartile
+        ordered = sorted(list(self._recent)[-shift.num_recent :])
+        quartile = ordered[shift.num_recent // 4] - self.reference.lower_quartile
         return (
-            ordered[SMALL.num_recent // 2] <= -SMALL.min_median and quartile <= -SMALL.min_quartile
+            sign * ordered[shift.num_recent // 2] >= shift.min_median
+            and sign * quartile >= shift.min_quartile
         )
