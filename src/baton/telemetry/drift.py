@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from collections import deque
 from enum import StrEnum
-from math import exp, log
+from math import exp, log, sqrt
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -236,7 +236,7 @@ def _least_variance_of_sums(residuals: NDArray[np.float64], length: int) -> floa
     batches = residuals[: num_batches * length].reshape(num_batches, length)
     # The chi-square quantile of num_batches - 1 degrees of freedom (Wilson and Hilferty).
     term = 2 / (9 * (num_batches - 1))
-    by_chance = (1 - term + 1.645 * term**0.5) ** 3
+    by_chance = (1 - term + 1.645 * sqrt(term)) ** 3
     return float(batches.mean(axis=1).var(ddof=1)) * length / by_chance
 
 
