@@ -94,8 +94,8 @@ MIN_SPREAD: Final = 0.3
 """Of residuals. Links whose reference varies less do not always do so: a drift of 1.3 is looked for
 in some 30 transfers, however little they vary."""
 MAX_CAUTION: Final = 256
-"""Times that the thresholds can be what the reference's variance calls for. A shift that lasts is
-found before that in about twice the time that the short drifts took, whatever the limit."""
+"""Times that the thresholds can be what the reference's variance calls for. The limit matters
+seldom: a lasting shift as large as the short drifts is found in about twice the time they took."""
 NUM_OF_CLASS: Final = 16
 """Transfers of a size class that the reference has not seen, before they are tested."""
 FEW_OF_CLASS: Final = 64
