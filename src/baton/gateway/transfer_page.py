@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from baton.gateway.report_feed import FIRST_RANK
 from baton.gateway.transfer_feed import WINDOW_S
 from baton.gateway.transfer_sums import (
     add_handoffs,
@@ -29,8 +28,6 @@ from baton.telemetry.transfer_report import (
 from baton.telemetry.transfers import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from baton.clock import Clock
     from baton.gateway.transfer_feed import ReportHistory, TransferFeed
     from baton.gateway.workers import Worker
@@ -97,7 +94,10 @@ class PairHandoffs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PairLinks(msgspec.Struct, frozen=True, kw_only=True):
-    """What `worker` wrote to `peer` (WRITE), or read from it (READ)."""
+    """What `worker` wrote to `peer` (WRITE), or read from it (READ).
+
+    Over `num_lanes`, one for each pair of their ranks; `drift` is that of the worst.
+    """
 
     worker: str
     peer: str
@@ -107,6 +107,7 @@ class PairLinks(msgspec.Struct, frozen=True, kw_only=True):
     total: LinkFigures
     recent: LinkFigures
     drift: LinkDrift | None
+    num_lanes: int
 
 
 class Histograms(msgspec.Struct, frozen=True):
@@ -175,14 +176,13 @@ class TransferPage:
     def show(self) -> TransferPageReply:
         """All workers that have reported and are up."""
         workers = self._look()
-        names = {each.name for each in workers}
         handoffs = [
-            _pair_handoffs(each.name, total, recent, names)
+            _pair_handoffs(each.name, total, recent)
             for each in workers
             for total, recent in each.handoffs
         ]
         links = [
-            _pair_links(each.name, total, recent, names)
+            _pair_links(each.name, total, recent)
             for each in workers
             for total, recent in each.links
         ]
@@ -217,10 +217,10 @@ def _weight(pair: PairHandoffs | PairLinks) -> tuple[int, int]:
 
 
 def _pair_handoffs(
-    decode: str, total: HandoffTransfers, recent: HandoffTransfers, names: Collection[str]
+    decode: str, total: HandoffTransfers, recent: HandoffTransfers
 ) -> PairHandoffs:
     return PairHandoffs(
-        prefill=_worker_of(total.peer, names),
+        prefill=total.peer,
         decode=decode,
         distance=total.distance,
         transport=total.transport,
@@ -233,18 +233,17 @@ def _pair_handoffs(
     )
 
 
-def _pair_links(
-    worker: str, total: LinkTransfers, recent: LinkTransfers, names: Collection[str]
-) -> PairLinks:
+def _pair_links(worker: str, total: LinkTransfers, recent: LinkTransfers) -> PairLinks:
     return PairLinks(
         worker=worker,
-        peer=_worker_of(total.peer, names),
+        peer=total.peer,
         distance=total.distance,
         transport=total.transport,
         operation=total.operation,
         total=_link_figures(total),
         recent=_link_figures(recent),
         drift=total.drift,
+        num_lanes=total.num_lanes,
     )
 
 
@@ -292,11 +291,6 @@ def _links_by_distance(workers: list[_OfWorker]) -> tuple[DistanceLinks, ...]:
             )
         )
     return tuple(found)
-
-
-def _worker_of(peer: str, names: Collection[str]) -> str:
-    """A peer's worker: of several ranks, the first one's name is not the worker's."""
-    return peer if peer in names else peer.removesuffix(FIRST_RANK)
 
 
 def _handoff_figures(sums: HandoffTransfers) -> HandoffFigures:

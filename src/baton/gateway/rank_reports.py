@@ -1,0 +1,128 @@
+"""One report of a server of what its tensor-parallel ranks report. Pure.
+
+    rank 0 of prefill ──lane──► rank 0 of decode ┐
+    rank 1 of prefill ──lane──► rank 1 of decode ┘ one link from prefill to decode
+
+A link between two workers has a lane for each pair of ranks between which KV moves. Each lane is
+used, measured and compared with its reference by itself: figures of the lanes are added, and the
+link has drifted as soon as one of its lanes has. A handoff is the work of all ranks at the same
+time: it is counted once, its bytes are those of all ranks, and its histograms have a value for each.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from baton.gateway.transfer_sums import add_handoffs, add_links
+from baton.protocol.worker_http import MeasuredLink, MeasuredLinks
+from baton.telemetry.transfer_report import (
+    HandoffTransfers,
+    LinkDrift,
+    LinkTransfers,
+    TransferReport,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+RANK: Final = re.compile(r"/\d+\Z")
+"""The end of the name by which peers know a rank of several (`auth.ticket.rank_name`)."""
+TYPICAL_BYTES: Final = 4 << 20
+"""Of the transfer by which the slowest lane of a link is chosen."""
+_SEVERITY: Final = {"learning": 0, "steady": 1, "drifted": 2}
+
+
+def worker_of(peer: str, names: Collection[str]) -> str:
+    """The worker of a peer's name: that of a rank ends with its number. `names`: all workers'."""
+    return peer if peer in names else RANK.sub("", peer)
+
+
+def merge_transfers(
+    reports: Sequence[TransferReport], names: Collection[str]
+) -> TransferReport:
+    """One report of a worker, with workers as peers, of the reports of its ranks, in their order.
+
+    Its epoch names the lives of all ranks that have reported: the difference of two merged reports
+    is known as long as that stays the same.
+
+    Raises:
+        IndexError: there is none.
+    """
+    handoffs: dict[tuple[str, ...], list[HandoffTransfers]] = {}
+    links: dict[tuple[str, ...], list[tuple[str, LinkTransfers]]] = {}
+    for rank, report in enumerate(reports):
+        for each in report.handoffs:
+            peer = worker_of(each.peer, names)
+            key = peer, each.distance, each.transport, each.mode, each.operation
+            handoffs.setdefault(key, []).append(each)
+        for link in report.links:
+            peer = worker_of(link.peer, names)
+            lane = _name_lane(rank if len(reports) > 1 else None, link, peer)
+            links_key = peer, link.distance, link.transport, link.operation
+            links.setdefault(links_key, []).append((lane, link))
+    return msgspec.structs.replace(
+        reports[0],
+        epoch=" ".join(report.epoch for report in reports),
+        handoffs=tuple(_merge_handoffs(key[0], parts) for key, parts in handoffs.items()),
+        links=tuple(_merge_lanes(key[0], lanes) for key, lanes in links.items()),
+        num_forgotten=sum(report.num_forgotten for report in reports),
+        num_digest_failures=sum(report.num_digest_failures for report in reports),
+        # Each rank holds its part of a prompt under a lease.
+        num_lapsed_leases=max(report.num_lapsed_leases for report in reports),
+    )
+
+
+def merge_links(reports: Sequence[MeasuredLinks], names: Collection[str]) -> MeasuredLinks:
+    """One report of a worker: of each link the slowest lane, for which a handoff waits."""
+    slowest: dict[tuple[str, str], MeasuredLink] = {}
+    for report in reports:
+        for link in report.links:
+            key = worker_of(link.peer, names), link.direction
+            known = slowest.get(key)
+            if known is None or _typical_s(link) > _typical_s(known):
+                slowest[key] = msgspec.structs.replace(link, peer=key[0])
+    return MeasuredLinks(tuple(slowest.values()))
+
+
+def _typical_s(link: MeasuredLink) -> float:
+    return link.latency_s + TYPICAL_BYTES * link.byte_s
+
+
+def _name_lane(rank: int | None, link: LinkTransfers, peer: str) -> str:
+    """Names the ranks of both ends, "" where both workers have one."""
+    other = link.peer.removeprefix(peer).removeprefix("/")
+    if rank is None and not other:
+        return ""
+    own, theirs = str(rank or 0), other or "0"
+    return f"{own} to {theirs}" if link.operation == "WRITE" else f"{theirs} to {own}"
+
+
+def _merge_handoffs(peer: str, parts: list[HandoffTransfers]) -> HandoffTransfers:
+    """Of ranks that take part in the same handoffs: counts and times are not those of all added."""
+    if len(parts) == 1:
+        return msgspec.structs.replace(parts[0], peer=peer)
+    mismatches = [part.last_mismatch for part in parts if part.last_mismatch is not None]
+    return msgspec.structs.replace(
+        add_handoffs(parts),
+        peer=peer,
+        num=max(part.num for part in parts),
+        seconds=max(part.seconds for part in parts),
+        exposed_s=max(part.exposed_s for part in parts),
+        num_mismatches=max(part.num_mismatches for part in parts),
+        last_mismatch=min(mismatches, key=lambda each: each.s_ago, default=None),
+    )
+
+
+def _merge_lanes(peer: str, lanes: list[tuple[str, LinkTransfers]]) -> LinkTransfers:
+    added = lanes[0][1] if len(lanes) == 1 else add_links([link for _, link in lanes])
+    drifts = [(lane, link.drift) for lane, link in lanes if link.drift is not None]
+    worst = max(drifts, key=lambda each: _rank_drift(each[1]), default=None)
+    drift = None if worst is None else msgspec.structs.replace(worst[1], lane=worst[0])
+    return msgspec.structs.replace(added, peer=peer, num_lanes=len(lanes), drift=drift)
+
+
+def _rank_drift(drift: LinkDrift) -> tuple[int, float]:
+    return _SEVERITY[drift.state], drift.ratio or 0.0
