@@ -92,7 +92,7 @@ class Gateway:
         for stamp in (Stamp.RECEIVED, Stamp.ADMITTED, Stamp.FIRST_TOKEN, Stamp.FINISHED):
             trace.stamp(stamp, now())
         self._request.trace = trace
-        self._records.add(self._request.make_record(200, Instant(1.0)))
+        self._records.add(self._request.finish(200, Instant(1.0)))
 
     def new_trace(self) -> None:
         """Ids, and the headers for workers, of a request without a trace."""
@@ -135,10 +135,7 @@ class Gateway:
 
     def end(self) -> None:
         """Decide that a request is not kept, and pack the gaps of its tokens."""
-        context = self._request
-        context.trace.stamps[Stamp.FINISHED] = 2.0
-        context.finish(Instant(2.0))
-        self._tail.look(context.make_record(200, Instant(2.0)))
+        self._tail.look(self._request.finish(200, Instant(2.0)))
 
     def tokens(self) -> None:
         """The gap of each token, as `ResponseForwarder` appends it."""
