@@ -168,7 +168,7 @@ class Recorders:
         self._clock.advance(REQUEST_S)
         if number % REPORT_EVERY == 0:
             worker = self._workers.all[0]
-            self._feed.reports[worker] = merge_transfers([self._table.report()], ())
+            self._feed.reports[worker] = merge_transfers({0: self._table.report()}, ())
             self._feed.note_reports()
             self._page.show()
         if number % EVALUATE_EVERY == 0:

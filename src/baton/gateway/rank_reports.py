@@ -26,12 +26,14 @@ from baton.telemetry.transfer_report import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping
 
 RANK: Final = re.compile(r"/\d+\Z")
 """The end of the name by which peers know a rank of several (`auth.ticket.rank_name`)."""
 TYPICAL_BYTES: Final = 4 << 20
 """Of the transfer by which the slowest lane of a link is chosen."""
+SOLE_LANE: Final = "0 to 0"
+"""Between two workers of one rank each: it needs no name."""
 _SEVERITY: Final = {"learning": 0, "steady": 1, "drifted": 2}
 
 
@@ -41,44 +43,44 @@ def worker_of(peer: str, names: Collection[str]) -> str:
 
 
 def merge_transfers(
-    reports: Sequence[TransferReport], names: Collection[str]
+    reports: Mapping[int, TransferReport], names: Collection[str]
 ) -> TransferReport:
-    """One report of a worker, with workers as peers, of the reports of its ranks, in their order.
+    """One report of a worker, with workers as peers, of the reports of its ranks.
 
     Its epoch names the lives of all ranks that have reported: the difference of two merged reports
     is known as long as that stays the same.
 
     Raises:
-        IndexError: there is none.
+        StopIteration: there is none.
     """
     handoffs: dict[tuple[str, ...], list[HandoffTransfers]] = {}
     links: dict[tuple[str, ...], list[tuple[str, LinkTransfers]]] = {}
-    for rank, report in enumerate(reports):
+    for rank, report in reports.items():
         for each in report.handoffs:
             peer = worker_of(each.peer, names)
             key = peer, each.distance, each.transport, each.mode, each.operation
             handoffs.setdefault(key, []).append(each)
         for link in report.links:
             peer = worker_of(link.peer, names)
-            lane = _name_lane(rank if len(reports) > 1 else None, link, peer)
             links_key = peer, link.distance, link.transport, link.operation
-            links.setdefault(links_key, []).append((lane, link))
+            links.setdefault(links_key, []).append((_name_lane(rank, link, peer), link))
+    of_ranks = reports.values()
     return msgspec.structs.replace(
-        reports[0],
-        epoch=" ".join(report.epoch for report in reports),
+        next(iter(of_ranks)),
+        epoch=" ".join(report.epoch for report in of_ranks),
         handoffs=tuple(_merge_handoffs(key[0], parts) for key, parts in handoffs.items()),
         links=tuple(_merge_lanes(key[0], lanes) for key, lanes in links.items()),
-        num_forgotten=sum(report.num_forgotten for report in reports),
-        num_digest_failures=sum(report.num_digest_failures for report in reports),
+        num_forgotten=sum(report.num_forgotten for report in of_ranks),
+        num_digest_failures=sum(report.num_digest_failures for report in of_ranks),
         # Each rank holds its part of a prompt under a lease.
-        num_lapsed_leases=max(report.num_lapsed_leases for report in reports),
+        num_lapsed_leases=max(report.num_lapsed_leases for report in of_ranks),
     )
 
 
-def merge_links(reports: Sequence[MeasuredLinks], names: Collection[str]) -> MeasuredLinks:
+def merge_links(reports: Mapping[int, MeasuredLinks], names: Collection[str]) -> MeasuredLinks:
     """One report of a worker: of each link the slowest lane, for which a handoff waits."""
     slowest: dict[tuple[str, str], MeasuredLink] = {}
-    for report in reports:
+    for report in reports.values():
         for link in report.links:
             key = worker_of(link.peer, names), link.direction
             known = slowest.get(key)
@@ -91,13 +93,10 @@ def _typical_s(link: MeasuredLink) -> float:
     return link.latency_s + TYPICAL_BYTES * link.byte_s
 
 
-def _name_lane(rank: int | None, link: LinkTransfers, peer: str) -> str:
-    """Names the ranks of both ends, "" where both workers have one."""
-    other = link.peer.removeprefix(peer).removeprefix("/")
-    if rank is None and not other:
-        return ""
-    own, theirs = str(rank or 0), other or "0"
-    return f"{own} to {theirs}" if link.operation == "WRITE" else f"{theirs} to {own}"
+def _name_lane(rank: int, link: LinkTransfers, peer: str) -> str:
+    """The sender's and the receiver's rank."""
+    other = link.peer.removeprefix(peer).removeprefix("/") or "0"
+    return f"{rank} to {other}" if link.operation == "WRITE" else f"{other} to {rank}"
 
 
 def _merge_handoffs(peer: str, parts: list[HandoffTransfers]) -> HandoffTransfers:
@@ -120,7 +119,9 @@ def _merge_lanes(peer: str, lanes: list[tuple[str, LinkTransfers]]) -> LinkTrans
     added = lanes[0][1] if len(lanes) == 1 else add_links([link for _, link in lanes])
     drifts = [(lane, link.drift) for lane, link in lanes if link.drift is not None]
     worst = max(drifts, key=lambda each: _rank_drift(each[1]), default=None)
-    drift = None if worst is None else msgspec.structs.replace(worst[1], lane=worst[0])
+    if worst is None or (len(lanes) == 1 and worst[0] == SOLE_LANE):
+        return msgspec.structs.replace(added, peer=peer, num_lanes=len(lanes))
+    drift = msgspec.structs.replace(worst[1], lane=worst[0])
     return msgspec.structs.replace(added, peer=peer, num_lanes=len(lanes), drift=drift)
 
 

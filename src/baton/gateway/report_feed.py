@@ -17,7 +17,7 @@ from baton.errors import UNDECODABLE, BatonError
 from baton.gateway.workers import Up
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping
     from types import TracebackType
 
     from yarl import URL
@@ -45,7 +45,7 @@ class ReportPage(Generic[Report]):
     interval_s: float
     max_bytes: int
     decode: Callable[[bytes], Report | None]
-    merge: Callable[[Sequence[Report], Collection[str]], Report]
+    merge: Callable[[Mapping[int, Report], Collection[str]], Report]
 
 
 class ReportFeed(ABC, Generic[Report]):
@@ -60,7 +60,7 @@ class ReportFeed(ABC, Generic[Report]):
         self._workers, self._upstream, self._clock = workers, upstream, clock
         self._page = page
         self.reports: dict[Worker, Report] = {}
-        self._of_ranks: dict[Worker, dict[URL, Report]] = {}
+        self._of_ranks: dict[Worker, dict[int, Report]] = {}
         self._asked_at: dict[Worker, float] = {}
         self._at_once = asyncio.Semaphore(MOST_AT_ONCE)
         self._task: asyncio.Task[None] | None = None
@@ -115,19 +115,18 @@ class ReportFeed(ABC, Generic[Report]):
     async def _ask(self, worker: Worker) -> bool:
         """Whether it has reported something new."""
         # Whose addresses they are was checked before the worker came up.
-        urls = worker.control_urls
         known = self._of_ranks.get(worker, {})
-        answers = await asyncio.gather(*(self._read(worker, url) for url in urls))
+        answers = await asyncio.gather(*(self._read(worker, url) for url in worker.control_urls))
         found = {
-            url: known[url] if answer is None else answer
-            for url, answer in zip(urls, answers, strict=True)
-            if answer is not None or url in known
+            rank: known[rank] if answer is None else answer
+            for rank, answer in enumerate(answers)
+            if answer is not None or rank in known
         }
         if found == known:
             return False
         self._of_ranks[worker] = found
         names = {str(each.info.worker) for each in self._workers.all if each.info is not None}
-        self.reports[worker] = self._page.merge(tuple(found.values()), names)
+        self.reports[worker] = self._page.merge(found, names)
         return True
 
     async def _read(self, worker: Worker, url: URL) -> Report | None:

@@ -43,7 +43,7 @@ class Rank:
 
 
 def merge(ranks: Sequence[Rank]) -> TransferReport:
-    return merge_transfers([rank.table.report() for rank in ranks], NAMES)
+    return merge_transfers({n: rank.table.report() for n, rank in enumerate(ranks)}, NAMES)
 
 
 def test_a_handoff_of_all_ranks_is_one_with_the_bytes_of_all() -> None:
@@ -93,10 +93,21 @@ def test_a_link_has_drifted_when_one_of_its_lanes_has(slow: int) -> None:
             drift = LinkDrift(state="drifted", ratio=1.3, since_s=2.0)
         links = tuple(msgspec.structs.replace(link, drift=drift) for link in report.links)
         reports.append(msgspec.structs.replace(report, links=links))
-    (link,) = merge_transfers(reports, NAMES).links
+    (link,) = merge_transfers(dict(enumerate(reports)), NAMES).links
     assert link.drift == LinkDrift(
         state="drifted", ratio=1.3, since_s=2.0, lane=f"{slow} to {slow}"
     )
+
+
+def test_a_rank_keeps_its_number_where_others_are_silent() -> None:
+    rank = Rank("a")
+    rank.read("p0", 0.1)
+    (link,) = merge_transfers({1: rank.table.report()}, NAMES).links
+    assert link.drift is not None
+    assert (link.drift.lane, link.num_lanes) == ("0 to 1", 1)
+    (link,) = merge_transfers({0: rank.table.report()}, NAMES).links
+    assert link.drift is not None
+    assert link.drift.lane == "", "between two workers of one rank each"
 
 
 def test_counts_of_faults_and_the_lives_of_all_ranks() -> None:
@@ -121,7 +132,6 @@ def test_a_handoff_waits_for_the_slowest_lane() -> None:
     def link(peer: str, byte_s: float) -> MeasuredLink:
         return MeasuredLink(peer, "pull", "tcp", 1e-4, byte_s, 1, 1)
 
-    merged = merge_links(
-        [MeasuredLinks((link("p0/0", 1e-9),)), MeasuredLinks((link("p0/1", 3e-9),))], NAMES
-    )
+    reports = [MeasuredLinks((link(f"p0/{n}", byte_s),)) for n, byte_s in enumerate((1e-9, 3e-9))]
+    merged = merge_links(dict(enumerate(reports)), NAMES)
     assert merged == MeasuredLinks((link("p0", 3e-9),))

@@ -55,7 +55,7 @@ class Fleet:
 
     def report(self, name: str, report: TransferReport | None = None) -> None:
         history = self.feed.histories.setdefault(self.workers[name], ReportHistory())
-        merged = merge_transfers([report or self.tables[name].report()], self.tables.keys())
+        merged = merge_transfers({0: report or self.tables[name].report()}, self.tables.keys())
         history.add(merged, self.clock.now())
 
     def show(self) -> TransferPageReply:
