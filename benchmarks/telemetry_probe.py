@@ -2,8 +2,8 @@
 
 `Probe` is the benchmark's side. In each process that gets `Probe.environment`, a `sitecustomize.py`
 calls `install` before anything else is imported: every function, method and property of the modules
-in `TELEMETRY`, and those in `METHODS`, is wrapped as its module is imported. What a call does then is
-one byte of a shared file:
+in `TELEMETRY`, and those in `METHODS`, is wrapped as its module is imported. What a call does then
+is one byte of a shared file:
 
     PLAIN   call it (and 0.2 us for the wrapper)
     TIMED   call it, and add up the thread's CPU time of the outermost of nested calls

@@ -120,9 +120,7 @@ class Fleets:
         }
 
     def _read_cpu_s(self) -> dict[str, float]:
-        return {
-            name: sum(read_threads(pid).values()) / 1e9 for name, pid in self.processes.items()
-        }
+        return {name: sum(read_threads(pid).values()) / 1e9 for name, pid in self.processes.items()}
 
 
 @contextmanager

@@ -23,7 +23,6 @@ from tests.e2e_vllm.client import (
     read_summary,
 )
 from tests.e2e_vllm.cluster import BLOCK_SIZE, KV_BYTES_PER_TOKEN, NUM_LAYERS
-
 from tests.e2e_vllm.telemetry_checks import (
     check_commands,
     check_stages,

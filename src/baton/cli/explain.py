@@ -18,7 +18,9 @@ def explain(
     ] = False,
     layers: Annotated[
         bool,
-        Parameter(help="Draw each layer, from computed to landed.", negative="", show_default=False),
+        Parameter(
+            help="Draw each layer, from computed to landed.", negative="", show_default=False
+        ),
     ] = False,
     json: Annotated[bool, Parameter(help="Print JSON.", negative="", show_default=False)] = False,
     debug: Annotated[

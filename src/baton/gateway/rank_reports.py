@@ -6,7 +6,7 @@
 A link between two workers has a lane for each pair of ranks between which KV moves. Each lane is
 used, measured and compared with its reference by itself: figures of the lanes are added, and the
 link has drifted as soon as one of its lanes has. A handoff is the work of all ranks at the same
-time: it is counted once, its bytes are those of all ranks, and its histograms have a value for each.
+time: it is counted once, its bytes are those of all ranks, and its histograms have a value of each.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ import msgspec
 
 from baton.gateway.transfer_sums import add_handoffs, add_links
 from baton.protocol.worker_http import MeasuredLink, MeasuredLinks
-from baton.telemetry.transfer_report import (
-    HandoffTransfers,
-    LinkDrift,
-    LinkTransfers,
-    TransferReport,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
+
+    from baton.telemetry.transfer_report import (
+        HandoffTransfers,
+        LinkDrift,
+        LinkTransfers,
+        TransferReport,
+    )
 
 RANK: Final = re.compile(r"/\d+\Z")
 """The end of the name by which peers know a rank of several (`auth.ticket.rank_name`)."""

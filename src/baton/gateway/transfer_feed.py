@@ -51,7 +51,9 @@ class TransferFeed(ReportFeed[TransferReport]):
     """See `ReportFeed`."""
 
     def __init__(self, workers: Workers, upstream: Upstream, clock: Clock) -> None:
-        page = ReportPage(TRANSFERS_PATH, INTERVAL_S, MAX_REPORT_BYTES, _decoder.decode, merge_transfers)
+        page = ReportPage(
+            TRANSFERS_PATH, INTERVAL_S, MAX_REPORT_BYTES, _decoder.decode, merge_transfers
+        )
         super().__init__(workers, upstream, clock, page)
         self.histories: dict[Worker, ReportHistory] = {}
 

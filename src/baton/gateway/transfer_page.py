@@ -216,9 +216,7 @@ def _weight(pair: PairHandoffs | PairLinks) -> tuple[int, int]:
     return pair.recent.num_bytes, pair.total.num_bytes
 
 
-def _pair_handoffs(
-    decode: str, total: HandoffTransfers, recent: HandoffTransfers
-) -> PairHandoffs:
+def _pair_handoffs(decode: str, total: HandoffTransfers, recent: HandoffTransfers) -> PairHandoffs:
     return PairHandoffs(
         prefill=total.peer,
         decode=decode,

@@ -109,10 +109,13 @@ def _add_lane(rows: _Rows, trace: RequestTrace, lane: Lane, offset_s: float) -> 
         duration = round(until - begin, 3)
         rows.events.append(TraceEvent(stage.name, "X", pid, tid, begin, duration, lane.name))
     for layer in trace.layers if is_transfer else ():
-        begin, until = at(layer.ready_s), at(layer.landed_s)
+        begin = max(0.0, at(layer.ready_s))  # of a clock that jumped, before all else
+        until = max(begin, at(layer.landed_s))
         pid, tid = rows.take(process, LAYER_ROWS, begin, until)
         duration = round(until - begin, 3)
-        rows.events.append(TraceEvent(f"layer {layer.layer}", "X", pid, tid, begin, duration, "layer"))
+        rows.events.append(
+            TraceEvent(f"layer {layer.layer}", "X", pid, tid, begin, duration, "layer")
+        )
 
 
 def _args(trace: RequestTrace, lane: Lane) -> dict[str, str | int | float]:

@@ -34,7 +34,9 @@ def draw(trace: RequestTrace, *, with_layers: bool) -> list[str]:
 
 def test_the_slowest_layer_is_named() -> None:
     lines = draw(TRACE, with_layers=False)
-    assert "layers from computed to landed: 3, median 20.00 ms, longest 300.00 ms (layer 1)" in lines
+    assert (
+        "layers from computed to landed: 3, median 20.00 ms, longest 300.00 ms (layer 1)" in lines
+    )
     assert not [line for line in lines if line.strip().startswith("layer 1")]
 
 
@@ -48,4 +50,6 @@ def test_each_layer_is_a_bar_within_the_transfer() -> None:
 
 
 def test_without_layers_there_is_no_line_of_them() -> None:
-    assert "layers" not in "".join(draw(msgspec.structs.replace(TRACE, layers=()), with_layers=True))
+    assert "layers" not in "".join(
+        draw(msgspec.structs.replace(TRACE, layers=()), with_layers=True)
+    )

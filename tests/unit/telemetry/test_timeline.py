@@ -208,8 +208,7 @@ def layers_of(ready: list[float], landed: list[float]) -> list[LayerTransfer]:
         WorkerTrace(sender, ClockEstimate(PREFILL_AHEAD_S, 0.002)),
     )
     return [
-        LayerTransfer(each.layer, round(each.ready_s, 6), round(each.landed_s, 6))
-        for each in found
+        LayerTransfer(each.layer, round(each.ready_s, 6), round(each.landed_s, 6)) for each in found
     ]
 
 
