@@ -50,7 +50,6 @@ from baton.gateway.rank_reports import merge_transfers
 from baton.gateway.request_context import RequestContext
 from baton.gateway.request_traces import RequestHistory, RequestTraces
 from baton.gateway.tail_sampling import TailSampler
-from baton.gateway.trace_metrics import TraceMetrics
 from baton.gateway.transfer_feed import TransferFeed
 from baton.gateway.transfer_page import TransferPage
 from baton.gateway.upstream import Upstream
@@ -144,7 +143,7 @@ class Recorders:
             TailSampler(trace.slow_quantile, trace.slow_ttft_s),
             trace.kept_size,
             clock=self._clock,
-            metrics=TraceMetrics(self._metrics.registry),
+            metrics=self._metrics.traces,
             export=None,
         )
         self._records.on_add = self.kept.offer
