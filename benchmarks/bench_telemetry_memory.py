@@ -34,7 +34,6 @@ import numpy as np
 from control_gateway import CONCURRENCY, NUM_STREAMS, WHOLE, upstreams
 from control_load import run_load, run_streams
 from prometheus_client import CollectorRegistry
-from rich.console import Console
 from run_record import write_record
 
 from baton.auth.credentials import Credentials
@@ -80,7 +79,6 @@ REPORT_EVERY: Final = 2500
 EVALUATE_EVERY: Final = 1000
 NUM_EVENTS: Final = 20
 PATHS: Final = ReceivePaths(("shared", "tcp"), frozenset({"shared"}), ("push", "pull"))
-console = Console(stderr=True)
 
 
 @dataclass(frozen=True)
@@ -101,27 +99,43 @@ def main() -> None:
     parser.add_argument("--traced", action="store_true", help="the gateway's heap, too")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    found = {}
+    found: dict[str, Flatness] = {}
     if "recorders" in options.part:
         found["recorders"] = describe(asyncio.run(record(options.requests)))
     if "gateway" in options.part:
         found["gateway"] = describe(serve(options.seconds, is_traced=options.traced))
-    console.print(found)
+    for name, part in found.items():
+        show(name, part)
     write_record(options.json, **found)
 
 
-def describe(points: Sequence[Point]) -> dict[str, object]:
-    """The points, and how much a request adds once the rings are full."""
+@dataclass(frozen=True)
+class Flatness:
+    """The points, and how much a request adds once the rings are full, by kind of memory."""
+
+    points: Sequence[Point]
+    growth_bytes_per_request: dict[str, float]
+
+
+def show(name: str, part: Flatness) -> None:
+    """A line for every fifth point, and the growth."""
+    print(f"{name}\n  requests      RSS MB  heap MB")
+    for point in part.points[:: NUM_POINTS // 5]:
+        heap = "" if point.heap_bytes is None else f"{point.heap_bytes / 1e6:8.2f}"
+        print(f"{point.num_requests:10} {point.rss_bytes / 1e6:11.1f} {heap}")
+    for kind, growth in part.growth_bytes_per_request.items():
+        print(f"  {kind}: {growth:+.3f} bytes a request over the second half")
+
+
+def describe(points: Sequence[Point]) -> Flatness:
+    """Fit lines through the second half."""
     later = points[len(points) // 2 :]
     nums = [point.num_requests for point in later]
     growth = {"rss": np.polyfit(nums, [point.rss_bytes for point in later], 1)[0]}
     heaps = [point.heap_bytes for point in later if point.heap_bytes is not None]
     if len(heaps) == len(later):
         growth["heap"] = np.polyfit(nums, heaps, 1)[0]
-    return {
-        "points": points,
-        "growth_bytes_per_request": {name: float(slope) for name, slope in growth.items()},
-    }
+    return Flatness(points, {name: float(slope) for name, slope in growth.items()})
 
 
 class Recorders:
