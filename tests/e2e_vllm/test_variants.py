@@ -225,9 +225,14 @@ def check_ranks(gateway: FleetProcess, prefill: FleetProcess, decode: FleetProce
     page = read_transfers(gateway, has_all)
     pairs = [pair for pair in page["handoffs"] if ends.items() <= pair.items()]
     assert max(pair["total"]["num"] for pair in pairs) <= 2 * NUM_PROMPTS
-    links = [link for link in page["links"] if link["worker"] == decode.name]
-    assert max(link["num_lanes"] for link in links) == 2
-    assert {link["peer"] for link in links} == {prefill.name}
+    assert not [link for link in page["links"] if "/" in link["peer"]]
+    links = [
+        link
+        for link in page["links"]
+        if (link["worker"], link["peer"]) == (decode.name, prefill.name)
+    ]
+    # Each rank has chosen by its own measurements.
+    assert sum(link["num_lanes"] for link in links) >= 2
     for listed in json.loads(get_text(f"{gateway.url}/debug/requests"))["requests"]:
         request = read_request(gateway, listed["id"])
         assert request["missing"] == []
