@@ -111,7 +111,7 @@ def check_transfers(cluster: VllmCluster) -> None:
         assert pair["total"][figure]["p99"] > 0
     link = find_pair(page["links"], worker="decode", peer="prefill", **way)
     assert link["total"]["num_bytes"] > 0
-    assert link["num_lanes"] == 1
+    assert link["num_rank_pairs"] == 1
     assert link["drift"]["state"] in {"learning", "steady", "drifted"}
     (control_url,) = read_info(cluster.decode)["control_urls"]
     samples = [line for line in get_text(f"{control_url}/metrics").splitlines() if line[0] != "#"]

@@ -214,7 +214,7 @@ def test_other_tensor_parallel_degrees(
 
 
 def check_ranks(gateway: FleetProcess, prefill: FleetProcess, decode: FleetProcess) -> None:
-    """The gateway shows the server of two ranks as one: a link of two lanes, and all bytes."""
+    """The gateway shows the server of two ranks as one: a link of two pairs, and all bytes."""
     num_bytes = 2 * sum(count_kv_bytes(prompt) for prompt in make_varied(0))
     ends = {"prefill": prefill.name, "decode": decode.name}
 
@@ -232,7 +232,7 @@ def check_ranks(gateway: FleetProcess, prefill: FleetProcess, decode: FleetProce
         if (link["worker"], link["peer"]) == (decode.name, prefill.name)
     ]
     # Each rank has chosen by its own measurements.
-    assert sum(link["num_lanes"] for link in links) >= 2
+    assert sum(link["num_rank_pairs"] for link in links) >= 2
     for listed in json.loads(get_text(f"{gateway.url}/debug/requests"))["requests"]:
         request = read_request(gateway, listed["id"])
         assert request["missing"] == []

@@ -1,12 +1,12 @@
 """One report of a server of what its tensor-parallel ranks report. Pure.
 
-    rank 0 of prefill ──lane──► rank 0 of decode ┐
-    rank 1 of prefill ──lane──► rank 1 of decode ┘ one link from prefill to decode
+    rank 0 of prefill ───► rank 0 of decode ┐
+    rank 1 of prefill ───► rank 1 of decode ┘ one link from prefill to decode, of two rank pairs
 
-A link between two workers has a lane for each pair of ranks between which KV moves. Each lane is
-used, measured and compared with its reference by itself: figures of the lanes are added, and the
-link has drifted as soon as one of its lanes has. A handoff is the work of all ranks at the same
-time: it is counted once, its bytes are those of all ranks, and its histograms have a value of each.
+KV moves between pairs of ranks. Each pair is measured, and compared with its reference, by itself:
+the figures of a link are sums over its pairs, and it has drifted as soon as one of them has.
+A handoff is the work of all ranks at the same time: it is counted once, its bytes are those of all
+ranks, and its histograms have a value of each.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 RANK: Final = re.compile(r"/\d+\Z")
 """The end of the name by which peers know a rank of several (`auth.ticket.rank_name`)."""
 TYPICAL_BYTES: Final = 4 << 20
-"""Of the transfer by which the slowest lane of a link is chosen."""
-SOLE_LANE: Final = "0 to 0"
+"""Of the transfer by which the slowest pair of a link is chosen."""
+SOLE_PAIR: Final = "0 to 0"
 """Between two workers of one rank each: it needs no name."""
 _SEVERITY: Final = {"learning": 0, "steady": 1, "drifted": 2}
 
@@ -64,13 +64,13 @@ def merge_transfers(
         for link in report.links:
             peer = worker_of(link.peer, names)
             links_key = peer, link.distance, link.transport, link.operation
-            links.setdefault(links_key, []).append((_name_lane(rank, link, peer), link))
+            links.setdefault(links_key, []).append((_name_pair(rank, link, peer), link))
     of_ranks = reports.values()
     return msgspec.structs.replace(
         next(iter(of_ranks)),
         epoch=" ".join(report.epoch for report in of_ranks),
         handoffs=tuple(_merge_handoffs(key[0], parts) for key, parts in handoffs.items()),
-        links=tuple(_merge_lanes(key[0], lanes) for key, lanes in links.items()),
+        links=tuple(_merge_rank_pairs(key[0], pairs) for key, pairs in links.items()),
         num_forgotten=sum(report.num_forgotten for report in of_ranks),
         num_digest_failures=sum(report.num_digest_failures for report in of_ranks),
         # Each rank holds its part of a prompt under a lease.
@@ -79,7 +79,7 @@ def merge_transfers(
 
 
 def merge_links(reports: Mapping[int, MeasuredLinks], names: Collection[str]) -> MeasuredLinks:
-    """One report of a worker: of each link the slowest lane, for which a handoff waits."""
+    """One report of a worker: of each link the slowest pair of ranks, for which a handoff waits."""
     slowest: dict[tuple[str, str], MeasuredLink] = {}
     for report in reports.values():
         for link in report.links:
@@ -94,7 +94,7 @@ def _typical_s(link: MeasuredLink) -> float:
     return link.latency_s + TYPICAL_BYTES * link.byte_s
 
 
-def _name_lane(rank: int, link: LinkTransfers, peer: str) -> str:
+def _name_pair(rank: int, link: LinkTransfers, peer: str) -> str:
     """The sender's and the receiver's rank."""
     other = link.peer.removeprefix(peer).removeprefix("/") or "0"
     return f"{rank} to {other}" if link.operation == "WRITE" else f"{other} to {rank}"
@@ -116,14 +116,14 @@ def _merge_handoffs(peer: str, parts: list[HandoffTransfers]) -> HandoffTransfer
     )
 
 
-def _merge_lanes(peer: str, lanes: list[tuple[str, LinkTransfers]]) -> LinkTransfers:
-    added = lanes[0][1] if len(lanes) == 1 else add_links([link for _, link in lanes])
-    drifts = [(lane, link.drift) for lane, link in lanes if link.drift is not None]
+def _merge_rank_pairs(peer: str, pairs: list[tuple[str, LinkTransfers]]) -> LinkTransfers:
+    added = pairs[0][1] if len(pairs) == 1 else add_links([link for _, link in pairs])
+    drifts = [(ranks, link.drift) for ranks, link in pairs if link.drift is not None]
     worst = max(drifts, key=lambda each: _rank_drift(each[1]), default=None)
-    if worst is None or (len(lanes) == 1 and worst[0] == SOLE_LANE):
-        return msgspec.structs.replace(added, peer=peer, num_lanes=len(lanes))
-    drift = msgspec.structs.replace(worst[1], lane=worst[0])
-    return msgspec.structs.replace(added, peer=peer, num_lanes=len(lanes), drift=drift)
+    if worst is None or (len(pairs) == 1 and worst[0] == SOLE_PAIR):
+        return msgspec.structs.replace(added, peer=peer, num_rank_pairs=len(pairs))
+    drift = msgspec.structs.replace(worst[1], ranks=worst[0])
+    return msgspec.structs.replace(added, peer=peer, num_rank_pairs=len(pairs), drift=drift)
 
 
 def _rank_drift(drift: LinkDrift) -> tuple[int, float]:

@@ -96,7 +96,7 @@ class PairHandoffs(msgspec.Struct, frozen=True, kw_only=True):
 class PairLinks(msgspec.Struct, frozen=True, kw_only=True):
     """What `worker` wrote to `peer` (WRITE), or read from it (READ).
 
-    Over `num_lanes`, one for each pair of their ranks; `drift` is that of the worst.
+    Between `num_rank_pairs` pairs of their ranks; `drift` is that of the worst.
     """
 
     worker: str
@@ -107,7 +107,7 @@ class PairLinks(msgspec.Struct, frozen=True, kw_only=True):
     total: LinkFigures
     recent: LinkFigures
     drift: LinkDrift | None
-    num_lanes: int
+    num_rank_pairs: int
 
 
 class Histograms(msgspec.Struct, frozen=True):
@@ -241,7 +241,7 @@ def _pair_links(worker: str, total: LinkTransfers, recent: LinkTransfers) -> Pai
         total=_link_figures(total),
         recent=_link_figures(recent),
         drift=total.drift,
-        num_lanes=total.num_lanes,
+        num_rank_pairs=total.num_rank_pairs,
     )
 
 

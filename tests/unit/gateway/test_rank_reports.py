@@ -1,4 +1,4 @@
-"""Reports of a server's ranks as one: what is added, what is counted once, and the worst lane."""
+"""Reports of a server's ranks as one: what is added, what is counted once, and the worst pair."""
 
 from __future__ import annotations
 
@@ -69,20 +69,20 @@ def test_a_rank_over_another_transport_is_an_entry_of_its_own() -> None:
     assert found == {"shared": 1, "tcp": 1}
 
 
-def test_a_link_has_a_lane_for_each_pair_of_ranks() -> None:
+def test_a_link_is_the_sum_of_its_pairs_of_ranks() -> None:
     ranks = Rank("a"), Rank("b")
     for number, rank in enumerate(ranks):
         rank.read("p0/0", 0.1)
         rank.read(f"p0/{number}", 0.3)
     (link,) = merge(ranks).links
     # Rank 0 has read from rank 0 alone, rank 1 from both.
-    assert (link.peer, link.num_lanes, link.num, link.num_bytes) == ("p0", 3, 4, 4 * MIB)
+    assert (link.peer, link.num_rank_pairs, link.num, link.num_bytes) == ("p0", 3, 4, 4 * MIB)
     assert link.observed_s == pytest.approx(0.8)
     assert link.transfer_s.num_values == 4
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-def test_a_link_has_drifted_when_one_of_its_lanes_has(slow: int) -> None:
+def test_a_link_has_drifted_when_one_of_its_pairs_has(slow: int) -> None:
     reports = []
     for number in range(2):
         rank = Rank("a")
@@ -95,7 +95,7 @@ def test_a_link_has_drifted_when_one_of_its_lanes_has(slow: int) -> None:
         reports.append(msgspec.structs.replace(report, links=links))
     (link,) = merge_transfers(dict(enumerate(reports)), NAMES).links
     assert link.drift == LinkDrift(
-        state="drifted", ratio=1.3, since_s=2.0, lane=f"{slow} to {slow}"
+        state="drifted", ratio=1.3, since_s=2.0, ranks=f"{slow} to {slow}"
     )
 
 
@@ -104,10 +104,10 @@ def test_a_rank_keeps_its_number_where_others_are_silent() -> None:
     rank.read("p0", 0.1)
     (link,) = merge_transfers({1: rank.table.report()}, NAMES).links
     assert link.drift is not None
-    assert (link.drift.lane, link.num_lanes) == ("0 to 1", 1)
+    assert (link.drift.ranks, link.num_rank_pairs) == ("0 to 1", 1)
     (link,) = merge_transfers({0: rank.table.report()}, NAMES).links
     assert link.drift is not None
-    assert link.drift.lane == "", "between two workers of one rank each"
+    assert link.drift.ranks == "", "between two workers of one rank each"
 
 
 def test_counts_of_faults_and_the_lives_of_all_ranks() -> None:
@@ -128,7 +128,7 @@ def test_a_peer_is_a_worker_or_one_of_its_ranks(peer: str, worker: str) -> None:
     assert worker_of(peer, {*NAMES, "a/1"}) == worker
 
 
-def test_a_handoff_waits_for_the_slowest_lane() -> None:
+def test_a_handoff_waits_for_the_slowest_pair() -> None:
     def link(peer: str, byte_s: float) -> MeasuredLink:
         return MeasuredLink(peer, "pull", "tcp", 1e-4, byte_s, 1, 1)
 

@@ -144,7 +144,7 @@ def test_a_link_names_a_servers_rank_as_the_server() -> None:
     assert link.total.bytes_per_s.p50 == pytest.approx(5 * MIB, rel=0.01)
     assert (distance.distance, distance.operation, distance.num_links) == ("same_rack", "READ", 1)
     assert link.drift is not None
-    assert (link.drift.state, link.drift.lane, link.num_lanes) == ("learning", "1 to 0", 1)
+    assert (link.drift.state, link.drift.ranks, link.num_rank_pairs) == ("learning", "1 to 0", 1)
 
 
 def test_the_busiest_pairs_are_listed_and_all_count() -> None:
