@@ -88,7 +88,7 @@ SETTLE_S = 3 * DUMP_INTERVAL_S
 NUM_CALIBRATED = 2000
 
 Timed = Counter[str]
-"""`function/calls` and `function/ns`: what was timed so far."""
+"""`function/calls` and `function/ns`: what was timed so far; `function/skipped`: calls left out."""
 
 
 @dataclass(frozen=True)
@@ -150,11 +150,13 @@ class _Process:
         self._states: list[_State] = []
         self.local = threading.local()
         self._overhead_ns = 0.0
+        self.skipped: Counter[str] = Counter()
         self.begin()
 
     def begin(self) -> None:
         """Here, and in a forked child."""
         self._states.clear()
+        self.skipped.clear()
         self.local = threading.local()
         threading.Thread(target=self._run, name="telemetry-probe", daemon=True).start()
 
@@ -181,7 +183,8 @@ class _Process:
         written = None
         while True:
             time.sleep(DUMP_INTERVAL_S)
-            found: Counter[str] = Counter()
+            skipped = dict(self.skipped)
+            found = Counter({f"{name}/skipped": num for name, num in skipped.items()})
             for state in tuple(self._states):
                 for name, (num, ns) in tuple(state.found.items()):
                     found[f"{name}/calls"] += num
@@ -292,7 +295,10 @@ def _wrap(process: _Process, function: FunctionType) -> Callable[..., object]:
         if mode == PLAIN or (is_prometheus and "vllm" in sys.modules):
             return function(*args, **kwargs)
         if mode == OFF:
-            return None if is_recording else function(*args, **kwargs)
+            if not is_recording:
+                return function(*args, **kwargs)
+            process.skipped[name] += 1
+            return None
         state = get_state()
         if state.is_inside:
             return function(*args, **kwargs)

@@ -109,6 +109,10 @@ class Fleets:
         self.probe.switch(PLAIN)
         return self._since(before)
 
+    def count_skipped(self) -> dict[str, float]:
+        """Calls that mode `off` left out, by process."""
+        return {name: sum_of(found, "skipped") for name, found in self._read_timed().items()}
+
     def _since(self, before: dict[str, Counter[str]]) -> dict[str, Counter[str]]:
         time.sleep(SETTLE_S)
         return {name: found - before[name] for name, found in self._read_timed().items()}
@@ -148,7 +152,7 @@ def measure_cpu(engine: str, num_rounds: int) -> CpuFigures:
     """Start a fleet of this engine, and take turns.
 
     Raises:
-        RuntimeError: nothing was timed in some process, so that figures of 0 would mean nothing.
+        RuntimeError: in some process nothing was timed, or switched off.
     """
     spent: list[dict[str, dict[str, float]]] = []
     timed: list[dict[str, Counter[str]]] = []
@@ -159,9 +163,10 @@ def measure_cpu(engine: str, num_rounds: int) -> CpuFigures:
             spent.append({mode: fleets.spend(mode, NUM_REQUESTS) for mode in modes})
             timed.append(fleets.time_requests(NUM_REQUESTS))
         idle = fleets.time_idle(IDLE_S)
+        skipped = fleets.count_skipped()
     by_process = [{name: sum_of(found, "ns") for name, found in each.items()} for each in timed]
-    if not all(min(each.values()) > 0 for each in by_process):
-        raise RuntimeError(f"telemetry was not timed in every process: {by_process}")
+    if not all(min(each.values()) > 0 for each in (*by_process, skipped)):
+        raise RuntimeError(f"telemetry was not switched: timed {by_process}, skipped {skipped}")
     on_ms = [sum(each["on"].values()) for each in spent]
     added = [on / sum(each["off"].values()) - 1 for on, each in zip(on_ms, spent, strict=True)]
     shares = [
@@ -191,7 +196,7 @@ def measure_cpu(engine: str, num_rounds: int) -> CpuFigures:
 
 
 def sum_of(found: Counter[str], what: str) -> float:
-    """Of all functions: `calls` or `ns`."""
+    """Of all functions: `calls`, `ns` or `skipped`."""
     return sum(number for name, number in found.items() if name.endswith(f"/{what}"))
 
 
