@@ -37,17 +37,16 @@ MOST_CHANGE: Final = 2.0
 """What one window counts at most, as that ratio: clients that begin or leave together."""
 LEAST_UNDER_WAY: Final = 3.0
 """On the average. The fewer they are, the less do independent arrivals change their number."""
-NUM_LAST_WINDOWS: Final = 2
-"""In which the last requests of a load end, before a time without any."""
 LASTED_SHARE: Final = 0.05
 """What the newest duration counts in the mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """The most requests under way at once, and arrivals and ends. `is_first`: after a pause."""
+    """The most requests under way at once, and arrivals and ends. `is_first`: of a load."""
 
     most_under_way: int
+    num_begun: int
     num_events: int
     is_first: bool
 
@@ -60,6 +59,7 @@ class Arrivals:
         "_is_first",
         "_lasted_s",
         "_most_under_way",
+        "_num_begun_before",
         "_num_ended",
         "_num_events",
         "_num_under_way",
@@ -71,6 +71,7 @@ class Arrivals:
         self._since = self._ended_at = self._lasted_s = 0.0
         self._is_first = True
         self._num_under_way = self._most_under_way = self._num_ended = self._num_events = 0
+        self._num_begun_before = 0
         self._windows: deque[_Window] = deque(maxlen=MOST_WINDOWS)
 
     def begin(self, now: float) -> None:
@@ -83,11 +84,17 @@ class Arrivals:
             self._most_under_way = self._num_under_way
 
     def _begin_load(self, now: float) -> None:
-        """Nothing was under way for so long that this is another load."""
-        for _ in range(min(NUM_LAST_WINDOWS, len(self._windows))):
-            self._windows.pop()
+        """Nothing was under way for so long that this is another load: the last one ended.
+
+        In its last windows none began, and in one before them some clients did not ask again.
+        """
+        windows = self._windows
+        while windows and not windows[-1].num_begun:
+            windows.pop()
+        if windows:
+            windows.pop()
         self._since, self._num_events, self._most_under_way = now, 0, 0
-        self._is_first = True
+        self._num_begun_before, self._is_first = self.num_begun, True
 
     def end(self, now: float, lasted_s: float) -> None:
         """One is over."""
@@ -98,8 +105,11 @@ class Arrivals:
         share = LASTED_SHARE if self._num_ended * LASTED_SHARE > 1.0 else 1.0 / self._num_ended
         self._lasted_s += share * (lasted_s - self._lasted_s)
         if now - self._since > WINDOW_SHARE * self._lasted_s:
-            window = _Window(self._most_under_way, self._num_events, self._is_first)
-            self._windows.append(window)
+            begun = self.num_begun
+            num_begun, self._num_begun_before = begun - self._num_begun_before, begun
+            self._windows.append(
+                _Window(self._most_under_way, num_begun, self._num_events, self._is_first)
+            )
             self._since, self._num_events, self._is_first = now, 0, False
             self._most_under_way = self._num_under_way
 

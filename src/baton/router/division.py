@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from baton.router.load import EndedRequest, FleetLoad
 
 LOOK_EVERY_S: Final = 1.0
-SETTLING_S: Final = 3.0
+SETTLING_S: Final = 2.0
 """After a change; or as long as a request lasts."""
 WINDOW_S: Final = 8.0
 """In which what a division achieves is counted; or `NUM_WAVES` times as long as a request lasts."""
@@ -83,6 +83,10 @@ class _Trial:
     began_at: float
     num_begun: int
     rate: float
+
+    def find_least(self, before: float) -> float:
+        """It stays if it achieves more than this: without a prediction it must be better."""
+        return before * BETTER if self.predicted is None else before / BETTER
 
     def share_of(self, achieved: float) -> float:
         """The share of what was predicted that this is, 1 at most."""
@@ -173,22 +177,24 @@ class Division:
         ended, is_whole = self._find_ended(costs.ended, now, least)
         if not ended:
             return
-        doubt = 0.0 if is_whole else self._find_doubt(ended, now)
+        chance = self._find_deviation(ended, now)
+        doubt = 0.0 if is_whole else chance
         traffic = self._find_traffic(ended, workers, load, num_under_way=num_under_way, now=now)
         chosen, at_once = self._judge(traffic, doubt, now), traffic.demand.num_at_once
         predicted: float | None = None
         if chosen != len(self.prefills):
             predicted = traffic.predict(chosen)
         elif self._trial is None or is_whole:
-            chosen = self._find_unknown(traffic, doubt, now)
+            chosen = self._find_unknown(traffic, chance, now)
         self._judged = self._seen
         if is_whole:
             self._trial = None
         if chosen != len(self.prefills):
+            before = self.prefills if self._trial is None else self._trial.before
             trial = None
             if self._memory.find(chosen, at_once, now) is None:
                 trial = _Trial(
-                    self.prefills,
+                    before,
                     at_once,
                     _most_by_chance(num_under_way),
                     predicted,
@@ -199,7 +205,7 @@ class Division:
             self._set(chosen, workers, load, now)
             self._trial = trial
 
-    def _find_doubt(self, ended: Sequence[EndedRequest], now: float) -> float:
+    def _find_deviation(self, ended: Sequence[EndedRequest], now: float) -> float:
         """Two standard deviations of the share of good requests among so many, as a rate."""
         num = len(ended)
         share = (sum(map(self.limits.are_met, ended)) + 1) / (num + 2)
@@ -219,13 +225,16 @@ class Division:
         rate = len(ended) / window_s
         achieved = Achieved(rate, sum(map(self.limits.are_met, ended)) / window_s)
         demand = find_demand(ended, window_s, workers, load)
+        arrivals = load.costs(workers[0].model).arrivals
+        # Of closed loops their number is known; the mean is of those that ended in the window.
         at_once = max(demand.num_at_once, num_under_way)
+        if arrivals.are_closed_loops:
+            at_once = self._seen
         demand = replace(demand, num_at_once=at_once)
         known = self._memory.find(num_prefill, at_once, now)
         if known is not None:
             achieved = achieved.mean_with(known)
         self._memory.note(num_prefill, achieved, at_once, now)
-        arrivals = load.costs(workers[0].model).arrivals
         if not arrivals.are_closed_loops:
             return IndependentArrivals(demand, self.limits, achieved, len(workers), num_prefill)
         predicted, _, _ = predict_rate(demand, len(workers), num_prefill)
@@ -277,23 +286,24 @@ class Division:
             if worth > most:
                 best, most, is_known = other, worth, known is not None
         trial = self._trial
-        if best == num and trial is not None and trial.predicted is None and doubt == 0.0:
+        if not is_known and trial is not None and doubt == 0.0:
             known = self._memory.find(len(trial.before), at_once, now)
-            if known is not None and achieved <= BETTER * traffic.value(known):
+            if known is not None and achieved <= trial.find_least(traffic.value(known)):
                 best, is_known = len(trial.before), True
         if is_known:  # back: what was tried is not as good
             share = 1.0 if trial is None else trial.share_of(achieved)
             self._memory.refute(num, at_once, now, share=share)
         return best
 
-    def _find_unknown(self, traffic: Traffic, doubt: float, now: float) -> int:
+    def _find_unknown(self, traffic: Traffic, chance: float, now: float) -> int:
         """Where few are good: replicas or a neighbour, if nothing is known of it at such a load.
 
-        Of those the most promising one; else as many as now. Of closed loops alone: of
-        independent arrivals no division serves more, and where few are good they pile up.
+        `chance`: good requests a second that there may be more. Of those divisions the most
+        promising one, else the present one. For closed loops alone: of independent arrivals no
+        division serves more, and where few are good they pile up.
         """
         num, at_once, achieved = len(self.prefills), traffic.demand.num_at_once, traffic.achieved
-        if not isinstance(traffic, ClosedLoops) or achieved.good + doubt >= FEW * achieved.rate:
+        if not isinstance(traffic, ClosedLoops) or achieved.good + chance >= FEW * achieved.rate:
             return num
         refuted = self._memory.find_refuted(at_once, now)
         unknown = [
@@ -313,9 +323,14 @@ class Division:
 
     def _break_off(self, trial: _Trial, now: float) -> None:
         """No more requests come: what is known by now decides which division waits for others."""
-        found = self._memory.find(len(self.prefills), trial.at_once, now)
+        num = len(self.prefills)
+        found = self._memory.find(num, trial.at_once, now)
         before = self._memory.find(len(trial.before), trial.at_once, now)
-        if found is None or before is None or found.good <= before.good:
+        if found is None or before is None:
+            self._change(trial.before, now)
+        elif found.good <= before.good:
+            share = trial.share_of(found.good)
+            self._memory.refute(num, trial.at_once, now, share=share)
             self._change(trial.before, now)
         self._trial = None
 
