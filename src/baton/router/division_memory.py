@@ -1,7 +1,7 @@
 """What divisions of labour achieved, and which were tried and left, by number of requests at once.
 
-Loads come and go: what was found out about one is still known when it comes back, and says nothing
-about another one. Two loads are alike if one has less than `ALIKE` times the requests of the other.
+Loads come and go: what was found out about one is still known when it comes back, and is not taken
+to hold for another one. Two are alike if one has less than `ALIKE` times the requests of the other.
 
 Pure: times are given.
 """
@@ -104,12 +104,14 @@ class DivisionMemory:
         is_too_slow: bool = False,
         share: float = 1.0,
     ) -> None:
-        """It was tried and left: not to be tried at such a load for a while, each time twice as long.
+        """It was tried and left: it is not to be tried at such a load for a while, then two, and so on.
 
         `is_too_slow`: nor at a higher one. `share` of what was predicted is what it achieved.
         """
         noted = self._refuted[num_prefill]
-        before = max((each.for_s for each in noted if are_alike(each.at_once, at_once)), default=0.0)
+        before = max(
+            (each.for_s for each in noted if are_alike(each.at_once, at_once)), default=0.0
+        )
         for_s = min(MOST_RETRY_AFTER_S, max(RETRY_AFTER_S, 2 * before))
         _note(noted, _Refuted(for_s, at_once, now, is_too_slow, share))
 

@@ -21,6 +21,7 @@ from baton.sim.router.sessions import Session, TokenRun, Turn
 from baton.sim.router.simulation import Simulation
 from tests.property.router.division_world import COSTS, World, replicas, split
 
+
 def goodput(policy, views, case, until_s=240.0, since_s=120.0):
     num_tokens, num_answer_tokens, num_clients, ttft_s, tpot_s = case
     world = World(policy, views, num_tokens, num_answer_tokens)

@@ -70,12 +70,14 @@ def test_what_keeps_few_limits_is_left_also_if_no_better_is_predicted(monkeypatc
 
 
 def test_where_no_division_keeps_a_limit_trials_become_rare():
-    policy = adaptive(tpot_s=0.005)
-    world, seen = World(policy, replicas(4), 512, 128, STEPS_OF_GPUS), []
+    slow = {"step_s": 0.04, "step_answer_s": 0.006, "prefill_token_s": 6e-4}
+    costs = msgspec.structs.replace(STEPS_OF_GPUS, **slow)
+    policy = adaptive(tpot_s=0.02)
+    world, seen = World(policy, replicas(4), 512, 32, costs), []
     for until_s in range(1, 400):
         world.run(32, float(until_s))
         seen.append(len(policy._divisions["demo"].prefills))
     assert set(seen) == {0, 1, 2, 3}
     tries = sum(one < other for one, other in pairwise(seen))
-    assert tries <= 7, "each again after one minute, and after two more"
-    assert seen.count(0) >= 0.6 * len(seen)
+    assert tries <= 9, "three divisions, each again after a minute, and after two more"
+    assert seen.count(0) >= 0.5 * len(seen)
