@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from baton.router.load import EndedRequest, FleetLoad
 
 LOOK_EVERY_S: Final = 1.0
-SETTLING_S: Final = 2.0
+SETTLING_S: Final = 3.0
 """After a change; or as long as a request lasts."""
 WINDOW_S: Final = 8.0
 """In which what a division achieves is counted; or `NUM_WAVES` times as long as a request lasts."""
@@ -206,9 +206,12 @@ class Division:
             self._trial = trial
 
     def _find_deviation(self, ended: Sequence[EndedRequest], now: float) -> float:
-        """Two standard deviations of the share of good requests among so many, as a rate."""
+        """Two standard deviations of the good requests among so many, as a rate.
+
+        Where most are good their rate counts, which varies too: as if only half were good.
+        """
         num = len(ended)
-        share = (sum(map(self.limits.are_met, ended)) + 1) / (num + 2)
+        share = min(0.5, (sum(map(self.limits.are_met, ended)) + 1) / (num + 2))
         return 2.0 * sqrt(share * (1.0 - share) * num) / (now - ended[0].at)
 
     def _find_traffic(

@@ -104,7 +104,7 @@ class DivisionMemory:
         is_too_slow: bool = False,
         share: float = 1.0,
     ) -> None:
-        """It was tried and left: it is not to be tried at such a load for a while, then two, and so on.
+        """It was tried and left: not to be tried at such a load for a while, then twice as long.
 
         `is_too_slow`: nor at a higher one. `share` of what was predicted is what it achieved.
         """
