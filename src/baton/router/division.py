@@ -12,8 +12,8 @@ for the traffic as it comes (`router/demand.py`).
       │     │ it achieves more: it stays
       │     │ it does not: back, and it is not tried again at such a load for a while
       │     │ requests pile up meanwhile: back at once, and not again at such a load or a higher one
-      │     └ more requests come than before, or none for a while: that was another load, which
-      │       refutes nothing
+      │     ├ more requests come than before: that is another load, which refutes nothing
+      │     └ none come for a while: what was counted by then decides, if that is enough
       │
       ├─► where fewer than `FEW` are good: replicas or a neighbour, of which nothing is known at
       │   such a load, though no more is predicted of it. The same, but it must be `BETTER` to stay
