@@ -10,6 +10,8 @@ TORCH_ARGS ?=
 # Of each pip install. CI: --no-compile, since of all modules a quarter is ever imported.
 INSTALL_ARGS ?=
 PYTEST_ARGS ?=
+# Of `make bench-control-short`. CI: --rounds 1.
+BENCH_ARGS ?=
 # Of `make simulate` and `make fuzz`: other seeds each night find more than the same ones again.
 SCHEDULES ?= 100000
 FIRST_SEED ?= 0
@@ -98,7 +100,7 @@ test-envoy: $(DEV)
 
 # For CI, which prints it and never fails by it. On a machine that is too slow it ends early.
 bench-control-short: $(DEV)
-	-timeout --kill-after=10 120 $(BIN)/python benchmarks/bench_control.py --short
+	-timeout --kill-after=10 120 $(BIN)/python benchmarks/bench_control.py --short $(BENCH_ARGS)
 
 # CI runs what stands for the others. Network namespaces need root; without, those tests skip.
 chaos: $(DEV)
