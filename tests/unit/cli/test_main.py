@@ -67,9 +67,9 @@ def test_help_imports_nothing_heavy():
         "print('\\0' + json.dumps(found))"
     )
     found = json.loads(printed.rpartition("\0")[2])
-    assert {
-        " ".join(command): result for command, result in zip(COMMANDS, found, strict=True)
-    } == {" ".join(command): [0, []] for command in COMMANDS}
+    assert {" ".join(command): result for command, result in zip(COMMANDS, found, strict=True)} == {
+        " ".join(command): [0, []] for command in COMMANDS
+    }
 
 
 def processor_time_of(code):
