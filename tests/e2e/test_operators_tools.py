@@ -171,7 +171,7 @@ def test_prometheus_answers_every_query_of_the_board(
     watched: Watched, cluster: WorkerCluster, tmp_path: Path
 ) -> None:
     issue_derived(Order("monitor", "prometheus"), [KEY.key], tmp_path / "derived")
-    issue(Order("monitor", "prometheus"), cluster.identities / "authority", tmp_path / "issued")
+    issue(Order("monitor", "prometheus"), cluster.authority, tmp_path / "issued")
     by_scheme: dict[str, list[str]] = {"http": [], "https": []}
     for worker in watched.workers:
         scheme, _, address = worker.url.partition("://")

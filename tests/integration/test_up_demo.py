@@ -322,7 +322,7 @@ def streaming(url, text):
                 answers.append(events)
                 if streamed_text(events) != text or "data: [DONE]" not in events:
                     problems.append(events)
-            ended.wait(0.1)  # the cores are for the processes that start
+            ended.wait(0.5)  # the cores are for the processes that start
 
     clients = [threading.Thread(target=stream) for _ in range(2)]
     for client in clients:
