@@ -75,8 +75,8 @@ NUM_PEERS: Final = 300
 """More than a table has entries."""
 REQUEST_S: Final = 0.002
 """Of the recorders' own clock, between two requests."""
-REPORT_EVERY: Final = 2500
-EVALUATE_EVERY: Final = 1000
+REPORT_EVERY: Final = 10_000
+EVALUATE_EVERY: Final = 5000
 NUM_EVENTS: Final = 20
 PATHS: Final = ReceivePaths(("shared", "tcp"), frozenset({"shared"}), ("push", "pull"))
 

@@ -1,8 +1,8 @@
 """What tracing costs a gateway and a worker: thread time of its parts, for one request.
 
     python benchmarks/bench_tracing.py --json benchmarks/results/tracing.json
-    python benchmarks/bench_tracing.py --cpu transformers --json benchmarks/results/tracing-cpu.json
-    python benchmarks/bench_tracing.py --cpu vllm --json benchmarks/results/tracing-cpu-vllm.json
+    python benchmarks/bench_tracing.py --cpu transformers --json FILE
+    python benchmarks/bench_tracing.py --cpu vllm --json FILE
 
 Parts run in turns, `ROUNDS` times; the median of a round's mean. `before`: what was recorded before
 these parts existed (a span, four stamps, the ring of records). A request is not kept: it is neither
