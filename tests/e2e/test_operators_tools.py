@@ -224,9 +224,7 @@ def test_a_bundle_has_the_metrics_of_workers_with_tls(watched: Watched, tmp_path
 
 def test_a_gateway_shows_its_workers_tiers(watched: Watched, cluster: WorkerCluster) -> None:
     url = cluster.pool_gateway.url
-    prompts = make_prompts(2, seed=31, longest=400)
-    ask_all(url, prompts)
-    ask_all(url, prompts)
+    ask_all(url, make_prompts(8, seed=31, longest=400))
     deadline = time.monotonic() + TIMEOUT_S
     while True:
         store = json.loads(fetch(f"{url}/debug/transfers"))["store"]

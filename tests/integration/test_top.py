@@ -127,7 +127,7 @@ def test_the_screen_follows_the_fleet():
 
                 async def is_shown():
                     await pilot.pause(0.02)
-                    return [row[0] for row in rows_of(app, 4)] == ["request-1"]
+                    return [row[0] for row in rows_of(app, 5)] == ["request-1"]
 
                 await until_true(is_shown)
                 assert "1 requests" in headline(app)
@@ -145,12 +145,12 @@ def test_the_screen_follows_the_fleet():
                 assert "PAUSED" in headline(app)
                 await stream_once(cluster, "request-2")
                 await pilot.pause(0.3)
-                assert len(rows_of(app, 4)) == 1
+                assert len(rows_of(app, 5)) == 1
                 await pilot.press("r")
 
                 async def is_refreshed():
                     await pilot.pause(0.02)
-                    return len(rows_of(app, 4)) == 2
+                    return len(rows_of(app, 5)) == 2
 
                 await until_true(is_refreshed)
                 await pilot.press("q")
