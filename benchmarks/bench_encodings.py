@@ -14,8 +14,10 @@
              encoded follows from the link as the workers have measured it. "predicted" is what
              they expected of raw KV and of encoded KV.
              `cached`: the prefill worker has the prompt's KV, so that the handoff is what takes
-             time; `cold`: it computes it, on one thread. Needs root and iproute2. With
-             `--engine vllm` all workers are vLLM servers, of which each takes a GiB.
+             time; `cold`: it computes it, on one thread. Where the rest of the time is, by the
+             decode worker's record: until the pages are granted, until all KV is there, until the
+             token, and outside of that worker. Needs root and iproute2. With `--engine vllm` all
+             workers are vLLM servers, of which each takes a GiB.
 
 Trials are interleaved; medians and quartiles. `--table FILE` prints the links of a result as in
 docs/benchmarks.md.
@@ -36,7 +38,7 @@ import urllib.request
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +73,7 @@ BATCH_BYTES = 8 << 20
 LINK_MODEL = {"layers": 4, "hidden": 512, "heads": 4, "intermediate": 256}
 """Heads of 128: 16 KiB of KV for each token in float32."""
 LINK_ARMS = ("raw", "int8")
+STAGES = ("until granted", "until landed", "until token", "outside decode")
 DOC_COLUMNS = (
     "KV",
     "tokens",
@@ -82,6 +85,7 @@ DOC_COLUMNS = (
     "int8 workers, TTFT, ms (quartiles)",
     "int8 / raw",
 )
+STAGE_COLUMNS = ("KV", "link", "case", "workers", *(f"{each}, ms" for each in STAGES))
 LINK_ENGINES: dict[str, dict[str, object]] = {
     "transformers": {"engine.num_blocks": 512},
     "vllm": {"worker.engine": "vllm", "engine.kv_cache_bytes": 256 << 20},
@@ -302,6 +306,7 @@ class Answer:
     kv_bytes: int
     encodings: list[str]
     predicted_ms: tuple[float, float] | None
+    stages_ms: tuple[float, ...]
 
 
 def ask(url: str, prompt: list[int]) -> tuple[float, str]:
@@ -353,7 +358,7 @@ def measure_link(options: argparse.Namespace) -> list[Answer]:
 
 def measure_answer(
     urls: tuple[str, str], rng: np.random.Generator, num_tokens: int, case: str
-) -> tuple[str, float, int, list[str], tuple[float, float] | None]:
+) -> tuple[str, float, int, list[str], tuple[float, float] | None, tuple[float, ...]]:
     """One new prompt, over the link."""
     direct, pair = urls
     prompt = rng.integers(300, 4000, num_tokens).tolist()
@@ -366,7 +371,16 @@ def measure_answer(
         raise AssertionError(f"not handed over: {span}")
     estimate = span["encoding_estimate"]
     predicted_ms = estimate and (estimate["raw_s"] * 1e3, estimate["encoded_s"] * 1e3)
-    return case, ttft_ms, span["num_bytes"], span["encodings"], predicted_ms
+    stages_ms = measure_stages(span["stamps"], ttft_ms)
+    return case, ttft_ms, span["num_bytes"], span["encodings"], predicted_ms, stages_ms
+
+
+def measure_stages(stamps: dict[str, float], ttft_ms: float) -> tuple[float, ...]:
+    """Milliseconds of `STAGES`, which make up the time to an answer."""
+    ends = ("received", "granted", "last_layer_landed", "first_token")
+    at = [stamps[name] * 1e3 for name in ends]
+    inside = [later - earlier for earlier, later in pairwise(at)]
+    return (*inside, ttft_ms - (at[-1] - at[0]))
 
 
 def shape(host: BridgedHost, mbit: int) -> None:
@@ -442,7 +456,7 @@ def show_quality(rows: Sequence[dict[str, float | str]]) -> None:
 def show_link(answers: Sequence[Answer]) -> list[dict[str, object]]:
     """Medians and quartiles, and their ratio to raw."""
     columns = ("KV", "Mbit/s", "case", "setting", "encoded", "MB", "TTFT, ms", "over raw")
-    table = Table(*columns, "predicted, raw and encoded, ms", title="link")
+    table = Table(*columns, "predicted, raw and encoded, ms", ", ".join(STAGES), title="link")
     rows: list[dict[str, object]] = []
     for dtype, mbit in dict.fromkeys((each.dtype, each.mbit) for each in answers):
         for case in ("cached", "cold"):
@@ -456,6 +470,10 @@ def show_link(answers: Sequence[Answer]) -> list[dict[str, object]]:
                 num_encoded = sum(bool(each.encodings) for each in own)
                 predicted = [each.predicted_ms for each in own if each.predicted_ms]
                 medians = [statistics.median(each) for each in zip(*predicted, strict=True)]
+                stages = [
+                    statistics.median(each)
+                    for each in zip(*(answer.stages_ms for answer in own), strict=True)
+                ]
                 rows.append({
                     "dtype": dtype,
                     "mbit": mbit,
@@ -466,6 +484,7 @@ def show_link(answers: Sequence[Answer]) -> list[dict[str, object]]:
                     "ttft_ms": [low, middle, high],
                     "over_raw": middle / raw,
                     "predicted_ms": medians,
+                    "stages_ms": dict(zip(STAGES, stages, strict=True)),
                 })
                 table.add_row(
                     dtype,
@@ -477,6 +496,7 @@ def show_link(answers: Sequence[Answer]) -> list[dict[str, object]]:
                     f"{middle:.0f} ({low:.0f} to {high:.0f})",
                     f"{middle / raw:.2f}",
                     " and ".join(f"{each:.0f}" for each in medians),
+                    ", ".join(f"{each:.0f}" for each in stages),
                 )
     Console().print(table)
     return rows
@@ -505,7 +525,18 @@ def print_links(result: dict[str, Any]) -> None:
                     f"{int8['over_raw']:.2f}",
                 )
                 print(f"| {' | '.join(row)} |")
-        print()
+        print_stages([row for link in result[part].values() for row in link["rows"]])
+
+
+def print_stages(rows: list[dict[str, Any]]) -> None:
+    """Where the time is, of results that have it."""
+    print(f"\n| {' | '.join(STAGE_COLUMNS)} |\n|{'---|' * len(STAGE_COLUMNS)}")
+    for row in (each for each in rows if "stages_ms" in each):
+        link = f"{row['mbit']} Mbit/s" if row["mbit"] else "not limited"
+        cells = [row["dtype"], link, row["case"], row["setting"]]
+        cells += [f"{each:,.0f}" for each in row["stages_ms"].values()]
+        print(f"| {' | '.join(cells)} |")
+    print()
 
 
 def main() -> None:

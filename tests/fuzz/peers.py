@@ -58,7 +58,7 @@ SENT: Final = (
     messages.ReleaseAck, messages.Revoke, messages.Finished, messages.Failed, messages.RenewLease,
     messages.LeaseRenewed, messages.Keepalive, messages.ProbeRequest, messages.ProbeReady,
     messages.ProbeResult, messages.ProbeEnd, messages.Ping, messages.Pong,
-    messages.EncodingCosts,
+    messages.EncodingCosts, messages.EncodingRefused,
 )  # fmt: skip
 COUNTS: Final = (0, 0, 1, 2, 3, 15, 16, 17, 64, 79, 80, 81, 4096, messages.MAX_TOKENS)
 OFTEN_RIGHT: Final = 0.4
@@ -127,6 +127,11 @@ class Lies:
                 return rng.choice(("raw", "raw", "raw", "int8/1", "", "x" * 64))
             case "encode_byte_s" | "write_byte_s":
                 return rng.choice((None, 1e-9, 0.0, -1.0, 1.0, 2.0))
+            case "costs":
+                byte_s = rng.choice((1e-9, 0.0, 1.0))
+                return rng.choice((None, messages.ReceivingCosts(byte_s, 1e-9)))
+            case "raw_s" | "encoded_s" | "prefill_s":
+                return rng.choice((0.0, 1.0, 1e9, -1.0, 1e10))
             case "idle_s":
                 return rng.choice((0.0, 1.0, 86_400.0))
             case "is_intact" | "plain_digests" | "closes_grant":

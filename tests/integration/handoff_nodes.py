@@ -341,12 +341,14 @@ def make_handoff(
     num_tokens: int = 101,
     start_blocks: int = 0,
     num_ready: int = 0,
+    num_cached: int = 0,
     seed: int = 1,
     mode: HandoffMode = "push",
     gateway: Credentials | None = None,
 ) -> Handoff:
     """Blocks in random order on both sides; the decode worker has its first `start_blocks`.
 
+    The prefill worker has `num_ready` tokens in place, and need not compute `num_cached`.
     `gateway` signs the ticket where workers may not.
     """
     ticket = make_ticket(prefill.ref, decode.ref, mode)
@@ -361,6 +363,7 @@ def make_handoff(
             ticket,
             num_tokens=num_tokens,
             num_ready_tokens=num_ready,
+            num_cached_tokens=num_cached,
             blocks=blocks_for(num_tokens, src_block, seed),
         ),
         receive_order(ticket, start=start_blocks * dst_block, num_tokens=num_tokens, blocks=target),

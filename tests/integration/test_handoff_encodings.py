@@ -25,6 +25,7 @@ from baton.handoff.encoded_view import (
 from baton.handoff.interface import KVFailed, KVLanded, KVSent
 from baton.handoff.kv_views import KVView
 from baton.handoff.peer_transports import LinkOptions
+from baton.kv.copies import count_blocks
 from baton.kv.layout import KVLayout
 from baton.transfer.links.probes import ProbeBounds
 from baton.transfer.region import allocate_host_region, release_region
@@ -135,7 +136,7 @@ def run_until_chosen(
 ) -> Handoff:
     """Hand over, raw as long as the link is not measured; the first whose encoding was chosen."""
     for _ in range(MOST_HANDOFFS):
-        handoff = make_handoff(prefill, decode, start_blocks=start_blocks)
+        handoff = make_handoff(prefill, decode, start_blocks=start_blocks, num_cached=NUM_TOKENS)
         run(handoff)
         estimate = handoff.receiving.trace.encoding_estimate
         if estimate is not None and encoding in {None, estimate.chosen}:
@@ -272,6 +273,44 @@ def test_kv_goes_raw_where_encoding_takes_longer_than_it_saves(
         assert estimate is not None
         assert estimate.chosen == "raw"
         assert 0 < estimate.raw_s < estimate.encoded_s
+
+
+@pytest.mark.parametrize("op", ["WRITE", "READ"])
+@pytest.mark.parametrize("kinds", [TCP, ("shared",)])
+def test_kv_goes_raw_where_prefill_hides_it(
+    op: TransferOp, kinds: tuple[str, ...], key: Credentials
+) -> None:
+    """Also several times: a refused encoding gives back its pages, which are for one prompt."""
+    layout = make_layout(16)
+    size = StagingSize(SIZE.num_bytes, NUM_TOKENS)
+    few = replace(size, num_bytes=count_blocks(NUM_TOKENS, 16) * encoded_block_bytes(layout))
+    with (
+        encoded_pages("int8", layout, few) as theirs,
+        encoded_pages("int8", layout, few) as ours,
+        node("p", kinds=kinds, key=key, links=MEASURED, pages=theirs) as prefill,
+        node("d", kinds=kinds, key=key, links=MEASURED, pages=ours, op=op) as decode,
+    ):
+        fill(prefill)
+        run(make_handoff(prefill, decode))  # raw: what a prompt takes is learned
+        run_until_chosen(prefill, decode, "int8/1")
+        for start_blocks in (0, 2, 0):
+            handoff = make_handoff(prefill, decode, start_blocks=start_blocks)
+            run(handoff)
+            handoff.check_bytes()
+            for order in (handoff.sending, handoff.receiving):
+                estimate = order.trace.encoding_estimate
+                assert estimate is not None
+                assert (estimate.chosen, estimate.encoding) == ("raw", "int8/1")
+                assert 0 < estimate.prefill_s < estimate.raw_s
+                assert estimate.took_s is not None
+                assert estimate.took_s > 0
+                assert order.trace.encodings == []
+        run_until_chosen(prefill, decode, "int8/1")
+
+
+def encoded_block_bytes(layout: KVLayout) -> int:
+    with encoded_pages("int8", layout) as pages:
+        return pages.views[0].layout.block_bytes
 
 
 @pytest.mark.parametrize(

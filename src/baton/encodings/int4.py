@@ -26,6 +26,8 @@ from baton.encodings.planes import (
 from baton.registry import Plugin
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from numpy.typing import NDArray
 
     from baton.encodings.planes import PlaneShape
@@ -71,7 +73,9 @@ class Int4Encoding(PlaneEncoding):
         pairs = np.stack([least, step], axis=-1).reshape(*out.shape[:2], -1)
         out[..., num_bytes:] = pack_bfloat16(pairs)
 
-    def decode_plane(self, shape: PlaneShape, encoded: NDArray[np.uint8]) -> NDArray[np.float32]:
+    def decode_plane(
+        self, shape: PlaneShape, encoded: NDArray[np.uint8], out: NDArray[Any], most: float
+    ) -> None:
         """See `PlaneEncoding`."""
         num_bytes = _code_bytes(shape)
         half = (shape.head_dim + 1) // 2
@@ -85,7 +89,7 @@ class Int4Encoding(PlaneEncoding):
         pairs = unpack_bfloat16(encoded[..., num_bytes:]).reshape(*kept, 2)
         with np.errstate(over="ignore", invalid="ignore"):
             decoded = groups * pairs[..., 1] + pairs[..., 0]
-        return _ungroup(shape, decoded, numbers.shape)
+        out[...] = np.clip(_ungroup(shape, decoded, numbers.shape), -most, most)
 
 
 def _round_up(numbers: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -127,12 +127,14 @@ class PlaneEncoding:
     ) -> None:
         """Encode float32 `[blocks, layers, tokens, heads, dim]` into `[blocks, layers, bytes]`.
 
-        `numbers` may be overwritten.
+        `numbers` may be those of the engine: they are not overwritten.
         """
         raise NotImplementedError
 
-    def decode_plane(self, shape: PlaneShape, encoded: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """The inverse: a new array."""
+    def decode_plane(
+        self, shape: PlaneShape, encoded: NDArray[np.uint8], out: NDArray[Any], most: float
+    ) -> None:
+        """The inverse, into the dtype of `out`. What exceeds `most`, its largest, becomes that."""
         raise NotImplementedError
 
     def check(self, layout: KVLayout) -> None:
@@ -153,13 +155,17 @@ class PlaneEncoding:
             numbers = _shaped(source.shape, source.view(blocks).view(dtype))
             out = target.view(encoded)
             for some in _chunks(len(blocks), source):
-                self.encode_plane(source.shape, numbers[some].astype(np.float32), out[some])
+                floats = numbers[some].astype(np.float32, copy=False)
+                self.encode_plane(source.shape, floats, out[some])
         return list(encoded)
 
     def decode(
         self, layout: KVLayout, encoded: Sequence[NDArray[np.uint8]], blocks: NDArray[np.uint8]
     ) -> None:
-        """See `KVEncoding`. What the dtype cannot express becomes its largest number."""
+        """See `KVEncoding`. What the dtype cannot express becomes its largest number.
+
+        A code may round up beyond it.
+        """
         check_lengths(encoded, self.max_bytes(layout))
         if not encoded:
             return
@@ -170,9 +176,7 @@ class PlaneEncoding:
             out = _shaped(target.shape, target.view(blocks).view(dtype))
             codes = source.view(together)
             for some in _chunks(len(blocks), target):
-                numbers = self.decode_plane(source.shape, codes[some])
-                # A code may round up beyond the largest number.
-                out[some] = np.clip(numbers, -most, most, out=numbers)
+                self.decode_plane(source.shape, codes[some], out[some], most)
 
     def _pairs(self, layout: KVLayout) -> list[tuple[PlaneRun, PlaneRun]]:
         """Each plane as it was computed, and as it is encoded."""

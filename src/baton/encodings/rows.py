@@ -57,21 +57,29 @@ class RowEncoding(PlaneEncoding):
             scale[scale < _TINY] = 0
             scale[~np.isfinite(most)] = np.nan
             inverse = np.where(scale > 0, 1 / np.where(scale > 0, scale, 1), 0)
-            numbers *= inverse.astype(np.float32)[..., None]
+            scaled = numbers * inverse.astype(np.float32)[..., None]
             if np.isnan(scale).any():
-                numbers[np.isnan(scale)] = 0
-        out[..., : shape.num_numbers] = self.to_codes(numbers).reshape(*out.shape[:2], -1)
+                scaled[np.isnan(scale)] = 0
+        out[..., : shape.num_numbers] = self.to_codes(scaled).reshape(*out.shape[:2], -1)
         out[..., shape.num_numbers :] = pack_bfloat16(scale.reshape(*out.shape[:2], -1))
 
-    def decode_plane(self, shape: PlaneShape, encoded: NDArray[np.uint8]) -> NDArray[np.float32]:
+    def decode_plane(
+        self, shape: PlaneShape, encoded: NDArray[np.uint8], out: NDArray[Any], most: float
+    ) -> None:
         """See `PlaneEncoding`."""
         rows = (*encoded.shape[:2], shape.num_tokens, shape.num_heads)
         scale = unpack_bfloat16(encoded[..., shape.num_numbers :]).reshape(*rows, 1)
         codes = encoded[..., : shape.num_numbers].reshape(*rows, shape.head_dim)
         with np.errstate(over="ignore", invalid="ignore"):
             numbers = self.from_codes(codes)
+            exceeds = bool((scale * np.float32(self.most_code) > most).any())
+            if out.dtype == numbers.dtype and not exceeds:
+                np.multiply(numbers, scale, out=out)
+                return
             numbers *= scale
-        return numbers
+            if exceeds:
+                np.clip(numbers, -most, most, out=numbers)
+        out[...] = numbers
 
     def to_codes(self, numbers: NDArray[np.float32]) -> NDArray[np.uint8]:
         """Numbers in `[-most_code, most_code]` as codes of one byte."""

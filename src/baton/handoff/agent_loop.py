@@ -151,7 +151,7 @@ class AgentLoop:
         )
         self._encodings = LinkEncodings(context)
         self.receiving = DecodeReceiver(context, self.importer, self._encodings)
-        self.sending = PrefillSender(context, self.exporter)
+        self.sending = PrefillSender(context, self.exporter, self._encodings)
         self._heartbeat_publisher = HeartbeatPublisher(context, heartbeat)
         self._selector.register(self._waker, selectors.EVENT_READ, self._waker)
         for transport in options.transports:

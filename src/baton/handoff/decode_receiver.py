@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, assert_never
 
 from baton.auth.ticket import seal
 from baton.clock import Instant
+from baton.encodings.interface import RAW
 from baton.errors import BatonError, ProtocolError
 from baton.handoff.encoded_view import note_encoding
 from baton.handoff.grants import LeaseRenewer, Tombstone, Tombstones
@@ -18,6 +19,7 @@ from baton.handoff.messages import (
     BlocksExported,
     Declined,
     EncodingCosts,
+    EncodingRefused,
     ExportRefused,
     Failed,
     Finished,
@@ -193,6 +195,9 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                     incoming.session.wait_until(until)
             case EncodingCosts():
                 self._encodings.handle_message(peer, message)
+            case EncodingRefused(ticket):
+                for incoming in self._among((ticket,), peer):
+                    self._encoding_refused(incoming, message)
             case Failed(ticket, reason) if self._lease_renewer.is_queued_from(ticket, peer):
                 # What a queued request waits for is gone: it fails as soon as it is expected.
                 self._lease_renewer.drop(ticket)
@@ -200,6 +205,29 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             case _:
                 for incoming in self._among((message.ticket,), peer):
                     self._perform(incoming, self._advance(incoming, message))
+
+    def _encoding_refused(self, incoming: IncomingHandoff, message: EncodingRefused) -> None:
+        """The prefill worker hides raw KV behind what it computes: grant the raw pages."""
+        session = incoming.session
+        try:
+            actions = session.encoding_refused()
+        except ProtocolError as exc:
+            self._perform(incoming, session.fail(str(exc), stage="grant"))
+            return
+        incoming.refused = message
+        self._perform(incoming, actions)
+        self._try_begin_raw(incoming)
+
+    def _try_begin_raw(self, incoming: IncomingHandoff) -> None:
+        """After a refused encoding, once nothing can land in its pages."""
+        session, peer, refused = incoming.session, incoming.peer, incoming.refused
+        if refused is None or peer is None or session.phase is not ReceivePhase.WAITING:
+            return
+        incoming.refused = None
+        view = self._context.view_to(peer, incoming.encoding)
+        view.release(Holder("receive", session.ticket))
+        incoming.take_raw_terms(refused)
+        self._try_begin(incoming)
 
     def _advance(
         self,
@@ -350,6 +378,7 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             self._perform(incoming, incoming.session.fenced(transport.kind))
         if incoming.is_quiescent(transport):
             self._perform(incoming, incoming.session.grant_quiescent())
+            self._try_begin_raw(incoming)
 
     def _try_begin(self, incoming: IncomingHandoff) -> None:
         """Settle the terms, if the peer is up, reachable, and the KV has pages to go to."""
@@ -363,7 +392,7 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             return
         order = session.order
         if incoming.theirs is None:
-            incoming.encoding = self._encodings.choose(peer, op, order)
+            incoming.encoding, incoming.costs = self._encodings.choose(peer, op, order)
             incoming.theirs = peer.views_for(incoming.encoding).theirs
         view = self._context.view_to(peer, incoming.encoding)
         if order.start % view.page_tokens:
@@ -389,6 +418,7 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 context.no_digest_transports,
                 plain_digests=context.is_on_this_host(peer),
                 encoding=incoming.encoding,
+                costs=None if incoming.encoding == RAW else incoming.costs,
             )
             self._perform(incoming, session.begin(plan))
 

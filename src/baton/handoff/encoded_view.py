@@ -29,7 +29,7 @@ from baton.handoff.kv_views import KVView
 from baton.kv.copies import count_blocks
 from baton.kv.geometry import page_geometry, view_planes
 from baton.kv.layout import KVLayout, LayerLayout
-from baton.transfer.region import allocate_shared_region, view_pages
+from baton.transfer.region import allocate_shared_region, find_run, view_pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -50,6 +50,8 @@ LOSSY_TRAIT: Final = "kv_encodings"
 """Of a worker's Hello: the encodings that KV there may have lost something to."""
 _ARRANGEMENT: Final = "encoded/"
 _FINGERPRINT_CHARS: Final = 32
+PART_BYTES: Final = 1 << 20
+"""Of raw pages that are encoded, or decoded, at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +182,14 @@ class EncodedPages:
         """See `Staging`."""
         began_at = self.clock.now()
         num_bytes = self.encoding.max_bytes(self._layers[layer])
-        for part in self._parts(len(blocks)):
+        for part in self._parts(layer, len(blocks)):
             raw = self._read(layer, blocks[part])
             encoded = self.encoding.encode(self._layers[layer], raw)
-            self._staged_pages(layer)[staged[part], :num_bytes] = np.stack(encoded)
+            pages, run = self._staged_pages(layer), find_run(staged[part])
+            if run is None:
+                pages[staged[part], :num_bytes] = np.stack(encoded)
+            else:
+                np.stack(encoded, out=pages[run, :num_bytes])
         self._count(self.rates.encode, layer, len(blocks), began_at)
 
     def scatter(
@@ -196,23 +202,29 @@ class EncodedPages:
         """See `Staging`."""
         began_at = self.clock.now()
         num_bytes = self.encoding.max_bytes(self._layers[layer])
-        for part in self._parts(len(blocks)):
+        for part in self._parts(layer, len(blocks)):
             encoded = self._staged_pages(layer)[staged[part], :num_bytes]
-            raw = np.empty((len(encoded), self._layers[layer].block_bytes), np.uint8)
+            in_place = self._find_place(layer, blocks[part])
+            raw = in_place
+            if raw is None:
+                raw = np.empty((len(encoded), self._layers[layer].block_bytes), np.uint8)
             self.encoding.decode(self._layers[layer], list(encoded), raw)
-            self._write(layer, blocks[part], raw)
+            if self.raw.staging is not None:
+                self.raw.staging.scatter(layer, np.arange(len(encoded)), blocks[part])
+            elif in_place is None:
+                self._write(layer, blocks[part], raw)
         self._count(self.rates.decode, layer, len(blocks), began_at)
 
     def _count(self, rate: EncodingRate, layer: int, num_blocks: int, began_at: Instant) -> None:
         now = self.clock.now()
         rate.add(num_blocks * self._layers[layer].block_bytes, now - began_at, now)
 
-    def _parts(self, num_blocks: int) -> Iterator[slice]:
-        """All at once, or as many as there are scratch pages."""
-        step = num_blocks
+    def _parts(self, layer: int, num_blocks: int) -> Iterator[slice]:
+        """As many at once as stay in caches, and as there are scratch pages."""
+        step = max(1, PART_BYTES // self._layers[layer].block_bytes)
         if self.raw.staging is not None:
-            step = min(array.num_pages for array in self.raw.region.arrays)
-        for start in range(0, num_blocks, max(1, step)):
+            step = min(step, self.raw.region.arrays[layer].num_pages)
+        for start in range(0, num_blocks, step):
             yield slice(start, start + step)
 
     def _read(self, layer: int, blocks: NDArray[np.int64]) -> NDArray[np.uint8]:
@@ -226,12 +238,16 @@ class EncodedPages:
         planes = view_planes(pages, page_geometry(layout, layer), None)
         return np.concatenate([each[blocks].reshape(len(blocks), -1) for each in planes], axis=1)
 
+    def _find_place(self, layer: int, blocks: NDArray[np.int64]) -> NDArray[np.uint8] | None:
+        """Where blocks are decoded to without a copy: scratch pages, or the engine's own."""
+        pages = self._raw_pages(layer)
+        if self.raw.staging is not None:
+            return pages[: len(blocks)]
+        run = find_run(blocks) if self.raw.layout.order == "canonical" else None
+        return None if run is None else pages[run]
+
     def _write(self, layer: int, blocks: NDArray[np.int64], raw: NDArray[np.uint8]) -> None:
         layout, pages = self.raw.layout, self._raw_pages(layer)
-        if self.raw.staging is not None:
-            pages[: len(blocks)] = raw
-            self.raw.staging.scatter(layer, np.arange(len(blocks)), blocks)
-            return
         if layout.order == "canonical":
             pages[blocks] = raw
             return

@@ -1,21 +1,39 @@
 """Whether a handoff's KV is encoded: where it then arrives sooner, by measured rates. Pure.
 
+The decode worker, which grants the pages, compares bytes alone (`EncodingChooser`):
+
     raw:      num_bytes x link
     encoded:  num_bytes x (encode + encoded_share x link + decode)
 
 Encoding, sending and decoding overlap in part, which is not counted: where they do, encoding gains
 more than is predicted. What both pay alike (latency, digests) is left out. One must be 10 % quicker
 than the one used last to replace it: noise of some percent does not change the encoding.
+
+The prefill worker, which knows what it has yet to compute, compares when all would be there
+(`predict_arrival`): KV that is computed layer by layer travels while the next layer is computed,
+and an encoder takes its time from the processor that computes.
+
+    raw:      compute 1 | compute 2   | compute 3   |
+                        | link 1      | link 2      | link 3      |
+    encoded:  compute 1 | encode 1 | compute 2 | encode 2 | compute 3 | encode 3 | link 3 | decode 3
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
 
 from baton.record import Record
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 MARGIN: Final = 0.1
+MIN_PASS_TOKENS: Final = 64
+"""Computed for one prompt: the time of fewer does not show what a token takes."""
+NUM_PASSES: Final = 11
 
 
 class LinkEncodingCosts(Record, frozen=True):
@@ -49,3 +67,80 @@ class EncodingChooser:
         else:
             self.is_encoded = encoded_s < raw_s * (1 - MARGIN)
         return self.is_encoded
+
+
+class KVToSend(Record, frozen=True):
+    """Raw KV of one handoff: bytes that are computed, and bytes that prefill has yet to compute.
+
+    The latter become ready in `num_parts` equal parts, one after the other, over `prefill_s`.
+    """
+
+    ready_bytes: float
+    rest_bytes: float
+    prefill_s: float
+    num_parts: int
+
+
+class Arrival(Record, frozen=True):
+    """Seconds from now until all KV of a handoff is there, raw and encoded."""
+
+    raw_s: float
+    encoded_s: float
+
+
+def predict_arrival(costs: LinkEncodingCosts, kv: KVToSend) -> Arrival:
+    """When all of it is there. What is ready counts as one part: it is sent, then decoded."""
+    part_s, part_bytes = kv.prefill_s / kv.num_parts, kv.rest_bytes / kv.num_parts
+    parts = [(0.0, kv.ready_bytes)] + [(part_s, part_bytes)] * kv.num_parts
+    link_byte_s, sent_byte_s = costs.link_byte_s, costs.encoded_share * costs.link_byte_s
+    return Arrival(
+        raw_s=_run_stages((part_s, size * link_byte_s) for part_s, size in parts),
+        encoded_s=_run_stages(
+            (part_s + size * costs.encode_byte_s, size * sent_byte_s, size * costs.decode_byte_s)
+            for part_s, size in parts
+        ),
+    )
+
+
+def is_raw_sooner(kv: KVToSend, arrival: Arrival) -> bool:
+    """Whether KV for which an encoding was chosen by its bytes alone is to go raw.
+
+    Not where prefill takes less than the margin: there the choice by bytes is as good.
+    """
+    hides = kv.prefill_s >= MARGIN * arrival.raw_s
+    return hides and arrival.encoded_s > arrival.raw_s * (1 - MARGIN)
+
+
+def _run_stages(parts: Iterable[tuple[float, ...]]) -> float:
+    """When the last part leaves the last stage.
+
+    A part takes so long in each stage, in order; a stage has one part at a time.
+    """
+    free_at: list[float] = []
+    for part in parts:
+        free_at = free_at or [0.0] * len(part)
+        at = 0.0
+        for stage, takes_s in enumerate(part):
+            at = free_at[stage] = max(at, free_at[stage]) + takes_s
+    return free_at[-1]
+
+
+@dataclass(slots=True)
+class PrefillDurations:
+    """What this worker's engine took for prompts, from the offer of a handoff until it was done.
+
+    Waiting among other prompts is in it: KV can travel meanwhile. Owner: the agent's thread.
+    """
+
+    _token_s: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_PASSES))
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        """So many tokens, of one prompt, took so long."""
+        if num_tokens >= MIN_PASS_TOKENS:
+            self._token_s.append(seconds / num_tokens)
+
+    def predict_s(self, num_tokens: float) -> float | None:
+        """Seconds for so many tokens, by the median of the latest prompts; None before any."""
+        if not self._token_s:
+            return None
+        return statistics.median(self._token_s) * num_tokens

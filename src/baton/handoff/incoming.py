@@ -27,7 +27,13 @@ if TYPE_CHECKING:
     from baton.clock import Instant
     from baton.handoff.interface import StreamPosition
     from baton.handoff.kv_views import MappedPages
-    from baton.handoff.messages import Available, Finished, KVViewDescriptor
+    from baton.handoff.messages import (
+        Available,
+        EncodingRefused,
+        Finished,
+        KVViewDescriptor,
+        ReceivingCosts,
+    )
     from baton.handoff.peers import Peer
     from baton.handoff.session.receive import ReceiveSession
     from baton.handoff.verify import Level, VerificationPolicy
@@ -69,8 +75,9 @@ class IncomingHandoff(MutableRecord):  # noqa: PLR0904 - all that concerns one h
     `peer` is None until the prefill worker was dialed, `mapped_pages` until the terms are settled.
     `block_tables` and `planner`, of the first read on, keep what the layers of its reads have in
     common.
-    `encoding`, and `theirs`, the peer's view for it, are chosen once, before staging pages are
-    waited for. `reference_failed`: it was to be handed over by reference, and cannot.
+    `encoding`, by `costs`, and `theirs`, the peer's view for it, are chosen before staging pages
+    are waited for; `refused` is what the peer answered, if it wants to send raw KV.
+    `reference_failed`: it was to be handed over by reference, and cannot.
     `waits_for_blocks`: the engine's GPU may still use the blocks, which the peer would write to.
     """
 
@@ -86,6 +93,8 @@ class IncomingHandoff(MutableRecord):  # noqa: PLR0904 - all that concerns one h
     reference_failed: bool = False
     waits_for_blocks: bool = False
     encoding: str = RAW
+    costs: ReceivingCosts | None = None
+    refused: EncodingRefused | None = None
     theirs: KVViewDescriptor | None = None
     _opened: dict[str, Transport] = msgspec.field(default_factory=dict)
     _fencing: set[str] = msgspec.field(default_factory=set)
@@ -211,6 +220,23 @@ class IncomingHandoff(MutableRecord):  # noqa: PLR0904 - all that concerns one h
             estimate, granted_at = trace.encoding_estimate, trace.stamps.get(Stamp.GRANTED)
             if estimate is not None and estimate.took_s is None and granted_at is not None:
                 trace.encoding_estimate = msgspec.structs.replace(estimate, took_s=now - granted_at)
+
+    def take_raw_terms(self, refused: EncodingRefused) -> None:
+        """The peer refused the encoding, and nothing lands in its pages: they are given back."""
+        if self.peer is None or self.mapped_pages is None:
+            raise AssertionError("an encoding is refused once the terms are settled")
+        trace, estimate = self.session.order.trace, self.session.order.trace.encoding_estimate
+        trace.encodings = [each for each in trace.encodings if not each.startswith("handoff=")]
+        if estimate is not None:
+            trace.encoding_estimate = msgspec.structs.replace(
+                estimate,
+                chosen=RAW,
+                raw_s=refused.raw_s,
+                encoded_s=refused.encoded_s,
+                prefill_s=refused.prefill_s,
+            )
+        self.encoding, self.theirs = RAW, self.peer.views_for(RAW).theirs
+        self.mapped_pages = self._verifier = self._token_layer_bytes = None
 
     def record_read(self, choice: Choice, copies: PageCopies) -> None:
         """Note in the trace what is read, and over what."""

@@ -112,6 +112,7 @@ class SendOrder:
     """Prefill's side: KV of tokens `[0, num_tokens)` will be computed, or is cached, in `blocks`.
 
     `num_ready_tokens` of them are already in place in every layer (a prefix-cache hit).
+    `num_cached_tokens`, if more, need not be computed, and are reported with the first layers.
     `prompt_ids` as in a `ReceiveOrder`.
     """
 
@@ -123,6 +124,7 @@ class SendOrder:
     deadline: Instant
     trace: RequestSpan
     prompt_ids: NDArray[np.int32] | None = None
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

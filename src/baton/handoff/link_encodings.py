@@ -1,29 +1,51 @@
 """The encoding of each handoff: chosen by the decode worker, which grants its pages.
 
     prefill ── EncodingCosts: its rate of encoding, and its measured link for writes ──► decode
-    decode  ── Grant: raw, or encoded ──► prefill
+    decode  ── Grant: raw, or encoded and by what costs ──► prefill
+    prefill ── EncodingRefused: what it computes hides raw KV ──► decode ── Grant: raw ──► prefill
 
 The decode worker adds its own rate of decoding and, where it reads, the link as it has measured it.
-Before a link is measured KV goes raw.
+Before a link is measured KV goes raw. What a prompt has cached, only the prefill worker knows; the
+round trip of a refusal is within what it computes.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from baton.encodings.interface import RAW
 from baton.handoff.encoded_view import EncodedPages
-from baton.handoff.encoding_choice import EncodingChooser, LinkEncodingCosts
-from baton.handoff.messages import MAX_BYTE_S, EncodingCosts
+from baton.handoff.encoding_choice import (
+    EncodingChooser,
+    KVToSend,
+    LinkEncodingCosts,
+    PrefillDurations,
+    is_raw_sooner,
+    predict_arrival,
+)
+from baton.handoff.messages import (
+    MAX_BYTE_S,
+    MAX_PREDICTED_S,
+    EncodingCosts,
+    EncodingRefused,
+    ReceivingCosts,
+)
 from baton.telemetry.trace import EncodingEstimate
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from baton.clock import Instant
     from baton.encodings.rates import EncodingRates
-    from baton.handoff.interface import ReceiveOrder
+    from baton.handoff.grants import Granted
+    from baton.handoff.interface import ReceiveOrder, SendOrder
     from baton.handoff.kv_views import AgentContext
     from baton.handoff.messages import GrantOp, TransferOp
     from baton.handoff.peer_transports import LinkReport
     from baton.handoff.peers import Peer
+    from baton.handoff.write_batches import OutgoingHandoff
 
 TRANSFER_OPS: Final[tuple[TransferOp, ...]] = ("WRITE", "READ")
 NOTICEABLE: Final = 0.1
@@ -40,13 +62,16 @@ class LinkEncodings:
             for pages in (each.view.staging for each in context.views)
             if isinstance(pages, EncodedPages)
         }
+        self.are_used = bool(self._rates)
+        """Whether this worker has any."""
         self._sent: dict[tuple[Peer, str], EncodingCosts] = {}
         self._received: dict[tuple[Peer, str], EncodingCosts] = {}
         self._choosers: dict[tuple[Peer, TransferOp], EncodingChooser] = {}
+        self._prefills = PrefillDurations()
 
     def tick(self) -> None:
         """Send the workers that receive from this one what encoding costs here, if it changed."""
-        if not self._rates:
+        if not self.are_used:
             return
         now = self._context.clock.now()
         for peer in self._context.peers:
@@ -77,10 +102,15 @@ class LinkEncodings:
         for op in TRANSFER_OPS:
             self._choosers.pop((peer, op), None)
 
-    def choose(self, peer: Peer, op: GrantOp, order: ReceiveOrder) -> str:
-        """The encoding of a handoff's KV, in pages that both sides have; noted in its trace."""
+    def choose(
+        self, peer: Peer, op: GrantOp, order: ReceiveOrder
+    ) -> tuple[str, ReceivingCosts | None]:
+        """The encoding of a handoff's KV, in pages that both sides have; noted in its trace.
+
+        And by what costs: None where nothing was compared.
+        """
         if op == "NONE":
-            return RAW
+            return RAW, None
         for encoding in peer.encoded_views:
             costs = self._find_costs(peer, encoding, op)
             if costs is None or not self._has_room(peer, encoding, order):
@@ -95,8 +125,72 @@ class LinkEncodings:
                 raw_s=num_bytes * costs.link_byte_s,
                 encoded_s=num_bytes * costs.encoded_byte_s,
             )
-            return chosen
-        return RAW
+            return chosen, ReceivingCosts(
+                min(costs.link_byte_s, MAX_BYTE_S), min(costs.decode_byte_s, MAX_BYTE_S)
+            )
+        return RAW, None
+
+    def prefill_done(self, outgoing: OutgoingHandoff, now: Instant) -> None:
+        """The engine has computed a prompt: how long it took, from the offer on, is learned."""
+        order = outgoing.session.order
+        self._prefills.add(order.num_tokens - _count_cached(order), now - outgoing.offered_at)
+
+    def try_refuse(self, outgoing: OutgoingHandoff, granted: Granted) -> EncodingRefused | None:
+        """The answer to a grant whose KV is there sooner raw; None if it is taken as it is.
+
+        What was predicted is noted in the trace.
+        """
+        grant, session = granted.grant, outgoing.session
+        if grant.encoding == RAW or grant.costs is None:
+            return None
+        now, order = self._context.clock.now(), session.order
+        costs = LinkEncodingCosts(
+            grant.costs.link_byte_s,
+            self._rates[grant.encoding].encode.byte_s(now),
+            grant.costs.decode_byte_s,
+            self._find_share(granted.peer, grant.encoding),
+        )
+        kv = self._find_kv(granted, _list_ready(outgoing), costs)
+        arrival = predict_arrival(costs, kv)
+        is_refused = is_raw_sooner(kv, arrival)
+        outgoing.estimated_at = now
+        order.trace.encoding_estimate = EncodingEstimate(
+            chosen=RAW if is_refused else grant.encoding,
+            encoding=grant.encoding,
+            raw_s=arrival.raw_s,
+            encoded_s=arrival.encoded_s,
+            prefill_s=kv.prefill_s,
+        )
+        if not is_refused:
+            return None
+        predicted = (arrival.raw_s, arrival.encoded_s, kv.prefill_s)
+        return EncodingRefused(session.ticket, *(min(each, MAX_PREDICTED_S) for each in predicted))
+
+    def acked(self, outgoing: OutgoingHandoff) -> None:
+        """The peer has all: what it took is noted beside what was predicted."""
+        trace, began_at = outgoing.session.order.trace, outgoing.estimated_at
+        if trace.encoding_estimate is not None and began_at is not None:
+            trace.encoding_estimate = msgspec.structs.replace(
+                trace.encoding_estimate, took_s=self._context.clock.now() - began_at
+            )
+
+    def _find_kv(
+        self, granted: Granted, ready_tokens: Sequence[int], costs: LinkEncodingCosts
+    ) -> KVToSend:
+        """What is granted, as far as it is computed, and what prefill has to do for the rest.
+
+        `ready_tokens` are the first tokens of each layer that are computed.
+        """
+        grant, num_layers = granted.grant, len(ready_tokens)
+        layout = self._context.view_to(granted.peer).view.layout
+        token_bytes = layout.bytes_per_token / num_layers  # of a layer, on the average
+        num_ready = sum(max(0, stop - grant.start) for stop in ready_tokens)
+        rest_bytes = token_bytes * ((grant.num_tokens - grant.start) * num_layers - num_ready)
+        num_left = grant.num_tokens - sum(ready_tokens) / num_layers
+        prefill_s = self._prefills.predict_s(num_left)
+        if prefill_s is None:  # nothing was computed yet: as if it took what the link takes
+            prefill_s = rest_bytes * costs.link_byte_s
+        return KVToSend(token_bytes * num_ready, rest_bytes, prefill_s, num_layers)
 
     def find_kv_byte_s(self, peer: Peer, link: LinkReport) -> float | None:
         """Seconds for a byte of raw KV over a link whose KV is encoded; None where it goes raw.
@@ -150,6 +244,15 @@ class LinkEncodings:
         )
         most = min(*(each.num_pages for each in ours.view.region.arrays), min(theirs, default=0))
         return len(order.blocks.blocks) <= most and order.start % ours.page_tokens == 0
+
+
+def _count_cached(order: SendOrder) -> int:
+    return min(order.num_tokens, max(order.num_ready_tokens, order.num_cached_tokens))
+
+
+def _list_ready(outgoing: OutgoingHandoff) -> list[int]:
+    cached = _count_cached(outgoing.session.order)
+    return [max(stop, cached) for stop in outgoing.session.ready_tokens]
 
 
 def _is_news(costs: EncodingCosts, before: EncodingCosts | None) -> bool:

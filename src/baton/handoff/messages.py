@@ -23,7 +23,7 @@ from baton.transfer.interface import RegionDescriptor
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-PROTOCOL_VERSION: Final = 12
+PROTOCOL_VERSION: Final = 13
 MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
 MAX_TOKENS: Final = 16 * 1024 * 1024
 DIGEST_BYTES: Final = 16
@@ -42,6 +42,8 @@ TransportName = Annotated[str, msgspec.Meta(max_length=64)]
 EncodingName = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 MAX_BYTE_S: Final = 1.0
 SecondsPerByte = Annotated[float, msgspec.Meta(gt=0, le=MAX_BYTE_S)]
+MAX_PREDICTED_S: Final = 1e9
+PredictedSeconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_PREDICTED_S)]
 TraitName = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 TraitValue = Annotated[str, msgspec.Meta(max_length=256)]
 
@@ -125,6 +127,16 @@ class HelloRefused(_Message, frozen=True, tag="refused"):
     reasons: Annotated[tuple[Text, ...], msgspec.Meta(max_length=64)]
 
 
+class ReceivingCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """By what decode has chosen an encoding: seconds for a byte, as it knows them.
+
+    On the link, and to decode a byte of raw KV.
+    """
+
+    link_byte_s: SecondsPerByte
+    decode_byte_s: SecondsPerByte
+
+
 class Grant(SenderMessage, frozen=True, tag="grant"):
     """Decode → prefill: I want KV of tokens `[start, num_tokens)`.
 
@@ -134,7 +146,8 @@ class Grant(SenderMessage, frozen=True, tag="grant"):
     empty. `ticket` is the sealed text of the ticket `id`: the gateway's authority.
     What is written over a transport that `no_digest_transports` names needs no digests: its
     receiver compares none. With `plain_digests` both are on one host: no digest needs a key.
-    The KV is to come in `encoding`, through the views of both sides for that one.
+    The KV is to come in `encoding`, through the views of both sides for that one. Where that is
+    not raw, and `costs` are there, the sender may answer with `EncodingRefused`.
     """
 
     id: WireTicketId
@@ -148,6 +161,7 @@ class Grant(SenderMessage, frozen=True, tag="grant"):
     no_digest_transports: Annotated[tuple[TransportName, ...], msgspec.Meta(max_length=16)] = ()
     plain_digests: bool = False
     encoding: EncodingName = RAW
+    costs: ReceivingCosts | None = None
 
 
 class Declined(SenderMessage, frozen=True, tag="declined"):
@@ -352,6 +366,19 @@ class EncodingCosts(ReceiverMessage, frozen=True, tag="encoding_costs"):
     write_byte_s: SecondsPerByte | None
 
 
+class EncodingRefused(ReceiverMessage, frozen=True, tag="encoding_refused"):
+    """Prefill → decode: raw KV would be there sooner; send me a grant of your raw pages.
+
+    Nothing was sent into the encoded ones, and nothing will be. Predicted, from the grant until all
+    KV is there: `raw_s`, `encoded_s`; for `prefill_s` of these the prompt is still being computed.
+    """
+
+    ticket: WireTicketId
+    raw_s: PredictedSeconds
+    encoded_s: PredictedSeconds
+    prefill_s: PredictedSeconds
+
+
 class ProbeRequest(ProbeTargetMessage, frozen=True, tag="probe_request"):
     """The side that writes: let me write probes over `transport` into your scratch landing pages.
 
@@ -404,6 +431,7 @@ ToReceiver: TypeAlias = (
     | LeaseRenewed
     | Keepalive
     | EncodingCosts
+    | EncodingRefused
 )
 """From a prefill worker, about what this worker receives."""
 

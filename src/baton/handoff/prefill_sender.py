@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from baton.handoff.heartbeat import PendingPrefills
     from baton.handoff.interface import SampledToken, SendOrder, StreamPosition
     from baton.handoff.kv_views import AgentContext
+    from baton.handoff.link_encodings import LinkEncodings
     from baton.handoff.messages import ToSender
     from baton.handoff.peer_transports import PeerTransport, PeerTransportLost, PeerTransportUp
     from baton.handoff.peers import Peer
@@ -95,8 +96,10 @@ class _PendingGather(NamedTuple):
 class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     """All handoffs out of this worker. Owner: the agent's thread."""
 
-    def __init__(self, context: AgentContext, exporter: SharedBlockExporter) -> None:
-        self._context, self._exporter = context, exporter
+    def __init__(
+        self, context: AgentContext, exporter: SharedBlockExporter, encodings: LinkEncodings
+    ) -> None:
+        self._context, self._exporter, self._encodings = context, exporter, encodings
         self._read_scopes = find_read_scopes(context.transports)
         self._outgoing: dict[TicketId, OutgoingHandoff] = {}
         self._early = EarlyGrants()
@@ -121,13 +124,14 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     def start_send(self, order: SendOrder) -> None:
         """See `HandoffPort.start_send`."""
         context = self._context
+        now = context.clock.now()
         session = SendSession(
             order,
             num_layers=context.num_layers,
-            deadline=_deadline_of(order, context),
+            deadline=_deadline_of(order, context, now),
             lease_s=context.lease_s,
         )
-        outgoing = self._outgoing[session.ticket] = OutgoingHandoff(session)
+        outgoing = self._outgoing[session.ticket] = OutgoingHandoff(session, now)
         tombstone = self._tombstones.take(session.ticket, order.ticket.decode.epoch)
         if tombstone is not None:
             self._perform(outgoing, session.peer_failed(tombstone.reason, stage=tombstone.stage))
@@ -176,6 +180,8 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 self._reported(outgoing, after)
                 self._await_stamp(outgoing, after, Stamp.PREFILL_DONE)
             now = self._context.clock.now()
+            if self._encodings.are_used:
+                self._encodings.prefill_done(outgoing, now)
             outgoing.session.lease.hold(now)
             outgoing.session.wait_until(Instant(now + self._context.timeout_s))
             # First the end: it may ride on the write.
@@ -365,6 +371,9 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     def _take_grant(self, outgoing: OutgoingHandoff, granted: Granted) -> None:
         if outgoing.granted is not None:
             return
+        may_refuse = granted.grant.costs is not None and outgoing.refused is None
+        if may_refuse and self._refuses(outgoing, granted):
+            return
         outgoing.take_grant(granted)
         outgoing.session.renew(self._context.clock.now())
         self._perform(outgoing, outgoing.session.granted(granted.grant))
@@ -376,6 +385,20 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 self._context.peers.send(granted.peer, ExportRefused(granted.ticket.id, reason))
                 return  # the peer will send a grant to write
         self._try_begin(outgoing)
+
+    def _refuses(self, outgoing: OutgoingHandoff, granted: Granted) -> bool:
+        """Whether this side asks for raw pages, in place of the encoded ones that were granted."""
+        refusal = self._encodings.try_refuse(outgoing, granted)
+        if refusal is None:
+            return False
+        outgoing.refused = granted
+        outgoing.session.renew(self._context.clock.now())
+        grant, peer_transports = granted.grant, self._context.peer_transports
+        if grant.op == "WRITE":  # the peer closes it, and may ask whether this side is done
+            pages = granted.target.blocks
+            peer_transports.admit_writes(granted.peer, granted.ticket.id, pages, grant.encoding)
+        self._context.peers.send(granted.peer, refusal)
+        return True
 
     def _admit_writes(self, outgoing: OutgoingHandoff, granted: Granted) -> None:
         if outgoing.session.is_written and not outgoing.session.over:
@@ -450,6 +473,8 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             trace = outgoing.session.order.trace
             trace.transport = message.transport
             trace.expected_transport = message.expected_transport
+            if outgoing.estimated_at is not None:
+                self._encodings.acked(outgoing)
             self._perform(outgoing, outgoing.session.acked())
 
     def _handle_retransmit_request(self, peer: Peer, message: RetransmitRequest) -> None:
@@ -616,14 +641,18 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         return (None, None) if found is None else (found[0], self._outgoing.get(found[1]))
 
     def _of(self, peer: Peer) -> list[OutgoingHandoff]:
-        return [outgoing for outgoing in self._outgoing.values() if outgoing.was_granted_by(peer)]
+        return [
+            outgoing
+            for outgoing in self._outgoing.values()
+            if outgoing.was_granted_by(peer) or outgoing.was_refused_to(peer)
+        ]
 
 
-def _deadline_of(order: SendOrder, context: AgentContext) -> Instant:
+def _deadline_of(order: SendOrder, context: AgentContext, now: Instant) -> Instant:
     """A pull waits for decode to have room: for as long as the request may, and its lease lasts."""
     if order.ticket.mode == "pull":
         return order.deadline
-    return Instant(min(order.deadline, context.clock.now() + context.timeout_s))
+    return Instant(min(order.deadline, now + context.timeout_s))
 
 
 def answer_renewal(

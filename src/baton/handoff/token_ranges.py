@@ -100,6 +100,11 @@ class Coverage:
         """Whether every token of every layer has landed."""
         return self.num_missing == 0
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no token of any layer has landed."""
+        return self.num_missing == self._landed.size
+
     def check(self, layer: int, start: int, stop: int, num_layers: int = 1) -> None:
         """Refuse a range, of layers from `layer` on, that is not expected or landed already.
 

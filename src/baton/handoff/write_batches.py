@@ -395,10 +395,15 @@ class OutgoingHandoff(MutableRecord):
 
     `mapped_pages` is known from `SendSession.begin` on. `waits`: something could not be submitted
     before a route is attached. `after`: at that position all is computed that was reported.
+    `refused` was granted in an encoding that was refused: another grant will follow.
+    `estimated_at`: the encoding was chosen.
     """
 
     session: SendSession
+    offered_at: Instant
     granted: Granted | None = None
+    refused: Granted | None = None
+    estimated_at: Instant | None = None
     mapped_pages: MappedPages | None = None
     usage: TransportUsage = msgspec.field(default_factory=TransportUsage)
     waits: bool = False
@@ -463,6 +468,10 @@ class OutgoingHandoff(MutableRecord):
     def was_granted_by(self, peer: Peer) -> bool:
         """Whether this peer granted it."""
         return self.granted is not None and self.granted.peer is peer
+
+    def was_refused_to(self, peer: Peer) -> bool:
+        """Whether this peer's grant was refused, for its encoding."""
+        return self.refused is not None and self.refused.peer is peer
 
     def write_trace(self) -> None:
         """Write into the trace which transports carried it, and who moved the bytes."""

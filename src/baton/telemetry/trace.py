@@ -50,13 +50,15 @@ class Stamp(StrEnum):
 class EncodingEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """What a handoff was predicted to take raw, and in `encoding`; which of the two was chosen.
 
-    `took_s`: from the grant until all KV was there, waiting for prefill included.
+    From the grant until all KV is there. `prefill_s` of both is what the prompt was predicted to
+    need to be computed: 0 where that was not counted. `took_s` is what it took.
     """
 
     chosen: str
     encoding: str
     raw_s: float
     encoded_s: float
+    prefill_s: float = 0.0
     took_s: float | None = None
 
 

@@ -166,6 +166,13 @@ def map_peer_memory(
     return mapping
 
 
+def find_run(indices: NDArray[np.int64]) -> slice | None:
+    """Page indices that follow one another, as a slice: such pages need no copy to be together."""
+    first, num_pages = int(indices[0]), len(indices)
+    is_run = bool((indices == np.arange(first, first + num_pages)).all())
+    return slice(first, first + num_pages) if is_run else None
+
+
 def view_pages(memory: memoryview | mmap.mmap, array: PageArray) -> NDArray[np.uint8]:
     """One array's pages as uint8 `[num_pages, page_bytes]`: a view, writable if `memory` is."""
     flat = np.frombuffer(

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from itertools import combinations_with_replacement
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.handoff.encoding_choice import MARGIN, EncodingChooser, LinkEncodingCosts
+from baton.handoff.encoding_choice import (
+    MARGIN,
+    MIN_PASS_TOKENS,
+    EncodingChooser,
+    KVToSend,
+    LinkEncodingCosts,
+    PrefillDurations,
+    is_raw_sooner,
+    predict_arrival,
+)
 
 byte_s = st.floats(1e-13, 1e-3)
 costs = st.builds(LinkEncodingCosts, byte_s, byte_s, byte_s, st.floats(0.05, 1.2))
@@ -59,3 +71,111 @@ def test_a_link_of_1_gbit_encodes_bfloat16_and_one_of_10_does_not() -> None:
     rates = 1 / 1.23e9, 1 / 1.66e9, 0.51
     assert EncodingChooser().choose(LinkEncodingCosts(8e-9, *rates))
     assert not EncodingChooser().choose(LinkEncodingCosts(0.8e-9, *rates))
+
+
+MIB = 1 << 20
+kv = st.builds(KVToSend, st.floats(0, 1e9), st.floats(0, 1e9), st.floats(0, 100), st.integers(1, 5))
+VLLM = LinkEncodingCosts(8.2e-9, 1.2e-9, 1.2e-9, 0.27)
+"""About what was measured with vLLM's float32 KV over 1 Gbit/s."""
+
+
+def find_last_end(parts: list[list[float]]) -> float:
+    """Of parts that go through the same stages in order: the longest chain of what must follow.
+
+    Each step of a chain is to the next stage of a part, or to the next part in a stage.
+    """
+    num_parts, num_stages = len(parts), len(parts[0])
+    return max(
+        sum(
+            parts[part][stage]
+            for stage, (first, last) in enumerate(
+                zip((0, *turns), (*turns, num_parts - 1), strict=True)
+            )
+            for part in range(first, last + 1)
+        )
+        for turns in combinations_with_replacement(range(num_parts), num_stages - 1)
+    )
+
+
+@given(costs, kv)
+def test_when_kv_is_there_follows_from_every_order_of_steps(
+    each: LinkEncodingCosts, kv: KVToSend
+) -> None:
+    sizes = [kv.ready_bytes, *[kv.rest_bytes / kv.num_parts] * kv.num_parts]
+    passes = [0.0, *[kv.prefill_s / kv.num_parts] * kv.num_parts]
+    link = each.link_byte_s
+    raw = [[took_s, size * link] for took_s, size in zip(passes, sizes, strict=True)]
+    encoded = [
+        [
+            took_s + size * each.encode_byte_s,
+            size * each.encoded_share * link,
+            size * each.decode_byte_s,
+        ]
+        for took_s, size in zip(passes, sizes, strict=True)
+    ]
+    arrival = predict_arrival(each, kv)
+    assert arrival.raw_s == pytest.approx(find_last_end(raw))
+    assert arrival.encoded_s == pytest.approx(find_last_end(encoded))
+
+
+@given(costs, kv)
+def test_what_goes_is_later_than_the_other_by_the_margin_at_most(
+    each: LinkEncodingCosts, kv: KVToSend
+) -> None:
+    arrival = predict_arrival(each, kv)
+    if is_raw_sooner(kv, arrival):
+        assert arrival.raw_s * (1 - MARGIN) <= arrival.encoded_s
+    elif kv.prefill_s >= MARGIN * arrival.raw_s:
+        assert arrival.encoded_s <= arrival.raw_s * (1 - MARGIN)
+
+
+@given(costs, st.floats(1, 1e9))
+def test_where_nothing_is_to_be_computed_the_choice_by_bytes_stands(
+    each: LinkEncodingCosts, num_bytes: float
+) -> None:
+    kv = KVToSend(num_bytes, 0.0, 0.0, 4)
+    arrival = predict_arrival(each, kv)
+    assert arrival.encoded_s == pytest.approx(num_bytes * each.encoded_byte_s)
+    assert not is_raw_sooner(kv, arrival)
+
+
+@given(costs, kv)
+def test_encoding_that_costs_more_than_it_saves_on_the_link_goes_raw(
+    each: LinkEncodingCosts, kv: KVToSend
+) -> None:
+    """However little of the transfer prefill hides."""
+    arrival = predict_arrival(each, kv)
+    if each.encoded_share >= 1 and kv.prefill_s >= MARGIN * arrival.raw_s:
+        assert is_raw_sooner(kv, arrival)
+
+
+@pytest.mark.parametrize(
+    ("cached_share", "token_s", "num_layers", "is_raw"),
+    [
+        (0.0, 2.8e-4, 4, True),  # a cold prompt, as measured: 0.57 s of prefill hide the link
+        (0.0, 5e-5, 4, False),  # a quick engine: 0.1 s hide little of 0.28
+        (0.99, 2.8e-4, 4, False),  # cached: what travels has nothing to hide behind
+        (0.9, 2.8e-4, 4, False),
+        (0.5, 2.8e-4, 4, True),
+        (0.0, 2.8e-4, 1, False),  # nothing travels before the end of the pass
+    ],
+)
+def test_a_prompt_of_2048_tokens_over_1_gbit(
+    cached_share: float, token_s: float, num_layers: int, *, is_raw: bool
+) -> None:
+    num_bytes, left_share = 32 * MIB, 1 - cached_share
+    prefill_s = 2048 * left_share * token_s
+    kv = KVToSend(num_bytes * cached_share, num_bytes * left_share, prefill_s, num_layers)
+    assert is_raw_sooner(kv, predict_arrival(VLLM, kv)) == is_raw
+
+
+@given(st.lists(st.floats(1e-6, 1e-2), min_size=1, max_size=30))
+def test_a_prompts_duration_is_that_of_the_latest_ones(token_s: list[float]) -> None:
+    durations = PrefillDurations()
+    assert durations.predict_s(100) is None
+    durations.add(MIN_PASS_TOKENS - 1, 50.0)
+    assert durations.predict_s(100) is None
+    for each in token_s:
+        durations.add(512, 512 * each)
+    latest = sorted(token_s[-11:])
+    assert latest[0] * 99 <= (durations.predict_s(100) or 0) <= latest[-1] * 101

@@ -25,6 +25,7 @@ from hypothesis.stateful import (
 )
 
 from baton.clock import Instant
+from baton.encodings.interface import RAW
 from baton.errors import ProtocolError
 from baton.handoff.interface import (
     BlocksQuiescent,
@@ -37,6 +38,7 @@ from baton.handoff.interface import (
 )
 from baton.handoff.messages import (
     Available,
+    EncodingRefused,
     ExcludeTransport,
     Failed,
     FallbackToWrite,
@@ -93,6 +95,8 @@ class HandoffWorld(RuleBasedStateMachine):
         page_tokens=st.sampled_from([1, 4]),
         first_token=st.sampled_from([None, SampledToken(7)]),
         head_start=st.integers(0, 3),
+        is_encoded=st.booleans(),
+        refuses=st.booleans(),
     )
     def begin(
         self,
@@ -109,8 +113,13 @@ class HandoffWorld(RuleBasedStateMachine):
         page_tokens: int,
         first_token: SampledToken | None,
         head_start: int,
+        is_encoded: bool,
+        refuses: bool,
     ) -> None:
         self.fault_budget = fault_budget
+        staged |= is_encoded
+        self.encoding = "int8/1" if is_encoded else RAW
+        self.refuses, self.was_refused = refuses, False
         self.may_be_doomed, self.spreads = may_be_doomed, spreads
         self.op, self.staged, self.page_tokens = op, staged, page_tokens
         self.copies_late = copies_late
@@ -140,7 +149,9 @@ class HandoffWorld(RuleBasedStateMachine):
         self.to_sender: list[
             Grant | Failed | TransferAck | RetransmitRequest | ExcludeTransport | FallbackToWrite
         ] = []
-        self.to_receiver: list[Available | Finished | Failed | TransportFailed] = []
+        self.to_receiver: list[
+            Available | Finished | Failed | TransportFailed | EncodingRefused
+        ] = []
         self.heard: list[Available] = []
         self.reads: dict[TransferHandle, Available] = {}  # posted, not ended
         self.writes: dict[TransferHandle, Notification] = {}  # posted, not ended
@@ -178,7 +189,8 @@ class HandoffWorld(RuleBasedStateMachine):
         for action in actions:
             match action:
                 case OpenWriteGrant():
-                    assert self.grant_state == "never opened"
+                    before = "quiescent" if self.was_refused and self.op == "WRITE" else None
+                    assert self.grant_state in {"never opened", before}
                     self.grant_state = "open"
                 case CloseWriteGrant():
                     assert self.grant_state == "open"
@@ -208,7 +220,7 @@ class HandoffWorld(RuleBasedStateMachine):
                         assert not self.late, "quiescent, and a late write may still be stored"
                         assert not self.reads, "quiescent, and a read may still land"
                     if isinstance(event, KVFailed):
-                        assert self.grant_state != "closed", (
+                        assert self.grant_state != "closed" or self.encoding != RAW, (
                             "told only after its blocks may be quiet"
                         )
                     if isinstance(event, KVLanded):
@@ -331,7 +343,8 @@ class HandoffWorld(RuleBasedStateMachine):
     @rule()
     def link_comes_up(self) -> None:
         pages = self.receiver.order.blocks
-        self.perform_receiver(self.receiver.begin(TransferPlan(self.op, pages, self.staged)))
+        plan = TransferPlan(self.op, pages, self.staged, encoding=self.encoding)
+        self.perform_receiver(self.receiver.begin(plan))
 
     @rule()
     def the_way_is_clear(self) -> None:
@@ -378,7 +391,10 @@ class HandoffWorld(RuleBasedStateMachine):
         message = self.to_sender.pop(0)
         if isinstance(message, Grant):
             assert (message.op, bool(message.blocks)) == (self.op, self.op == "WRITE")
-            self.perform_sender(self.sender.granted(message))
+            if message.encoding == RAW or not self.refuses:
+                self.perform_sender(self.sender.granted(message))
+            elif not self.sender.over:
+                self.to_receiver.append(EncodingRefused(self.sender.ticket, 1.0, 2.0, 0.5))
         elif isinstance(message, TransferAck):
             self.perform_sender(self.sender.acked())
         elif isinstance(message, RetransmitRequest):
@@ -408,11 +424,20 @@ class HandoffWorld(RuleBasedStateMachine):
             self.perform_receiver(self.receiver.finished(message))
         elif isinstance(message, TransportFailed):
             self.perform_receiver(self.receiver.transport_failed(message))
+        elif isinstance(message, EncodingRefused):
+            assert not self.landed, "it was refused once some had come"
+            self.perform_receiver(self.receiver.encoding_refused())
+            self.take_raw_terms()
         elif isinstance(message, Available):
             self.heard.append(message)
             self.perform_receiver(self.receiver.available(message))
         else:
             self.perform_receiver(self.receiver.fail(message.reason, stage="prefill"))
+
+    def take_raw_terms(self) -> None:
+        """Once nothing can land in the encoded pages."""
+        if self.encoding != RAW and self.receiver.phase is ReceivePhase.WAITING:
+            self.encoding, self.was_refused = RAW, True
 
     @precondition(lambda self: self.reads)
     @rule(data=st.data())
@@ -637,6 +662,7 @@ class HandoffWorld(RuleBasedStateMachine):
         self.late.clear()
         self.fencing.clear()
         self.perform_receiver(self.receiver.grant_quiescent())
+        self.take_raw_terms()
 
     @precondition(lambda self: self.fault_budget and self.may_be_doomed)
     @rule()
@@ -686,7 +712,7 @@ class HandoffWorld(RuleBasedStateMachine):
         assert len(self.sent) <= 1
         assert bool(self.sent) == self.sender.over
         if self.receiver.phase is ReceivePhase.WAITING:
-            assert self.grant_state == "never opened"
+            assert self.grant_state in {"never opened", "quiescent" if self.was_refused else None}
             assert not self.told
 
     def carry_through(self) -> None:
@@ -695,6 +721,19 @@ class HandoffWorld(RuleBasedStateMachine):
         self.link_comes_up()
         while self.to_sender:
             self.sender_hears()
+        if self.encoding != RAW and self.refuses:
+            for place in [
+                place
+                for place, message in enumerate(self.to_receiver)
+                if isinstance(message, EncodingRefused)
+            ]:
+                self.hear(place)
+            if self.grant_state == "closed":
+                self.grant_becomes_quiescent()
+            assert self.was_refused
+            self.link_comes_up()
+            while self.to_sender:
+                self.sender_hears()
         self.the_way_is_clear()
         for layer in range(NUM_LAYERS):
             self.computed[layer] = self.num_tokens

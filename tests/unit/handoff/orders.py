@@ -48,7 +48,12 @@ def receive_order(
 
 
 def send_order(
-    ticket: Ticket, *, num_tokens: int, num_ready_tokens: int = 0, blocks: BlockTable | None = None
+    ticket: Ticket,
+    *,
+    num_tokens: int,
+    num_ready_tokens: int = 0,
+    num_cached_tokens: int = 0,
+    blocks: BlockTable | None = None,
 ) -> SendOrder:
     return SendOrder(
         ticket=ticket,
@@ -58,4 +63,5 @@ def send_order(
         blocks=blocks or BlockTable(0, np.arange(8, dtype=np.int64)),
         deadline=FAR,
         trace=make_trace("prefill"),
+        num_cached_tokens=num_cached_tokens,
     )

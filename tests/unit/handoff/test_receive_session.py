@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from baton.clock import Instant
+from baton.encodings.interface import RAW
 from baton.errors import ProtocolError
 from baton.handoff.interface import BlocksQuiescent, KVFailed, KVLanded, SampledToken
 from baton.handoff.messages import (
@@ -14,6 +15,7 @@ from baton.handoff.messages import (
     Failed,
     FallbackToWrite,
     Finished,
+    Grant,
     Notification,
     RetransmitRequest,
     TransportFailed,
@@ -38,10 +40,12 @@ if TYPE_CHECKING:
     from baton.handoff.messages import TransferOp
 
 
-def make_session(op: TransferOp = "WRITE", *, staged: bool = False) -> ReceiveSession:
+def make_session(
+    op: TransferOp = "WRITE", *, staged: bool = False, encoding: str = RAW
+) -> ReceiveSession:
     order = receive_order(make_ticket(), start=4, num_tokens=9)
     session = ReceiveSession(order, sealed_ticket="s", num_layers=2, deadline=Instant(10.0))
-    session.begin(TransferPlan(op, order.blocks, staged))
+    session.begin(TransferPlan(op, order.blocks, staged, encoding=encoding))
     return session
 
 
@@ -259,3 +263,41 @@ def test_layers_that_are_not_there_cannot_be_announced_with_others(layer, num_la
     assert session.available(Available(session.ticket, 0, 4, 9, 0, b"", b"", 2)) != []
     with pytest.raises(ProtocolError):
         session.available(available(session, 1))  # it was announced, together with layer 0
+
+
+@pytest.mark.parametrize("op", ["WRITE", "READ"])
+def test_after_a_refused_encoding_raw_pages_are_granted(op: TransferOp) -> None:
+    session = make_session(op, staged=True, encoding="int8/1")
+    blocks = session.order.blocks
+    closing = session.encoding_refused()
+    assert closing == ([CloseWriteGrant()] if op == "WRITE" else [])
+    if op == "WRITE":
+        assert session.begin(TransferPlan(op, blocks, staged=False)) == [], "not quiescent"
+        assert session.grant_quiescent() == []
+    *opened, said = session.begin(TransferPlan(op, blocks, staged=False))
+    assert opened == ([OpenWriteGrant()] if op == "WRITE" else [])
+    assert isinstance(said, SendMessage)
+    assert isinstance(said.message, Grant)
+    assert said.message.encoding == RAW
+
+
+def test_an_encoding_is_refused_before_anything_has_come() -> None:
+    for session in (make_session(), make_session(staged=True, encoding="int8/1")):
+        session.landed(Notification(0, 4, 9, b""))
+        with pytest.raises(ProtocolError, match="has come in it already"):
+            session.encoding_refused()
+    session = make_session(staged=True, encoding="int8/1")
+    session.encoding_refused()
+    with pytest.raises(ProtocolError, match="has come in it already"):
+        session.encoding_refused()
+
+
+def test_a_failure_while_a_refused_grant_is_closed_waits_for_it() -> None:
+    session = make_session(staged=True, encoding="int8/1")
+    session.encoding_refused()
+    actions = session.fail("the prefill worker is gone", stage="link")
+    assert CloseWriteGrant() not in actions, "it is being closed"
+    assert Emit(BlocksQuiescent(session.ticket)) in actions, "the engine's blocks are apart"
+    assert not session.over
+    session.grant_quiescent()
+    assert session.over

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from baton.transfer.region import view_pages
+from baton.transfer.region import find_run, view_pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -87,11 +87,12 @@ class TransposedPages:
         """Engine's blocks → staged pages, canonical."""
         engine, rows = self._engine[layer], self._staged[layer]
         for part in _bounded(len(blocks), rows):
-            taken = engine.index_select(0, _indices(blocks[part]))
-            converted = torch.empty_like(taken)
+            taken, run = _take_rows(engine, blocks[part]), find_run(staged[part])
+            converted = torch.empty_like(taken) if run is None else rows[run]
             for native, canonical in self._paired(layer, taken, converted):
                 canonical.copy_(native)
-            _put_rows(rows, staged[part], converted)
+            if run is None:
+                _put_rows(rows, staged[part], converted)
 
     def scatter(
         self,
@@ -103,11 +104,12 @@ class TransposedPages:
         """Staged pages, canonical → engine's blocks."""
         engine, rows = self._engine[layer], self._staged[layer]
         for part in _bounded(len(blocks), rows):
-            taken = rows.index_select(0, _indices(staged[part]))
-            converted = torch.empty_like(taken)
+            taken, run = _take_rows(rows, staged[part]), find_run(blocks[part])
+            converted = torch.empty_like(taken) if run is None else engine[run]
             for native, canonical in self._paired(layer, converted, taken):
                 native.copy_(canonical)
-            _put_rows(engine, blocks[part], converted)
+            if run is None:
+                _put_rows(engine, blocks[part], converted)
 
     def _paired(
         self, layer: int, native: torch.Tensor, canonical: torch.Tensor
@@ -145,6 +147,12 @@ def _staged_rows(region: PagedRegion) -> tuple[torch.Tensor, ...]:
 def _rows(pages: torch.Tensor) -> torch.Tensor:
     """Pages `[n, …]` as rows of 8-byte words: torch's indexed copies go word by word."""
     return pages.view(torch.int64)
+
+
+def _take_rows(rows: torch.Tensor, indices: NDArray[np.int64]) -> torch.Tensor:
+    """These rows: in place where they follow one another, else a copy."""
+    run = find_run(indices)
+    return rows.index_select(0, _indices(indices)) if run is None else rows[run]
 
 
 def _put_rows(rows: torch.Tensor, at: NDArray[np.int64], pages: torch.Tensor) -> None:

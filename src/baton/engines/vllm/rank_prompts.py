@@ -175,6 +175,7 @@ class RankSends:
             deadline=_deadline_of(prompt.ticket, self._clock),
             trace=send.traces[ticket.id],
             prompt_ids=prompt.token_ids,
+            num_cached_tokens=send.offer.num_cached_tokens,
         )
 
     def withdraw(self, withdraw: Withdraw) -> None:

@@ -57,6 +57,9 @@ outlive both sessions: `reference/` shows what releases them. A receiver
 that asked for an export and has not landed has a pending release (`may_hold_export`): its peer may
 have exported the blocks before it received the failure.
 
+With encoded pages the prefill worker may answer a grant with EncodingRefused. Once the write grant
+is quiescent the receiver is WAITING again, and the next Grant is of raw pages.
+
 Whatever ends it early (`fail`, `abort`, `expire`) leaves by one road:
 
     GRANTED ─► ENDING ── no hand left ──► ENDED           SENDING ─► ENDING ─ no write left ─► ENDED

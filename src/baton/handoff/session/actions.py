@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         FallbackToWrite,
         Grant,
         GrantOp,
+        ReceivingCosts,
         RetransmitRequest,
         TransportFailed,
     )
@@ -185,7 +186,7 @@ class TransferPlan(Record, frozen=True):
     `staged`: the pages are staging memory, so that only the engine accesses its own blocks.
     Else the pages are the engine's blocks. Over `no_digest_transports` no digests are
     wanted. With `plain_digests` the peer is on this host, so that digests need no key. KV comes
-    in `encoding`.
+    in `encoding`, which was chosen by `costs`.
     """
 
     op: GrantOp
@@ -194,3 +195,4 @@ class TransferPlan(Record, frozen=True):
     no_digest_transports: tuple[str, ...] = ()
     plain_digests: bool = False
     encoding: str = RAW
+    costs: ReceivingCosts | None = None

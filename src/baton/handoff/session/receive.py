@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, assert_never
 import msgspec
 import numpy as np
 
+from baton.encodings.interface import RAW
 from baton.errors import HandoffError, ProtocolError
 from baton.handoff.interface import BlocksQuiescent, KVFailed, KVLanded
 from baton.handoff.messages import (
@@ -93,6 +94,7 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self._fenced: set[str] = set()
         self._excluded: set[str] = set()
         self._fell_back = False
+        self._is_encoding_refused = False
         self._is_exported = self._has_landed = False
         self._imported: tuple[int, ...] = ()
 
@@ -182,6 +184,30 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             return []
         self.order.trace.reroutes.append(f"reference: {reason}"[:MAX_NOTE_CHARS])
         return self.fall_back_to_write(())
+
+    def encoding_refused(self) -> list[ReceiveAction]:
+        """The peer wants to send raw KV: this waits for another plan (`begin`).
+
+        At once, or after `grant_quiescent`.
+
+        Raises:
+            ProtocolError: KV is raw already, or some of it has come.
+        """
+        if self.phase is not ReceivePhase.GRANTED or self.plan is None:
+            return []
+        has_begun = self._requested is not None or self._finished is not None
+        has_begun |= bool(self._fencing or self._fenced or self._excluded or self._fell_back)
+        is_possible = self.plan.encoding != RAW and not self._is_encoding_refused
+        if not is_possible or has_begun or not self.coverage.is_empty:
+            raise ProtocolError("an encoding is refused where KV is raw, or has come in it already")
+        self._is_encoding_refused = True
+        if self._grant_is_open:
+            return [CloseWriteGrant()]  # it claims that it wrote nothing: nothing rests on that
+        self._await_plan()
+        return []
+
+    def _await_plan(self) -> None:
+        self.phase, self.plan, self._is_encoding_refused = ReceivePhase.WAITING, None, False
 
     def reading(self, handle: TransferHandle) -> None:
         """A `ReadPages` was handed to the transport."""
@@ -274,6 +300,9 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     def grant_quiescent(self) -> list[ReceiveAction]:
         """Nothing can land in the closed window any more."""
         if self.phase is ReceivePhase.GRANTED:
+            if self._is_encoding_refused:
+                self._grant_is_open = False
+                self._await_plan()
             return []
         self._grant_is_open = False
         return self._settle()
@@ -334,6 +363,7 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             no_digest_transports=plan.no_digest_transports,
             plain_digests=plan.plain_digests,
             encoding=plan.encoding,
+            costs=plan.costs,
         )
 
     def _complete(self) -> list[ReceiveAction]:
@@ -364,7 +394,9 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 self.phase = ReceivePhase.ENDING
                 actions = [SendMessage(Failed(self.ticket, reason)), *events]
                 actions += self._give_back_staged()
-                actions += [CloseWriteGrant()] if self._grant_is_open else self._settle()
+                is_closing = self._is_encoding_refused  # already
+                must_close = self._grant_is_open and not is_closing
+                actions += [CloseWriteGrant()] if must_close else self._settle()
                 return actions
             case _:
                 return []

@@ -163,6 +163,11 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         return self._writes.excluded
 
     @property
+    def ready_tokens(self) -> Sequence[int]:
+        """Of each layer, how many of the first tokens are computed."""
+        return self._ready
+
+    @property
     def is_written(self) -> bool:
         """Whether this side writes, as it was asked to."""
         return self.grant is not None and self.grant.op == "WRITE"
