@@ -1,10 +1,16 @@
 """What tracing costs a gateway and a worker: thread time of its parts, for one request.
 
     python benchmarks/bench_tracing.py --json benchmarks/results/tracing.json
+    python benchmarks/bench_tracing.py --cpu transformers --json benchmarks/results/tracing-cpu.json
+    python benchmarks/bench_tracing.py --cpu vllm --json benchmarks/results/tracing-cpu-vllm.json
 
 Parts run in turns, `ROUNDS` times; the median of a round's mean. `before`: what was recorded before
 these parts existed (a span, four stamps, the ring of records). A request is not kept: it is neither
 slow nor failed. Each answer has `--tokens` tokens.
+
+`--cpu`: also a real fleet of that engine, and which part of a request's CPU time all telemetry is
+(`tracing_cpu.py`). Single assignments to a trace, which are not functions, are added as the parts
+`stages`, `spans`, `layers` and `tokens` have them: `unseen_us`.
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ from typing import TYPE_CHECKING, Final, cast
 from rich.console import Console
 from rich.table import Table
 from run_record import write_record
+from tracing_cpu import ENGINES, NUM_TOKENS, measure_cpu
 
 from baton.clock import Instant
 from baton.gateway.request_context import RequestContext
@@ -30,6 +37,8 @@ from baton.telemetry.trace_context import begin_span, parse_traceparent, read_co
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from tracing_cpu import CpuFigures
 
     from baton.gateway.metrics import ModelMetrics
     from baton.router.fleet import WorkerView
@@ -83,7 +92,7 @@ class Gateway:
         for stamp in (Stamp.RECEIVED, Stamp.ADMITTED, Stamp.FIRST_TOKEN, Stamp.FINISHED):
             trace.stamp(stamp, now())
         self._request.trace = trace
-        self._records.add(self._request.make_record(200, Instant(1.0)))
+        self._records.add(self._request.finish(200, Instant(1.0)))
 
     def new_trace(self) -> None:
         """Ids, and the headers for workers, of a request without a trace."""
@@ -102,6 +111,18 @@ class Gateway:
         trace.stamps[Stamp.DEQUEUED] = now()
         trace.stamps[Stamp.PLACED] = now()
 
+    def spans(self) -> None:
+        """A span for each of the three processes."""
+        for _ in range(3):
+            make_span()
+
+    def layers(self) -> None:
+        """The instants of 32 layers, ready and landed."""
+        ready, landed = [0.0] * 32, [0.0] * 32
+        for layer in range(32):
+            ready[layer] = 1.0
+            landed[layer : layer + 1] = [1.0] * 1
+
     def predict(self) -> None:
         """The router's prediction, of a handoff."""
         began, activity = max(0.0, self._activity.free_at), self._activity
@@ -114,10 +135,7 @@ class Gateway:
 
     def end(self) -> None:
         """Decide that a request is not kept, and pack the gaps of its tokens."""
-        context = self._request
-        context.trace.stamps[Stamp.FINISHED] = 2.0
-        context.finish(Instant(2.0))
-        self._tail.look(context.make_record(200, Instant(2.0)))
+        self._tail.look(self._request.finish(200, Instant(2.0)))
 
     def tokens(self) -> None:
         """The gap of each token, as `ResponseForwarder` appends it."""
@@ -151,6 +169,8 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--cpu", choices=ENGINES, help="measure a fleet of this engine, too")
+    parser.add_argument("--rounds", type=int, default=12, help="of --cpu")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     gateway = Gateway(arguments.tokens)
@@ -159,6 +179,8 @@ def main() -> None:
         "new trace": gateway.new_trace,
         "client's trace": gateway.clients_trace,
         "stages": gateway.stages,
+        "spans": gateway.spans,
+        "layers": gateway.layers,
         "prediction": gateway.predict,
         "tokens": gateway.tokens,
         "end": gateway.end,
@@ -175,7 +197,30 @@ def main() -> None:
     for name, microseconds in {**found, **totals}.items():
         table.add_row(name, f"{microseconds:.2f}")
     Console().print(table)
-    write_record(arguments.json, parts_us=found, **totals, num_tokens=arguments.tokens)
+    cpu = None
+    if arguments.cpu is not None:
+        figures = measure_cpu(arguments.cpu, arguments.rounds)
+        unseen_us = sum(found[name] for name in ("stages", "spans", "layers"))
+        unseen_us += totals["token_us"] * NUM_TOKENS
+        cpu = {"figures": figures, "unseen_us": unseen_us}
+        show_cpu(figures, unseen_us)
+    write_record(arguments.json, parts_us=found, **totals, num_tokens=arguments.tokens, cpu=cpu)
+
+
+def show_cpu(figures: CpuFigures, unseen_us: float) -> None:
+    """A row of the table in docs/observability/traces.md, and what it was made from."""
+    request_ms, seen_us = sum(figures.request_ms.values()), sum(figures.telemetry_us.values())
+    share = figures.share + unseen_us / 1e3 / request_ms
+    low, high = (100 * each for each in figures.share_quartiles)
+    added_low, added_high = (100 * each for each in figures.added_share_quartiles)
+    print(
+        f"| {figures.engine} | {request_ms:.0f} ms | {seen_us:.0f} us + {unseen_us:.0f} us "
+        f"| {100 * share:.2f} % ({low:.2f} to {high:.2f}) "
+        f"| {100 * figures.added_share:+.1f} % ({added_low:+.1f} to {added_high:+.1f}) "
+        f"| {sum(figures.idle_us_per_s.values()):.0f} us |"
+    )
+    for name, taken_us in figures.functions_us.items():
+        print(f"  {taken_us:8.2f} us {name}")
 
 
 if __name__ == "__main__":

@@ -21,11 +21,18 @@ from tests.e2e_vllm.client import (
     read_metric,
     read_request,
     read_summary,
-    wait_until,
 )
 from tests.e2e_vllm.cluster import BLOCK_SIZE, KV_BYTES_PER_TOKEN, NUM_LAYERS
+from tests.e2e_vllm.telemetry_checks import (
+    check_commands,
+    check_stages,
+    find_pair,
+    read_transfers,
+)
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.e2e_vllm.client import Answer
     from tests.e2e_vllm.cluster import ClusterFactory, VllmCluster
 
@@ -67,7 +74,9 @@ def test_a_prompt_that_is_asked_for_many_times_at_once(cluster: VllmCluster) -> 
         assert sorted(each["num_cached_tokens"] for each in prefills) == [0, *[128] * 4]
 
 
-def test_forty_prompts_one_and_eight_at_a_time(cluster: VllmCluster) -> None:
+def test_forty_prompts_one_and_eight_at_a_time(
+    cluster: VllmCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     prompts = make_prompts(NUM_PROMPTS, seed=1, shortest=50, longest=2000)
     assert {len(p) for p in prompts} >= {50, 2000}
     expected = ask_all(cluster.oracle, prompts)
@@ -85,25 +94,25 @@ def test_forty_prompts_one_and_eight_at_a_time(cluster: VllmCluster) -> None:
     assert now - received == NUM_PROMPTS
     assert read_metric(cluster.decode.url, "vllm:baton_transport_mismatches_total") == 0
     check_transfers(cluster)
+    check_stages(cluster.gateway, alone[-1], NUM_LAYERS)
+    check_commands(cluster.gateway, alone[-1], tmp_path, capsys)
 
 
 def check_transfers(cluster: VllmCluster) -> None:
     """The gateway shows what the handoffs and the decode worker's reads took; nothing grows."""
 
-    def pushed() -> list[dict[str, Any]]:
-        page = json.loads(get_text(f"{cluster.gateway.url}/debug/transfers"))
-        return [
-            pair
-            for pair in page["handoffs"]
-            if (pair["mode"], pair["transport"]) == ("push", "shared")
-            and pair["total"]["num"] >= NUM_PROMPTS
-        ]
+    def has_all(page: dict[str, Any]) -> bool:
+        return any(pair["total"]["num"] >= NUM_PROMPTS for pair in page["handoffs"])
 
-    wait_until(lambda: bool(pushed()), 10.0)
-    (pair,) = pushed()
-    assert (pair["distance"], pair["operation"]) == ("same_host", "READ")
+    page = read_transfers(cluster.gateway, has_all)
+    way = {"transport": "shared", "operation": "READ", "distance": "same_host"}
+    pair = find_pair(page["handoffs"], prefill="prefill", decode="decode", mode="push", **way)
     for figure in ("transfer_s", "s_per_mib", "bytes_per_s"):
         assert pair["total"][figure]["p99"] > 0
+    link = find_pair(page["links"], worker="decode", peer="prefill", **way)
+    assert link["total"]["num_bytes"] > 0
+    assert link["num_rank_pairs"] == 1
+    assert link["drift"]["state"] in {"learning", "steady", "drifted"}
     (control_url,) = read_info(cluster.decode)["control_urls"]
     samples = [line for line in get_text(f"{control_url}/metrics").splitlines() if line[0] != "#"]
     landed = sum(
@@ -126,6 +135,7 @@ def test_pulled_prompts(cluster: VllmCluster, cluster_factory: ClusterFactory) -
     for prompt, answer in zip(prompts, answers, strict=True):
         assert read_summary(gateway, answer.request_id)["mode"] == "pull"
         check_handed_over(pulling, prompt, answer)
+        check_stages(gateway, answer, NUM_LAYERS)
     cluster_factory.end(gateway)
 
 

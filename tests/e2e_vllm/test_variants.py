@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,12 +18,16 @@ from tests.e2e_vllm.ahead import (
 from tests.e2e_vllm.client import (
     ask_all,
     check_same,
+    get_text,
     make_prompts,
     read_info,
     read_metric,
+    read_request,
     read_summary,
     wait_until,
 )
+from tests.e2e_vllm.cluster import KV_BYTES_PER_TOKEN, NUM_LAYERS
+from tests.e2e_vllm.telemetry_checks import read_transfers, wait_for_mismatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -96,6 +101,9 @@ def test_speculative_decoding(
             gateway, prompts, expected, ("tcp",) if name == "ngram" else ("shared", "tcp")
         )
         check_same(ask_all(gateway, prompts, **few_words), monotonous)
+        if name == "ngram":  # it shares memory with the other, and was given TCP alone
+            ends = {"from": "prefill", "to": "ngram"}
+            wait_for_mismatch(gateway, expected="shared", used="tcp", **ends)
     drafted = read_metric(server.url, "vllm:spec_decode_num_draft_tokens_total")
     accepted = read_metric(server.url, "vllm:spec_decode_num_accepted_tokens_total")
     assert 0 < accepted < drafted
@@ -202,3 +210,38 @@ def test_other_tensor_parallel_degrees(
     pair = (cluster.prefill, two_ranks) if wide == "decode" else (two_ranks, cluster.decode)
     with standing_gateway(cluster_factory, *pair) as gateway:
         check_through(gateway, prompts, expected)
+        check_ranks(gateway, pair[0], pair[1])
+
+
+def check_ranks(gateway: FleetProcess, prefill: FleetProcess, decode: FleetProcess) -> None:
+    """The gateway shows the server of two ranks as one: a link of two pairs, and all bytes."""
+    num_bytes = 2 * sum(count_kv_bytes(prompt) for prompt in make_varied(0))
+    ends = {"prefill": prefill.name, "decode": decode.name}
+
+    def has_all(page: dict[str, Any]) -> bool:
+        pairs = [pair for pair in page["handoffs"] if ends.items() <= pair.items()]
+        return sum(pair["total"]["num_bytes"] for pair in pairs) >= num_bytes
+
+    page = read_transfers(gateway, has_all)
+    pairs = [pair for pair in page["handoffs"] if ends.items() <= pair.items()]
+    assert max(pair["total"]["num"] for pair in pairs) <= 2 * NUM_PROMPTS
+    assert not [link for link in page["links"] if "/" in link["peer"]]
+    links = [
+        link
+        for link in page["links"]
+        if (link["worker"], link["peer"]) == (decode.name, prefill.name)
+    ]
+    # Each rank has chosen by its own measurements.
+    assert sum(link["num_rank_pairs"] for link in links) >= 2
+    for listed in json.loads(get_text(f"{gateway.url}/debug/requests"))["requests"]:
+        request = read_request(gateway, listed["id"])
+        assert request["missing"] == []
+        for role, server in (("prefill", prefill), ("decode", decode)):
+            assert request[role]["worker"] == server.name
+        received = request["decode"]
+        assert received["num_bytes"] >= received["num_received_tokens"] * KV_BYTES_PER_TOKEN
+        assert len(request["layers"]) == NUM_LAYERS
+
+
+def count_kv_bytes(prompt: list[int]) -> int:
+    return len(prompt) * KV_BYTES_PER_TOKEN

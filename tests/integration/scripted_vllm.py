@@ -157,6 +157,8 @@ class Control:
         self.key_is_right = True
         self.num_requests = self.num_info_reads = 0
         self.aborts: list[tuple[str, str]] = []
+        self.transfers: bytes | None = None
+        self.trace: dict[str, Any] | None = None
         self._sock = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._sock.getsockname()[1]}"
 
@@ -173,8 +175,10 @@ class Control:
         elif path == "/baton/v1/info":
             self.num_info_reads += 1
             await visit.answer(200, self.owner.info())
-        elif path.startswith("/baton/v1/traces/") and self.owner.trace is not None:
-            await visit.answer(200, self.owner.trace)
+        elif path.startswith("/baton/v1/traces/") and (trace := self.trace or self.owner.trace):
+            await visit.answer(200, trace)
+        elif path == "/baton/v1/transfers" and self.transfers is not None:
+            await visit.answer(200, json.loads(self.transfers))
         elif path.startswith(KV_EVENTS_PREFIX) and self is self.owner.controls[0]:
             after = int(path.removeprefix(KV_EVENTS_PREFIX))
             page = await make_page(self.owner.journal, after)

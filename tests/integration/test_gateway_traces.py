@@ -13,6 +13,7 @@ from baton.cli.main import run as run_command
 from baton.config.sections import TraceSection
 from tests.integration.gateway_cluster import PROMPT, STREAM, Cluster, cluster, run
 from tests.integration.otlp_receiver import read_attributes, receiving
+from tests.integration.scripted_vllm import ScriptedVllm, say_abc_as_vllm
 from tests.integration.scripted_worker import ScriptedWorker, Visit, prefill_at_once, say_abc
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -316,3 +317,23 @@ def test_a_window_is_written_in_the_trace_event_format(capsys, tmp_path):
     content = json.loads(output.read_text("utf-8"))
     requests = {e["name"] for e in content["traceEvents"] if e["name"].startswith("r")}
     assert requests >= {f"r{n}" for n in range(8)}
+
+
+def test_ranks_of_a_vllm_server_have_one_span_and_one_that_is_silent_is_named() -> None:
+    server = ScriptedVllm("decode-0", "decode", say_abc_as_vllm, num_ranks=3)
+    for rank in (0, 2):
+        now = time.monotonic()
+        server.controls[rank].trace = {
+            "request_id": "req-1", "worker": f"decode-0/{rank}", "epoch": "e", "role": "decode",
+            "stamps": {"received": now, "last_layer_landed": now + rank}, "num_bytes": 4096,
+            "transport": "shared" if rank == 0 else "tcp", "expected_transport": "shared",
+        }  # fmt: skip
+
+    async def scenario(running: Cluster) -> None:
+        assert await ask(running, "req-1", PROMPT) == 200
+        _, shown = await running.get_json("/debug/requests/req-1")
+        span = shown["decode"]
+        assert (span["worker"], span["num_bytes"], span["transport"]) == ("decode-0", 8192, "tcp")
+        assert "decode (decode-0, rank 1)" in shown["missing"]
+
+    run(scenario, decodes=[server])

@@ -10,6 +10,7 @@ from baton.ids import Epoch
 from baton.telemetry.transfers import HandoffLabels, LandedHandoff, TransferTable
 from baton.testing.clocks import ManualClock
 from tests.integration.gateway_cluster import run, until_true
+from tests.integration.scripted_vllm import ScriptedVllm, say_abc_as_vllm
 from tests.integration.scripted_worker import ScriptedWorker, say_abc
 from tests.unit.telemetry.test_transfers import landed_trace
 
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
     from tests.integration.gateway_cluster import Cluster
 
 
-def report() -> bytes:
-    table, trace = TransferTable(Epoch("1" * 32), ManualClock()), landed_trace("prefill-0")
+def report(epoch: str = "1") -> bytes:
+    table, trace = TransferTable(Epoch(epoch * 32), ManualClock()), landed_trace("prefill-0")
     landed = LandedHandoff.of(trace)
     assert landed is not None
     table.handoff(trace, HandoffLabels("same_host", "tcp", "push", "WRITE"), landed)
@@ -44,3 +45,28 @@ def test_the_gateway_reads_every_worker_and_a_report_that_is_none_is_left_out() 
         assert page["num_workers"] == 1
 
     run(scenario, decodes=[good, old, bad])
+
+
+def test_every_rank_of_a_vllm_server_is_read_and_one_that_is_silent_hides_no_other() -> None:
+    servers = [
+        ScriptedVllm(f"decode-{n}", "decode", say_abc_as_vllm, num_ranks=2) for n in range(2)
+    ]
+    both, second_alone = servers
+    for epoch, control in enumerate((*both.controls, second_alone.controls[1]), 1):
+        control.transfers = report(str(epoch))
+
+    async def scenario(cluster: Cluster) -> None:
+        async def is_read() -> bool:
+            _, page = await cluster.get_json("/debug/transfers")
+            return len(page["handoffs"]) == 2
+
+        await until_true(is_read)
+        _, page = await cluster.get_json("/debug/transfers")
+        found = {pair["decode"]: pair["total"] for pair in page["handoffs"]}
+        # A handoff is one of all ranks, with the bytes of all.
+        assert {name: total["num"] for name, total in found.items()} == {
+            "decode-0": 1, "decode-1": 1,
+        }  # fmt: skip
+        assert found["decode-0"]["num_bytes"] == 2 * found["decode-1"]["num_bytes"]
+
+    run(scenario, decodes=servers)

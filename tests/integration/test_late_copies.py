@@ -177,12 +177,17 @@ def test_pages_leave_and_land_when_their_copies_have_ended(op: TransferOp) -> No
         pages.sender.wait_for(NUM_LAYERS)
         assert pages.decode.stays_silent(0.1)
         assert not handoff.sending.trace.num_bytes  # nothing was sent yet
+        assert handoff.sending.trace.layers_ready == [0.0] * NUM_LAYERS  # it was launched only
+        begun_at = CLOCK.now()
         pages.sender.end(NUM_LAYERS)
         pages.receiver.wait_for(NUM_LAYERS)
         assert pages.decode.stays_silent(0.1)
         pages.receiver.end(NUM_LAYERS)
         handoff.check_landed()
         assert set(map(id, pages.sender.positions + pages.receiver.positions)) == {id(REACHED)}
+        ready, landed = handoff.sending.trace.layers_ready, handoff.receiving.trace.layers_landed
+        assert len(ready) == len(landed) == NUM_LAYERS
+        assert all(begun_at <= a <= b for a, b in zip(ready, landed, strict=True))
 
 
 def wait_for(happened: Callable[[], bool]) -> None:

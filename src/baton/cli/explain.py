@@ -16,6 +16,12 @@ def explain(
         bool,
         Parameter(help="Draw only until the first token.", negative="", show_default=False),
     ] = False,
+    layers: Annotated[
+        bool,
+        Parameter(
+            help="Draw each layer, from computed to landed.", negative="", show_default=False
+        ),
+    ] = False,
     json: Annotated[bool, Parameter(help="Print JSON.", negative="", show_default=False)] = False,
     debug: Annotated[
         bool, Parameter(help="Show where an error arose.", negative="", show_default=False)
@@ -38,5 +44,5 @@ def explain(
     if json:
         print(msgspec.json.format(msgspec.json.encode(trace)).decode())
     else:
-        print_trace(trace, sys.stdout, until_first_token=first_token)
+        print_trace(trace, sys.stdout, until_first_token=first_token, with_layers=layers)
     return 0

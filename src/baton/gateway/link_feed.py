@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from baton.errors import UNDECODABLE
-from baton.gateway.report_feed import FIRST_RANK, ReportFeed, ReportPage
+from baton.gateway.rank_reports import merge_links
+from baton.gateway.report_feed import ReportFeed, ReportPage
 from baton.gateway.upstream import MAX_SMALL_ANSWER_BYTES
 from baton.ids import WorkerId
 from baton.kv.layout import KVLayout
@@ -36,7 +37,7 @@ class LinkFeed(ReportFeed[MeasuredLinks]):
     """See `ReportFeed`; it teaches `load` what links cost."""
 
     def __init__(self, workers: Workers, upstream: Upstream, load: FleetLoad, clock: Clock) -> None:
-        page = ReportPage(LINKS_PATH, INTERVAL_S, MAX_SMALL_ANSWER_BYTES, _decode)
+        page = ReportPage(LINKS_PATH, INTERVAL_S, MAX_SMALL_ANSWER_BYTES, _decode, merge_links)
         super().__init__(workers, upstream, clock, page)
         self._load = load
 
@@ -70,9 +71,7 @@ def _of_pairs(
 ) -> dict[tuple[WorkerView, WorkerView], LinkCost]:
     found = {}
     for link in links:
-        peer = views.get(WorkerId(link.peer)) or views.get(
-            WorkerId(link.peer.removesuffix(FIRST_RANK))
-        )
+        peer = views.get(WorkerId(link.peer))
         if peer is not None and peer.model == view.model and peer.id != view.id:
             pair = (view, peer) if link.direction == "push" else (peer, view)
             found[pair] = LinkCost(

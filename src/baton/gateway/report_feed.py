@@ -1,7 +1,7 @@
 """Reads one page of every worker, now and then: links, transfers.
 
 Each worker is asked every `interval_s`; one that does not answer keeps what it reported before
-until it is down.
+until it is down. Of a vLLM server each rank is asked, and their reports become one.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from baton.errors import UNDECODABLE, BatonError
 from baton.gateway.workers import Up
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Mapping
     from types import TracebackType
+
+    from yarl import URL
 
     from baton.clock import Clock
     from baton.gateway.upstream import Upstream
@@ -27,8 +29,6 @@ if TYPE_CHECKING:
 LOOK_S: Final = 1.0
 ANSWER_TIMEOUT_S: Final = 2.0
 MOST_AT_ONCE: Final = 8
-FIRST_RANK: Final = "/0"
-"""The end of the name by which peers know the first rank of several."""
 
 log = logging.getLogger(__name__)
 Report = TypeVar("Report")
@@ -36,12 +36,16 @@ Report = TypeVar("Report")
 
 @dataclass(frozen=True, slots=True)
 class ReportPage(Generic[Report]):
-    """What is read. `decode` gives None for a report that does not replace the one before."""
+    """What is read. `decode` gives None for a report that does not replace the one before.
+
+    `merge` makes one report of those of a worker's ranks; it is also given the workers' names.
+    """
 
     path: str
     interval_s: float
     max_bytes: int
     decode: Callable[[bytes], Report | None]
+    merge: Callable[[Mapping[int, Report], Collection[str]], Report]
 
 
 class ReportFeed(ABC, Generic[Report]):
@@ -56,6 +60,7 @@ class ReportFeed(ABC, Generic[Report]):
         self._workers, self._upstream, self._clock = workers, upstream, clock
         self._page = page
         self.reports: dict[Worker, Report] = {}
+        self._of_ranks: dict[Worker, dict[int, Report]] = {}
         self._asked_at: dict[Worker, float] = {}
         self._at_once = asyncio.Semaphore(MOST_AT_ONCE)
         self._task: asyncio.Task[None] | None = None
@@ -87,6 +92,7 @@ class ReportFeed(ABC, Generic[Report]):
         for worker in lost:
             del self._asked_at[worker]
             self.reports.pop(worker, None)
+            self._of_ranks.pop(worker, None)
         due = [
             worker
             for worker in self._workers.all
@@ -108,14 +114,29 @@ class ReportFeed(ABC, Generic[Report]):
 
     async def _ask(self, worker: Worker) -> bool:
         """Whether it has reported something new."""
-        # Whose address it is was checked before the worker came up.
-        url = worker.control_urls[0].with_path(self._page.path)
-        before = self.reports.get(worker)
+        # Whose addresses they are was checked before the worker came up.
+        known = self._of_ranks.get(worker, {})
+        answers = await asyncio.gather(*(self._read(worker, url) for url in worker.control_urls))
+        found = {
+            rank: known[rank] if answer is None else answer
+            for rank, answer in enumerate(answers)
+            if answer is not None or rank in known
+        }
+        if found == known:
+            return False
+        self._of_ranks[worker] = found
+        names = {str(each.info.worker) for each in self._workers.all if each.info is not None}
+        self.reports[worker] = self._page.merge(found, names)
+        return True
+
+    async def _read(self, worker: Worker, url: URL) -> Report | None:
+        """What one rank reports; None if it does not answer, or has nothing to report."""
         try:
             async with self._at_once:
-                status, body = await self._upstream.get(url, ANSWER_TIMEOUT_S, self._page.max_bytes)
-            if status == HTTPStatus.OK and (report := self._page.decode(body)) is not None:
-                self.reports[worker] = report
+                status, body = await self._upstream.get(
+                    url.with_path(self._page.path), ANSWER_TIMEOUT_S, self._page.max_bytes
+                )
+            return self._page.decode(body) if status == HTTPStatus.OK else None
         except (BatonError, *UNDECODABLE) as exc:
-            log.debug("no %s from %s: %s", self._page.path, worker, exc)
-        return self.reports.get(worker) != before
+            log.debug("no %s from %s at %s: %s", self._page.path, worker, url, exc)
+            return None

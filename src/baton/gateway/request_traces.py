@@ -19,15 +19,23 @@ from baton.gateway.errors import SERVER_ERROR
 from baton.protocol.request_traces import GapSummary, ListedRequest, RequestList, RequestTrace
 from baton.protocol.worker_http import trace_path
 from baton.router.placement import Placement
-from baton.telemetry.timeline import WorkerTrace, compare_prediction, make_timeline
+from baton.telemetry.timeline import (
+    WorkerTrace,
+    compare_prediction,
+    list_layers,
+    make_timeline,
+)
 from baton.telemetry.trace import RequestSpan, Stamp, read_token_gaps, summarize
+from baton.telemetry.trace_merge import merge_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from yarl import URL
+
     from baton.clock import Clock
     from baton.gateway.upstream import Upstream
-    from baton.gateway.workers import Workers
+    from baton.gateway.workers import Worker, Workers
     from baton.router.fleet import WorkerView
     from baton.router.load import FleetLoad
 
@@ -140,16 +148,24 @@ class RequestTraces:
         if worker is None:
             return None
         path = trace_path(request_id)
-        for url in worker.control_urls:  # each rank has one of its own: the first stands for all
-            try:
-                status, body = await self._upstream.get(
-                    url.with_path(path, encoded=True), FETCH_TIMEOUT_S
-                )
-                if status == OK:
-                    clock = worker.clock.estimate(self._clock.now())
-                    return WorkerTrace(_trace_decoder.decode(body), clock)
-            except (BatonError, *UNDECODABLE) as exc:
-                log.info("no trace of %s from %s: %s", request_id, worker, exc)
+        urls = [url.with_path(path, encoded=True) for url in worker.control_urls]
+        answers = await asyncio.gather(*(self._fetch_span(worker, url) for url in urls))
+        spans = [span for span in answers if span is not None]
+        if not spans:
+            return None
+        clock = worker.clock.estimate(self._clock.now())
+        if len(answers) == 1:
+            return WorkerTrace(spans[0], clock)
+        missing = tuple(rank for rank, span in enumerate(answers) if span is None)
+        return WorkerTrace(merge_ranks(worker.name, spans), clock, missing)
+
+    async def _fetch_span(self, worker: Worker, url: URL) -> RequestSpan | None:
+        try:
+            status, body = await self._upstream.get(url, FETCH_TIMEOUT_S)
+            if status == OK:
+                return _trace_decoder.decode(body)
+        except (BatonError, *UNDECODABLE) as exc:
+            log.info("no trace from %s at %s: %s", worker, url, exc)
         return None
 
     def _merge(
@@ -160,11 +176,6 @@ class RequestTraces:
         kept: str | None,
     ) -> RequestTrace:
         placed, gateway = record.placement, record.trace
-        missing: list[str] = []
-        if placed is not None and decode is None:
-            missing.append(f"decode ({placed.decode.id})")
-        if placed is not None and placed.prefill is not None and prefill is None:
-            missing.append(f"prefill ({placed.prefill.id})")
         timeline = make_timeline(gateway, decode, prefill)
         first = None if prefill is None else prefill.span
         return RequestTrace(
@@ -175,7 +186,7 @@ class RequestTraces:
             gateway=gateway,
             decode=None if decode is None else decode.span,
             prefill=first,
-            missing=tuple(missing),
+            missing=_list_missing(placed, decode, prefill),
             model=record.model,
             path=record.path,
             received_at=self._to_unix(gateway.stamps.get(Stamp.RECEIVED)),
@@ -184,6 +195,7 @@ class RequestTraces:
             token_gaps=summarize_gaps(gateway),
             distance=self._find_distance(placed),
             kept=kept,
+            layers=list_layers(gateway, decode, prefill),
         )
 
     def _find_distance(self, placed: Placement | None) -> str | None:
@@ -191,6 +203,23 @@ class RequestTraces:
             return None
         handoffs = self._load.costs(placed.decode.model).handoffs
         return str(handoffs.distance(placed.prefill, placed.decode))
+
+
+def _list_missing(
+    placed: Placement | None, decode: WorkerTrace | None, prefill: WorkerTrace | None
+) -> tuple[str, ...]:
+    """Workers, and ranks of servers, that have no trace of a request that was placed there."""
+    found: list[str] = []
+    if placed is not None:
+        for role, view, trace in (
+            ("decode", placed.decode, decode),
+            ("prefill", placed.prefill, prefill),
+        ):
+            if view is not None and trace is None:
+                found.append(f"{role} ({view.id})")
+            elif view is not None and trace is not None:
+                found += [f"{role} ({view.id}, rank {rank})" for rank in trace.missing_ranks]
+    return tuple(found)
 
 
 def latest(

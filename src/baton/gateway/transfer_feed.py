@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from baton.gateway.rank_reports import merge_transfers
 from baton.gateway.report_feed import ReportFeed, ReportPage
 from baton.protocol.worker_http import TRANSFERS_PATH
 from baton.telemetry.transfer_report import MAX_REPORT_BYTES, TransferReport
@@ -47,10 +48,12 @@ class ReportHistory:
 
 
 class TransferFeed(ReportFeed[TransferReport]):
-    """See `ReportFeed`. Of a vLLM server with several ranks the first one is asked."""
+    """See `ReportFeed`."""
 
     def __init__(self, workers: Workers, upstream: Upstream, clock: Clock) -> None:
-        page = ReportPage(TRANSFERS_PATH, INTERVAL_S, MAX_REPORT_BYTES, _decoder.decode)
+        page = ReportPage(
+            TRANSFERS_PATH, INTERVAL_S, MAX_REPORT_BYTES, _decoder.decode, merge_transfers
+        )
         super().__init__(workers, upstream, clock, page)
         self.histories: dict[Worker, ReportHistory] = {}
 

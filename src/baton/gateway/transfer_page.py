@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from baton.gateway.report_feed import FIRST_RANK
 from baton.gateway.transfer_feed import WINDOW_S
 from baton.gateway.transfer_sums import (
     add_handoffs,
@@ -32,8 +31,6 @@ from baton.telemetry.transfer_report import (
 from baton.telemetry.transfers import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from baton.clock import Clock
     from baton.gateway.transfer_feed import ReportHistory, TransferFeed
     from baton.gateway.workers import Worker
@@ -100,7 +97,10 @@ class PairHandoffs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PairLinks(msgspec.Struct, frozen=True, kw_only=True):
-    """What `worker` wrote to `peer` (WRITE), or read from it (READ)."""
+    """What `worker` wrote to `peer` (WRITE), or read from it (READ).
+
+    Between `num_rank_pairs` pairs of their ranks; `drift` is that of the worst.
+    """
 
     worker: str
     peer: str
@@ -110,6 +110,7 @@ class PairLinks(msgspec.Struct, frozen=True, kw_only=True):
     total: LinkFigures
     recent: LinkFigures
     drift: LinkDrift | None
+    num_rank_pairs: int
 
 
 class SegmentFigures(msgspec.Struct, frozen=True):
@@ -201,19 +202,18 @@ class TransferPage:
     def show(self) -> TransferPageReply:
         """All workers that have reported and are up."""
         workers = self._look()
-        names = {each.name for each in workers}
         handoffs = [
-            _pair_handoffs(each.name, total, recent, names)
+            _pair_handoffs(each.name, total, recent)
             for each in workers
             for total, recent in each.handoffs
         ]
         links = [
-            _pair_links(each.name, total, recent, names)
+            _pair_links(each.name, total, recent)
             for each in workers
             for total, recent in each.links
         ]
         segments = [
-            _pair_segments(each.name, total, recent, names)
+            _pair_segments(each.name, total, recent)
             for each in workers
             for total, recent in each.segments
         ]
@@ -250,11 +250,9 @@ def _weight(pair: PairHandoffs | PairLinks | PairSegments) -> tuple[int, int]:
     return pair.recent.num_bytes, pair.total.num_bytes
 
 
-def _pair_handoffs(
-    decode: str, total: HandoffTransfers, recent: HandoffTransfers, names: Collection[str]
-) -> PairHandoffs:
+def _pair_handoffs(decode: str, total: HandoffTransfers, recent: HandoffTransfers) -> PairHandoffs:
     return PairHandoffs(
-        prefill=_worker_of(total.peer, names),
+        prefill=total.peer,
         decode=decode,
         distance=total.distance,
         transport=total.transport,
@@ -267,27 +265,24 @@ def _pair_handoffs(
     )
 
 
-def _pair_links(
-    worker: str, total: LinkTransfers, recent: LinkTransfers, names: Collection[str]
-) -> PairLinks:
+def _pair_links(worker: str, total: LinkTransfers, recent: LinkTransfers) -> PairLinks:
     return PairLinks(
         worker=worker,
-        peer=_worker_of(total.peer, names),
+        peer=total.peer,
         distance=total.distance,
         transport=total.transport,
         operation=total.operation,
         total=_link_figures(total),
         recent=_link_figures(recent),
         drift=total.drift,
+        num_rank_pairs=total.num_rank_pairs,
     )
 
 
-def _pair_segments(
-    sender: str, total: LinkSegments, recent: LinkSegments, names: Collection[str]
-) -> PairSegments:
+def _pair_segments(sender: str, total: LinkSegments, recent: LinkSegments) -> PairSegments:
     return PairSegments(
         sender=sender,
-        receiver=_worker_of(total.peer, names),
+        receiver=total.peer,
         distance=total.distance,
         transport=total.transport,
         total=_segment_figures(total.sent),
@@ -349,11 +344,6 @@ def _links_by_distance(workers: list[_OfWorker]) -> tuple[DistanceLinks, ...]:
             )
         )
     return tuple(found)
-
-
-def _worker_of(peer: str, names: Collection[str]) -> str:
-    """A peer's worker: of several ranks, the first one's name is not the worker's."""
-    return peer if peer in names else peer.removesuffix(FIRST_RANK)
 
 
 def _handoff_figures(sums: HandoffTransfers) -> HandoffFigures:

@@ -59,11 +59,12 @@ class _Progress(MutableRecord):
     """One prompt: tokens `[start, stop)` are new in the layers that are being computed.
 
     `seen` has a bit for each layer that is ready up to `stop`; the agent was not notified of
-    those in `pending` yet.
+    those in `pending` yet. `ready_at` is the trace's: when each layer was ready last.
     """
 
     start: int
     stop: int
+    ready_at: list[float]
     seen: int = 0
     pending: list[int] = msgspec.field(default_factory=list)
 
@@ -82,18 +83,22 @@ class LayerBatcher:
     def __init__(self, batch_bytes: int, *, num_layers: int, bytes_per_token: int) -> None:
         self._batch_bytes = batch_bytes
         self._layer_token_bytes = bytes_per_token / num_layers
+        self._num_layers = num_layers
         self._prompts: dict[TicketId, _Progress] = {}
 
     def add(self, order: SendOrder) -> None:
         """A prompt is offered."""
-        self._prompts[order.ticket.id] = _Progress(order.num_ready_tokens, order.num_ready_tokens)
+        num_ready, trace = order.num_ready_tokens, order.trace
+        trace.layers_ready = [0.0] * self._num_layers
+        self._prompts[order.ticket.id] = _Progress(num_ready, num_ready, trace.layers_ready)
 
     def layer_ready(
-        self, tickets: Iterable[tuple[TicketId, int]], layer: int
+        self, tickets: Iterable[tuple[TicketId, int]], layer: int, at: float
     ) -> tuple[ReadyLayers, ...]:
         """For each `(ticket, stop)`: KV of tokens `[0, stop)` of `layer` is in place.
 
-        Returns what the agent is to be notified of now.
+        `at` is now; 0 where a GPU has yet to compute it. Returns what the agent is to be notified
+        of now.
         """
         bit = 1 << layer
         due: list[ReadyLayers] = []
@@ -111,6 +116,7 @@ class LayerBatcher:
             if prompt.seen & bit:
                 continue
             prompt.seen |= bit
+            prompt.ready_at[layer] = at
             prompt.pending.append(layer)
             num_bytes = len(prompt.pending) * (stop - prompt.start) * self._layer_token_bytes
             if num_bytes > self._batch_bytes:
@@ -245,7 +251,8 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         """See `HandoffPort`."""
         self._heartbeat.tick()
         self._after = after
-        due = self._layers.layer_ready(tickets, layer)
+        at = self._heartbeat.pending.last_progress_at if after is None else 0.0
+        due = self._layers.layer_ready(tickets, layer, at)
         if due:
             self.loop.call(partial(self.loop.sending.layers_ready, due, after))
 

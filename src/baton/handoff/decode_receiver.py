@@ -445,7 +445,7 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         if finished is not None and session.phase is ReceivePhase.GRANTED:
             incoming.record_sender(finished)
             actions += session.finished(finished)
-        incoming.stamp_progress(self._context.clock.now())
+        incoming.stamp_progress(self._context.clock.now(), notification)
         self._perform(incoming, actions)
 
     def _perform(self, incoming: IncomingHandoff, actions: list[ReceiveAction]) -> None:

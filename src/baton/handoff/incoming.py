@@ -196,9 +196,14 @@ class IncomingHandoff(MutableRecord):  # noqa: PLR0904 - all that concerns one h
             layers, notification.start, notification.stop, self.session.order.after
         )
 
-    def stamp_progress(self, now: Instant) -> None:
-        """Note in the trace how far it came."""
+    def stamp_progress(self, now: Instant, notification: Notification | None = None) -> None:
+        """Note in the trace how far it came: the layers of a notification are in the pages."""
         trace, coverage = self.session.order.trace, self.session.coverage
+        if notification is not None:
+            if not trace.layers_landed:
+                trace.layers_landed = [0.0] * self.session.num_layers
+            first, num_layers = notification.layer, notification.num_layers
+            trace.layers_landed[first : first + num_layers] = [now] * num_layers
         if coverage.has_complete_layer:
             trace.stamp(Stamp.FIRST_LAYER_LANDED, now)
         if coverage.complete:

@@ -196,6 +196,9 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             self._copies.popleft()
             has_news = True
             self._awaited_stamps.poll()  # before the peer is sent the trace
+            if outgoing.after is not None:  # else the engine's thread has noted it
+                ready_at = outgoing.session.order.trace.layers_ready
+                ready_at[layers.start : layers.stop] = [self._context.clock.now()] * len(layers)
             self._perform(outgoing, outgoing.session.gathered(layers, stop))
         return has_news
 

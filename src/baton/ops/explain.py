@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import TYPE_CHECKING, Final
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from baton.telemetry.timeline import Stage
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import TextIO
 
     from baton.protocol.request_traces import RequestTrace
-    from baton.telemetry.timeline import Lane, Stage
+    from baton.telemetry.timeline import Lane, LayerTransfer
 
 LEFT_CHARS: Final = 72
 """Of the columns before the bars."""
@@ -23,12 +26,17 @@ BEYOND_FIRST: Final = 1.1
 """How far an axis that ends at the first token goes beyond it."""
 
 
-def print_trace(trace: RequestTrace, out: TextIO, *, until_first_token: bool = False) -> None:
+def print_trace(
+    trace: RequestTrace, out: TextIO, *, until_first_token: bool = False, with_layers: bool = False
+) -> None:
     """Facts, the waterfall, prediction against outcome, and the router's reasons."""
     console = Console(file=out, markup=False, highlight=False)
     for line in _facts(trace):
         console.print(line, soft_wrap=True)
-    console.print(_waterfall(trace, console.width, until_first_token=until_first_token))
+    axis = _Axis.of(
+        trace, max(MIN_BAR_CHARS, console.width - LEFT_CHARS), until_first_token=until_first_token
+    )
+    console.print(_waterfall(trace, axis, with_layers=with_layers))
     for line in _clocks(trace):
         console.print(line, soft_wrap=True)
     if trace.compared:
@@ -64,6 +72,13 @@ def _facts(trace: RequestTrace) -> Iterator[str]:
                 f"{summary.num_bytes} bytes in {summary.num_pages} pages over "
                 f"{summary.transport}, {used}; verified in {_milliseconds(verified_s)}"
             )
+    if trace.layers:
+        longest = max(trace.layers, key=_took_s)
+        yield (
+            f"layers from computed to landed: {len(trace.layers)}, "
+            f"median {_milliseconds(median(map(_took_s, trace.layers)))}, "
+            f"longest {_milliseconds(_took_s(longest))} (layer {longest.layer})"
+        )
     if trace.token_gaps is not None:
         gaps = trace.token_gaps
         yield (
@@ -76,18 +91,24 @@ def _facts(trace: RequestTrace) -> Iterator[str]:
     yield from (f"no trace of {each}: it was forgotten, or it restarted" for each in trace.missing)
 
 
-def _waterfall(trace: RequestTrace, width: int, *, until_first_token: bool) -> Table:
+def _took_s(layer: LayerTransfer) -> float:
+    return layer.landed_s - layer.ready_s
+
+
+def _waterfall(trace: RequestTrace, axis: _Axis, *, with_layers: bool) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", expand=False)
     table.add_column("where", no_wrap=True, max_width=20, overflow="ellipsis")
     table.add_column("stage", no_wrap=True, max_width=22, overflow="ellipsis")
     table.add_column("from", justify="right", no_wrap=True)
     table.add_column("took", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
-    num_chars = max(MIN_BAR_CHARS, width - LEFT_CHARS)
-    axis = _Axis.of(trace, num_chars, until_first_token=until_first_token)
     for lane in trace.timeline:
         who = lane.worker
-        for stage in lane.stages:
+        layers = [
+            Stage(f"layer {each.layer}", each.ready_s, each.landed_s, is_part=True)
+            for each in (trace.layers if with_layers and lane.name == "transfer" else ())
+        ]
+        for stage in (*lane.stages, *layers):
             name = f"  {stage.name}" if stage.is_part else stage.name
             took_s = stage.end_s - stage.start_s
             bar = Text(axis.draw(stage), style=_color(lane, stage))

@@ -1,8 +1,9 @@
 """Traces of many requests as one file in Chrome's trace event format, for ui.perfetto.dev.
 
     process  the gateway, and each worker
-    thread   a row of requests that do not overlap; transfers have rows of their own
-    slice    a request; within it its stages; within those their parts
+    thread   a row of requests that do not overlap; transfers and layers have rows of their own
+    slice    a request; within it its stages; within those their parts. Of a layer: from computed
+             to landed
 
 A row's slices nest: of two, one contains the other or they do not overlap.
 """
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
     from baton.telemetry.timeline import Lane
 
 MICROSECONDS: Final = 1e6
-TRANSFER_ROWS: Final = 1000
-"""The number of the first thread for transfers; those of requests begin with 1."""
+REQUEST_ROWS, TRANSFER_ROWS, LAYER_ROWS = 1, 1000, 2000
+"""The number of the first thread of each kind."""
+_KINDS: Final = {REQUEST_ROWS: "requests", TRANSFER_ROWS: "transfers", LAYER_ROWS: "layers"}
 
 
 class TraceEvent(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -81,8 +83,7 @@ class _Rows:
         row = next((i for i, free_at in enumerate(rows) if free_at <= start_us), len(rows))
         if row == len(rows):
             rows.append(end_us)
-            kind = "transfers" if first == TRANSFER_ROWS else "requests"
-            self._name("thread_name", pid, first + row, f"{kind} {row + 1}")
+            self._name("thread_name", pid, first + row, f"{_KINDS[first]} {row + 1}")
         rows[row] = end_us
         return pid, first + row
 
@@ -97,7 +98,7 @@ def _add_lane(rows: _Rows, trace: RequestTrace, lane: Lane, offset_s: float) -> 
     start, end = at(lane.start_s), at(lane.end_s)
     is_transfer = lane.name == "transfer"
     process = trace.decode.worker if is_transfer and trace.decode is not None else lane.worker
-    pid, tid = rows.take(process, TRANSFER_ROWS if is_transfer else 1, start, end)
+    pid, tid = rows.take(process, TRANSFER_ROWS if is_transfer else REQUEST_ROWS, start, end)
     rows.events.append(
         TraceEvent(
             trace.id, "X", pid, tid, start, round(end - start, 3), lane.name, _args(trace, lane)
@@ -107,6 +108,14 @@ def _add_lane(rows: _Rows, trace: RequestTrace, lane: Lane, offset_s: float) -> 
         begin, until = at(stage.start_s), at(stage.end_s)
         duration = round(until - begin, 3)
         rows.events.append(TraceEvent(stage.name, "X", pid, tid, begin, duration, lane.name))
+    for layer in trace.layers if is_transfer else ():
+        begin = max(0.0, at(layer.ready_s))  # of a clock that jumped, before all else
+        until = max(begin, at(layer.landed_s))
+        pid, tid = rows.take(process, LAYER_ROWS, begin, until)
+        duration = round(until - begin, 3)
+        rows.events.append(
+            TraceEvent(f"layer {layer.layer}", "X", pid, tid, begin, duration, "layer")
+        )
 
 
 def _args(trace: RequestTrace, lane: Lane) -> dict[str, str | int | float]:

@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from baton.telemetry.timeline import ComparedTime, Lane
+from baton.telemetry.timeline import ComparedTime, Lane, LayerTransfer
 from baton.telemetry.trace import RequestSpan, TraceSummary
 
 REQUESTS_PATH: Final = "/debug/requests"
@@ -52,6 +52,7 @@ class RequestTrace(msgspec.Struct, frozen=True, kw_only=True):
 
     `received_at` is Unix seconds; all times of `timeline` count from then. `distance` is the
     topology distance between the two workers. `kept`: why it is remembered longer, if it is.
+    `layers`: those of a handoff of which both workers recorded the transfer.
     """
 
     id: str
@@ -70,3 +71,4 @@ class RequestTrace(msgspec.Struct, frozen=True, kw_only=True):
     token_gaps: GapSummary | None = None
     distance: str | None = None
     kept: str | None = None
+    layers: tuple[LayerTransfer, ...] = ()

@@ -65,11 +65,23 @@ class Lane(msgspec.Struct, frozen=True):
     clock: ClockEstimate | None
 
 
+class LayerTransfer(msgspec.Struct, frozen=True):
+    """One layer's KV: when the last of it was computed, and when all of it had landed."""
+
+    layer: int
+    ready_s: float
+    landed_s: float
+
+
 class WorkerTrace(msgspec.Struct, frozen=True):
-    """A worker's span, and how far its clock is from the gateway's, if that is known."""
+    """A worker's span, and how far its clock is from the gateway's, if that is known.
+
+    Of a server with several ranks the span is that of all but `missing_ranks`.
+    """
 
     span: RequestSpan
     clock: ClockEstimate | None
+    missing_ranks: tuple[int, ...] = ()
 
 
 def make_timeline(
@@ -95,6 +107,25 @@ def make_timeline(
     elif prefill is not None:
         found.append(_prefill_lane(prefill.span, _align(gateway, prefill)))
     return tuple(lane for lane in found if lane is not None)
+
+
+def list_layers(
+    gateway: RequestSpan, decode: WorkerTrace | None, prefill: WorkerTrace | None
+) -> tuple[LayerTransfer, ...]:
+    """The layers of which both workers have recorded when they were ready and had landed."""
+    if decode is None or prefill is None or Stamp.RECEIVED not in gateway.stamps:
+        return ()
+    ready, landed = prefill.span.layers_ready, decode.span.layers_landed
+    if len(ready) != len(landed):
+        return ()
+    sender, receiver = _align(gateway, prefill), _align(gateway, decode)
+    found = []
+    for layer, (ready_at, landed_at) in enumerate(zip(ready, landed, strict=True)):
+        if ready_at and landed_at:
+            landed_s = receiver.place(landed_at)
+            # Instants of two hosts: an error of the clocks' offset is not a time.
+            found.append(LayerTransfer(layer, min(sender.place(ready_at), landed_s), landed_s))
+    return tuple(found)
 
 
 class _Axis(msgspec.Struct, frozen=True):

@@ -94,6 +94,9 @@ class RequestSpan(msgspec.Struct, kw_only=True):
     `trace_id`, `span_id` and `parent_id` are W3C Trace Context's, "" where none are known.
     `token_gaps` are little-endian float32: seconds between the parts of a streamed answer, which
     are tokens unless several arrived together; `MOST_TOKEN_GAPS` of them at most.
+    `layers_ready`, by the worker that sends, and `layers_landed`, by the one that receives: for
+    each layer when the last of its KV was computed (on a GPU: had left the engine's pages), or had
+    landed; 0 where that is not known. Empty where KV is not handed over layer by layer.
     """
 
     request_id: str
@@ -132,6 +135,8 @@ class RequestSpan(msgspec.Struct, kw_only=True):
     tokenize_s: float | None = None  # by this worker, of the time before it was admitted
     verify_s: float = 0.0  # within the transfer
     chunks: list[PrefillChunk] = []
+    layers_ready: list[float] = []
+    layers_landed: list[float] = []
     token_gaps: bytes = b""
     predicted: PredictedTimes | None = None
     outcome: str | None = None
@@ -176,6 +181,8 @@ class RequestSpan(msgspec.Struct, kw_only=True):
             encodings=list(self.encodings),
             moves=list(self.moves),
             chunks=list(self.chunks),
+            layers_ready=list(self.layers_ready),
+            layers_landed=list(self.layers_landed),
             verified_bytes=dict(self.verified_bytes),
             digest_failures=dict(self.digest_failures),
         )

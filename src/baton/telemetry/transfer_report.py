@@ -65,19 +65,21 @@ class LinkDrift(msgspec.Struct, frozen=True, kw_only=True):
     """How a link's time for each size compares with what it was at first (`telemetry.drift`).
 
     `ratio`: recent median over the reference's, None while that is learned. `since_s`: for how long
-    it has been in this state.
+    it has been in this state. `ranks`: between which two it is, "" in a rank's own report.
     """
 
     state: Literal["learning", "steady", "drifted"]
     ratio: float | None = None
     since_s: Seconds = 0.0
+    ranks: Text = ""
 
 
 class LinkTransfers(msgspec.Struct, frozen=True, kw_only=True):
     """What this worker moved to (WRITE) or from (READ) one peer over one transport.
 
     One value for each period in which the link was in use. `observed_ratio` is the time observed
-    over the one predicted, of periods that measure the link.
+    over the one predicted, of periods that measure the link. `num_rank_pairs`: those whose
+    figures were added; 1 in a rank's own report.
     """
 
     peer: Text
@@ -92,6 +94,7 @@ class LinkTransfers(msgspec.Struct, frozen=True, kw_only=True):
     s_per_mib: BucketCounts
     observed_ratio: BucketCounts
     drift: LinkDrift | None = None
+    num_rank_pairs: Total = 1
 
 
 class SegmentCounts(msgspec.Struct, frozen=True):

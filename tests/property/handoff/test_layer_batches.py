@@ -54,22 +54,28 @@ def test_every_layer_is_announced_once_it_is_there(all_chunks, batch_bytes, orde
     batcher = LayerBatcher(
         batch_bytes, num_layers=NUM_LAYERS, bytes_per_token=NUM_LAYERS * LAYER_TOKEN_BYTES
     )
-    prompts = {}
+    prompts, traces, at = {}, {}, 0.0
     for of_prompt in all_chunks:
         prompt = Prompt(make_ticket(), of_prompt)
         prompts[prompt.ticket.id] = prompt
-        batcher.add(send_order(prompt.ticket, num_tokens=prompt.num_tokens))
+        offered = send_order(prompt.ticket, num_tokens=prompt.num_tokens)
+        traces[prompt.ticket.id] = offered.trace
+        batcher.add(offered)
     while prompts:
         step = data.draw(st.lists(st.sampled_from(list(prompts)), min_size=1, unique=True))
         stops = {
             ticket: prompts[ticket].computed[0] + prompts[ticket].chunks.pop(0) for ticket in step
         }
         for layer in order:
+            at += 1.0
             for ticket, stop in stops.items():
                 prompts[ticket].computed[layer] = stop
-            for ready in batcher.layer_ready(list(stops.items()), layer):
+            for ready in batcher.layer_ready(list(stops.items()), layer, at):
                 prompts[ready.ticket].notify(ready)
-            assert batcher.layer_ready(list(stops.items()), layer) == ()  # some hooks come twice
+            # Some hooks come twice.
+            assert batcher.layer_ready(list(stops.items()), layer, at + 0.5) == ()
+            for ticket in stops:
+                assert traces[ticket].layers_ready[layer] == at
             for prompt in prompts.values():
                 # Of the chunk before and of this one, each at most a batch.
                 assert prompt.unknown_bytes <= 2 * batch_bytes
@@ -82,22 +88,22 @@ def test_every_layer_is_announced_once_it_is_there(all_chunks, batch_bytes, orde
                 assert prompt.known == [stops[ticket]] * NUM_LAYERS
                 num_bytes = prompt.known[0] * NUM_LAYERS * LAYER_TOKEN_BYTES
                 assert num_bytes > batch_bytes or prompt.num_notices == 1
-                assert batcher.layer_ready([(ticket, stops[ticket])], 0) == ()
+                assert batcher.layer_ready([(ticket, stops[ticket])], 0, 1.0) == ()
 
 
 def test_a_prompt_that_is_computed_again_is_announced_again():
     batcher = LayerBatcher(100, num_layers=2, bytes_per_token=20)
     ticket = make_ticket()
     batcher.add(send_order(ticket, num_tokens=16))
-    assert batcher.layer_ready([(ticket.id, 11)], 0) == (ReadyLayers(ticket.id, [0], 11),)
-    assert batcher.layer_ready([(ticket.id, 8)], 0) == ()  # preempted, and begun anew
-    assert batcher.layer_ready([(ticket.id, 8)], 1) == (ReadyLayers(ticket.id, [0, 1], 8),)
+    assert batcher.layer_ready([(ticket.id, 11)], 0, 1.0) == (ReadyLayers(ticket.id, [0], 11),)
+    assert batcher.layer_ready([(ticket.id, 8)], 0, 1.0) == ()  # preempted, and begun anew
+    assert batcher.layer_ready([(ticket.id, 8)], 1, 1.0) == (ReadyLayers(ticket.id, [0, 1], 8),)
 
 
 def test_what_was_ready_before_counts_not():
     batcher = LayerBatcher(100, num_layers=1, bytes_per_token=10)
     ticket = make_ticket()
     batcher.add(send_order(ticket, num_tokens=50, num_ready_tokens=40))
-    assert batcher.layer_ready([(ticket.id, 50)], 0) == ()
+    assert batcher.layer_ready([(ticket.id, 50)], 0, 1.0) == ()
     assert batcher.take(ticket.id) == ReadyLayers(ticket.id, [0], 50)
     assert batcher.take(ticket.id) is None

@@ -6,6 +6,7 @@ from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.options import GatewayOptions, WorkerAddress
+from baton.gateway.rank_reports import merge_transfers
 from baton.gateway.transfer_feed import WINDOW_S, ReportHistory, TransferFeed
 from baton.gateway.transfer_page import MOST_LISTED, TransferPage, TransferPageReply
 from baton.gateway.upstream import Upstream
@@ -54,7 +55,8 @@ class Fleet:
 
     def report(self, name: str, report: TransferReport | None = None) -> None:
         history = self.feed.histories.setdefault(self.workers[name], ReportHistory())
-        history.add(report or self.tables[name].report(), self.clock.now())
+        merged = merge_transfers({0: report or self.tables[name].report()}, self.tables.keys())
+        history.add(merged, self.clock.now())
 
     def show(self) -> TransferPageReply:
         return self.page.show()
@@ -129,9 +131,9 @@ def test_distances_merge_all_pairs_with_their_histograms() -> None:
     assert far.total_histograms.s_per_mib.quantile(0.5) == pytest.approx(1.25, rel=0.01)
 
 
-def test_a_link_names_a_servers_first_rank_as_the_server() -> None:
+def test_a_link_names_a_servers_rank_as_the_server() -> None:
     fleet = Fleet("d0", "v0")
-    outcome = Outcome("v0/0", "same_rack", "tcp", "pull", 1, MIB, 0.1, 0.2, refined=True)
+    outcome = Outcome("v0/1", "same_rack", "tcp", "pull", 1, MIB, 0.1, 0.2, refined=True)
     fleet.tables["d0"].link(outcome, LinkLabels("same_rack", "tcp", "READ"))
     for name in ("d0", "v0"):
         fleet.report(name)
@@ -142,7 +144,7 @@ def test_a_link_names_a_servers_first_rank_as_the_server() -> None:
     assert link.total.bytes_per_s.p50 == pytest.approx(5 * MIB, rel=0.01)
     assert (distance.distance, distance.operation, distance.num_links) == ("same_rack", "READ", 1)
     assert link.drift is not None
-    assert link.drift.state == "learning"
+    assert (link.drift.state, link.drift.ranks, link.num_rank_pairs) == ("learning", "1 to 0", 1)
 
 
 def test_the_busiest_pairs_are_listed_and_all_count() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from baton.ops.perfetto import make_trace_file
 from baton.protocol.request_traces import RequestTrace
-from baton.telemetry.timeline import Lane, Stage
+from baton.telemetry.timeline import Lane, LayerTransfer, Stage
 from baton.telemetry.trace import RequestSpan
 
 KEYS = {"name", "ph", "pid", "tid", "ts", "dur", "cat", "args"}
@@ -27,12 +27,19 @@ def lanes(draw, name: str, worker: str) -> Lane:
 
 
 @st.composite
+def layers(draw) -> LayerTransfer:
+    ready_s = draw(st.floats(0, 3))
+    return LayerTransfer(draw(st.integers(0, 99)), ready_s, ready_s + draw(st.floats(0, 2)))
+
+
+@st.composite
 def traces(draw) -> RequestTrace:
     number = draw(st.integers(0, 10**6))
     span = RequestSpan(request_id=f"r{number}", worker="d", epoch="e", role="decode")
     return RequestTrace(
         id=f"r{number}", status=200, placement=(), summary=None, gateway=span, decode=span,
         prefill=None, missing=(), received_at=1e9 + draw(st.floats(0, 5)),
+        layers=tuple(draw(st.lists(layers(), max_size=5))),
         timeline=(
             draw(lanes("gateway", "gateway")), draw(lanes("transfer", "p → d")),
             draw(lanes("decode", draw(st.sampled_from("de")))),
@@ -69,7 +76,7 @@ def test_slices_of_a_row_nest_and_rows_have_names(found) -> None:
             open_until.append(end)
     assert sum(map(len, slices.values())) == sum(
         1 + len(lane.stages) for trace in found for lane in trace.timeline
-    )
+    ) + sum(len(trace.layers) for trace in found)
 
 
 def test_a_window_without_requests_is_an_empty_file() -> None:

@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.telemetry.clock_offset import ClockEstimate
-from baton.telemetry.timeline import Lane, WorkerTrace, compare_prediction, make_timeline
+from baton.telemetry.timeline import (
+    Lane,
+    LayerTransfer,
+    WorkerTrace,
+    compare_prediction,
+    list_layers,
+    make_timeline,
+)
 from baton.telemetry.trace import (
     MOST_CHUNKS,
     PredictedTimes,
@@ -188,3 +195,34 @@ def test_token_gaps_are_read_as_they_were_packed() -> None:
     made.token_gaps = pack_token_gaps(array("f", [0.5, 0.25]))
     assert made.token_gaps == b"\x00\x00\x00?\x00\x00\x80>"
     assert list(read_token_gaps(made)) == [0.5, 0.25]
+
+
+def layers_of(ready: list[float], landed: list[float]) -> list[LayerTransfer]:
+    """Instants as seconds since the gateway's 100.0, each on its worker's own clock."""
+    sender, receiver = prefill(), decode()
+    sender.layers_ready = [at and 100.0 + PREFILL_AHEAD_S + at for at in ready]
+    receiver.layers_landed = [at and 100.0 + DECODE_AHEAD_S + at for at in landed]
+    found = list_layers(
+        gateway(),
+        WorkerTrace(receiver, ClockEstimate(DECODE_AHEAD_S, 0.001)),
+        WorkerTrace(sender, ClockEstimate(PREFILL_AHEAD_S, 0.002)),
+    )
+    return [
+        LayerTransfer(each.layer, round(each.ready_s, 6), round(each.landed_s, 6)) for each in found
+    ]
+
+
+def test_a_layers_way_is_on_the_gateways_axis() -> None:
+    assert layers_of([0.3, 0.4], [0.45, 0.8]) == [
+        LayerTransfer(0, 0.3, 0.45), LayerTransfer(1, 0.4, 0.8),
+    ]  # fmt: skip
+
+
+def test_a_layer_without_both_instants_is_left_out() -> None:
+    assert layers_of([0.3, 0.0, 0.5], [0.4, 0.5, 0.0]) == [LayerTransfer(0, 0.3, 0.4)]
+    assert layers_of([0.3], []) == []
+
+
+def test_a_layer_that_landed_before_it_was_computed_took_no_time() -> None:
+    """The clocks of two hosts are known to within an error."""
+    assert layers_of([0.3005], [0.3]) == [LayerTransfer(0, 0.3, 0.3)]

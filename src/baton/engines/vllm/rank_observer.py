@@ -10,9 +10,10 @@ import msgspec
 from baton.handoff.interface import DECLINED_STAGE
 from baton.telemetry.metrics import HeldBlockTime
 from baton.telemetry.trace import RequestSpan, Stamp
+from baton.telemetry.trace_merge import merge_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from baton.auth.ticket import HandoffMode
     from baton.clock import Instant
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     from baton.telemetry.handoff_metrics import HandoffInstruments
     from baton.telemetry.metrics import HeldBlockSeconds
     from baton.telemetry.trace import TraceRing
-
-_LAST_OF_ALL = frozenset({Stamp.FIRST_LAYER_LANDED, Stamp.LAST_LAYER_LANDED})
-"""What has happened only once it has for every part; of other instants the first counts."""
 
 
 def open_trace(prompt: Prompt, role: str, worker: WorkerId, epoch: Epoch) -> RequestSpan:
@@ -52,28 +50,6 @@ def open_partial_trace(span: RequestSpan) -> RequestSpan:
     return RequestSpan(
         request_id=span.request_id, worker=span.worker, epoch=span.epoch, role=span.role
     )
-
-
-def merge_traces(span: RequestSpan, parts: Iterable[RequestSpan]) -> None:
-    """Put together what each ticket's handoff recorded; `span` itself may be the only part."""
-    for part in parts:
-        if part is span:
-            continue
-        for stamp, at in part.stamps.items():
-            known = span.stamps.get(stamp, at)
-            span.stamps[stamp] = max(known, at) if stamp in _LAST_OF_ALL else min(known, at)
-        span.peer_stamps = span.peer_stamps or part.peer_stamps
-        is_mismatch = part.transport != part.expected_transport
-        if span.transport is None or (is_mismatch and span.transport == span.expected_transport):
-            span.transport, span.expected_transport = part.transport, part.expected_transport
-        span.operation = span.operation or part.operation
-        span.reroutes += part.reroutes
-        for encoding in part.encodings:
-            span.note_encoding(encoding)
-        span.encoding_estimate = span.encoding_estimate or part.encoding_estimate
-        span.verify_s += part.verify_s
-        span.num_bytes += part.num_bytes
-        span.num_pages += part.num_pages
 
 
 NO_TRANSPORT: Final = "none"
@@ -188,7 +164,7 @@ class RankObserver:
         found = self._open.get(request)
         if found is None:
             return
-        merge_traces(found.span, found.parts)
+        merge_parts(found.span, found.parts)
         if error is None:
             span = found.span
             num_landed = span.num_prompt_tokens if load.num_landed is None else load.num_landed
@@ -207,7 +183,7 @@ class RankObserver:
         if found is None:
             return
         span = found.span
-        merge_traces(span, found.parts)
+        merge_parts(span, found.parts)
         span.outcome = _outcome_of(error)
         span.stamp(Stamp.FINISHED, at)
         self._instruments.finished(span)

@@ -15,11 +15,10 @@ from baton.gateway.alerts.observations import (
     Observations,
     StoreCost,
 )
-from baton.gateway.report_feed import FIRST_RANK
 from baton.protocol.alerts import AlertName
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from baton.gateway.options import GatewayOptions
     from baton.gateway.prefixes import Prefixes
@@ -156,8 +155,8 @@ def _list_links(reports: Mapping[str, TransferReport]) -> Iterator[LinkTimes]:
         for link in report.links:
             if link.drift is None:
                 continue
-            peer = _worker_of(link.peer, reports)
-            source, target = (worker, peer) if link.operation == "WRITE" else (peer, worker)
+            is_write = link.operation == "WRITE"
+            source, target = (worker, link.peer) if is_write else (link.peer, worker)
             yield LinkTimes(
                 source,
                 target,
@@ -171,8 +170,7 @@ def _list_links(reports: Mapping[str, TransferReport]) -> Iterator[LinkTimes]:
 def _list_segments(reports: Mapping[str, TransferReport]) -> Iterator[LinkSegments]:
     for worker, report in reports.items():
         for each in report.segments:
-            peer = _worker_of(each.peer, reports)
-            yield LinkSegments(worker, peer, each.transport, each.distance, each.sent)
+            yield LinkSegments(worker, each.peer, each.transport, each.distance, each.sent)
 
 
 def _list_paths(
@@ -180,7 +178,7 @@ def _list_paths(
 ) -> Iterator[HandoffPath]:
     for worker, report in reports.items():
         for each in report.handoffs:
-            peer, last = _worker_of(each.peer, infos), each.last_mismatch
+            peer, last = each.peer, each.last_mismatch
             both = [infos[name].transports for name in (worker, peer) if name in infos]
             yield HandoffPath(
                 peer,
@@ -192,8 +190,3 @@ def _list_paths(
                 None if last is None else last.s_ago,
                 frozenset(both[0]).intersection(*both[1:]) if both else frozenset(),
             )
-
-
-def _worker_of(peer: str, names: Collection[str]) -> str:
-    """A peer's worker: of several ranks, the first one's name is not the worker's."""
-    return peer if peer in names else peer.removesuffix(FIRST_RANK)

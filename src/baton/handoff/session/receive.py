@@ -82,7 +82,7 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self.coverage = self._make_coverage(num_layers)
         self._requested: Coverage | None = None
         self._sealed_ticket = sealed_ticket
-        self._num_layers = num_layers
+        self.num_layers = num_layers
         self._finished: Finished | None = None
         # Whose hand may be in the pages: the peer's, through a window, or our own, by reads.
         self._grant_is_open = False
@@ -149,7 +149,7 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         if self.plan.op != "READ":
             raise ProtocolError("tokens are available to a worker that does not read them")
         if self._requested is None:
-            self._requested = self._make_coverage(self._num_layers)
+            self._requested = self._make_coverage(self.num_layers)
         self._requested.add(message.layer, message.start, message.stop, message.num_layers)
         return [ReadPages(message)]
 
@@ -171,7 +171,7 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         if self.phase is not ReceivePhase.GRANTED:
             return []
         self._imported = blocks
-        self.coverage.add(0, self.order.start, self.order.num_tokens, self._num_layers)
+        self.coverage.add(0, self.order.start, self.order.num_tokens, self.num_layers)
         return self._complete()
 
     def export_refused(self, reason: str) -> list[ReceiveAction]:
