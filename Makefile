@@ -10,6 +10,8 @@ TORCH_ARGS ?=
 # Of each pip install. CI: --no-compile, since of all modules a quarter is ever imported.
 INSTALL_ARGS ?=
 PYTEST_ARGS ?=
+# Of `make bench-control-short`. CI: --rounds 1.
+BENCH_ARGS ?=
 # Of `make simulate` and `make fuzz`: other seeds each night find more than the same ones again.
 SCHEDULES ?= 100000
 FIRST_SEED ?= 0
@@ -79,8 +81,9 @@ test: before-tests
 # Four processes keep two cores busy: with five each test took a third longer, and all together more.
 # Hundreds of processes start: none compiles again what another did.
 # At most ten that failed run again, alone, and that run decides (docs/contributing.md).
+# build/tests.xml: how long each test took.
 run-tests:
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python scripts/run_tests.py -q -n 4 --durations 20 --dist loadscope $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python scripts/run_tests.py -q -n 4 --durations 20 --dist loadscope --junitxml=build/tests.xml $(PYTEST_ARGS)
 
 # mypy takes one core; meanwhile vLLM is installed, and what the tests import is compiled.
 before-tests: $(DEV) $(DOCS)
@@ -97,7 +100,7 @@ test-envoy: $(DEV)
 
 # For CI, which prints it and never fails by it. On a machine that is too slow it ends early.
 bench-control-short: $(DEV)
-	-timeout --kill-after=10 120 $(BIN)/python benchmarks/bench_control.py --short
+	-timeout --kill-after=10 120 $(BIN)/python benchmarks/bench_control.py --short $(BENCH_ARGS)
 
 # CI runs what stands for the others. Network namespaces need root; without, those tests skip.
 chaos: $(DEV)
@@ -137,6 +140,7 @@ lint: $(DEV)
 
 types: $(DEV)
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file benchmarks/mypy.ini benchmarks
 
 words: | $(CREATED)
 	$(BIN)/python scripts/check_words.py
@@ -169,10 +173,11 @@ $(CREATED):
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
+# The lists are complete, and pip has nothing to resolve. torch's build decides what else torch needs.
 $(RUNTIME): requirements.txt pyproject.toml | $(CREATED)
 	@echo "Installing into $(VENV); the first time this takes some minutes."
-	$(PIP) install --quiet $(INSTALL_ARGS) $(TORCH_ARGS) $(shell grep '^torch==' requirements.txt)
-	$(PIP) install --quiet $(INSTALL_ARGS) -r requirements.txt
+	$(PIP) install --quiet $(INSTALL_ARGS) $(TORCH_ARGS) -c requirements.txt $(shell grep '^torch==' requirements.txt)
+	$(PIP) install --quiet $(INSTALL_ARGS) --no-deps -r requirements.txt
 	$(PIP) install --quiet $(INSTALL_ARGS) --no-deps --no-build-isolation --editable .
 	@touch $@
 
@@ -182,7 +187,7 @@ $(VLLM): requirements-vllm.txt $(RUNTIME)
 	@touch $@
 
 $(DEV): requirements-dev.txt $(RUNTIME)
-	$(PIP) install --quiet $(INSTALL_ARGS) -r requirements-dev.txt
+	$(PIP) install --quiet $(INSTALL_ARGS) --no-deps -r requirements-dev.txt
 	@touch $@
 
 $(RAY): pyproject.toml | $(RUNTIME)
@@ -190,7 +195,7 @@ $(RAY): pyproject.toml | $(RUNTIME)
 	@touch $@
 
 $(DOCS): requirements-docs.txt | $(CREATED)
-	$(PIP) install --quiet $(INSTALL_ARGS) -r requirements-docs.txt
+	$(PIP) install --quiet $(INSTALL_ARGS) --no-deps -r requirements-docs.txt
 	@touch $@
 
 # What the processes of `make test` import as they collect the tests is compiled before, by one.

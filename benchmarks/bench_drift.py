@@ -2,23 +2,21 @@
 
     python benchmarks/bench_drift.py --json benchmarks/results/drift.json      (about 3 minutes)
 
-Synthetic traffic of one link: sizes of 16 KiB to 4 MiB, times around `latency + bytes / bandwidth`,
+Synthetic traffic of one link: `drift_traffic.py`. Recorded traffic: `tcp` and `shared` between two
+processes of this machine, each transfer timed, and with it how fast the machine was
+(`record_link.py`). It is replayed as it came; *steady machine*: without the stretches of 50
+transfers in which copies of as many bytes took 15 % longer than mostly, or the two processes waited
+for a core for 5 % of the time; and those in shuffled blocks of 24 transfers, ten times.
 
-    lognormal   independent, deviation 0.3 of the logarithm
-    heavy       independent, Student's t with 3 degrees of freedom: far more outliers
-    alike       each resembles the one before: correlation 0.5, deviation 0.3
-    stalls      lognormal, and 1 of 100 takes ten times as long
+*Drifts* and *alerts* of traffic whose link does not change are without cause; an alert is a drift
+that lasts as long as `BatonLinkDrift` waits. *Delay*: at points of the same traffic, the detector
+as it is then sees the next transfers slowed by 1.3 or 2: how many until the drift, median of the
+points, and the share found within 200. *Least possible*: the same of a test that knows the
+distribution and the slowdown that it looks for, and has 1 false alarm in 100,000 transfers; for
+Gaussian traffic.
 
-Recorded traffic: `tcp` and `shared` between two processes of this machine, sizes in turns, each
-transfer timed. It is replayed as it came, with the work of others on this machine in it; and in
-shuffled blocks of 24 transfers, ten times: what changes slowly is then spread over all, so that the
-link is the same all the time.
-
-*False*: drifts of stationary traffic for each 100,000 transfers. *Delay*: transfers from a slowdown
-by 1.3 or 2 (of all times) to the drift, median of the seeds, and the share found within 200.
-*Alerts* of recorded traffic: drifts that last as long as `BatonLinkDrift` waits, by the sum of the
-transfers' times. The sweep shows the same for other thresholds (`evidence`) and lengths of the
-reference.
+*Slow stretches* of recorded traffic: 50 transfers whose median is 30 % over that of all. A detector
+that finds +30 % within 50 transfers finds them.
 """
 
 from __future__ import annotations
@@ -28,42 +26,50 @@ import random
 import statistics
 import sys
 import time
-from dataclasses import dataclass, replace
+from copy import deepcopy
+from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from drift_traffic import CORRELATION, KINDS, OptimalTest, lognormal, make_transfers
+from record_link import Recording, Stretches, find_stretches, record
 from rich.console import Console
 from rich.table import Table
 from run_record import write_record
 
-from baton.clock import Instant, MachineClock
+from baton.clock import Instant
 from baton.gateway.alerts.rules import TIMINGS
 from baton.protocol.alerts import AlertName
-from baton.rig.backend import BackendSpec
-from baton.rig.nodes import LocalNodes
-from baton.rig.pages import PAGE_BYTES, Workload
-from baton.rig.pair import NodePair, SampleBudget
 from baton.telemetry.drift import DEFAULTS, DriftDetector, DriftOptions, DriftState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Iterable, Sequence
 
-    from numpy.typing import NDArray
+    from drift_traffic import Transfers
 
-    Transfers = list[tuple[int, float]]
-    Noise = Callable[[np.random.Generator, int], NDArray[np.float64]]
-
-SIZES = np.array([1 << power for power in (14, 16, 18, 20, 22)])
-LATENCY_S, BYTE_S = 100e-6, 1 / 2e9
 NUM_STEADY = 100_000
+NUM_POINTS = 10
+"""Slowdowns of each factor for each 100,000 transfers."""
+NUM_POINTS_RECORDED = 200
+NUM_SHUFFLED = 10
 MOST_DELAY = 200
 FACTORS = (1.3, 2.0)
-EVIDENCE = (8.0, 12.0, 16.0, 20.0)
-REFERENCES = (128, 256, 512)
-NOW = Instant(0.0)
-RECORDED_SIZES = (64 << 10, 256 << 10, 1 << 20)
+EVIDENCE = (6.0, 8.0, 10.0, 12.0, 16.0)
 BLOCK = 24
+FOR_S = TIMINGS[AlertName.LINK_DRIFT].for_s
+GAUSSIAN = {"lognormal": 0.0, "alike": CORRELATION}
+
+
+@dataclass(frozen=True)
+class Delay:
+    """Of slowdowns by `factor`: median transfers until found, None if more than `MOST_DELAY`."""
+
+    factor: float
+    num_slowdowns: int
+    median: float | None
+    found: float
 
 
 @dataclass(frozen=True)
@@ -72,186 +78,161 @@ class Result:
 
     traffic: str
     evidence: float
-    num_reference: int
     num_transfers: int
-    num_false: int
-    false_per_100k: float
-    delay_30_percent: float | None
-    found_30_percent: float
-    delay_double: float | None
-    found_double: float
-    num_alerts: int | None = None
+    num_drifts: int
+    num_alerts: int
+    delays: list[Delay]
+    least_delays: list[Delay]
+
+    @property
+    def drifts_per_100k(self) -> float:
+        """Without cause."""
+        return 100_000 * self.num_drifts / max(1, self.num_transfers)
 
 
-def lognormal(rng: np.random.Generator, num: int) -> NDArray[np.float64]:
-    """Independent logarithms."""
-    return rng.normal(0, 0.3, num)
+@dataclass
+class Counts:
+    """What runs over the same kind of traffic found, in sum."""
+
+    num_transfers: int = 0
+    num_drifts: int = 0
+    num_alerts: int = 0
+    delays: dict[float, list[int | None]] = field(default_factory=lambda: {f: [] for f in FACTORS})
+    least: dict[float, list[int | None]] = field(default_factory=lambda: {f: [] for f in FACTORS})
+
+    def result(self, traffic: str, options: DriftOptions) -> Result:
+        """The figures."""
+        return Result(
+            traffic,
+            options.evidence,
+            self.num_transfers,
+            self.num_drifts,
+            self.num_alerts,
+            [summarize(factor, found) for factor, found in self.delays.items()],
+            [summarize(factor, found) for factor, found in self.least.items() if found],
+        )
 
 
-def heavy(rng: np.random.Generator, num: int) -> NDArray[np.float64]:
-    """Many outliers."""
-    return 0.2 * rng.standard_t(3, num)
+def summarize(factor: float, found: Sequence[int | None]) -> Delay:
+    """Those that were not found took longer than all others."""
+    if not found:
+        return Delay(factor, 0, None, 0.0)
+    median = statistics.median([MOST_DELAY + 1 if each is None else each for each in found])
+    share = sum(each is not None for each in found) / len(found)
+    return Delay(factor, len(found), None if median > MOST_DELAY else median, share)
 
 
-def alike(rng: np.random.Generator, num: int) -> NDArray[np.float64]:
-    """A first-order autoregression."""
-    shocks = rng.normal(0, 0.3 * np.sqrt(1 - 0.5**2), num).tolist()
-    value, values = 0.0, []
-    for shock in shocks:
-        value = 0.5 * value + shock
-        values.append(value)
-    return np.array(values)
-
-
-def stalls(rng: np.random.Generator, num: int) -> NDArray[np.float64]:
-    """Some transfers are stopped on their way."""
-    return lognormal(rng, num) + np.log(10) * (rng.random(num) < 0.01)
-
-
-KINDS: dict[str, Noise] = {
-    "lognormal": lognormal,
-    "heavy": heavy,
-    "alike": alike,
-    "stalls": stalls,
-}
-
-
-def make_transfers(noise: Noise, rng: np.random.Generator, num: int) -> Transfers:
-    """`(bytes, seconds)` of a link that does not change."""
-    sizes = rng.choice(SIZES, num)
-    seconds = (LATENCY_S + sizes * BYTE_S) * np.exp(noise(rng, num))
-    return list(zip(sizes.tolist(), seconds.tolist(), strict=True))
-
-
-def count_drifts(transfers: Transfers, chosen: DriftOptions) -> int:
-    """Of stationary traffic: all of them are false."""
-    detector = DriftDetector(NOW, chosen)
-    observe = detector.observe
-    for size, seconds in transfers:
-        observe(size, seconds, NOW)
-    return detector.num_drifts
-
-
-def count_alerts(transfers: Transfers, chosen: DriftOptions) -> int:
-    """Drifts that last for as long as the gateway waits."""
-    detector, now, is_counted, num = DriftDetector(NOW, chosen), 0.0, False, 0
-    for size, seconds in transfers:
-        now += seconds
-        if detector.observe(size, seconds, Instant(now)) is not DriftState.DRIFTED:
+def play(
+    counts: Counts,
+    transfers: Transfers,
+    instants: Iterable[float],
+    options: DriftOptions,
+    every: int,
+) -> None:
+    """Count drifts and alerts of a link that does not change; try slowdowns at points `every`."""
+    detector = DriftDetector(Instant(0.0), options)
+    is_counted = False
+    last_point = len(transfers) - MOST_DELAY
+    for number, ((size, seconds), now) in enumerate(zip(transfers, instants, strict=True)):
+        state = detector.observe(size, seconds, Instant(now))
+        if state is not DriftState.DRIFTED:
             is_counted = False
-        elif not is_counted and now - detector.since >= TIMINGS[AlertName.LINK_DRIFT].for_s:
-            is_counted, num = True, num + 1
-    return num
+        elif not is_counted and now - detector.since >= FOR_S:
+            is_counted = True
+            counts.num_alerts += 1
+        if every and number % every == every - 1 and number < last_point:
+            if state is not DriftState.STEADY:
+                continue
+            later = transfers[number + 1 : number + 1 + MOST_DELAY]
+            for factor, delays in counts.delays.items():
+                delays.append(find_delay(detector, later, factor, now))
+    counts.num_drifts += detector.num_drifts
+    counts.num_transfers += len(transfers) - options.num_reference
 
 
-def find_delay(transfers: Transfers, chosen: DriftOptions, factor: float) -> int | None:
-    """Transfers until the drift, of a link that is slower after `len(transfers) - MOST_DELAY`."""
-    detector = DriftDetector(NOW, chosen)
-    num_before = len(transfers) - MOST_DELAY
-    for number, (size, seconds) in enumerate(transfers):
-        is_slow = number >= num_before
-        state = detector.observe(size, seconds * factor if is_slow else seconds, NOW)
-        if is_slow and state is DriftState.DRIFTED:
-            return number - num_before + 1
+def find_delay(
+    detector: DriftDetector, transfers: Transfers, factor: float, now: float
+) -> int | None:
+    """Transfers until a copy of the detector finds this slowdown."""
+    detector = deepcopy(detector)
+    for number, (size, seconds) in enumerate(transfers, 1):
+        now += seconds * factor
+        if detector.observe(size, seconds * factor, Instant(now)) is DriftState.DRIFTED:
+            return number
     return None
 
 
-def summarize(
-    traffic: str,
-    chosen: DriftOptions,
-    steady: Sequence[Transfers],
-    before_shift: Sequence[Transfers],
+def play_optimal(counts: Counts, transfers: Transfers, correlation: float, every: int) -> None:
+    """The same slowdowns for the best test that the distribution allows."""
+    for factor, delays in counts.least.items():
+        test = OptimalTest(factor, correlation, NUM_STEADY)
+        for number, (size, seconds) in enumerate(transfers[:-MOST_DELAY]):
+            test.observe(size, seconds)
+            if number % every != every - 1:
+                continue
+            copy = deepcopy(test)
+            later = transfers[number + 1 : number + 1 + MOST_DELAY]
+            alarms = (
+                after
+                for after, (size_after, seconds_after) in enumerate(later, 1)
+                if copy.observe(size_after, seconds_after * factor)
+            )
+            delays.append(next(alarms, None))
+
+
+def measure_synthetic(
+    kind: str, options: DriftOptions, num_seeds: int, *, with_optimal: bool = False
 ) -> Result:
-    """False drifts of `steady`, delays of `before_shift`."""
-    num_false = sum(count_drifts(each, chosen) for each in steady)
-    num = sum(len(each) for each in steady)
-    delays: list[float | None] = []
-    shares: list[float] = []
-    for factor in FACTORS:
-        found = [find_delay(each, chosen, factor) for each in before_shift]
-        known = [MOST_DELAY + 1 if each is None else each for each in found]
-        middle = statistics.median(known) if known else None
-        delays.append(None if middle is not None and middle > MOST_DELAY else middle)
-        shares.append(sum(each is not None for each in found) / max(1, len(found)))
-    return Result(
-        traffic,
-        chosen.evidence,
-        chosen.num_reference,
-        num,
-        num_false,
-        100_000 * num_false / max(1, num),
-        delays[0],
-        shares[0],
-        delays[1],
-        shares[1],
-    )
+    """`num_seeds` links of 100,000 transfers after their reference."""
+    counts = Counts()
+    for seed in range(num_seeds):
+        rng = np.random.default_rng([seed, 1])
+        transfers = make_transfers(KINDS[kind], rng, options.num_reference + NUM_STEADY)
+        instants = accumulate(seconds for _, seconds in transfers)
+        every = NUM_STEADY // NUM_POINTS
+        play(counts, transfers, instants, options, every)
+        if with_optimal and kind in GAUSSIAN:
+            play_optimal(counts, transfers, GAUSSIAN[kind], every)
+    return counts.result(kind, options)
 
 
-def measure_synthetic(kind: str, chosen: DriftOptions, num_seeds: int) -> Result:
-    """`num_seeds` runs of 100,000 transfers, and as many slowdowns of each size."""
-    noise = KINDS[kind]
-    num = chosen.num_reference + NUM_STEADY
-    steady = (
-        make_transfers(noise, np.random.default_rng([seed, 1]), num) for seed in range(num_seeds)
-    )
-    before = [
-        make_transfers(
-            noise, np.random.default_rng([seed, 2]), chosen.num_reference + 500 + MOST_DELAY
-        )
-        for seed in range(8 * num_seeds)
-    ]
-    num_false = num_all = 0
-    for each in steady:
-        num_false += count_drifts(each, chosen)
-        num_all += NUM_STEADY
-    found = summarize(kind, chosen, (), before)
-    return Result(
-        kind,
-        chosen.evidence,
-        chosen.num_reference,
-        num_all,
-        num_false,
-        100_000 * num_false / num_all,
-        found.delay_30_percent,
-        found.found_30_percent,
-        found.delay_double,
-        found.found_double,
-    )
-
-
-def record(kind: str, seconds: float) -> Transfers:
-    """Real transfers between two processes, sizes in turns."""
-    workloads = [Workload("message", size) for size in RECORDED_SIZES]
-    num_pages = 2 * max(RECORDED_SIZES) // PAGE_BYTES
-    budget = SampleBudget(budget_s=0.02, min_samples=8, max_samples=8)
-    transfers: Transfers = []
-    clock = MachineClock()
-    with NodePair(BackendSpec("transport", kind, {}), num_pages, LocalNodes(clock)) as pair:
-        for workload in workloads:
-            pair.verify(workload, "push")
-        began = clock.now()
-        while clock.now() - began < seconds:
-            rounds = [pair.measure(each, "push", budget).samples_s for each in workloads]
-            for times in zip(*rounds, strict=False):
-                transfers += zip(RECORDED_SIZES, times, strict=True)
-    return transfers
-
-
-def measure_recorded(kind: str, transfers: Transfers, chosen: DriftOptions) -> list[Result]:
-    """As it came, and in shuffled blocks."""
-    length = chosen.num_reference + 200 + MOST_DELAY
-    starts = range(0, max(1, len(transfers) - length), max(1, len(transfers) // 60))
-    before = [transfers[at : at + length] for at in starts]
-    blocks = [transfers[at : at + BLOCK] for at in range(0, len(transfers), BLOCK)]
-    shuffled = []
-    for seed in range(10):
+def measure_recorded(transport: str, recording: Recording, options: DriftOptions) -> list[Result]:
+    """As it came, without the stretches in which the machine was slower, and those shuffled."""
+    mean_s = (recording.began_s[-1] - recording.began_s[0]) / len(recording.began_s)
+    steady = recording.only_on_steady_machine().transfers
+    results = []
+    for name, transfers in (("", recording.transfers), (", steady machine", steady)):
+        counts = Counts()
+        play_at_pace(counts, transfers, mean_s, options, NUM_POINTS_RECORDED)
+        results.append(counts.result(f"recorded `{transport}`{name}", options))
+    shuffled = Counts()
+    blocks = [steady[at : at + BLOCK] for at in range(0, len(steady), BLOCK)]
+    for seed in range(NUM_SHUFFLED):
         random.Random(seed).shuffle(blocks)
-        shuffled.append([each for block in blocks for each in block])
-    as_it_came = summarize(f"recorded {kind}", chosen, [transfers], before)
-    return [
-        replace(as_it_came, num_alerts=count_alerts(transfers, chosen)),
-        summarize(f"recorded {kind}, shuffled", chosen, shuffled, ()),
-    ]
+        mixed = [each for block in blocks for each in block]
+        play_at_pace(shuffled, mixed, mean_s, options, NUM_POINTS_RECORDED // NUM_SHUFFLED)
+    return [*results, shuffled.result(f"recorded `{transport}`, steady machine, shuffled", options)]
+
+
+def play_at_pace(
+    counts: Counts, transfers: Transfers, pace_s: float, options: DriftOptions, num_points: int
+) -> None:
+    """One transfer each `pace_s`; nothing if there are too few for a reference."""
+    if len(transfers) > options.num_reference + MOST_DELAY:
+        instants = (number * pace_s for number in range(len(transfers)))
+        play(counts, transfers, instants, options, max(1, len(transfers) // num_points))
+
+
+def find_recording(transport: str, seconds: float, folder: Path | None) -> Recording:
+    """The one that is kept in `folder`; if there is none, a new one, which is kept there."""
+    path = None if folder is None else Path(folder, f"{transport}.npz")
+    if path is not None and path.exists():
+        return Recording.load(path)
+    recording = record(transport, seconds)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        recording.save(path)
+    return recording
 
 
 def measure_cost() -> float:
@@ -259,10 +240,10 @@ def measure_cost() -> float:
     transfers = make_transfers(lognormal, np.random.default_rng(0), 100_000)
     taken = []
     for _ in range(5):
-        detector = DriftDetector(NOW)
+        detector = DriftDetector(Instant(0.0))
         began = time.thread_time()
         for size, seconds in transfers:
-            detector.observe(size, seconds, NOW)
+            detector.observe(size, seconds, Instant(0.0))
         taken.append(time.thread_time() - began)
     return min(taken) / len(transfers) * 1e6
 
@@ -271,39 +252,47 @@ def show(title: str, results: Sequence[Result]) -> None:
     """One row for each."""
     table = Table(title=title)
     columns = (
-        "traffic", "evidence", "reference", "transfers", "false", "false / 100,000",
-        "delay +30 %", "found", "delay x2", "found", "alerts",
+        "traffic", "evidence", "transfers", "drifts", "for each 100,000", "alerts",
+        "delay +30 %", "least", "delay x2", "least",
     )  # fmt: skip
     for column in columns:
         table.add_column(column)
     for each in results:
-        delays = [
-            "-" if delay is None else f"{delay:.0f}"
-            for delay in (each.delay_30_percent, each.delay_double)
-        ]
+        small, large = each.delays
+        least = [*each.least_delays, None, None]
         table.add_row(
-            each.traffic, f"{each.evidence:g}", str(each.num_reference), f"{each.num_transfers:,}",
-            str(each.num_false), f"{each.false_per_100k:.2f}", delays[0],
-            f"{each.found_30_percent:.0%}", delays[1], f"{each.found_double:.0%}",
-            "" if each.num_alerts is None else str(each.num_alerts),
+            each.traffic, f"{each.evidence:g}", f"{each.num_transfers:,}", str(each.num_drifts),
+            f"{each.drifts_per_100k:.2f}", str(each.num_alerts),
+            name_delay(small), name_delay(least[0]), name_delay(large), name_delay(least[1]),
         )  # fmt: skip
     Console(width=140).print(table)
 
 
-def print_rows(results: Sequence[Result]) -> None:
-    """The rows of the table in docs/observability/alerts.md."""
+def name_delay(delay: Delay | None) -> str:
+    """Median and share found."""
+    if delay is None:
+        return "-"
+    median = f"> {MOST_DELAY}" if delay.median is None else f"{delay.median:.0f}"
+    return f"{median} ({delay.found:.0%})"
+
+
+def print_rows(results: Sequence[Result], stretches: dict[str, Stretches]) -> None:
+    """The rows of the tables in docs/observability/alerts.md."""
     for each in results:
-        found = [
-            "-" if delay is None else f"{delay:.0f} ({share:.0%})"
-            for delay, share in (
-                (each.delay_30_percent, each.found_30_percent),
-                (each.delay_double, each.found_double),
-            )
-        ]
-        alerts = "-" if each.num_alerts is None else str(each.num_alerts)
+        small, large = each.delays
+        least = [
+            f" (least possible: {delay.median:.0f})" if delay.median is not None else ""
+            for delay in each.least_delays
+        ] or ["", ""]
         print(
-            f"| {each.traffic} | {each.num_transfers:,} | {each.false_per_100k:.2f} | {alerts} | "
-            f"{found[0]} | {found[1]} |"
+            f"| {each.traffic} | {each.num_transfers:,} | {each.drifts_per_100k:.2f} "
+            f"| {each.num_alerts} | {name_delay(small)}{least[0]} | {name_delay(large)}{least[1]} |"
+        )
+    for transport, found in stretches.items():
+        print(
+            f"| `{transport}` | {found.num_stretches:,} | {found.num_slow} "
+            f"| {found.num_machine_slow} | {found.num_both} | {found.copy_correlation:.2f} "
+            f"| {found.correlation:.2f} | {found.first_ratio:.2f} |"
         )
 
 
@@ -311,32 +300,43 @@ def main() -> None:
     """All of it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=20, help="of 100,000 transfers, by traffic")
-    parser.add_argument("--sweep-seeds", type=int, default=3)
-    parser.add_argument("--record", type=float, default=15.0, help="seconds of each transport")
+    parser.add_argument("--sweep-seeds", type=int, default=4)
+    parser.add_argument("--record", type=float, default=30.0, help="seconds of each transport")
+    parser.add_argument("--recordings", type=Path, help="a folder: use what is kept there")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    chosen = [measure_synthetic(kind, DEFAULTS, options.seeds) for kind in KINDS]
-    show("the parameters that are used", chosen)
     recorded: list[Result] = []
+    stretches: dict[str, Stretches] = {}
     for transport in ("shared", "tcp") if options.record else ():
-        transfers = record(transport, options.record)
-        print(f"{transport}: {len(transfers)} transfers recorded", file=sys.stderr)
-        recorded += measure_recorded(transport, transfers, DEFAULTS)
-    show("recorded traffic", recorded)
+        recording = find_recording(transport, options.record, options.recordings)
+        stretches[transport] = find_stretches(recording)
+        print(f"{transport}: {stretches[transport]}", file=sys.stderr)
+        recorded += measure_recorded(transport, recording, DEFAULTS)
+    chosen = [measure_synthetic(kind, DEFAULTS, options.seeds, with_optimal=True) for kind in KINDS]
+    show("the parameters that are used", [*chosen, *recorded])
     sweep = [
-        measure_synthetic(
-            kind, DriftOptions(evidence=evidence, num_reference=num), options.sweep_seeds
-        )
+        measure_synthetic(kind, DriftOptions(evidence=evidence), options.sweep_seeds)
         for kind in (KINDS if options.sweep_seeds else ())
-        for num in REFERENCES
         for evidence in EVIDENCE
     ]
     show("sweep", sweep)
     cost_us = measure_cost()
-    print_rows([*chosen, *recorded])
+    bounds = {
+        f"{kind} x{factor:g}": OptimalTest(factor, correlation, NUM_STEADY).mean_delay
+        for kind, correlation in GAUSSIAN.items()
+        for factor in FACTORS
+    }
+    print(f"least worst mean delay, by theory: {bounds}")
+    print_rows([*chosen, *recorded], stretches)
     print(f"{cost_us:.2f} us of processor time for a transfer")
     write_record(
-        options.json, chosen=chosen, recorded=recorded, sweep=sweep, us_per_transfer=cost_us
+        options.json,
+        chosen=chosen,
+        recorded=recorded,
+        stretches=stretches,
+        least_worst_mean_delays=bounds,
+        sweep=sweep,
+        us_per_transfer=cost_us,
     )
 
 

@@ -18,7 +18,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import numpy as np
@@ -56,6 +56,8 @@ if TYPE_CHECKING:
 
     from baton.auth.ticket import HandoffMode
 
+EventT = TypeVar("EventT")
+
 BLOCK_SIZE = 16
 HEAD_DIM = 16
 """With the 16 layers and heads of the defaults 32 KiB a token, in pages of 32 KiB."""
@@ -88,7 +90,7 @@ class Node:
     woken: threading.Event
     credentials: Credentials
 
-    def wait(self, *kinds: type) -> object:
+    def wait(self, *kinds: type[EventT]) -> EventT:
         """The next event of one of these kinds."""
         deadline = time.monotonic() + TIMEOUT_S
         while time.monotonic() < deadline:
@@ -97,7 +99,7 @@ class Node:
             for event in self.agent.poll():
                 if type(event) in {KVFailed, SendFailed}:
                     raise RuntimeError(str(event))
-                if type(event) in kinds:
+                if isinstance(event, kinds):
                     return event
         raise RuntimeError(f"none of {kinds} within {TIMEOUT_S} s")
 

@@ -193,7 +193,8 @@ class SimulatedFleet:
         self.num_direct = self.num_relayed = self.num_false_ends = 0
         self.workers = [self._make_worker(number) for number in range(args.workers)]
         self.reply = msgspec.msgpack.Decoder(AnnouncementReply)
-        self.exchange, self.answer = (msgspec.msgpack.Decoder(t) for t in (Exchange, ExchangeReply))
+        self.exchange = msgspec.msgpack.Decoder(Exchange)
+        self.answer = msgspec.msgpack.Decoder(ExchangeReply)
 
     def _make_worker(self, number: int) -> SimulatedWorker:
         lease_s, num_gateways = self.args.lease, self.args.gateways

@@ -138,12 +138,18 @@ def main() -> None:
                     turns.append(measure(arm, arms[arm], concurrency, number, options))
                     print(turns[-1], file=sys.stderr)
     title = f"{options.engine}, {options.workload}"
+    if options.objective == "goodput":
+        title += f" within {options.ttft:g} ms, {options.tpot:g} ms a token"
     print_table(title, options.objective, turns)
     write_record(options.json, title=title, objective=options.objective, turns=turns)
 
 
 def print_table(title: str, objective: str, turns: list[Turn]) -> None:
-    """One row for each load: the objective's figure, and the shares of the rounds."""
+    """One row for each load: the objective's figure, and the shares of the rounds.
+
+    Medians of output tokens/s; good requests/s of each round, since what is learned in the first
+    one shows in the next.
+    """
     unit = "output tokens/s" if objective == "throughput" else "good requests/s"
     print(
         f"\n{title}: {unit}\n\n| at once | {objective} | share of the better | replicated | 1P1D |"
@@ -167,6 +173,11 @@ def print_table(title: str, objective: str, turns: list[Turn]) -> None:
         if shares:
             share = f"{statistics.median(shares):.2f} ({min(shares):.2f} to {max(shares):.2f})"
         row = [f"{medians[arm]:.4g}" for arm in (objective, *FIXED)]
+        if objective == "goodput":
+            row = [
+                ", ".join(f"{each:.2f}" for _, each in sorted(values[arm].items()))
+                for arm in (objective, *FIXED)
+            ]
         print(f"| {concurrency} | {row[0]} | {share} | {row[1]} | {row[2]} |")
 
 

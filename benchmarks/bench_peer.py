@@ -155,7 +155,7 @@ def holder(key: ClusterKey, load: Load) -> Iterator[str]:
         for at in range(load.num_shared):
             name = shared_name(at)
             store.put(name, body_of(name, load.entry_bytes))
-        port = store.tiers[0].inner.address[1]
+        port = store.tiers[0].inner.address[1]  # type: ignore[attr-defined] # a host tier
         yield f"tcp://127.0.0.1:{port}"
 
 

@@ -216,7 +216,8 @@ class TierTogether(BatonTier):
         entries = [NamedBody(EntryName(name), row.data) for name, row in rows]
         for at in range(0, len(entries), KEEP_BATCH_ENTRIES):
             batch = entries[at : at + KEEP_BATCH_ENTRIES]
-            assert self.tier.put_many(batch) == [PutResult.STORED] * len(batch)
+            results = self.tier.put_many(batch)  # type: ignore[attr-defined] # of tier `shared`
+            assert results == [PutResult.STORED] * len(batch)
 
 
 class Mooncake:

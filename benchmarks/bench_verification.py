@@ -203,8 +203,9 @@ def time_digests(own: KVLayout, peer: KVLayout) -> float:
 def time_tickets(num_rounds: int = 2000) -> float:
     """CPU seconds of one ticket: sealed by the gateway, unsealed by both workers, and resealed."""
     key, issuer = Credentials.generate(), TicketIssuer(MachineClock())
-    workers = [WorkerRef(WorkerId(n), new_epoch(), "10.0.0.1:7000") for n in ("prefill", "decode")]
-    ticket = Ticket(new_ticket_id(), "request", *workers, "push", issuer.issue(60))
+    prefill = WorkerRef(WorkerId("prefill"), new_epoch(), "10.0.0.1:7000")
+    decode = WorkerRef(WorkerId("decode"), new_epoch(), "10.0.0.1:7000")
+    ticket = Ticket(new_ticket_id(), "request", prefill, decode, "push", issuer.issue(60))
     begun = time.process_time()
     for _ in range(num_rounds):
         sealed = seal(ticket, key)

@@ -88,7 +88,9 @@ def _make_ways(owner: Side, reader: Side, remote: int) -> dict[str, Callable[[],
         begun = verifier.begin(copies.layers, **tokens) if in_one_pass else None
         copied = None if begun is None else begun.add_pages
         handle = reader.region.handle
-        reader.transport.read(PageRead(remote, handle, copies, copied=copied))
+        reader.transport.read(  # type: ignore[attr-defined] # it reads
+            PageRead(remote, handle, copies, copied=copied)
+        )
         while not any(isinstance(event, ReadCompleted) for event in reader.transport.poll()):
             pass
         if verifier.verify(notification, begun=begun).wrong_layers:

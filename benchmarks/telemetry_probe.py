@@ -268,7 +268,7 @@ def _replace(
     process: _Process, owner: object, name: str, member: object, chosen: set[str] | None
 ) -> None:
     """Wrap one member of a module or class, if it is a function of some kind."""
-    kind = type(member)
+    kind: Callable[..., object] = type(member)
     if isinstance(member, property):
         function, kind = member.fget, property
     else:

@@ -55,8 +55,11 @@ def render(values: Path) -> str:
 
 
 def compute_digest(name: str) -> str:
-    """Of all files that the manifests of one values file are made of, in hexadecimal."""
-    files = [path for path in CHART.rglob("*") if path.is_file()]
+    """Of all files that the manifests of one values file are made of, in hexadecimal.
+
+    Not of `files/`: a test compares the rules and the board in the manifests with their sources.
+    """
+    files = [path for path in CHART.rglob("*") if path.is_file() and path.parent.name != "files"]
     used = [path for path in files if path.parent.name != "values" or path.stem == name]
     digest = hashlib.sha256()
     for path in sorted(used):

@@ -15,6 +15,7 @@ import sys
 import pytest
 
 MOST_REPEATED = 10
+REPORTS = ("--junit-xml=", "--junitxml=")
 
 
 class Failures:
@@ -37,7 +38,12 @@ class Failures:
         """Decide whether to run what failed again, with which options."""
         given = session.config.invocation_params.args
         paths = set(session.config.args)
-        self.options = [str(argument) for argument in given if argument not in paths]
+        # The first run's report stays: the durations of all tests are in it.
+        self.options = [
+            str(argument)
+            for argument in given
+            if argument not in paths and not str(argument).startswith(REPORTS)
+        ]
         self.can_repeat = (
             exitstatus == pytest.ExitCode.TESTS_FAILED
             and not (session.shouldfail or session.shouldstop)

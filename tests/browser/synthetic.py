@@ -25,6 +25,7 @@ from baton.gateway.dashboard.events import (
     PairShown,
     Point,
     RecentRequest,
+    TargetShown,
     Tick,
     TokenCost,
     TransfersShown,
@@ -44,6 +45,13 @@ from baton.gateway.debug import (
 )
 from baton.gateway.errors import answer_for
 from baton.gateway.queue_page import QueueReply, RoomShown, RunningShown, WaitingShown
+from baton.gateway.store_page import (
+    FleetStore,
+    FleetTier,
+    PromptFigures,
+    TierFigures,
+    WorkerTier,
+)
 from baton.net.http_limits import Connections, HttpLimits
 from baton.net.http_server import bounded_protocol
 from baton.protocol.alerts import Alert, AlertList, AlertName, AlertState
@@ -139,7 +147,13 @@ class Fleet:
                 (RunningShown(self.model, 380, 3e5),),
                 tuple(RoomShown(self.worker_name(i), self.model, 3, 64) for i in range(n)),
             ),
-            models=(ModelShown(self.model, 0.5, 0.05, 30.0, 15_000, 14_700, 0.41),),
+            models=(ModelShown(self.model, 0.41),),
+            targets=tuple(
+                TargetShown(self.model, objective, target_s, 30.0, 15_000, num_missed)
+                for objective, target_s, num_missed in (
+                    ("itl", 0.2, 900), ("tpot", 0.05, 20), ("ttft", 0.5, 300)
+                )
+            ),
             requests=requests,
             cost=TokenCost(24.0, 0.0021, 0.0093),
             alerts=AlertList(
@@ -161,7 +175,9 @@ class Fleet:
             summary=f"handoffs from {self.worker_name(0)} take another way: {self.text}",
             value=3.0,
             starts_at=START,
-            runbook_url="https://example.invalid/alerts.html#batontransportmismatch",
+            runbook_url="docs/observability/alerts.md#batonlinkdrift"
+            if name is AlertName.LINK_DRIFT
+            else "https://example.invalid/alerts.html#batontransportmismatch",
         )
 
     def links(self) -> Links:
@@ -189,8 +205,38 @@ class Fleet:
         )  # fmt: skip
         drift = DriftShown(self.worker_name(0), self.worker_name(1), "tcp", "WRITE", "drifted", 9.8)
         loss = LossShown(self.worker_name(0), self.worker_name(1), "tcp", 120_000, 0.0101)
-        transfers = TransfersShown(60.0, shown, distances, (drift,), (loss,), 0)
+        tiers = tuple(
+            tier for i in range(self.num_workers) for tier in self.tiers(self.worker_name(i))
+        )
+        store = FleetStore(
+            tiers=tuple(self.all_workers(tier, tiers) for tier in ("host", "file", "redis")),
+            worker_tiers=tiers,
+            total_prompts=PromptFigures(9000, 1000, 0.9),
+            recent_prompts=PromptFigures(720, 280, 0.72),
+        )
+        transfers = TransfersShown(60.0, shown, distances, (drift,), (loss,), store, 0)
         return Links(LinkListReply((ModelLinks(self.model, lines, links),)), transfers)
+
+    def all_workers(self, tier: str, tiers: tuple[WorkerTier, ...]) -> FleetTier:
+        one, *_ = of = [each for each in tiers if each.tier == tier]
+        return FleetTier(
+            tier=tier, num_workers=len(of),
+            num_unavailable=sum(not each.is_available for each in of),
+            fullest=one.worker, used_bytes=one.used_bytes, capacity_bytes=one.capacity_bytes,
+            total=one.total, recent=one.recent,
+        )  # fmt: skip
+
+    def tiers(self, worker: str) -> tuple[WorkerTier, ...]:
+        num, is_available = self.random.randrange(50, 90), not worker.endswith("-2")
+        return tuple(
+            WorkerTier(
+                worker=worker, tier=tier, used_bytes=used << 30, capacity_bytes=capacity << 30,
+                is_available=is_available or tier != "redis",
+                total=TierFigures(60 * num, 4000, 60 * num / (60 * num + 4000), 60 << 30, 9 << 30),
+                recent=TierFigures(num, 50, num / (num + 50), 1 << 30, 200 << 20),
+            )
+            for tier, used, capacity in (("host", 31, 32), ("file", 410, 2048), ("redis", 90, 0))
+        )  # fmt: skip
 
     def pair(self, one: int, other: int) -> PairShown:
         num = self.random.randrange(5, 60)

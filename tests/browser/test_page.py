@@ -165,6 +165,29 @@ async def alert_of_a_link_is_marked_where_the_link_is(page: Page, stream: Stream
     assert "an alert" not in await text_of(page, "#heat-readout")
 
 
+async def alerts_lead_to_what_to_do(page: Page, stream: Stream) -> None:
+    links = await page.run("[...document.querySelectorAll('.alert a')].map(link => link.href)")
+    own = await page.run("new URL('runbook.html#batonlinkdrift', location.href).href")
+    assert set(links) == {"https://example.invalid/alerts.html#batontransportmismatch", own}
+    shown = await page.run(f"fetch({own!r}).then(answer => answer.text())")
+    assert '<section class="panel" id="batonlinkdrift">' in shown
+
+
+async def tiers_show_what_they_hold_and_hit(page: Page, stream: Stream) -> None:
+    await page.until("document.querySelectorAll('#store-tiers tbody tr').length === 3")
+    host, _, redis = await page.run(
+        "[...document.querySelectorAll('#store-tiers tbody tr')].map(row => row.textContent)"
+    )
+    assert host.startswith("host8")
+    assert "31 GiB of 32 GiB, 96.9 %" in host
+    assert "cannot reach it" in redis
+    await page.run("document.querySelector('#store-worker-tiers').parentElement.open = true")
+    await page.until("document.querySelectorAll('#store-worker-tiers tbody tr').length === 24")
+    await page.run("document.querySelector('#store-worker-tiers').parentElement.open = false")
+    targets = await text_of(page, "#slo-table tbody")
+    assert "gaps between tokens (p99)200 ms15 k94 %" in targets
+
+
 async def pause_and_resume(page: Page, stream: Stream) -> None:
     await page.run("document.querySelector('#pause').click()")
     assert await text_of(page, "#state") == "paused"
@@ -184,6 +207,8 @@ def test_keyboard_screen_reader_and_widths() -> None:
         fits_every_width,
         ring_holds_an_hour,
         alert_of_a_link_is_marked_where_the_link_is,
+        alerts_lead_to_what_to_do,
+        tiers_show_what_they_hold_and_hit,
         pause_and_resume,
     )
 

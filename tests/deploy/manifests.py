@@ -84,7 +84,10 @@ def environment_of(workload: Workload, root: Path) -> dict[str, str]:
         name = variable["name"]
         assert name not in environment, f"{name} is set twice"
         if "valueFrom" in variable:
-            path = variable["valueFrom"]["fieldRef"]["fieldPath"]
+            if "secretKeyRef" in (source := variable["valueFrom"]):
+                environment[name] = f"of the Secret {source['secretKeyRef']['name']}"
+                continue
+            path = source["fieldRef"]["fieldPath"]
             if label := re.fullmatch(r"metadata\.labels\['(.+)'\]", path):
                 environment[name] = labels.get(label[1], "")
             else:

@@ -27,6 +27,7 @@ from baton.gateway.members.kubernetes import ServiceTarget
 from baton.gateway.openapi import describe
 from baton.net.kubernetes import access
 from baton.net.probes import ProbeApp
+from baton.ops.gateway_pages import MANAGEMENT_KEY_VARIABLE
 from scripts.render_chart import CHART, RENDERED, ROOT, compute_digest, list_values
 from tests.deploy.manifests import environment_of, find, is_selected, workloads
 
@@ -105,7 +106,7 @@ def test_helm_renders_what_is_kept():
 def test_every_object_is_valid(name):
     for found in OBJECTS[name]:
         match found["kind"]:
-            case "RayCluster" | "ServiceMonitor" | "InferencePool":
+            case "RayCluster" | "ServiceMonitor" | "PrometheusRule" | "InferencePool":
                 pass  # not Kubernetes' own: below
             case _:
                 validate(found)
@@ -150,8 +151,9 @@ def container_files(tmp_path: Path) -> Path:
     (root / "cluster").mkdir(parents=True)
     (root / "cluster" / "key").write_text("ab" * 32, encoding="ascii")
     (root / "cluster" / "key").chmod(0o600)
-    for name in ("config", "clients", "tls"):
+    for name in ("config", "clients", "tls", "management"):
         (root / name).mkdir()
+    (root / "management" / "key").write_text("cd" * 32, encoding="ascii")
     create_authority(tmp_path / "ca")
     return root
 
@@ -200,6 +202,8 @@ def test_baton_understands_each_command(
         assert bool(section.client_keys_file) is not section.insecure
         assert ("/etc/baton/clients" in files) is bool(section.client_keys_file)
         assert ("/etc/baton/tls" in files) is bool(section.tls_certificate)
+        assert ("/etc/baton/management" in files) is bool(section.management_key_file)
+        assert bool(section.management_key_file) is (name == "vllm-many")
         assert grace_s > sleep_s + section.drain_timeout_s
         monkeypatch.setattr(access, "ACCOUNT", service_account(workload, tmp_path))
         monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
@@ -581,6 +585,43 @@ def test_monitors_read_metrics_where_they_are():
             assert endpoint["tlsConfig"].keys() == {"serverName", "ca", "cert", "keySecret"}
 
 
+def test_rules_and_the_board_are_in_the_cluster_where_they_are_wanted():
+    """Also fails if the manifests were not rendered after rules or board had changed."""
+    objects, render = OBJECTS["vllm-many"], "run: python scripts/render_chart.py"
+    (rule,) = find(objects, "PrometheusRule")
+    assert rule["apiVersion"] == "monitoring.coreos.com/v1"
+    rules = (ROOT / "deploy/prometheus/rules.yaml").read_text(encoding="utf-8")
+    assert rule["spec"] == yaml.safe_load(rules), render
+    (board,) = find(objects, "ConfigMap", "baton-grafana")
+    assert board["metadata"]["labels"]["grafana_dashboard"] == "1"
+    kept = (ROOT / "deploy/grafana/baton.json").read_text(encoding="utf-8")
+    assert json.loads(board["data"]["baton.json"]) == json.loads(kept), render
+    assert not find(OBJECTS["small"], "PrometheusRule")
+    assert not find(OBJECTS["small"], "ConfigMap", "baton-grafana")
+
+
+def test_rules_lead_to_where_the_documentation_is_served(tmp_path: Path):
+    values = yaml.safe_load((CHART / "values" / "small.yaml").read_text(encoding="utf-8"))
+    url = "https://docs.example.com/alerts.html"
+    monitoring = {"rules": True, "runbookUrl": url, "labels": {"release": "prometheus"}}
+    path = tmp_path / "rules.yaml"
+    path.write_text(yaml.safe_dump(merged(values, {"monitoring": monitoring})), encoding="utf-8")
+    objects = [each for each in yaml.safe_load_all(render_by_helm(path)["rules.yaml"]) if each]
+    (rule,) = find(objects, "PrometheusRule")
+    assert rule["metadata"]["labels"]["release"] == "prometheus"
+    assert not find(objects, "ServiceMonitor"), "monitoring.enabled is for these"
+    (group,) = rule["spec"]["groups"]
+    for each in group["rules"]:
+        assert each["annotations"]["runbook_url"] == f"{url}#{each['alert'].lower()}"
+
+
+def test_autoscale_shows_the_management_key_that_gateways_want():
+    (workload,) = (found for found in workloads(OBJECTS["vllm-many"]) if is_autoscale(found))
+    by_name = {each["name"]: each for each in workload.container["env"]}
+    key = {"secretKeyRef": {"name": "baton-management-key", "key": "key"}}
+    assert by_name[MANAGEMENT_KEY_VARIABLE]["valueFrom"] == key
+
+
 def test_a_ray_cluster_has_a_group_for_each_rack_and_tokens():
     (cluster,) = find(OBJECTS["ray"], "RayCluster")
     assert cluster["apiVersion"] == "ray.io/v1"
@@ -607,6 +648,7 @@ REFUSED: list[tuple[Object, str]] = [
     ({"gateway": {"drainSeconds": "soon"}}, "drainSeconds"),
     ({"netpol": {}}, "netpol"),
     ({"security": {"tls": "on"}}, "tls"),
+    ({"monitoring": {"runbookUrl": "docs/alerts.md"}}, "runbookUrl"),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import yaml
 
 from baton.protocol.alerts import AlertName
+from scripts.render_runbook import PAGE, make_page
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "deploy/prometheus/rules.yaml"
@@ -49,3 +51,13 @@ def test_the_rules_and_the_gateway_have_the_same_alerts_and_each_has_a_section()
         path, _, anchor = rule["annotations"]["runbook_url"].partition("#")
         assert (ROOT / path, anchor) == (RUNBOOK, rule["alert"].lower())
         assert anchor in anchors
+
+
+def test_the_dashboards_page_about_alerts_is_rendered_from_the_documentation():
+    page = make_page()
+    assert PAGE.read_text("utf-8") == page, "run python scripts/render_runbook.py"
+    for name in AlertName:
+        assert f'<section class="panel" id="{name.lower()}">' in page
+    assert "](" not in page, "a link was not rendered"
+    linked = set(re.findall(r'href="#([a-z]+)"', page))
+    assert linked <= {name.lower() for name in AlertName}

@@ -65,6 +65,12 @@ class WorkerCluster:
     """Directories of `tcp`'s processes, by their names, and of their `authority`."""
 
     @property
+    def authority(self) -> Path:
+        """Whom `tcp`'s processes trust now: `test_identities` has them trust another one."""
+        rotated = self.identities / "authority-2"
+        return rotated if rotated.exists() else self.identities / "authority"
+
+    @property
     def tcp_client(self) -> ssl.SSLContext:
         """Of one whom `tcp`'s workers serve: its gateway."""
         directory = self.identities / "tcp-gateway"

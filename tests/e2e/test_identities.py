@@ -44,9 +44,9 @@ def key(*words: object) -> None:
 
 
 def test_what_each_role_may_ask_a_worker(cluster: WorkerCluster, tmp_path: Path) -> None:
-    authority = cluster.identities / "authority"
     for role in ("gateway", "worker", "monitor"):
-        key("issue", tmp_path / role, "--authority", authority, "--role", role, "--name", "test")
+        holder = ("--role", role, "--name", "test")
+        key("issue", tmp_path / role, "--authority", cluster.authority, *holder)
     url, body = cluster.tcp_decode.url, {"model": "demo", "prompt": [1, 2, 3], "max_tokens": 1}
     seen = {
         role: (
@@ -105,11 +105,7 @@ def test_rotation_while_requests_run(cluster: WorkerCluster, tmp_path: Path) -> 
 
 
 def test_what_was_revoked_is_refused(cluster: WorkerCluster, tmp_path: Path) -> None:
-    authority = next(
-        path
-        for name in ("authority-2", "authority")
-        if (path := cluster.identities / name).exists()
-    )
+    authority = cluster.authority
     key("issue", tmp_path / "m", "--authority", authority, "--role", "monitor", "--name", "stolen")
     health = f"{cluster.tcp_decode.url}/health"
     assert status_of(health, tmp_path / "m") == 200

@@ -171,7 +171,7 @@ def test_prometheus_answers_every_query_of_the_board(
     watched: Watched, cluster: WorkerCluster, tmp_path: Path
 ) -> None:
     issue_derived(Order("monitor", "prometheus"), [KEY.key], tmp_path / "derived")
-    issue(Order("monitor", "prometheus"), cluster.identities / "authority", tmp_path / "issued")
+    issue(Order("monitor", "prometheus"), cluster.authority, tmp_path / "issued")
     by_scheme: dict[str, list[str]] = {"http": [], "https": []}
     for worker in watched.workers:
         scheme, _, address = worker.url.partition("://")
@@ -220,6 +220,31 @@ def test_a_bundle_has_the_metrics_of_workers_with_tls(watched: Watched, tmp_path
     assert trace["summary"]["transport"] == "shared"
     assert trace["decode"]["stamps"]["kv_ready"] > 0
     assert KEY.key.secret.hex() not in "".join(files.values())
+
+
+def test_a_gateway_shows_its_workers_tiers(watched: Watched, cluster: WorkerCluster) -> None:
+    url = cluster.pool_gateway.url
+    prompts = make_prompts(2, seed=31, longest=400)
+    ask_all(url, prompts)
+    ask_all(url, prompts)
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        store = json.loads(fetch(f"{url}/debug/transfers"))["store"]
+        if any(tier["total"]["num_hits"] for tier in store["tiers"]):
+            break
+        assert time.monotonic() < deadline, store
+        time.sleep(0.2)
+    (tier,) = store["tiers"]
+    assert tier["tier"] == "shared"
+    assert 0 < tier["used_bytes"] <= tier["capacity_bytes"]
+    assert tier["total"]["read_bytes"] > 0
+    assert 0 < tier["total"]["hit_share"] <= 1
+    workers = {each["worker"] for each in store["worker_tiers"]}
+    assert tier["fullest"] in workers
+    assert tier["num_workers"] == len(workers) == 2
+    command = [sys.executable, "-m", "baton.cli", "top", "--gateway", url, "--once"]
+    text = run_forked(command, watched.environment, TIMEOUT_S).stdout
+    assert re.search(r"\bshared +2 +\d+% of ", text)
 
 
 def test_top_shows_workers_and_handoffs(watched: Watched) -> None:

@@ -337,19 +337,52 @@ def target(workers: Workers) -> FleetProcess:
     return started
 
 
+async def begin_at(
+    session: aiohttp.ClientSession,
+    gateway: FleetProcess,
+    wanted: FleetProcess,
+    other: FleetProcess,
+) -> tuple[StreamClient, asyncio.Task[StreamedAnswer]]:
+    """One stream, at the wanted worker, and none at the other one."""
+    strays = []
+    while True:
+        client = StreamClient(COMPLETIONS, LONG)
+        (asking,) = await begin(session, gateway, [client])
+        if await count_streams(session, gateway, wanted):
+            break
+        strays.append(asking)
+    for stray in strays:
+        stray.cancel()
+    await until_unused(session, gateway, other)
+    return client, asking
+
+
+async def until_unused(
+    session: aiohttp.ClientSession, gateway: FleetProcess, worker: FleetProcess
+) -> None:
+    async def is_unused() -> bool:
+        return await count_streams(session, gateway, worker) == 0
+
+    await until_true(is_unused)
+
+
 async def begin_move(
     session: aiohttp.ClientSession, workers: Workers, target: FleetProcess
 ) -> tuple[FleetProcess, FleetProcess, StreamClient, asyncio.Task[StreamedAnswer]]:
-    """A stream at a worker that drains, and to which the other one does not answer."""
+    """A stream that is being moved from a worker that drains: the other one does not answer."""
     (source,) = await asyncio.to_thread(workers.start, 1)
-    gateway = await asyncio.to_thread(workers.start_gateway, [source, target])
-    client = StreamClient(COMPLETIONS, LONG)
-    while not await count_streams(session, gateway, source):
-        client = StreamClient(COMPLETIONS, LONG)
-        (asking,) = await begin(session, gateway, [client])
+    settings = {"gateway.probe_timeout_s": 60.0}  # a worker that is stopped can be chosen
+    gateway = await asyncio.to_thread(workers.start_gateway, [source, target], **settings)
+    client, asking = await begin_at(session, gateway, source, target)
     target.send(signal.SIGSTOP)
     await drain(session, gateway, source)
-    await asyncio.sleep(0.3)  # some turns of those who look for streams to move
+    trace = f"{source.url}/baton/v1/traces/{id_of(client.answer)}-move1"
+
+    async def has_begun() -> bool:
+        async with session.get(trace, ssl=ClusterTls(KEY).dialing) as response:
+            return response.status == 200
+
+    await until_true(has_begun)
     return source, gateway, client, asking
 
 
@@ -381,7 +414,7 @@ def test_the_client_leaves_in_mid_move(workers: Workers, target: FleetProcess) -
             return moved(await read_counts(session, gateway), "ended") == 1
 
         await until_true(is_counted)
-        assert await count_streams(session, gateway, target) == 0
+        await until_unused(session, gateway, target)
 
     run(scenario)
 

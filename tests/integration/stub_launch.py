@@ -120,9 +120,19 @@ def lives(pid):
 
 
 async def run_until_ready(under_test, then):
-    """Run a launch; when it is ready do `then`, a coroutine function; its ending."""
-    async with asyncio.TaskGroup() as tasks:
-        ending = tasks.create_task(under_test.run())
-        await under_test.until_said("ready after")
-        await then()
+    """Run a launch; when it is ready do `then`, a coroutine function; its ending.
+
+    Where `then` fails, the processes end here: else the next test fails, too, by what they leave.
+    """
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            ending = tasks.create_task(under_test.run())
+            await under_test.until_said("ready after")
+            await then()
+    except BaseException:
+        children = [slot.child for slot in under_test.supervisor.slots.values()]
+        for child in children:
+            child.kill()
+        await asyncio.gather(*(child.wait_until_exited() for child in children))
+        raise
     return ending.result()

@@ -14,6 +14,7 @@ from baton.errors import ConfigError
 from baton.gateway.dashboard.stream import MOST_VIEWERS
 from baton.gateway.management_key import ManagementKey
 from baton.gateway.options import WorkerPrices
+from baton.gateway.targets import Targets
 from baton.ops.gateway_pages import Gateway
 from tests.integration.gateway_cluster import Cluster, run
 from tests.integration.scripted_worker import ScriptedWorker, Visit
@@ -118,10 +119,16 @@ def test_stream_shows_workers_requests_and_points() -> None:
             parts = [point["waited_s"], point["prefill_s"], point["handoff_s"]]
             assert sum(parts) == pytest.approx(point["ttft_p50_s"], abs=1e-5)
             assert point["answer_tokens"] > 0
-            assert tick["models"][0]["num_ended"] == 1
+            async with asyncio.timeout(10):
+                while not tick["targets"]:
+                    tick = (await read_events(events.content, "tick"))["tick"]
+            (target,) = tick["targets"]
+            assert (target["model"], target["objective"]) == ("demo", "itl")
+            assert (target["num"], target["num_missed"]) == (1, 1), "20 ms between tokens"
             assert tick["cost"] is None, "no price is configured"
 
-    run(scenario, decodes=[ScriptedWorker("decode-0", "decode", say_four)])
+    decodes = [ScriptedWorker("decode-0", "decode", say_four)]
+    run(scenario, decodes=decodes, targets={"*": Targets(itl_s=0.001)})
 
 
 def test_cost_is_shown_where_prices_are_configured() -> None:

@@ -30,6 +30,7 @@ from tests.integration.gateway_cluster import run, until_true
 ROOT = Path(__file__).parents[2]
 DOCTOR = (sys.executable, "-m", "baton.cli", "doctor")
 TIMEOUT_S = 150
+LIBRARIES = ("nixl_cu12", "nixl_cu13", "mooncake")
 
 
 def environment(tmp_path, *paths):
@@ -38,13 +39,12 @@ def environment(tmp_path, *paths):
     return {**kept, "XDG_STATE_HOME": str(tmp_path), "PYTHONPATH": python_path}
 
 
-def doctor(tmp_path, *arguments, paths=(), before=(), has_nixl=False):
-    """The doctor's report and its exit code. NIXL takes a second to start, twice."""
-    if not has_nixl:
-        paths = (*paths, tmp_path / "without")
-        paths[-1].mkdir(exist_ok=True)
-        for name in ("nixl_cu12", "nixl_cu13"):
-            (paths[-1] / f"{name}.py").write_text("raise ImportError", "utf-8")
+def doctor(tmp_path, *arguments, paths=(), before=(), without=LIBRARIES):
+    """The doctor's report and its exit code. Libraries take a second to start, twice each."""
+    paths = (*paths, tmp_path / "without")
+    paths[-1].mkdir(exist_ok=True)
+    for name in without:
+        (paths[-1] / f"{name}.py").write_text("raise ImportError", "utf-8")
     done = subprocess.run(
         [*before, *DOCTOR, "--json", *arguments],
         capture_output=True,
@@ -69,7 +69,7 @@ def of(report, area):
 
 def test_this_machine(tmp_path):
     before = os.times()
-    report, code = doctor(tmp_path, has_nixl=True)
+    report, code = doctor(tmp_path, without=())
     after = os.times()
     cpu_s = sum(after[2:4]) - sum(before[2:4])  # of children: others may have the cores meanwhile
     assert cpu_s < 20, "a few seconds"
@@ -367,7 +367,9 @@ def test_a_gateway_whose_alerts_fire(tmp_path):
             summary="slow \x1b[2J",
             value=2.0,
             starts_at=1.0,
-            runbook_url="alerts.md#x",
+            runbook_url="https://docs.example/#x"
+            if name is AlertName.DIGEST_FAILURES
+            else "alerts.md#x",
         )
 
     listed = AlertList(
@@ -384,7 +386,8 @@ def test_a_gateway_whose_alerts_fire(tmp_path):
     assert code == 1
     assert seen["BatonLinkDrift"].level is Level.WARNING
     assert seen["BatonDigestFailures"].level is Level.PROBLEM
-    assert "alerts.md#x" in seen["BatonLinkDrift"].why
+    assert f"{url}/dashboard/runbook.html#batonlinkdrift" in seen["BatonLinkDrift"].why
+    assert "https://docs.example/#x" in seen["BatonDigestFailures"].why
     assert not {"BatonStoreSlower", "BatonLeasesLapsed", "alerts"} & seen.keys()
     assert all(finding.found.isprintable() for finding in report.findings)
     with gateway_that_says(READY) as url:

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 import urllib.request
@@ -216,12 +217,15 @@ def test_one_command_answers_drains_and_leaves_nothing(tmp_path):
         assert not any(path.startswith("/dev/shm/") for path in mapped_files(children))
         assert int(url.rpartition(":")[2]) in ports
 
+        assert_bundle_has_workers_metrics(tmp_path, url)
+
         second = baton(tmp_path, "up", "--port", "0")
         assert second.returncode == 2
         assert f"named default runs already (its launcher is pid {process.pid})" in second.stderr
 
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == 0
+        assert not (tmp_path / "state/baton/fleets/default/monitor").exists()
         assert until_gone(children, timeout_s=0) == []
         assert int(url.rpartition(":")[2]) not in listening_ports()
         assert named_sockets(sockets) == []
@@ -230,6 +234,24 @@ def test_one_command_answers_drains_and_leaves_nothing(tmp_path):
         assert "waiting for prefill-0, decode-0" in stderr
         assert "Traceback" not in stderr
         assert "falling back" not in stderr  # the second request is a cache hit: no failure
+
+
+def assert_bundle_has_workers_metrics(tmp_path, url):
+    """The launch made its key up: who asks workers proves itself with what it has issued."""
+    made = tmp_path / "bundle.tar.gz"
+    words = ["debug", "bundle", "--gateway", url, "--no-doctor", "-o", str(made)]
+    other = baton(tmp_path, *words, "--fleet", "other")
+    assert "gateway-0/workers/000-metrics.txt: " in other.stdout
+    assert "name it with --fleet" in other.stdout
+    assert baton(tmp_path, *words).returncode == 0
+    issued = tmp_path / "state/baton/fleets/default/monitor"
+    with tarfile.open(made) as archive:
+        files = {entry.name: archive.extractfile(entry).read().decode() for entry in archive}
+    for number in range(2):
+        metrics = files[f"baton-bundle/gateway-0/workers/{number:03}-metrics.txt"]
+        assert "baton_worker_info{" in metrics
+    key = (issued / "tls.key").read_text().splitlines()[1]
+    assert not any(key in text for text in files.values())
 
 
 def test_a_second_ctrl_c_kills_what_still_drains(tmp_path):
@@ -300,7 +322,7 @@ def streaming(url, text):
                 answers.append(events)
                 if streamed_text(events) != text or "data: [DONE]" not in events:
                     problems.append(events)
-            ended.wait(0.1)  # the cores are for the processes that start
+            ended.wait(0.5)  # the cores are for the processes that start
 
     clients = [threading.Thread(target=stream) for _ in range(2)]
     for client in clients:

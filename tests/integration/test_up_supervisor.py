@@ -113,9 +113,9 @@ async def test_the_others_serve_on_while_a_worker_ends_too_often_and_it_comes_ba
         after = under_test.pids()
         assert all(after[name] == before[name] for name in ("w-1", "gateway"))
         async with asyncio.timeout(20):
-            while slot.describe(MachineClock().now(), "here").state != "ready":
+            while (member := slot.describe(MachineClock().now(), "here")).state != "ready":
                 await asyncio.sleep(0.01)
-        assert slot.reason == ""
+        assert member.reason == "", "it serves again"
         assert slot.num_restarts >= 3, "more than were allowed in succession"
         under_test.supervisor.request_stop()
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+import urllib.request
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 import torch
 
@@ -26,6 +28,8 @@ from baton.engines.vllm.step_orders import (
 )
 from baton.errors import ConfigError
 from baton.ids import Epoch, WorkerId
+from baton.protocol.worker_http import TRANSFERS_PATH
+from baton.telemetry.transfer_report import TransferReport
 from baton.testing import host_device
 from baton.transfer.interface import TRANSPORTS
 from tests.lazy_modules import LazyModule
@@ -74,6 +78,7 @@ def test_the_mode_pool_is_announced_where_there_is_a_store_that_takes_the_pages(
     options = ConnectorOptions(
         transports=("tcp",),
         fingerprint="f" * 64,
+        tls="off",
         store=StoreSection(tiers=tiers, options={"file": {"directory": str(tmp_path / "store")}}),
     )
     config = configure(write_model(tmp_path / "model"))
@@ -97,6 +102,11 @@ def test_the_mode_pool_is_announced_where_there_is_a_store_that_takes_the_pages(
         assert facts.modes == modes
         # Without recomputing, prompts are neither loaded nor kept: there is nothing to report.
         assert facts.has_store_journal is (recomputes and "pool" in modes)
+        with urllib.request.urlopen(f"{facts.control_url}{TRANSFERS_PATH}", timeout=10) as reply:
+            report = msgspec.json.decode(reply.read(), type=TransferReport)
+        reported = () if report.store is None else report.store.tiers
+        assert [each.tier for each in reported] == (["file"] if "pool" in modes else [])
+        assert all(each.capacity_bytes > 0 for each in reported)
     finally:
         rank.close()
 

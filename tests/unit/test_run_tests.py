@@ -60,7 +60,7 @@ def run(folder, *arguments):
 
 def test_what_fails_once_passes_and_is_named(tmp_path):
     (tmp_path / "test_it.py").write_text(PASSES + FAILS_ONCE, "utf-8")
-    ended = run(tmp_path, *BESIDE, "test_it.py")
+    ended = run(tmp_path, *BESIDE, "--junitxml=report.xml", "test_it.py")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     first, _, second = ended.stdout.partition(AGAIN)
     assert "2 failed, 1 passed" in first
@@ -68,6 +68,7 @@ def test_what_fails_once_passes_and_is_named(tmp_path):
         assert f"\n  test_it.py::test_fails_once[{text}]\n" in second
     assert "2 passed" in second.splitlines()[-1]
     assert [(tmp_path / f"runs of {length}").read_text() for length in (3, 7)] == ["xx", "xx"]
+    assert (tmp_path / "report.xml").read_text("utf-8").count("<testcase ") == 3, "the first run's"
 
 
 def test_what_fails_twice_fails(tmp_path):

@@ -37,10 +37,10 @@ JUDGED: Final = {"wins": "green", "loses": "red", "undecided": ""}
 SHOWN: Final = ("throughput", "goodput", "ttft_p50", "ttft_p99", "tpot_p50", "itl_p99")
 
 
-def open_console(file: TextIO, columns: int = MAX_COLUMNS) -> Console:
-    """As wide as the terminal, at most `columns`."""
+def open_console(file: TextIO) -> Console:
+    """As wide as the terminal, at most `MAX_COLUMNS`."""
     console = Console(file=file, highlight=False, markup=False, emoji=False)
-    width = min(console.width, columns) if console.is_terminal else columns
+    width = min(console.width, MAX_COLUMNS) if console.is_terminal else MAX_COLUMNS
     return Console(file=file, highlight=False, markup=False, emoji=False, width=width)
 
 

@@ -76,7 +76,7 @@ def bundle(  # noqa: PLR0913 - one for each flag
         logs=_find_logs(fleet) if logs else {},
         num_requests=requests,
         timeout_s=timeout_s,
-        worker_tls=_find_worker_tls(resolved.to_config()),
+        worker_tls=_find_worker_tls(resolved.to_config(), fleet),
         has_doctor=doctor,
     )
     manifest = make_bundle(order, output, this_host(), MachineClock())
@@ -92,19 +92,32 @@ def _find_logs(fleet: str) -> dict[str, Path]:
     return {name: log_path(folder, name) for name in log_names(folder)}
 
 
-def _find_worker_tls(config: "Config") -> "ssl.SSLContext | None":
-    """What this process may ask workers with; None: nothing is configured, or of no use."""
+def _find_worker_tls(config: "Config", fleet: str) -> "ssl.SSLContext | None":
+    """What this process may ask workers with; None: there is nothing, or it is of no use.
+
+    That is what is configured, else what the fleet's launcher issued, else this user's own key.
+    """
+    from baton.auth.credentials import Credentials  # noqa: PLC0415
+    from baton.auth.key import ClusterKey  # noqa: PLC0415
+    from baton.launch.folder import find_launcher, fleet_folder  # noqa: PLC0415
     from baton.net.credentials import find_credentials  # noqa: PLC0415
     from baton.net.tls import ClusterTls  # noqa: PLC0415
 
     environment = read_environment()
+    is_configured = (
+        config.security.identity or config.cluster.key_file or KEY_VARIABLE in environment
+    )
+    folder = fleet_folder(fleet, environment)
     own_key = state_directory(environment) / "cluster.key"
-    is_configured = config.security.identity or config.cluster.key_file
-    if not (is_configured or KEY_VARIABLE in environment or own_key.exists()):
-        return None
     try:
-        found = find_credentials(config.cluster, config.security, environment, ())
-        return ClusterTls(found.credentials).requesting
+        if not is_configured and folder.monitor.is_dir() and find_launcher(folder) is not None:
+            credentials = Credentials.from_directory(folder.monitor, ClusterKey.generate())
+        elif is_configured or own_key.exists():
+            found = find_credentials(config.cluster, config.security, environment, ())
+            credentials = found.credentials
+        else:
+            return None
+        return ClusterTls(credentials).requesting
     except BatonError as exc:
         print(f"baton: workers with TLS are not asked: {exc}", file=sys.stderr)
         return None

@@ -138,7 +138,8 @@ def gateway_options(config: Config, status_fd: int) -> GatewayOptions:
         policy_options=router.options,
         tokenizers={name: Path(folder) for name, folder in router.tokenizers.items()},
         targets={
-            model: Targets(table.ttft_s, table.tpot_s) for model, table in router.targets.items()
+            model: Targets(table.ttft_s, table.tpot_s, itl_s=table.itl_s)
+            for model, table in router.targets.items()
         },
         costs_file=None if router.costs_file is None else Path(router.costs_file),
         tls=config.security.tls,

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from baton.auth.certificates import IdentityRole
+from baton.auth.issuing import Order, issue_derived
 from baton.cli.engine_options import check_engine, engine_defaults, engine_options
 from baton.clock import MachineClock
 from baton.config.cluster_key import KEY_VARIABLE, ephemeral_cluster_key, find_cluster_key
@@ -34,13 +36,14 @@ from baton.launch.plan import (
 from baton.launch.ports import find_free_ports
 from baton.launch.progress import LoggedDisplay, PlainDisplay, open_display
 from baton.launch.supervisor import LaunchContext, Service, Supervisor
+from baton.net.credentials import parse_keys
 from baton.protocol.worker_http import Role
 from baton.router.placement import POLICIES, choose_policy
 from baton.store.interface import TIERS
 from baton.transfer.interface import TRANSPORTS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from baton.config.resolve import Resolved
     from baton.config.sections import Config
@@ -123,6 +126,13 @@ def server_environment(config: Config) -> dict[str, str]:
     return {**environment, KEY_VARIABLE: key.text, "PYTHONUNBUFFERED": "1"}
 
 
+def _issue_monitor(config: Config, environment: Mapping[str, str], folder: FleetFolder) -> None:
+    """Let this user's programs read the workers' metrics, with a key that is kept nowhere, too."""
+    if config.security.identity is None and config.security.tls != "off":
+        keys = parse_keys(environment[KEY_VARIABLE])
+        issue_derived(Order(IdentityRole.MONITOR, folder.fleet), keys, folder.monitor)
+
+
 async def _launch(plan: LaunchPlan, folder: FleetFolder, *, in_background: bool) -> int:
     clock = MachineClock()
     display = LoggedDisplay(
@@ -131,7 +141,9 @@ async def _launch(plan: LaunchPlan, folder: FleetFolder, *, in_background: bool)
         clock,
         shows_children=not in_background,
     )
-    context = LaunchContext(server_environment(plan.config), clock, display, members=folder.members)
+    environment = server_environment(plan.config)
+    _issue_monitor(plan.config, environment, folder)
+    context = LaunchContext(environment, clock, display, members=folder.members)
     supervisor = Supervisor(plan, context)
     operations = FleetOperations(folder.fleet, supervisor)
 

@@ -35,7 +35,7 @@ def top(
 ) -> int:
     """Show a fleet's workers, latencies, links, alerts and latest requests, until q.
 
-    Keys: q quit, p pause, r look now, s sort workers, Tab or 1 to 5 choose a table, arrows move.
+    Keys: q quit, p pause, r look now, s sort workers, Tab or 1 to 6 choose a table, arrows move.
     """
     del debug  # the caller looks at the command line itself
     import asyncio  # noqa: PLC0415 - these are too heavy for --help

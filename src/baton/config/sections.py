@@ -185,10 +185,14 @@ class TransferSection(Struct, frozen=True, kw_only=True):
 
 
 class TargetsTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When requests for a model are to have their first token, and each token after it."""
+    """When requests for a model are to have their first token, and each token after it.
+
+    `itl_s`: the longest gap between two tokens of an answer but for 1 % of them.
+    """
 
     ttft_s: Seconds | None = None
     tpot_s: Seconds | None = None
+    itl_s: Seconds | None = None
 
 
 class RouterSection(Struct, frozen=True, kw_only=True):

@@ -40,7 +40,7 @@ Workers, metrics, debugging:
     kv_events.py    which blocks vLLM workers hold
     report_feed.py  reads a page of every worker; link_feed.py: of what links cost
     transfer_feed.py      of what transfers took; transfer_page.py, transfer_sums.py:
-                    `/debug/transfers`, by pair and by distance
+                    `/debug/transfers`, by pair and by distance; store_page.py: the store, there
     metrics.py, debug.py  Prometheus metrics; `/debug/workers`, `/debug/links`
     request_traces.py     the latest requests, merged with what workers recorded; request_pages.py:
                     `/debug/requests`

@@ -11,6 +11,8 @@ ranks, and its histograms have a value of each.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import re
 from typing import TYPE_CHECKING, Final
 
@@ -18,7 +20,7 @@ import msgspec
 
 from baton.gateway.transfer_sums import add_handoffs, add_links
 from baton.protocol.worker_http import MeasuredLink, MeasuredLinks
-from baton.telemetry.transfer_report import SegmentCounts
+from baton.telemetry.transfer_report import SegmentCounts, StoreReport
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
         LinkDrift,
         LinkSegments,
         LinkTransfers,
+        StoreTier,
         TransferReport,
     )
 
@@ -58,7 +61,7 @@ def merge_transfers(
     """
     handoffs: dict[tuple[str, ...], list[HandoffTransfers]] = {}
     links: dict[tuple[str, ...], list[tuple[str, LinkTransfers]]] = {}
-    segments: dict[tuple[str, str], list[LinkSegments]] = {}
+    segments: dict[tuple[str, ...], list[LinkSegments]] = {}
     for rank, report in reports.items():
         for each in report.handoffs:
             peer = worker_of(each.peer, names)
@@ -69,19 +72,20 @@ def merge_transfers(
             links_key = peer, link.distance, link.transport, link.operation
             links.setdefault(links_key, []).append((_name_pair(rank, link, peer), link))
         for sent in report.segments:
-            segments_key = worker_of(sent.peer, names), sent.transport
-            segments.setdefault(segments_key, []).append(sent)
+            peer = worker_of(sent.peer, names)
+            segments.setdefault((peer, sent.distance, sent.transport), []).append(sent)
     of_ranks = reports.values()
     return msgspec.structs.replace(
         next(iter(of_ranks)),
         epoch=" ".join(report.epoch for report in of_ranks),
         handoffs=tuple(_merge_handoffs(key[0], parts) for key, parts in handoffs.items()),
         links=tuple(_merge_rank_pairs(key[0], pairs) for key, pairs in links.items()),
-        segments=tuple(_merge_segments(key[0], parts) for key, parts in segments.items()),
+        segments=tuple(_add_segments(key[0], parts) for key, parts in segments.items()),
         num_forgotten=sum(report.num_forgotten for report in of_ranks),
         num_digest_failures=sum(report.num_digest_failures for report in of_ranks),
         # Each rank holds its part of a prompt under a lease.
         num_lapsed_leases=max(report.num_lapsed_leases for report in of_ranks),
+        store=_merge_stores([each.store for each in of_ranks if each.store is not None]),
     )
 
 
@@ -133,11 +137,35 @@ def _merge_rank_pairs(peer: str, pairs: list[tuple[str, LinkTransfers]]) -> Link
     return msgspec.structs.replace(added, peer=peer, num_rank_pairs=len(pairs), drift=drift)
 
 
-def _merge_segments(peer: str, parts: list[LinkSegments]) -> LinkSegments:
-    sent = SegmentCounts()
-    for part in parts:
-        sent = sent.plus(part.sent)
+def _add_segments(peer: str, parts: list[LinkSegments]) -> LinkSegments:
+    sent = functools.reduce(SegmentCounts.plus, (part.sent for part in parts))
     return msgspec.structs.replace(parts[0], peer=peer, sent=sent)
+
+
+def _merge_stores(reports: list[StoreReport]) -> StoreReport | None:
+    """Of ranks that look for the same prompts; each has entries of its own in the same tiers."""
+    if len(reports) < 2:  # noqa: PLR2004 - nothing to merge
+        return next(iter(reports), None)
+    tiers: dict[str, list[StoreTier]] = {}
+    for tier in itertools.chain.from_iterable(report.tiers for report in reports):
+        tiers.setdefault(tier.tier, []).append(tier)
+    return StoreReport(
+        tiers=tuple(_merge_tiers(parts) for parts in tiers.values()),
+        num_prompts_found=max(report.num_prompts_found for report in reports),
+        num_prompts_missing=max(report.num_prompts_missing for report in reports),
+    )
+
+
+def _merge_tiers(parts: list[StoreTier]) -> StoreTier:
+    fullest = max(parts, key=lambda part: part.used_bytes)
+    return msgspec.structs.replace(
+        fullest,
+        num_hits=sum(part.num_hits for part in parts),
+        num_misses=sum(part.num_misses for part in parts),
+        read_bytes=sum(part.read_bytes for part in parts),
+        written_bytes=sum(part.written_bytes for part in parts),
+        is_available=all(part.is_available for part in parts),
+    )
 
 
 def _rank_drift(drift: LinkDrift) -> tuple[int, float]:

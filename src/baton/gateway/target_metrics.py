@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 MIN_STREAMED: Final = 4
 """Parts of an answer, below which the time of a token is not known."""
+ITL_SHARE: Final = 0.99
+"""Of the gaps of one answer: so many are within its ITL."""
 
 
 @dataclass(slots=True)
@@ -32,7 +34,7 @@ class TargetTotals:
 
 
 class TargetMetrics:
-    """By model and objective, `ttft` or `tpot`. Owner: the event loop's thread."""
+    """By model and objective, `ttft`, `tpot` or `itl`. Owner: the event loop's thread."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         labels = ("model", "objective")
@@ -82,3 +84,13 @@ def _compare(context: RequestContext, now: Instant) -> Iterator[tuple[str, float
             targets.tpot_s,
             (now - first_at) / num_gaps if has_pace and first_at is not None else None,
         )
+    if targets.itl_s is not None:
+        yield "itl", targets.itl_s, _find_itl(context)
+
+
+def _find_itl(context: RequestContext) -> float | None:
+    """The p99 of the gaps that are kept for the request's trace; of fewer than 100, the longest."""
+    gaps = context.token_gaps
+    if gaps is None or len(gaps) < MIN_STREAMED - 1:
+        return None
+    return sorted(gaps)[int(ITL_SHARE * len(gaps))]

@@ -26,11 +26,15 @@ _PRIORITIES: Final = {name.encode(): name for name in get_args(Priority)}
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Seconds to the first token, and for each token after it; the class. None: not named."""
+    """Seconds to the first token, and for each token after it; the class. None: not named.
+
+    `itl_s`, which an operator alone names, is for the p99 of the gaps between parts of an answer.
+    """
 
     ttft_s: float | None = None
     tpot_s: float | None = None
     priority: Priority | None = None
+    itl_s: float | None = None
 
 
 NO_TARGETS: Final = Targets()

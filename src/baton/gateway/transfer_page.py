@@ -1,4 +1,4 @@
-"""`/debug/transfers`: what handoffs and links took, by pair of workers and by distance.
+"""`/debug/transfers`: what handoffs and links took, by pair and by distance; the store.
 
 Quantiles are of the workers' log histograms: within 1 %.
 """
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from baton.gateway.store_page import FleetStore, WorkerStore, add_stores
 from baton.gateway.transfer_feed import WINDOW_S
 from baton.gateway.transfer_sums import (
     add_handoffs,
@@ -178,6 +179,7 @@ class TransferPageReply(msgspec.Struct, frozen=True, kw_only=True):
     segments: tuple[PairSegments, ...]
     handoffs_by_distance: tuple[DistanceHandoffs, ...]
     links_by_distance: tuple[DistanceLinks, ...]
+    store: FleetStore
     num_workers: int
     num_left_out: int
 
@@ -190,6 +192,7 @@ class _OfWorker:
         self.handoffs = subtract_handoffs(latest, baseline)
         self.links = subtract_links(latest, baseline)
         self.segments = subtract_segments(latest, baseline)
+        self.store = WorkerStore(name, latest, baseline)
 
 
 class TransferPage:
@@ -228,6 +231,7 @@ class TransferPage:
             segments=tuple(segments[:MOST_LISTED]),
             handoffs_by_distance=_handoffs_by_distance(workers),
             links_by_distance=_links_by_distance(workers),
+            store=add_stores([each.store for each in workers]),
             num_workers=len(workers),
             num_left_out=sum(max(0, len(pairs) - MOST_LISTED) for pairs in listed),
         )

@@ -46,11 +46,6 @@ class DigestTable:
     def __len__(self) -> int:
         return self._num_rows - len(self._free)
 
-    @property
-    def num_rows(self) -> int:
-        """All rows are below it."""
-        return self._num_rows
-
     def find(self, digest: bytes) -> int:
         """The digest's row, or `NO_ROW`."""
         return self._rows[self._find_place(digest)]

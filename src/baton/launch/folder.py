@@ -3,6 +3,7 @@
     lock            held by the launcher for as long as it runs; has its process id
     members.json    the workers, for the gateways
     control.sock    where the launcher takes requests of `baton status`, `scale`, …
+    monitor/        an identity with which this user's programs may read the workers' metrics
     logs/NAME.log   what a process wrote; `launcher` is the launcher's own
 
 What a killed launcher leaves is taken over by the next one: the kernel has released its lock.
@@ -54,6 +55,11 @@ class FleetFolder:
     def socket(self) -> Path:
         """See the module."""
         return self.path / "control.sock"
+
+    @property
+    def monitor(self) -> Path:
+        """See the module. Only while a launch runs whose identities come from a cluster key."""
+        return self.path / "monitor"
 
     @property
     def logs(self) -> Path:
@@ -117,12 +123,14 @@ def claim(folder: FleetFolder) -> Generator[None]:
     try:
         _lock(lock, folder)
         _remove(folder.socket, folder.members, *folder.logs.iterdir())
+        _remove_monitor(folder)
         os.ftruncate(lock, 0)
         os.pwrite(lock, str(os.getpid()).encode(), 0)
         try:
             yield
         finally:  # before the lock is released: the next launch makes its own
             _remove(folder.socket, folder.members)
+            _remove_monitor(folder)
     finally:
         os.close(lock)
 
@@ -164,6 +172,12 @@ def _make(folder: FleetFolder) -> None:
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
             raise ConfigError(f"{path} is not a directory of this user: remove it")
         path.chmod(0o700)
+
+
+def _remove_monitor(folder: FleetFolder) -> None:
+    with suppress(OSError):
+        _remove(*folder.monitor.iterdir())
+        folder.monitor.rmdir()
 
 
 def _remove(*paths: Path) -> None:

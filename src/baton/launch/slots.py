@@ -101,17 +101,19 @@ class ProcessSlot:
 
     def describe(self, now: Instant, host: str) -> FleetMember:
         """What an operator sees of it."""
-        has_ended = self.child.is_ended
+        has_ended, state = self.child.is_ended, self.state
+        # Its process has reported that it serves; its restarter may not have taken note of that.
+        reason = "" if state == "ready" else self.reason or self._explain_state()
         return FleetMember(
             name=self.name,
             role=self.role,
-            state=self.state,
+            state=state,
             host=host,
             url=self.url,
             pid=None if has_ended else self.child.pid,
             num_restarts=min(self.num_restarts, MAX_COUNT),
             up_s=None if has_ended else max(0.0, now - self.started_at),
-            reason=self.reason or self._explain_state(),
+            reason=reason,
         )
 
     @property

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 MAX_PAGE_BYTES: Final = 4 << 20
 READ_BYTES: Final = 64 << 10
+GIVE_CREDENTIALS: Final = (
+    "of a fleet of `baton up` on this machine, name it with --fleet; of others, give the cluster's "
+    "key (BATON_CLUSTER_KEY, cluster.key_file) or an identity (security.identity)"
+)
 
 
 class PageReader:
@@ -47,8 +51,8 @@ class PageReader:
             return await self._fetch(url, timeout_s)
         if self._worker_tls is None:
             raise PageError(
-                f"{url}: workers of this cluster want a certificate, and none is configured here; "
-                "give the cluster's key (cluster.key_file) or an identity (security.identity)"
+                f"{url}: workers of this cluster want a certificate, and there is none here; "
+                f"{GIVE_CREDENTIALS}"
             )
         return await self._fetch(url, timeout_s, tls=self._worker_tls)
 
@@ -77,7 +81,10 @@ class PageReader:
         except TimeoutError as exc:
             raise PageError(f"{url}: no whole answer within {timeout_s:g} s") from exc
         except (aiohttp.ClientError, OSError, ValueError) as exc:
-            raise PageError(f"{url}: {type(exc).__name__}: {exc}") from exc
+            reason = f"{url}: {type(exc).__name__}: {exc}"
+            if tls is not None and isinstance(exc, aiohttp.ClientSSLError):
+                reason += f"; the worker may be of another cluster: {GIVE_CREDENTIALS}"
+            raise PageError(reason) from exc
         if body is None:
             raise PageError(f"{url} has more than {MAX_PAGE_BYTES} bytes")
         if response.status != OK:

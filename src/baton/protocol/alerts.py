@@ -9,6 +9,8 @@ import msgspec
 from msgspec import Meta
 
 ALERTS_PATH: Final = "/alerts"
+RUNBOOK_PATH: Final = "/dashboard/runbook.html"
+"""A page with a section for each alert, under its name in lower case."""
 MAX_ALERTS: Final = 512
 """On the page."""
 

@@ -20,6 +20,7 @@ File map:
                     cost_parts.py: what each worker adds to a cost; pair_search.py: likely pairs;
                     devices.py: workers that share a GPU or a core
     division.py     `Division`: how many workers only prefill at present; demand.py: predictions;
+                    division_memory.py: what is known of which load;
                     arrivals.py: whether requests come independently of the answers
     prefixes.py     `ModelPrefixes`: who has, and can load from a store, how much of a prompt;
                     worker_prefixes.py: what one worker reports; prefix_index.py,

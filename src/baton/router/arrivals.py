@@ -13,6 +13,9 @@ with the arrivals and ends:
 saturation, and more for bursts. It is 0 for clients that ask again at once, and less than 0.1 where
 they pause for a tenth of a request's duration.
 
+Loads that come and go are no changes of one load: after a time without any request, as long as a
+request lasts, what is compared begins anew. What was seen before still counts.
+
 Pure: times are given.
 """
 
@@ -40,18 +43,23 @@ LASTED_SHARE: Final = 0.05
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """The most requests under way at once, and arrivals and ends."""
+    """The most requests under way at once, and arrivals and ends. `is_first`: of a load."""
 
     most_under_way: int
+    num_begun: int
     num_events: int
+    is_first: bool
 
 
 class Arrivals:
     """One model's, as its gateway sees them. Owner: the gateway's thread."""
 
     __slots__ = (
+        "_ended_at",
+        "_is_first",
         "_lasted_s",
         "_most_under_way",
+        "_num_begun_before",
         "_num_ended",
         "_num_events",
         "_num_under_way",
@@ -60,33 +68,62 @@ class Arrivals:
     )
 
     def __init__(self) -> None:
-        self._since = self._lasted_s = 0.0
+        self._since = self._ended_at = self._lasted_s = 0.0
+        self._is_first = True
         self._num_under_way = self._most_under_way = self._num_ended = self._num_events = 0
+        self._num_begun_before = 0
         self._windows: deque[_Window] = deque(maxlen=MOST_WINDOWS)
 
-    def begin(self) -> None:
+    def begin(self, now: float) -> None:
         """A request is given to its workers."""
+        if self._num_under_way == 0 and now - self._ended_at > self._lasted_s:
+            self._begin_load(now)
         self._num_events += 1
         self._num_under_way += 1
         if self._num_under_way > self._most_under_way:  # noqa: PLR1730 - each request asks
             self._most_under_way = self._num_under_way
 
+    def _begin_load(self, now: float) -> None:
+        """Nothing was under way for so long that this is another load: the last one ended.
+
+        In its last windows none began, and in one before them some clients did not ask again.
+        """
+        windows = self._windows
+        while windows and not windows[-1].num_begun:
+            windows.pop()
+        if windows:
+            windows.pop()
+        self._since, self._num_events, self._most_under_way = now, 0, 0
+        self._num_begun_before, self._is_first = self.num_begun, True
+
     def end(self, now: float, lasted_s: float) -> None:
         """One is over."""
+        self._ended_at = now
         self._num_events += 1
         self._num_under_way -= 1
         self._num_ended += 1
         share = LASTED_SHARE if self._num_ended * LASTED_SHARE > 1.0 else 1.0 / self._num_ended
         self._lasted_s += share * (lasted_s - self._lasted_s)
         if now - self._since > WINDOW_SHARE * self._lasted_s:
-            self._windows.append(_Window(self._most_under_way, self._num_events))
-            self._since, self._num_events = now, 0
+            begun = self.num_begun
+            num_begun, self._num_begun_before = begun - self._num_begun_before, begun
+            self._windows.append(
+                _Window(self._most_under_way, num_begun, self._num_events, self._is_first)
+            )
+            self._since, self._num_events, self._is_first = now, 0, False
             self._most_under_way = self._num_under_way
 
     @property
     def num_begun(self) -> int:
         """Requests that were ever given to workers."""
         return self._num_ended + self._num_under_way
+
+    @property
+    def most_under_way(self) -> int:
+        """At once, lately: in a request's duration, or since the load began."""
+        if self._is_first or not self._windows:
+            return self._most_under_way
+        return max(self._most_under_way, self._windows[-1].most_under_way)
 
     @property
     def are_closed_loops(self) -> bool:
@@ -97,6 +134,8 @@ class Arrivals:
             return False
         squares = num_events = 0.0
         for before, after in pairwise(windows):
+            if after.is_first:
+                continue
             between = (before.num_events + after.num_events) / 2
             change = after.most_under_way - before.most_under_way
             squares += min(change * change, MOST_CHANGE * between)

@@ -8,22 +8,26 @@ for the traffic as it comes (`router/demand.py`).
     stays ◄── no other is predicted to be `MUCH_BETTER`, or known to be `BETTER`, at such a load
       │       (before a whole window has passed: by more than chance)
       │
-      └─► another division, until it is known what that achieves
-            │ it achieves more: it stays
-            │ it does not: back, and it is not tried again at such a load for a while
-            │ requests pile up meanwhile: back at once, and not again at such a load or a higher one
-            └ more requests come than before, or none for a while: that was another load, which
-              refutes nothing
+      ├─► another division, until it is known what that achieves
+      │     │ it achieves more: it stays
+      │     │ it does not: back, and it is not tried again at such a load for a while
+      │     │ requests pile up meanwhile: back at once, and not again at such a load or a higher one
+      │     ├ more requests come than before: that is another load, which refutes nothing
+      │     └ none come for a while: what was counted by then decides, if that is enough
+      │
+      ├─► where fewer than `FEW` are good: replicas or a neighbour, of which nothing is known at
+      │   such a load, though no more is predicted of it. The same, but it must be `BETTER` to stay
+      │
+      └─► another load comes, of which something is known: the division that was best then, at once
 
-Pure: times are given.
+What is known of which load is in `router/division_memory.py`. Pure: times are given.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from math import sqrt
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from baton.router.demand import (
     Achieved,
@@ -33,6 +37,7 @@ from baton.router.demand import (
     find_demand,
     predict_rate,
 )
+from baton.router.division_memory import DivisionMemory, are_alike
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -54,62 +59,38 @@ LEAST_INDEPENDENT: Final = 32
 """The same of independent arrivals: the share of good ones is what counts, and chance moves it."""
 MUCH_BETTER: Final = 1.1
 BETTER: Final = 1.05
-"""What must be predicted, or must be known of the last `KNOWN_FOR_S`, of another division."""
-KNOWN_FOR_S: Final = 120.0
-RETRY_AFTER_S: Final = 60.0
-MOST_RETRY_AFTER_S: Final = 3600.0
-ALIKE: Final = 1.5
-"""Numbers of requests at once, one over the other."""
-MOST_LOADS: Final = 8
-"""For which it is remembered what a division achieved."""
+"""What must be predicted, or must be known, of another division."""
+FEW: Final = 0.5
+"""The share of good requests below which a trial can cost little, and predictions are not needed:
+they are least exact where all is near its limit."""
 PAUSE_S: Final = 3.0
 """Without a request."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """What it achieved with so many at once, and when that was."""
-
-    achieved: Achieved
-    at_once: float
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Refuted:
-    """It is not tried for so long from `at` on, with about so many requests at once.
-
-    `is_too_slow`: nor with more of them. It achieved `share` of what was predicted.
-    """
-
-    for_s: float
-    at_once: float
-    at: float
-    is_too_slow: bool = False
-    share: float = 1.0
-
-    def holds(self, at_once: float, now: float) -> bool:
-        """Whether it is not to be tried now."""
-        if now >= self.at + self.for_s:
-            return False
-        return _is_alike(self.at_once, min(at_once, self.at_once) if self.is_too_slow else at_once)
 
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
     """A division of which nothing is known yet: `before` was there, with so many at once.
 
-    It is given up if more than `most_under_way` requests are. `predicted`: good requests a second.
+    It is given up if more than `most_under_way` requests are. `predicted`: good requests a second;
+    None: it is tried because few were good, whatever is predicted.
     At `began_at` the gateway had begun `num_begun` requests, `rate` a second.
     """
 
     before: frozenset[WorkerId]
     at_once: float
     most_under_way: float
-    predicted: float
+    predicted: float | None
     began_at: float
     num_begun: int
     rate: float
+
+    def find_least(self, before: float) -> float:
+        """It stays if it achieves more than this: without a prediction it must be better."""
+        return before * BETTER if self.predicted is None else before / BETTER
+
+    def share_of(self, achieved: float) -> float:
+        """The share of what was predicted that this is, 1 at most."""
+        return 1.0 if self.predicted is None else min(1.0, achieved / self.predicted)
 
     def has_grown(self, num_begun: int, now: float) -> bool:
         """Whether more have come since than before, by more than two standard deviations."""
@@ -122,35 +103,23 @@ def _most_by_chance(num_under_way: int) -> float:
     return num_under_way + 2.0 * sqrt(max(1, num_under_way))
 
 
-def _is_alike(one: float, other: float) -> bool:
-    return one < ALIKE * other and other < ALIKE * one
-
-
-_Noted = TypeVar("_Noted", _Known, _Refuted)
-
-
-def _note(noted: list[_Noted], new: _Noted) -> None:
-    """In place of what was noted of such a load, or of the one that was seen longest ago."""
-    noted[:] = [each for each in noted if not _is_alike(each.at_once, new.at_once)]
-    noted.append(new)
-    del noted[:-MOST_LOADS]
-
-
 @dataclass(slots=True)
 class Division:
     """One model's. `prefills` only prefill at present; empty: all do both.
 
-    By number of prefill workers, for each of the latest loads: what it achieved, `_known`, and that
-    it was tried and left, `_refuted`. Owner: one thread.
+    Requests that ended before `_shown_since` show something else. At the last look `_seen` requests
+    were under way at once, when it was last judged `_judged`. Owner: one thread.
     """
 
     limits: Limits
     prefills: frozenset[WorkerId] = frozenset()
-    changed_at: float = float("-inf")
+    _shown_since: float = float("-inf")
     _trial: _Trial | None = None
     _looked_at: float = float("-inf")
-    _known: defaultdict[int, list[_Known]] = field(default_factory=lambda: defaultdict(list))
-    _refuted: defaultdict[int, list[_Refuted]] = field(default_factory=lambda: defaultdict(list))
+    _seen: int = 0
+    _judged: int = 0
+    _has_paused: bool = False
+    _memory: DivisionMemory = field(default_factory=DivisionMemory)
 
     def is_due(self, now: float) -> bool:
         """Whether it is time to look again."""
@@ -161,7 +130,7 @@ class Division:
         if not self.is_due(now):
             return
         if self._looked_at == float("-inf"):
-            self.changed_at = now  # nothing is learned yet
+            self._shown_since = now  # nothing is learned yet
         looked_at, self._looked_at = self._looked_at, now
         names = {worker.id for worker in workers}
         if not self.prefills <= names or len(workers) <= len(self.prefills):
@@ -169,37 +138,81 @@ class Division:
         if len(workers) < 2:  # noqa: PLR2004 - a pair
             return
         num_under_way = sum(load.of(each.id, each.model).num_decodes for each in workers)
-        costs = load.costs(workers[0].model)
-        num_begun = costs.arrivals.num_begun
-        if self._trial is not None and num_under_way == 0 and now - looked_at > PAUSE_S:
-            self._break_off(self._trial, now)
+        arrivals = load.costs(workers[0].model).arrivals
+        if num_under_way == 0 and now - looked_at > PAUSE_S:
+            self._has_paused = True
+            if self._trial is not None:
+                self._break_off(self._trial, now)
+        seen, self._seen = self._seen, arrivals.most_under_way
         if self._trial is not None and num_under_way > self._trial.most_under_way:
-            self._give_up(self._trial, now, has_grown=self._trial.has_grown(num_begun, now))
+            has_grown = self._trial.has_grown(arrivals.num_begun, now)
+            self._give_up(self._trial, now, has_grown=has_grown)
+        elif not arrivals.are_closed_loops or are_alike(self._seen, self._judged or self._seen):
+            self._look_at_ended(num_under_way, workers, load, now)
+        elif (self._has_paused and num_under_way) or are_alike(self._seen, seen):
+            self._begin_load(workers, load, now)
+        self._has_paused = self._has_paused and num_under_way == 0
+
+    def _begin_load(self, workers: Sequence[WorkerView], load: FleetLoad, now: float) -> None:
+        """Another load is here: what was best at such a load, if that is known, takes over."""
+        self._judged, self._trial = self._seen, None
+        if not self._has_paused:
+            self._shown_since = now
+        here = self._memory.find(len(self.prefills), self._seen, now)
+        found = self._memory.find_best(self._seen, now)
+        if found is None:
             return
+        num_prefill, best = found
+        if num_prefill == len(self.prefills) or num_prefill >= len(workers):
+            return
+        if best.good > (FEW * best.rate if here is None else BETTER * here.good):
+            self._set(num_prefill, workers, load, now)
+
+    def _look_at_ended(
+        self, num_under_way: int, workers: Sequence[WorkerView], load: FleetLoad, now: float
+    ) -> None:
+        """Judge the present division by what it achieved, if enough requests have ended."""
+        costs = load.costs(workers[0].model)
         least = LEAST_ENDED if costs.arrivals.are_closed_loops else LEAST_INDEPENDENT
         ended, is_whole = self._find_ended(costs.ended, now, least)
         if not ended:
             return
-        # Two standard deviations of a share of so many requests, as a rate.
-        doubt = 0.0 if is_whole else sqrt(len(ended)) / (now - ended[0].at)
+        chance = self._find_deviation(ended, now)
+        doubt = 0.0 if is_whole else chance
         traffic = self._find_traffic(ended, workers, load, num_under_way=num_under_way, now=now)
         chosen, at_once = self._judge(traffic, doubt, now), traffic.demand.num_at_once
+        predicted: float | None = None
+        if chosen != len(self.prefills):
+            predicted = traffic.predict(chosen)
+        elif self._trial is None or is_whole:
+            chosen = self._find_unknown(traffic, chance, now)
+        self._judged = self._seen
         if is_whole:
             self._trial = None
         if chosen != len(self.prefills):
+            before = self.prefills if self._trial is None else self._trial.before
             trial = None
-            if self._find_known(chosen, at_once, now) is None:
+            if self._memory.find(chosen, at_once, now) is None:
                 trial = _Trial(
-                    self.prefills,
+                    before,
                     at_once,
                     _most_by_chance(num_under_way),
-                    traffic.predict(chosen),
+                    predicted,
                     now,
-                    num_begun,
+                    costs.arrivals.num_begun,
                     traffic.achieved.rate,
                 )
             self._set(chosen, workers, load, now)
             self._trial = trial
+
+    def _find_deviation(self, ended: Sequence[EndedRequest], now: float) -> float:
+        """Two standard deviations of the good requests among so many, as a rate.
+
+        Where most are good their rate counts, which varies too: as if only half were good.
+        """
+        num = len(ended)
+        share = min(0.5, (sum(map(self.limits.are_met, ended)) + 1) / (num + 2))
+        return 2.0 * sqrt(share * (1.0 - share) * num) / (now - ended[0].at)
 
     def _find_traffic(
         self,
@@ -215,13 +228,16 @@ class Division:
         rate = len(ended) / window_s
         achieved = Achieved(rate, sum(map(self.limits.are_met, ended)) / window_s)
         demand = find_demand(ended, window_s, workers, load)
+        arrivals = load.costs(workers[0].model).arrivals
+        # Of closed loops their number is known; the mean is of those that ended in the window.
         at_once = max(demand.num_at_once, num_under_way)
+        if arrivals.are_closed_loops:
+            at_once = self._seen
         demand = replace(demand, num_at_once=at_once)
-        known = self._find_known(num_prefill, at_once, now)
+        known = self._memory.find(num_prefill, at_once, now)
         if known is not None:
             achieved = achieved.mean_with(known)
-        _note(self._known[num_prefill], _Known(achieved, at_once, now))
-        arrivals = load.costs(workers[0].model).arrivals
+        self._memory.note(num_prefill, achieved, at_once, now)
         if not arrivals.are_closed_loops:
             return IndependentArrivals(demand, self.limits, achieved, len(workers), num_prefill)
         predicted, _, _ = predict_rate(demand, len(workers), num_prefill)
@@ -234,16 +250,16 @@ class Division:
         """The requests that show what this division achieves, and whether of a whole window.
 
         `least` or more; empty if they are too few. Closed loops come in waves: a whole window has
-        several. Those that began before the division was made show something else.
+        several. Those that began before the division was made, or the load, show something else.
         """
-        ended = [each for each in latest if each.at > self.changed_at]
+        ended = [each for each in latest if each.at > self._shown_since]
         if len(ended) < least:
             return [], False
         typical_s = sum(each.lasted_s for each in ended[-LEAST_ENDED:]) / LEAST_ENDED
         whole_s, least_s = max(WINDOW_S, NUM_WAVES * typical_s), typical_s
         if least > LEAST_ENDED:
             whole_s = least_s = max(whole_s, now - ended[-least].at)
-        window_s = min(whole_s, now - self.changed_at - max(SETTLING_S, typical_s))
+        window_s = min(whole_s, now - self._shown_since - max(SETTLING_S, typical_s))
         if window_s < least_s:
             return [], False
         ended = [each for each in ended if each.at >= now - window_s]
@@ -259,57 +275,67 @@ class Division:
         num, at_once = len(self.prefills), traffic.demand.num_at_once
         achieved = traffic.value(traffic.achieved)
         best, most, is_known = num, achieved + doubt, False
-        held = {
-            n: each
-            for n, noted in self._refuted.items()
-            for each in noted
-            if each.holds(at_once, now)
-        }
+        refuted = self._memory.find_refuted(at_once, now)
         # Where one division was predicted to be better than it is, so are others.
-        believed = min((each.share for each in held.values()), default=1.0)
+        believed = min(refuted.values(), default=1.0)
         for other in range(traffic.num_workers):
-            if other == num or other in held:
+            if other == num or other in refuted:
                 continue
-            known = self._find_known(other, at_once, now)
+            known = self._memory.find(other, at_once, now)
             if known is not None:
                 worth = traffic.value(known) / BETTER
             else:
                 worth = traffic.predict(other) * (believed if other else 1.0) / MUCH_BETTER
             if worth > most:
                 best, most, is_known = other, worth, known is not None
+        trial = self._trial
+        if not is_known and trial is not None and doubt == 0.0:
+            known = self._memory.find(len(trial.before), at_once, now)
+            if known is not None and achieved <= trial.find_least(traffic.value(known)):
+                best, is_known = len(trial.before), True
         if is_known:  # back: what was tried is not as good
-            share = 1.0 if self._trial is None else min(1.0, achieved / self._trial.predicted)
-            self._refute(at_once, now, share=share)
+            share = 1.0 if trial is None else trial.share_of(achieved)
+            self._memory.refute(num, at_once, now, share=share)
         return best
+
+    def _find_unknown(self, traffic: Traffic, chance: float, now: float) -> int:
+        """Where few are good: replicas or a neighbour, if nothing is known of it at such a load.
+
+        `chance`: good requests a second that there may be more. Of those divisions the most
+        promising one, else the present one. For closed loops alone: of independent arrivals no
+        division serves more, and where few are good they pile up.
+        """
+        num, at_once, achieved = len(self.prefills), traffic.demand.num_at_once, traffic.achieved
+        if not isinstance(traffic, ClosedLoops) or achieved.good + chance >= FEW * achieved.rate:
+            return num
+        refuted = self._memory.find_refuted(at_once, now)
+        unknown = [
+            other
+            for other in {0, num - 1, num + 1} - {num}
+            if 0 <= other < traffic.num_workers
+            and other not in refuted
+            and self._memory.find(other, at_once, now) is None
+        ]
+        return max(unknown, key=traffic.predict, default=num)
 
     def _give_up(self, trial: _Trial, now: float, *, has_grown: bool) -> None:
         """Requests pile up: they come faster than this division serves them, or than before."""
         if not has_grown:
-            self._refute(trial.at_once, now, is_too_slow=True)
+            self._memory.refute(len(self.prefills), trial.at_once, now, is_too_slow=True)
         self._change(trial.before, now)
 
     def _break_off(self, trial: _Trial, now: float) -> None:
         """No more requests come: what is known by now decides which division waits for others."""
-        found = self._find_known(len(self.prefills), trial.at_once, now)
-        before = self._find_known(len(trial.before), trial.at_once, now)
-        if found is None or before is None or found.good <= before.good:
+        num = len(self.prefills)
+        found = self._memory.find(num, trial.at_once, now)
+        before = self._memory.find(len(trial.before), trial.at_once, now)
+        if found is None or before is None:
+            self._change(trial.before, now)
+        elif found.good <= before.good:
+            share = trial.share_of(found.good)
+            self._memory.refute(num, trial.at_once, now, share=share)
             self._change(trial.before, now)
         self._trial = None
-
-    def _refute(
-        self, at_once: float, now: float, *, is_too_slow: bool = False, share: float = 1.0
-    ) -> None:
-        noted = self._refuted[len(self.prefills)]
-        before = max((n.for_s for n in noted if _is_alike(n.at_once, at_once)), default=0.0)
-        for_s = min(MOST_RETRY_AFTER_S, max(RETRY_AFTER_S, 2 * before))
-        _note(noted, _Refuted(for_s, at_once, now, is_too_slow, share))
-
-    def _find_known(self, num_prefill: int, at_once: float, now: float) -> Achieved | None:
-        """What a division achieved lately, at about as many requests at once."""
-        for known in reversed(self._known[num_prefill]):
-            if now - known.at <= KNOWN_FOR_S and _is_alike(known.at_once, at_once):
-                return known.achieved
-        return None
 
     def _set(
         self, num_prefill: int, workers: Sequence[WorkerView], load: FleetLoad, now: float
@@ -322,4 +348,4 @@ class Division:
         self._change(frozenset(worker.id for worker in by_answers[:num_prefill]), now)
 
     def _change(self, prefills: frozenset[WorkerId], now: float) -> None:
-        self.prefills, self.changed_at, self._trial = prefills, now, None
+        self.prefills, self._shown_since, self._trial = prefills, now, None

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MAX_BLOCKS: Final = 1 << 22
 """Of one index; what is stored beyond that is not known here, as if it had not been published."""
-NUM_WALKED: Final = 8
+NUM_WALKED: Final = 32
 """Blocks that are walked one by one: where sets change at most blocks, bisection costs more."""
 _ALL: Final = -1
 
@@ -74,6 +74,7 @@ class PrefixIndex:
         self._nodes: dict[int, _Node] = {}
         self._bits: dict[WorkerId, int] = {}
         self._workers: list[WorkerId] = []
+        self._bit_at: list[int] = []
         self._free: list[int] = []
         self._members = lru_cache(maxsize=256)(self._list_members)
         self.num_refused = 0
@@ -179,7 +180,7 @@ class PrefixIndex:
         node = get(names[num - 1])
         last = 0 if node is None else node.whole
         matches = dict.fromkeys(self._members(last), num) if last else {}
-        workers, start = self._workers, 0
+        workers, bits, start = self._workers, self._bit_at, 0
         ahead = [(num - 1, last)]
         while ahead:
             stop, after = ahead[-1]
@@ -189,16 +190,18 @@ class PrefixIndex:
                 ahead.append((middle, 0 if node is None else node.whole))
                 continue
             ahead.pop()
-            at = start
-            while before != after:
-                at += 1
-                node = get(names[at])
-                left = 0 if node is None else node.whole
-                ended, before = before ^ left, left
-                while ended:
-                    top = ended.bit_length() - 1
-                    matches[workers[top]] = at
-                    ended ^= 1 << top
+            if before != after:
+                for at, node in enumerate(map(get, names[start + 1 : stop + 1]), start + 1):
+                    left = 0 if node is None else node.whole
+                    if left == before:
+                        continue
+                    ended, before = before ^ left, left
+                    while ended:
+                        top = ended.bit_length() - 1
+                        matches[workers[top]] = at
+                        ended ^= bits[top]
+                    if before == after:
+                        break
             start = stop
         return matches
 
@@ -246,6 +249,7 @@ class PrefixIndex:
             at = self._free.pop() if self._free else len(self._workers)
             self._workers[at : at + 1] = [worker]
             bit = self._bits[worker] = 1 << at
+            self._bit_at[at : at + 1] = [bit]
         return bit
 
     def _find_or_add(self, name: int, parent: _Node | None) -> _Node | None:

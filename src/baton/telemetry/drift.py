@@ -9,28 +9,33 @@
 
 The reference does not follow the link, unlike the link model by which transports are chosen: it is
 learned once, of each size from its first transfers. A transfer's *residual* is the logarithm of its
-time over the reference's for its size. Two tests must
-agree on a drift:
+time over the reference's for its size. Two shifts are looked for, `SMALL` and `LARGE`. For each,
+two tests must agree:
 
-- Page-Hinkley (a cumulative sum, one for each direction): the sum of residuals, each less half of
-  the shift that is looked for, held at 0 or above. It alarms at a threshold that grows with the
-  residuals' variance. The variance is that of sums, so that transfers that resemble the one
-  before do not count as independent evidence. A residual counts at most `CLIP` deviations: a
-  stalled transfer is one slow transfer, however long it stalled.
-- The latest `NUM_RECENT` residuals: median and lower quartile both exceed the reference's. Other
-  work on the machine makes some transfers slower; a slower link makes all of them slower.
+- Page-Hinkley (a cumulative sum): the sum of residuals, each less half of the shift, held at 0 or
+  above. It alarms at a threshold that grows with the residuals' variance. The variance is that of
+  sums, so that transfers that resemble the one before do not count as independent evidence. A
+  residual counts at most `CLIP` deviations: a stalled transfer is one slow transfer, however long
+  it stalled.
+- The latest residuals: median and lower quartile both exceed the reference's. Other work on the
+  machine makes some transfers slower; a slower link makes all of them slower.
 
 Hysteresis: a drift ends when the sum is back at 0, or when the median of `NUM_LATER` transfers no
 longer shows it: where slow transfers are more frequent than in the reference, the sum stays above 0
-though most are as they were. A link that became faster is not reported, but
-its reference is learned again: by the old one, a slowdown would stay unseen until it exceeded it.
+though most are as they were. A drift that ends within `short_drift_s` is a variation of the link
+that its reference did not contain: each one doubles the thresholds, up to `MAX_CAUTION` times.
+Examples: a program that takes the core for some milliseconds makes the next 10 to 15 transfers
+slower, because they find caches cold; another host's traffic takes part of a link for a second.
+
+A link that became faster is not reported, but its reference is learned again: by the old one, a
+slowdown would stay unseen until it exceeded it.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from enum import StrEnum
-from math import exp, log
+from math import exp, log, sqrt
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -54,28 +59,43 @@ class DriftState(StrEnum):
 
 
 class DriftOptions(Record, frozen=True):
-    """The parameters that `benchmarks/bench_drift.py` sweeps.
+    """`evidence`: the threshold of the sums, in units of a likelihood's logarithm.
 
-    `shift`: the slowdown that is looked for, as a ratio. `evidence`: the threshold of the sums, in
-    units of a likelihood's logarithm.
+    `short_drift_s`: a drift that ends earlier counts as the link's noise. `num_calm`: transfers
+    without one, after which the thresholds are halved again.
     """
 
     num_reference: int = 512
-    shift: float = 1.3
-    evidence: float = 12.0
-    min_median_ratio: float = 1.15
-    min_quartile_ratio: float = 1.1
+    evidence: float = 10.0
+    short_drift_s: float = 10.0
+    num_calm: int = 100_000
     accept_after_s: float = 86_400.0
 
 
+class Shift(Record, frozen=True):
+    """A slowdown that is looked for: all of it logarithms of ratios.
+
+    Of the latest `num_recent` residuals the median must be at least `min_median`, the lower
+    quartile `min_quartile` over the reference's.
+    """
+
+    size: float
+    num_recent: int
+    min_median: float
+    min_quartile: float
+
+
 DEFAULTS: Final = DriftOptions()
-NUM_RECENT: Final = 12
-_LOWER_QUARTILE: Final = NUM_RECENT // 4
-_MEDIAN: Final = NUM_RECENT // 2
+SMALL: Final = Shift(log(1.3), 32, log(1.15), log(1.1))
+LARGE: Final = Shift(log(2.0), 16, log(1.4), log(1.2))
 NUM_LATER: Final = 64
 CLIP: Final = 3.0
-MIN_SPREAD: Final = 0.1
-"""Of residuals. A link whose reference varies less will not always do so."""
+MIN_SPREAD: Final = 0.3
+"""Of residuals. Links whose reference varies less do not always do so: a drift of 1.3 is looked for
+in some 30 transfers, however little they vary."""
+MAX_CAUTION: Final = 256
+"""Times that the thresholds can be what the reference's variance calls for. The limit matters
+seldom: a lasting shift as large as the short drifts is found in about twice the time they took."""
 NUM_OF_CLASS: Final = 16
 """Transfers of a size class that the reference has not seen, before they are tested."""
 FEW_OF_CLASS: Final = 64
@@ -88,10 +108,13 @@ ALLOWANCE: Final = log(1.5)
 not learned first: on a link that becomes slower transfers wait for each other, and go together."""
 BATCHES: Final = (32, 128)
 """Transfers of a batch. Correlation over fewer transfers is seen in the variance of their means."""
+MAX_CORRELATION: Final = 0.95
 _TO_DEVIATION: Final = 1.4826
 """From the median absolute deviation to the standard deviation of a normal distribution."""
 _HALF_BYTES: Final = (0, *(1 << power for power in range(8, 27)))
 MIN_SECONDS: Final = 1e-9
+_SMALL_ALLOWANCE: Final = SMALL.size / 2
+_LARGE_ALLOWANCE: Final = LARGE.size / 2
 
 
 class Reference(MutableRecord):
@@ -181,11 +204,7 @@ def learn_reference(samples: Sequence[tuple[int, float]]) -> Reference:
         counts,
         float(np.quantile(residuals, 0.25)),
         spread,
-        max(
-            MIN_SPREAD**2,
-            float(clipped.var()),
-            *(_variance_of_sums(clipped, length) for length in BATCHES),
-        ),
+        max(MIN_SPREAD**2, _long_run_variance(clipped)),
         max(levels),
     )
 
@@ -194,13 +213,31 @@ def _disagreement(scaled: NDArray[np.float64]) -> float:
     return float(np.abs(scaled - np.median(scaled)).mean())
 
 
-def _variance_of_sums(residuals: NDArray[np.float64], length: int) -> float:
-    """For each residual: batches' sums vary more than single ones where neighbours are alike."""
+def _long_run_variance(residuals: NDArray[np.float64]) -> float:
+    """Of the residuals' sums, for each residual.
+
+    As for a first-order autoregression, which few transfers determine well; more where the sums of
+    batches vary more than chance explains.
+    """
+    variance = float(residuals.var())
+    if variance == 0.0:
+        return 0.0
+    product = float((residuals[1:] * residuals[:-1]).mean())
+    correlation = min(MAX_CORRELATION, max(0.0, product / variance))
+    of_batches = [_least_variance_of_sums(residuals, length) for length in BATCHES]
+    return max(variance * (1 + correlation) / (1 - correlation), *of_batches)
+
+
+def _least_variance_of_sums(residuals: NDArray[np.float64], length: int) -> float:
+    """The limit that the variance of sums of `length` exceeds with a confidence of 95 %."""
     num_batches = len(residuals) // length
     if num_batches < 2:  # noqa: PLR2004 - one batch has no variance
         return 0.0
     batches = residuals[: num_batches * length].reshape(num_batches, length)
-    return float(batches.mean(axis=1).var(ddof=1)) * length
+    # The chi-square quantile of num_batches - 1 degrees of freedom (Wilson and Hilferty).
+    term = 2 / (9 * (num_batches - 1))
+    by_chance = (1 - term + 1.645 * sqrt(term)) ** 3
+    return float(batches.mean(axis=1).var(ddof=1)) * length / by_chance
 
 
 class DriftDetector:
@@ -211,8 +248,8 @@ class DriftDetector:
 
     def __init__(self, now: Instant, options: DriftOptions = DEFAULTS) -> None:
         self._options = options
-        self._allowance = log(options.shift) / 2
         self.num_drifts = 0
+        self._caution, self._num_calm = 1, 0
         self._learn_again(now)
 
     def _learn_again(self, now: Instant) -> None:
@@ -221,16 +258,17 @@ class DriftDetector:
         self.reference: Reference | None = None
         self._samples: list[tuple[int, float]] = []
         self._new_classes: dict[int, list[tuple[int, float]]] = {}
-        self._recent: deque[float] = deque(maxlen=NUM_RECENT)
-        self._slower = self._faster = self._limit = self._threshold = 0.0
+        self._recent: deque[float] = deque(maxlen=SMALL.num_recent)
+        self._slower = self._much_slower = self._faster = 0.0
+        self._limit = self._threshold = self._much_slower_threshold = 0.0
         self._later: list[float] = []
 
     @property
     def ratio(self) -> float | None:
         """Median of the latest transfers' times over the reference's; None while it is learned."""
-        if self.reference is None or len(self._recent) < NUM_RECENT:
+        if self.reference is None or len(self._recent) < LARGE.num_recent:
             return None
-        return exp(sorted(self._recent)[_MEDIAN])
+        return exp(sorted(list(self._recent)[-LARGE.num_recent :])[LARGE.num_recent // 2])
 
     def observe(self, num_bytes: int, seconds: float, now: Instant) -> DriftState:
         """A transfer of so many bytes took so long: the state now."""
@@ -244,21 +282,28 @@ class DriftDetector:
         self._recent.append(residual)
         limit = self._limit
         counted = limit if residual > limit else max(residual, -limit)
-        slower = self._slower + counted - self._allowance
-        faster = self._faster - counted - self._allowance
-        threshold = self._threshold
+        slower = self._slower + counted - _SMALL_ALLOWANCE
+        much_slower = self._much_slower + counted - _LARGE_ALLOWANCE
+        faster = self._faster - counted - _SMALL_ALLOWANCE
+        threshold, much_slower_threshold = self._threshold, self._much_slower_threshold
         self._slower = slower if 0.0 < slower < threshold else max(0.0, min(slower, threshold))
+        self._much_slower = 0.0 if much_slower < 0.0 else min(much_slower, much_slower_threshold)
         self._faster = faster if 0.0 < faster < threshold else max(0.0, min(faster, threshold))
         if self.state is DriftState.DRIFTED:
             self._look_for_end(now)
             return self.state
         reference.refine_class(num_bytes, counted)
-        if slower >= threshold:
-            if self._is_confirmed(+1):
-                self.state, self.since = DriftState.DRIFTED, now
-                self.num_drifts += 1
-        elif faster >= threshold and self._is_confirmed(-1):
+        self._num_calm += 1
+        if (slower >= threshold and self._is_confirmed(SMALL, +1)) or (
+            much_slower >= much_slower_threshold and self._is_confirmed(LARGE, +1)
+        ):
+            self.state, self.since = DriftState.DRIFTED, now
+            self.num_drifts += 1
+            self._slower = threshold
+        elif faster >= threshold and self._is_confirmed(SMALL, -1):
             self._learn_again(now)
+        elif self._num_calm >= self._options.num_calm:
+            self._set_caution(max(1, self._caution // 2))
         return self.state
 
     def _learn(self, num_bytes: int, seconds: float, now: Instant) -> DriftState:
@@ -267,10 +312,17 @@ class DriftDetector:
             reference = self.reference = learn_reference(self._samples)
             self._samples = []
             self._limit = CLIP * reference.spread
-            shift = log(self._options.shift)
-            self._threshold = self._options.evidence * reference.variance / shift
+            self._set_caution(self._caution)
             self.state, self.since = DriftState.STEADY, now
         return self.state
+
+    def _set_caution(self, caution: int) -> None:
+        """Thresholds are `caution` times what the reference's variance calls for."""
+        self._caution, self._num_calm = caution, 0
+        if self.reference is not None:
+            evidence = caution * self._options.evidence * self.reference.variance
+            self._threshold = evidence / SMALL.size
+            self._much_slower_threshold = evidence / LARGE.size
 
     def _learn_class(self, reference: Reference, num_bytes: int, seconds: float) -> None:
         seen = self._new_classes.setdefault(num_bytes.bit_length(), [])
@@ -283,22 +335,24 @@ class DriftDetector:
         self._later.append(self._recent[-1])
         is_over = False
         if len(self._later) == NUM_LATER:
-            median = sorted(self._later)[NUM_LATER // 2]
-            is_over = median < log(self._options.min_median_ratio)
+            is_over = sorted(self._later)[NUM_LATER // 2] < SMALL.min_median
             self._later.clear()
         if self._slower <= 0.0 or is_over:
+            if now - self.since < self._options.short_drift_s:
+                self._set_caution(min(MAX_CAUTION, 2 * self._caution))
             self.state, self.since = DriftState.STEADY, now
-            self._slower = 0.0
+            self._slower = self._much_slower = 0.0
             self._later.clear()
         elif now - self.since >= self._options.accept_after_s:
             self._learn_again(now)
 
-    def _is_confirmed(self, sign: int) -> bool:
+    def _is_confirmed(self, shift: Shift, sign: int) -> bool:
         """Whether the latest transfers show it: slower (+1) or faster (-1)."""
-        if len(self._recent) < NUM_RECENT or self.reference is None:
+        if len(self._recent) < shift.num_recent or self.reference is None:
             return False
-        ordered, options = sorted(self._recent), self._options
-        quartile = ordered[_LOWER_QUARTILE] - self.reference.lower_quartile
-        return sign * ordered[_MEDIAN] >= log(options.min_median_ratio) and sign * quartile >= log(
-            options.min_quartile_ratio
+        ordered = sorted(list(self._recent)[-shift.num_recent :])
+        quartile = ordered[shift.num_recent // 4] - self.reference.lower_quartile
+        return (
+            sign * ordered[shift.num_recent // 2] >= shift.min_median
+            and sign * quartile >= shift.min_quartile
         )

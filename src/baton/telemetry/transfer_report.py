@@ -15,6 +15,7 @@ from baton.telemetry.log_histogram import BucketCounts
 
 MAX_ENTRIES: Final = 256
 """Of each kind, in one report."""
+MAX_TIERS: Final = 16
 MAX_REPORT_BYTES: Final = 8 << 20
 DISTANCES: Final = ("same_device", "same_host", "same_rack", "same_zone", "cross_zone")
 """From near to far: the names of `router.topology.Distance`."""
@@ -153,11 +154,41 @@ class LinkSegments(msgspec.Struct, frozen=True, kw_only=True):
     sent: SegmentCounts
 
 
+class StoreTier(msgspec.Struct, frozen=True, kw_only=True):
+    """One tier of this worker's store. Counts are this worker's, `used_bytes` is of all its users.
+
+    A hit or a miss is an entry that was asked for here; what a higher tier has is not asked for in
+    a lower one. Bytes read and written are of bodies. `capacity_bytes` is 0 where nothing is known
+    to limit it. `is_available`: false for a server that has failed and is not asked now.
+    """
+
+    tier: Text
+    used_bytes: Total
+    capacity_bytes: Total
+    num_hits: Total
+    num_misses: Total
+    read_bytes: Total
+    written_bytes: Total
+    is_available: bool = True
+
+
+class StoreReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Tiers, the quickest first; prompts that the store had something of, and those of which not.
+
+    `num_prompts_missing` are in no tier's misses: no entry of theirs was asked for.
+    """
+
+    tiers: Annotated[tuple[StoreTier, ...], Meta(max_length=MAX_TIERS)] = ()
+    num_prompts_found: Total = 0
+    num_prompts_missing: Total = 0
+
+
 class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
     """The answer. `num_forgotten` entries were dropped for newer ones: those idle for longest.
 
     `num_digest_failures`: transfers into this worker that were not what their sender had.
     `num_lapsed_leases`: prompts computed here that no decode worker fetched in time.
+    `store` is None without one.
     """
 
     epoch: Text
@@ -167,3 +198,4 @@ class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
     num_forgotten: Total = 0
     num_digest_failures: Total = 0
     num_lapsed_leases: Total = 0
+    store: StoreReport | None = None

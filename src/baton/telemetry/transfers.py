@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from baton.clock import Clock, Instant
     from baton.ids import Epoch
     from baton.telemetry.trace import RequestSpan
+    from baton.telemetry.transfer_report import StoreReport
 
 MIB: Final = 1 << 20
 OPERATIONS: Final = {"push": "WRITE", "pull": "READ"}
@@ -189,14 +190,19 @@ Entry = TypeVar("Entry", _Handoffs, _Link, _Segments)
 class TransferTable:
     """At most `MAX_ENTRIES` of each kind: those idle for longest are dropped. Thread-safe.
 
-    `count_lapsed_leases` gives the leases that lapsed since the worker's start.
+    `count_lapsed_leases` gives the leases that lapsed since the worker's start, `report_store` what
+    its store does; both from the thread that calls `report`.
     """
 
     def __init__(
-        self, epoch: Epoch, clock: Clock, count_lapsed_leases: Callable[[], int] = int
+        self,
+        epoch: Epoch,
+        clock: Clock,
+        count_lapsed_leases: Callable[[], int] = int,
+        report_store: Callable[[], StoreReport | None] = lambda: None,
     ) -> None:
         self._epoch, self._clock = epoch, clock
-        self._count_lapsed_leases = count_lapsed_leases
+        self._count_lapsed_leases, self._report_store = count_lapsed_leases, report_store
         self._lock = threading.Lock()
         self._handoffs: OrderedDict[tuple[str, HandoffLabels], _Handoffs] = OrderedDict()
         self._links: OrderedDict[tuple[str, LinkLabels], _Link] = OrderedDict()
@@ -287,6 +293,7 @@ class TransferTable:
             num_forgotten=self._num_forgotten,
             num_digest_failures=self._num_digest_failures,
             num_lapsed_leases=self._count_lapsed_leases(),
+            store=self._report_store(),
         )
 
     def _report_segments(self) -> tuple[LinkSegments, ...]:

@@ -15,6 +15,7 @@ import baton
 from baton.clock import MachineClock, read_clock_domain
 from baton.errors import HandoffError
 from baton.handoff.pool_mode.metrics import PoolModeCollector
+from baton.handoff.pool_mode.store_report import report_store
 from baton.net.http_limits import WORKER_LIMITS, Connections, allow_descriptors
 from baton.net.http_server import count_refusals
 from baton.net.tls import ClusterTls
@@ -204,7 +205,10 @@ def build_worker(
     registry = CollectorRegistry()
     registry.register(WARNINGS)
     transfers = TransferTable(
-        options.epoch, clock, lambda: 0 if handoffs is None else handoffs.agent.num_lapsed_leases
+        options.epoch,
+        clock,
+        lambda: 0 if handoffs is None else handoffs.agent.num_lapsed_leases,
+        lambda: report_store(None if handoffs is None else handoffs.store),
     )
     paths = ReceivePaths() if handoffs is None else handoffs.receive_paths
     metrics = WorkerMetrics(registry, paths, FALLBACK_CAUSES, transfers)

@@ -44,7 +44,7 @@ class Looks:
             if look_at > UNTIL_S:
                 break
             if lasted_s is None:
-                self.arrivals.begin()
+                self.arrivals.begin(at)
             else:
                 self.arrivals.end(at, lasted_s)
 
@@ -161,6 +161,27 @@ def test_a_pause_of_all_clients_is_no_change():
     paused = [(at, ends) for at, ends in requests if not 30.0 < at < 40.0 and ends < 60.0]
     looks = Looks(paused)
     assert {at for at in looks.open_at if SETTLED_S < at < 30.0 or at > 40.0 + SETTLED_S} == set()
+
+
+@settings(max_examples=30)
+@given(
+    seeds,
+    st.sampled_from(["constant", "between 0.5 and 1.5"]),
+    st.integers(3, 32),
+    st.floats(1.6, 8.0),
+)
+def test_closed_loops_that_come_and_go_stay_closed_loops(seed, lasts, num, times):
+    """Some times as many clients every other 20 s, and in the last 3.5 s of them no request."""
+    rng, requests = Random(seed), []
+    for since_s in (0.0, 20.0, 40.0):
+        count = num if since_s != 20.0 else int(times * num)
+        begins = one_by_one(count, 0.1, since_s)
+        asked = closed_loops(rng, DURATIONS[lasts], begins)
+        requests += [(at, ends_at) for at, ends_at in asked if at < since_s + 15.0]
+    looks = Looks(requests)
+    looks.look(UNTIL_S)
+    open_at = [at for at in looks.open_at if at > SETTLED_S]
+    assert open_at == []
 
 
 @pytest.mark.parametrize("num", [0, 1, 5])

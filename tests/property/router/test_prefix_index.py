@@ -76,6 +76,16 @@ IndexMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=
 TestIndex = IndexMachine.TestCase
 
 
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=40), st.integers(1, 300))
+def test_long_prompts_are_searched_by_halves(held, num_asked):
+    """Workers hold so many blocks of one sequence: sets change at few of its blocks, or at many."""
+    names, index = name([0] * 300), PrefixIndex()
+    for at, num in enumerate(held):
+        index.store(f"w{at}", names[:num], None)
+    expected = {f"w{at}": min(num, num_asked) for at, num in enumerate(held) if num}
+    assert index.find_matches(names[:num_asked]) == expected
+
+
 def test_the_machine_finds_an_index_that_forgets_what_follows(monkeypatch):
     monkeypatch.setattr("baton.router.prefix_index._break", lambda node, bit: None)
     index = PrefixIndex()

@@ -10,7 +10,13 @@ import pytest
 from baton.gateway.rank_reports import merge_links, merge_transfers, worker_of
 from baton.ids import Epoch
 from baton.protocol.worker_http import MeasuredLink, MeasuredLinks
-from baton.telemetry.transfer_report import LinkDrift, SegmentCounts, TransferReport
+from baton.telemetry.transfer_report import (
+    LinkDrift,
+    SegmentCounts,
+    StoreReport,
+    StoreTier,
+    TransferReport,
+)
 from baton.telemetry.transfers import HandoffLabels, LandedHandoff, LinkLabels, TransferTable
 from baton.testing.clocks import ManualClock
 from baton.transfer.links.choice import Outcome
@@ -137,11 +143,31 @@ def test_a_handoff_waits_for_the_slowest_pair() -> None:
     assert merged == MeasuredLinks((link("p0", 3e-9),))
 
 
-def test_segments_of_all_ranks_to_all_ranks_of_a_peer_are_added() -> None:
+def test_segments_of_all_ranks_are_added() -> None:
     ranks = Rank("a"), Rank("b")
-    for rank, peer in zip(ranks, ("p0/0", "p0/1"), strict=True):
-        rank.table.segments(peer, "same_rack", "tcp", SegmentCounts(100, 3, 1, 1448))
-    ranks[0].table.segments("q0", "same_rack", "tcp", SegmentCounts(7))
-    p0, q0 = merge(ranks).segments
-    assert (p0.peer, p0.distance, p0.sent) == ("p0", "same_rack", SegmentCounts(200, 6, 2, 2896))
-    assert (q0.peer, q0.sent.num) == ("q0", 7)
+    for number, rank in enumerate(ranks):
+        rank.table.segments(f"p0/{number}", "same_rack", "tcp", SegmentCounts(100, 3, 1, MIB))
+    ranks[1].table.segments("p0", "same_rack", "nixl", SegmentCounts(7, 0, 0, 10))
+    tcp, nixl = merge(ranks).segments
+    assert (tcp.peer, tcp.transport) == ("p0", "tcp")
+    assert tcp.sent == SegmentCounts(200, 6, 2, 2 * MIB)
+    assert nixl.sent.num == 7
+
+
+def test_a_stores_entries_are_added_and_its_prompts_counted_once() -> None:
+    def report(used_bytes: int, *, is_available: bool) -> TransferReport:
+        tier = StoreTier(
+            tier="shared", used_bytes=used_bytes, capacity_bytes=100, num_hits=3, num_misses=1,
+            read_bytes=MIB, written_bytes=2, is_available=is_available,
+        )  # fmt: skip
+        store = StoreReport(tiers=(tier,), num_prompts_found=5, num_prompts_missing=used_bytes)
+        return TransferReport(epoch="a", store=store)
+
+    ranks = {0: report(9, is_available=True), 1: report(11, is_available=False)}
+    store = merge_transfers(ranks, NAMES).store
+    assert store is not None
+    (tier,) = store.tiers
+    assert (tier.used_bytes, tier.capacity_bytes, tier.is_available) == (11, 100, False)
+    assert (tier.num_hits, tier.num_misses, tier.read_bytes) == (6, 2, 2 * MIB)
+    assert (store.num_prompts_found, store.num_prompts_missing) == (5, 11)
+    assert merge_transfers({0: TransferReport(epoch="a")}, NAMES).store is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -13,11 +15,20 @@ from baton.gateway.targets import NO_TARGETS, Targets
 from baton.ids import new_epoch
 from baton.telemetry.trace import RequestSpan, Stamp
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 BOTH = Targets(ttft_s=1.0, tpot_s=0.1)
 
 
 def ended(
-    code: int, *, ttft_s: float | None = 0.5, num_streamed: int = 0, lasted_s: float = 1.0
+    code: int,
+    *,
+    ttft_s: float | None = 0.5,
+    num_streamed: int = 0,
+    lasted_s: float = 1.0,
+    gaps_s: Sequence[float] = (),
+    wanted: Targets = BOTH,
 ) -> dict[str, tuple[int, int]]:
     """Requests and misses by objective, after one request."""
     registry = CollectorRegistry()
@@ -29,7 +40,8 @@ def ended(
     context.model, context.num_streamed = "m", num_streamed
     if ttft_s is not None:
         span.stamp(Stamp.FIRST_TOKEN, Instant(100.0 + ttft_s))
-    for targets in (BOTH, NO_TARGETS):
+    context.open_token_gaps().extend(gaps_s)
+    for targets in (wanted, NO_TARGETS):
         context.model_targets = targets
         counted.ended(context, code, Instant(100.0 + lasted_s))
     for (model, objective), each in counted.totals.items():
@@ -50,8 +62,24 @@ def test_slow_tokens_miss(lasted_s, num_missed):
     assert found == {"ttft": (1, 0), "tpot": (1, num_missed)}
 
 
+@pytest.mark.parametrize(
+    ("gaps_s", "found"),
+    [
+        ([0.01] * 2, {}),  # too few to know
+        ([0.01] * 3, {"itl": (1, 0)}),
+        ([0.01, 0.3, 0.01], {"itl": (1, 1)}),
+        ([0.01] * 99 + [0.3], {"itl": (1, 1)}),
+        ([0.3] + [0.01] * 199, {"itl": (1, 0)}),
+        ([0.3] * 3 + [0.01] * 197, {"itl": (1, 1)}),
+    ],
+)
+def test_one_gap_of_a_hundred_may_be_longer(gaps_s, found):
+    assert ended(200, gaps_s=gaps_s, wanted=Targets(itl_s=0.1)) == found
+
+
 def test_a_failure_misses_every_target():
     assert ended(503, ttft_s=None) == {"ttft": (1, 1), "tpot": (1, 1)}
+    assert ended(503, ttft_s=None, wanted=Targets(itl_s=0.1)) == {"itl": (1, 1)}
 
 
 @pytest.mark.parametrize("code", [400, 401, 404, 413, 429, 499])

@@ -13,7 +13,13 @@ from baton.gateway.upstream import Upstream
 from baton.gateway.workers import Worker, Workers
 from baton.ids import Epoch, WorkerId
 from baton.protocol.worker_http import Role
-from baton.telemetry.transfer_report import MAX_ENTRIES, SegmentCounts, TransferReport
+from baton.telemetry.transfer_report import (
+    MAX_ENTRIES,
+    SegmentCounts,
+    StoreReport,
+    StoreTier,
+    TransferReport,
+)
 from baton.telemetry.transfers import HandoffLabels, LandedHandoff, LinkLabels, TransferTable
 from baton.testing.clocks import ManualClock
 from baton.transfer.links.choice import Outcome
@@ -191,3 +197,50 @@ def test_segments_are_shown_from_their_sender_to_their_receiver() -> None:
     fleet.report("p0", table.report())
     (pair,) = fleet.show().segments
     assert (pair.total.num, pair.recent.num) == (10, 0), "another life of the worker"
+
+
+def stored(num: int, used_bytes: int = 5, *, is_available: bool = True) -> TransferReport:
+    """A worker's report after so many hits, as many misses in the first of its two tiers."""
+    tier = StoreTier(
+        tier="shared", used_bytes=used_bytes, capacity_bytes=10, num_hits=num, num_misses=num,
+        read_bytes=num * MIB, written_bytes=0,
+    )  # fmt: skip
+    lower = StoreTier(
+        tier="redis", used_bytes=7, capacity_bytes=0, num_hits=0, num_misses=0,
+        read_bytes=0, written_bytes=num, is_available=is_available,
+    )  # fmt: skip
+    report = StoreReport(tiers=(tier, lower), num_prompts_found=3 * num, num_prompts_missing=num)
+    return TransferReport(epoch="1" * 32, store=report)
+
+
+def test_tiers_have_their_figures_by_worker_and_of_all_workers() -> None:
+    fleet = Fleet("d0", "d1", "no store")
+    for name in fleet.workers:
+        fleet.report(name)
+    store = fleet.show().store
+    assert (store.tiers, store.worker_tiers) == ((), ())
+    assert store.total_prompts.found_share is None
+    fleet.report("d0", stored(10))
+    fleet.report("d1", stored(20, used_bytes=9, is_available=False))
+    fleet.clock.advance(5.0)
+    fleet.report("d0", stored(30))
+    store = fleet.show().store
+    shared, redis = store.tiers
+    assert (shared.tier, shared.num_workers, shared.num_unavailable) == ("shared", 2, 0)
+    assert (shared.fullest, shared.used_bytes, shared.capacity_bytes) == ("d1", 9, 10)
+    assert (shared.total.num_hits, shared.total.hit_share) == (50, 0.5)
+    assert shared.total.read_bytes == 50 * MIB
+    assert (redis.num_unavailable, redis.total.hit_share, redis.capacity_bytes) == (1, None, 0)
+    names = [(each.worker, each.tier) for each in store.worker_tiers]
+    assert names == [("d0", "shared"), ("d0", "redis"), ("d1", "shared"), ("d1", "redis")]
+    assert store.total_prompts.num_found == 150
+    assert store.total_prompts.found_share == 0.75
+    fleet.clock.advance(WINDOW_S - 5.0)
+    fleet.report("d0", stored(31))
+    fleet.report("d1", stored(20))
+    shared, _ = fleet.show().store.tiers
+    assert shared.recent.num_hits == 31 - 10, "d1 was idle"
+    assert fleet.show().store.recent_prompts.num_missing == 31 - 10
+    fleet.clock.advance(WINDOW_S)
+    shared, _ = fleet.show().store.tiers
+    assert (shared.recent.num_hits, shared.recent.hit_share) == (0, None)

@@ -34,12 +34,15 @@ def test_a_second_launch_of_one_name_is_refused_and_others_are_not(environment):
 def test_what_a_dead_launch_left_is_taken_over(environment):
     folder = fleet_folder("a", environment)
     folder.logs.mkdir(parents=True, mode=0o755)
-    for path in (folder.members, folder.socket, folder.logs / "decode-0.log"):
+    folder.monitor.mkdir()
+    old = (folder.members, folder.socket, folder.logs / "decode-0.log", folder.monitor / "tls.key")
+    for path in old:
         path.write_text("old")
     folder.lock.write_text("123456")
     with claim(folder):
         assert not folder.members.exists()
         assert not folder.socket.exists()
+        assert not folder.monitor.exists(), "its certificate is of another cluster"
         assert list(folder.logs.iterdir()) == []
         assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
         (folder.logs / "decode-0.log").write_text("new")

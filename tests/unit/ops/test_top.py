@@ -8,7 +8,17 @@ from hypothesis import strategies as st
 
 from baton.gateway.metrics import GatewayMetrics
 from baton.ops.gateway_pages import PageError
-from baton.ops.top.pages import Load, Request, RequestsPage, Worker, WorkersPage
+from baton.ops.top.pages import (
+    FleetStore,
+    FleetTier,
+    Load,
+    Request,
+    RequestsPage,
+    TierFigures,
+    TransfersPage,
+    Worker,
+    WorkersPage,
+)
 from baton.ops.top.snapshot import FleetSnapshot
 from baton.ops.top.tables import describe_traffic, make_tables
 from baton.ops.top.window import TrafficWindow, compute_quantile, read_metrics
@@ -129,3 +139,16 @@ def test_workers_are_sorted_by_what_they_have_to_do():
     assert orders[1] == ["w2", "w1", "w4", "w0", "w3"]
     assert orders[2] == ["w4", "w3", "w2", "w1", "w0"]
     assert [row[7] for row in make_tables(of)[1].rows.values()][:2] == ["100% of 100", "99% of 100"]
+
+
+def test_tiers_of_the_store():
+    assert table(snapshot(), "tiers").note == "none"
+    total, recent = TierFigures(90, 10, 4 << 30, 1 << 30, 0.9), TierFigures(1, 3, 4096, 0, 0.25)
+    host = FleetTier("host", 2, 1 << 30, 4 << 30, total, recent)
+    redis = FleetTier("redis", 2, 5 << 20, 0, total, TierFigures(0, 0, 0, 0), num_unavailable=1)
+    of = snapshot(transfers=TransfersPage(60.0, store=FleetStore((host, redis))))
+    shown = table(of, "tiers of the store, last 60 s").rows
+    assert shown["host"] == (
+        "host", "2", "25% of 4 GiB", "1", "3", "25%", "90%", "4 KiB", "0 B",
+    )  # fmt: skip
+    assert shown["redis"][1:6] == ("2, 1 cannot reach it", "5 MiB", "0", "0", "-")

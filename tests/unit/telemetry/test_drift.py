@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 import pytest
@@ -13,9 +14,12 @@ from hypothesis import strategies as st
 
 from baton.clock import Instant
 from baton.telemetry.drift import (
+    DEFAULTS,
+    LARGE,
+    MAX_CAUTION,
     NUM_LATER,
     NUM_OF_CLASS,
-    NUM_RECENT,
+    SMALL,
     DriftDetector,
     DriftOptions,
     DriftState,
@@ -25,6 +29,7 @@ from baton.telemetry.drift import (
 SIZES = [1 << power for power in (14, 16, 18, 20, 22)]
 LATENCY_S, BYTE_S = 100e-6, 1 / 2e9
 NUM_REFERENCE = DriftOptions().num_reference
+DRIFTED = DriftState.DRIFTED
 
 
 @dataclass
@@ -47,8 +52,8 @@ class Link:
         return size, expected_s * math.exp(self.rng.gauss(0, self.spread))
 
 
-def learned(link: Link) -> DriftDetector:
-    detector = DriftDetector(Instant(0.0))
+def learned(link: Link, options: DriftOptions = DEFAULTS) -> DriftDetector:
+    detector = DriftDetector(Instant(0.0), options)
     for _ in range(NUM_REFERENCE):
         assert detector.state is DriftState.LEARNING
         detector.observe(*link.transfer(), Instant(0.0))
@@ -109,6 +114,53 @@ def test_other_work_that_slows_every_sixth_transfer_is_no_drift():
         size, seconds = link.transfer()
         busy = 3.0 if number % 6 == 0 else 1.0
         assert detector.observe(size, seconds * busy, Instant(1.0)) is DriftState.STEADY
+
+
+@pytest.mark.parametrize("factor", [1.5, 3.0, 30.0])
+def test_a_quiet_link_that_is_slow_for_a_moment_does_not_drift(factor):
+    link = Link(4, spread=0.03)
+    detector = learned(link)
+    for number in range(5000):
+        size, seconds = link.transfer()
+        is_slow = number % 500 < LARGE.num_recent // 2
+        state = detector.observe(size, seconds * (factor if is_slow else 1), Instant(1.0))
+        assert state is DriftState.STEADY
+
+
+def shift_for_moments(detector: DriftDetector, link: Link, duration_s: float) -> float:
+    """100 times 40 transfers take twice as long, for `duration_s`; when it ends."""
+    now = 0.0
+    for number in range(100 * 500):
+        size, seconds = link.transfer()
+        is_slow = number % 500 < 40
+        now += duration_s / 40
+        detector.observe(size, seconds * (2 if is_slow else 1), Instant(now))
+    return now
+
+
+def test_short_drifts_raise_the_thresholds_until_they_are_none():
+    link = Link(4)
+    detector = learned(link)
+    shift_for_moments(detector, link, duration_s=1.0)
+    assert 1 <= detector.num_drifts <= 6
+    transfers_until(detector, Link(5, byte_s=3 * BYTE_S, latency_s=3 * LATENCY_S), DRIFTED, 200)
+
+
+def test_long_drifts_do_not_raise_the_thresholds():
+    link = Link(4)
+    detector = learned(link)
+    shift_for_moments(detector, link, duration_s=2 * DriftOptions().short_drift_s)
+    assert detector.num_drifts >= 95
+
+
+def test_without_short_drifts_the_thresholds_return():
+    link, slow = Link(4), Link(5, byte_s=1.4 * BYTE_S, latency_s=1.4 * LATENCY_S)
+    detector = learned(link, DriftOptions(num_calm=1000))
+    shift_for_moments(detector, link, duration_s=1.0)
+    num_cautious = transfers_until(deepcopy(detector), slow, DRIFTED, 1000)
+    for _ in range(5000):
+        detector.observe(*link.transfer(), Instant(1e6))
+    assert transfers_until(detector, slow, DRIFTED, 60) < num_cautious / 4
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -211,7 +263,10 @@ def test_any_times_and_sizes_leave_a_state_and_finite_figures(transfers):
         assert (detector.reference is None) == (state is DriftState.LEARNING)
         if detector.ratio is not None:
             assert math.isfinite(detector.ratio)
-        assert len(detector._recent) <= NUM_RECENT
+        assert len(detector._recent) <= SMALL.num_recent
+        assert 0.0 <= detector._slower <= detector._threshold
+        assert 0.0 <= detector._much_slower <= detector._much_slower_threshold
+        assert 1 <= detector._caution <= MAX_CAUTION
 
 
 def test_a_transfer_costs_little():

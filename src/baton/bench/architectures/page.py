@@ -18,17 +18,21 @@ if TYPE_CHECKING:
     from baton.bench.charts import ChartFiles
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], num_names: int = 2) -> Iterator[str]:
+NUM_NAMES: Final = 2
+"""Columns of a table that name what the numbers to the right of them are of."""
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """`rows` are HTML already; a new first cell begins a new group."""
     yield "<div class='scroll'><table><tr>"
     for i, word in enumerate(head):
-        yield f"<th class='{'name' if i < num_names else ''}'>{escape(word)}</th>"
+        yield f"<th class='{'name' if i < NUM_NAMES else ''}'>{escape(word)}</th>"
     yield "</tr>"
     before = ""
     for row in rows:
         yield f"<tr class='{'first' if row[0] != before else ''}'>"
         for i, cell in enumerate(row):
-            yield f"<td class='{'name' if i < num_names else ''}'>{cell}</td>"
+            yield f"<td class='{'name' if i < NUM_NAMES else ''}'>{cell}</td>"
         yield "</tr>"
         before = row[0]
     yield "</table></div>"

@@ -50,6 +50,7 @@ from baton.handoff.options import AgentOptions, check_device_memory
 from baton.handoff.peer_transports import LinkOptions
 from baton.handoff.pool_mode.metrics import PoolModeCollector
 from baton.handoff.pool_mode.store_access import open_store_access, report_to
+from baton.handoff.pool_mode.store_report import report_store
 from baton.handoff.verify import VerificationPolicy
 from baton.kv.layout import TensorParallelShard
 from baton.net.tls import ClusterTls
@@ -174,7 +175,10 @@ class Rank:
         registry.register(WARNINGS)
         traces = TraceRing(NUM_TRACES)
         transfers = TransferTable(
-            plan.identity.of_rank(plan.rank)[1], self._clock, lambda: agent.num_lapsed_leases
+            plan.identity.of_rank(plan.rank)[1],
+            self._clock,
+            lambda: agent.num_lapsed_leases,
+            lambda: report_store(dispatcher.store),
         )
         observer = _observe(dispatcher, registry, traces, transfers)
         if dispatcher.store is not None:

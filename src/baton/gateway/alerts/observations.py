@@ -82,7 +82,7 @@ class StoreCost:
 class EndedByTarget:
     """Requests of a model that ended since the gateway's start, and those that missed a target.
 
-    `objective` is `ttft` or `tpot`, `target_s` what the operator wants of it.
+    `objective` is `ttft`, `tpot` or `itl`, `target_s` what the operator wants of it.
     """
 
     model: str

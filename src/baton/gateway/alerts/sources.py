@@ -147,7 +147,7 @@ class AlertSources:
 
     def _has_targets(self, model: str) -> bool:
         targets = self.options.targets_of(model)
-        return targets.ttft_s is not None or targets.tpot_s is not None
+        return {targets.ttft_s, targets.tpot_s, targets.itl_s} != {None}
 
 
 def _list_links(reports: Mapping[str, TransferReport]) -> Iterator[LinkTimes]:

@@ -6,6 +6,7 @@ import msgspec
 
 from baton.gateway.debug import LinkListReply, WorkerListReply
 from baton.gateway.queue_page import QueueReply
+from baton.gateway.store_page import FleetStore
 from baton.protocol.alerts import AlertList
 
 
@@ -55,19 +56,24 @@ class RecentRequest(msgspec.Struct, frozen=True):
 
 
 class ModelShown(msgspec.Struct, frozen=True):
-    """Streamed answers of one model in the last `window_s`, and those within the targets.
+    """`found_share`: of the latest prompts' tokens, those that were cached where computed."""
 
-    `found_share`: of the latest prompts' tokens, those that were cached where they were computed.
-    `num_good` is None where no target is set.
+    model: str
+    found_share: float
+
+
+class TargetShown(msgspec.Struct, frozen=True):
+    """Requests of one model that ended in the last `window_s`, and those that missed a target.
+
+    `objective`: `ttft`, `tpot` or `itl`; as BatonBurnRate* count them (`TargetMetrics`).
     """
 
     model: str
-    ttft_target_s: float | None
-    tpot_target_s: float | None
+    objective: str
+    target_s: float
     window_s: float
-    num_ended: int
-    num_good: int | None
-    found_share: float
+    num: int
+    num_missed: int
 
 
 class TokenCost(msgspec.Struct, frozen=True):
@@ -90,6 +96,7 @@ class Tick(msgspec.Struct, frozen=True):
     num_hidden: int
     queue: QueueReply
     models: tuple[ModelShown, ...]
+    targets: tuple[TargetShown, ...]
     requests: tuple[RecentRequest, ...]
     cost: TokenCost | None
     alerts: AlertList
@@ -149,13 +156,14 @@ class LossShown(msgspec.Struct, frozen=True):
 
 
 class TransfersShown(msgspec.Struct, frozen=True):
-    """What `/debug/transfers` has of the last `window_s`: the pairs with the most bytes."""
+    """What `/debug/transfers` has: pairs with the most bytes in the last `window_s`; the store."""
 
     window_s: float
     pairs: tuple[PairShown, ...]
     distances: tuple[DistanceShown, ...]
     drifts: tuple[DriftShown, ...]
     losses: tuple[LossShown, ...]
+    store: FleetStore
     num_left_out: int
 
 

@@ -9,7 +9,7 @@ from collections import deque
 from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
-from baton.gateway.dashboard.events import Point
+from baton.gateway.dashboard.events import Point, TargetShown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from baton.gateway.request_traces import RequestHistory
     from baton.router.load import EndedRequest
 
+TARGETS_WINDOW_S: Final = 30
+"""One sample of what was counted a second."""
 NUM_POINTS: Final = 300
 """Five minutes: 20 KB."""
 P50: Final = 0.5
@@ -36,6 +38,10 @@ class Series:
         self._before_s = self._clock.now()
         self._num_before = self._num_failed_before = 0
         self.points: deque[Point] = deque(maxlen=NUM_POINTS)
+        self._targets = services.metrics.targets
+        self._counted: deque[dict[tuple[str, str], tuple[int, int]]] = deque(
+            maxlen=TARGETS_WINDOW_S + 1
+        )
 
     def sample(self) -> Point:
         """Add the point of the time since the last one."""
@@ -66,7 +72,27 @@ class Series:
         )
         self._before_s, self._num_before, self._num_failed_before = now, num, num_failed
         self.points.append(point)
+        totals = self._targets.totals.items()
+        self._counted.append({key: (each.num, each.num_missed) for key, each in totals})
         return point
+
+    def targets(self) -> tuple[TargetShown, ...]:
+        """Each target of a model that had requests, and those of the last `TARGETS_WINDOW_S`."""
+        latest, before = self._counted[-1], self._counted[0]
+        shown = []
+        for (model, objective), (num, num_missed) in sorted(latest.items()):
+            num_before, num_missed_before = before.get((model, objective), (0, 0))
+            shown.append(
+                TargetShown(
+                    model,
+                    objective,
+                    self._targets.totals[model, objective].target_s,
+                    float(len(self._counted) - 1),
+                    num - num_before,
+                    num_missed - num_missed_before,
+                )
+            )
+        return tuple(shown)
 
     def _ended_since(self, before_s: float) -> Iterable[EndedRequest]:
         for model in self._services.workers.fleet.models:

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 MOST_WORKERS: Final = 512
 MOST_REQUESTS: Final = 50
 MAX_TEXT_CHARS: Final = 200
-WINDOW_S: Final = 30.0
 COST_POINTS: Final = 60
 """One a second."""
 HOUR_S: Final = 3600.0
@@ -82,6 +81,7 @@ class SnapshotBuilder:
             num_hidden=len(self._workers.all) - len(workers.workers),
             queue=self._pages.queue.show(MOST_WORKERS),
             models=tuple(self._models()),
+            targets=self._series.targets(),
             requests=tuple(map(_show, islice(self._records.latest_first(), MOST_REQUESTS))),
             cost=self._cost(),
             alerts=self._pages.alerts.show(),
@@ -92,25 +92,8 @@ class SnapshotBuilder:
         return Links(self._pages.links.show(), _show_transfers(self._pages.transfers.show()))
 
     def _models(self) -> Iterator[ModelShown]:
-        after = self._clock.now() - WINDOW_S
         for model in sorted(self._workers.fleet.models):
-            costs, targets = self._load.costs(model), self._options.targets_of(model)
-            ended = [each for each in costs.ended if each.at > after]
-            has_target = targets.ttft_s is not None or targets.tpot_s is not None
-            good = sum(
-                (targets.ttft_s is None or each.ttft_s <= targets.ttft_s)
-                and (targets.tpot_s is None or each.tpot_s <= targets.tpot_s)
-                for each in ended
-            )
-            yield ModelShown(
-                model,
-                targets.ttft_s,
-                targets.tpot_s,
-                WINDOW_S,
-                len(ended),
-                good if has_target else None,
-                round(costs.found_share, 4),
-            )
+            yield ModelShown(model, round(self._load.costs(model).found_share, 4))
 
     def _cost(self) -> TokenCost | None:
         """Of the last minute: workers that do both parts cost each part by its share of time."""
@@ -200,6 +183,7 @@ def _show_transfers(page: TransferPageReply) -> TransfersShown:
             for each in page.segments
             if (share := each.recent.lost_share) is not None
         ),
+        store=page.store,
         num_left_out=page.num_left_out,
     )
 

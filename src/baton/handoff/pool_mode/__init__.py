@@ -16,4 +16,5 @@ File map:
     block_copier.py   between a worker's pages and bodies of entries
     side_entries.py   small entries: that prefill's engine computes, its last word, identities
     metrics.py        what became of the entries, and the store's tiers
+    store_report.py   tiers, and prompts that were found, for gateways
 """

@@ -15,7 +15,6 @@ RELEASE_LABEL: Final = "app.kubernetes.io/instance"
 VERSION_LABEL: Final = "app.kubernetes.io/version"
 COMPONENT_LABEL: Final = "app.kubernetes.io/component"
 ROLE_LABEL: Final = "baton/role"
-REVISION_LABEL: Final = "controller-revision-hash"
 CHART: Final = "baton"
 WorkloadKind: TypeAlias = Literal["StatefulSet", "Deployment"]
 

@@ -25,11 +25,11 @@ Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | Non
 PAGE_STRINGS: Final = frozenset({
     # Gateways' pages and the traces of requests
     "actual", "cause", "chosen", "decode", "distance", "encoding", "encodings", "endpoint", "epoch",
-    "expected", "expected_transport", "fallbacks", "from", "health", "id", "kind", "medium",
-    "missing", "mode", "model", "moves", "not_tokenized", "op", "operation", "outcome", "part",
-    "peer", "placement", "prefill", "priority", "problem", "reason", "request_id", "reroutes",
-    "role", "source", "source_problems", "sources", "state", "status", "to", "topology",
-    "transport", "url", "used", "version", "why", "why_withdrawn", "worker",
+    "expected", "expected_transport", "fallbacks", "from", "fullest", "health", "id", "kind",
+    "medium", "missing", "mode", "model", "moves", "not_tokenized", "op", "operation", "outcome",
+    "part", "peer", "placement", "prefill", "priority", "problem", "reason", "request_id",
+    "reroutes", "role", "source", "source_problems", "sources", "state", "status", "tier", "to",
+    "topology", "transport", "url", "used", "version", "why", "why_withdrawn", "worker",
     # Alerts
     "alert", "labels", "not_evaluated", "runbook_url", "severity", "subject", "summary",
     # The doctor's report

@@ -9,7 +9,7 @@ import msgspec
 from baton.errors import UNDECODABLE
 from baton.ops.doctor.finding import Area, Finding, Level
 from baton.ops.gateway_pages import OK, PageError, read_refusal
-from baton.protocol.alerts import ALERTS_PATH, AlertList, AlertState
+from baton.protocol.alerts import ALERTS_PATH, RUNBOOK_PATH, AlertList, AlertState
 
 if TYPE_CHECKING:
     from baton.ops.gateway_pages import Gateway
@@ -27,19 +27,21 @@ def check_alerts(gateway: Gateway) -> list[Finding]:
         return [_finding("alerts", Level.NOTE, str(exc))]
     firing = [each for each in found.alerts if each.state is AlertState.FIRING]
     if firing:
-        return [_of(each) for each in firing]
+        return [_of(each, gateway) for each in firing]
     num_pending = sum(each.state is AlertState.PENDING for each in found.alerts)
     shown = f"none is firing, {num_pending} pending, {len(found.not_evaluated)} not evaluated"
     return [_finding("alerts", Level.OK, shown)]
 
 
-def _of(alert: Alert) -> Finding:
-    is_critical = alert.severity == "critical"
+def _of(alert: Alert, gateway: Gateway) -> Finding:
+    is_critical, runbook = alert.severity == "critical", alert.runbook_url
+    if not runbook.startswith(("http://", "https://")):
+        runbook = f"{gateway.url}{RUNBOOK_PATH}#{alert.alert.lower()}"
     return _finding(
         str(alert.alert),
         Level.PROBLEM if is_critical else Level.WARNING,
         alert.summary,
-        f"What it means, and what to do: {alert.runbook_url}",
+        f"What it means, and what to do: {runbook}",
     )
 
 

@@ -95,11 +95,40 @@ class PairHandoffs(msgspec.Struct, frozen=True):
     num_mismatches: int = 0
 
 
+class TierFigures(msgspec.Struct, frozen=True):
+    """Entries asked for and found, or not; `hit_share` of those, None where none was asked for."""
+
+    num_hits: int
+    num_misses: int
+    read_bytes: int
+    written_bytes: int
+    hit_share: float | None = None
+
+
+class FleetTier(msgspec.Struct, frozen=True):
+    """A tier of the store; bytes are those of the fullest worker's."""
+
+    tier: str
+    num_workers: int
+    used_bytes: int
+    capacity_bytes: int
+    total: TierFigures
+    recent: TierFigures
+    num_unavailable: int = 0
+
+
+class FleetStore(msgspec.Struct, frozen=True):
+    """What the workers report of it."""
+
+    tiers: tuple[FleetTier, ...] = ()
+
+
 class TransfersPage(msgspec.Struct, frozen=True):
     """`/debug/transfers`; `recent` is of the last `window_s`."""
 
     window_s: float
     handoffs: tuple[PairHandoffs, ...] = ()
+    store: FleetStore = FleetStore()
     num_left_out: int = 0
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from baton.ops.top.snapshot import FleetSnapshot
     from baton.ops.top.tables import Column, TopTable
 
-NUM_TABLES: Final = 5
+NUM_TABLES: Final = 6
 ENDING: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SIGNALLED: Final = 128
 """A shell's exit status of a process that a signal ended is this plus the signal."""

@@ -14,7 +14,7 @@ from baton.ops.top.snapshot import READY
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from baton.ops.top.pages import Link, PairHandoffs, Worker
+    from baton.ops.top.pages import FleetTier, Link, PairHandoffs, Worker
     from baton.ops.top.snapshot import FleetSnapshot
     from baton.ops.top.window import Quantiles, Traffic
 
@@ -65,12 +65,13 @@ def describe_traffic(snapshot: FleetSnapshot) -> tuple[str, ...]:
 
 
 def make_tables(snapshot: FleetSnapshot, sort: int = 0) -> tuple[TopTable, ...]:
-    """Alerts, workers, handoffs and links, requests; `sort` chooses from `WORKER_SORTS`."""
+    """Alerts, workers, handoffs, links, tiers, requests; `sort` chooses from `WORKER_SORTS`."""
     return (
         _alerts(snapshot),
         _workers(snapshot, sort),
         _handoffs(snapshot),
         _links(snapshot),
+        _tiers(snapshot),
         _requests(snapshot),
     )
 
@@ -196,7 +197,7 @@ def _pair_row(pair: PairHandoffs) -> tuple[str, ...]:
         _seconds(recent.transfer_s.p50),
         _seconds(recent.transfer_s.p99),
         NOTHING if rate is None else _rate(rate),
-        NOTHING if exposed is None else f"{exposed:.0%}",
+        _share(exposed),
         str(pair.total.num),
         str(pair.num_mismatches),
     )
@@ -225,6 +226,44 @@ def _link_row(link: Link) -> tuple[str, ...]:
         write_seconds(link.latency_s),
         _rate(link.bytes_per_s),
         _cell(link.encoding),
+    )
+
+
+def _tiers(snapshot: FleetSnapshot) -> TopTable:
+    columns = (
+        Column("tier"),
+        Column("workers", is_figure=True),
+        Column("used", is_figure=True),
+        Column("found", is_figure=True),
+        Column("missing", is_figure=True),
+        Column("hit rate", is_figure=True),
+        Column("in all", is_figure=True),
+        Column("read", is_figure=True),
+        Column("written", is_figure=True),
+    )
+    transfers = snapshot.transfers
+    tiers = () if transfers is None else transfers.store.tiers
+    seconds = 0.0 if transfers is None else transfers.window_s
+    title = f"tiers of the store, last {seconds:.0f} s" if tiers else "tiers of the store"
+    rows = {each.tier: _tier_row(each) for each in tiers}
+    return TopTable(title, columns, rows, _note(snapshot, "/debug/transfers", "none"))
+
+
+def _tier_row(tier: FleetTier) -> tuple[str, ...]:
+    used, recent = write_bytes(tier.used_bytes), tier.recent
+    if tier.capacity_bytes:
+        used = f"{tier.used_bytes / tier.capacity_bytes:.0%} of {write_bytes(tier.capacity_bytes)}"
+    lost = f", {tier.num_unavailable} cannot reach it" if tier.num_unavailable else ""
+    return (
+        _cell(tier.tier),
+        f"{tier.num_workers}{lost}",
+        used,
+        str(recent.num_hits),
+        str(recent.num_misses),
+        _share(recent.hit_share),
+        _share(tier.total.hit_share),
+        write_bytes(recent.read_bytes),
+        write_bytes(recent.written_bytes),
     )
 
 
@@ -263,6 +302,10 @@ def _latencies(quantiles: Quantiles) -> str:
 
 def _seconds(seconds: float | None) -> str:
     return NOTHING if seconds is None else write_seconds(seconds)
+
+
+def _share(share: float | None) -> str:
+    return NOTHING if share is None else f"{share:.0%}"
 
 
 def _rate(bytes_per_s: float) -> str:

@@ -15,7 +15,8 @@ class SimulatedCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds, tokens. A prompt takes `prefill_s`, and `prefill_token_s` for each uncached token.
 
     It is computed in equal pieces of about `chunk_tokens`, with a step between two of them:
-    `step_s`, and `step_answer_s` for each answer. A handoff takes `handoff_s`, and
+    `step_s`, and `step_answer_s` for each answer beyond the first `step_free_answers` (below which
+    reading the weights is what takes time). A handoff takes `handoff_s`, and
     `handoff_token_s` for each token that the decode worker has not cached. A worker holds the KV of
     `kv_tokens`, in blocks of `block_size`; gateways receive its events after `event_delay_s`,
     among them what its queued prompts will store if it `reports_queued`, as embedded workers do.
@@ -32,6 +33,7 @@ class SimulatedCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chunk_tokens: _Count = 320
     step_s: _Some = 0.010
     step_answer_s: _Seconds = 0.0004
+    step_free_answers: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
     handoff_s: _Seconds = 0.010
     handoff_token_s: _Seconds = 1e-6
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 16
@@ -50,6 +52,10 @@ class SimulatedCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def num_blocks(self) -> int:
         """That a worker holds."""
         return self.kv_tokens // self.block_size
+
+    def step_takes_s(self, num_answers: int) -> float:
+        """Seconds of a step of so many answers."""
+        return self.step_s + self.step_answer_s * max(0, num_answers - self.step_free_answers)
 
     def load_takes_s(self, num_tokens: int) -> float:
         """Seconds to load so many tokens."""

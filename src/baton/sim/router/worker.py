@@ -227,7 +227,7 @@ class SimulatedWorker:
             seen_s = self._processors.begin(takes_s)
             self._timeline.after(seen_s, lambda: self._end_chunk(takes_s))
         elif self._ends:
-            takes_s = self._costs.step_s + self._costs.step_answer_s * len(self._ends)
+            takes_s = self._costs.step_takes_s(len(self._ends))
             self._is_busy, self._is_stepping, self._was_chunk = True, True, False
             self._timeline.after(self._processors.begin(takes_s), self._end_step)
 

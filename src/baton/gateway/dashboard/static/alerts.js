@@ -55,7 +55,7 @@ function draw(list) {
       el("b", { text: `${alert.alert} (${alert.state === "firing" ? alert.severity : alert.state})` }),
       el("span", { text: alert.summary }),
       el("small", { text: `${labelsText(alert)} since ${clock(alert.starts_at)}` }),
-      ...runbook(alert),
+      runbook(alert),
       figuresOf.get(alert) ?? "",
     ),
   );
@@ -80,10 +80,10 @@ function labelsText(alert) {
     .join(", ");
 }
 
-/** @param {Alert} alert @returns {HTMLElement[]} */
+/** @param {Alert} alert @returns {HTMLElement} where the operator serves the documentation, else this gateway's own page */
 function runbook(alert) {
-  if (!/^https?:\/\//.test(alert.runbook_url)) return [];
-  return [el("a", { text: "what to do", attrs: { href: alert.runbook_url, rel: "noreferrer noopener", target: "_blank" } })];
+  const href = /^https?:\/\//.test(alert.runbook_url) ? alert.runbook_url : `runbook.html#${alert.alert.toLowerCase()}`;
+  return el("a", { text: "what to do", attrs: { href, rel: "noreferrer noopener", target: "_blank" } });
 }
 
 /** @param {Alert[]} alerts */

@@ -8,6 +8,7 @@ import { bandwidth, duration, number } from "./format.js";
 import { HeatMap } from "./heatmap.js";
 import { showCosts, showTick } from "./panels.js";
 import { Ring } from "./ring.js";
+import { showTiers } from "./store.js";
 import { Topology } from "./topology.js";
 import { showTransfers, transferLayers, trafficOf } from "./transfers.js";
 
@@ -113,6 +114,7 @@ const feed = openFeed(
     links(report) {
       showCosts(report.links);
       showTransfers(report.transfers);
+      showTiers(report.transfers);
       showAlertFigures(report);
       const traffic = trafficOf(report.transfers);
       const links = report.links.models.flatMap((/** @type {Data} */ model) => model.links);

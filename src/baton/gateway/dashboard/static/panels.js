@@ -3,6 +3,7 @@
 import { byId, el, setText } from "./dom.js";
 import { bandwidth, duration, NONE, number, percent, price } from "./format.js";
 import { drawSoon } from "./frames.js";
+import { showStore } from "./store.js";
 import { Table } from "./tables.js";
 import { nameOf, standingOf, usedShare } from "./topology.js";
 import { showRequest } from "./waterfall.js";
@@ -10,6 +11,8 @@ import { showRequest } from "./waterfall.js";
 /** @typedef {Record<string, any>} Data */
 
 const TOKENS = 1000;
+/** @type {Record<string, string>} */
+const OBJECTIVES = { ttft: "time to first token", tpot: "time per output token", itl: "gaps between tokens (p99)" };
 /** @type {Map<string, HTMLElement>} */
 const figures = new Map();
 
@@ -58,37 +61,15 @@ const targets = put(
     "Answers within the targets",
     [
       { head: "model", text: (/** @type {Data} */ row) => row.model },
-      { head: "TTFT at most", isNumber: true, text: (row) => duration(row.ttft_target_s) },
-      { head: "TPOT at most", isNumber: true, text: (row) => duration(row.tpot_target_s) },
-      { head: "answers", isNumber: true, text: (row) => number(row.num_ended) },
-      { head: "within", isNumber: true, text: (row) => (row.num_good === null ? "no target" : row.num_ended ? percent(row.num_good / row.num_ended) : NONE) },
+      { head: "target", text: (row) => OBJECTIVES[row.objective] ?? row.objective },
+      { head: "at most", isNumber: true, text: (row) => duration(row.target_s) },
+      { head: "requests", isNumber: true, text: (row) => number(row.num) },
+      { head: "within", isNumber: true, text: (row) => (row.num ? percent(1 - row.num_missed / row.num) : NONE) },
     ],
-    (row) => row.model,
+    (row) => `${row.model}\n${row.objective}`,
   ),
 );
-const found = put(
-  "store-models",
-  new Table(
-    "Cached share by model",
-    [
-      { head: "model", text: (/** @type {Data} */ row) => row.model },
-      { head: "cached", isNumber: true, text: (row) => percent(row.found_share) },
-    ],
-    (row) => row.model,
-  ),
-);
-const tiers = put(
-  "store-tiers",
-  new Table(
-    "Blocks by tier",
-    [
-      { head: "tier", text: (/** @type {Data} */ row) => row.medium },
-      { head: "blocks", isNumber: true, text: (row) => number(row.blocks) },
-      { head: "workers", isNumber: true, text: (row) => number(row.workers) },
-    ],
-    (row) => row.medium,
-  ),
-);
+targets.empty.textContent = "no request of a model with targets has ended yet";
 const workersTable = put(
   "worker-table",
   new Table(
@@ -112,11 +93,11 @@ const costs = put(
     "Expected cost of a handoff",
     [
       { head: "model", text: (/** @type {Data} */ row) => row.model },
-      { head: "distance", text: (row) => row.distance },
+      { head: "distance", text: (row) => row.distance.replaceAll("_", " ") },
+      { head: "known from", text: (row) => row.source },
       { head: "adds to TTFT", isNumber: true, text: (row) => duration(row.fixed_s + row.each_s * TOKENS) },
       { head: "link", isNumber: true, text: (row) => bandwidth(row.link_bytes_per_s) },
       { head: "pairs", isNumber: true, text: (row) => number(row.num_pairs) },
-      { head: "known from", text: (row) => row.source },
     ],
     (row) => `${row.model}\n${row.distance}`,
   ),
@@ -134,12 +115,17 @@ export function showTick(tick) {
     const { queue } = tick;
     setText(byId("queue-room"), `${queue.num_requests} of ${queue.max_requests} requests, ${number(queue.num_tokens)} of ${number(queue.max_tokens)} tokens`);
     waiting.show(queue.waiting);
-    targets.show(tick.models);
+    targets.show([...tick.targets].sort((a, b) => a.model.localeCompare(b.model) || rankOf(a) - rankOf(b)));
   });
   drawSoon("store", () => showStore(tick));
   drawSoon("workers", () => {
     if (/** @type {HTMLDetailsElement} */ (byId("worker-table").parentElement).open) workersTable.show(tick.workers.workers);
   });
+}
+
+/** @param {Data} target @returns {number} */
+function rankOf(target) {
+  return Object.keys(OBJECTIVES).indexOf(target.objective);
 }
 
 /** @param {Data} links */
@@ -179,37 +165,3 @@ function show(name, text) {
   }
   setText(value, text);
 }
-
-/** @param {Data} tick */
-function showStore(tick) {
-  found.show(tick.models);
-  /** @type {Map<string, {medium: string, blocks: number, workers: number}>} */
-  const byTier = new Map();
-  const loads = { num: 0, tokens: 0, seconds: 0 };
-  for (const worker of tick.workers.workers) {
-    const seen = new Set();
-    for (const events of [worker.kv_events, worker.store_events]) {
-      for (const block of events?.blocks ?? []) {
-        const tier = byTier.get(block.medium) ?? { medium: block.medium, blocks: 0, workers: 0 };
-        tier.blocks += block.num_blocks;
-        if (!seen.has(block.medium)) tier.workers += 1;
-        seen.add(block.medium);
-        byTier.set(block.medium, tier);
-      }
-    }
-    const own = worker.load?.store_loads;
-    if (own) {
-      loads.num += own.num_loads;
-      loads.tokens += own.num_tokens;
-      loads.seconds += own.seconds;
-    }
-  }
-  tiers.show([...byTier.values()]);
-  setText(
-    byId("store-loads"),
-    loads.num
-      ? `Loaded from the store since the workers started: ${number(loads.num)} times, ${number(loads.tokens)} tokens, ${duration(loads.seconds / loads.num)} each.`
-      : "Nothing was loaded from the store since the workers started, or they have none.",
-  );
-}
-
