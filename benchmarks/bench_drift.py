@@ -296,7 +296,7 @@ def print_rows(results: Sequence[Result], stretches: dict[str, Stretches]) -> No
     for transport, found in stretches.items():
         print(
             f"| `{transport}` | {found.num_stretches:,} | {found.num_slow} "
-            f"| {found.num_machine_slow} | {found.num_both} | {found.copy_correlation:.2f} "
+            f"| {found.num_machine_slow:,} | {found.num_both} | {found.copy_correlation:.2f} "
             f"| {found.correlation:.2f} | {found.first_ratio:.2f} |"
         )
 
