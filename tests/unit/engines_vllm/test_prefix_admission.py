@@ -118,7 +118,7 @@ def test_what_all_ranks_have_is_loaded_behind_what_is_cached(
     clock.advance(1.0)
     assert stored.count_missing(asked, 8) == 0, "vLLM's cache has grown"
     stored.allocated(asked, ([30, 31, 32],), 4)
-    assert stored.is_loading_stored(asked)
+    assert stored.is_stored(asked)
     orders = plan(stored)
     assert orders is not None
     (load,) = orders.loads
