@@ -338,6 +338,7 @@ class VllmMachine(RuleBasedStateMachine):
         self._compute(request, 0, num_cached)  # as if another had: these are shared blocks
         request.num_computed_tokens = num_cached + missing
         assert request.num_computed_tokens <= request.num_prompt_tokens
+        assert not is_read or request.num_computed_tokens < request.num_prompt_tokens
         self.admission.allocated(request, request.blocks, missing)
         if missing and not is_read:
             request.status = Status.LOADING

@@ -39,7 +39,7 @@ KEEP_TIMEOUT_S: Final = 10.0
 
 ANSWER_GUESS_S: Final = 0.001
 LEARNING: Final = 0.2
-"""Weight of the latest answer in what is expected of the next."""
+"""Weight of an answer that was quicker than expected in what is expected of the next."""
 
 LATE: Final = "the store has not answered in time: it is asked again once it has"
 
@@ -76,7 +76,7 @@ class RankPrefixes:
         self._finished: set[VllmRequestId] = set()
         self._invalid_blocks: set[int] = set()
         self.answer_s = ANSWER_GUESS_S
-        """What lookups and loads take, from the order to the answer."""
+        """What the slowest of the latest lookups and loads have taken, to the answer."""
         self._log = LimitedLog(logger, clock)
         self.loads = None if store is None else StoreLoads(0, 0, 0.0)
         """What the store has given; what came too late counts as no tokens. Any thread reads it."""
@@ -132,7 +132,8 @@ class RankPrefixes:
         if closed is None:
             return
         if not isinstance(closed.task, Keep):
-            self.answer_s += LEARNING * (self._clock.now() - closed.began_at - self.answer_s)
+            took_s = self._clock.now() - closed.began_at
+            self.answer_s = max(took_s, self.answer_s + LEARNING * (took_s - self.answer_s))
         if isinstance(closed.task, StartLoad) and num_tokens > closed.task.start:
             self._count_load(closed, num_tokens - closed.task.start)
         self._end(closed, num_tokens)
