@@ -1,9 +1,9 @@
 """vLLM's use of the store: both sides, under a model of vLLM's scheduler with two ranks.
 
 Each rank's store answers at once, in part, or long after the deadline, and then it still tries to
-access the blocks that it was given. It has read what it found, or not. What must hold: a request runs only on
-KV of its own tokens, in every rank; no rank's store touches blocks that are another's; vLLM gets a
-report of each load once; nothing is left over in the end, nor in the stores' memory.
+access the blocks that it was given. It has read what it found, or not. What must hold: a request
+runs only on KV of its own tokens, in every rank; no rank's store touches blocks that are another's;
+vLLM gets a report of each load once; nothing is left over in the end, nor in the stores' memory.
 """
 
 from __future__ import annotations

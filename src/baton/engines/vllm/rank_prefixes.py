@@ -179,7 +179,7 @@ class RankPrefixes:
         blocks, self._invalid_blocks = self._invalid_blocks, set()
         return blocks
 
-    def _begin(self, store: PrefixStore, task: Task) -> None:
+    def _begin(self, store: ReadsPrefixes, task: Task) -> None:
         timeout_s = KEEP_TIMEOUT_S if isinstance(task, Keep) else LOAD_TIMEOUT_S
         order, now = self._make_order(task), self._clock.now()
         started = _Open(task, order, now, Instant(now + timeout_s))
@@ -256,7 +256,7 @@ class RankPrefixes:
             before.num_loads + 1, before.num_tokens + num_tokens, before.seconds + seconds
         )
 
-    def _abort(self, store: PrefixStore, request: VllmRequestId) -> None:
+    def _abort(self, store: ReadsPrefixes, request: VllmRequestId) -> None:
         order = self._ids.get(request)
         if order is not None:
             self._open[order].is_aborted = True
