@@ -295,7 +295,7 @@ class PrefixSchedule:  # noqa: PLR0904 - one for each of vLLM's hooks
         return found
 
     def _forget_read(self, found: Found) -> Found:
-        """Load all of it: vLLM's cache has lost tokens since, and what was read begins behind them."""
+        """Load all of it: vLLM's cache has lost tokens, and what was read begins behind them."""
         self._release(found)
         found = replace(found, is_read=False)
         self._states[found.lookup.request] = found
