@@ -55,8 +55,8 @@ def read(node: Node, prompt: NDArray[np.int32], start: int) -> PrefixFound:
     return found
 
 
-def place(node: Node, prompt: NDArray[np.int32], start: int) -> int:
-    return prefixes_of(node).place(LoadOrder(ID, "", prompt, start, 0.0, node.table))
+def put_in_blocks(node: Node, prompt: NDArray[np.int32], start: int) -> int:
+    return prefixes_of(node).put_in_blocks(LoadOrder(ID, "", prompt, start, 0.0, node.table))
 
 
 @pytest.mark.parametrize("start", [0, 7, IN_STORE])
@@ -69,12 +69,12 @@ def test_what_was_read_is_in_the_blocks_when_place_returns(
     before = decode.read(0, start), decode.read(NUM_FULL, NUM_TOKENS)
     found = read(decode, prompt, start)
     assert (found.num_tokens, found.is_read) == (NUM_FULL, True)
-    assert place(decode, prompt[:NUM_FULL], start) == NUM_FULL
+    assert put_in_blocks(decode, prompt[:NUM_FULL], start) == NUM_FULL
     assert decode.read(start, NUM_FULL) == prefill.read(start, NUM_FULL)
     assert (decode.read(0, start), decode.read(NUM_FULL, NUM_TOKENS)) == before
 
 
-def test_what_goes_after_it_was_read_is_placed_all_the_same(
+def test_what_goes_after_it_was_read_is_used_all_the_same(
     pair: tuple[Node, Node], tmp_path: Path
 ) -> None:
     prefill, decode = pair
@@ -83,7 +83,7 @@ def test_what_goes_after_it_was_read_is_placed_all_the_same(
     assert read(decode, prompt, 0).is_read
     for path in entries(tmp_path):
         path.unlink()
-    assert place(decode, prompt[:NUM_FULL], 0) == NUM_FULL
+    assert put_in_blocks(decode, prompt[:NUM_FULL], 0) == NUM_FULL
     assert decode.read(0, NUM_FULL) == prefill.read(0, NUM_FULL)
 
 
@@ -99,7 +99,7 @@ def test_a_damaged_entry_ends_what_is_found(pair: tuple[Node, Node], tmp_path: P
     path.write_bytes(body)
     found = read(decode, prompt, 0)
     assert (found.num_tokens, found.is_read) == (IN_STORE, True)
-    assert place(decode, prompt[:IN_STORE], 0) == IN_STORE
+    assert put_in_blocks(decode, prompt[:IN_STORE], 0) == IN_STORE
     assert decode.read(0, IN_STORE) == prefill.read(0, IN_STORE)
 
 
@@ -119,7 +119,7 @@ class HeldStaging:
 
 
 def test_staging_pages_belong_to_one_copy_at_a_time() -> None:
-    """The pool's thread gathers what is to be kept; meanwhile the engine's places what was read."""
+    """One thread gathers what is to be kept, while another puts what was read into blocks."""
     layout = KVLayout.gqa(1, 2, 8, block_size=4, dtype="float32")
     region = allocate_host_region([(8, layout.page_bytes(0))])
     staging: Any = HeldStaging()

@@ -128,7 +128,7 @@ class Rank:
     def drop(self, num_tokens: int) -> None:
         self.num_dropped_tokens += num_tokens
 
-    def place(self, order: LoadOrder) -> int:
+    def put_in_blocks(self, order: LoadOrder) -> int:
         start, stop = self.read.pop(order.id)
         assert start <= order.start, "what is before was not read"
         assert len(order.prompt_ids) <= stop

@@ -4,7 +4,7 @@ An engine that plans a step, and cannot wait in it, orders this in place of a lo
 is in memory before the engine reserves blocks for it. The copy into the blocks cannot fail, and no
 other thread takes part in it.
 
-    start_lookup(ReadOrder) ──► PrefixFound, is_read ──► place, or release
+    start_lookup(ReadOrder) ──► PrefixFound, is_read ──► put_in_blocks, or release
                             └─► PrefixFound            as of a lookup: `start_load` loads it
 """
 
@@ -28,7 +28,7 @@ class ReadOrder(LookupOrder):
 class ReadsPrefixes(PrefixStore, Protocol):
     """A `PrefixStore` that carries out `ReadOrder`s. Thread-safe."""
 
-    def place(self, order: LoadOrder) -> int:
+    def put_in_blocks(self, order: LoadOrder) -> int:
         """Put what the `ReadOrder` of the same id has read into the order's blocks; once.
 
         Copies in memory, on the caller's thread: it takes milliseconds. The order's prompt ends

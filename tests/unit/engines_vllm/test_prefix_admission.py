@@ -140,7 +140,7 @@ def find(admission: Admission, *num_tokens: int, num_read: int) -> Any:
     return asked
 
 
-def test_what_all_ranks_have_read_is_placed_by_the_step_that_computes_the_rest(
+def test_what_all_ranks_have_read_is_in_blocks_before_the_rest_is_computed(
     stored: Admission,
 ) -> None:
     asked = find(stored, 16, 8, num_read=2)
@@ -151,10 +151,10 @@ def test_what_all_ranks_have_read_is_placed_by_the_step_that_computes_the_rest(
     assert not stored.is_read(asked)
     orders = plan(stored)
     assert orders is not None
-    (load,) = orders.placements
+    (load,) = orders.read_loads
     assert (load.start, load.first_block, load.blocks) == (4, 1, (31,))
     assert load.token_ids.tolist() == PROMPT[:8]
-    assert orders == PrefixOrders(placements=(load,))
+    assert orders == PrefixOrders(read_loads=(load,))
     stored.finish(asked, range(30, 36))
     orders = plan(stored)
     assert orders is not None
@@ -181,7 +181,7 @@ def test_what_a_rank_has_not_read_is_loaded(stored: Admission, num_read: int) ->
     assert orders.released == ("r",) * num_read
 
 
-def test_vllm_computes_at_least_a_token_of_what_is_placed(stored: Admission) -> None:
+def test_vllm_computes_at_least_a_token_of_what_was_read(stored: Admission) -> None:
     asked = asking(num_prompt_tokens=16)
     assert stored.count_missing(asked, 0) is None
     plan(stored)

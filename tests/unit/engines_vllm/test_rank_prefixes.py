@@ -53,12 +53,12 @@ class RecordingStore:
         self.steps = EngineSteps()
         self.aborted: list[TicketId] = []
         self.num_dropped_tokens = 0
-        self.placed: list[LoadOrder] = []
+        self.loaded: list[LoadOrder] = []
         self.released: list[TicketId] = []
         self.num_read = 16
 
-    def place(self, order: LoadOrder) -> int:
-        self.placed.append(order)
+    def put_in_blocks(self, order: LoadOrder) -> int:
+        self.loaded.append(order)
         return self.num_read
 
     def release(self, order: TicketId) -> None:
@@ -99,8 +99,8 @@ def load(name: str = "r", lookup_s: float = 0.0) -> PrefixOrders:
     return PrefixOrders(loads=(StartLoad(name, "", IDS, 4, 0.0, 1, (21, 22, 23), lookup_s),))
 
 
-def place() -> PrefixOrders:
-    return PrefixOrders(placements=load(lookup_s=0.25).loads)
+def read_load() -> PrefixOrders:
+    return PrefixOrders(read_loads=load(lookup_s=0.25).loads)
 
 
 def keep(name: str = "r") -> PrefixOrders:
@@ -135,7 +135,7 @@ def test_a_step_without_tokens_waits_for_the_answer_of_a_lookup(stored: RankHarn
     assert stored.wake_event.num_waits == 1
 
 
-def test_what_was_read_is_placed_before_the_step_computes(
+def test_what_was_read_is_in_blocks_before_the_step_computes(
     stored: RankHarness, store: RecordingStore
 ) -> None:
     run(stored, look_up())
@@ -143,8 +143,8 @@ def test_what_was_read_is_placed_before_the_step_computes(
     assert isinstance(lookup, ReadOrder)
     answer(stored, PrefixFound(lookup.id, 16, is_read=True))
     assert run(stored) == (set(), set(), StepReport(found=(("r", 16),), read=("r",)))
-    stored.rank.begin_step(StepOrders(prefixes=place()))
-    (order,) = store.placed
+    stored.rank.begin_step(StepOrders(prefixes=read_load()))
+    (order,) = store.loaded
     assert (order.id, order.start, len(order.prompt_ids)) == (lookup.id, 4, 16)
     assert (order.blocks.first, order.blocks.blocks.tolist()) == (1, [21, 22, 23])
     stored.rank.end_step()
@@ -162,7 +162,7 @@ def test_a_step_does_not_compute_over_what_is_not_in_place(
     run(stored)
     store.num_read = 8
     with pytest.raises(AssertionError, match="8 tokens of 16"):
-        run(stored, place())
+        run(stored, read_load())
 
 
 def test_what_was_read_for_a_request_that_ended_is_released(

@@ -44,7 +44,7 @@ class TimedStore:
     num_at_once: int = NUM_ENTRIES
     num_readable: int = NUM_ENTRIES
     entry_bytes: int = 1
-    placed: list[tuple[int, int]] = field(default_factory=list)
+    loaded: list[tuple[int, int]] = field(default_factory=list)
 
     def count_present(self, segments: Sequence[TokenSegment]) -> int:
         self.num_looks += 1
@@ -64,8 +64,8 @@ class TimedStore:
         rows = np.zeros((len(read), 1), np.uint8).repeat(self.entry_bytes, 1)
         return ReadBatch(read, [EntryBodies(None, rows)] if read else [], 1)
 
-    def place(self, read: ReadBatch, _: LoadOrder) -> None:
-        self.placed.append((read.segments[0].start, read.segments[-1].stop))
+    def put_in_blocks(self, read: ReadBatch, _: LoadOrder) -> None:
+        self.loaded.append((read.segments[0].start, read.segments[-1].stop))
 
 
 @dataclass
@@ -96,10 +96,10 @@ class Setting:
         assert isinstance(found, PrefixFound)
         return found
 
-    def place(self, number: int, start: int = 0, stop: int = NUM_ENTRIES * SIZE) -> int:
+    def put_in_blocks(self, number: int, start: int = 0, stop: int = NUM_ENTRIES * SIZE) -> int:
         ids = np.full(stop, number, np.int32)
         table = BlockTable(0, np.arange(NUM_ENTRIES))
-        return self.prefixes.place(LoadOrder(name(number), "", ids, start, TOKEN_S, table))
+        return self.prefixes.put_in_blocks(LoadOrder(name(number), "", ids, start, TOKEN_S, table))
 
     def run(self) -> None:
         while self.prefixes.step() is not None:
@@ -155,19 +155,21 @@ def test_a_lookup_that_found_nothing_is_not_remembered() -> None:
 
 
 @pytest.mark.parametrize(
-    ("start", "stop", "placed"),
+    ("start", "stop", "loaded"),
     [
         (0, NUM_ENTRIES * SIZE, (0, NUM_ENTRIES * SIZE)),
         (SIZE + 1, NUM_ENTRIES * SIZE, (SIZE, NUM_ENTRIES * SIZE)),  # the cache has grown
         (0, 2 * SIZE, (0, 2 * SIZE)),  # another rank has found less
     ],
 )
-def test_what_was_read_is_placed_once(start: int, stop: int, placed: tuple[int, int]) -> None:
+def test_what_was_read_is_put_in_blocks_once(
+    start: int, stop: int, loaded: tuple[int, int]
+) -> None:
     it = Setting()
     assert it.read(1) == PrefixFound(name(1), NUM_ENTRIES * SIZE, 2 * BATCH_S, is_read=True)
-    assert it.place(1, start, stop) == stop
-    assert it.store.placed == [placed]
-    assert it.place(1, start, stop) == start
+    assert it.put_in_blocks(1, start, stop) == stop
+    assert it.store.loaded == [loaded]
+    assert it.put_in_blocks(1, start, stop) == start
     counts = it.prefixes.counts
     assert (counts.num_whole, counts.loaded_tokens, counts.num_unused) == (1, stop - start, 0)
     assert it.prefixes.cost.token_s == pytest.approx(BATCH_S / (NUM_ENTRIES * SIZE))
@@ -176,8 +178,8 @@ def test_what_was_read_is_placed_once(start: int, stop: int, placed: tuple[int, 
 def test_tokens_before_what_was_read_are_not_taken_for_read() -> None:
     it = Setting()
     it.read(1, start=SIZE)
-    assert it.place(1, start=0) == 0
-    assert it.store.placed == []
+    assert it.put_in_blocks(1, start=0) == 0
+    assert it.store.loaded == []
 
 
 def test_what_cannot_be_read_is_not_found() -> None:
@@ -205,5 +207,5 @@ def test_memory_for_what_is_read_is_bounded() -> None:
     it.prefixes.release(name(0))
     it.prefixes.release(name(0))
     assert it.prefixes.counts.num_unused == 1
-    assert it.place(0) == 0
+    assert it.put_in_blocks(0) == 0
     assert it.read(4).is_read

@@ -85,7 +85,7 @@ State: TypeAlias = Asked | Found | Loading | Local
 class _Pending:
     lookups: list[LookUp] = field(default_factory=list)
     loads: list[StartLoad] = field(default_factory=list)
-    placements: list[StartLoad] = field(default_factory=list)
+    read_loads: list[StartLoad] = field(default_factory=list)
     released: list[VllmRequestId] = field(default_factory=list)
     aborted: list[VllmRequestId] = field(default_factory=list)
     keeps: list[Keep] = field(default_factory=list)
@@ -181,7 +181,7 @@ class PrefixSchedule:  # noqa: PLR0904 - one for each of vLLM's hooks
         )
         if state.is_read:
             self._states[request] = Local(stop, start)
-            self._orders().placements.append(load)
+            self._orders().read_loads.append(load)
             return
         self._states[request] = Loading(start, stop)
         self._under_way.add(request)
@@ -258,7 +258,7 @@ class PrefixSchedule:  # noqa: PLR0904 - one for each of vLLM's hooks
         return PrefixOrders(
             tuple(pending.lookups),
             tuple(pending.loads),
-            tuple(pending.placements),
+            tuple(pending.read_loads),
             tuple(pending.released),
             tuple(pending.aborted),
             tuple(pending.keeps),

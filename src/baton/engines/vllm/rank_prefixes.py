@@ -3,7 +3,7 @@
 ordered ──answered──► reported
    └──late──► blocks taken back, reported ──answered──► forgotten
 
-Lookups read what they find: then a later step's order puts it in place at once (`_place`).
+Lookups read what they find: then a later step's order puts it in place at once (`_put_in_blocks`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class RankPrefixes:
         self._ids: dict[VllmRequestId, TicketId] = {}
         """Of lookups and loads that are open: a request has one at most."""
         self._read: dict[VllmRequestId, TicketId] = {}
-        """Lookups whose KV is in the store's memory, until it is placed or released."""
+        """Lookups whose KV is in the store's memory, until it is in blocks or released."""
         self._late: set[TicketId] = set()
         self._num_orders = self._num_awaited = 0
         self._found: list[tuple[VllmRequestId, int]] = []
@@ -104,8 +104,8 @@ class RankPrefixes:
         """Carry out a step's orders."""
         if self._store is None:
             return
-        for load in orders.placements:
-            self._place(self._store, load)
+        for load in orders.read_loads:
+            self._put_in_blocks(self._store, load)
         tasks: Iterable[Task] = chain(orders.lookups, orders.loads, orders.keeps)
         for task in tasks:
             self._begin(self._store, task)
@@ -212,7 +212,7 @@ class RankPrefixes:
             return LoadOrder(order, salt, ids, task.start, task.token_s, table)
         return ReadOrder(order, salt, ids, task.start, task.token_s)
 
-    def _place(self, store: ReadsPrefixes, load: StartLoad) -> None:
+    def _put_in_blocks(self, store: ReadsPrefixes, load: StartLoad) -> None:
         """Put what was read into blocks, before this step computes the rest of the prompt."""
         table = _table(load.first_block, load.blocks)
         order = LoadOrder(
@@ -224,7 +224,7 @@ class RankPrefixes:
             table,
         )
         began_at = self._clock.now()
-        num_tokens = store.place(order)
+        num_tokens = store.put_in_blocks(order)
         # vLLM has listed these blocks in its cache: it must not go on with others' bytes in them.
         if num_tokens != len(load.token_ids):
             raise AssertionError(f"{num_tokens} tokens of {len(load.token_ids)} were in memory")

@@ -161,14 +161,14 @@ class Keep(msgspec.Struct, frozen=True):
 class PrefixOrders(msgspec.Struct, frozen=True):
     """What a step asks of the store. `aborted` are loads that their requests do not wait for.
 
-    `placements` are loads whose KV the ranks have read: it is in place before this step computes
+    `read_loads` are loads whose KV the ranks have read: it is in place before this step computes
     the rest of their prompts. What was read of `released` is not needed.
     Of requests that ended, `num_dropped_tokens` are not kept: too many blocks are held already.
     """
 
     lookups: tuple[LookUp, ...] = ()
     loads: tuple[StartLoad, ...] = ()
-    placements: tuple[StartLoad, ...] = ()
+    read_loads: tuple[StartLoad, ...] = ()
     released: tuple[VllmRequestId, ...] = ()
     aborted: tuple[VllmRequestId, ...] = ()
     keeps: tuple[Keep, ...] = ()

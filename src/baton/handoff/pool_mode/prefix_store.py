@@ -8,7 +8,7 @@ loads have taken lately, and between two batches, by what this one takes: a load
 batches, not those of others that load meanwhile. What an engine has computed is kept in the
 background (`keep_queue`), when nothing is being loaded.
 
-    engine's thread ── start_lookup ──► pool's thread ── PrefixFound, is_read ──► place: in blocks
+    engine's thread ── start_lookup ──► pool's thread ── PrefixFound, is_read ──► put_in_blocks
 
 A `ReadOrder` is answered once what was found is in memory, where that is one batch. Then nothing is
 left that could fail or be waited for, and the engine's thread copies it into blocks by itself.
@@ -165,7 +165,7 @@ class StoredPrefixes:
         """See `PrefixStore`."""
         self.put_command(partial(self._begin_load, _Load(order)))
 
-    def place(self, order: LoadOrder) -> int:
+    def put_in_blocks(self, order: LoadOrder) -> int:
         """See `ReadsPrefixes`."""
         read = self._read.pop(order.id, None)
         stop = len(order.prompt_ids)
@@ -175,9 +175,9 @@ class StoredPrefixes:
         last = sum(each.stop <= stop for each in read.segments)
         if first >= last:
             return order.start
-        self._reader.place(read.part(first, last), order)
+        self._reader.put_in_blocks(read.part(first, last), order)
         num_tokens = read.segments[last - 1].stop
-        self.put_command(partial(self._count_placed, num_tokens - order.start))
+        self.put_command(partial(self._count_read_load, num_tokens - order.start))
         return num_tokens
 
     def release(self, order: TicketId) -> None:
@@ -331,7 +331,7 @@ class StoredPrefixes:
         if num_tokens:
             self.cost.observe(seconds, num_tokens)
 
-    def _count_placed(self, num_tokens: int) -> None:
+    def _count_read_load(self, num_tokens: int) -> None:
         self.counts.num_whole += 1
         self.counts.loaded_tokens += num_tokens
 

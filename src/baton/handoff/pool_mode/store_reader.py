@@ -148,7 +148,7 @@ class StoreReader:
         self._decoded.add(raw_bytes, num_bytes, self._clock.now() - began_at)
         return ReadBatch(batch[:num_read], found, num_bytes)
 
-    def place(self, read: ReadBatch, order: LoadOrder) -> None:
+    def put_in_blocks(self, read: ReadBatch, order: LoadOrder) -> None:
         """Put what was read into an order's blocks. On the engine's thread.
 
         Raises:
