@@ -62,7 +62,7 @@ class TimedStore:
         self.clock.advance(BATCH_S)
         read = segments[: self.num_readable]
         rows = np.zeros((len(read), 1), np.uint8).repeat(self.entry_bytes, 1)
-        return ReadBatch(read, [EntryBodies(None, rows)] if read else [], 1)
+        return ReadBatch(read, [EntryBodies(None, rows)] if read else [], 1, BATCH_S)
 
     def put_in_blocks(self, read: ReadBatch, _: LoadOrder) -> None:
         self.loaded.append((read.segments[0].start, read.segments[-1].stop))
@@ -206,6 +206,7 @@ def test_memory_for_what_is_read_is_bounded() -> None:
     assert [it.read(number).is_read for number in range(3)] == [True, True, False]
     it.prefixes.release(name(0))
     it.prefixes.release(name(0))
+    assert it.prefixes.cost.token_s is None, "a read that hung says nothing of the next"
     assert it.prefixes.counts.num_unused == 1
     assert it.put_in_blocks(0) == 0
     assert it.read(4).is_read

@@ -177,7 +177,7 @@ class StoredPrefixes:
             return order.start
         self._reader.put_in_blocks(read.part(first, last), order)
         num_tokens = read.segments[last - 1].stop
-        self.put_command(partial(self._count_read_load, num_tokens - order.start))
+        self.put_command(partial(self._count_read_load, read, num_tokens - order.start))
         return num_tokens
 
     def release(self, order: TicketId) -> None:
@@ -264,12 +264,9 @@ class StoredPrefixes:
             return found
         if sum(each.held_bytes for each in tuple(self._read.values())) >= MAX_READ_BYTES:
             return found
-        began_at = self.clock.now()
         read = self._reader.read_bodies(found)
-        if not read.segments:
-            return ()
-        self._learn(self.clock.now() - began_at, len(read.segments) * self.block_size)
-        self._read[order] = read
+        if read.segments:
+            self._read[order] = read
         return read.segments
 
     def _look_up(self, load: _Load) -> bool:
@@ -331,7 +328,9 @@ class StoredPrefixes:
         if num_tokens:
             self.cost.observe(seconds, num_tokens)
 
-    def _count_read_load(self, num_tokens: int) -> None:
+    def _count_read_load(self, read: ReadBatch, num_tokens: int) -> None:
+        """What was read is in blocks. What was read too late for that is learned nothing from."""
+        self._learn(read.took_s, len(read.segments) * self.block_size)
         self.counts.num_whole += 1
         self.counts.loaded_tokens += num_tokens
 

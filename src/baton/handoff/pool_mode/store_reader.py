@@ -46,12 +46,13 @@ UNGUARDED: Final = nullcontext()
 class ReadBatch:
     """Adjacent pieces that were read, and the KV of each part of them: what was put, verified.
 
-    `num_bytes` are of the entries that were read for it, as they are stored.
+    `num_bytes` are of the entries that were read for it, as they are stored; that took `took_s`.
     """
 
     segments: Sequence[TokenSegment]
     bodies: Sequence[EntryBodies]
     num_bytes: int
+    took_s: float
 
     @property
     def held_bytes(self) -> int:
@@ -61,7 +62,7 @@ class ReadBatch:
     def part(self, start: int, stop: int) -> ReadBatch:
         """Pieces `[start, stop)` of it."""
         bodies = [each.part(start, stop) for each in self.bodies]
-        return ReadBatch(self.segments[start:stop], bodies, self.num_bytes)
+        return ReadBatch(self.segments[start:stop], bodies, self.num_bytes, self.took_s)
 
 
 class StoreReader:
@@ -132,12 +133,13 @@ class StoreReader:
         Raises:
             ProtocolError: an entry is what was put, and nothing that `store.encoding` writes.
         """
+        started_at = self._clock.now()
         batch = self._copier.take_batch(segments)
         bodies = self._copier.allocate_bodies(batch)
         encoded = self._read(batch, bodies)
         num_read = len(encoded[0])
         if num_read == 0:
-            return ReadBatch((), (), 0)
+            return ReadBatch((), (), 0, 0.0)
         found = [each.part(0, num_read) for each in bodies]
         num_bytes = sum(len(body) for each in encoded for body in each)
         began_at = self._clock.now()
@@ -145,8 +147,9 @@ class StoreReader:
             for each, part in zip(found, encoded, strict=True):
                 self._encoding.decode(each.layout, part, each.rows)
         raw_bytes = sum(each.rows.nbytes for each in found)
-        self._decoded.add(raw_bytes, num_bytes, self._clock.now() - began_at)
-        return ReadBatch(batch[:num_read], found, num_bytes)
+        now = self._clock.now()
+        self._decoded.add(raw_bytes, num_bytes, now - began_at)
+        return ReadBatch(batch[:num_read], found, num_bytes, now - started_at)
 
     def put_in_blocks(self, read: ReadBatch, order: LoadOrder) -> None:
         """Put what was read into an order's blocks. On the engine's thread.
