@@ -2,7 +2,7 @@
 
 Pages that are adjacent on both sides are copied by one call, straight from one side to the other:
 vLLM's block pool gives a prompt runs of blocks for the most part. numpy copies, since torch's
-indexed copies need memory in between, whose page faults take longer than the copy.
+indexed copies, and its conversions, take ten times as long by way of memory in between (ADR 71).
 """
 
 from __future__ import annotations
