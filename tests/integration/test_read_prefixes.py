@@ -60,9 +60,7 @@ def put_in_blocks(node: Node, prompt: NDArray[np.int32], start: int) -> int:
 
 
 @pytest.mark.parametrize("start", [0, 7, IN_STORE])
-def test_what_was_read_is_in_the_blocks_at_once(
-    pair: tuple[Node, Node], start: int
-) -> None:
+def test_what_was_read_is_in_the_blocks_at_once(pair: tuple[Node, Node], start: int) -> None:
     prefill, decode = pair
     prompt = make_prompt()
     prefill_all(prefill, make_ticket(), prompt)
