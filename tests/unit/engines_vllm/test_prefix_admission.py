@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from baton.auth.ticket import hash_tenant
-from baton.engines.lookup_cost import LookupCost
+from baton.engines.lookup_cost import LOAD_TIMEOUT_S, LookupCost
 from baton.engines.vllm.kept_blocks import KeptBlocks
 from baton.engines.vllm.prefix_admission import PrefixAdmission
 from baton.engines.vllm.prefix_schedule import MAX_UNDER_WAY, PrefixSchedule
@@ -212,6 +212,24 @@ def test_what_was_read_is_released_once_it_is_not_needed(stored: Admission, num_
         stored.count_missing(asked, 4)
     stored.finish(asked)  # while it waits for blocks, or for the answer
     assert plan(stored) == PrefixOrders(released=("r",))
+
+
+@pytest.mark.parametrize(("waited_s", "is_asked"), [(LOAD_TIMEOUT_S, True), (0.5, False)])
+def test_a_store_that_hung_is_asked_again(
+    stored: Admission, clock: ManualClock, waited_s: float, *, is_asked: bool
+) -> None:
+    """What it usually takes is another thing: a store that is slow is asked for long prompts."""
+    output = step()
+    output.total_num_scheduled_tokens = 640
+    stored.step(SimpleNamespace(**vars(output)))
+    clock.advance(0.64)
+    stored.update_from_workers(None, None, None)
+    assert stored.count_missing(asking("late"), 0) is None
+    plan(stored)
+    clock.advance(waited_s)
+    report(stored, found=(("late", 0),) * 2)
+    assert stored.count_missing(asking("late"), 0) == 0
+    assert (stored.count_missing(asking("next"), 0) is None) is is_asked
 
 
 def test_what_vllm_has_cached_since_is_released(stored: Admission) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from baton.engines.lookup_cost import LOAD_TIMEOUT_S
 from baton.engines.vllm.step_orders import Keep, LookUp, PrefixOrders, StartLoad
 from baton.kv.copies import blocks_holding
 
@@ -286,12 +287,13 @@ class PrefixSchedule:  # noqa: PLR0904 - one for each of vLLM's hooks
         self._states[lookup.request] = found
         if asked.num_read and not is_read:
             self._orders().released.append(lookup.request)
-        self.cost.observe_answer(
-            now,
-            num_found=found.stop - lookup.start,
-            num_missing=len(lookup.packed_ids) // TOKEN_BYTES - lookup.start,
-            waited_s=waited_s,
-        )
+        if waited_s < LOAD_TIMEOUT_S:  # else the store hung, maybe as it read what it had found
+            self.cost.observe_answer(
+                now,
+                num_found=found.stop - lookup.start,
+                num_missing=len(lookup.packed_ids) // TOKEN_BYTES - lookup.start,
+                waited_s=waited_s,
+            )
         return found
 
     def _forget_read(self, found: Found) -> Found:
