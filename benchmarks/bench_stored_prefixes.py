@@ -19,7 +19,9 @@ of the machine is in both.
 workers: `unkept`, which looks and keeps nothing, and `unused`, which has the store open and does
 neither. `none again` is as `none`: what it differs is noise.
 
-Tier `peer` is the memory of a `baton store serve` on this machine.
+Tier `peer` is the memory of a `baton store serve` on this machine. Tier `host` is the reader's own:
+there the reader is the writer, too, and is asked another long prompt in between, which takes the
+blocks of the first one from its cache.
 
 With `--engine vllm` the timed workers are vLLM servers; writers and checks are embedded workers.
 
@@ -57,7 +59,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.free_ports import find_free_port
 from tests.store_servers import S3_CREDENTIALS, RedisServer, S3Server, StoreServer
 
-TIERS = ("shared", "file", "redis", "object", "peer")
+TIERS = ("host", "shared", "file", "redis", "object", "peer")
 PEER_BYTES = 512 << 20
 DEFAULT_TIERS = {"transformers": ["shared", "file"], "vllm": ["file"]}
 """By engine: a vLLM server takes a GiB, and half a minute to start."""
@@ -65,6 +67,8 @@ TOKENIZER = load_tokenizer(DEMO_MODEL_PATH)
 """Of the random model, too."""
 SHARE = 0.9
 IDLE_S = 1.0
+HOST_BLOCKS = 300
+"""Of a worker with tier `host`: one prompt of 4,000 tokens takes 250."""
 PARTS: dict[str, dict[str, object]] = {
     "unkept": {"engine.max_kept_share": 0.0},
     "unused": {"store.prefixes": False},
@@ -160,11 +164,15 @@ def measure_round(
         runs.append(Run(arm, "cold", num_tokens, took_ms, cached, held_ms=held_ms))
         right = ask(gateways["checks"], prompt)[2]
         check(cached == 0 and token == right, f"{arm}: {cached} cached, {token!r} for {right!r}")
-        if f"{arm} writer" not in gateways:
+        writer = gateways.get("host" if arm == "host" else f"{arm} writer")
+        if writer is None:
             continue
         prompt = rng.integers(300, 4000, num_tokens).tolist()
         beginning = prompt[: int(SHARE * num_tokens)]
-        ask(gateways[f"{arm} writer"], beginning)
+        ask(writer, beginning)
+        if arm == "host":
+            time.sleep(IDLE_S)
+            ask(writer, rng.integers(300, 4000, 16 * HOST_BLOCKS - 200).tolist())
         before_ms = read_load_ms(fleet[arm][0])
         time.sleep(IDLE_S)  # it is kept in the background
         took_ms, cached, token, request_id = ask(gateways[arm], prompt)
@@ -187,7 +195,9 @@ def make_store(tier: str, folder: Path, stack: ExitStack) -> dict[str, object]:
     place = folder / tier
     place.mkdir()
     options: dict[str, object] = {"directory": "/dev/shm"}
-    if tier == "file":
+    if tier == "host":
+        options = {"capacity_bytes": PEER_BYTES}
+    elif tier == "file":
         options = {"directory": str(place / "kv")}
     elif tier == "redis":
         options = {"url": stack.enter_context(closing(RedisServer(place))).url}
@@ -196,7 +206,8 @@ def make_store(tier: str, folder: Path, stack: ExitStack) -> dict[str, object]:
     elif tier == "peer":
         options = {"urls": [stack.enter_context(closing(start_daemon())).address]}
     settings = {f"store.options.{tier}.{name}": value for name, value in options.items()}
-    return {"store.tiers": [tier], **settings}
+    own = {"engine.num_blocks": HOST_BLOCKS} if tier == "host" else {}
+    return {"store.tiers": [tier], **own, **settings}
 
 
 class Daemon(StoreServer):
@@ -241,7 +252,9 @@ def start_fleet(
         if parts:
             arms |= {tier: store, **{f"{tier} {part}": store | PARTS[part] for part in PARTS}}
             continue
-        arms |= {tier: store, f"{tier} writer": store}
+        arms[tier] = store
+        if tier != "host":
+            arms[f"{tier} writer"] = store
     workers = {}
     for arm, store in arms.items():
         is_timed = arm != "checks" and not arm.endswith("writer")

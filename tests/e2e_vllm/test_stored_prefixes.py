@@ -271,10 +271,10 @@ def test_a_store_that_hangs_costs_one_request_its_time(
         assert point.is_held
     assert took_s[0] > LOAD_TIMEOUT_S > took_s[1], took_s
     assert took_s[0] - took_s[1] < LOAD_TIMEOUT_S + 1, took_s
-    failed = read_counts(second, "baton_prefix_loads_total", result="failed")
+    unused = read_counts(second, "baton_prefix_loads_total", result="unused")
     point.release()
     wait_until(
-        lambda: read_counts(second, "baton_prefix_loads_total", result="failed") == failed + 1,
+        lambda: read_counts(second, "baton_prefix_loads_total", result="unused") == unused + 1,
         SOON_S,
     )
     answer = ask_one(second, prompts[2])

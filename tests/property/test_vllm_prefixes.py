@@ -1,9 +1,9 @@
 """vLLM's use of the store: both sides, under a model of vLLM's scheduler with two ranks.
 
 Each rank's store answers at once, in part, or long after the deadline, and then it still tries to
-access the blocks that it was given. What must hold: a request runs only on
-KV of its own tokens, in every rank; no rank's store touches blocks that are another's; vLLM gets a
-report of each load once; nothing is left over in the end.
+access the blocks that it was given. It has read what it found, or not. What must hold: a request
+runs only on KV of its own tokens, in every rank; no rank's store touches blocks that are another's;
+vLLM gets a report of each load once; nothing is left over in the end, nor in the stores' memory.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from baton.engines.vllm.rank_prefixes import KEEP_TIMEOUT_S, RankPrefixes
 from baton.engines.vllm.step_orders import StepReport
 from baton.errors import StoreError
 from baton.handoff.interface import EngineSteps, KeepOrder, LoadOrder, LookupOrder
+from baton.handoff.read_prefixes import ReadOrder
 from baton.testing.clocks import ManualClock
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ class Rank:
         self.kv = [[-1] * BLOCK_SIZE for _ in range(NUM_BLOCKS)]
         self.orders: dict[TicketId, LookupOrder | LoadOrder | KeepOrder] = {}
         self.num_kept = self.num_dropped_tokens = 0
+        self.read: dict[TicketId, tuple[int, int]] = {}
         self.steps = EngineSteps()
         self.prefixes = RankPrefixes(self, block_size=BLOCK_SIZE, clock=clock)
 
@@ -126,12 +128,24 @@ class Rank:
     def drop(self, num_tokens: int) -> None:
         self.num_dropped_tokens += num_tokens
 
+    def put_in_blocks(self, order: LoadOrder) -> int:
+        start, stop = self.read.pop(order.id)
+        assert start <= order.start, "what is before was not read"
+        assert len(order.prompt_ids) <= stop
+        self._write(order, len(order.prompt_ids))
+        return len(order.prompt_ids)
+
+    def release(self, order: TicketId) -> None:
+        self.read.pop(order, None)
+
     # What the store does.
 
-    def answer(self, order: LookupOrder | LoadOrder | KeepOrder, num_entries: int) -> None:
+    def answer(
+        self, order: LookupOrder | LoadOrder | KeepOrder, num_entries: int, *, reads: bool = False
+    ) -> None:
         """With at most `num_entries` entries from the prompt's beginning on."""
         del self.orders[order.id]
-        num_tokens = 0
+        num_tokens, is_read = 0, False
         try:
             match order:
                 case KeepOrder():
@@ -143,9 +157,12 @@ class Rank:
                         self._write(order, num_tokens)
                 case LookupOrder():
                     num_tokens = max(order.start, self._most(order, num_entries))
+                    is_read = reads and num_tokens > order.start
         except StoreError:
             num_tokens = 0
-        self.prefixes.answered(order.id, num_tokens)
+        if is_read:
+            self.read[order.id] = order.start, num_tokens
+        self.prefixes.answered(order.id, num_tokens, is_read=is_read)
 
     def _most(self, order: LookupOrder, num_entries: int) -> int:
         return min(num_entries, len(order.prompt_ids) // ENTRY_TOKENS) * ENTRY_TOKENS
@@ -205,16 +222,17 @@ class VllmMachine(RuleBasedStateMachine):
     # What the store does.
 
     @precondition(lambda self: any(rank.orders for rank in self.ranks))
-    @rule(data=st.data(), num_entries=st.integers(0, 7))
-    def answer(self, data: st.DataObject, num_entries: int) -> None:
+    @rule(data=st.data(), num_entries=st.integers(0, 7), reads=st.booleans())
+    def answer(self, data: st.DataObject, num_entries: int, *, reads: bool) -> None:
         rank = data.draw(st.sampled_from([rank for rank in self.ranks if rank.orders]))
-        rank.answer(data.draw(st.sampled_from(list(rank.orders.values()))), num_entries)
+        order = data.draw(st.sampled_from(list(rank.orders.values())))
+        rank.answer(order, num_entries, reads=reads)
 
     @precondition(lambda self: self._lookups())
-    @rule(num_entries=st.integers(1, 7))
-    def find(self, num_entries: int) -> None:
+    @rule(num_entries=st.integers(1, 7), reads=st.booleans())
+    def find(self, num_entries: int, *, reads: bool) -> None:
         for rank, order in self._lookups():
-            rank.answer(order, num_entries)
+            rank.answer(order, num_entries, reads=reads)
 
     @rule(seconds=st.sampled_from([0.01, LOAD_TIMEOUT_S, KEEP_TIMEOUT_S]))
     def wait(self, seconds: float) -> None:
@@ -258,7 +276,7 @@ class VllmMachine(RuleBasedStateMachine):
         }
         free = set(self.pool.free)
         for order in (order for rank in self.ranks for order in rank.orders.values()):
-            if type(order) is LookupOrder:
+            if type(order) is ReadOrder:
                 continue
             try:
                 with order.guard:
@@ -291,6 +309,7 @@ class VllmMachine(RuleBasedStateMachine):
             for order in tuple(rank.orders.values()):
                 rank.answer(order, 0)
             assert rank.prefixes.is_idle
+            assert not rank.read
 
     # The model's inside.
 
@@ -313,15 +332,18 @@ class VllmMachine(RuleBasedStateMachine):
         num_cached = BLOCK_SIZE * data.draw(st.integers(0, most_cached), "cached")
         missing = self.admission.count_missing(request, num_cached)
         assert missing == self.admission.count_missing(request, num_cached)
+        is_read = self.admission.is_read(request.request_id)
         if missing is None or not self._grow(request, num_cached + missing or 1):
             return False
         self._compute(request, 0, num_cached)  # as if another had: these are shared blocks
         request.num_computed_tokens = num_cached + missing
         assert request.num_computed_tokens <= request.num_prompt_tokens
+        assert not is_read or request.num_computed_tokens < request.num_prompt_tokens
         self.admission.allocated(request, request.blocks, missing)
-        if missing:
+        if missing and not is_read:
             request.status = Status.LOADING
-        return not missing
+            return False
+        return True
 
     def _run(self, scheduled: list[Request]) -> None:
         """One step of all ranks, and what vLLM makes of their reports."""
@@ -341,7 +363,7 @@ class VllmMachine(RuleBasedStateMachine):
                 assert self.reported[request] <= NUM_RANKS
             invalid |= rank.prefixes.take_invalid_blocks()
             found, kept = rank.prefixes.take_found(), rank.prefixes.take_kept()
-            report = report.merge(StepReport((), found, kept))
+            report = report.merge(StepReport((), found, kept, rank.prefixes.take_read()))
         received = {name for name, num in self.reported.items() if num == NUM_RANKS}
         for name in received:
             del self.reported[name]
@@ -395,7 +417,7 @@ class VllmMachine(RuleBasedStateMachine):
             (rank, order)
             for rank in self.ranks
             for order in rank.orders.values()
-            if type(order) is LookupOrder
+            if type(order) is ReadOrder
         ]
 
     def _num_owned(self) -> int:

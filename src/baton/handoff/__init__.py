@@ -7,6 +7,7 @@ nothing can land any more, `BlocksQuiescent`. The protocol is drawn in `session/
 
 File map:
     interface.py        what an engine sees: orders, events, `HandoffPort`
+    read_prefixes.py    prompts' beginnings that are read before blocks are reserved for them
     dispatcher.py       what an engine holds: each order goes to whoever carries out its mode
     agent.py            a `HandoffPort`: queues what the engine orders, and its thread
     agent_loop.py       what that thread owns: links, transports, sessions; dispatches their events

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from baton.auth.ticket import HandoffMode, Ticket
     from baton.handoff.interface import (
         HandoffEvent,
-        PrefixStore,
         ReceiveOrder,
         SampledToken,
         SendOrder,
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     )
     from baton.handoff.options import AgentOptions
     from baton.handoff.pool_mode.store_access import StoreAccess
+    from baton.handoff.read_prefixes import ReadsPrefixes
     from baton.ids import TicketId
 
 NO_STORE: Final = "this worker has no store ([store] tiers)"
@@ -86,7 +86,7 @@ class HandoffDispatcher:  # noqa: PLR0904 - the engine's contract
         )
 
     @property
-    def prefixes(self) -> PrefixStore | None:
+    def prefixes(self) -> ReadsPrefixes | None:
         """See `HandoffPort`."""
         if self.store is None or not self.store.access.keeps_prefixes:
             return None

@@ -195,11 +195,13 @@ class PrefixFound:
     """The store has tokens before `num_tokens` of a prompt, and loading them pays.
 
     `num_tokens` is the order's `start` where there are none. `took_s` is from the order to here.
+    `is_read`: all of it is in the store's memory (`ReadsPrefixes`).
     """
 
     ticket: TicketId
     num_tokens: int
     took_s: float = 0.0
+    is_read: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,11 +177,19 @@ class CopyGroup:
         return part
 
     @cached_property
-    def slices(self) -> list[tuple[tuple[int, slice], tuple[int, slice]]] | None:
-        """Where each span of each page is, to be sliced on either side; None if they are many."""
-        if len(self.src_pages) * len(self.spans) > MAX_FEW:
-            return None
-        pages = list(zip(self.src_pages.tolist(), self.dst_pages.tolist(), strict=True))
+    def slices(self) -> list[tuple[tuple[int | slice, slice], tuple[int | slice, slice]]] | None:
+        """Where each span is, to be sliced on either side; None if slices are many.
+
+        Of each page, or of all pages at once where they are evenly spaced on both sides.
+        """
+        pages: list[tuple[int | slice, int | slice]]
+        if len(self.src_pages) * len(self.spans) <= MAX_FEW:
+            pages = list(zip(self.src_pages.tolist(), self.dst_pages.tolist(), strict=True))
+        else:
+            sources, targets = _find_slice(self.src_pages), _find_slice(self.dst_pages)
+            if sources is None or targets is None or len(self.spans) > MAX_FEW:
+                return None
+            pages = [(sources, targets)]
         return [
             ((src, slice(src_byte, src_byte + size)), (dst, slice(dst_byte, dst_byte + size)))
             for src, dst in pages
@@ -210,6 +218,14 @@ class CopyGroup:
             return 0
         src_byte, dst_byte, num_bytes = map(int, self.spans[0])
         return num_bytes if src_byte == dst_byte == 0 else 0
+
+
+def _find_slice(pages: NDArray[np.int64]) -> slice | None:
+    """The slice that selects these pages, in this order; None where there is none."""
+    steps = np.diff(pages)
+    if not len(steps) or steps[0] < 1 or (steps != steps[0]).any():
+        return None
+    return slice(int(pages[0]), int(pages[-1]) + 1, int(steps[0]))
 
 
 class PageCopies(Record, frozen=True):

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from baton.auth.ticket import Ticket
-    from baton.handoff.interface import PrefixStore, SampledToken
+    from baton.handoff.interface import SampledToken
+    from baton.handoff.read_prefixes import ReadsPrefixes
     from baton.ids import TicketId
     from baton.testing.clocks import ManualClock
 
@@ -58,7 +59,7 @@ class ScriptedPort:
         self.failed: set[str] = set()
         self.offered: set[str] = set()
         self.is_alive = True
-        self.prefixes: PrefixStore | None = None
+        self.prefixes: ReadsPrefixes | None = None
         self.kept: list[Ticket] = []
         self.cut: list[TicketId] = []
         self.writes_can_be_cut = True

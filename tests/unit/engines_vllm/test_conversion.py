@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from baton.engines.vllm.host_pages import PlainPages, TransposedPages
@@ -59,3 +60,14 @@ def test_no_pages_is_no_work() -> None:
     none = np.array([], dtype=np.int64)
     TransposedPages([torch.ones(2, 1, 4, 4)], layout, region).gather(0, none, none)
     assert not view_pages(region.memory, region.arrays[0]).any()
+
+
+@pytest.mark.parametrize(("blocks", "staged"), [([0, -1], [0, 1]), ([0, 2], [0, 1]), ([1], [2])])
+def test_pages_out_of_bounds_are_refused(blocks: list[int], staged: list[int]) -> None:
+    layout = KVLayout.gqa(1, 1, 2, block_size=4, dtype="float32")
+    region = allocate_host_region([(2, layout.page_bytes(0))])
+    pages = torch.ones(2, 1, 4, 4)
+    for staging in (TransposedPages([pages], layout, region), PlainPages([pages], region)):
+        with pytest.raises(IndexError, match="of 2"):
+            staging.scatter(0, np.array(staged), np.array(blocks))
+    assert bool((pages == 1).all())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from baton.auth.ticket import hash_tenant
-from baton.engines.lookup_cost import LookupCost
+from baton.engines.lookup_cost import LOAD_TIMEOUT_S, LookupCost
 from baton.engines.vllm.kept_blocks import KeptBlocks
 from baton.engines.vllm.prefix_admission import PrefixAdmission
 from baton.engines.vllm.prefix_schedule import MAX_UNDER_WAY, PrefixSchedule
@@ -118,7 +118,7 @@ def test_what_all_ranks_have_is_loaded_behind_what_is_cached(
     clock.advance(1.0)
     assert stored.count_missing(asked, 8) == 0, "vLLM's cache has grown"
     stored.allocated(asked, ([30, 31, 32],), 4)
-    assert stored.is_loading_stored(asked)
+    assert stored.is_stored(asked)
     orders = plan(stored)
     assert orders is not None
     (load,) = orders.loads
@@ -129,6 +129,114 @@ def test_what_all_ranks_have_is_loaded_behind_what_is_cached(
     stored.allocated(asked, ([30, 31, 32, 33, 34, 35],), 0)
     assert stored.count_missing(asked, 0) == 0, "it is asked for once"
     assert plan(stored) is None
+
+
+def find(admission: Admission, *num_tokens: int, num_read: int) -> Any:
+    """A request whose prompt the ranks have looked for behind its first 4 tokens."""
+    asked = asking()
+    assert admission.count_missing(asked, 4) is None
+    plan(admission)
+    report(admission, found=tuple(("r", n) for n in num_tokens), read=("r",) * num_read)
+    return asked
+
+
+def test_what_all_ranks_have_read_is_in_blocks_before_the_rest_is_computed(
+    stored: Admission,
+) -> None:
+    asked = find(stored, 16, 8, num_read=2)
+    assert stored.count_missing(asked, 4) == 4
+    assert stored.is_read(asked)
+    stored.allocated(asked, ([30, 31, 32, 33, 34, 35],), 4)
+    assert stored.is_stored(asked)
+    assert not stored.is_read(asked)
+    orders = plan(stored)
+    assert orders is not None
+    (load,) = orders.read_loads
+    assert (load.start, load.first_block, load.blocks) == (4, 1, (31,))
+    assert load.token_ids.tolist() == PROMPT[:8]
+    assert orders == PrefixOrders(read_loads=(load,))
+    stored.finish(asked, range(30, 36))
+    orders = plan(stored)
+    assert orders is not None
+    assert len(orders.keeps) == 1, "its blocks are vLLM's, as those of any request"
+
+
+@pytest.mark.parametrize("num_running", [0, MAX_UNDER_WAY])
+def test_what_was_read_waits_for_no_other_load(stored: Admission, num_running: int) -> None:
+    asked = find(stored, 16, 16, num_read=2)
+    for n in range(num_running):
+        stored.count_missing(asking(f"r{n}"), 0)
+    assert stored.count_missing(asked, 4) == 12
+
+
+@pytest.mark.parametrize("num_read", [0, 1])
+def test_what_a_rank_has_not_read_is_loaded(stored: Admission, num_read: int) -> None:
+    asked = find(stored, 16, 16, num_read=num_read)
+    assert stored.count_missing(asked, 4) == 12
+    assert not stored.is_read(asked)
+    stored.allocated(asked, ([30, 31, 32, 33],), 12)
+    orders = plan(stored)
+    assert orders is not None
+    assert len(orders.loads) == 1
+    assert orders.released == ("r",) * num_read
+
+
+def test_vllm_computes_at_least_a_token_of_what_was_read(stored: Admission) -> None:
+    asked = asking(num_prompt_tokens=16)
+    assert stored.count_missing(asked, 0) is None
+    plan(stored)
+    report(stored, found=(("r", 16),) * 2, read=("r",) * 2)
+    assert stored.count_missing(asked, 0) == 16
+    assert not stored.is_read(asked)
+    assert plan(stored) == PrefixOrders(released=("r",))
+
+
+def test_what_was_read_is_not_used_where_tokens_before_it_are_gone(stored: Admission) -> None:
+    asked = find(stored, 16, 16, num_read=2)
+    assert stored.count_missing(asked, 0) == 16
+    assert not stored.is_read(asked)
+    stored.allocated(asked, ([30, 31, 32, 33],), 16)
+    orders = plan(stored)
+    assert orders is not None
+    assert [load.start for load in orders.loads] == [0]
+    assert orders.released == ("r",)
+
+
+@pytest.mark.parametrize("num_read", [0, 2])
+def test_what_was_read_is_released_once_it_is_not_needed(stored: Admission, num_read: int) -> None:
+    asked = asking(num_computed_tokens=0)
+    stored.count_missing(asked, 4)
+    plan(stored)
+    if num_read:
+        report(stored, found=(("r", 16),) * 2, read=("r",) * 2)
+        stored.count_missing(asked, 4)
+    stored.finish(asked)  # while it waits for blocks, or for the answer
+    assert plan(stored) == PrefixOrders(released=("r",))
+
+
+@pytest.mark.parametrize(("waited_s", "is_asked"), [(LOAD_TIMEOUT_S, True), (0.5, False)])
+def test_a_store_that_hung_is_asked_again(
+    stored: Admission, clock: ManualClock, waited_s: float, *, is_asked: bool
+) -> None:
+    """What it usually takes is another thing: a store that is slow is asked for long prompts."""
+    output = step()
+    output.total_num_scheduled_tokens = 640
+    stored.step(SimpleNamespace(**vars(output)))
+    clock.advance(0.64)
+    stored.update_from_workers(None, None, None)
+    assert stored.count_missing(asking("late"), 0) is None
+    plan(stored)
+    clock.advance(waited_s)
+    report(stored, found=(("late", 0),) * 2)
+    assert stored.count_missing(asking("late"), 0) == 0
+    assert (stored.count_missing(asking("next"), 0) is None) is is_asked
+
+
+def test_what_vllm_has_cached_since_is_released(stored: Admission) -> None:
+    asked = find(stored, 16, 16, num_read=2)
+    assert stored.count_missing(asked, 16) == 0
+    stored.allocated(asked, ([30, 31, 32, 33, 34, 35],), 0)
+    assert plan(stored) == PrefixOrders(released=("r",))
 
 
 @pytest.mark.parametrize(

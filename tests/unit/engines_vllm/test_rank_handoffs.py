@@ -42,7 +42,8 @@ from tests.unit.engines_vllm.scripted_port import ScriptedPort, SettlingEvent
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from baton.handoff.interface import HandoffEvent, PrefixStore, StreamPosition
+    from baton.handoff.interface import HandoffEvent, StreamPosition
+    from baton.handoff.read_prefixes import ReadsPrefixes
 
 BLOCK_SIZE, NUM_LAYERS = 4, 2
 ID = TicketId(b"t" * 16)
@@ -80,7 +81,7 @@ class ReachedPosition:
 
 
 def make_harness(
-    store: PrefixStore | None, record_position: Callable[[], StreamPosition | None] = on_host
+    store: ReadsPrefixes | None, record_position: Callable[[], StreamPosition | None] = on_host
 ) -> RankHarness:
     clock, port, traces = ManualClock(), ScriptedPort(NUM_LAYERS), TraceRing(8)
     port.prefixes = store

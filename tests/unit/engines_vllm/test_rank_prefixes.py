@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from baton.engines.lookup_cost import LOAD_TIMEOUT_S
-from baton.engines.vllm.rank_prefixes import KEEP_TIMEOUT_S
+from baton.engines.vllm.rank_prefixes import ANSWER_GUESS_S, KEEP_TIMEOUT_S
 from baton.engines.vllm.step_orders import (
     NO_ORDERS,
     Keep,
@@ -30,6 +30,7 @@ from baton.handoff.interface import (
     LookupOrder,
     PrefixFound,
 )
+from baton.handoff.read_prefixes import ReadOrder
 from baton.protocol.worker_http import StoreLoads
 from tests.unit.engines_vllm.test_rank_handoffs import RankHarness, harness, make_harness
 from tests.unit.engines_vllm.test_step_counts import count_calls
@@ -43,7 +44,7 @@ IDS = np.arange(16, dtype=np.int32).tobytes()
 
 
 class RecordingStore:
-    """A `PrefixStore` that only notes what it is asked."""
+    """A `ReadsPrefixes` that only notes what it is asked, and has read tokens up to `num_read`."""
 
     block_size = 8
 
@@ -52,6 +53,16 @@ class RecordingStore:
         self.steps = EngineSteps()
         self.aborted: list[TicketId] = []
         self.num_dropped_tokens = 0
+        self.loaded: list[LoadOrder] = []
+        self.released: list[TicketId] = []
+        self.num_read = 16
+
+    def put_in_blocks(self, order: LoadOrder) -> int:
+        self.loaded.append(order)
+        return self.num_read
+
+    def release(self, order: TicketId) -> None:
+        self.released.append(order)
 
     def start_lookup(self, order: LookupOrder) -> None:
         self.orders.append(order)
@@ -88,6 +99,10 @@ def load(name: str = "r", lookup_s: float = 0.0) -> PrefixOrders:
     return PrefixOrders(loads=(StartLoad(name, "", IDS, 4, 0.0, 1, (21, 22, 23), lookup_s),))
 
 
+def read_load() -> PrefixOrders:
+    return PrefixOrders(read_loads=load(lookup_s=0.25).loads)
+
+
 def keep(name: str = "r") -> PrefixOrders:
     return PrefixOrders(keeps=(Keep(name, "", IDS, (20, 21, 22, 23)),))
 
@@ -118,6 +133,93 @@ def test_a_lookup_is_reported(stored: RankHarness, store: RecordingStore) -> Non
 def test_a_step_without_tokens_waits_for_the_answer_of_a_lookup(stored: RankHarness) -> None:
     run(stored, look_up(), wait_s=0.01)
     assert stored.wake_event.num_waits == 1
+
+
+def test_what_was_read_is_in_blocks_before_the_step_computes(
+    stored: RankHarness, store: RecordingStore
+) -> None:
+    run(stored, look_up())
+    (lookup,) = store.orders
+    assert isinstance(lookup, ReadOrder)
+    answer(stored, PrefixFound(lookup.id, 16, is_read=True))
+    assert run(stored) == (set(), set(), StepReport(found=(("r", 16),), read=("r",)))
+    stored.rank.begin_step(StepOrders(prefixes=read_load()))
+    (order,) = store.loaded
+    assert (order.id, order.start, len(order.prompt_ids)) == (lookup.id, 4, 16)
+    assert (order.blocks.first, order.blocks.blocks.tolist()) == (1, [21, 22, 23])
+    stored.rank.end_step()
+    assert stored.rank.get_finished(set(), 0.0) == (set(), set()), "vLLM does not wait for it"
+    assert stored.rank.take_invalid_blocks() == set()
+    assert stored.rank.store_loads == StoreLoads(1, 12, 0.25)
+    assert store.released == []
+
+
+def test_a_step_does_not_compute_over_what_is_not_in_place(
+    stored: RankHarness, store: RecordingStore
+) -> None:
+    run(stored, look_up())
+    answer(stored, PrefixFound(store.orders[0].id, 16, is_read=True))
+    run(stored)
+    store.num_read = 8
+    with pytest.raises(AssertionError, match="8 tokens of 16"):
+        run(stored, read_load())
+
+
+def test_what_was_read_for_a_request_that_ended_is_released(
+    stored: RankHarness, store: RecordingStore
+) -> None:
+    release = PrefixOrders(released=("r",))
+    run(stored, look_up())
+    answer(stored, PrefixFound(store.orders[0].id, 16, is_read=True))
+    run(stored)
+    run(stored, release)
+    run(stored, release)
+    assert store.released == [store.orders[0].id]
+    run(stored, look_up())
+    run(stored, release)  # while it is being read
+    answer(stored, PrefixFound(store.orders[1].id, 16, is_read=True))
+    assert run(stored)[2] == StepReport(found=(("r", 16),))
+    assert store.released == [order.id for order in store.orders]
+
+
+def test_a_release_of_what_another_rank_has_read_does_not_end_a_load(
+    stored: RankHarness, store: RecordingStore
+) -> None:
+    run(stored, PrefixOrders(loads=load().loads, released=("r",)))
+    answer(stored, KVLanded(store.orders[0].id, None, 8))
+    assert run(stored) == ({"r"}, {22, 23}, None)
+
+
+def test_what_is_read_too_late_is_released(stored: RankHarness, store: RecordingStore) -> None:
+    run(stored, look_up())
+    stored.clock.advance(LOAD_TIMEOUT_S)
+    assert run(stored) == (set(), set(), StepReport(found=(("r", 4),)))
+    answer(stored, PrefixFound(store.orders[0].id, 16, is_read=True))
+    assert run(stored) == (set(), set(), None)
+    assert store.released == [store.orders[0].id]
+
+
+def test_an_answer_is_waited_for_as_long_as_answers_take(
+    stored: RankHarness, store: RecordingStore
+) -> None:
+    def measure_wait(wait_s: float) -> float:
+        began = stored.clock.now()
+        run(stored, wait_s=wait_s)
+        return stored.clock.now() - began
+
+    def take(seconds: float) -> None:
+        run(stored, look_up())
+        stored.clock.advance(seconds)
+        answer(stored, PrefixFound(store.orders[-1].id, 4))
+        run(stored)
+
+    run(stored, look_up())
+    assert measure_wait(0.01) == pytest.approx(ANSWER_GUESS_S)
+    take(0.008)
+    assert measure_wait(0.01) == pytest.approx(0.008)
+    assert measure_wait(0.002) == pytest.approx(0.002)
+    take(0.003)  # a prompt that is not stored
+    assert measure_wait(0.01) == pytest.approx(0.007)
 
 
 def test_what_is_kept_is_not_waited_for(stored: RankHarness, store: RecordingStore) -> None:

@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 
 from baton.handoff.interface import KVLanded, LoadOrder, LookupOrder, PrefixFound
-from baton.handoff.pool_mode.prefix_store import StoredPrefixes
+from baton.handoff.pool_mode.block_copier import EntryBodies
+from baton.handoff.pool_mode.prefix_store import MAX_READ_BYTES, StoredPrefixes
+from baton.handoff.pool_mode.store_reader import ReadBatch
+from baton.handoff.read_prefixes import ReadOrder
 from baton.ids import TicketId
 from baton.kv.copies import BlockTable
 from baton.testing.clocks import ManualClock
@@ -30,11 +33,18 @@ TOKEN_S = 2 * BATCH_S / SIZE
 
 @dataclass
 class TimedStore:
-    """In place of `StoreReader` and `StoreWriter`: a batch is one entry, and takes `BATCH_S`."""
+    """In place of `StoreReader` and `StoreWriter`: a batch is one entry, and takes `BATCH_S`.
+
+    What is read before it is loaded is one batch of up to `num_at_once` entries.
+    """
 
     clock: ManualClock
     num_present: int = NUM_ENTRIES
     num_looks: int = 0
+    num_at_once: int = NUM_ENTRIES
+    num_readable: int = NUM_ENTRIES
+    entry_bytes: int = 1
+    loaded: list[tuple[int, int]] = field(default_factory=list)
 
     def count_present(self, segments: Sequence[TokenSegment]) -> int:
         self.num_looks += 1
@@ -44,6 +54,18 @@ class TimedStore:
     def read_segments(self, *_: object) -> tuple[int, int]:
         self.clock.advance(BATCH_S)
         return 1, 1
+
+    def fits_one_batch(self, segments: Sequence[TokenSegment]) -> bool:
+        return len(segments) <= self.num_at_once
+
+    def read_bodies(self, segments: Sequence[TokenSegment]) -> ReadBatch:
+        self.clock.advance(BATCH_S)
+        read = segments[: self.num_readable]
+        rows = np.zeros((len(read), 1), np.uint8).repeat(self.entry_bytes, 1)
+        return ReadBatch(read, [EntryBodies(None, rows)] if read else [], 1, BATCH_S)
+
+    def put_in_blocks(self, read: ReadBatch, _: LoadOrder) -> None:
+        self.loaded.append((read.segments[0].start, read.segments[-1].stop))
 
 
 @dataclass
@@ -66,6 +88,18 @@ class Setting:
     def look_up(self, number: int) -> None:
         ids = np.full(NUM_ENTRIES * SIZE, number, np.int32)
         self.prefixes.start_lookup(LookupOrder(name(number), "", ids, 0, TOKEN_S))
+
+    def read(self, number: int, start: int = 0) -> PrefixFound:
+        ids = np.full(NUM_ENTRIES * SIZE, number, np.int32)
+        self.prefixes.start_lookup(ReadOrder(name(number), "", ids, start, TOKEN_S))
+        found = self.events.pop()
+        assert isinstance(found, PrefixFound)
+        return found
+
+    def put_in_blocks(self, number: int, start: int = 0, stop: int = NUM_ENTRIES * SIZE) -> int:
+        ids = np.full(stop, number, np.int32)
+        table = BlockTable(0, np.arange(NUM_ENTRIES))
+        return self.prefixes.put_in_blocks(LoadOrder(name(number), "", ids, start, TOKEN_S, table))
 
     def run(self) -> None:
         while self.prefixes.step() is not None:
@@ -118,3 +152,61 @@ def test_a_lookup_that_found_nothing_is_not_remembered() -> None:
     it.load(1)
     it.run()
     assert it.events[1:] == [KVLanded(name(1), None, NUM_ENTRIES * SIZE)]
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "loaded"),
+    [
+        (0, NUM_ENTRIES * SIZE, (0, NUM_ENTRIES * SIZE)),
+        (SIZE + 1, NUM_ENTRIES * SIZE, (SIZE, NUM_ENTRIES * SIZE)),  # the cache has grown
+        (0, 2 * SIZE, (0, 2 * SIZE)),  # another rank has found less
+    ],
+)
+def test_what_was_read_is_put_in_blocks_once(
+    start: int, stop: int, loaded: tuple[int, int]
+) -> None:
+    it = Setting()
+    assert it.read(1) == PrefixFound(name(1), NUM_ENTRIES * SIZE, 2 * BATCH_S, is_read=True)
+    assert it.put_in_blocks(1, start, stop) == stop
+    assert it.store.loaded == [loaded]
+    assert it.put_in_blocks(1, start, stop) == start
+    counts = it.prefixes.counts
+    assert (counts.num_whole, counts.loaded_tokens, counts.num_unused) == (1, stop - start, 0)
+    assert it.prefixes.cost.token_s == pytest.approx(BATCH_S / (NUM_ENTRIES * SIZE))
+
+
+def test_tokens_before_what_was_read_are_not_taken_for_read() -> None:
+    it = Setting()
+    it.read(1, start=SIZE)
+    assert it.put_in_blocks(1, start=0) == 0
+    assert it.store.loaded == []
+
+
+def test_what_cannot_be_read_is_not_found() -> None:
+    it = Setting()
+    it.store.num_readable = 2
+    assert it.read(1).num_tokens == 2 * SIZE
+    it.store.num_readable = 0
+    assert it.read(2) == PrefixFound(name(2), 0, 2 * BATCH_S)
+
+
+def test_what_is_more_than_a_batch_is_loaded_without_a_second_look() -> None:
+    it = Setting()
+    it.store.num_at_once = NUM_ENTRIES - 1
+    assert it.read(1) == PrefixFound(name(1), NUM_ENTRIES * SIZE, BATCH_S)
+    it.load(1)
+    it.run()
+    assert it.events == [KVLanded(name(1), None, NUM_ENTRIES * SIZE)]
+    assert it.store.num_looks == 1
+
+
+def test_memory_for_what_is_read_is_bounded() -> None:
+    it = Setting()
+    it.store.entry_bytes = MAX_READ_BYTES // (2 * NUM_ENTRIES) + 1
+    assert [it.read(number).is_read for number in range(3)] == [True, True, False]
+    it.prefixes.release(name(0))
+    it.prefixes.release(name(0))
+    assert it.prefixes.cost.token_s is None, "a read that hung says nothing of the next"
+    assert it.prefixes.counts.num_unused == 1
+    assert it.put_in_blocks(0) == 0
+    assert it.read(4).is_read

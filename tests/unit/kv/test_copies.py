@@ -198,3 +198,28 @@ def test_more_tiny_pages_than_the_gather_buffer_holds() -> None:
     one_group = CopyGroup(pages, places, np.array([[0, 0, 4096]]))
     apply_copies(PageCopies(0, (one_group,)), src, dst)
     assert np.array_equal(dst[places], src[pages])
+
+
+@pytest.mark.parametrize(
+    ("sources", "targets", "num_slices"),
+    [
+        (range(1, 41), range(0, 80, 2), 2),  # evenly spaced: all pages at once
+        ([*range(1, 40), 50], range(0, 80, 2), None),
+        (range(40, 0, -1), range(0, 80, 2), None),
+        ([7] * 40, range(0, 80, 2), None),
+    ],
+    ids=["even", "uneven", "backwards", "one page"],
+)
+def test_parts_of_many_pages(
+    sources: list[int], targets: list[int], num_slices: int | None
+) -> None:
+    copies = group([*sources], [*targets], [[0, 64, 16], [32, 8, 24]])
+    found = copies.slices
+    assert (None if found is None else len(found)) == num_slices
+    source = np.random.default_rng(0).integers(0, 256, (60, 128), dtype=np.uint8)
+    target = np.zeros((100, 96), np.uint8)
+    apply_copies(PageCopies(0, (copies,)), source, target)
+    expected = np.zeros_like(target)
+    for src, dst in zip(sources, targets, strict=True):
+        expected[dst, 64:80], expected[dst, 8:32] = source[src, :16], source[src, 32:56]
+    assert np.array_equal(target, expected)

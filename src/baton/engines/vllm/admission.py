@@ -158,9 +158,13 @@ class Admission:
             self._pressure.asked(request.request_id)
         return missing
 
-    def is_loading_stored(self, request: Request) -> bool:
-        """Whether an admitted request waits for the store."""
-        return self._prefixes is not None and self._prefixes.is_loading(request.request_id)
+    def is_read(self, request: Request) -> bool:
+        """Whether the KV that a request lacks is in the workers' memory: it can run at once."""
+        return self._prefixes is not None and self._prefixes.is_read(request.request_id)
+
+    def is_stored(self, request: Request) -> bool:
+        """Whether an admitted request's KV comes from the store."""
+        return self._prefixes is not None and self._prefixes.is_stored(request.request_id)
 
     def allocated(
         self, request: Request, blocks: tuple[list[int], ...], num_external_tokens: int

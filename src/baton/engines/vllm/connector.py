@@ -156,9 +156,12 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """See `KVConnectorBase_V1`. Loads are asynchronous, and go up to the prompt's end."""
+        """See `KVConnectorBase_V1`. Loads go up to the prompt's end.
+
+        They are asynchronous, but for what the workers have in memory already.
+        """
         missing = self._scheduler.count_missing(request, num_computed_tokens)
-        return missing, bool(missing)
+        return missing, bool(missing) and not self._scheduler.is_read(request)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -171,7 +174,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
         """See `KVConnectorBase_V1`: the store, of whichever tier, or a prefill server."""
         if not num_external_tokens:
             return {}
-        is_stored = self._scheduler.is_loading_stored(request)
+        is_stored = self._scheduler.is_stored(request)
         source = CacheHitSource.EXTERNAL_UNSPECIFIED if is_stored else CacheHitSource.P2P
         return {source: num_external_tokens}
 
@@ -224,7 +227,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
         self._worker.begin_step(NO_ORDERS if orders is None else orders)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        """Nothing: loads were begun when the step's orders came."""
+        """Nothing: loads were begun, or are in place, since the step's orders came."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: a request runs only once all its KV is there."""

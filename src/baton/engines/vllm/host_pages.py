@@ -1,24 +1,31 @@
-"""vLLM's pages in memory of this host, and their staged pages: as they are, or converted."""
+"""vLLM's pages in memory of this host, and their staged pages: as they are, or converted.
+
+Pages that are adjacent on both sides are copied by one call, straight from one side to the other:
+vLLM's block pool gives a prompt runs of blocks for the most part. numpy copies, since torch's
+indexed copies, and its conversions, take ten times as long by way of memory in between (ADR 71).
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
 
-from baton.transfer.region import find_run, view_pages
+from baton.transfer.region import view_pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from baton.handoff.interface import StreamPosition
     from baton.kv.layout import KVLayout
     from baton.transfer.interface import PagedRegion
 
-_TEMPORARY_BYTES: Final = 4 << 20
+    Numbers = NDArray[Any]
+
 _BITS: Final[dict[int, torch.dtype]] = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """Numbers are moved as integers of their size: no NaN is touched, whatever the dtype."""
 
@@ -31,8 +38,11 @@ class PlainPages:
 
     def __init__(self, pages: Sequence[torch.Tensor], region: PagedRegion) -> None:
         """`pages` are views `[num_blocks, head, …]`, one for each array of `region`."""
-        self._pages = tuple(tensor.view(_bits(tensor)) for tensor in pages)
-        self._staged = _staged_rows(region)
+        self._pages = tuple(map(_to_numbers, pages))
+        self._staged = tuple(
+            rows.view(engine.dtype).reshape(len(rows), *engine.shape[1:])
+            for rows, engine in zip(_staged_rows(region), self._pages, strict=True)
+        )
 
     def gather(
         self,
@@ -42,9 +52,8 @@ class PlainPages:
         _after: StreamPosition | None = None,
     ) -> None:
         """Engine's blocks → staged pages."""
-        pages, rows = self._pages[layer], self._staged[layer]
-        for part in _bounded(len(blocks), rows):
-            _put_rows(rows, staged[part], pages.index_select(0, _indices(blocks[part])))
+        for pages, rows in _adjacent(self._pages[layer], blocks, self._staged[layer], staged):
+            np.copyto(rows, pages)
 
     def scatter(
         self,
@@ -54,11 +63,8 @@ class PlainPages:
         _after: StreamPosition | None = None,
     ) -> None:
         """Staged pages → engine's blocks, in place when this returns."""
-        pages, rows = self._pages[layer], self._staged[layer]
-        for part in _bounded(len(blocks), rows):
-            taken = rows.index_select(0, _indices(staged[part]))
-            shaped = taken.view(pages.dtype).view(-1, *pages.shape[1:])
-            pages.index_copy_(0, _indices(blocks[part]), shaped)
+        for pages, rows in _adjacent(self._pages[layer], blocks, self._staged[layer], staged):
+            np.copyto(pages, rows)
 
 
 class TransposedPages:
@@ -72,10 +78,16 @@ class TransposedPages:
         self, pages: Sequence[torch.Tensor], layout: KVLayout, region: PagedRegion
     ) -> None:
         """`pages` are contiguous `[num_blocks, …]`, one for each layer of canonical `layout`."""
-        self._engine = tuple(_rows(tensor.view(len(tensor), -1)) for tensor in pages)
-        self._staged = _staged_rows(region)
-        self._shapes = tuple(_page_shape(layout, layer) for layer in range(layout.num_layers))
-        self._dtype = _BITS[layout.element_bytes]
+        shapes = [_page_shape(layout, layer) for layer in range(layout.num_layers)]
+        dtype = np.dtype(f"i{layout.element_bytes}")
+        self._engine = tuple(
+            _native_planes(_to_numbers(tensor.view(len(tensor), -1)).view(dtype), shape)
+            for tensor, shape in zip(pages, shapes, strict=True)
+        )
+        self._staged = tuple(
+            _canonical_planes(rows.view(dtype), shape)
+            for rows, shape in zip(_staged_rows(region), shapes, strict=True)
+        )
 
     def gather(
         self,
@@ -85,14 +97,9 @@ class TransposedPages:
         _after: StreamPosition | None = None,
     ) -> None:
         """Engine's blocks → staged pages, canonical."""
-        engine, rows = self._engine[layer], self._staged[layer]
-        for part in _bounded(len(blocks), rows):
-            taken, run = _take_rows(engine, blocks[part]), find_run(staged[part])
-            converted = torch.empty_like(taken) if run is None else rows[run]
-            for native, canonical in self._paired(layer, taken, converted):
-                canonical.copy_(native)
-            if run is None:
-                _put_rows(rows, staged[part], converted)
+        for native, canonical in zip(self._engine[layer], self._staged[layer], strict=True):
+            for pages, rows in _adjacent(native, blocks, canonical, staged):
+                np.copyto(rows, pages)
 
     def scatter(
         self,
@@ -102,34 +109,30 @@ class TransposedPages:
         _after: StreamPosition | None = None,
     ) -> None:
         """Staged pages, canonical → engine's blocks."""
-        engine, rows = self._engine[layer], self._staged[layer]
-        for part in _bounded(len(blocks), rows):
-            taken, run = _take_rows(rows, staged[part]), find_run(blocks[part])
-            converted = torch.empty_like(taken) if run is None else engine[run]
-            for native, canonical in self._paired(layer, converted, taken):
-                native.copy_(canonical)
-            if run is None:
-                _put_rows(engine, blocks[part], converted)
+        for native, canonical in zip(self._engine[layer], self._staged[layer], strict=True):
+            for pages, rows in _adjacent(native, blocks, canonical, staged):
+                np.copyto(pages, rows)
 
-    def _paired(
-        self, layer: int, native: torch.Tensor, canonical: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """K, then V, of the same pages as views `[page, token, head, dim]` of either order."""
-        tokens, heads, k_dim, v_dim = self._shapes[layer]
-        num_pages = len(native)
-        units = native.view(self._dtype).view(num_pages, heads, tokens * (k_dim + v_dim))
-        k_units, v_units = units[:, :, : tokens * k_dim], units[:, :, tokens * k_dim :]
-        planes = canonical.view(self._dtype).view(num_pages, tokens * heads * (k_dim + v_dim))
-        k_bound = tokens * heads * k_dim
-        k_plane, v_plane = planes[:, :k_bound], planes[:, k_bound:]
-        yield (
-            k_units.view(num_pages, heads, k_dim, tokens).permute(0, 3, 1, 2),
-            k_plane.view(num_pages, tokens, heads, k_dim),
-        )
-        yield (
-            v_units.view(num_pages, heads, tokens, v_dim).permute(0, 2, 1, 3),
-            v_plane.view(num_pages, tokens, heads, v_dim),
-        )
+
+def _native_planes(pages: Numbers, shape: tuple[int, int, int, int]) -> tuple[Numbers, Numbers]:
+    """K, then V, of the engine's pages, as views `[page, head, dim, token]`."""
+    tokens, heads, k_dim, v_dim = shape
+    units = pages.reshape(len(pages), heads, tokens * (k_dim + v_dim))
+    k_units, v_units = units[:, :, : tokens * k_dim], units[:, :, tokens * k_dim :]
+    return (
+        k_units.reshape(len(pages), heads, k_dim, tokens),
+        v_units.reshape(len(pages), heads, tokens, v_dim).transpose(0, 1, 3, 2),
+    )
+
+
+def _canonical_planes(rows: Numbers, shape: tuple[int, int, int, int]) -> tuple[Numbers, Numbers]:
+    """The same of staged pages."""
+    tokens, heads, k_dim, v_dim = shape
+    num_rows, k_numbers = len(rows), tokens * heads * k_dim
+    return (
+        rows[:, :k_numbers].reshape(num_rows, tokens, heads, k_dim).transpose(0, 2, 3, 1),
+        rows[:, k_numbers:].reshape(num_rows, tokens, heads, v_dim).transpose(0, 2, 3, 1),
+    )
 
 
 def _page_shape(layout: KVLayout, layer: int) -> tuple[int, int, int, int]:
@@ -138,37 +141,29 @@ def _page_shape(layout: KVLayout, layer: int) -> tuple[int, int, int, int]:
     return layout.block_size, len(layout.held_heads(k)), k.head_dim, v.head_dim
 
 
-def _staged_rows(region: PagedRegion) -> tuple[torch.Tensor, ...]:
-    return tuple(
-        _rows(torch.from_numpy(view_pages(region.memory, array))) for array in region.arrays
-    )
+def _to_numbers(pages: torch.Tensor) -> Numbers:
+    numbers: Numbers = pages.detach().view(_BITS[pages.element_size()]).numpy()
+    return numbers
 
 
-def _rows(pages: torch.Tensor) -> torch.Tensor:
-    """Pages `[n, …]` as rows of 8-byte words: torch's indexed copies go word by word."""
-    return pages.view(torch.int64)
+def _staged_rows(region: PagedRegion) -> list[NDArray[np.uint8]]:
+    return [view_pages(region.memory, array) for array in region.arrays]
 
 
-def _take_rows(rows: torch.Tensor, indices: NDArray[np.int64]) -> torch.Tensor:
-    """These rows: in place where they follow one another, else a copy."""
-    run = find_run(indices)
-    return rows.index_select(0, _indices(indices)) if run is None else rows[run]
+def _adjacent(
+    pages: Numbers, blocks: NDArray[np.int64], rows: Numbers, staged: NDArray[np.int64]
+) -> Iterator[tuple[Numbers, Numbers]]:
+    """Views of the pages `blocks` and the rows `staged`, as many at once as are adjacent in both.
 
-
-def _put_rows(rows: torch.Tensor, at: NDArray[np.int64], pages: torch.Tensor) -> None:
-    rows.index_copy_(0, _indices(at), pages.reshape(len(pages), -1).view(torch.int64))
-
-
-def _bits(tensor: torch.Tensor) -> torch.dtype:
-    return _BITS[tensor.element_size()]
-
-
-def _indices(of: NDArray[np.int64]) -> torch.Tensor:
-    return torch.tensor(of)
-
-
-def _bounded(num_pages: int, rows: torch.Tensor) -> Iterator[slice]:
-    """Parts of so many pages, at least one each, that a copy of a part is bounded."""
-    step = max(1, _TEMPORARY_BYTES // (rows.shape[1] * rows.element_size()))
-    for start in range(0, num_pages, step):
-        yield slice(start, start + step)
+    Raises:
+        IndexError: one is out of bounds; nothing was copied.
+    """
+    if not len(blocks):
+        return
+    for indices, array in ((blocks, pages), (staged, rows)):
+        if not 0 <= indices.min() <= indices.max() < len(array):
+            raise IndexError(f"pages {indices.min()} to {indices.max()} of {len(array)}")
+    breaks = np.flatnonzero((np.diff(blocks) != 1) | (np.diff(staged) != 1)) + 1
+    for start, stop in pairwise((0, *breaks.tolist(), len(blocks))):
+        page, row, num_pages = int(blocks[start]), int(staged[start]), stop - start
+        yield pages[page : page + num_pages], rows[row : row + num_pages]

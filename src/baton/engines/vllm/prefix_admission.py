@@ -62,9 +62,13 @@ class PrefixAdmission:
                 schedule.ask(self._make_lookup(request, num_cached_tokens), now)
         return schedule.count_missing(request.request_id, num_cached_tokens, now)
 
-    def is_loading(self, request: VllmRequestId) -> bool:
-        """Whether a request's blocks belong to the ranks."""
-        return self._schedule.is_loading(request)
+    def is_read(self, request: VllmRequestId) -> bool:
+        """Whether what is to be loaded is in all ranks' memory: vLLM need not wait for it."""
+        return self._schedule.is_read(request)
+
+    def is_stored(self, request: VllmRequestId) -> bool:
+        """Whether an admitted request's tokens are loaded from the store, or were."""
+        return self._schedule.is_stored(request)
 
     def count_loaded(self, request: VllmRequestId, num_computed_tokens: int) -> int:
         """How many of a request's tokens came from the store."""
@@ -109,6 +113,8 @@ class PrefixAdmission:
         for request in received or ():
             self._schedule.received(request)
         if report is not None:
+            for request in report.read:
+                self._schedule.read(request)
             for request, num_tokens in report.found:
                 self._schedule.answered(request, num_tokens)
             for request in report.kept:

@@ -1,8 +1,11 @@
 """The scheduler's side: which prompts' beginnings are loaded from the store, and what is kept.
 
     Asked ─ all ranks answered ─► Found ─ allocated, some to load ─► Loading ─ received ─► Local
-      └ vLLM asks again until then  └ allocated, nothing to load ─► Local
+      └ vLLM asks again until then  ├ allocated, all ranks have read it ─► Local
+                                    └ allocated, nothing to load ─► Local
 
+What all ranks have read while they looked is put in place by the step that computes the rest: vLLM
+runs such a request at once. It need not wait for other loads, and nothing of it can fail.
 A request in Local is computed by vLLM. vLLM's own cache comes first: only what it lacks is looked
 for. Every rank has its own parts of an entry, so that only what all of them have counts. What is
 found may have gone when it is to be loaded: then vLLM computes it. Pure: no clock, no I/O, nothing
@@ -11,9 +14,10 @@ of vLLM's. Owned by the scheduler's thread.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from baton.engines.lookup_cost import LOAD_TIMEOUT_S
 from baton.engines.vllm.step_orders import Keep, LookUp, PrefixOrders, StartLoad
 from baton.kv.copies import blocks_holding
 
@@ -31,21 +35,29 @@ TOKEN_BYTES: Final = 4
 
 @dataclass(slots=True)
 class Asked:
-    """The ranks look for it; `num_found` is the least that those have which answered."""
+    """The ranks look for it; `num_found` is the least that those have which answered.
+
+    `num_read` of these have it in memory.
+    """
 
     lookup: LookUp
     at: Instant
     num_found: int
     num_answers: int = 0
+    num_read: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Tokens before `stop` are here or in the store. It took `lookup_s` to learn that."""
+    """Tokens before `stop` are here or in the store. It took `lookup_s` to learn that.
+
+    `is_read`: all ranks have them in memory.
+    """
 
     lookup: LookUp
     stop: int
     lookup_s: float
+    is_read: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +86,8 @@ State: TypeAlias = Asked | Found | Loading | Local
 class _Pending:
     lookups: list[LookUp] = field(default_factory=list)
     loads: list[StartLoad] = field(default_factory=list)
+    read_loads: list[StartLoad] = field(default_factory=list)
+    released: list[VllmRequestId] = field(default_factory=list)
     aborted: list[VllmRequestId] = field(default_factory=list)
     keeps: list[Keep] = field(default_factory=list)
     num_dropped_tokens: int = 0
@@ -129,10 +143,17 @@ class PrefixSchedule:  # noqa: PLR0904 - one for each of vLLM's hooks
             state = self._learn(state, now)
         if not isinstance(state, Found):
             return 0
+        if state.is_read and num_cached_tokens < state.lookup.start:
+            state = self._forget_read(state)
         missing = state.stop - num_cached_tokens
         if missing <= 1:
             return 0
-        return None if self.is_full else missing
+        return None if self.is_full and not state.is_read else missing
+
+    def is_read(self, request: VllmRequestId) -> bool:
+        """Whether what is to be loaded for a request is in all ranks' memory."""
+        state = self._states.get(request)
+        return isinstance(state, Found) and state.is_read
 
     def allocated(self, request: VllmRequestId, blocks: Sequence[int], num_tokens: int) -> None:
         """A request was admitted: `blocks` hold it, `num_tokens` of its prompt are to be loaded.
@@ -144,24 +165,34 @@ class PrefixSchedule:  # noqa: PLR0904 - one for each of vLLM's hooks
             return
         if num_tokens == 0:
             self._states[request] = Local(state.stop)
+            self._release(state)
             return
         lookup, stop = state.lookup, state.stop
         start = stop - num_tokens
         held = blocks_holding(start, stop, self._block_size)
+        load = StartLoad(
+            request,
+            lookup.tenant_salt,
+            lookup.packed_ids[: stop * TOKEN_BYTES],
+            start,
+            self.cost.token_s,
+            held.start,
+            tuple(blocks[held.start : held.stop]),
+            state.lookup_s,
+        )
+        if state.is_read:
+            self._states[request] = Local(stop, start)
+            self._orders().read_loads.append(load)
+            return
         self._states[request] = Loading(start, stop)
         self._under_way.add(request)
-        self._orders().loads.append(
-            StartLoad(
-                request,
-                lookup.tenant_salt,
-                lookup.packed_ids[: stop * TOKEN_BYTES],
-                start,
-                self.cost.token_s,
-                held.start,
-                tuple(blocks[held.start : held.stop]),
-                state.lookup_s,
-            )
-        )
+        self._orders().loads.append(load)
+
+    def read(self, request: VllmRequestId) -> None:
+        """One rank has what it found in memory; before `answered`."""
+        state = self._states.get(request)
+        if isinstance(state, Asked):
+            state.num_read += 1
 
     def answered(self, request: VllmRequestId, num_tokens: int) -> None:
         """One rank has looked: tokens before `num_tokens` can be in place there."""
@@ -194,12 +225,16 @@ class PrefixSchedule:  # noqa: PLR0904 - one for each of vLLM's hooks
                 return None
             case Local(num_present):
                 return num_present
-            case _:
-                return 0
+            case Asked() | Found():
+                self._release(state)
+        return 0
 
-    def is_loading(self, request: VllmRequestId) -> bool:
-        """Whether a request's blocks belong to the ranks."""
-        return isinstance(self._states.get(request), Loading)
+    def is_stored(self, request: VllmRequestId) -> bool:
+        """Whether an admitted request's tokens are loaded from the store, or were."""
+        state = self._states.get(request)
+        return isinstance(state, Loading) or (
+            isinstance(state, Local) and state.loaded_from is not None
+        )
 
     def count_loaded(self, request: VllmRequestId, num_computed_tokens: int) -> int:
         """How many of a request's first `num_computed_tokens` came from the store."""
@@ -224,6 +259,8 @@ class PrefixSchedule:  # noqa: PLR0904 - one for each of vLLM's hooks
         return PrefixOrders(
             tuple(pending.lookups),
             tuple(pending.loads),
+            tuple(pending.read_loads),
+            tuple(pending.released),
             tuple(pending.aborted),
             tuple(pending.keeps),
             pending.num_dropped_tokens,
@@ -243,15 +280,33 @@ class PrefixSchedule:  # noqa: PLR0904 - one for each of vLLM's hooks
     def _learn(self, asked: Asked, now: Instant) -> Found:
         """All ranks have answered. What the request has waited is until vLLM asks again."""
         lookup, waited_s = asked.lookup, now - asked.at
-        found = Found(lookup, max(lookup.start, asked.num_found), waited_s)
+        # vLLM computes at least a token of what runs at once.
+        is_partial = asked.num_found * TOKEN_BYTES < len(lookup.packed_ids)
+        is_read = is_partial and asked.num_read == self._num_ranks
+        found = Found(lookup, max(lookup.start, asked.num_found), waited_s, is_read)
         self._states[lookup.request] = found
-        self.cost.observe_answer(
-            now,
-            num_found=found.stop - lookup.start,
-            num_missing=len(lookup.packed_ids) // TOKEN_BYTES - lookup.start,
-            waited_s=waited_s,
-        )
+        if asked.num_read and not is_read:
+            self._orders().released.append(lookup.request)
+        if waited_s < LOAD_TIMEOUT_S:  # else the store hung, maybe as it read what it had found
+            self.cost.observe_answer(
+                now,
+                num_found=found.stop - lookup.start,
+                num_missing=len(lookup.packed_ids) // TOKEN_BYTES - lookup.start,
+                waited_s=waited_s,
+            )
         return found
+
+    def _forget_read(self, found: Found) -> Found:
+        """Load all of it: vLLM's cache has lost tokens, and what was read begins behind them."""
+        self._release(found)
+        found = replace(found, is_read=False)
+        self._states[found.lookup.request] = found
+        return found
+
+    def _release(self, state: Asked | Found) -> None:
+        """The ranks need not keep what they have read, or may be about to."""
+        if isinstance(state, Asked) or state.is_read:
+            self._orders().released.append(state.lookup.request)
 
     def _orders(self) -> _Pending:
         if self._pending is None:

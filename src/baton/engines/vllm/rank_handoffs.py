@@ -70,7 +70,8 @@ WAIT_SHARE: Final = 0.1
 """A step without tokens waits for so much of the time in which nothing has happened.
 
 At least for `MIN_WAIT_S`. vLLM sees new requests between two steps only: while handoffs are short,
-these waits are.
+these waits are. The store's answer is waited for as long as it usually takes: steps meanwhile take
+the interpreter from the thread that reads.
 """
 
 
@@ -250,7 +251,8 @@ class RankHandoffs:
         # With asynchronous scheduling vLLM applies what a step reported after the next one only.
         may_wait = is_awaited and not has_news and not self._has_received
         if may_wait and wait_s > 0 and not self._wake_event.is_set():
-            self._wait_for_agent(wait_s)
+            is_store = uses_store and prefixes.is_awaited
+            self._wait_for_agent(wait_s, prefixes.answer_s if is_store else MIN_WAIT_S)
         self._poll_agent(0.0)
         received = loads.take_finished()
         if uses_store:
@@ -270,7 +272,9 @@ class RankHandoffs:
         if not self._uses_store:
             return StepReport(failed) if failed else None
         found, kept = self._prefixes.take_found(), self._prefixes.take_kept()
-        return StepReport(failed, found, kept) if failed or found or kept else None
+        if not (failed or found or kept):
+            return None
+        return StepReport(failed, found, kept, self._prefixes.take_read() if found else ())
 
     def take_records(self) -> list[HandoffRecord]:
         """Handoffs that ended since the last call."""
@@ -335,12 +339,12 @@ class RankHandoffs:
             self._reported = uncomputed
             self._port.report_progress(uncomputed)
 
-    def _wait_for_agent(self, wait_s: float) -> None:
+    def _wait_for_agent(self, wait_s: float, least_s: float) -> None:
         now = self._clock.now()
         if self._quiet_since is None:
             self._quiet_since = now
         quiet_s = now - self._quiet_since
-        self._wake_event.wait(min(wait_s, max(MIN_WAIT_S, WAIT_SHARE * quiet_s)))
+        self._wake_event.wait(min(wait_s, max(MIN_WAIT_S, least_s, WAIT_SHARE * quiet_s)))
 
     def _poll_agent(self, wait_s: float) -> None:
         """Take what the agent has; wait for it at most `wait_s`.
@@ -359,8 +363,8 @@ class RankHandoffs:
 
     def _handle_event(self, event: HandoffEvent) -> None:
         match event:
-            case PrefixFound(ticket, num_tokens):
-                self._prefixes.answered(ticket, num_tokens)
+            case PrefixFound(ticket, num_tokens, _, is_read):
+                self._prefixes.answered(ticket, num_tokens, is_read=is_read)
             case KVLanded() | BlocksQuiescent() | KVSent() if self._is_of_store(event.ticket):
                 num_tokens = event.num_tokens if isinstance(event, KVLanded) else None
                 self._prefixes.answered(event.ticket, num_tokens or 0)

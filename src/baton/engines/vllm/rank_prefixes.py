@@ -2,6 +2,8 @@
 
 ordered ──answered──► reported
    └──late──► blocks taken back, reported ──answered──► forgotten
+
+Lookups read what they find: then a later step's order puts it in place at once (`_put_in_blocks`).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from baton.clock import Instant
 from baton.engines.lookup_cost import LOAD_TIMEOUT_S
 from baton.engines.vllm.step_orders import Keep, LookUp, StartLoad
 from baton.handoff.interface import KeepOrder, LoadOrder, LookupOrder
+from baton.handoff.read_prefixes import ReadOrder
 from baton.ids import TicketId
 from baton.kv.copies import BlockTable
 from baton.protocol.worker_http import StoreLoads
@@ -27,12 +30,16 @@ if TYPE_CHECKING:
 
     from baton.clock import Clock
     from baton.engines.vllm.step_orders import PrefixOrders, VllmRequestId
-    from baton.handoff.interface import PrefixStore
+    from baton.handoff.read_prefixes import ReadsPrefixes
 
 logger = logging.getLogger(__name__)
 
 KEEP_TIMEOUT_S: Final = 10.0
 """Then a request's blocks are released, whether they were copied or not."""
+
+ANSWER_GUESS_S: Final = 0.001
+LEARNING: Final = 0.2
+"""Weight of an answer that was quicker than expected in what is expected of the next."""
 
 LATE: Final = "the store has not answered in time: it is asked again once it has"
 
@@ -54,16 +61,22 @@ class RankPrefixes:
     While the store does not answer, it is not asked: a store that hangs costs one request its time.
     """
 
-    def __init__(self, store: PrefixStore | None, *, block_size: int, clock: Clock) -> None:
+    def __init__(self, store: ReadsPrefixes | None, *, block_size: int, clock: Clock) -> None:
         self._store, self._block_size, self._clock = store, block_size, clock
         self._open: dict[TicketId, _Open] = {}
-        self._id_of_load: dict[VllmRequestId, TicketId] = {}
+        self._ids: dict[VllmRequestId, TicketId] = {}
+        """Of lookups and loads that are open: a request has one at most."""
+        self._read: dict[VllmRequestId, TicketId] = {}
+        """Lookups whose KV is in the store's memory, until it is in blocks or released."""
         self._late: set[TicketId] = set()
         self._num_orders = self._num_awaited = 0
         self._found: list[tuple[VllmRequestId, int]] = []
+        self._reported_read: list[VllmRequestId] = []
         self._kept: list[VllmRequestId] = []
         self._finished: set[VllmRequestId] = set()
         self._invalid_blocks: set[int] = set()
+        self.answer_s = ANSWER_GUESS_S
+        """What the slowest of the latest lookups and loads have taken, to the answer."""
         self._log = LimitedLog(logger, clock)
         self.loads = None if store is None else StoreLoads(0, 0, 0.0)
         """What the store has given; what came too late counts as no tokens. Any thread reads it."""
@@ -91,20 +104,36 @@ class RankPrefixes:
         """Carry out a step's orders."""
         if self._store is None:
             return
+        for load in orders.read_loads:
+            self._put_in_blocks(self._store, load)
         tasks: Iterable[Task] = chain(orders.lookups, orders.loads, orders.keeps)
         for task in tasks:
             self._begin(self._store, task)
+        for request in orders.released:
+            self._release(self._store, request)
         for request in orders.aborted:
             self._abort(self._store, request)
         if orders.num_dropped_tokens:
             self._store.drop(orders.num_dropped_tokens)
 
-    def answered(self, order: TicketId, num_tokens: int) -> None:
-        """The store has looked, loaded tokens before `num_tokens`, or kept what it could."""
+    def answered(self, order: TicketId, num_tokens: int, *, is_read: bool = False) -> None:
+        """The store has looked, loaded tokens before `num_tokens`, or kept what it could.
+
+        `is_read`: it has what it found in memory.
+        """
         self._late.discard(order)
-        if order not in self._open:
+        closed = self._close(order) if order in self._open else None
+        if is_read and self._store is not None:
+            if closed is None or closed.is_aborted:
+                self._store.release(order)
+            else:
+                self._read[closed.task.request] = order
+                self._reported_read.append(closed.task.request)
+        if closed is None:
             return
-        closed = self._close(order)
+        if not isinstance(closed.task, Keep):
+            took_s = self._clock.now() - closed.began_at
+            self.answer_s = max(took_s, self.answer_s + LEARNING * (took_s - self.answer_s))
         if isinstance(closed.task, StartLoad) and num_tokens > closed.task.start:
             self._count_load(closed, num_tokens - closed.task.start)
         self._end(closed, num_tokens)
@@ -130,6 +159,11 @@ class RankPrefixes:
         found, self._found = tuple(self._found), []
         return found
 
+    def take_read(self) -> tuple[VllmRequestId, ...]:
+        """Those of them whose KV is in memory."""
+        read, self._reported_read = tuple(self._reported_read), []
+        return read
+
     def take_kept(self) -> tuple[VllmRequestId, ...]:
         """Requests whose blocks are needed no more, since the last call."""
         kept, self._kept = tuple(self._kept), []
@@ -145,7 +179,7 @@ class RankPrefixes:
         blocks, self._invalid_blocks = self._invalid_blocks, set()
         return blocks
 
-    def _begin(self, store: PrefixStore, task: Task) -> None:
+    def _begin(self, store: ReadsPrefixes, task: Task) -> None:
         timeout_s = KEEP_TIMEOUT_S if isinstance(task, Keep) else LOAD_TIMEOUT_S
         order, now = self._make_order(task), self._clock.now()
         started = _Open(task, order, now, Instant(now + timeout_s))
@@ -160,9 +194,10 @@ class RankPrefixes:
             case KeepOrder():
                 store.start_keep(order)
             case LoadOrder():
-                self._id_of_load[task.request] = order.id
+                self._ids[task.request] = order.id
                 store.start_load(order)
             case LookupOrder():
+                self._ids[task.request] = order.id
                 store.start_lookup(order)
 
     def _make_order(self, task: Task) -> LookupOrder | LoadOrder | KeepOrder:
@@ -175,7 +210,34 @@ class RankPrefixes:
         if isinstance(task, StartLoad):
             table = _table(task.first_block, task.blocks)
             return LoadOrder(order, salt, ids, task.start, task.token_s, table)
-        return LookupOrder(order, salt, ids, task.start, task.token_s)
+        return ReadOrder(order, salt, ids, task.start, task.token_s)
+
+    def _put_in_blocks(self, store: ReadsPrefixes, load: StartLoad) -> None:
+        """Put what was read into blocks, before this step computes the rest of the prompt."""
+        table = _table(load.first_block, load.blocks)
+        order = LoadOrder(
+            self._read.pop(load.request),
+            load.tenant_salt,
+            load.token_ids,
+            load.start,
+            load.token_s,
+            table,
+        )
+        began_at = self._clock.now()
+        num_tokens = store.put_in_blocks(order)
+        # vLLM has listed these blocks in its cache: it must not go on with others' bytes in them.
+        if num_tokens != len(load.token_ids):
+            raise AssertionError(f"{num_tokens} tokens of {len(load.token_ids)} were in memory")
+        self._count_load(_Open(load, order, began_at, began_at), num_tokens - load.start)
+
+    def _release(self, store: ReadsPrefixes, request: VllmRequestId) -> None:
+        """What was read of a request's prompt is not needed, nor what is being read."""
+        order = self._read.pop(request, None)
+        if order is not None:
+            store.release(order)
+        elif request in self._ids:
+            lookup = self._open[self._ids[request]]
+            lookup.is_aborted = not isinstance(lookup.task, StartLoad)
 
     def _close(self, order: TicketId) -> _Open:
         closed = self._open.pop(order)
@@ -194,17 +256,18 @@ class RankPrefixes:
             before.num_loads + 1, before.num_tokens + num_tokens, before.seconds + seconds
         )
 
-    def _abort(self, store: PrefixStore, request: VllmRequestId) -> None:
-        order = self._id_of_load.get(request)
+    def _abort(self, store: ReadsPrefixes, request: VllmRequestId) -> None:
+        order = self._ids.get(request)
         if order is not None:
             self._open[order].is_aborted = True
             store.abort_load(order)
 
     def _end(self, ended: _Open, num_tokens: int) -> None:
         task = ended.task
+        if not isinstance(task, Keep):
+            self._ids.pop(task.request, None)
         match task:
             case StartLoad():
-                self._id_of_load.pop(task.request, None)
                 self._finished.add(task.request)
                 if not ended.is_aborted:
                     self._invalid_blocks.update(self._find_missing(task, num_tokens))

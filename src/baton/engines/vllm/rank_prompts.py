@@ -40,7 +40,8 @@ if TYPE_CHECKING:
         Withdraw,
     )
     from baton.errors import HandoffError
-    from baton.handoff.interface import PrefixStore, StreamPosition
+    from baton.handoff.interface import StreamPosition
+    from baton.handoff.read_prefixes import ReadsPrefixes
     from baton.ids import Epoch, TicketId, WorkerId
     from baton.kv.layout import KVLayout
 
@@ -55,7 +56,7 @@ class RankPort(HandoffPort, Protocol):
     """The agent's methods that a rank uses, beyond an engine's."""
 
     @property
-    def prefixes(self) -> PrefixStore | None:
+    def prefixes(self) -> ReadsPrefixes | None:
         """See `HandoffPort`."""
         ...
 

@@ -161,11 +161,15 @@ class Keep(msgspec.Struct, frozen=True):
 class PrefixOrders(msgspec.Struct, frozen=True):
     """What a step asks of the store. `aborted` are loads that their requests do not wait for.
 
+    `read_loads` are loads whose KV the ranks have read: it is in place before this step computes
+    the rest of their prompts. What was read of `released` is not needed.
     Of requests that ended, `num_dropped_tokens` are not kept: too many blocks are held already.
     """
 
     lookups: tuple[LookUp, ...] = ()
     loads: tuple[StartLoad, ...] = ()
+    read_loads: tuple[StartLoad, ...] = ()
+    released: tuple[VllmRequestId, ...] = ()
     aborted: tuple[VllmRequestId, ...] = ()
     keeps: tuple[Keep, ...] = ()
     num_dropped_tokens: int = 0
@@ -209,13 +213,14 @@ class StepReport(msgspec.Struct, frozen=True):
     """Ranks' report to the scheduler.
 
     `failed_sends` failed while they were still computed, with the reason. `found`: each rank's
-    answer to a lookup, how many of the prompt's tokens are in place or can be loaded. `kept` need
-    their blocks no more; a request once for each rank.
+    answer to a lookup, how many of the prompt's tokens are in place or can be loaded. `read`: those
+    that are in a rank's memory. `kept` need their blocks no more. A request once for each rank.
     """
 
     failed_sends: tuple[tuple[VllmRequestId, str], ...] = ()
     found: tuple[tuple[VllmRequestId, int], ...] = ()
     kept: tuple[VllmRequestId, ...] = ()
+    read: tuple[VllmRequestId, ...] = ()
 
     def merge(self, other: StepReport) -> StepReport:
         """Both ranks' reports."""
@@ -223,4 +228,5 @@ class StepReport(msgspec.Struct, frozen=True):
             self.failed_sends + other.failed_sends,
             self.found + other.found,
             self.kept + other.kept,
+            self.read + other.read,
         )

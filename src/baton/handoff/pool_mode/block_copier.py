@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -35,9 +36,9 @@ class EntryBodies:
     layout: KVLayout
     rows: NDArray[np.uint8]
 
-    def leading(self, num_segments: int) -> EntryBodies:
-        """Those of the first pieces."""
-        return EntryBodies(self.layout, self.rows[:num_segments])
+    def part(self, start: int, stop: int) -> EntryBodies:
+        """Those of pieces `[start, stop)`."""
+        return EntryBodies(self.layout, self.rows[start:stop])
 
     def pages(self) -> Iterator[NDArray[np.uint8]]:
         """Each layer's share of them, `[num_pieces, page_bytes]`."""
@@ -59,7 +60,8 @@ class _Span:
 class BlockCopier:
     """Copies batches: adjacent segments of one length. Owner: the pool's thread.
 
-    No other component stages through the KV view's region.
+    `scatter` may be called by the engine's thread, too: one copy at a time, none of which waits for
+    anything but memory. No other component stages through the KV view's region.
     """
 
     def __init__(self, view: KVView, entry_format: EntryFormat) -> None:
@@ -82,6 +84,7 @@ class BlockCopier:
                 f"for a store's blocks of {entry_format.block_size}"
             )
         self.parts = entry_format.parts_of_shard(layout.shard)
+        self._staging = threading.Lock()
 
     def take_batch(self, segments: Sequence[TokenSegment]) -> Sequence[TokenSegment]:
         """The leading pieces that can be carried at once."""
@@ -109,12 +112,13 @@ class BlockCopier:
             ProtocolError: the table does not cover it.
         """
         span = self._find(batch[0].start, batch[-1].stop, table)
-        self._gather_to_staging(span.blocks, span.pages.blocks)
         here = PagedSequence(self._layout, span.pages)
         found = self.allocate_bodies(batch)
-        for bodies in found:
-            for layer, rows in enumerate(bodies.pages()):
-                self._pack_layer(rows, batch, (bodies.layout, here, layer))
+        with self._staging:
+            self._gather_to_staging(span.blocks, span.pages.blocks)
+            for bodies in found:
+                for layer, rows in enumerate(bodies.pages()):
+                    self._pack_layer(rows, batch, (bodies.layout, here, layer))
         return found
 
     def scatter(
@@ -132,6 +136,12 @@ class BlockCopier:
         """
         start = max(start, batch[0].start)
         span = self._find(start, batch[-1].stop, table)
+        with self._staging:
+            self._scatter(found, batch, start, span)
+
+    def _scatter(
+        self, found: Sequence[EntryBodies], batch: Sequence[TokenSegment], start: int, span: _Span
+    ) -> None:
         if start % self._layout.block_size:  # a page's first tokens came before: they stay
             self._gather_to_staging(span.blocks[:1], span.pages.blocks[:1])
         here = PagedSequence(self._layout, span.pages)

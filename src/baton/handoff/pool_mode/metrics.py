@@ -79,6 +79,7 @@ def _prefix_families(counts: PrefixCounts) -> Iterator[Metric]:
         ("missing", counts.num_missing),
         ("given_up", counts.num_given_up),
         ("failed", counts.num_failed),
+        ("unused", counts.num_unused),
     ):
         loads.add_metric([result], num)
     seconds = CounterMetricFamily(

@@ -7,6 +7,11 @@ is not. A load takes it. It is given up where to compute would be quicker: befor
 loads have taken lately, and between two batches, by what this one takes: a load is charged its own
 batches, not those of others that load meanwhile. What an engine has computed is kept in the
 background (`keep_queue`), when nothing is being loaded.
+
+    engine's thread ── start_lookup ──► pool's thread ── PrefixFound, is_read ──► put_in_blocks
+
+A `ReadOrder` is answered once what was found is in memory, where that is one batch. Then nothing is
+left that could fail or be waited for, and the engine's thread copies it into blocks by itself.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ from baton.handoff.pool_mode.block_copier import hash_segments
 from baton.handoff.pool_mode.keep_pace import KeepPace
 from baton.handoff.pool_mode.keep_queue import KeepQueue
 from baton.handoff.pool_mode.store_access import note_store_encoding
+from baton.handoff.read_prefixes import ReadOrder
 from baton.kv.identity import HashDomain
 
 if TYPE_CHECKING:
@@ -35,7 +41,7 @@ if TYPE_CHECKING:
     from baton.handoff.interface import HandoffEvent, KeepOrder, LoadOrder, LookupOrder
     from baton.handoff.pool_mode.block_copier import TokenSegment
     from baton.handoff.pool_mode.store_access import StoreAccess
-    from baton.handoff.pool_mode.store_reader import StoreReader
+    from baton.handoff.pool_mode.store_reader import ReadBatch, StoreReader
     from baton.handoff.pool_mode.store_writer import StoreWriter
     from baton.ids import TicketId
 
@@ -47,6 +53,8 @@ FORGETTING: Final = 0.9
 """What remains of a load's expected time whenever it was too long: it is tried again some time."""
 MAX_FOUND: Final = 64
 """Lookups whose answer is remembered for the load that follows it."""
+MAX_READ_BYTES: Final = 32 << 20
+"""Of KV that was read and is not in blocks yet: beyond that lookups read nothing."""
 ERROR_PAUSE_S: Final = 1.0
 """Until a store that could not be looked at is looked at again."""
 
@@ -75,7 +83,8 @@ class LoadCost:
 class PrefixCounts:
     """Since the start. Owner: the pool's thread; others read.
 
-    Loads by their outcome: `whole`: all that the store had, `given_up`: computing was quicker.
+    Loads by their outcome: `whole`: all that the store had, `given_up`: computing was quicker,
+    `unused`: read, and not wanted any more.
     `loaded_s` and `predicted_s` are of the loads for which there was a prediction. Entries that
     were to be kept: `num_dropped` found no room, in the engine or in the store; `num_waiting` are
     in the queue now. To keep the others, and to look for them, took `kept_s` of processor time.
@@ -85,6 +94,7 @@ class PrefixCounts:
     num_missing: int = 0
     num_given_up: int = 0
     num_failed: int = 0
+    num_unused: int = 0
     loaded_tokens: int = 0
     loaded_s: float = 0.0
     predicted_s: float = 0.0
@@ -105,7 +115,7 @@ class _Load:
 
 @dataclass(slots=True)
 class StoredPrefixes:
-    """Implements `PrefixStore`; `step` is the pool's thread's.
+    """Implements `ReadsPrefixes`; `step` is the pool's thread's.
 
     `put_command` passes a call on to that thread.
     """
@@ -118,6 +128,8 @@ class StoredPrefixes:
     cost: LoadCost = field(default_factory=LoadCost)
     steps: EngineSteps = field(default_factory=EngineSteps)
     _found: OrderedDict[TicketId, Sequence[TokenSegment]] = field(default_factory=OrderedDict)
+    _read: dict[TicketId, ReadBatch] = field(default_factory=dict)
+    """The pool's thread adds to it, the engine's takes out."""
     _loads: dict[TicketId, _Load] = field(default_factory=dict)
     _keeps: KeepQueue = field(init=False)
     _emit: Callable[[HandoffEvent], None] = field(init=False)
@@ -152,6 +164,26 @@ class StoredPrefixes:
     def start_load(self, order: LoadOrder) -> None:
         """See `PrefixStore`."""
         self.put_command(partial(self._begin_load, _Load(order)))
+
+    def put_in_blocks(self, order: LoadOrder) -> int:
+        """See `ReadsPrefixes`."""
+        read = self._read.pop(order.id, None)
+        stop = len(order.prompt_ids)
+        if read is None or read.segments[0].start > order.start:
+            return order.start
+        first = sum(each.stop <= order.start for each in read.segments)  # cached since it was read
+        last = sum(each.stop <= stop for each in read.segments)
+        if first >= last:
+            return order.start
+        self._reader.put_in_blocks(read.part(first, last), order)
+        num_tokens = read.segments[last - 1].stop
+        self.put_command(partial(self._count_read_load, read, num_tokens - order.start))
+        return num_tokens
+
+    def release(self, order: TicketId) -> None:
+        """See `ReadsPrefixes`."""
+        if self._read.pop(order, None) is not None:
+            self.put_command(self._count_unused)
 
     def start_keep(self, order: KeepOrder) -> None:
         """See `PrefixStore`."""
@@ -212,16 +244,30 @@ class StoredPrefixes:
     def _answer_lookup(self, order: LookupOrder, asked_at: Instant) -> None:
         try:
             found = self._find(order)
+            if isinstance(order, ReadOrder):
+                found = self._try_read(order.id, found)
         except Exception as exc:  # noqa: BLE001 - one broken lookup must not end all others
             _log(exc)
             self.counts.num_failed += 1
             found = ()
-        if found:
+        is_read = order.id in self._read
+        if found and not is_read:
             self._found[order.id] = found
             if len(self._found) > MAX_FOUND:
                 self._found.popitem(last=False)
         num_tokens, took_s = found[-1].stop if found else order.start, self.clock.now() - asked_at
-        self._emit(PrefixFound(order.id, num_tokens, took_s))
+        self._emit(PrefixFound(order.id, num_tokens, took_s, is_read))
+
+    def _try_read(self, order: TicketId, found: Sequence[TokenSegment]) -> Sequence[TokenSegment]:
+        """Read what was found, if it is one batch and there is memory; what can be loaded of it."""
+        if not found or not self._reader.fits_one_batch(found):
+            return found
+        if sum(each.held_bytes for each in tuple(self._read.values())) >= MAX_READ_BYTES:
+            return found
+        read = self._reader.read_bodies(found)
+        if read.segments:
+            self._read[order] = read
+        return read.segments
 
     def _look_up(self, load: _Load) -> bool:
         """Whether there is nothing to load."""
@@ -270,13 +316,23 @@ class StoredPrefixes:
             self.counts.num_given_up += 1
         else:
             self.counts.num_whole += 1
-        if self.cost.token_s is not None:
-            self.counts.predicted_s += num_loaded * self.cost.token_s
-            self.counts.loaded_s += seconds
-        if num_loaded:
-            self.cost.observe(seconds, num_loaded)
+        self._learn(seconds, num_loaded)
         self.counts.loaded_tokens += num_loaded
         return True
+
+    def _learn(self, seconds: float, num_tokens: int) -> None:
+        """So many tokens were loaded, or read, in this time."""
+        if self.cost.token_s is not None:
+            self.counts.predicted_s += num_tokens * self.cost.token_s
+            self.counts.loaded_s += seconds
+        if num_tokens:
+            self.cost.observe(seconds, num_tokens)
+
+    def _count_read_load(self, read: ReadBatch, num_tokens: int) -> None:
+        """What was read is in blocks. What was read too late for that is learned nothing from."""
+        self._learn(read.took_s, len(read.segments) * self.block_size)
+        self.counts.num_whole += 1
+        self.counts.loaded_tokens += num_tokens
 
     def _end_load(self, load: _Load) -> None:
         order = load.order
@@ -284,6 +340,9 @@ class StoredPrefixes:
         if load.num_tokens > order.start and order.trace is not None:
             note_store_encoding(order.trace, self.access.encoding)
         self._emit(KVLanded(order.id, None, max(order.start, load.num_tokens)))
+
+    def _count_unused(self) -> None:
+        self.counts.num_unused += 1
 
     def _count_dropped(self, num_entries: int) -> None:
         self.counts.num_dropped += num_entries

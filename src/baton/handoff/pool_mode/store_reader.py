@@ -9,6 +9,7 @@ waiting ──entries appear──► pieces in place ──all of them──►
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from baton.clock import Clock, Instant
     from baton.handoff.grants import Tombstone
-    from baton.handoff.interface import HandoffEvent, ReceiveOrder, SampledToken
+    from baton.handoff.interface import HandoffEvent, LoadOrder, ReceiveOrder, SampledToken
     from baton.handoff.pool_mode.block_copier import BlockCopier, EntryBodies, TokenSegment
     from baton.handoff.pool_mode.side_entries import CompletionMarker
     from baton.handoff.pool_mode.store_access import StoreAccess
@@ -39,6 +40,29 @@ if TYPE_CHECKING:
 
 UNGUARDED: Final = nullcontext()
 """The blocks are this thread's until it reports that they are not."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBatch:
+    """Adjacent pieces that were read, and the KV of each part of them: what was put, verified.
+
+    `num_bytes` are of the entries that were read for it, as they are stored; that took `took_s`.
+    """
+
+    segments: Sequence[TokenSegment]
+    bodies: Sequence[EntryBodies]
+    num_bytes: int
+    took_s: float
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that it takes."""
+        return sum(each.rows.nbytes for each in self.bodies)
+
+    def part(self, start: int, stop: int) -> ReadBatch:
+        """Pieces `[start, stop)` of it."""
+        bodies = [each.part(start, stop) for each in self.bodies]
+        return ReadBatch(self.segments[start:stop], bodies, self.num_bytes, self.took_s)
 
 
 class StoreReader:
@@ -93,23 +117,49 @@ class StoreReader:
         Raises:
             ProtocolError: an entry is what was put, and nothing that `store.encoding` writes.
         """
+        read = self.read_bodies(segments)
+        if read.segments:
+            with guard:
+                self._copier.scatter(read.bodies, read.segments, start=start, table=table)
+        return len(read.segments), read.num_bytes
+
+    def fits_one_batch(self, segments: Sequence[TokenSegment]) -> bool:
+        """Whether `read_bodies` would read all of them, at least one, if they are there."""
+        return len(self._copier.take_batch(segments)) == len(segments)
+
+    def read_bodies(self, segments: Sequence[TokenSegment]) -> ReadBatch:
+        """Read one batch of them, at least one, into memory of its own, verified and decoded.
+
+        Raises:
+            ProtocolError: an entry is what was put, and nothing that `store.encoding` writes.
+        """
+        started_at = self._clock.now()
         batch = self._copier.take_batch(segments)
         bodies = self._copier.allocate_bodies(batch)
         encoded = self._read(batch, bodies)
         num_read = len(encoded[0])
         if num_read == 0:
-            return 0, 0
-        found = [each.leading(num_read) for each in bodies]
+            return ReadBatch((), (), 0, 0.0)
+        found = [each.part(0, num_read) for each in bodies]
         num_bytes = sum(len(body) for each in encoded for body in each)
         began_at = self._clock.now()
         if self._encoding.name != RAW:  # else they were read into place
             for each, part in zip(found, encoded, strict=True):
                 self._encoding.decode(each.layout, part, each.rows)
         raw_bytes = sum(each.rows.nbytes for each in found)
-        self._decoded.add(raw_bytes, num_bytes, self._clock.now() - began_at)
-        with guard:
-            self._copier.scatter(found, batch[:num_read], start=start, table=table)
-        return num_read, num_bytes
+        now = self._clock.now()
+        self._decoded.add(raw_bytes, num_bytes, now - began_at)
+        return ReadBatch(batch[:num_read], found, num_bytes, now - started_at)
+
+    def put_in_blocks(self, read: ReadBatch, order: LoadOrder) -> None:
+        """Put what was read into an order's blocks. On the engine's thread.
+
+        Raises:
+            ProtocolError: the order's table does not cover it.
+        """
+        self._copier.scatter(read.bodies, read.segments, start=order.start, table=order.blocks)
+        if order.trace is not None:
+            note_store_encoding(order.trace, self._encoding)
 
     def find_marker(self, store_read: StoreRead) -> CompletionMarker | None:
         """The prefill worker's last word, once each of its ranks has left it; it is remembered."""
