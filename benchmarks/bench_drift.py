@@ -98,11 +98,11 @@ class Counts:
     delays: dict[float, list[int | None]] = field(default_factory=lambda: {f: [] for f in FACTORS})
     least: dict[float, list[int | None]] = field(default_factory=lambda: {f: [] for f in FACTORS})
 
-    def result(self, traffic: str, options: DriftOptions) -> Result:
+    def result(self, traffic: str, drift_options: DriftOptions) -> Result:
         """The figures."""
         return Result(
             traffic,
-            options.evidence,
+            drift_options.evidence,
             self.num_transfers,
             self.num_drifts,
             self.num_alerts,
@@ -124,11 +124,11 @@ def play(
     counts: Counts,
     transfers: Transfers,
     instants: Iterable[float],
-    options: DriftOptions,
+    drift_options: DriftOptions,
     every: int,
 ) -> None:
     """Count drifts and alerts of a link that does not change; try slowdowns at points `every`."""
-    detector = DriftDetector(Instant(0.0), options)
+    detector = DriftDetector(Instant(0.0), drift_options)
     is_counted = False
     last_point = len(transfers) - MOST_DELAY
     for number, ((size, seconds), now) in enumerate(zip(transfers, instants, strict=True)):
@@ -145,7 +145,7 @@ def play(
             for factor, delays in counts.delays.items():
                 delays.append(find_delay(detector, later, factor, now))
     counts.num_drifts += detector.num_drifts
-    counts.num_transfers += len(transfers) - options.num_reference
+    counts.num_transfers += len(transfers) - drift_options.num_reference
 
 
 def find_delay(
@@ -179,46 +179,55 @@ def play_optimal(counts: Counts, transfers: Transfers, correlation: float, every
 
 
 def measure_synthetic(
-    kind: str, options: DriftOptions, num_seeds: int, *, with_optimal: bool = False
+    kind: str, drift_options: DriftOptions, num_seeds: int, *, with_optimal: bool = False
 ) -> Result:
     """`num_seeds` links of 100,000 transfers after their reference."""
     counts = Counts()
     for seed in range(num_seeds):
         rng = np.random.default_rng([seed, 1])
-        transfers = make_transfers(KINDS[kind], rng, options.num_reference + NUM_STEADY)
+        transfers = make_transfers(KINDS[kind], rng, drift_options.num_reference + NUM_STEADY)
         instants = accumulate(seconds for _, seconds in transfers)
         every = NUM_STEADY // NUM_POINTS
-        play(counts, transfers, instants, options, every)
+        play(counts, transfers, instants, drift_options, every)
         if with_optimal and kind in GAUSSIAN:
             play_optimal(counts, transfers, GAUSSIAN[kind], every)
-    return counts.result(kind, options)
+    return counts.result(kind, drift_options)
 
 
-def measure_recorded(transport: str, recording: Recording, options: DriftOptions) -> list[Result]:
+def measure_recorded(
+    transport: str, recording: Recording, drift_options: DriftOptions
+) -> list[Result]:
     """As it came, without the stretches in which the machine was slower, and those shuffled."""
     mean_s = (recording.began_s[-1] - recording.began_s[0]) / len(recording.began_s)
     steady = recording.only_on_steady_machine().transfers
     results = []
     for name, transfers in (("", recording.transfers), (", steady machine", steady)):
         counts = Counts()
-        play_at_pace(counts, transfers, mean_s, options, NUM_POINTS_RECORDED)
-        results.append(counts.result(f"recorded `{transport}`{name}", options))
+        play_at_pace(counts, transfers, mean_s, drift_options, NUM_POINTS_RECORDED)
+        results.append(counts.result(f"recorded `{transport}`{name}", drift_options))
     shuffled = Counts()
     blocks = [steady[at : at + BLOCK] for at in range(0, len(steady), BLOCK)]
     for seed in range(NUM_SHUFFLED):
         random.Random(seed).shuffle(blocks)
         mixed = [each for block in blocks for each in block]
-        play_at_pace(shuffled, mixed, mean_s, options, NUM_POINTS_RECORDED // NUM_SHUFFLED)
-    return [*results, shuffled.result(f"recorded `{transport}`, steady machine, shuffled", options)]
+        play_at_pace(shuffled, mixed, mean_s, drift_options, NUM_POINTS_RECORDED // NUM_SHUFFLED)
+    return [
+        *results,
+        shuffled.result(f"recorded `{transport}`, steady machine, shuffled", drift_options),
+    ]
 
 
 def play_at_pace(
-    counts: Counts, transfers: Transfers, pace_s: float, options: DriftOptions, num_points: int
+    counts: Counts,
+    transfers: Transfers,
+    pace_s: float,
+    drift_options: DriftOptions,
+    num_points: int,
 ) -> None:
     """One transfer each `pace_s`; nothing if there are too few for a reference."""
-    if len(transfers) > options.num_reference + MOST_DELAY:
+    if len(transfers) > drift_options.num_reference + MOST_DELAY:
         instants = (number * pace_s for number in range(len(transfers)))
-        play(counts, transfers, instants, options, max(1, len(transfers) // num_points))
+        play(counts, transfers, instants, drift_options, max(1, len(transfers) // num_points))
 
 
 def find_recording(transport: str, seconds: float, folder: Path | None) -> Recording:
