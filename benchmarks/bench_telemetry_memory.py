@@ -146,10 +146,10 @@ class Recorders:
         self._clock, trace = ManualClock(), TraceSection()
         key = Credentials.of(ClusterKey(bytes(32)))
         address = WorkerAddress("http://127.0.0.1:1", Role.DECODE)
-        gateway_options = GatewayOptions(addresses=(address,), credentials=key, tls="off")
+        of_gateway = GatewayOptions(addresses=(address,), credentials=key, tls="off")
         self._metrics, load = GatewayMetrics(), FleetLoad()
-        workers = Workers(gateway_options.addresses, self._metrics)
-        upstream = Upstream(gateway_options)
+        workers = Workers(of_gateway.addresses, self._metrics)
+        upstream = Upstream(of_gateway)
         workers.register(workers.all[0], read_info(make_info()))
         self._records = RequestHistory(trace.ring_size)
         self.kept = KeptTraces(
@@ -163,9 +163,7 @@ class Recorders:
         self._records.on_add = self.kept.offer
         self._feed = TransferFeed(workers, upstream, self._clock)
         self._page, self._workers = TransferPage(self._feed, self._clock), workers
-        sources = AlertSources(
-            gateway_options, workers, load, self._feed, None, self._metrics.targets
-        )
+        sources = AlertSources(of_gateway, workers, load, self._feed, None, self._metrics.targets)
         self._alerts = AlertMonitor(AlertsSection(), sources, CollectorRegistry(), self._clock)
         registry = CollectorRegistry()
         self._table = TransferTable(new_epoch(), self._clock)

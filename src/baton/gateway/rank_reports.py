@@ -73,7 +73,7 @@ def merge_transfers(
             links.setdefault(links_key, []).append((_name_pair(rank, link, peer), link))
         for sent in report.segments:
             peer = worker_of(sent.peer, names)
-            segments.setdefault((peer, sent.distance, sent.transport), []).append(sent)
+            segments.setdefault((peer, sent.transport), []).append(sent)
     of_ranks = reports.values()
     return msgspec.structs.replace(
         next(iter(of_ranks)),
