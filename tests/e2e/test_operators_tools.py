@@ -185,11 +185,12 @@ def test_prometheus_answers_every_query_of_the_board(
     with prometheus(tmp_path, jobs) as server:
         targets = 2 + len(watched.workers)
         server.wait_for(f"sum(max_over_time(up[1m])) == {targets}")
-        for gateway in (watched.gateway, cluster.pool_gateway):
+        for gateway in (watched.gateway, cluster.pool_gateway, cluster.tcp_gateway):
             ask_all(gateway.url, make_prompts(8, seed=23, longest=400))
         server.wait_for("sum(rate(baton_gateway_requests_total[20s])) > 0")
         server.wait_for('sum(rate(baton_handoffs_total{result="completed"}[20s])) > 0')
         server.wait_for("sum(rate(baton_store_leases_total[20s])) > 0")
+        server.wait_for("sum(rate(baton_link_segments_total[20s])) > 0")
         empty = [
             f"{title}: {query.expr}"
             for title, query in QUERIES
