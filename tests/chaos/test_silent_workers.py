@@ -54,7 +54,14 @@ def test_a_stalled_worker_is_suspected_and_a_silent_one_is_given_up(tmp_path: Pa
             async def both_up() -> bool:
                 return await read_sum(session, gateway, "baton_gateway_worker_up") == 2
 
+            async def both_beat() -> bool:
+                """Four a second each: who is stopped before its first one cannot be missed."""
+                return (
+                    await read_sum(session, gateway, "baton_gateway_heartbeats_total", "taken") > 6
+                )
+
             await until("both workers are used", both_up, 10.0)
+            await until("both send heartbeats", both_beat, 10.0)
             await check_stall(session)
             await check_silence(session)
 

@@ -413,7 +413,7 @@ def test_of_several_ranks_the_first_that_answers_stands_for_all():
         server.controls[0].kill()
         _, shown = await cluster.get_json("/debug/requests/mine")
         assert shown["decode"]["worker"] == "vllm-d"
-        assert shown["missing"] == ["prefill (vllm-p)"]
+        assert shown["missing"] == ["decode (vllm-d, rank 0)", "prefill (vllm-p)"]
 
     run_vllm(scenario, decodes=[decode(num_ranks=2)])
 

@@ -105,7 +105,7 @@ class Arrivals:
         share = LASTED_SHARE if self._num_ended * LASTED_SHARE > 1.0 else 1.0 / self._num_ended
         self._lasted_s += share * (lasted_s - self._lasted_s)
         if now - self._since > WINDOW_SHARE * self._lasted_s:
-            begun = self.num_begun
+            begun = self._num_ended + self._num_under_way  # no call: it is each request's
             num_begun, self._num_begun_before = begun - self._num_begun_before, begun
             self._windows.append(
                 _Window(self._most_under_way, num_begun, self._num_events, self._is_first)
