@@ -90,11 +90,11 @@ class Arrivals:
         """
         windows = self._windows
         while windows and not windows[-1].num_begun:
-            windows.pop()
+            del windows[-1]
         if windows:
-            windows.pop()
+            del windows[-1]
         self._since, self._num_events, self._most_under_way = now, 0, 0
-        self._num_begun_before, self._is_first = self.num_begun, True
+        self._num_begun_before, self._is_first = self._num_ended, True
 
     def end(self, now: float, lasted_s: float) -> None:
         """One is over."""
