@@ -404,7 +404,7 @@ def test_traces_come_from_the_control_servers():
     run_vllm(scenario)
 
 
-def test_of_several_ranks_the_first_that_answers_stands_for_all():
+def test_of_several_ranks_a_silent_one_is_named_and_the_others_are_shown():
     async def scenario(cluster: Cluster):
         server = cluster.decodes[0]
         server.trace = trace("decode")

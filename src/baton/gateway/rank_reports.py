@@ -144,8 +144,8 @@ def _add_segments(peer: str, parts: list[LinkSegments]) -> LinkSegments:
 
 def _merge_stores(reports: list[StoreReport]) -> StoreReport | None:
     """Of ranks that look for the same prompts; each has entries of its own in the same tiers."""
-    if len(reports) < 2:  # noqa: PLR2004 - nothing to merge
-        return next(iter(reports), None)
+    if not reports:
+        return None
     tiers: dict[str, list[StoreTier]] = {}
     for tier in itertools.chain.from_iterable(report.tiers for report in reports):
         tiers.setdefault(tier.tier, []).append(tier)
