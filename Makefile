@@ -155,7 +155,7 @@ docs-serve: $(DOCS)
 
 install: $(ENGINE_INSTALLED)
 
-install-dev: $(DEV)
+install-dev: $(ENGINE_INSTALLED) $(DEV)
 
 format: $(DEV)
 	$(BIN)/ruff check --fix .

@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 
@@ -30,6 +30,7 @@ from baton.engines.transformers.loading import load_model, verify_paged_attentio
 from baton.engines.transformers.options import TransformersOptions
 from baton.engines.transformers.shape import LayerShape, check_layer_kinds
 from baton.errors import ConfigError
+from baton.models import DEMO_MODEL_PATH
 from tests.unit.engines.harness import make_model, prepare, tiny_llama
 
 if TYPE_CHECKING:
@@ -126,6 +127,21 @@ def test_broken_checkpoints_are_refused(copy: Path, broken: object, message: str
 def test_a_context_beyond_the_models_is_refused(checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match="the model was made for 256"):
         load_model(checkpoint, TransformersOptions(max_context_tokens=300))
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_bfloat16_on_a_cpu_that_converts_it_is_warned_of(
+    checkpoint: Path,
+    dtype: Literal["auto", "float32"],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "cpuinfo").write_text("flags : avx2\n", "ascii")
+    monkeypatch.setattr(loading, "CPU_INFO", tmp_path / "cpuinfo")
+    model = load_model(DEMO_MODEL_PATH, TransformersOptions(dtype=dtype))
+    assert model.dtype == {"auto": "bfloat16"}.get(dtype, dtype)
+    assert ("engine.dtype=float32" in caplog.text) == (dtype == "auto")
 
 
 def test_cuda_without_cuda_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

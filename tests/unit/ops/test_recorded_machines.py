@@ -111,6 +111,20 @@ def test_kernels(release, level, tmp_path):
     assert findings["kernel"].level == level
 
 
+@pytest.mark.parametrize(
+    ("features", "level"),
+    [
+        ("flags\t\t: fpu avx2 fma", Level.NOTE),
+        ("flags\t\t: fpu avx2 avx512_bf16", Level.OK),
+        ("Features\t: fp asimd bf16", Level.OK),
+        ("", Level.OK),
+    ],
+)
+def test_processors_without_bfloat16(features, level, tmp_path):
+    files = {"/proc/cpuinfo": f"processor\t: 0\n{features}\n"}
+    assert check_machine(recorded(tmp_path, files))["bfloat16"].level is level
+
+
 def test_cgroups_of_the_first_version(tmp_path):
     files = {
         "/proc/meminfo": "MemTotal: 65843210 kB\nMemAvailable: 60000000 kB",

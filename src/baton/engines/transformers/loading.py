@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -10,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from baton.config.bfloat16 import CPU_INFO, computes_bfloat16
 from baton.engines.checkpoint import compute_fingerprint, find_weights
 from baton.engines.transformers.attention import IMPLEMENTATION, Span, register
 from baton.engines.transformers.model_runner import PagedModel
@@ -18,13 +21,13 @@ from baton.engines.transformers.shape import check_layer_kinds, discover_shape
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from numpy.typing import NDArray
 
     from baton.engines.transformers.options import TransformersOptions
     from baton.engines.transformers.shape import ModelShape
     from baton.kv.layout import DType
+
+_log = logging.getLogger(__name__)
 
 _BLOCK_SIZE: Final = 4
 _NUM_BLOCKS: Final = 6
@@ -112,6 +115,7 @@ def load_model(folder: Path, options: TransformersOptions) -> LoadedModel:
     max_context_tokens = _choose_context(config, options)
     model = _read_weights(folder, config, options)
     dtype = _dtype_name(model.dtype)
+    _warn_of_slow_dtype(model)
     register()
     shape = discover_shape(model)
     verify_paged_attention(model, shape, dtype)
@@ -169,6 +173,16 @@ def _choose_device(options: TransformersOptions) -> torch.device:
             "CUDA build of torch"
         )
     return torch.device(options.device)
+
+
+def _warn_of_slow_dtype(model: Any) -> None:  # noqa: ANN401
+    if model.device.type != "cpu" or model.dtype != torch.bfloat16:
+        return
+    if not computes_bfloat16(Path("/", CPU_INFO).read_text("ascii", "replace")):
+        _log.warning(
+            "the model is in bfloat16, which this CPU has to convert: prompts take several times "
+            "as long as with engine.dtype=float32 (to be set for all workers)"
+        )
 
 
 def _dtype_name(dtype: torch.dtype) -> DType:

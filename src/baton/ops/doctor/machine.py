@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
+from baton.config.bfloat16 import CPU_INFO, computes_bfloat16
 from baton.config.numa import parse_ranges
 from baton.ops.doctor.finding import Area, Finding, Level
 
@@ -74,6 +75,23 @@ def check_processors(host: Host) -> list[Finding]:
             found=found,
             why="A prefill and a decode worker each keep one processor busy: with fewer than two, "
             "they take turns and every handoff waits.",
+        )
+    ]
+
+
+def check_bfloat16(host: Host) -> list[Finding]:
+    """Whether models in bfloat16 are quick on these processors."""
+    is_quick = computes_bfloat16(host.read(f"/{CPU_INFO}") or "")
+    found = "the processors compute it" if is_quick else "the processors convert it to float32"
+    return [
+        Finding(
+            area=Area.MACHINE,
+            name="bfloat16",
+            level=Level.OK if is_quick else Level.NOTE,
+            found=found,
+            why="Most models are in bfloat16. On processors without instructions for it a prompt "
+            "takes several times as long as in float32: set engine.dtype=float32 for workers "
+            "without a GPU.",
         )
     ]
 

@@ -28,7 +28,13 @@ from baton.ops.doctor.kernel_checks import (
     check_memfd,
     check_pidfd,
 )
-from baton.ops.doctor.machine import check_container, check_kernel, check_numa, check_processors
+from baton.ops.doctor.machine import (
+    check_bfloat16,
+    check_container,
+    check_kernel,
+    check_numa,
+    check_processors,
+)
 from baton.ops.doctor.memory import (
     check_huge_pages,
     check_locked_memory,
@@ -62,6 +68,7 @@ TRANSPORT_KINDS: Final[Registry[object]] = Registry("baton.transports")
 RECORDED: Final = (
     Probe(Area.MACHINE, "kernel", check_kernel, Level.NOTE),
     Probe(Area.MACHINE, "processors", check_processors, Level.NOTE),
+    Probe(Area.MACHINE, "bfloat16", check_bfloat16, Level.NOTE),
     Probe(Area.MACHINE, "numa", check_numa, Level.NOTE),
     Probe(Area.MACHINE, "container", check_container, Level.NOTE),
     Probe(Area.DEVICES, "GPU", check_gpus, Level.WARNING, GPU_TIMEOUT_S),
