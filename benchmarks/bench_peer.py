@@ -191,7 +191,7 @@ def quartiles(values: list[float]) -> list[float] | None:
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """The table of docs/store.md."""
+    """The table of docs/store-figures.md."""
     print(
         "| readers | memory of a reader, of the shared entries | copied at | shared reads from own "
         "memory | own entries still there | a shared read, us: mean | own memory | a peer |"

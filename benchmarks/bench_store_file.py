@@ -253,7 +253,7 @@ def summarize(rates: dict[str, list[float]], name: str, best: list[str]) -> dict
 
 
 def main() -> None:
-    """Measure, print the table of docs/store.md, keep."""
+    """Measure, print the table of docs/store-figures.md, keep."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--directory", type=Path, default=Path("/var/tmp"), help="on the disk")
     parser.add_argument("--rounds", type=int, default=5)

@@ -210,7 +210,7 @@ def _resident_bytes() -> int:
 
 
 def show(lookups: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
-    """The table of docs/store.md."""
+    """The table of docs/store-figures.md."""
     print("| tier | for the first time | again | after another process removed 16 others |")
     print("|---|---|---|---|")
     for tier, rows in lookups.items():

@@ -67,7 +67,7 @@ def test_a_slower_link_never_turns_the_choice_back_to_raw(
 
 
 def test_a_link_of_1_gbit_encodes_bfloat16_and_one_of_10_does_not() -> None:
-    """With int8's rates of docs/store.md: 1.23 and 1.66 GB/s."""
+    """With int8's rates of docs/store-figures.md: 1.23 and 1.66 GB/s."""
     rates = 1 / 1.23e9, 1 / 1.66e9, 0.51
     assert EncodingChooser().choose(LinkEncodingCosts(8e-9, *rates))
     assert not EncodingChooser().choose(LinkEncodingCosts(0.8e-9, *rates))
