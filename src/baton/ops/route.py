@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
-from urllib.parse import quote
 
 import msgspec
 from rich.console import Console
@@ -11,7 +10,7 @@ from rich.table import Table
 
 from baton.ops.doctor.finding import one_line
 from baton.ops.gateway_pages import decode_page
-from baton.protocol.request_traces import REQUESTS_PATH
+from baton.ops.request_traces import page_of
 from baton.protocol.route_explanation import RouteExplanation
 
 if TYPE_CHECKING:
@@ -59,9 +58,10 @@ def find_request(gateway: Gateway, request_id: str) -> PlacedRequest:
     """Where a request went.
 
     Raises:
+        ConfigError: no request has such an id.
         PageError: the gateway does not remember it, or shows nothing.
     """
-    path = f"{REQUESTS_PATH}/{quote(request_id, safe='')}"
+    path = page_of(request_id)
     return decode_page(gateway, path, gateway.get(path), PlacedRequest)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 
 import msgspec
+import pytest
 
+from baton.cli.main import run
 from baton.ops.explain import print_trace
 from baton.protocol.request_traces import RequestTrace
 from baton.telemetry.timeline import Lane, LayerTransfer, Stage
@@ -74,3 +76,12 @@ def test_what_the_link_has_lost_is_stated() -> None:
         line.startswith("1.23% of the TCP segments") for line in draw(trace, with_layers=False)
     )
     assert not any("TCP segments" in line for line in draw(TRACE, with_layers=False))
+
+
+@pytest.mark.parametrize("command", [("explain",), ("route", "explain", "--request-id")])
+@pytest.mark.parametrize("garbage", ["", "\udcff", "\x1b[2J", "ü"])
+def test_what_is_no_requests_id_is_refused(command, garbage, capsys) -> None:
+    assert run([*command, garbage]) == 2
+    error = capsys.readouterr().err
+    assert "is no request's id" in error
+    assert error.rstrip("\n").isprintable()
