@@ -176,6 +176,7 @@ def test_a_drifted_link_is_on_the_page_in_the_metrics_and_in_the_log(caplog, mon
         }
         assert found["value"] == pytest.approx(5.0, rel=0.05)
         assert found["runbook_url"] == "docs/observability/alerts.md#batonlinkdrift"
+        assert await alerts_of(running, AlertName.LINK_DRIFT, "firing") == [found]
         assert await running.metric('baton_alert_firing{alert="BatonLinkDrift"}') == 1
         assert await running.metric("baton_alert_firing") == 1
         running.prefills[0].transfers = msgspec.json.encode(TransferReport(epoch=new_epoch()))
