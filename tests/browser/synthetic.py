@@ -203,7 +203,11 @@ class Fleet:
                           0.012, 0.05, 2.4e9, 0.2)
             for d in DISTANCES[1:]
         )  # fmt: skip
-        drift = DriftShown(self.worker_name(0), self.worker_name(1), "tcp", "WRITE", "drifted", 9.8)
+        one, other = self.worker_name(0), self.worker_name(1)
+        drifts = (
+            DriftShown(one, other, "tcp", "WRITE", "drifted", 9.8),
+            DriftShown(one, other, "shared", "READ", "drifted", 4.25),
+        )
         loss = LossShown(self.worker_name(0), self.worker_name(1), "tcp", 120_000, 0.0101)
         tiers = tuple(
             tier for i in range(self.num_workers) for tier in self.tiers(self.worker_name(i))
@@ -214,7 +218,7 @@ class Fleet:
             total_prompts=PromptFigures(9000, 1000, 0.9),
             recent_prompts=PromptFigures(720, 280, 0.72),
         )
-        transfers = TransfersShown(60.0, shown, distances, (drift,), (loss,), store, 0)
+        transfers = TransfersShown(60.0, shown, distances, drifts, (loss,), store, 0)
         return Links(LinkListReply((ModelLinks(self.model, lines, links),)), transfers)
 
     def all_workers(self, tier: str, tiers: tuple[WorkerTier, ...]) -> FleetTier:

@@ -165,6 +165,14 @@ async def alert_of_a_link_is_marked_where_the_link_is(page: Page, stream: Stream
     assert "an alert" not in await text_of(page, "#heat-readout")
 
 
+async def drifts_name_the_sender_first(page: Page, stream: Stream) -> None:
+    await page.until("document.querySelector('#distance-transfers .problem li')")
+    problems = await text_of(page, "#distance-transfers .problem")
+    one, other = map(stream.fleet.worker_name, (0, 1))
+    assert f"{one} → {other} (tcp WRITE): 9.8 times" in problems
+    assert f"{other} → {one} (shared READ): 4.25 times" in problems
+
+
 async def alerts_lead_to_what_to_do(page: Page, stream: Stream) -> None:
     links = await page.run("[...document.querySelectorAll('.alert a')].map(link => link.href)")
     own = await page.run("new URL('runbook.html#batonlinkdrift', location.href).href")
@@ -207,6 +215,7 @@ def test_keyboard_screen_reader_and_widths() -> None:
         fits_every_width,
         ring_holds_an_hour,
         alert_of_a_link_is_marked_where_the_link_is,
+        drifts_name_the_sender_first,
         alerts_lead_to_what_to_do,
         tiers_show_what_they_hold_and_hit,
         pause_and_resume,

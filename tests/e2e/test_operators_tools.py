@@ -257,3 +257,15 @@ def test_top_shows_workers_and_handoffs(watched: Watched) -> None:
     assert snapshot["transfers"]["window_s"] > 0
     text = run_forked([*command, "--once"], watched.environment, TIMEOUT_S).stdout
     assert re.search(r"\bprefill +prefill +healthy\b", text)
+
+
+def test_an_answer_in_one_piece_has_its_workers_first_token(watched: Watched) -> None:
+    url, body = watched.gateway.url, {"model": "demo", "prompt": "one piece", "max_tokens": 64}
+    headers = {"content-type": "application/json", "x-request-id": "whole"}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
+        assert json.load(reply)["usage"]["completion_tokens"] > 1
+    command = [sys.executable, "-m", "baton.cli", "explain", "whole", "--gateway", url, "--json"]
+    trace = json.loads(run_forked(command, watched.environment, TIMEOUT_S).stdout)
+    own, decode = trace["gateway"]["stamps"], trace["decode"]["stamps"]  # all on one clock
+    assert decode["first_token"] <= own["first_token"] < decode["finished"] <= own["finished"]

@@ -29,6 +29,7 @@ from baton.telemetry.transfers import LinkLabels, TransferTable
 from baton.testing.clocks import ManualClock
 from baton.transfer.links.choice import TransferTime
 from tests.integration.gateway_cluster import STREAM, Cluster, cluster, run, until, until_true
+from tests.integration.scripted_vllm import ScriptedVllm, say_abc_as_vllm
 from tests.integration.scripted_worker import MODEL
 
 RULES = Path(__file__).parents[2] / "deploy/prometheus/rules.yaml"
@@ -175,6 +176,7 @@ def test_a_drifted_link_is_on_the_page_in_the_metrics_and_in_the_log(caplog, mon
         }
         assert found["value"] == pytest.approx(5.0, rel=0.05)
         assert found["runbook_url"] == "docs/observability/alerts.md#batonlinkdrift"
+        assert await alerts_of(running, AlertName.LINK_DRIFT, "firing") == [found]
         assert await running.metric('baton_alert_firing{alert="BatonLinkDrift"}') == 1
         assert await running.metric("baton_alert_firing") == 1
         running.prefills[0].transfers = msgspec.json.encode(TransferReport(epoch=new_epoch()))
@@ -222,8 +224,40 @@ def test_a_link_that_loses_segments_is_named_once_they_are_counted(monkeypatch):
         assert "BatonLinkLoss" not in page["not_evaluated"]
         _, page = await running.get_json("/debug/transfers")
         assert {each["receiver"] for each in page["segments"]} == {"decode-0", "decode-1"}
+        async with running.post(STREAM, **{"x-request-id": "r"}) as response:
+            await response.read()
+        _, shown = await running.get_json("/debug/requests/r")
+        assert shown["gateway"]["peer"] == "prefill-0 → decode-0"
+        assert shown["lost_share"] == pytest.approx(0.01)
 
     run(scenario, alerts=AlertsSection(interval_s=0.1))
+
+
+def test_failures_of_a_rank_that_answers_late_are_none_of_now(monkeypatch):
+    """What it counted before the gateway could read it was then as long ago as of any other."""
+    monkeypatch.setattr(transfer_feed, "INTERVAL_S", 0.1)
+    monkeypatch.setattr(report_feed, "LOOK_S", 0.1)
+    server = ScriptedVllm("decode-0", "decode", say_abc_as_vllm, num_ranks=2)
+    first, second = server.controls
+
+    drifted = msgspec.json.decode(drifted_report(), type=TransferReport)
+
+    async def scenario(running: Cluster) -> None:
+        first.transfers = msgspec.json.encode(TransferReport(epoch="a"))
+
+        async def is_read() -> bool:
+            _, page = await running.get_json("/debug/transfers")
+            return page["num_workers"] == 1
+
+        await until_true(is_read)
+        late = structs.replace(drifted, num_digest_failures=7)
+        second.transfers = msgspec.json.encode(late)
+        await alerts_of(running, AlertName.LINK_DRIFT, "pending")  # it was looked at
+        second.transfers = msgspec.json.encode(structs.replace(late, num_digest_failures=8))
+        (found,) = await alerts_of(running, AlertName.DIGEST_FAILURES, "firing")
+        assert found["value"] == 1
+
+    run(scenario, alerts=AlertsSection(interval_s=0.1), decodes=[server])
 
 
 def test_missed_targets_burn_the_budget_and_the_webhook_has_it():

@@ -246,6 +246,37 @@ def test_a_served_request_is_counted():
     run(scenario)
 
 
+@pytest.mark.parametrize("age", [b"0.150000", None, b"99999"])
+def test_of_an_answer_in_one_piece_the_first_token_is_the_workers(age):
+    """What a worker does not report is not known; one that was before the request is none."""
+
+    async def answer_late(visit: Visit):
+        headers = () if age is None else ((b"x-baton-first-token-s-ago", age),)
+        await asyncio.sleep(0.2)
+        await visit.answer(200, {"id": "x", "choices": [{"index": 0, "text": "abc"}]}, *headers)
+
+    async def scenario(cluster: Cluster):
+        cluster.decodes[0].script = answer_late
+        async with cluster.post(PROMPT, **{"x-request-id": "r"}) as response:
+            assert response.status == 200
+            await response.read()
+        _, shown = await cluster.get_json("/debug/requests/r")
+        stamps = shown["gateway"]["stamps"]
+        metric = "baton_gateway_time_to_first_token_seconds"
+        assert await cluster.metric(f"{metric}_count") == (age is not None)
+        if age is None:
+            assert "first_token" not in stamps
+            ttft = next(each for each in shown["compared"] if each["part"] == "ttft")
+            assert ttft["actual_s"] is None
+        elif age == b"99999":
+            assert stamps["first_token"] == stamps["received"]
+        else:
+            assert stamps["first_token"] - stamps["received"] > 0.04
+            assert stamps["finished"] - stamps["first_token"] > 0.149
+
+    run(scenario)
+
+
 def test_the_trace_of_a_request_is_merged():
     async def scenario(cluster: Cluster):
         leg = {"request_id": "r/1", "worker": "decode-0", "epoch": "e", "role": "decode"}

@@ -254,7 +254,7 @@ class GatewayMetrics:
         )
         self.time_to_first_token = Histogram(
             "baton_gateway_time_to_first_token_seconds",
-            "From the request's arrival to the first byte of its answer.",
+            "From the request's arrival to the first token of its answer, where that is known.",
             by_mode,
             buckets=FIRST_TOKEN_EDGES_S,
             registry=self.registry,

@@ -251,7 +251,7 @@ async def _open_app(
         open_request_pages(
             options.trace,
             records,
-            RequestTraces(workers, upstream, load, clock),
+            RequestTraces(workers, upstream, load, clock, transfers=transfers),
             clock=clock,
             metrics=metrics.traces,
         ) as requests,

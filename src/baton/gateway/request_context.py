@@ -266,11 +266,12 @@ class RequestContext:
         if not self.has_sent_bytes:
             self.note_first_byte(now)
 
-    def note_first_byte(self, now: Instant) -> None:
-        """The first byte of the answer is here."""
+    def note_first_byte(self, first_at: Instant | None) -> None:
+        """The answer is here, or begins: with a token of `first_at`; None: that is not known."""
         self.phase = Phase.DECODE
-        self.trace.stamps.setdefault(Stamp.FIRST_TOKEN, now)
-        if self.whole is None:
-            self.metrics.time_to_first_token.observe(now - self.received_at)
+        if first_at is not None:
+            self.trace.stamps.setdefault(Stamp.FIRST_TOKEN, first_at)
+            if self.whole is None:
+                self.metrics.time_to_first_token.observe(first_at - self.received_at)
         if self.first_byte_timer is not None:
             self.first_byte_timer.cancel()

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from yarl import URL
 
     from baton.clock import Clock
+    from baton.gateway.transfer_feed import TransferFeed
     from baton.gateway.upstream import Upstream
     from baton.gateway.workers import Worker, Workers
     from baton.router.fleet import WorkerView
@@ -102,8 +103,17 @@ _trace_decoder = msgspec.json.Decoder(RequestSpan)
 class RequestTraces:
     """Merges what gateway and workers remember of a request."""
 
-    def __init__(self, workers: Workers, upstream: Upstream, load: FleetLoad, clock: Clock) -> None:
+    def __init__(
+        self,
+        workers: Workers,
+        upstream: Upstream,
+        load: FleetLoad,
+        clock: Clock,
+        *,
+        transfers: TransferFeed,
+    ) -> None:
         self._workers, self._upstream, self._load, self._clock = workers, upstream, load, clock
+        self._transfers = transfers
 
     def list(
         self, records: Iterable[RequestRecord], why_kept: Callable[[str], str | None]
@@ -196,6 +206,7 @@ class RequestTraces:
             distance=self._find_distance(placed),
             kept=kept,
             layers=list_layers(gateway, decode, prefill),
+            lost_share=self._find_lost_share(placed),
         )
 
     def _find_distance(self, placed: Placement | None) -> str | None:
@@ -203,6 +214,14 @@ class RequestTraces:
             return None
         handoffs = self._load.costs(placed.decode.model).handoffs
         return str(handoffs.distance(placed.prefill, placed.decode))
+
+    def _find_lost_share(self, placed: Placement | None) -> float | None:
+        if placed is None or placed.prefill is None:
+            return None
+        sender = self._workers.with_id(placed.prefill.id)
+        if sender is None:
+            return None
+        return self._transfers.find_lost_share(sender, placed.decode.id)
 
 
 def _list_missing(

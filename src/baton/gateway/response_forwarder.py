@@ -294,11 +294,13 @@ class ResponseForwarder:
             is_error = response.status >= CLIENT_ERROR
             body = client_error(response.status, body) if is_error else client_answer(body)
         context.status, context.tail = response.status, body[-USAGE_BYTES:]
-        now = self._services.clock.now()
-        if context.running is not None and (age_s := _read_age(response)) is not None:
-            context.running.first_token(Instant(now - age_s))
+        first_at = None
+        if (age_s := _read_age(response)) is not None:
+            first_at = Instant(max(context.received_at, self._services.clock.now() - age_s))
             context.num_streamed = _find_number(_COMPLETION_TOKENS, context.tail) or 0
-        context.note_first_byte(now)
+            if context.running is not None:
+                context.running.first_token(first_at)
+        context.note_first_byte(first_at)
         own = (REQUEST_ID_HEADER.encode(), context.id.encode())
         await send_whole(self._send, response.status, body, (*headers, own))
 

@@ -81,7 +81,7 @@ class SeveralAnswers:
             return
         context, body = self._context, self._merger.merge(self._answers)
         context.status, context.tail = HTTPStatus.OK, body[-TAIL_BYTES:]
-        context.note_first_byte(self._services.clock.now())
+        context.note_first_byte(None)  # each part's own trace has when its first token came
         own = (REQUEST_ID_HEADER.encode(), context.id.encode())
         await send_whole(self._send, HTTPStatus.OK, body, (JSON, own))
 

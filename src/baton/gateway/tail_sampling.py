@@ -24,6 +24,7 @@ UPDATE_EVERY: Final = 64
 """A quantile takes 0.1 ms to compute."""
 MIN_GAPS: Final = 8
 """Of an answer whose mean gap is compared."""
+OK: Final = int(HTTPStatus.OK)
 SERVER_ERROR: Final = int(HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
@@ -95,9 +96,9 @@ class TailSampler:
         stamps = record.trace.stamps
         received, first = stamps.get(Stamp.RECEIVED), stamps.get(Stamp.FIRST_TOKEN)
         last = stamps.get(Stamp.FINISHED)
-        if received is None or first is None or last is None:
+        if received is None or last is None or (first is None and record.status != OK):
             return None  # refused, or its client left: neither is slow
-        if not record.trace.token_gaps:  # it came in one part
+        if first is None or not record.trace.token_gaps:  # it came in one part
             whole_s, limit_s = last - received, self._wholes.limit_s
             is_slow = self._wholes.exceeds(whole_s)
             return self._explain("its answer", whole_s, limit_s) if is_slow else None

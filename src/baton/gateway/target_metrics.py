@@ -75,7 +75,7 @@ def _compare(context: RequestContext, now: Instant) -> Iterator[tuple[str, float
     targets = context.model_targets
     first_at = context.trace.stamps.get(Stamp.FIRST_TOKEN)
     if targets.ttft_s is not None:
-        yield "ttft", targets.ttft_s, None if first_at is None else first_at - context.received_at
+        yield "ttft", targets.ttft_s, _find_ttft(context, targets.ttft_s, now)
     if targets.tpot_s is not None:
         has_pace = first_at is not None and context.num_streamed >= MIN_STREAMED
         num_gaps = context.num_streamed - 1
@@ -86,6 +86,15 @@ def _compare(context: RequestContext, now: Instant) -> Iterator[tuple[str, float
         )
     if targets.itl_s is not None:
         yield "itl", targets.itl_s, _find_itl(context)
+
+
+def _find_ttft(context: RequestContext, target_s: float, now: Instant) -> float | None:
+    """An answer in one piece whose first token is not known had it before its end."""
+    first_at = context.trace.stamps.get(Stamp.FIRST_TOKEN)
+    if first_at is not None:
+        return first_at - context.received_at
+    whole_s = now - context.received_at
+    return whole_s if whole_s <= target_s else None
 
 
 def _find_itl(context: RequestContext) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
@@ -9,8 +10,9 @@ import msgspec
 
 from baton.gateway.rank_reports import merge_transfers
 from baton.gateway.report_feed import ReportFeed, ReportPage
+from baton.gateway.transfer_sums import subtract_segments
 from baton.protocol.worker_http import TRANSFERS_PATH
-from baton.telemetry.transfer_report import MAX_REPORT_BYTES, TransferReport
+from baton.telemetry.transfer_report import MAX_REPORT_BYTES, SegmentCounts, TransferReport
 
 if TYPE_CHECKING:
     from baton.clock import Clock, Instant
@@ -56,6 +58,18 @@ class TransferFeed(ReportFeed[TransferReport]):
         )
         super().__init__(workers, upstream, clock, page)
         self.histories: dict[Worker, ReportHistory] = {}
+
+    def find_lost_share(self, sender: Worker, receiver: str) -> float | None:
+        """Of the TCP segments from one worker to another in the last `WINDOW_S`.
+
+        None where none was sent, or the sender's kernel counts none.
+        """
+        history = self.histories.get(sender)
+        if history is None:
+            return None
+        pairs = subtract_segments(history.latest, history.find_baseline(self._clock.now()))
+        sent = (recent.sent for _, recent in pairs if recent.peer == receiver)
+        return functools.reduce(SegmentCounts.plus, sent, SegmentCounts()).lost_share
 
     def note_reports(self) -> None:
         """See `ReportFeed`."""

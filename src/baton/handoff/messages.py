@@ -49,6 +49,9 @@ TraitValue = Annotated[str, msgspec.Meta(max_length=256)]
 
 LeaseSeconds = Annotated[float, msgspec.Meta(gt=0, le=3600)]
 IdleSeconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
+MAX_INSTANT_S: Final = 1e12
+InstantS = Annotated[float, msgspec.Meta(ge=-MAX_INSTANT_S, le=MAX_INSTANT_S)]
+"""Seconds on a peer's clock: finite, since sums and reports are made of them."""
 Tickets = Annotated[tuple[WireTicketId, ...], msgspec.Meta(max_length=MAX_BATCH)]
 
 TransferOp = Literal["WRITE", "READ"]
@@ -317,7 +320,7 @@ class Finished(ReceiverMessage, frozen=True, tag="finished"):
     first_token: SampledToken | None
     transport: Text
     expected_transport: Text
-    stamps: dict[Stamp, float]
+    stamps: dict[Stamp, InstantS]
 
 
 class Failed(_Message, frozen=True, tag="failed"):
@@ -333,14 +336,14 @@ class RenewLease(SenderMessage, frozen=True, tag="renew_lease"):
     Answered by a `LeaseRenewed`, and a `Failed` for each ticket whose lease ran out before.
     """
 
-    at: float
+    at: InstantS
     tickets: Tickets
 
 
 class LeaseRenewed(ReceiverMessage, frozen=True, tag="lease_renewed"):
     """Answer: these are held. `at` is the `RenewLease`'s."""
 
-    at: float
+    at: InstantS
     tickets: Tickets
 
 
@@ -411,14 +414,14 @@ class ProbeEnd(ProbeTargetMessage, frozen=True, tag="probe_end"):
 class Ping(_Message, frozen=True, tag="ping"):
     """Proof of life; answered by a Pong. `at` is the sender's clock."""
 
-    at: float
+    at: InstantS
 
 
 class Pong(_Message, frozen=True, tag="pong"):
     """`echo` is the Ping's `at`; `at` the answering side's clock when it answered."""
 
-    echo: float
-    at: float
+    echo: InstantS
+    at: InstantS
 
 
 ToReceiver: TypeAlias = (

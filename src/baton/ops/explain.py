@@ -1,4 +1,7 @@
-"""`baton explain`: one request as a waterfall in the terminal, with what was predicted of it."""
+"""`baton explain`: one request as a waterfall in the terminal, with what was predicted of it.
+
+Names, reasons and errors come from clients and workers: none of them may steer the terminal.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from baton.ops.doctor.finding import one_line
 from baton.telemetry.timeline import Stage
 
 if TYPE_CHECKING:
@@ -32,19 +36,19 @@ def print_trace(
     """Facts, the waterfall, prediction against outcome, and the router's reasons."""
     console = Console(file=out, markup=False, highlight=False)
     for line in _facts(trace):
-        console.print(line, soft_wrap=True)
+        console.print(one_line(line), soft_wrap=True)
     axis = _Axis.of(
         trace, max(MIN_BAR_CHARS, console.width - LEFT_CHARS), until_first_token=until_first_token
     )
     console.print(_waterfall(trace, axis, with_layers=with_layers))
     for line in _clocks(trace):
-        console.print(line, soft_wrap=True)
+        console.print(one_line(line), soft_wrap=True)
     if trace.compared:
         console.print(_predictions(trace))
     else:
         console.print("The router predicted nothing of it.")
     for line in trace.placement:
-        console.print(f"router: {line}", soft_wrap=True)
+        console.print(f"router: {one_line(line)}", soft_wrap=True)
 
 
 def _facts(trace: RequestTrace) -> Iterator[str]:
@@ -72,6 +76,8 @@ def _facts(trace: RequestTrace) -> Iterator[str]:
                 f"{summary.num_bytes} bytes in {summary.num_pages} pages over "
                 f"{summary.transport}, {used}; verified in {_milliseconds(verified_s)}"
             )
+    if trace.lost_share is not None:
+        yield f"{trace.lost_share:.2%} of the TCP segments between the two were lost in that minute"
     if trace.layers:
         longest = max(trace.layers, key=_took_s)
         yield (
@@ -103,13 +109,13 @@ def _waterfall(trace: RequestTrace, axis: _Axis, *, with_layers: bool) -> Table:
     table.add_column("took", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for lane in trace.timeline:
-        who = lane.worker
+        who = one_line(lane.worker)
         layers = [
             Stage(f"layer {each.layer}", each.ready_s, each.landed_s, is_part=True)
             for each in (trace.layers if with_layers and lane.name == "transfer" else ())
         ]
         for stage in (*lane.stages, *layers):
-            name = f"  {stage.name}" if stage.is_part else stage.name
+            name = f"  {one_line(stage.name)}" if stage.is_part else one_line(stage.name)
             took_s = stage.end_s - stage.start_s
             bar = Text(axis.draw(stage), style=_color(lane, stage))
             table.add_row(who, name, _milliseconds(stage.start_s), _milliseconds(took_s), bar)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
+from baton.errors import ConfigError
 from baton.ops.gateway_pages import NOT_FOUND, PageError, decode_page
 from baton.protocol.request_traces import REQUESTS_PATH, RequestList, RequestTrace
 
@@ -20,13 +21,25 @@ FORGOTTEN: Final = (
 )
 
 
+def page_of(request_id: str) -> str:
+    """The path of a request's page.
+
+    Raises:
+        ConfigError: no request has such an id.
+    """
+    if not request_id or not request_id.isascii() or not request_id.isprintable():
+        raise ConfigError(f"{request_id!a} is no request's id: it is in the header x-request-id")
+    return f"{REQUESTS_PATH}/{quote(request_id, safe='')}"
+
+
 def fetch_trace(gateway: Gateway, request_id: str) -> RequestTrace:
     """One request's trace.
 
     Raises:
+        ConfigError: no request has such an id.
         PageError: the gateway does not remember it, or shows nothing.
     """
-    path = f"{REQUESTS_PATH}/{quote(request_id, safe='')}"
+    path = page_of(request_id)
     answer = gateway.get(path)
     try:
         return decode_page(gateway, path, answer, RequestTrace)
@@ -48,7 +61,7 @@ def fetch_traces(
     path = f"{REQUESTS_PATH}?last_s={last_s:g}&most={most}{kind}"
     listed = decode_page(gateway, path, gateway.get(path), RequestList)
     for each in listed.requests:
-        page = f"{REQUESTS_PATH}/{quote(each.id, safe='')}"
+        page = page_of(each.id)
         status, body = gateway.get(page)
         if status != NOT_FOUND:  # else it was forgotten meanwhile
             yield decode_page(gateway, page, (status, body), RequestTrace)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
-from urllib.parse import quote
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from baton.ops.doctor.finding import one_line
 from baton.ops.gateway_pages import decode_page
-from baton.protocol.request_traces import REQUESTS_PATH
+from baton.ops.request_traces import page_of
 from baton.protocol.route_explanation import RouteExplanation
 
 if TYPE_CHECKING:
@@ -58,9 +58,10 @@ def find_request(gateway: Gateway, request_id: str) -> PlacedRequest:
     """Where a request went.
 
     Raises:
+        ConfigError: no request has such an id.
         PageError: the gateway does not remember it, or shows nothing.
     """
-    path = f"{REQUESTS_PATH}/{quote(request_id, safe='')}"
+    path = page_of(request_id)
     return decode_page(gateway, path, gateway.get(path), PlacedRequest)
 
 
@@ -69,7 +70,7 @@ def print_explanation(found: RouteExplanation, out: TextIO) -> None:
     console = Console(file=out, markup=False, highlight=False, soft_wrap=True, width=WIDTH)
     kind = "tokens" if found.is_tokenized else "tokens, estimated: the prompt is not tokenized here"
     num = found.num_prompt_tokens
-    console.print(f"{found.model}, policy {found.policy}: a prompt of {num} {kind}")
+    console.print(one_line(f"{found.model}, policy {found.policy}: a prompt of {num} {kind}"))
     if found.num_answers > 1:
         console.print(f"{found.num_answers} answers are asked for; this is the first prompt's way")
     names = list(dict.fromkeys(name for each in found.candidates for name in each.figures))
@@ -82,26 +83,27 @@ def print_explanation(found: RouteExplanation, out: TextIO) -> None:
         if each.why_not is None:
             mark = "*" if each.is_chosen else ""
             figures = [_figure(name, each.figures.get(name)) for name in names]
-            table.add_row(mark, _name(each), *figures, style="bold" if mark else None)
+            name = one_line(_name(each))
+            table.add_row(mark, name, *figures, style="bold" if mark else None)
     if table.row_count:
         console.print(table)
     for each in found.candidates:
         if each.why_not is not None:
-            console.print(f"not {_name(each)}: {each.why_not}")
+            console.print(one_line(f"not {_name(each)}: {each.why_not}"))
     if found.decode is None:
         console.print("no worker can serve it now:")
     for line in found.why:
-        console.print(line)
+        console.print(one_line(line))
 
 
 def print_request(found: PlacedRequest, out: TextIO) -> None:
     """The policy's lines, and what became of the request."""
     console = Console(file=out, markup=False, highlight=False, soft_wrap=True)
     span = found.gateway
-    where = span.peer or "no worker"
-    console.print(f"{found.id}: {where}, {span.mode or 'not placed'}, {span.outcome or 'running'}")
+    where, mode = span.peer or "no worker", span.mode or "not placed"
+    console.print(one_line(f"{found.id}: {where}, {mode}, {span.outcome or 'running'}"))
     for line in (*found.placement, *(f"fallback: {each}" for each in span.fallbacks)):
-        console.print(line)
+        console.print(one_line(line))
     if not found.placement:
         console.print("the policy gave no reasons")
 

@@ -52,7 +52,9 @@ class RequestTrace(msgspec.Struct, frozen=True, kw_only=True):
 
     `received_at` is Unix seconds; all times of `timeline` count from then. `distance` is the
     topology distance between the two workers. `kept`: why it is remembered longer, if it is.
-    `layers`: those of a handoff of which both workers recorded the transfer.
+    `layers`: those of a handoff of which both workers recorded the transfer. `lost_share`: of the
+    TCP segments from the prefill to the decode worker in the minute before this answer, or before
+    the trace was kept.
     """
 
     id: str
@@ -72,3 +74,4 @@ class RequestTrace(msgspec.Struct, frozen=True, kw_only=True):
     distance: str | None = None
     kept: str | None = None
     layers: tuple[LayerTransfer, ...] = ()
+    lost_share: float | None = None

@@ -32,7 +32,8 @@ _MIDDLE: Final = 2 / (1 + BASE)
 """Times a bucket's upper edge: the value with the same relative error, 0.99 %, at both edges."""
 
 Bucket = Annotated[int, Meta(ge=0, le=_LAST)]
-Count = Annotated[int, Meta(ge=1, le=2**63 - 1)]
+Count = Annotated[int, Meta(ge=1, le=2**45)]
+"""Sums of 2**17 of them are still 64-bit integers."""
 
 
 class BucketCounts(msgspec.Struct, frozen=True, array_like=True):

@@ -257,14 +257,16 @@ def compare_prediction(gateway: RequestSpan, lanes: tuple[Lane, ...]) -> tuple[C
     """The router's prediction beside what happened, as the router counts its parts.
 
     `queue`: from the placement until prefill begins. `prefill`: loads from the store included.
-    `handoff`: from then until the first token.
+    `handoff`: from then until the first token, of an answer in one piece by the clock of the worker
+    that answered.
     """
     predicted = gateway.predicted
     origin, placed = gateway.stamps.get(Stamp.RECEIVED), gateway.stamps.get(Stamp.PLACED)
     if predicted is None or origin is None or placed is None:
         return ()
     first = gateway.stamps.get(Stamp.FIRST_TOKEN)
-    placed_s, first_s = placed - origin, None if first is None else first - origin
+    placed_s = placed - origin
+    first_s = _find_first_token(lanes) if first is None else first - origin
     prefill = next((s for lane in lanes for s in lane.stages if s.name == "prefill"), None)
     begun_s = None if prefill is None else prefill.start_s
     is_alone = not any(lane.name == "transfer" for lane in lanes)
@@ -275,6 +277,13 @@ def compare_prediction(gateway: RequestSpan, lanes: tuple[Lane, ...]) -> tuple[C
         ComparedTime("handoff", predicted.handoff_s, _gap(done_s, first_s)),
         ComparedTime("ttft", predicted.ttft_s, _gap(placed_s, first_s)),
     )
+
+
+def _find_first_token(lanes: tuple[Lane, ...]) -> float | None:
+    """By the worker that answered, if its clock is known."""
+    answered = (lane for lane in lanes if lane.name == "decode" and lane.clock is not None)
+    stages = (stage for lane in answered for stage in lane.stages)
+    return next((stage.start_s for stage in stages if stage.name == "decode"), None)
 
 
 def _gap(begin: float | None, end: float | None) -> float | None:

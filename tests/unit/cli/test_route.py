@@ -307,3 +307,12 @@ def test_of_other_policies_a_plot_shows_what_they_compare(tmp_path):
 def test_a_past_request_has_no_plot(capsys):
     assert run(["route", "explain", "--request-id", "r", "--plot", "r.svg"]) == 2
     assert "--plot shows the candidates" in capsys.readouterr().err
+
+
+def test_text_of_workers_cannot_steer_the_terminal(capsys):
+    hostile = "\x1b[2J\x07"
+    refused = RouteCandidate("decode", None, hostile, {}, is_chosen=False, why_not=hostile)
+    chosen = RouteCandidate("request", hostile, hostile, {"cost": 0.5}, is_chosen=True)
+    lines = printed(capsys, explained(chosen, refused, model=hostile, why=(hostile,)))
+    assert len(lines) == 5
+    assert all(line.isprintable() for line in lines)

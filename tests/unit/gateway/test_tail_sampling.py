@@ -79,6 +79,9 @@ def test_answers_in_one_piece_are_compared_with_their_like() -> None:
         sampler.look(record(0.1, total_s=1.0))
         assert sampler.look(record(5.0, total_s=5.0, num_gaps=0)) is None
     assert sampler.look(record(9.0, total_s=9.0, num_gaps=0))[1].startswith("its answer took")
+    # Its worker has not reported its first token.
+    assert sampler.look(record(None, total_s=9.0, num_gaps=0))[1].startswith("its answer took")
+    assert sampler.look(record(None, total_s=9.0, num_gaps=0, status=499)) is None
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])

@@ -77,6 +77,11 @@ def test_one_gap_of_a_hundred_may_be_longer(gaps_s, found):
     assert ended(200, gaps_s=gaps_s, wanted=Targets(itl_s=0.1)) == found
 
 
+@pytest.mark.parametrize(("lasted_s", "found"), [(0.9, {"ttft": (1, 0)}), (30.0, {})])
+def test_a_whole_answers_time_shows_no_late_first_token(lasted_s, found):
+    assert ended(200, ttft_s=None, lasted_s=lasted_s) == found
+
+
 def test_a_failure_misses_every_target():
     assert ended(503, ttft_s=None) == {"ttft": (1, 1), "tpot": (1, 1)}
     assert ended(503, ttft_s=None, wanted=Targets(itl_s=0.1)) == {"itl": (1, 1)}

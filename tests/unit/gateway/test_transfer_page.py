@@ -244,3 +244,19 @@ def test_tiers_have_their_figures_by_worker_and_of_all_workers() -> None:
     fleet.clock.advance(WINDOW_S)
     shared, _ = fleet.show().store.tiers
     assert (shared.recent.num_hits, shared.recent.hit_share) == (0, None)
+
+
+def test_what_was_lost_between_two_workers_is_of_the_last_minute() -> None:
+    fleet = Fleet("p0", "d0")
+    sender = fleet.workers["p0"]
+    assert fleet.feed.find_lost_share(sender, "d0") is None, "it has not reported"
+    for num_retransmitted in (500, 30):
+        counts = SegmentCounts(1000, num_retransmitted, 20, 1_000_000)
+        fleet.tables["p0"].segments("d0", "same_rack", "tcp", counts)
+        fleet.tables["p0"].segments("other", "same_rack", "tcp", counts)
+        fleet.report("p0")
+        fleet.clock.advance(5.0)
+    assert fleet.feed.find_lost_share(sender, "d0") == pytest.approx(0.01)
+    assert fleet.feed.find_lost_share(fleet.workers["d0"], "p0") is None
+    fleet.clock.advance(WINDOW_S)
+    assert fleet.feed.find_lost_share(sender, "d0") is None, "nothing was sent"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -191,6 +192,17 @@ def test_absurd_counts_are_refused() -> None:
     ):
         with pytest.raises(ProtocolError):
             decode_notification(encode(notification))
+
+
+@pytest.mark.parametrize("at", [math.nan, math.inf, -math.inf, 1e300])
+def test_instants_are_finite(at: float) -> None:
+    """Others would stay in the sums of this worker's reports, and JSON has none of them."""
+    finished = Finished(ID, None, "", "", {Stamp.PREFILL_DONE: at})
+    for message in (finished, Ping(at), Pong(1.0, at), Pong(at, 1.0), RenewLease(at, ())):
+        with pytest.raises(ProtocolError):
+            decode(encode(message))
+    with pytest.raises(ProtocolError):
+        decode_notification(encode(Notification(0, 0, 1, b"", 1, finished)))
 
 
 def test_a_notice_of_several_layers_is_one_for_each() -> None:

@@ -292,6 +292,14 @@ def test_an_encoding_is_refused_before_anything_has_come() -> None:
         session.encoding_refused()
 
 
+def test_an_encoding_is_not_refused_before_it_is_granted() -> None:
+    """Nor once more, while the raw pages that were asked for have yet to be granted."""
+    session = make_session("READ", staged=True, encoding="int8/1")
+    session.encoding_refused()
+    with pytest.raises(ProtocolError, match="nothing is granted"):
+        session.encoding_refused()
+
+
 def test_a_failure_while_a_refused_grant_is_closed_waits_for_it() -> None:
     session = make_session(staged=True, encoding="int8/1")
     session.encoding_refused()

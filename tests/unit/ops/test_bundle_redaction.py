@@ -128,6 +128,14 @@ def test_a_trace_keeps_its_figures_and_loses_tokens():
         UNKNOWING.page(b"<html>")
 
 
+def test_between_which_workers_a_link_drifts_or_loses_is_kept():
+    page = {
+        "links": [{"worker": "p0", "peer": "d0", "drift": {"state": "drifted", "ranks": "0 to 1"}}],
+        "segments": [{"sender": "p0", "receiver": "d0", "transport": "tcp", "distance": "rack"}],
+    }
+    assert json.loads(UNKNOWING.page(json.dumps(page).encode())) == page
+
+
 def test_metrics_keep_listed_labels():
     body = (
         "# HELP baton_a Things.\n# TYPE baton_a counter\n"

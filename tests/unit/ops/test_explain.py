@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 
 import msgspec
+import pytest
 
+from baton.cli.main import run
 from baton.ops.explain import print_trace
 from baton.protocol.request_traces import RequestTrace
 from baton.telemetry.timeline import Lane, LayerTransfer, Stage
@@ -53,3 +55,33 @@ def test_without_layers_there_is_no_line_of_them() -> None:
     assert "layers" not in "".join(
         draw(msgspec.structs.replace(TRACE, layers=()), with_layers=True)
     )
+
+
+def test_text_of_clients_and_workers_cannot_steer_the_terminal() -> None:
+    hostile = "\x1b[2J\x1b]0;x\x07\x9b1m\nb[bold]"
+    span = msgspec.structs.replace(SPAN, outcome=hostile, fallbacks=[hostile], peer=hostile)
+    lane = Lane("decode", hostile, 0.9, 1.0, (Stage(hostile, 0.9, 1.0),), None)
+    trace = msgspec.structs.replace(
+        TRACE, model=hostile, gateway=span, kept=hostile, missing=(hostile,), placement=(hostile,),
+        timeline=(*TRACE.timeline, lane),
+    )  # fmt: skip
+    lines = draw(trace, with_layers=True)
+    assert all(line.isprintable() for line in lines)
+    assert any("[bold]" in line for line in lines)
+
+
+def test_what_the_link_has_lost_is_stated() -> None:
+    trace = msgspec.structs.replace(TRACE, lost_share=0.0123)
+    assert any(
+        line.startswith("1.23% of the TCP segments") for line in draw(trace, with_layers=False)
+    )
+    assert not any("TCP segments" in line for line in draw(TRACE, with_layers=False))
+
+
+@pytest.mark.parametrize("command", [("explain",), ("route", "explain", "--request-id")])
+@pytest.mark.parametrize("garbage", ["", "\udcff", "\x1b[2J", "ü"])
+def test_what_is_no_requests_id_is_refused(command, garbage, capsys) -> None:
+    assert run([*command, garbage]) == 2
+    error = capsys.readouterr().err
+    assert "is no request's id" in error
+    assert error.rstrip("\n").isprintable()

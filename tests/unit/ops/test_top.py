@@ -11,9 +11,14 @@ from baton.ops.gateway_pages import PageError
 from baton.ops.top.pages import (
     FleetStore,
     FleetTier,
+    HandoffFigures,
     Load,
+    PairHandoffs,
+    PairSegments,
+    Quantiles,
     Request,
     RequestsPage,
+    SegmentFigures,
     TierFigures,
     TransfersPage,
     Worker,
@@ -139,6 +144,21 @@ def test_workers_are_sorted_by_what_they_have_to_do():
     assert orders[1] == ["w2", "w1", "w4", "w0", "w3"]
     assert orders[2] == ["w4", "w3", "w2", "w1", "w0"]
     assert [row[7] for row in make_tables(of)[1].rows.values()][:2] == ["100% of 100", "99% of 100"]
+
+
+def test_what_a_pair_has_lost_is_beside_its_handoffs():
+    none = Quantiles()
+    figures = HandoffFigures(1, 4096, none, none, none)
+    labels = ("same_rack", "tcp", "push", "WRITE")
+    pairs = tuple(PairHandoffs("p", name, *labels, figures, figures) for name in ("d", "e"))
+    sent = (
+        PairSegments("p", "d", "tcp", SegmentFigures(0.0123)),
+        PairSegments("d", "p", "tcp", SegmentFigures(0.5)),
+        PairSegments("p", "e", "tcp", SegmentFigures(None)),
+    )
+    shown = table(snapshot(transfers=TransfersPage(60.0, pairs, sent)), "handoffs")
+    lost = [column.title for column in shown.columns].index("lost")
+    assert [row[lost] for row in shown.rows.values()] == ["1.23%", "-"]
 
 
 def test_tiers_of_the_store():

@@ -180,6 +180,25 @@ def test_without_workers_spans_the_parts_are_unknown_and_the_whole_is_not() -> N
     assert found["queue"] is found["prefill"] is found["handoff"] is None
 
 
+@pytest.mark.parametrize("clock", [ClockEstimate(DECODE_AHEAD_S, 0.001), None])
+def test_of_an_answer_in_one_piece_the_workers_first_token_counts(
+    clock: ClockEstimate | None,
+) -> None:
+    """The gateway sees the end alone: its time is not the time to first token."""
+    own = gateway()
+    del own.stamps[Stamp.FIRST_TOKEN]
+    own.predicted = PredictedTimes(queue_s=0.1, load_s=0.0, prefill_s=0.4, handoff_s=0.05)
+    ahead = WorkerTrace(prefill(), ClockEstimate(PREFILL_AHEAD_S, 0.0))
+    lanes = make_timeline(own, WorkerTrace(decode(), clock), ahead)
+    assert stages(lanes[0])["answer"] == (0.06, 2.0)
+    found = {each.part: each.actual_s for each in compare_prediction(own, lanes)}
+    if clock is None:
+        assert found["ttft"] is found["handoff"] is None
+    else:
+        assert found["ttft"] == pytest.approx(0.84)
+        assert found["handoff"] == pytest.approx(0.2)
+
+
 def test_chunks_of_a_long_prompt_are_bounded_and_none_is_lost() -> None:
     made = span("prefill")
     for step in range(3 * MOST_CHUNKS):

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 SHOWN_FOR_S: Final = 3600.0
 """For how long a resolved alert is on the page."""
+CLOCK_STEP_S: Final = 1.0
+"""By so much the machine's wall clock was set; less is what two readings differ by."""
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ class AlertMonitor:
         self._lifecycle = AlertLifecycle(TIMINGS)
         self._webhook = Webhook(options.webhook_url, registry) if options.webhook_url else None
         self._tasks: list[asyncio.Task[None]] = []
+        self._to_unix_s = clock.unix_now() - clock.now()
         firing = Gauge(
             "baton_alert_firing",
             "Sets of labels with which an alert is firing; docs/observability/alerts.md.",
@@ -105,9 +108,15 @@ class AlertMonitor:
                 log.exception("alerts were not evaluated; trying again")
             await asyncio.sleep(self._options.interval_s)
 
+    def _find_offset(self) -> float:
+        """From the monotonic clock to Unix time: an alert began when it was shown to have begun."""
+        offset_s = self._clock.unix_now() - self._clock.now()
+        if abs(offset_s - self._to_unix_s) > CLOCK_STEP_S:
+            self._to_unix_s = offset_s
+        return self._to_unix_s
+
     def _show(self, followed: Followed) -> Alert:
-        condition = followed.condition
-        to_unix = self._clock.unix_now() - self._clock.now()
+        condition, to_unix = followed.condition, self._find_offset()
         return Alert(
             alert=condition.alert,
             state=followed.state,

@@ -94,7 +94,10 @@ class EndedByTarget:
 
 @dataclass(frozen=True, slots=True)
 class Observations:
-    """All of it. Counters are since each worker's start, by worker."""
+    """All of it. Counters are by worker and epoch, since the beginning of that.
+
+    The epoch of a server has those of all ranks that have reported: with another rank it is new.
+    """
 
     links: tuple[LinkTimes, ...] = ()
     segments: tuple[LinkSegments, ...] = ()

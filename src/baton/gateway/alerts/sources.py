@@ -59,8 +59,12 @@ class AlertSources:
             segments=tuple(_list_segments(reports)),
             paths=tuple(_list_paths(reports, infos)),
             classes=tuple(self._list_classes()),
-            num_digest_failures={name: each.num_digest_failures for name, each in reports.items()},
-            num_lapsed_leases={name: each.num_lapsed_leases for name, each in reports.items()},
+            num_digest_failures={
+                f"{name} {each.epoch}": each.num_digest_failures for name, each in reports.items()
+            },
+            num_lapsed_leases={
+                f"{name} {each.epoch}": each.num_lapsed_leases for name, each in reports.items()
+            },
             predicted_tokens=0 if self.prefixes is None else self.prefixes.num_predicted_tokens,
             actual_tokens=0 if self.prefixes is None else self.prefixes.num_actual_tokens,
             stores=tuple(self._list_stores()),

@@ -191,8 +191,10 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         At once, or after `grant_quiescent`.
 
         Raises:
-            ProtocolError: KV is raw already, or some of it has come.
+            ProtocolError: nothing is granted, KV is raw already, or some of it has come.
         """
+        if self.phase is ReceivePhase.WAITING:
+            raise ProtocolError("an encoding is refused where nothing is granted")
         if self.phase is not ReceivePhase.GRANTED or self.plan is None:
             return []
         has_begun = self._requested is not None or self._finished is not None

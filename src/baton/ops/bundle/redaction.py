@@ -27,9 +27,10 @@ PAGE_STRINGS: Final = frozenset({
     "actual", "cause", "chosen", "decode", "distance", "encoding", "encodings", "endpoint", "epoch",
     "expected", "expected_transport", "fallbacks", "from", "fullest", "health", "id", "kind",
     "medium", "missing", "mode", "model", "moves", "not_tokenized", "op", "operation", "outcome",
-    "part", "peer", "placement", "prefill", "priority", "problem", "reason", "request_id",
-    "reroutes", "role", "source", "source_problems", "sources", "state", "status", "tier", "to",
-    "topology", "transport", "url", "used", "version", "why", "why_withdrawn", "worker",
+    "part", "peer", "placement", "prefill", "priority", "problem", "ranks", "reason", "receiver",
+    "request_id", "reroutes", "role", "sender", "source", "source_problems", "sources", "state",
+    "status", "tier", "to", "topology", "transport", "url", "used", "version", "why",
+    "why_withdrawn", "worker",
     # Alerts
     "alert", "labels", "not_evaluated", "runbook_url", "severity", "subject", "summary",
     # The doctor's report

@@ -95,6 +95,21 @@ class PairHandoffs(msgspec.Struct, frozen=True):
     num_mismatches: int = 0
 
 
+class SegmentFigures(msgspec.Struct, frozen=True):
+    """TCP segments; `lost_share` of them were lost, None where none was sent."""
+
+    lost_share: float | None = None
+
+
+class PairSegments(msgspec.Struct, frozen=True):
+    """What one worker's kernel sent to another worker."""
+
+    sender: str
+    receiver: str
+    transport: str
+    recent: SegmentFigures
+
+
 class TierFigures(msgspec.Struct, frozen=True):
     """Entries asked for and found, or not; `hit_share` of those, None where none was asked for."""
 
@@ -128,6 +143,7 @@ class TransfersPage(msgspec.Struct, frozen=True):
 
     window_s: float
     handoffs: tuple[PairHandoffs, ...] = ()
+    segments: tuple[PairSegments, ...] = ()
     store: FleetStore = FleetStore()
     num_left_out: int = 0
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from baton.ops.doctor.finding import one_line, write_bytes, write_seconds
+from baton.ops.top.pages import SegmentFigures
 from baton.ops.top.snapshot import READY
 
 if TYPE_CHECKING:
@@ -169,13 +170,18 @@ def _handoffs(snapshot: FleetSnapshot) -> TopTable:
         Column("p99", is_figure=True),
         Column("rate p50", is_figure=True),
         Column("exposed p50", is_figure=True),
+        Column("lost", is_figure=True),
         Column("in all", is_figure=True),
         Column("mismatches", is_figure=True),
     )
     transfers = snapshot.transfers
     pairs = () if transfers is None else transfers.handoffs[:MAX_PAIRS]
+    segments = () if transfers is None else transfers.segments
+    lost = {(each.sender, each.receiver, each.transport): each.recent for each in segments}
     rows = {
-        f"{p.prefill}>{p.decode}/{p.distance}/{p.transport}/{p.mode}/{p.operation}": _pair_row(p)
+        f"{p.prefill}>{p.decode}/{p.distance}/{p.transport}/{p.mode}/{p.operation}": _pair_row(
+            p, lost.get((p.prefill, p.decode, p.transport), SegmentFigures()).lost_share
+        )
         for p in pairs
     }
     seconds = 0.0 if transfers is None else transfers.window_s
@@ -183,7 +189,7 @@ def _handoffs(snapshot: FleetSnapshot) -> TopTable:
     return TopTable(title, columns, rows, _note(snapshot, "/debug/transfers", "none yet"))
 
 
-def _pair_row(pair: PairHandoffs) -> tuple[str, ...]:
+def _pair_row(pair: PairHandoffs, lost_share: float | None) -> tuple[str, ...]:
     recent = pair.recent
     rate, exposed = recent.bytes_per_s.p50, recent.exposed_share.p50
     return (
@@ -198,6 +204,7 @@ def _pair_row(pair: PairHandoffs) -> tuple[str, ...]:
         _seconds(recent.transfer_s.p99),
         NOTHING if rate is None else _rate(rate),
         _share(exposed),
+        NOTHING if lost_share is None else f"{lost_share:.2%}",
         str(pair.total.num),
         str(pair.num_mismatches),
     )

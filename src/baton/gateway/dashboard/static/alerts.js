@@ -17,7 +17,8 @@ let report = null;
 
 /** @param {{alerts: Alert[], not_evaluated: Record<string, string>, num_dropped: number}} list */
 export function showAlerts(list) {
-  const text = JSON.stringify(list);
+  // Figures of alerts are not drawn here: their change would take the focus from a link.
+  const text = JSON.stringify(list, (name, value) => (name === "value" ? undefined : value));
   if (text === shown) return;
   shown = text;
   drawSoon("alerts", () => draw(list));

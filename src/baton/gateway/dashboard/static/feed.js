@@ -13,6 +13,8 @@ export function openFeed(handlers, onState) {
   /** @type {EventSource | null} */
   let source = null;
   let heardAt = performance.now();
+  /** @type {ReturnType<typeof setTimeout> | undefined} */
+  let retry;
 
   function open() {
     onState("connecting");
@@ -29,7 +31,7 @@ export function openFeed(handlers, onState) {
       // After an answer that is no stream (401, 503) a browser does not try again by itself.
       if (source?.readyState === EventSource.CLOSED) {
         source = null;
-        setTimeout(() => source || open(), LATE_AFTER_MS);
+        retry = setTimeout(() => source || open(), LATE_AFTER_MS);
       }
     };
   }
@@ -42,6 +44,7 @@ export function openFeed(handlers, onState) {
   open();
   return {
     pause() {
+      clearTimeout(retry);
       source?.close();
       source = null;
     },

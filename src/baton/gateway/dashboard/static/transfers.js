@@ -29,6 +29,11 @@ const problems = el("ul", { class: "problem" });
 const rest = el("p", { class: "help" });
 byId("distance-transfers").append(distances.element, problems, rest);
 
+/** @param {Data} link @returns {[string, string]} sender and receiver, as alerts name them: what is read comes from the peer */
+function endsOf(link) {
+  return link.operation === "READ" ? [link.peer, link.worker] : [link.worker, link.peer];
+}
+
 /** @param {Data} transfers */
 export function showTransfers(transfers) {
   drawSoon("distances", () => {
@@ -39,7 +44,7 @@ export function showTransfers(transfers) {
       .map((/** @type {Data} */ pair) => `${pair.prefill} → ${pair.decode}: ${number(pair.num_mismatches)} handoffs by ${pair.transport} where ${pair.expected_transport} was expected`);
     const drifts = transfers.drifts
       .filter((/** @type {Data} */ link) => link.state === "drifted")
-      .map((/** @type {Data} */ link) => `${link.worker} → ${link.peer} (${link.transport} ${link.operation}): ${number(link.ratio)} times its time at first`);
+      .map((/** @type {Data} */ link) => `${endsOf(link).join(" → ")} (${link.transport} ${link.operation}): ${number(link.ratio)} times its time at first`);
     problems.replaceChildren(...[...mismatches, ...drifts].slice(0, MOST_PROBLEMS).map((text) => el("li", { text })));
     setText(rest, transfers.num_left_out ? `${transfers.num_left_out} pairs with less traffic are not listed, and count by distance.` : "");
   });
@@ -64,7 +69,10 @@ export function transferLayers(transfers) {
     {
       name: "drift of links",
       format: (value) => `×${number(value)}`,
-      cells: transfers.drifts.map((/** @type {Data} */ link) => ({ from: link.worker, to: link.peer, value: link.ratio, note: `${link.transport} ${link.operation}, ${link.state}` })),
+      cells: transfers.drifts.map((/** @type {Data} */ link) => {
+        const [from, to] = endsOf(link);
+        return { from, to, value: link.ratio, note: `${link.transport} ${link.operation}, ${link.state}` };
+      }),
     },
     {
       name: "lost TCP segments",
