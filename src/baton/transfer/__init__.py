@@ -7,6 +7,7 @@ File map:
     interface.py    `Transport`, its requests and events, and the registry of kinds
     region.py       registered memory: allocate, view, check bounds and what a peer claims
     scatter_gather.py  which bytes a part of a transfer moves, and those bytes as lists of buffers
+    streaming_copy.py  copies past the caches
     peer_mappings.py  peers' pages as further pages of one's own, by reference
     devices/        regions in a DAX device or a file
     links/          what a link costs, and which one is the cheapest for a transfer

@@ -27,6 +27,7 @@ import numpy as np
 from baton.errors import StoreError, StoreFullError, mapped
 from baton.store.folder.directory import FILE_MODE
 from baton.transfer.huge_pages import fill_with_huge_pages, map_shared
+from baton.transfer.streaming_copy import find_streaming_copy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -344,12 +345,13 @@ def _gather(runs: list[Run], num_extents: int) -> tuple[Run, ...] | None:
 def copy_in(views: Iterator[NDArray[np.uint8]], body: Body) -> Iterator[NDArray[np.uint8]]:
     """Copy a body into its extents: yields each piece of it, and copies it after that.
 
-    What the caller does with a piece brings it into the cache, from which it is copied.
+    What the caller does with a piece brings it into the cache, from which it is copied. The copy
+    is not: who reads it will do so after much else.
     """
-    source = np.frombuffer(body, np.uint8)
+    source, copy = np.frombuffer(body, np.uint8), find_streaming_copy()
     at = 0
     for view in views:
         piece = source[at : at + len(view)]
         yield piece
-        view[:] = piece
+        copy(view, piece)
         at += len(view)

@@ -126,27 +126,34 @@ def coalesce(
 
 
 @cache
-def load_libpmem() -> tuple[Callable[[int, int], None], Callable[[], None]]:
-    """`pmem_flush(address, num_bytes)` and `pmem_drain()`.
+def open_libpmem() -> ctypes.CDLL:
+    """libpmem, with the one environment that it is loaded with: it reads it then.
 
-    libpmem reads the environment when it is loaded. It must use an instruction that evicts
-    (CLFLUSHOPT or CLFLUSH, never CLWB), and flush also where the platform keeps its own caches'
-    content over a power cut, which it takes for a reason not to.
+    `pmem_flush` must use an instruction that evicts (CLFLUSHOPT or CLFLUSH, never CLWB), and flush
+    also where the platform keeps its own caches' content over a power cut, which it takes for a
+    reason not to.
 
     Raises:
         ConfigError: another architecture, libpmem is not installed, or was loaded before.
     """
     if platform.machine() != "x86_64":
-        raise ConfigError(f'flush = "libpmem" evicts on x86 only; this is {platform.machine()}')
+        raise ConfigError(f"libpmem evicts on x86 only; this is {platform.machine()}")
     if LIBPMEM in MAPS.read_text(errors="replace"):
         raise ConfigError("another library has loaded libpmem before, with settings of its own")
     change_environment({"PMEM_NO_CLWB": "1", "PMEM_NO_FLUSH": "0"})
     try:
-        library = ctypes.CDLL(LIBPMEM)
+        return ctypes.CDLL(LIBPMEM)
     except OSError as exc:
-        raise ConfigError(
-            f'flush = "libpmem" needs {LIBPMEM} ({exc}): apt-get install libpmem1'
-        ) from exc
+        raise ConfigError(f"{LIBPMEM} is needed ({exc}): apt-get install libpmem1") from exc
+
+
+def load_libpmem() -> tuple[Callable[[int, int], None], Callable[[], None]]:
+    """`pmem_flush(address, num_bytes)` and `pmem_drain()`.
+
+    Raises:
+        ConfigError: see `open_libpmem`.
+    """
+    library = open_libpmem()
     flush, drain = library.pmem_flush, library.pmem_drain
     flush.argtypes, flush.restype = [ctypes.c_void_p, ctypes.c_size_t], None
     drain.argtypes, drain.restype = [], None

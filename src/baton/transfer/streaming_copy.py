@@ -1,0 +1,55 @@
+"""Copies past the caches, of what this processor does not read again soon.
+
+A usual store reads its line from memory first, and puts out of the caches what is in them. libpmem
+has copies with non-temporal stores, which do neither, for any length; the C library makes them from
+a length on that is that of hundreds of MiB on many virtual machines.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+import numpy as np
+
+from baton.errors import ConfigError
+from baton.transfer.devices.flushing import open_libpmem
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    Copy: TypeAlias = Callable[[NDArray[np.uint8], NDArray[np.uint8]], None]
+
+_NONTEMPORAL: Final = 1 << 1
+"""PMEM_F_MEM_NONTEMPORAL of libpmem.h."""
+
+
+@cache
+def find_streaming_copy() -> Copy:
+    """`copy(into, source)` of contiguous arrays of one length, uint8 `[n]`; the caller owns both.
+
+    numpy's, where libpmem is not installed or cannot be used. Other threads run meanwhile; what is
+    written is visible to all processors when it returns.
+    """
+    try:
+        library = open_libpmem()
+    except ConfigError:
+        return np.copyto
+    memcpy = ctypes.CFUNCTYPE(
+        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
+    )(("pmem_memcpy", library))
+
+    def copy(into: NDArray[np.uint8], source: NDArray[np.uint8]) -> None:
+        if len(into) != len(source):
+            raise ValueError(f"{len(source)} bytes into {len(into)}")
+        memcpy(_address(into), _address(source), len(source), _NONTEMPORAL)
+
+    return copy
+
+
+def _address(array: NDArray[np.uint8]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
