@@ -42,7 +42,7 @@ ANOTHER_LOAD: Final = 4.0
 arrivals it is seen in one window of two hundred."""
 LEAST_UNDER_WAY: Final = 3.0
 """On the average. The fewer they are, the less do independent arrivals change their number."""
-LEAST_PROMPTS: Final = 8
+LEAST_PROMPTS: Final = 12
 """Whose mean length is taken, at least."""
 LASTED_SHARE: Final = 0.05
 """What the newest duration counts in the mean."""
