@@ -19,6 +19,7 @@ for the traffic as it comes (`router/demand.py`).
       │   such a load, though no more is predicted of it. The same, but it must be `BETTER` to stay
       │
       └─► another load comes, of which something is known: the division that was best then, at once
+          (closed loops; another number at once, or prompts of another length)
 
 What is known of which load is in `router/division_memory.py`. Pure: times are given.
 """
@@ -37,7 +38,7 @@ from baton.router.demand import (
     find_demand,
     predict_rate,
 )
-from baton.router.division_memory import DivisionMemory, are_alike
+from baton.router.division_memory import NO_LOAD, DivisionMemory, LoadShape
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -69,7 +70,7 @@ PAUSE_S: Final = 3.0
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """A division of which nothing is known yet: `before` was there, with so many at once.
+    """A division of which nothing is known yet: `before` was there, under this load.
 
     It is given up if more than `most_under_way` requests are. `predicted`: good requests a second;
     None: it is tried because few were good, whatever is predicted.
@@ -77,7 +78,7 @@ class _Trial:
     """
 
     before: frozenset[WorkerId]
-    at_once: float
+    load: LoadShape
     most_under_way: float
     predicted: float | None
     began_at: float
@@ -107,8 +108,8 @@ def _most_by_chance(num_under_way: int) -> float:
 class Division:
     """One model's. `prefills` only prefill at present; empty: all do both.
 
-    Requests that ended before `_shown_since` show something else. At the last look `_seen` requests
-    were under way at once, when it was last judged `_judged`. Owner: one thread.
+    Requests that began before `_shown_since` show something else. `_seen` is the load at the last
+    look, `_judged` when it was last judged; at `_alike_at` the two were alike. Owner: one thread.
     """
 
     limits: Limits
@@ -116,8 +117,9 @@ class Division:
     _shown_since: float = float("-inf")
     _trial: _Trial | None = None
     _looked_at: float = float("-inf")
-    _seen: int = 0
-    _judged: int = 0
+    _seen: LoadShape = NO_LOAD
+    _judged: LoadShape | None = None
+    _alike_at: float = float("-inf")
     _has_paused: bool = False
     _memory: DivisionMemory = field(default_factory=DivisionMemory)
 
@@ -143,13 +145,19 @@ class Division:
             self._has_paused = True
             if self._trial is not None:
                 self._break_off(self._trial, now)
-        seen, self._seen = self._seen, arrivals.most_under_way
+        seen = self._seen
+        self._seen = LoadShape(arrivals.most_under_way, arrivals.num_prompt_tokens)
         if self._trial is not None and num_under_way > self._trial.most_under_way:
             has_grown = self._trial.has_grown(arrivals.num_begun, now)
             self._give_up(self._trial, now, has_grown=has_grown)
-        elif not arrivals.are_closed_loops or are_alike(self._seen, self._judged or self._seen):
+        elif not arrivals.are_closed_loops or self._seen.is_like(self._judged or self._seen):
+            self._alike_at = now
             self._look_at_ended(num_under_way, workers, load, now)
-        elif (self._has_paused and num_under_way) or are_alike(self._seen, seen):
+        elif (
+            (self._has_paused and num_under_way)
+            or self._seen.is_like(seen)
+            or self._memory.find_best(self._seen, now) is not None
+        ):
             self._begin_load(workers, load, now)
         self._has_paused = self._has_paused and num_under_way == 0
 
@@ -157,7 +165,8 @@ class Division:
         """Another load is here: what was best at such a load, if that is known, takes over."""
         self._judged, self._trial = self._seen, None
         if not self._has_paused:
-            self._shown_since = now
+            self._shown_since = max(self._shown_since, self._alike_at)
+        self._alike_at = now
         here = self._memory.find(len(self.prefills), self._seen, now)
         found = self._memory.find_best(self._seen, now)
         if found is None:
@@ -180,7 +189,7 @@ class Division:
         chance = self._find_deviation(ended, now)
         doubt = 0.0 if is_whole else chance
         traffic = self._find_traffic(ended, workers, load, num_under_way=num_under_way, now=now)
-        chosen, at_once = self._judge(traffic, doubt, now), traffic.demand.num_at_once
+        chosen, shape = self._judge(traffic, doubt, now), self._shape_of(traffic)
         predicted: float | None = None
         if chosen != len(self.prefills):
             predicted = traffic.predict(chosen)
@@ -192,16 +201,10 @@ class Division:
         if chosen != len(self.prefills):
             before = self.prefills if self._trial is None else self._trial.before
             trial = None
-            if self._memory.find(chosen, at_once, now) is None:
-                trial = _Trial(
-                    before,
-                    at_once,
-                    _most_by_chance(num_under_way),
-                    predicted,
-                    now,
-                    costs.arrivals.num_begun,
-                    traffic.achieved.rate,
-                )
+            if self._memory.find(chosen, shape, now) is None:
+                most, num_begun = _most_by_chance(num_under_way), costs.arrivals.num_begun
+                rate = traffic.achieved.rate
+                trial = _Trial(before, shape, most, predicted, now, num_begun, rate)
             self._set(chosen, workers, load, now)
             self._trial = trial
 
@@ -232,17 +235,22 @@ class Division:
         # Of closed loops their number is known; the mean is of those that ended in the window.
         at_once = max(demand.num_at_once, num_under_way)
         if arrivals.are_closed_loops:
-            at_once = self._seen
+            at_once = self._seen.num_at_once
         demand = replace(demand, num_at_once=at_once)
-        known = self._memory.find(num_prefill, at_once, now)
+        shape = replace(self._seen, num_at_once=at_once)
+        known = self._memory.find(num_prefill, shape, now)
         if known is not None:
             achieved = achieved.mean_with(known)
-        self._memory.note(num_prefill, achieved, at_once, now)
+        self._memory.note(num_prefill, achieved, shape, now)
         if not arrivals.are_closed_loops:
             return IndependentArrivals(demand, self.limits, achieved, len(workers), num_prefill)
         predicted, _, _ = predict_rate(demand, len(workers), num_prefill)
         demand = replace(demand, trust=min(1.0, rate / predicted))
         return ClosedLoops(demand, self.limits, achieved, len(workers))
+
+    def _shape_of(self, traffic: Traffic) -> LoadShape:
+        """The load that is judged."""
+        return replace(self._seen, num_at_once=traffic.demand.num_at_once)
 
     def _find_ended(
         self, latest: Iterable[EndedRequest], now: float, least: int
@@ -252,7 +260,7 @@ class Division:
         `least` or more; empty if they are too few. Closed loops come in waves: a whole window has
         several. Those that began before the division was made, or the load, show something else.
         """
-        ended = [each for each in latest if each.at > self._shown_since]
+        ended = [each for each in latest if each.at - each.lasted_s > self._shown_since]
         if len(ended) < least:
             return [], False
         typical_s = sum(each.lasted_s for each in ended[-LEAST_ENDED:]) / LEAST_ENDED
@@ -272,16 +280,16 @@ class Division:
 
         `doubt`: good requests a second by which what is achieved may be wrong.
         """
-        num, at_once = len(self.prefills), traffic.demand.num_at_once
+        num, shape = len(self.prefills), self._shape_of(traffic)
         achieved = traffic.value(traffic.achieved)
         best, most, is_known = num, achieved + doubt, False
-        refuted = self._memory.find_refuted(at_once, now)
+        refuted = self._memory.find_refuted(shape, now)
         # Where one division was predicted to be better than it is, so are others.
         believed = min(refuted.values(), default=1.0)
         for other in range(traffic.num_workers):
             if other == num or other in refuted:
                 continue
-            known = self._memory.find(other, at_once, now)
+            known = self._memory.find(other, shape, now)
             if known is not None:
                 worth = traffic.value(known) / BETTER
             else:
@@ -290,12 +298,12 @@ class Division:
                 best, most, is_known = other, worth, known is not None
         trial = self._trial
         if not is_known and trial is not None and doubt == 0.0:
-            known = self._memory.find(len(trial.before), at_once, now)
+            known = self._memory.find(len(trial.before), shape, now)
             if known is not None and achieved <= trial.find_least(traffic.value(known)):
                 best, is_known = len(trial.before), True
         if is_known:  # back: what was tried is not as good
             share = 1.0 if trial is None else trial.share_of(achieved)
-            self._memory.refute(num, at_once, now, share=share)
+            self._memory.refute(num, shape, now, share=share)
         return best
 
     def _find_unknown(self, traffic: Traffic, chance: float, now: float) -> int:
@@ -305,35 +313,35 @@ class Division:
         promising one, else the present one. For closed loops alone: of independent arrivals no
         division serves more, and where few are good they pile up.
         """
-        num, at_once, achieved = len(self.prefills), traffic.demand.num_at_once, traffic.achieved
+        num, shape, achieved = len(self.prefills), self._shape_of(traffic), traffic.achieved
         if not isinstance(traffic, ClosedLoops) or achieved.good + chance >= FEW * achieved.rate:
             return num
-        refuted = self._memory.find_refuted(at_once, now)
+        refuted = self._memory.find_refuted(shape, now)
         unknown = [
             other
             for other in {0, num - 1, num + 1} - {num}
             if 0 <= other < traffic.num_workers
             and other not in refuted
-            and self._memory.find(other, at_once, now) is None
+            and self._memory.find(other, shape, now) is None
         ]
         return max(unknown, key=traffic.predict, default=num)
 
     def _give_up(self, trial: _Trial, now: float, *, has_grown: bool) -> None:
         """Requests pile up: they come faster than this division serves them, or than before."""
         if not has_grown:
-            self._memory.refute(len(self.prefills), trial.at_once, now, is_too_slow=True)
+            self._memory.refute(len(self.prefills), trial.load, now, is_too_slow=True)
         self._change(trial.before, now)
 
     def _break_off(self, trial: _Trial, now: float) -> None:
         """No more requests come: what is known by now decides which division waits for others."""
         num = len(self.prefills)
-        found = self._memory.find(num, trial.at_once, now)
-        before = self._memory.find(len(trial.before), trial.at_once, now)
+        found = self._memory.find(num, trial.load, now)
+        before = self._memory.find(len(trial.before), trial.load, now)
         if found is None or before is None:
             self._change(trial.before, now)
         elif found.good <= before.good:
             share = trial.share_of(found.good)
-            self._memory.refute(num, trial.at_once, now, share=share)
+            self._memory.refute(num, trial.load, now, share=share)
             self._change(trial.before, now)
         self._trial = None
 

@@ -327,7 +327,7 @@ class FleetLoad:
             handoff_s=handoff_s,
         )
         decode.count_decodes(+1)
-        costs.arrivals.begin(now)
+        costs.arrivals.begin(now, num_cached + num_tokens + num_stored)
         costs.note_found(num_cached, num_tokens + num_stored)
         return RunningRequest(
             prefill,

@@ -34,8 +34,8 @@ def split(num_prefill, num_decode):
 class World:
     """Clients that ask for prompts without a common beginning, one after another."""
 
-    def __init__(self, policy, views, num_tokens, num_answer_tokens, costs=COSTS):
-        self.simulation = Simulation([policy], views, costs)
+    def __init__(self, policy, views, num_tokens, num_answer_tokens, costs=COSTS, seed=0):
+        self.simulation = Simulation([policy], views, costs, seed)
         self.views, self.num_clients = views, 0
         self.num_tokens, self.num_answer_tokens = num_tokens, num_answer_tokens
         self.asked = self.sessions()

@@ -44,7 +44,7 @@ class Looks:
             if look_at > UNTIL_S:
                 break
             if lasted_s is None:
-                self.arrivals.begin(at)
+                self.arrivals.begin(at, 1)
             else:
                 self.arrivals.end(at, lasted_s)
 
@@ -169,15 +169,19 @@ def test_a_pause_of_all_clients_is_no_change():
     st.sampled_from(["constant", "between 0.5 and 1.5"]),
     st.integers(3, 32),
     st.floats(1.6, 8.0),
+    st.sampled_from([15.0, 20.0]),
 )
-def test_closed_loops_that_come_and_go_stay_closed_loops(seed, lasts, num, times):
-    """Some times as many clients every other 20 s, and in the last 3.5 s of them no request."""
+def test_closed_loops_that_come_and_go_stay_closed_loops(seed, lasts, num, times, for_s):
+    """Some times as many clients every other 20 s, for so long: the next ones come at once, or not.
+
+    Then requests of both are under way for a while.
+    """
     rng, requests = Random(seed), []
     for since_s in (0.0, 20.0, 40.0):
         count = num if since_s != 20.0 else int(times * num)
         begins = one_by_one(count, 0.1, since_s)
         asked = closed_loops(rng, DURATIONS[lasts], begins)
-        requests += [(at, ends_at) for at, ends_at in asked if at < since_s + 15.0]
+        requests += [(at, ends_at) for at, ends_at in asked if at < since_s + for_s]
     looks = Looks(requests)
     looks.look(UNTIL_S)
     open_at = [at for at in looks.open_at if at > SETTLED_S]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from bisect import bisect_right
+from itertools import pairwise, product
 
 import msgspec
 import pytest
@@ -26,18 +27,23 @@ LONG_PROMPTS, SHORT_PROMPTS = (4, 2048, 32), (16, 512, 128)
 """Clients, tokens in, tokens out."""
 
 
-def bursts(policy, views, pause_s, num_rounds=4):
-    """Good requests a second in each burst of 15 s: few clients, then four times as many."""
-    world, good = World(policy, views, 0, 0, STEPS_OF_GPUS), {LONG_PROMPTS: [], SHORT_PROMPTS: []}
-    for _ in range(num_rounds):
-        for load, found in good.items():
-            num_clients, world.num_tokens, world.num_answer_tokens = load
-            began_at = world.simulation.now
-            world.burst(num_clients, 15.0, pause_s)
-            ended = [each for each in world.simulation.outcomes if each.began_at >= began_at]
-            num = sum(each.ttft_s <= TTFT_S and each.tpot_s <= TPOT_S for each in ended)
-            found.append(num / 15.0)
-    return good[LONG_PROMPTS], good[SHORT_PROMPTS]
+BURST_S = 15.0
+
+
+def bursts(policy, views, pause_s, loads=(LONG_PROMPTS, SHORT_PROMPTS), seed=0, num_rounds=4):
+    """Of each load in turns: good requests a second of those that began in each burst of 15 s."""
+    world, began_at = World(policy, views, 0, 0, STEPS_OF_GPUS, seed), []
+    for _, load in product(range(num_rounds), loads):
+        num_clients, world.num_tokens, world.num_answer_tokens = load
+        began_at.append(world.simulation.now)
+        world.burst(num_clients, BURST_S, pause_s)
+    world.simulation.run()
+    num_good = [0] * len(began_at)
+    for each in world.simulation.outcomes:
+        if each.ttft_s <= TTFT_S and each.tpot_s <= TPOT_S:
+            num_good[bisect_right(began_at, each.began_at) - 1] += 1
+    per_s = [num / BURST_S for num in num_good]
+    return [per_s[at :: len(loads)] for at in range(len(loads))]
 
 
 def adaptive(tpot_s=TPOT_S):
@@ -53,6 +59,33 @@ def test_each_load_has_its_division_from_the_second_time_on(pause_s):
     found_few, found_many = bursts(adaptive(), replicas(2), pause_s)
     assert min(found_few[1:]) >= 0.9 * min(few), (found_few, few)
     assert min(found_many[1:]) >= 0.8 * many_by_replicas, (found_many, many_by_replicas)
+
+
+WITHOUT_A_PAUSE = {
+    "few long prompts, many short ones": (LONG_PROMPTS, SHORT_PROMPTS),
+    "as many long prompts as short ones": ((8, 2048, 32), (8, 512, 128)),
+    "few and many long prompts": (LONG_PROMPTS, (16, 2048, 32)),
+    "few and many short prompts": ((4, 512, 128), SHORT_PROMPTS),
+}
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("num_workers", [2, 4])
+@pytest.mark.parametrize("loads", WITHOUT_A_PAUSE.values(), ids=WITHOUT_A_PAUSE)
+def test_loads_that_follow_each_other_at_once_have_their_divisions(loads, num_workers, seed):
+    """From the second time on, compared with the best division of each burst.
+
+    A change costs some of its 15 s: it has to be seen, and requests of both loads are under way.
+    """
+    loads = [(num * num_workers // 2, *tokens) for num, *tokens in loads]
+
+    def good(policy, views):
+        return [sum(found[1:]) for found in bursts(policy, views, 0.0, loads, seed)]
+
+    fixed = [good(RoundRobin(), replicas(num_workers))]
+    fixed += [good(RoundRobin(), split(num, num_workers - num)) for num in range(1, num_workers)]
+    found, best = sum(good(adaptive(), replicas(num_workers))), sum(map(max, *fixed))
+    assert found >= 0.7 * best, (found, best, fixed)
 
 
 def test_what_keeps_few_limits_is_left_also_if_no_better_is_predicted(monkeypatch):
