@@ -171,10 +171,7 @@ class ResultFlags:
     goodput: Annotated[
         tuple[str, ...],
         Parameter(
-            help="A bound in ms, as ttft:500, tpot:50 or e2e:10000; may be repeated.",
-            negative="",
-            show_default=False,
-            group=RESULTS,
+            help="A bound in ms, as ttft:500, tpot:50 or e2e:10000; may be repeated.", group=RESULTS
         ),
     ] = ()
     output: Annotated[
@@ -184,9 +181,7 @@ class ResultFlags:
         Path | None,
         Parameter(help="Write each request to this file, as it ends (JSON lines).", group=RESULTS),
     ] = None
-    json: Annotated[
-        bool, Parameter(help="Print the report as JSON.", negative="", group=RESULTS)
-    ] = False
+    json: Annotated[bool, Parameter(help="Print the report as JSON.", group=RESULTS)] = False
 
 
 def serve(
@@ -195,9 +190,7 @@ def serve(
     workload: WorkloadFlags | None = None,
     load: LoadFlags | None = None,
     results: ResultFlags | None = None,
-    debug: Annotated[
-        bool, Parameter(help="Show where an error arose.", negative="", show_default=False)
-    ] = False,
+    debug: Annotated[bool, Parameter(help="Show where an error arose.")] = False,
 ) -> int:
     """Load any server that speaks OpenAI's API, and measure its answers.
 

@@ -45,13 +45,11 @@ def explain(  # noqa: PLR0913 - one for each flag
     api_key_env: Annotated[
         str, Parameter(help="The environment variable that holds the client's key, if any.")
     ] = "OPENAI_API_KEY",
-    json: Annotated[bool, Parameter(help="Print JSON.", negative="", show_default=False)] = False,
+    json: Annotated[bool, Parameter(help="Print JSON.")] = False,
     plot: Annotated[
         Path | None, Parameter(help="Write a figure to this file (.png, .svg, .pdf).")
     ] = None,
-    debug: Annotated[
-        bool, Parameter(help="Show where an error arose.", negative="", show_default=False)
-    ] = False,
+    debug: Annotated[bool, Parameter(help="Show where an error arose.")] = False,
 ) -> int:
     """Print every candidate for a request with its predicted parts; the request is not served.
 
@@ -156,10 +154,7 @@ class FleetFlags:
     policy: Annotated[
         list[str],
         Parameter(
-            help="A policy; may be repeated [default: round_robin, prefix, cost].",
-            negative="",
-            show_default=False,
-            group=FLEET,
+            help="A policy; may be repeated [default: round_robin, prefix, cost].", group=FLEET
         ),
     ] = field(default_factory=list)
     costs: Annotated[
@@ -171,12 +166,7 @@ class FleetFlags:
     ] = None
     cost: Annotated[
         list[str],
-        Parameter(
-            help="One of them, such as prefill_token_s=1e-4; may be repeated.",
-            negative="",
-            show_default=False,
-            group=FLEET,
-        ),
+        Parameter(help="One of them, such as prefill_token_s=1e-4; may be repeated.", group=FLEET),
     ] = field(default_factory=list)
 
 
@@ -190,7 +180,7 @@ def replay(
     load: ReplayFlags | None = None,
     fleet: FleetFlags | None = None,
     config: ConfigFlags | None = None,
-    json: Annotated[bool, Parameter(help="Print JSON.", negative="", show_default=False)] = False,
+    json: Annotated[bool, Parameter(help="Print JSON.")] = False,
 ) -> int:
     """Replay a trace, or a generated load, under several policies, in virtual time.
 
