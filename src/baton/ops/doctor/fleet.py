@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton.errors import UNDECODABLE
 from baton.ops.doctor.finding import Area, Finding, Level
-from baton.ops.gateway_pages import OK, PageError, read_refusal
+from baton.ops.gateway_pages import OK, PageError, RequestIds, read_refusal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,18 +27,6 @@ NUM_TRACES: Final = 32
 NOT_FOUND: Final = 404
 
 T = TypeVar("T")
-
-
-class ListedRequest(msgspec.Struct, frozen=True):
-    """What is read of one line of `/debug/requests`."""
-
-    id: str
-
-
-class RequestList(msgspec.Struct, frozen=True):
-    """What is read of `/debug/requests`."""
-
-    requests: tuple[ListedRequest, ...]
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -119,7 +107,7 @@ def _latest_summaries(gateway: Gateway) -> list[Summary]:
     status, body = gateway.get("/debug/requests")
     if status == NOT_FOUND:
         raise PageError("the gateway shows requests to its own host only: run the doctor there")
-    listed = _decode(status, body, RequestList)
+    listed = _decode(status, body, RequestIds)
     summaries: list[Summary] = []
     for request in listed.requests[:NUM_TRACES]:
         status, body = gateway.get(f"/debug/requests/{quote(request.id, safe='')}")
