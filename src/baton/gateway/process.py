@@ -71,6 +71,7 @@ from baton.net.http_limits import Connections, HttpLimits, allow_descriptors
 from baton.net.http_server import (
     bind,
     count_refusals,
+    end_signals,
     inherit,
     is_listening,
     make_server_config,
@@ -86,7 +87,8 @@ from baton.telemetry.process_status import Ready, StatusReporter
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import AsyncGenerator, Generator
+    from collections.abc import AsyncGenerator
+    from contextlib import AbstractContextManager
 
     from baton.clock import Clock
     from baton.gateway.members.announced import AnnouncedWorkers
@@ -381,18 +383,9 @@ class _Server(uvicorn.Server):
         self._status_reporter.report(self._ready)
         log.info("listening on %s", self._ready.url)
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None]:
+    def capture_signals(self) -> AbstractContextManager[None]:
         """Take signals through the event loop, and do not raise them again at the end."""
-        loop = asyncio.get_running_loop()
-        signals = (signal.SIGTERM, signal.SIGINT)
-        for number in signals:
-            loop.add_signal_handler(number, self._on_signal, number)
-        try:
-            yield
-        finally:
-            for number in signals:
-                loop.remove_signal_handler(number)
+        return end_signals(self._on_signal)
 
     def _on_signal(self, number: int) -> None:
         if self.should_exit:
