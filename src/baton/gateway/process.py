@@ -87,8 +87,7 @@ from baton.telemetry.process_status import Ready, StatusReporter
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import AsyncGenerator
-    from contextlib import AbstractContextManager
+    from collections.abc import AsyncGenerator, Generator
 
     from baton.clock import Clock
     from baton.gateway.members.announced import AnnouncedWorkers
@@ -383,9 +382,11 @@ class _Server(uvicorn.Server):
         self._status_reporter.report(self._ready)
         log.info("listening on %s", self._ready.url)
 
-    def capture_signals(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
         """Take signals through the event loop, and do not raise them again at the end."""
-        return end_signals(self._on_signal)
+        with end_signals(self._on_signal):
+            yield
 
     def _on_signal(self, number: int) -> None:
         if self.should_exit:
