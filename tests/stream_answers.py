@@ -103,3 +103,20 @@ class StreamClient:
                     self.answer.read(event)
             assert not rest
         return self.answer
+
+
+async def ask_for_several(
+    session: aiohttp.ClientSession, url: str, body: dict[str, Any]
+) -> dict[int, StreamedAnswer]:
+    """The choices of one stream, each as if it had come alone."""
+    answers: dict[int, StreamedAnswer] = {}
+    async with session.post(
+        url + "/v1/completions", json={"model": "demo", "stream": True, **body}
+    ) as response:
+        for event in (await response.read()).split(b"\n\n")[:-2]:
+            fields = json.loads(event.removeprefix(b"data: "))
+            assert "error" not in fields, fields
+            answers.setdefault(fields["choices"][0]["index"], StreamedAnswer()).read(event)
+    for answer in answers.values():
+        answer.is_done = True
+    return answers

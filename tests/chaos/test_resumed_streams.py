@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,7 +15,7 @@ from tests.chaos.clients import Prompts
 from tests.chaos.conftest import ENGINE, GATEWAY, KEY, SEED, run
 from tests.chaos.process_state import until
 from tests.preloaded import start_preloaded
-from tests.stream_answers import StreamClient, StreamedAnswer
+from tests.stream_answers import StreamClient, StreamedAnswer, ask_for_several
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -190,23 +189,6 @@ def test_prefill_dies_and_then_decode_under_several_answers_that_began_early(
         assert same(answer) == same(expected)
 
     run(scenario)
-
-
-async def ask_for_several(
-    session: aiohttp.ClientSession, url: str, body: dict[str, Any]
-) -> dict[int, StreamedAnswer]:
-    """The choices of one stream, each as if it had come alone."""
-    answers: dict[int, StreamedAnswer] = {}
-    async with session.post(
-        url + COMPLETIONS, json={"model": "demo", "stream": True, **body}
-    ) as response:
-        for event in (await response.read()).split(b"\n\n")[:-2]:
-            fields = json.loads(event.removeprefix(b"data: "))
-            assert "error" not in fields, fields
-            answers.setdefault(fields["choices"][0]["index"], StreamedAnswer()).read(event)
-    for answer in answers.values():
-        answer.is_done = True
-    return answers
 
 
 ASKED = {**SEEDED, "max_tokens": 20, "logprobs": 1, **USAGE}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import time
@@ -20,7 +19,7 @@ from baton.testing.fleet import Fleet, FleetProcess
 from tests.e2e.client import KEY, TIMEOUT
 from tests.e2e.conftest import ENGINE, SPEC
 from tests.preloaded import start_preloaded
-from tests.stream_answers import StreamClient, StreamedAnswer
+from tests.stream_answers import StreamClient, StreamedAnswer, ask_for_several
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -254,23 +253,6 @@ async def check_kv_came(
     (move,) = trace["gateway"]["moves"]
     assert move.endswith("(drain)"), "its request waited there"
     return int(taken["num_received_tokens"])
-
-
-async def ask_for_several(
-    session: aiohttp.ClientSession, url: str, body: dict[str, Any]
-) -> dict[int, StreamedAnswer]:
-    """The choices of one stream, each as if it had come alone."""
-    answers: dict[int, StreamedAnswer] = {}
-    async with session.post(
-        url + COMPLETIONS, json={"model": "demo", "stream": True, **body}
-    ) as response:
-        for event in (await response.read()).split(b"\n\n")[:-2]:
-            fields = json.loads(event.removeprefix(b"data: "))
-            assert "error" not in fields, fields
-            answers.setdefault(fields["choices"][0]["index"], StreamedAnswer()).read(event)
-    for answer in answers.values():
-        answer.is_done = True
-    return answers
 
 
 async def drain_one(

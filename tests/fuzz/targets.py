@@ -176,7 +176,6 @@ from baton.transfer.transports.nixl.session import NixlMetadata
 from baton.transfer.transports.nixl.session import _metadata as nixl_metadata
 from baton.transfer.transports.shared import wire as shared
 from baton.transfer.transports.tcp import wire as tcp
-from baton.transfer.transports.tcp.sockets import parse_endpoint as parse_tcp_endpoint
 from baton.worker.fields import parse_chat, parse_completion
 from baton.worker.http_exchange import UnknownPathError
 from baton.worker.standby import read_next_tokens
@@ -622,7 +621,6 @@ def read_endpoint(data: bytes) -> str:
     text = data.decode("utf-8", "replace")
     return answers(
         (TransferError,),
-        lambda: parse_tcp_endpoint(text),
         lambda: parse_endpoint("host", text),
         lambda: parse_endpoint("network", text),
     )

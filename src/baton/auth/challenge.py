@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 EPHEMERAL_BYTES: Final = 32
 SIGNATURE_BYTES: Final = 64
 MAC_BYTES: Final = 32
-HELLO_BYTES: Final = EPHEMERAL_BYTES
 ANSWER_BYTES: Final = SIGNATURE_BYTES + MAC_BYTES + MAX_CERTIFICATE_BYTES
 """At most, as `PROOF_BYTES`: certificates have different lengths."""
 PROOF_BYTES: Final = EPHEMERAL_BYTES + ANSWER_BYTES
@@ -97,7 +96,7 @@ class DialerChallenge(_Challenge):
     """The side that connected: sends `hello`, checks the proof, sends the answer."""
 
     def hello(self) -> bytes:
-        """The first `HELLO_BYTES` bytes to send."""
+        """The first `EPHEMERAL_BYTES` bytes to send."""
         return self._ephemeral
 
     def answer(self, proof: bytes) -> bytes:

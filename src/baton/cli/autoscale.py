@@ -28,16 +28,12 @@ class AutoscaleFlags(ConfigFlags):
         Sets("scaling.gateways"),
         Parameter(
             help="A gateway's URL, or its management port's; may be repeated "
-            "[default: http://127.0.0.1:8000].",
-            negative="",
+            "[default: http://127.0.0.1:8000]."
         ),
     ] = None
     fleet: Fleet = DEFAULT_FLEET
     on: On = LOCAL
-    dry_run: Annotated[
-        bool,
-        Parameter(help="Print decisions, change nothing.", negative="", show_default=False),
-    ] = False
+    dry_run: Annotated[bool, Parameter(help="Print decisions, change nothing.")] = False
 
 
 def autoscale(flags: AutoscaleFlags | None = None) -> int:

@@ -45,8 +45,7 @@ class LinkFlags(ConfigFlags):
         str | None, Parameter(help="Listen at HOST:PORT for a run that another host starts.")
     ] = None
     transport: Annotated[
-        tuple[str, ...],
-        Parameter(help="Only this transport; may be repeated.", negative="", show_default=False),
+        tuple[str, ...], Parameter(help="Only this transport; may be repeated.")
     ] = ()
     sizes: Annotated[
         str | None, Parameter(help="Message sizes [default: 32KiB,1MiB,16MiB,100MB].")
@@ -54,19 +53,11 @@ class LinkFlags(ConfigFlags):
     rounds: Annotated[
         int | None, Parameter(help="Rounds, with fresh processes in each [default: 3].")
     ] = None
-    quick: Annotated[
-        bool,
-        Parameter(help="Small and short: does it work?", negative="", show_default=False),
-    ] = False
+    quick: Annotated[bool, Parameter(help="Small and short: does it work?")] = False
     peers: Annotated[
-        bool,
-        Parameter(
-            help="Also measure NIXL, Mooncake, gloo, plain sockets and iperf3.",
-            negative="",
-            show_default=False,
-        ),
+        bool, Parameter(help="Also measure NIXL, Mooncake, gloo, plain sockets and iperf3.")
     ] = False
-    json: Annotated[bool, Parameter(help="Print JSON.", negative="", show_default=False)] = False
+    json: Annotated[bool, Parameter(help="Print JSON.")] = False
     plot: Annotated[
         Path | None, Parameter(help="Write a figure to this file (.png, .svg, .pdf).")
     ] = None
@@ -196,10 +187,8 @@ def compare(
         str | None,
         Parameter(help="Exit with 1 if B is certainly worse by more, such as 5%."),
     ] = None,
-    json: Annotated[bool, Parameter(help="Print JSON.", negative="", show_default=False)] = False,
-    debug: Annotated[
-        bool, Parameter(help="Show where an error arose.", negative="", show_default=False)
-    ] = False,
+    json: Annotated[bool, Parameter(help="Print JSON.")] = False,
+    debug: Annotated[bool, Parameter(help="Show where an error arose.")] = False,
 ) -> int:
     """Report whether B differs from A, and how certain that is.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from baton.cli.bench import read_share
-from baton.cli.flags import ConfigFlags, Sets, Transport
+from baton.cli.flags import ConfigFlags, Engine, Model, Transport
 from baton.clock import MachineClock
 from baton.config.environment import read_environment
 from baton.config.resolve import CommandLine, Resolved, resolve
@@ -32,31 +32,16 @@ INTERRUPTED = 130
 class ServerFlags(ConfigFlags):
     """The servers of every configuration."""
 
-    model: Annotated[
-        str | None, Sets("worker.model"), Parameter(help="A model's folder [default: the demo].")
-    ] = None
-    engine: Annotated[
-        str | None,
-        Sets("worker.engine"),
-        Parameter(help="transformers (default), vllm, or another."),
-    ] = None
+    model: Model = None
+    engine: Engine = None
     transport: Transport = None
     workers: Annotated[int, Parameter(help="How many workers each configuration may use.")] = 2
     arm: Annotated[
         tuple[str, ...],
-        Parameter(
-            help="Only this configuration (single, replicated, 1P1D, …); may be repeated.",
-            negative="",
-            show_default=False,
-        ),
+        Parameter(help="Only this configuration (single, replicated, 1P1D, …); may be repeated."),
     ] = ()
     peers: Annotated[
-        bool,
-        Parameter(
-            help="With --engine vllm: NixlConnector and vllm-router too, if installed.",
-            negative="",
-            show_default=False,
-        ),
+        bool, Parameter(help="With --engine vllm: NixlConnector and vllm-router too, if installed.")
     ] = False
 
     def plan_launch(self, configuration: "Configuration") -> "LaunchPlan":
@@ -178,9 +163,7 @@ class VerdictFlags:
     goodput: Annotated[
         tuple[str, ...],
         Parameter(
-            help="SLO: ttft:500, tpot:50, e2e:9000 in ms; may be repeated [default: derived].",
-            negative="",
-            show_default=False,
+            help="SLO: ttft:500, tpot:50, e2e:9000 in ms; may be repeated [default: derived]."
         ),
     ] = ()
     cost_per_worker_hour: Annotated[
@@ -189,7 +172,7 @@ class VerdictFlags:
     output: Annotated[
         Path | None, Parameter(help="A new folder for all results [default: baton-arch-DATE].")
     ] = None
-    json: Annotated[bool, Parameter(help="Print JSON.", negative="", show_default=False)] = False
+    json: Annotated[bool, Parameter(help="Print JSON.")] = False
 
 
 def architectures(

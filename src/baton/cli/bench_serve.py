@@ -54,7 +54,7 @@ class TargetFlags:
     ] = "OPENAI_API_KEY"
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=WORKLOAD)
 @dataclass(frozen=True, kw_only=True)
 class ShapeFlags:
     """The shape of what is asked."""
@@ -63,130 +63,97 @@ class ShapeFlags:
         str,
         Parameter(
             help="prefill-heavy (2048 tokens in, 32 out), balanced (512, 128), decode-heavy "
-            "(128, 512), fixed, shared-prefix or multi-turn.",
-            group=WORKLOAD,
+            "(128, 512), fixed, shared-prefix or multi-turn."
         ),
     ] = "balanced"
-    input_len: Annotated[
-        int | None, Parameter(help="Tokens of a prompt (its own part).", group=WORKLOAD)
-    ] = None
-    output_len: Annotated[int | None, Parameter(help="Tokens of an answer.", group=WORKLOAD)] = None
-    prefixes: Annotated[
-        int | None, Parameter(help="shared-prefix: how many [default: 8].", group=WORKLOAD)
-    ] = None
+    input_len: Annotated[int | None, Parameter(help="Tokens of a prompt (its own part).")] = None
+    output_len: Annotated[int | None, Parameter(help="Tokens of an answer.")] = None
+    prefixes: Annotated[int | None, Parameter(help="shared-prefix: how many [default: 8].")] = None
     prefix_len: Annotated[
         int | None,
         Parameter(
             help="Tokens of a shared prefix [default: 1024], or of a conversation's beginning "
-            "[default: 256].",
-            group=WORKLOAD,
+            "[default: 256]."
         ),
     ] = None
-    turns: Annotated[
-        int | None, Parameter(help="multi-turn: how many [default: 4].", group=WORKLOAD)
-    ] = None
+    turns: Annotated[int | None, Parameter(help="multi-turn: how many [default: 4].")] = None
     pause: Annotated[
-        float | None,
-        Parameter(help="multi-turn: seconds between turns [default: 0].", group=WORKLOAD),
+        float | None, Parameter(help="multi-turn: seconds between turns [default: 0].")
     ] = None
     trace_format: Annotated[
         Literal["mooncake", "azure", "openai"] | None,
-        Parameter(help="The file's format, where its first line does not show it.", group=WORKLOAD),
+        Parameter(help="The file's format, where its first line does not show it."),
     ] = None
-    speed: Annotated[
-        float, Parameter(help="Plays a trace faster: 2 in half the time.", group=WORKLOAD)
-    ] = 1.0
+    speed: Annotated[float, Parameter(help="Plays a trace faster: 2 in half the time.")] = 1.0
     divide_lengths: Annotated[
-        int,
-        Parameter(help="Makes a trace's prompts and answers N times shorter.", group=WORKLOAD),
+        int, Parameter(help="Makes a trace's prompts and answers N times shorter.")
     ] = 1
-    max_broken: Annotated[
-        str, Parameter(help="Share of a trace's lines that may be broken.", group=WORKLOAD)
-    ] = "1%"
+    max_broken: Annotated[str, Parameter(help="Share of a trace's lines that may be broken.")] = (
+        "1%"
+    )
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=WORKLOAD)
 @dataclass(frozen=True, kw_only=True)
 class WorkloadFlags(ShapeFlags):
     """What is asked."""
 
     trace: Annotated[
-        Path | None,
-        Parameter(help="A file: Mooncake JSONL, Azure CSV or OpenAI batch JSONL.", group=WORKLOAD),
+        Path | None, Parameter(help="A file: Mooncake JSONL, Azure CSV or OpenAI batch JSONL.")
     ] = None
     seed: Annotated[
-        str | None,
-        Parameter(help="Any text; the same one, the same prompts [default: new].", group=WORKLOAD),
+        str | None, Parameter(help="Any text; the same one, the same prompts [default: new].")
     ] = None
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=LOAD)
 @dataclass(frozen=True, kw_only=True)
 class LoadFlags:
     """How much, and until when."""
 
     concurrency: Annotated[
-        int | None, Parameter(help="Closed loop: this many at once [default: 1].", group=LOAD)
+        int | None, Parameter(help="Closed loop: this many at once [default: 1].")
     ] = None
-    rate: Annotated[
-        float | None, Parameter(help="Open loop: this many requests a second.", group=LOAD)
-    ] = None
+    rate: Annotated[float | None, Parameter(help="Open loop: this many requests a second.")] = None
     arrival: Annotated[
-        Literal["poisson", "constant", "burst"], Parameter(help="Open loop: how.", group=LOAD)
+        Literal["poisson", "constant", "burst"], Parameter(help="Open loop: how.")
     ] = "poisson"
     burst: Annotated[
-        int | None, Parameter(help="--arrival burst: this many together [default: 8].", group=LOAD)
+        int | None, Parameter(help="--arrival burst: this many together [default: 8].")
     ] = None
     max_in_flight: Annotated[
-        int | None, Parameter(help="Open loop and traces: no more at once.", group=LOAD)
+        int | None, Parameter(help="Open loop and traces: no more at once.")
     ] = None
     requests: Annotated[
-        int | None,
-        Parameter(help="Send this many [default: 100, all of a trace].", group=LOAD),
+        int | None, Parameter(help="Send this many [default: 100, all of a trace].")
     ] = None
-    duration: Annotated[float | None, Parameter(help="Send for this many seconds.", group=LOAD)] = (
-        None
-    )
+    duration: Annotated[float | None, Parameter(help="Send for this many seconds.")] = None
     warm_up: Annotated[
-        int | None,
-        Parameter(help="Requests before, not counted [default: as many as at once].", group=LOAD),
+        int | None, Parameter(help="Requests before, not counted [default: as many as at once].")
     ] = None
-    timeout: Annotated[float, Parameter(help="Seconds that a request may take.", group=LOAD)] = (
-        300.0
-    )
+    timeout: Annotated[float, Parameter(help="Seconds that a request may take.")] = 300.0
     drain: Annotated[
         float | None,
         Parameter(
-            help="Seconds for what runs at the end [default: 30 with --duration, else --timeout].",
-            group=LOAD,
+            help="Seconds for what runs at the end [default: 30 with --duration, else --timeout]."
         ),
     ] = None
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=RESULTS)
 @dataclass(frozen=True, kw_only=True)
 class ResultFlags:
     """What comes of it."""
 
     goodput: Annotated[
         tuple[str, ...],
-        Parameter(
-            help="A bound in ms, as ttft:500, tpot:50 or e2e:10000; may be repeated.",
-            negative="",
-            show_default=False,
-            group=RESULTS,
-        ),
+        Parameter(help="A bound in ms, as ttft:500, tpot:50 or e2e:10000; may be repeated."),
     ] = ()
-    output: Annotated[
-        Path | None, Parameter(help="Write the report to this file, as JSON.", group=RESULTS)
-    ] = None
+    output: Annotated[Path | None, Parameter(help="Write the report to this file, as JSON.")] = None
     records: Annotated[
-        Path | None,
-        Parameter(help="Write each request to this file, as it ends (JSON lines).", group=RESULTS),
+        Path | None, Parameter(help="Write each request to this file, as it ends (JSON lines).")
     ] = None
-    json: Annotated[
-        bool, Parameter(help="Print the report as JSON.", negative="", group=RESULTS)
-    ] = False
+    json: Annotated[bool, Parameter(help="Print the report as JSON.")] = False
 
 
 def serve(
@@ -195,9 +162,7 @@ def serve(
     workload: WorkloadFlags | None = None,
     load: LoadFlags | None = None,
     results: ResultFlags | None = None,
-    debug: Annotated[
-        bool, Parameter(help="Show where an error arose.", negative="", show_default=False)
-    ] = False,
+    debug: Annotated[bool, Parameter(help="Show where an error arose.")] = False,
 ) -> int:
     """Load any server that speaks OpenAI's API, and measure its answers.
 

@@ -27,7 +27,7 @@ class ShownValue(msgspec.Struct, frozen=True):
 def show(
     flags: ConfigFlags | None = None,
     *,
-    json: Annotated[bool, Parameter(help="Print JSON.", negative="", show_default=False)] = False,
+    json: Annotated[bool, Parameter(help="Print JSON.")] = False,
 ) -> int:
     """Print each setting, and where it came from: default, file, environment or flag."""
     rows = _rows((flags or ConfigFlags()).resolve())

@@ -35,8 +35,7 @@ def bundle(  # noqa: PLR0913 - one for each flag
         list[str] | None,
         Parameter(
             help="A gateway's URL, or its management port's; may be repeated "
-            f"[default: {DEFAULT_GATEWAY}].",
-            negative="",
+            f"[default: {DEFAULT_GATEWAY}]."
         ),
     ] = None,
     output: Annotated[
@@ -47,9 +46,15 @@ def bundle(  # noqa: PLR0913 - one for each flag
     ),
     fleet: Fleet = DEFAULT_FLEET,
     logs: Annotated[
-        bool, Parameter(help="Add the ends of the logs of a fleet on this machine.")
+        bool,
+        Parameter(
+            help="Add the ends of the logs of a fleet on this machine.", negative="--no-logs"
+        ),
     ] = True,
-    doctor: Annotated[bool, Parameter(help="Add what `baton doctor` reports of this host.")] = True,
+    doctor: Annotated[
+        bool,
+        Parameter(help="Add what `baton doctor` reports of this host.", negative="--no-doctor"),
+    ] = True,
     timeout_s: Annotated[float, Parameter(help="For all pages of gateways and workers.")] = (
         TIMEOUT_S
     ),

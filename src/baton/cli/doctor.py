@@ -16,7 +16,7 @@ def doctor(
         str | None,
         Parameter(help="Look at the fleet behind this gateway (its URL), not at this host."),
     ] = None,
-    json: Annotated[bool, Parameter(help="Print JSON.", negative="", show_default=False)] = False,
+    json: Annotated[bool, Parameter(help="Print JSON.")] = False,
 ) -> int:
     """Report what works on this host, what does not and why, and what fixes it."""
     # Here, so that --help imports nothing heavy.

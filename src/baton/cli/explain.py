@@ -12,20 +12,10 @@ def explain(
     gateway: Annotated[
         str, Parameter(help="The gateway, or its management port.")
     ] = "http://127.0.0.1:8000",
-    first_token: Annotated[
-        bool,
-        Parameter(help="Draw only until the first token.", negative="", show_default=False),
-    ] = False,
-    layers: Annotated[
-        bool,
-        Parameter(
-            help="Draw each layer, from computed to landed.", negative="", show_default=False
-        ),
-    ] = False,
-    json: Annotated[bool, Parameter(help="Print JSON.", negative="", show_default=False)] = False,
-    debug: Annotated[
-        bool, Parameter(help="Show where an error arose.", negative="", show_default=False)
-    ] = False,
+    first_token: Annotated[bool, Parameter(help="Draw only until the first token.")] = False,
+    layers: Annotated[bool, Parameter(help="Draw each layer, from computed to landed.")] = False,
+    json: Annotated[bool, Parameter(help="Print JSON.")] = False,
+    debug: Annotated[bool, Parameter(help="Show where an error arose.")] = False,
 ) -> int:
     """Draw where a request's time went: gateway, prefill, transfer and decode on one time axis.
 

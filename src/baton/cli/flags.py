@@ -52,6 +52,12 @@ InheritedFds = Annotated[
     str,
     Parameter(help="Bound sockets of a launcher: numbers with commas between.", show=False),
 ]
+Model = Annotated[
+    str | None, Sets("worker.model"), Parameter(help="A model's folder [default: the demo].")
+]
+Engine = Annotated[
+    str | None, Sets("worker.engine"), Parameter(help="transformers (default), vllm, or another.")
+]
 Mode = Annotated[
     Literal["auto", "push", "pull", "pool", "reference", "colocated"] | None,
     Sets("gateway.mode"),
@@ -93,7 +99,7 @@ TlsKey = Annotated[
 Insecure = Annotated[
     bool | None,
     Sets("gateway.insecure"),
-    Parameter(help="Listen beyond loopback without API keys.", negative=""),
+    Parameter(help="Listen beyond loopback without API keys."),
 ]
 Transport = Annotated[
     tuple[str, ...] | None,
@@ -102,7 +108,6 @@ Transport = Annotated[
         help="auto, or the one transport to use: shared, tcp, or cuda_ipc (one GPU host).",
         converter=chosen_transports,
         n_tokens=1,
-        negative="",
     ),
 ]
 RayAddress = Annotated[
@@ -117,7 +122,6 @@ Store = Annotated[
         help="Keep KV in these tiers, the quickest first: host, shared, file, peer, redis, object.",
         converter=chosen_tiers,
         n_tokens=1,
-        negative="",
     ),
 ]
 
@@ -136,19 +140,11 @@ class ConfigFlags:
         Parameter(
             name="--set",
             help="Any setting, as section.key=value; may be repeated.",
-            negative="",
-            show_default=False,
             group=CONFIGURATION,
         ),
     ] = field(default_factory=list)
     debug: Annotated[
-        bool,
-        Parameter(
-            help="Log everything; show where an error arose.",
-            negative="",
-            show_default=False,
-            group=CONFIGURATION,
-        ),
+        bool, Parameter(help="Log everything; show where an error arose.", group=CONFIGURATION)
     ] = False
 
     def resolve(self) -> Resolved:

@@ -27,7 +27,7 @@ def status(
     *,
     fleet: Fleet = DEFAULT_FLEET,
     on: On = LOCAL,
-    json: Annotated[bool, Parameter(help="Print JSON.", negative="", show_default=False)] = False,
+    json: Annotated[bool, Parameter(help="Print JSON.")] = False,
 ) -> int:
     """Show each process of a fleet: its state, its address, for how long it has run."""
 
@@ -53,12 +53,7 @@ def logs(
     ] = NUM_LINES,
     follow: Annotated[
         bool,
-        Parameter(
-            name=["--follow", "-f"],
-            help="Go on with the lines that come, until Ctrl-C.",
-            negative="",
-            show_default=False,
-        ),
+        Parameter(name=["--follow", "-f"], help="Go on with the lines that come, until Ctrl-C."),
     ] = False,
     fleet: Fleet = DEFAULT_FLEET,
     on: On = LOCAL,

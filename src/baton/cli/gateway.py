@@ -41,15 +41,14 @@ class FrontFlags(ConfigFlags):
     worker: Annotated[
         list[str] | None,
         Sets("gateway.workers"),
-        Parameter(help="URL of a worker that does both parts; may be repeated.", negative=""),
+        Parameter(help="URL of a worker that does both parts; may be repeated."),
     ] = None
     members: Annotated[
         list[str] | None,
         Sets("gateway.members"),
         Parameter(
             help="Source of workers: file:/PATH, dns:ROLE=HOST:PORT, kubernetes:ROLE=SERVICE, "
-            "announced; may be repeated.",
-            negative="",
+            "announced; may be repeated."
         ),
     ] = None
     host: Annotated[str | None, Sets("gateway.host"), Parameter(help="Where to listen.")] = None
@@ -75,12 +74,12 @@ class GatewayFlags(FrontFlags):
     prefill: Annotated[
         list[str] | None,
         Sets("gateway.prefill"),
-        Parameter(help="URL of a prefill worker, Baton's or vLLM's; may be repeated.", negative=""),
+        Parameter(help="URL of a prefill worker, Baton's or vLLM's; may be repeated."),
     ] = None
     decode: Annotated[
         list[str] | None,
         Sets("gateway.decode"),
-        Parameter(help="URL of a decode worker, Baton's or vLLM's; may be repeated.", negative=""),
+        Parameter(help="URL of a decode worker, Baton's or vLLM's; may be repeated."),
     ] = None
     gateways: Gateways = None
     announce_port: Annotated[
@@ -91,7 +90,7 @@ class GatewayFlags(FrontFlags):
     peer: Annotated[
         list[str] | None,
         Sets("gateway.peers"),
-        Parameter(help="Where another gateway takes announcements; may be repeated.", negative=""),
+        Parameter(help="Where another gateway takes announcements; may be repeated."),
     ] = None
     mode: Mode = None
     listen_fds: InheritedFds = ""

@@ -159,11 +159,9 @@ def rotate(
     authority: Annotated[Path, Parameter(help="The authority's directory: a new one, perhaps.")],
     expires_days: Annotated[int | None, Parameter(help="Days for which it is good.")] = None,
     trust_only: Annotated[
-        bool, Parameter(help="Trust this authority too, and keep the certificate.", negative="")
+        bool, Parameter(help="Trust this authority too, and keep the certificate.")
     ] = False,
-    drop_old: Annotated[
-        bool, Parameter(help="Trust no other authority any more.", negative="")
-    ] = False,
+    drop_old: Annotated[bool, Parameter(help="Trust no other authority any more.")] = False,
 ) -> int:
     """Renew an identity where it lies; its process takes it up within a second.
 

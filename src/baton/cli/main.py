@@ -8,7 +8,7 @@ import sys
 import traceback
 from typing import TYPE_CHECKING, Final
 
-from cyclopts import App
+from cyclopts import App, Parameter
 
 from baton import __version__
 from baton.config.environment import read_environment
@@ -30,6 +30,7 @@ def build_app() -> App:
         help="Disaggregated LLM serving: hands the KV cache from prefill to decode.",
         help_format="plaintext",
         result_action="return_value",
+        default_parameter=Parameter(negative="", show_default=_show_default),
     )
     app.command(
         "baton.cli.up:up", name="up", help="Start a gateway and its workers on this machine."
@@ -111,6 +112,11 @@ def main() -> None:
     # Searching all modules for garbage on the way out takes seconds with an engine's thousands.
     atexit.register(gc.freeze)
     sys.exit(run(sys.argv[1:]))
+
+
+def _show_default(value: object) -> str | None:
+    """What help shows of a default: of a switch that is off, and of no value, nothing."""
+    return None if value is False or value in (None, (), []) else str(value)
 
 
 def _wants_traceback(arguments: Sequence[str]) -> bool:

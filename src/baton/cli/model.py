@@ -42,8 +42,8 @@ def make(
     shape: ShapeFlags,
     *,
     out: Annotated[Path, Parameter(help="The folder to write; it must not exist yet.")],
-    random: Annotated[bool, Parameter(help="Random weights: the only kind yet.", negative="")],
-    json: Annotated[bool, Parameter(help="Print JSON.", negative="", show_default=False)] = False,
+    random: Annotated[bool, Parameter(help="Random weights: the only kind yet.")],
+    json: Annotated[bool, Parameter(help="Print JSON.")] = False,
 ) -> int:
     """Make a Llama with random weights: real shapes and speed, no sense."""
     if not random:

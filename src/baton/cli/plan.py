@@ -55,7 +55,7 @@ class PlanFlags(ConfigFlags):
         Path | None,
         Parameter(help="Write a configuration with the plan: baton up --on ray --config FILE."),
     ] = None
-    json: Annotated[bool, Parameter(help="Print JSON.", negative="", show_default=False)] = False
+    json: Annotated[bool, Parameter(help="Print JSON.")] = False
 
 
 def plan(flags: PlanFlags | None = None) -> int:

@@ -45,13 +45,11 @@ def explain(  # noqa: PLR0913 - one for each flag
     api_key_env: Annotated[
         str, Parameter(help="The environment variable that holds the client's key, if any.")
     ] = "OPENAI_API_KEY",
-    json: Annotated[bool, Parameter(help="Print JSON.", negative="", show_default=False)] = False,
+    json: Annotated[bool, Parameter(help="Print JSON.")] = False,
     plot: Annotated[
         Path | None, Parameter(help="Write a figure to this file (.png, .svg, .pdf).")
     ] = None,
-    debug: Annotated[
-        bool, Parameter(help="Show where an error arose.", negative="", show_default=False)
-    ] = False,
+    debug: Annotated[bool, Parameter(help="Show where an error arose.")] = False,
 ) -> int:
     """Print every candidate for a request with its predicted parts; the request is not served.
 
@@ -106,7 +104,7 @@ def _print_json(found: msgspec.Struct) -> None:
     print(msgspec.json.format(msgspec.json.encode(found)).decode())
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=WORKLOAD)
 @dataclass(frozen=True, kw_only=True)
 class ReplayFlags(ShapeFlags):
     """What is replayed without a trace, and how it arrives."""
@@ -115,8 +113,7 @@ class ReplayFlags(ShapeFlags):
         str,
         Parameter(
             help="Without a trace: multi-turn, shared-prefix, prefill-heavy (2048 tokens in, 32 "
-            "out), balanced (512, 128), decode-heavy (128, 512) or fixed.",
-            group=WORKLOAD,
+            "out), balanced (512, 128), decode-heavy (128, 512) or fixed."
         ),
     ] = "multi-turn"
     rate: Annotated[
@@ -141,42 +138,27 @@ class ReplayFlags(ShapeFlags):
     ] = 0
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=FLEET)
 @dataclass(frozen=True, kw_only=True)
 class FleetFlags:
     """The simulated workers."""
 
-    workers: Annotated[int | None, Parameter(help="How many [default: 4].", group=FLEET)] = None
-    roles: Annotated[
-        str, Parameter(help="both, or prefill and decode workers such as 2p2d.", group=FLEET)
-    ] = "both"
-    gateways: Annotated[
-        int, Parameter(help="Gateways, which clients use in turns.", group=FLEET)
-    ] = 1
+    workers: Annotated[int | None, Parameter(help="How many [default: 4].")] = None
+    roles: Annotated[str, Parameter(help="both, or prefill and decode workers such as 2p2d.")] = (
+        "both"
+    )
+    gateways: Annotated[int, Parameter(help="Gateways, which clients use in turns.")] = 1
     policy: Annotated[
-        list[str],
-        Parameter(
-            help="A policy; may be repeated [default: round_robin, prefix, cost].",
-            negative="",
-            show_default=False,
-            group=FLEET,
-        ),
+        list[str], Parameter(help="A policy; may be repeated [default: round_robin, prefix, cost].")
     ] = field(default_factory=list)
     costs: Annotated[
         Path | None,
         Parameter(
-            help="Costs of a worker: a TOML or JSON file, or a gateway's saved /debug/workers.",
-            group=FLEET,
+            help="Costs of a worker: a TOML or JSON file, or a gateway's saved /debug/workers."
         ),
     ] = None
     cost: Annotated[
-        list[str],
-        Parameter(
-            help="One of them, such as prefill_token_s=1e-4; may be repeated.",
-            negative="",
-            show_default=False,
-            group=FLEET,
-        ),
+        list[str], Parameter(help="One of them, such as prefill_token_s=1e-4; may be repeated.")
     ] = field(default_factory=list)
 
 
@@ -190,7 +172,7 @@ def replay(
     load: ReplayFlags | None = None,
     fleet: FleetFlags | None = None,
     config: ConfigFlags | None = None,
-    json: Annotated[bool, Parameter(help="Print JSON.", negative="", show_default=False)] = False,
+    json: Annotated[bool, Parameter(help="Print JSON.")] = False,
 ) -> int:
     """Replay a trace, or a generated load, under several policies, in virtual time.
 

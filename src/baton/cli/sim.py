@@ -53,10 +53,8 @@ def handoff(
     seed: Annotated[
         int | None, Parameter(help="Run this one alone, and shorten it if it fails.")
     ] = None,
-    log: Annotated[
-        bool, Parameter(help="With --seed: print what happened.", negative="", show_default=False)
-    ] = False,
-    json: Annotated[bool, Parameter(help="Print JSON.", negative="", show_default=False)] = False,
+    log: Annotated[bool, Parameter(help="With --seed: print what happened.")] = False,
+    json: Annotated[bool, Parameter(help="Print JSON.")] = False,
 ) -> int:
     """Run the handoff's production code in simulated clusters, under faults that seeds draw.
 

@@ -44,14 +44,9 @@ class SizeFlags:
         Path | None,
         Parameter(help="What `baton bench link --json` printed: times on those links too."),
     ] = None
-    list_: Annotated[
-        bool,
-        Parameter(name="--list", help="The names that ship.", negative="", show_default=False),
-    ] = False
-    json: Annotated[bool, Parameter(help="Print JSON.", negative="", show_default=False)] = False
-    debug: Annotated[
-        bool, Parameter(help="Show where an error arose.", negative="", show_default=False)
-    ] = False
+    list_: Annotated[bool, Parameter(name="--list", help="The names that ship.")] = False
+    json: Annotated[bool, Parameter(help="Print JSON.")] = False
+    debug: Annotated[bool, Parameter(help="Show where an error arose.")] = False
 
     def terms(self) -> "Terms":
         """What the size is asked for."""

@@ -28,7 +28,7 @@ ALL_DAMAGED: Final = (
 
 app = App(name="store", help="Look at the store, check it, make room in it, keep it up.")
 
-Json = Annotated[bool, Parameter(help="Print JSON.", negative="", show_default=False)]
+Json = Annotated[bool, Parameter(help="Print JSON.")]
 
 
 @app.command
@@ -50,9 +50,7 @@ def list_entries(
     flags: ConfigFlags | None = None,
     *,
     store: Store = None,
-    oldest: Annotated[
-        bool, Parameter(help="The least recently used first.", negative="", show_default=False)
-    ] = False,
+    oldest: Annotated[bool, Parameter(help="The least recently used first.")] = False,
     limit: Annotated[int, Parameter(help="At most so many of each tier; 0: all.")] = 20,
     json: Json = False,
 ) -> int:
@@ -75,9 +73,7 @@ def verify(
     flags: ConfigFlags | None = None,
     *,
     store: Store = None,
-    remove: Annotated[
-        bool, Parameter(help="Remove damaged entries.", negative="", show_default=False)
-    ] = False,
+    remove: Annotated[bool, Parameter(help="Remove damaged entries.")] = False,
     json: Json = False,
 ) -> int:
     """Read every entry and compare it with its digest. Exit code 1: some are damaged or unreadable.
@@ -119,9 +115,7 @@ def evict(  # noqa: PLR0913 - a flag each
         str | None,
         Parameter(help="One tenant's, of `baton key client add`; with --salt-file, of that salt."),
     ] = None,
-    all_entries: Annotated[
-        bool, Parameter(name="--all", help="Everything.", negative="", show_default=False)
-    ] = False,
+    all_entries: Annotated[bool, Parameter(name="--all", help="Everything.")] = False,
     json: Json = False,
 ) -> int:
     """Remove entries of every tier; workers that are reading them finish.

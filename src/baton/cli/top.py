@@ -23,15 +23,9 @@ def top(
         str, Parameter(help="The gateway's URL, or its management port's.")
     ] = "http://127.0.0.1:8000",
     interval_s: Annotated[float, Parameter(help="Time between two looks.")] = 1.0,
-    once: Annotated[
-        bool, Parameter(help="Print one look as text.", negative="", show_default=False)
-    ] = False,
-    json: Annotated[
-        bool, Parameter(help="Print one look as JSON.", negative="", show_default=False)
-    ] = False,
-    debug: Annotated[
-        bool, Parameter(help="Show where an error arose.", negative="", show_default=False)
-    ] = False,
+    once: Annotated[bool, Parameter(help="Print one look as text.")] = False,
+    json: Annotated[bool, Parameter(help="Print one look as JSON.")] = False,
+    debug: Annotated[bool, Parameter(help="Show where an error arose.")] = False,
 ) -> int:
     """Show a fleet's workers, latencies, links, alerts and latest requests, until q.
 

@@ -28,9 +28,7 @@ def export(
         Parameter(help="Only those that the gateway keeps longer for that."),
     ] = None,
     most: Annotated[int, Parameter(help="At most so many requests, the latest.")] = MOST,
-    debug: Annotated[
-        bool, Parameter(help="Show where an error arose.", negative="", show_default=False)
-    ] = False,
+    debug: Annotated[bool, Parameter(help="Show where an error arose.")] = False,
 ) -> int:
     """Write a window of requests in Chrome's trace event format.
 

@@ -8,11 +8,13 @@ from cyclopts import Parameter
 from baton.cli.flags import (
     ClientKeys,
     ConfigFlags,
+    Engine,
     Fleet,
     Gateways,
     Insecure,
     ManagementPort,
     Mode,
+    Model,
     Policy,
     RayAddress,
     Sets,
@@ -29,14 +31,8 @@ from baton.launch.fleet import DEFAULT_FLEET
 class UpFlags(ConfigFlags):
     """What to start."""
 
-    model: Annotated[
-        str | None, Sets("worker.model"), Parameter(help="A model's folder [default: the demo].")
-    ] = None
-    engine: Annotated[
-        str | None,
-        Sets("worker.engine"),
-        Parameter(help="transformers (default), vllm, or another."),
-    ] = None
+    model: Model = None
+    engine: Engine = None
     prefill_engine: Annotated[
         str | None,
         Sets("up.prefill_engine_name"),
@@ -82,31 +78,21 @@ class UpFlags(ConfigFlags):
         bool | None,
         Sets("fleet.near"),
         Parameter(
-            help="On Ray: assign workers to hosts as baton plan does, by the KV between them.",
-            negative="",
+            help="On Ray: assign workers to hosts as baton plan does, by the KV between them."
         ),
     ] = None
     insecure_ray: Annotated[
-        bool | None,
-        Sets("ray.insecure"),
-        Parameter(help="Use a Ray without token authentication.", negative=""),
+        bool | None, Sets("ray.insecure"), Parameter(help="Use a Ray without token authentication.")
     ] = None
-    pin: Annotated[
-        bool,
-        Parameter(help="Give each worker cores of its own.", negative="", show_default=False),
-    ] = False
+    pin: Annotated[bool, Parameter(help="Give each worker cores of its own.")] = False
     fleet: Fleet = DEFAULT_FLEET
     detach: Annotated[
         bool,
         Parameter(
-            help="Return when it serves; it runs in the background (baton status, logs, down).",
-            negative="",
-            show_default=False,
+            help="Return when it serves; it runs in the background (baton status, logs, down)."
         ),
     ] = False
-    background: Annotated[
-        bool, Parameter(help="It was started by --detach.", negative="", show=False)
-    ] = False
+    background: Annotated[bool, Parameter(help="It was started by --detach.", show=False)] = False
 
 
 def refuse_hosts(fleet: FleetSection) -> None:

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from baton.auth.certificates import IdentityRole
 from baton.auth.credentials import Credentials
-from baton.cli.flags import ConfigFlags, Sets, StatusFd, Store, Transport
+from baton.cli.flags import ConfigFlags, Engine, Model, Sets, StatusFd, Store, Transport
 from baton.clock import read_clock_domain
 from baton.config.cluster_key import KEY_VARIABLE
 from baton.config.environment import change_environment, read_environment
@@ -31,14 +31,8 @@ class WorkerFlags(ConfigFlags):
     name: Annotated[
         str | None, Sets("worker.name"), Parameter(help="Its name, unique in the cluster.")
     ] = None
-    model: Annotated[
-        str | None, Sets("worker.model"), Parameter(help="A model's folder [default: the demo].")
-    ] = None
-    engine: Annotated[
-        str | None,
-        Sets("worker.engine"),
-        Parameter(help="transformers (default), vllm, or another."),
-    ] = None
+    model: Model = None
+    engine: Engine = None
     host: Annotated[
         str | None, Sets("worker.host"), Parameter(help="Where it listens for HTTP.")
     ] = None
@@ -59,7 +53,7 @@ class WorkerFlags(ConfigFlags):
     announce_to: Annotated[
         list[str] | None,
         Sets("worker.announce_to"),
-        Parameter(help="Where a gateway takes announcements; may be repeated.", negative=""),
+        Parameter(help="Where a gateway takes announcements; may be repeated."),
     ] = None
     transport: Transport = None
     store: Store = None

@@ -71,6 +71,7 @@ from baton.net.http_limits import Connections, HttpLimits, allow_descriptors
 from baton.net.http_server import (
     bind,
     count_refusals,
+    end_signals,
     inherit,
     is_listening,
     make_server_config,
@@ -384,15 +385,8 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         """Take signals through the event loop, and do not raise them again at the end."""
-        loop = asyncio.get_running_loop()
-        signals = (signal.SIGTERM, signal.SIGINT)
-        for number in signals:
-            loop.add_signal_handler(number, self._on_signal, number)
-        try:
+        with end_signals(self._on_signal):
             yield
-        finally:
-            for number in signals:
-                loop.remove_signal_handler(number)
 
     def _on_signal(self, number: int) -> None:
         if self.should_exit:

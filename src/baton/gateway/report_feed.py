@@ -18,7 +18,6 @@ from baton.gateway.workers import Up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
-    from types import TracebackType
 
     from yarl import URL
 
@@ -70,12 +69,7 @@ class ReportFeed(ABC, Generic[Report]):
         self._task = asyncio.create_task(self._run())
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Read no more."""
         if self._task is not None:
             self._task.cancel()

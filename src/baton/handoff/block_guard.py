@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from baton.errors import StoreError
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 
 @dataclass(slots=True, eq=False)
@@ -43,10 +40,5 @@ class BlockGuard:
             )
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._lock.release()

@@ -23,7 +23,6 @@ from baton.errors import BlockStateError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import TracebackType
 
 
 class BlockState(Enum):
@@ -161,12 +160,7 @@ class ReservedBlocks(_Guard):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._blocks is not None:
             self.release()
 

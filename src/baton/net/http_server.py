@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
+import signal
 import socket
 from contextlib import ExitStack, closing
 from functools import partial
@@ -17,8 +19,7 @@ from baton.net.http_limits import Refusal
 from baton.net.http_protocol import KEEP_ALIVE_S, BoundedHttpProtocol
 
 if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import AsyncGenerator, Callable, Generator
 
     from prometheus_client import CollectorRegistry
     from starlette.types import ASGIApp
@@ -45,6 +46,28 @@ def make_server_config(
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=drain_timeout_s,
     )
+
+
+class SilentServer(uvicorn.Server):
+    """uvicorn without handlers for signals: they are its process's."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """See `uvicorn.Server`."""
+        yield
+
+
+@contextlib.contextmanager
+def end_signals(on_signal: Callable[[int], None]) -> Generator[None]:
+    """SIGTERM and SIGINT call `on_signal` on this event loop, for as long as the block runs."""
+    loop, numbers = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
+    for number in numbers:
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
 
 
 def count_refusals(registry: CollectorRegistry, prefix: str) -> Callable[[Refusal], None]:

@@ -30,6 +30,18 @@ NOT_THERE: Final = "is the gateway running, and is this its URL?"
 T = TypeVar("T", bound=msgspec.Struct)
 
 
+class ListedRequest(msgspec.Struct, frozen=True):
+    """What is read of one line of `/debug/requests`."""
+
+    id: str
+
+
+class RequestIds(msgspec.Struct, frozen=True):
+    """What is read of `/debug/requests`, of whatever version the gateway is."""
+
+    requests: tuple[ListedRequest, ...]
+
+
 class PageError(BatonError):
     """A page of the gateway could not be read."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import threading
 from collections import deque
 from contextlib import closing, contextmanager
@@ -18,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import msgspec
-import uvicorn
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
     CollectorRegistry,
@@ -31,7 +29,15 @@ from prometheus_client.registry import Collector
 from baton.clock import Instant, MachineClock
 from baton.errors import StoreError
 from baton.net.http_limits import Connections, HttpLimits
-from baton.net.http_server import bind, count_refusals, make_server_config, start_listening, url_of
+from baton.net.http_server import (
+    SilentServer,
+    bind,
+    count_refusals,
+    end_signals,
+    make_server_config,
+    start_listening,
+    url_of,
+)
 from baton.protocol.worker_http import HEALTH_PATH, METRICS_PATH, Health
 from baton.store.counted_tier import make_families
 from baton.store.interface import MaintainsEntries
@@ -192,10 +198,6 @@ class StoreCollector(Collector):
             return
         yield from make_families(reports)
 
-    def describe(self) -> Iterable[Metric]:
-        """See `Collector`: nothing, so that registering reads nothing."""
-        return ()
-
 
 class DaemonApp:
     """The ASGI callable."""
@@ -253,25 +255,16 @@ def run_store_daemon(
     status_reporter = StatusReporter(claim_standard_output(status_fd))
     with closing(bind(LOOPBACK, port)) as listener, maintenance.running():
         start_listening(listener)
-        asyncio.run(_serve(_Server(config), listener, status_reporter))
+        asyncio.run(_serve(SilentServer(config), listener, status_reporter))
 
 
-async def _serve(server: _Server, listener: socket.socket, status_reporter: StatusReporter) -> None:
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, server.stop)
-    status_reporter.report(Ready(url_of(listener, LOOPBACK)))
-    await server.serve(sockets=[listener])
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without handlers of its own for signals."""
-
-    def stop(self) -> None:
+async def _serve(
+    server: SilentServer, listener: socket.socket, status_reporter: StatusReporter
+) -> None:
+    def stop(_: int) -> None:
         """Answer what was asked, then end."""
-        self.should_exit = True
+        server.should_exit = True
 
-    @contextmanager
-    def capture_signals(self) -> Generator[None]:
-        """See `uvicorn.Server`."""
-        yield
+    with end_signals(stop):
+        status_reporter.report(Ready(url_of(listener, LOOPBACK)))
+        await server.serve(sockets=[listener])

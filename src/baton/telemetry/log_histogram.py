@@ -53,15 +53,10 @@ class BucketCounts(msgspec.Struct, frozen=True, array_like=True):
         if tuple(sorted(set(self.buckets))) != self.buckets:
             raise ValueError("the buckets are not in ascending order")
 
-    @property
-    def num_values(self) -> int:
-        """How many values were counted."""
-        return sum(self.counts)
-
     def quantile(self, share: float) -> float | None:
         """The value that a share of 0 to 1 of all values does not exceed; None of no value.
 
-        It is within 1 % of the value with rank `floor(share * (num_values - 1))`, if that lies
+        It is within 1 % of the value with rank `floor(share * (sum(counts) - 1))`, if that lies
         between `MIN_VALUE` and `MAX_VALUE`.
         """
         if not self.buckets:
@@ -110,10 +105,6 @@ class LogHistogram:
         """Add all that another histogram has counted."""
         if other.buckets:
             self._counts[list(other.buckets)] += other.counts
-
-    def quantile(self, share: float) -> float | None:
-        """See `BucketCounts.quantile`."""
-        return self.counts().quantile(share)
 
     def counts(self) -> BucketCounts:
         """The non-empty buckets."""

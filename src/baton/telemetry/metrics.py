@@ -251,7 +251,3 @@ class HeldBlockTimeCollector(Collector):
         for labels, block_s in self._read().items():
             family.add_metric(labels, block_s)
         yield family
-
-    def describe(self) -> Iterable[Metric]:
-        """See `Collector`: nothing, so that registering reads nothing."""
-        return ()

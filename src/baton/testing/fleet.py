@@ -29,7 +29,6 @@ from baton.telemetry.process_status import Ready, read_status
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
-    from types import TracebackType
 
     from baton.clock import Clock
     from baton.config.sections import Role, Tls
@@ -229,12 +228,7 @@ class Fleet:
         self._ending.callback(self.close)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End every process that still lives."""
         self._ending.close()
 

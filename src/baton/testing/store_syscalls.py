@@ -13,30 +13,17 @@ import threading
 from abc import abstractmethod
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from itertools import count
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING, ClassVar, Final
 
 import pytest
 
 from baton.errors import StoreError
-from baton.store.folder import (
-    bodies,
-    body_pool,
-    direct_bodies,
-    direct_files,
-    directory,
-    entries,
-    entry_files,
-    evicted_names,
-    known_names,
-    leases,
-    listing,
-    reservations,
-    shared_capacity,
-    spare_files,
-    tenant_counts,
-)
+from baton.store import folder
+from baton.store.folder import bodies, directory
 from baton.store.folder.tier import FolderTier
 from baton.store.interface import NamedBody, PutResult, TenantLabel
 from baton.testing.store_contract import (
@@ -110,30 +97,16 @@ def failing(
 ) -> Generator[SystemCalls]:
     """In this process, for the length of a block."""
     calls = SystemCalls(at, act, names)
-    modules = (
-        bodies,
-        body_pool,
-        direct_bodies,
-        direct_files,
-        directory,
-        entries,
-        entry_files,
-        evicted_names,
-        known_names,
-        leases,
-        listing,
-        reservations,
-        shared_capacity,
-        spare_files,
-        tenant_counts,
-    )
-    for module in modules:
-        vars(module)["os"] = calls
+    found = iter_modules(folder.__path__, f"{folder.__name__}.")
+    spaces = [vars(import_module(each.name)) for each in found]
+    spaces = [space for space in spaces if space.get("os") is os]
+    for space in spaces:
+        space["os"] = calls
     try:
         yield calls
     finally:
-        for module in modules:
-            vars(module)["os"] = os
+        for space in spaces:
+            space["os"] = os
 
 
 class SystemCallFaultContract(StoreContract):

@@ -45,7 +45,7 @@ def parse_endpoint(reach: Literal["host", "network"], endpoint: str) -> Address:
         if not _NAME.fullmatch(endpoint):
             raise TransferError(f"{endpoint[:80]!r} is no endpoint on this host")
         return _abstract(endpoint)
-    return _parse(endpoint)
+    return parse_tcp_endpoint(endpoint)
 
 
 def open_dialer(reach: Literal["host", "network"], endpoint: str) -> tuple[socket.socket, Address]:
@@ -84,8 +84,8 @@ def _bind_tcp(bind_host: str, advertise_host: str | None) -> tuple[socket.socket
         sock.bind(address)
         bound, port = sock.getsockname()[:2]
         advertised = advertise_host or bound
-        endpoint = f"[{advertised}]:{port}" if ":" in advertised else f"{advertised}:{port}"
-        _parse(endpoint)
+        endpoint = format_endpoint(advertised, port)
+        parse_tcp_endpoint(endpoint)
     except (OSError, TransferError) as exc:
         sock.close()
         raise TransferError(
@@ -95,7 +95,17 @@ def _bind_tcp(bind_host: str, advertise_host: str | None) -> tuple[socket.socket
     return sock, endpoint
 
 
-def _parse(endpoint: str) -> tuple[str, int]:
+def format_endpoint(host: str, port: int) -> str:
+    """`host:port`, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def parse_tcp_endpoint(endpoint: str) -> tuple[str, int]:
+    """The numeric address and the port of an endpoint that came from a peer.
+
+    Raises:
+        TransferError: it is not one.
+    """
     host, _, port = endpoint.rpartition(":")
     try:
         address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))

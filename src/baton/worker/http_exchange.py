@@ -40,7 +40,6 @@ _REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 _encoder: Final = msgspec.json.Encoder()
 
 JSON: Final = b"application/json"
-TEXT: Final = b"text/plain; charset=utf-8"
 STREAM_HEADERS: Final = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),

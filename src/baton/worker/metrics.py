@@ -111,10 +111,6 @@ class EngineCollector(Collector):
         )
         yield from _counters(stats)
 
-    def describe(self) -> Iterable[Metric]:
-        """See `Collector`: nothing, so that registering reads no statistics."""
-        return ()
-
 
 class LeaseCollector(Collector):
     """What became of held prompts, as the handoff agent counted it. Thread-safe."""
@@ -129,10 +125,6 @@ class LeaseCollector(Collector):
             "Computed prompts whose decode worker did not renew their lease.",
             self._read_num_lapsed(),
         )
-
-    def describe(self) -> Iterable[Metric]:
-        """See `Collector`."""
-        return ()
 
 
 class FenceCollector(Collector):
@@ -151,10 +143,6 @@ class FenceCollector(Collector):
         yield CounterMetricFamily(
             "baton_worker_fences", "Times that this worker was fenced.", self._fence.num_fenced
         )
-
-    def describe(self) -> Iterable[Metric]:
-        """See `Collector`."""
-        return ()
 
 
 def _counters(stats: EngineStats) -> Iterator[Metric]:

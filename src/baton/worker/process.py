@@ -12,7 +12,6 @@ import threading
 from contextlib import asynccontextmanager, closing, contextmanager
 from typing import TYPE_CHECKING, Final
 
-import uvicorn
 import uvloop
 from prometheus_client import disable_created_metrics
 
@@ -34,7 +33,14 @@ from baton.handoff.peer_transports import LinkOptions
 from baton.handoff.pool_mode.store_access import open_store_access, report_to
 from baton.handoff.verify import VerificationPolicy
 from baton.ids import new_epoch
-from baton.net.http_server import bind, make_server_config, start_listening, url_of
+from baton.net.http_server import (
+    SilentServer,
+    bind,
+    end_signals,
+    make_server_config,
+    start_listening,
+    url_of,
+)
 from baton.net.preemption import PreemptionWatch
 from baton.net.probes import serve_probes
 from baton.net.tls import ClusterTls
@@ -144,7 +150,7 @@ class ProcessLife:
     ) -> None:
         self._options, self._worker = options, worker
         self._epoch, self._status_reporter, self._watch = epoch, status_reporter, watch
-        self._server = _Server(
+        self._server = SilentServer(
             make_server_config(worker.app, worker.connections, drain_timeout_s=FLUSH_TIMEOUT_S)
         )
         self._ending: asyncio.Task[None] | None = None
@@ -160,7 +166,7 @@ class ProcessLife:
         try:
             await self._worker.start()
             start_listening(listener)
-            with self._signals():
+            with end_signals(self._on_signal):
                 watching = asyncio.create_task(self._watch_engine())
                 host, port = self._options.host, self._options.probe_port
                 async with serve_probes(host, port, self._is_ready):
@@ -250,18 +256,6 @@ class ProcessLife:
         await self._worker.drain(0.0)
         self._server.should_exit = True
 
-    @contextmanager
-    def _signals(self) -> Generator[None]:
-        loop = asyncio.get_running_loop()
-        numbers = (signal.SIGTERM, signal.SIGINT)
-        for number in numbers:
-            loop.add_signal_handler(number, self._on_signal, number)
-        try:
-            yield
-        finally:
-            for number in numbers:
-                loop.remove_signal_handler(number)
-
     def _on_signal(self, number: int) -> None:
         timeout_s = self._watch.note_signal(self._options.drain_timeout_s)
         if timeout_s is None:
@@ -279,15 +273,6 @@ class ProcessLife:
     async def _drain(self, timeout_s: float) -> None:
         await self._worker.drain(timeout_s)
         self._server.should_exit = True
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without handlers of its own for signals: `ProcessLife` has them."""
-
-    @contextmanager
-    def capture_signals(self) -> Generator[None]:
-        """See `uvicorn.Server`."""
-        yield
 
 
 def _load(options: ProcessOptions, clock: Clock, watch: PreemptionWatch) -> tuple[Worker, Epoch]:

@@ -4,13 +4,12 @@ from contextlib import contextmanager
 import pytest
 
 from baton.errors import TransferError
+from baton.transfer.endpoints import format_endpoint, parse_tcp_endpoint
 from baton.transfer.transports.tcp.sockets import (
     TcpOptions,
     fit_buffers,
-    format_endpoint,
     open_listener,
     open_stream,
-    parse_endpoint,
 )
 
 BUFFERS = (socket.SO_SNDBUF, socket.SO_RCVBUF)
@@ -18,7 +17,7 @@ BUFFERS = (socket.SO_SNDBUF, socket.SO_RCVBUF)
 
 @pytest.mark.parametrize("address", [("127.0.0.1", 80), ("10.1.2.3", 65535), ("::1", 9)])
 def test_endpoints_are_read_as_they_were_written(address):
-    assert parse_endpoint(format_endpoint(*address)) == address
+    assert parse_tcp_endpoint(format_endpoint(*address)) == address
 
 
 @pytest.mark.parametrize(
@@ -28,17 +27,17 @@ def test_endpoints_are_read_as_they_were_written(address):
 )  # fmt: skip
 def test_what_is_no_address_of_a_peer_is_refused(endpoint):
     with pytest.raises(TransferError, match="no address"):
-        parse_endpoint(endpoint)
+        parse_tcp_endpoint(endpoint)
 
 
 @contextmanager
 def connection(options, source):
     """Both ends of a stream to 127.0.0.1 that comes from `source`, buffers fitted."""
     listener, endpoint = open_listener("127.0.0.1", options)
-    with listener, open_stream(parse_endpoint(endpoint), options) as dialed:
+    with listener, open_stream(parse_tcp_endpoint(endpoint), options) as dialed:
         listener.listen()
         dialed.bind((source, 0))
-        dialed.connect(parse_endpoint(endpoint))
+        dialed.connect(parse_tcp_endpoint(endpoint))
         accepted, _ = listener.accept()
         with accepted:
             for end in (dialed, accepted):

@@ -17,7 +17,6 @@ from baton.errors import ConfigError, ProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import TracebackType
 
     from baton.bench.workloads.requests import Request
     from baton.clock import Clock
@@ -188,12 +187,7 @@ class Client:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.session.close()
 
     async def exchange(self, prepared: Prepared) -> Exchange:

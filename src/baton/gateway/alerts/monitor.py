@@ -14,8 +14,6 @@ from baton.gateway.alerts.webhook import Webhook
 from baton.protocol.alerts import Alert, AlertList, AlertName, AlertState
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from prometheus_client import CollectorRegistry
 
     from baton.clock import Clock
@@ -62,12 +60,7 @@ class AlertMonitor:
             self._tasks.append(asyncio.create_task(self._webhook.run()))
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Evaluate no more; what the webhook has not posted yet is lost."""
         for task in self._tasks:
             task.cancel()

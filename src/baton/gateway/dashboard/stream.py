@@ -17,8 +17,6 @@ import msgspec
 from baton.errors import OverloadedError
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from starlette.types import Receive, Send
 
     from baton.gateway.asgi import Header
@@ -59,12 +57,7 @@ class DashboardStream:
         self._task = asyncio.create_task(self._run())
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Sample no more."""
         self.end()
         if self._task is not None:

@@ -19,8 +19,6 @@ from baton.protocol.members import MAX_MEMBERS
 from baton.router.placement import RemembersWorkers
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from baton.gateway.kv_events import KVEvents
     from baton.gateway.members.interface import NamedSource
     from baton.gateway.options import WorkerAddress
@@ -69,12 +67,7 @@ class Membership:
         self._tasks = [*follow, asyncio.create_task(self._run())]
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Follow no more, probe no more."""
         for task in self._tasks:
             task.cancel()

@@ -49,10 +49,6 @@ class PoolModeCollector(Collector):
             return
         yield from make_families(reports)
 
-    def describe(self) -> Iterable[Metric]:
-        """See `Collector`: nothing, so that registering reads nothing."""
-        return ()
-
 
 def _encoding_families(access: StoreAccess) -> Iterator[Metric]:
     """Both directions of the store's encoding; of `raw` as well: then the two sizes are equal."""

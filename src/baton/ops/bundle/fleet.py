@@ -10,7 +10,7 @@ from urllib.parse import quote, urlsplit
 import msgspec
 
 from baton.errors import UNDECODABLE, BatonError
-from baton.ops.gateway_pages import PageError
+from baton.ops.gateway_pages import PageError, RequestIds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,18 +48,6 @@ class WorkerList(msgspec.Struct, frozen=True):
     """What is read of `/debug/workers`."""
 
     workers: tuple[ListedWorker, ...]
-
-
-class ListedRequest(msgspec.Struct, frozen=True):
-    """What is read of a line of `/debug/requests`."""
-
-    id: str
-
-
-class RequestList(msgspec.Struct, frozen=True):
-    """What is read of `/debug/requests`."""
-
-    requests: tuple[ListedRequest, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +95,7 @@ class FleetCollector:
     async def _collect_requests(self, num_requests: int) -> None:
         if num_requests == 0:
             return
-        listed = _read(await self._take_page("/debug/requests"), RequestList)
+        listed = _read(await self._take_page("/debug/requests"), RequestIds)
         if listed is None:
             self._miss("requests", "the gateway does not list them (see debug-requests.json)")
             return

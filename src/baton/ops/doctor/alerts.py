@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-import msgspec
-
-from baton.errors import UNDECODABLE
 from baton.ops.doctor.finding import Area, Finding, Level
-from baton.ops.gateway_pages import OK, PageError, read_refusal
+from baton.ops.gateway_pages import NOT_FOUND, PageError, decode_page
 from baton.protocol.alerts import ALERTS_PATH, RUNBOOK_PATH, AlertList, AlertState
 
 if TYPE_CHECKING:
     from baton.ops.gateway_pages import Gateway
     from baton.protocol.alerts import Alert
 
-NOT_FOUND: Final = 404
 WHY: Final = "What the gateway itself has found wrong with links, handoffs, the store, and targets."
 
 
@@ -46,15 +42,10 @@ def _of(alert: Alert, gateway: Gateway) -> Finding:
 
 
 def _read(gateway: Gateway) -> AlertList:
-    status, body = gateway.get(ALERTS_PATH)
-    if status == NOT_FOUND:
+    answer = gateway.get(ALERTS_PATH)
+    if answer[0] == NOT_FOUND:
         raise PageError("the gateway shows alerts to its own host only: run the doctor there")
-    if status != OK:
-        raise PageError(f"HTTP {status} from {ALERTS_PATH}: {read_refusal(body)}")
-    try:
-        return msgspec.json.decode(body, type=AlertList)
-    except UNDECODABLE as exc:
-        raise PageError(f"{ALERTS_PATH} does not make sense: {exc}") from exc
+    return decode_page(gateway, ALERTS_PATH, answer, AlertList)
 
 
 def _finding(name: str, level: Level, found: str, why: str = WHY) -> Finding:

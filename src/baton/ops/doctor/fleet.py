@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from shlex import quote as quote_for_shell
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.errors import UNDECODABLE
 from baton.ops.doctor.finding import Area, Finding, Level
-from baton.ops.gateway_pages import OK, PageError, read_refusal
+from baton.ops.gateway_pages import (
+    NOT_FOUND,
+    OK,
+    PageError,
+    RequestIds,
+    decode_page,
+    read_refusal,
+)
+from baton.protocol.request_traces import REQUESTS_PATH
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -24,21 +31,6 @@ if TYPE_CHECKING:
 UNREACHABLE: Final = "no gateway"
 """The name of the one finding there is if nothing answers."""
 NUM_TRACES: Final = 32
-NOT_FOUND: Final = 404
-
-T = TypeVar("T")
-
-
-class ListedRequest(msgspec.Struct, frozen=True):
-    """What is read of one line of `/debug/requests`."""
-
-    id: str
-
-
-class RequestList(msgspec.Struct, frozen=True):
-    """What is read of `/debug/requests`."""
-
-    requests: tuple[ListedRequest, ...]
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -116,16 +108,16 @@ def _compare_transports(used: Sequence[Summary], why: str) -> list[Finding]:
 
 
 def _latest_summaries(gateway: Gateway) -> list[Summary]:
-    status, body = gateway.get("/debug/requests")
-    if status == NOT_FOUND:
+    answer = gateway.get(REQUESTS_PATH)
+    if answer[0] == NOT_FOUND:
         raise PageError("the gateway shows requests to its own host only: run the doctor there")
-    listed = _decode(status, body, RequestList)
+    listed = decode_page(gateway, REQUESTS_PATH, answer, RequestIds)
     summaries: list[Summary] = []
     for request in listed.requests[:NUM_TRACES]:
-        status, body = gateway.get(f"/debug/requests/{quote(request.id, safe='')}")
-        if status == NOT_FOUND:  # forgotten meanwhile
+        path = f"{REQUESTS_PATH}/{quote(request.id, safe='')}"
+        if (answer := gateway.get(path))[0] == NOT_FOUND:  # forgotten meanwhile
             continue
-        summary = _decode(status, body, RequestTrace).summary
+        summary = decode_page(gateway, path, answer, RequestTrace).summary
         if summary is not None:
             summaries.append(summary)
     return summaries
@@ -195,15 +187,6 @@ def _nonzero(families: dict[str, Metric], name: str, label: str) -> dict[str, in
 
 def _listed(counts: dict[str, int]) -> str:
     return ", ".join(f"{number} x {cause}" for cause, number in counts.items())
-
-
-def _decode(status: int, body: bytes, kind: type[T]) -> T:
-    if status != OK:
-        raise PageError(f"HTTP {status} from /debug/requests: {read_refusal(body)}")
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except UNDECODABLE as exc:
-        raise PageError(f"/debug/requests does not make sense: {exc}") from exc
 
 
 def _finding(name: str, level: Level, found: str, why: str, *, fix: str | None = None) -> Finding:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from baton.clock import MachineClock
-from baton.ops.doctor.devices import rdma_devices
 from baton.ops.doctor.finding import Area, Finding, Level, write_bytes
 
 if TYPE_CHECKING:
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from baton.ops.doctor.transport_check import TransferCheckResult
 
 PATH_NAME: Final = "handoff path"
-RDMA_ONLY: Final = frozenset({"uccl"})
 ON_CPU: Final[Mapping[str, str]] = {
     "nixl": "--no-deps nixl-cu12",
     "nixl_cu12": "--no-deps nixl-cu12",
@@ -161,7 +159,7 @@ def _not_tried(kind: str, reason: str) -> Finding:
 
 def _failed(kind: str, chosen: ChosenTransports, host: Host, error: Exception) -> Finding:
     is_chosen = kind in chosen.kinds
-    reason, fix = _explain(kind, host, error)
+    reason, fix = _explain(host, error)
     return Finding(
         area=Area.TRANSPORTS,
         name=kind,
@@ -175,7 +173,7 @@ def _failed(kind: str, chosen: ChosenTransports, host: Host, error: Exception) -
     )
 
 
-def _explain(kind: str, host: Host, error: Exception) -> tuple[str, str | None]:
+def _explain(host: Host, error: Exception) -> tuple[str, str | None]:
     """Why a transport does not work, and the command that helps."""
     from baton.rig.node import describe_error  # noqa: PLC0415 - numpy
 
@@ -189,6 +187,4 @@ def _explain(kind: str, host: Host, error: Exception) -> tuple[str, str | None]:
         debian = SYSTEM_PACKAGES.get(library[1])
         fix = None if debian is None else f"sudo apt-get install {debian}"
         return f"the system lacks {library[1]}, which its library needs", fix
-    if kind in RDMA_ONLY and not rdma_devices(host):
-        return f"no RDMA device in /sys/class/infiniband ({reason})", None
     return reason, None

@@ -48,7 +48,6 @@ PACKAGES: Final = (
         ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda"),
         "Several NICs at once, by the transport `mooncake`.",
     ),
-    Package("uccl", ("uccl",), "RDMA in software, by the transport `uccl`."),
     Package("ucx", ("libucx-cu12", "libucx-cu13"), "UCX as a package; NIXL brings its own."),
 )
 LIBRARIES: Final = (

@@ -235,11 +235,6 @@ class Network:
         self._listeners: dict[tuple[str, int], SimListener] = {}
         self._streams: dict[SimStream, None] = {}
 
-    @property
-    def num_streams(self) -> int:
-        """Ends of connections that are open."""
-        return len(self._streams)
-
     def latency_s(self, source: str, target: str) -> float:
         """How long a message takes, parted or not."""
         low, high = LATENCY_S

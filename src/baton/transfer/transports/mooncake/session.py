@@ -163,12 +163,6 @@ class MooncakeHandle:
     unfinished: set[int] = field(default_factory=set)
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    base: int
-    arrays: tuple[PageArray, ...]
-
-
 class MooncakeSession:
     """See `OneSidedSession`. `get_metadata` waits for the process to start, a third of a second."""
 
@@ -189,7 +183,7 @@ class MooncakeSession:
             )
         self._socket = ours
         self._known: set[RegionHandle] = set()
-        self._target: _Target | None = None
+        self._theirs: tuple[PageArray, ...] | None = None
         self._num_commands = 0
         self._handles: dict[int, MooncakeHandle] = {}
         self._socket.send(encode(Open(host, interface, protocol, devices)))
@@ -213,7 +207,7 @@ class MooncakeSession:
         if not 0 < decoded.base <= MAX_ADDRESS - compute_region_bytes(descriptor.arrays):
             raise TransferError("the peer's region begins at no address")
         host, _, _ = descriptor.endpoint.rpartition(":")
-        self._target = _Target(decoded.base, descriptor.arrays)
+        self._theirs = descriptor.arrays
         self._send(SetPeer(f"{host}:{decoded.port}", decoded.base))
 
     def post(self, direction: Direction, region: PagedRegion, copies: PageCopies) -> MooncakeHandle:
@@ -254,9 +248,9 @@ class MooncakeSession:
         self, direction: Direction, region: PagedRegion, copies: PageCopies
     ) -> NDArray[np.int64]:
         """Offset in our region, offset in the peer's, bytes: int64 `[r, 3]`."""
-        if self._target is None:
+        if self._theirs is None:
             raise TransferError("Mooncake has not met its peer")
-        ours, theirs = region.arrays[copies.layer], self._target.arrays[copies.layer]
+        ours, theirs = region.arrays[copies.layer], self._theirs[copies.layer]
         if direction == "write":
             found = [compute_copy_runs(group, ours, theirs) for group in copies.groups]
         else:

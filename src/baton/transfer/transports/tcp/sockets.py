@@ -11,9 +11,9 @@ from typing import Annotated, Final
 import msgspec
 
 from baton.errors import TransferError
+from baton.transfer.endpoints import format_endpoint
 from baton.transfer.transports.tcp.wire import MAX_STREAMS
 
-_MAX_PORT: Final = 65_535
 _MAX_KEEPALIVE_S: Final = 32_767
 """Linux' own bound."""
 _SEND_CEILING: Final = Path("/proc/sys/net/core/wmem_max")
@@ -107,28 +107,6 @@ def fit_buffers(sock: socket.socket, options: TcpOptions) -> None:
         return
     if is_local and options.socket_buffer_bytes is not None:
         _set_buffers(sock, min(options.socket_buffer_bytes, options.local_buffer_bytes))
-
-
-def format_endpoint(host: str, port: int) -> str:
-    """`host:port`, an IPv6 address in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def parse_endpoint(endpoint: str) -> tuple[str, int]:
-    """The numeric address and the port of an endpoint that came from a peer.
-
-    Raises:
-        TransferError: it is not one.
-    """
-    host, _, port = endpoint.rpartition(":")
-    try:
-        address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
-        number = int(port)
-    except ValueError as exc:
-        raise TransferError(f"{endpoint[:80]!r} is no address of a peer") from exc
-    if not 0 < number <= _MAX_PORT or address.is_unspecified or address.is_multicast:
-        raise TransferError(f"{endpoint[:80]!r} is no address of a peer")
-    return str(address), number
 
 
 def explain_small_buffers(options: TcpOptions) -> str | None:

@@ -21,6 +21,7 @@ from baton.net.channel import ReadAhead, make_zeros, skip_bytes
 from baton.net.framing import encode
 from baton.net.tls import TlsListener, make_contexts, wrap_dialer
 from baton.transfer.base_transport import ConnectedTransport
+from baton.transfer.endpoints import parse_tcp_endpoint
 from baton.transfer.grants import AdmittedGrants, GrantHolder, ReadGrants, ReadRequest
 from baton.transfer.interface import (
     Capabilities,
@@ -44,7 +45,6 @@ from baton.transfer.transports.tcp.sockets import (
     fit_buffers,
     open_listener,
     open_stream,
-    parse_endpoint,
 )
 from baton.transfer.transports.tcp.wire import (
     Attach,
@@ -424,7 +424,7 @@ class TcpTransport(ConnectedTransport[TcpRemote, Attach]):
             )
         if self._tls is not None and not is_tls:
             raise TransferError("the peer does not speak TLS, and this worker must")
-        return parse_endpoint(endpoint.removesuffix(TLS_SUFFIX))
+        return parse_tcp_endpoint(endpoint.removesuffix(TLS_SUFFIX))
 
     def _open_listener(self) -> tuple[socket.socket, str]:
         small = explain_small_buffers(self._options)
