@@ -85,7 +85,7 @@ class ReadMemory:
         return memory[:num_bytes]
 
     def give_back(self, bodies: Sequence[EntryBodies]) -> None:
-        """Nobody looks at these, or at what they are parts of, any more. Once."""
+        """These, and what they are parts of, are read no more. Once."""
         for each in bodies:
             memory = each.rows.base
             if memory is None or memory.nbytes != BATCH_BYTES:
