@@ -24,7 +24,7 @@ def test_each_token_is_copied_to_its_place(data: st.DataObject, sizes: tuple[int
     for token in range(start, stop):
         page, at = divmod(token - first[0], sizes[0])
         src[ends[0].pages[page], at] = token
-    for source, target in find_token_slices(*ends, start, stop):
+    for source, target in find_token_slices(ends[0], ends[1], start, stop):
         dst[target] = src[source]
     expected = np.full_like(dst, -1)
     for token in range(start, stop):
