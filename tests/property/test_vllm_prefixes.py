@@ -1,4 +1,4 @@
-"""vLLM's use of the store: both sides, under a model of vLLM's scheduler with two ranks.
+"""vLLM's use of the store: both sides, under a model of vLLM's scheduler, with two ranks or one.
 
 Each rank's store answers at once, in part, or long after the deadline, and then it still tries to
 access the blocks that it was given. It has read what it found, or not. What must hold: a request
@@ -22,7 +22,7 @@ from baton.engines.vllm.kept_blocks import KeptBlocks
 from baton.engines.vllm.prefix_admission import PrefixAdmission
 from baton.engines.vllm.prefix_schedule import PrefixSchedule
 from baton.engines.vllm.rank_prefixes import KEEP_TIMEOUT_S, RankPrefixes
-from baton.engines.vllm.step_orders import StepReport
+from baton.engines.vllm.step_orders import PrefixOrders, StepReport
 from baton.errors import StoreError
 from baton.handoff.interface import EngineSteps, KeepOrder, LoadOrder, LookupOrder
 from baton.handoff.read_prefixes import ReadOrder
@@ -31,12 +31,11 @@ from baton.testing.clocks import ManualClock
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from baton.engines.vllm.step_orders import PrefixOrders
+    from baton.engines.vllm.step_orders import LookUp
     from baton.ids import TicketId
 
 BLOCK_SIZE, ENTRY_TOKENS = 4, 6
 NUM_BLOCKS, MAX_KEPT_BLOCKS = 40, 12
-NUM_RANKS = 2
 
 
 class Status(StrEnum):
@@ -182,17 +181,19 @@ class Rank:
 
 
 class VllmMachine(RuleBasedStateMachine):
+    num_ranks = 2
+
     def __init__(self) -> None:
         super().__init__()
         self.clock, self.pool = ManualClock(), Pool()
-        self.ranks = [Rank(self.clock) for _ in range(NUM_RANKS)]
+        self.ranks = [Rank(self.clock) for _ in range(self.num_ranks)]
         self.schedule = PrefixSchedule(
             LookupCost(self.clock.now()),
-            num_ranks=NUM_RANKS,
+            num_ranks=self.num_ranks,
             block_size=BLOCK_SIZE,
             entry_tokens=ENTRY_TOKENS,
         )
-        self.kept = KeptBlocks(MAX_KEPT_BLOCKS, NUM_RANKS)
+        self.kept = KeptBlocks(MAX_KEPT_BLOCKS, self.num_ranks)
         self.admission = PrefixAdmission(
             self.schedule, self.kept, block_size=BLOCK_SIZE, clock=self.clock
         )
@@ -360,11 +361,11 @@ class VllmMachine(RuleBasedStateMachine):
             rank.prefixes.check_deadlines()
             for request in rank.prefixes.take_finished():
                 self.reported[request] = self.reported.get(request, 0) + 1
-                assert self.reported[request] <= NUM_RANKS
+                assert self.reported[request] <= self.num_ranks
             invalid |= rank.prefixes.take_invalid_blocks()
             found, kept = rank.prefixes.take_found(), rank.prefixes.take_kept()
             report = report.merge(StepReport((), found, kept, rank.prefixes.take_read()))
-        received = {name for name, num in self.reported.items() if num == NUM_RANKS}
+        received = {name for name, num in self.reported.items() if num == self.num_ranks}
         for name in received:
             del self.reported[name]
         for request in self._with(Status.LOADING):
@@ -436,5 +437,31 @@ class VllmMachine(RuleBasedStateMachine):
         return [r for r in self.requests.values() if r.status is not Status.FINISHED]
 
 
+class OneThreadMachine(VllmMachine):
+    """One rank, whose hooks the scheduler's thread calls: it is asked between two steps."""
+
+    num_ranks = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_entries: int | None = None
+        self.admission.use_rank(self._look_up)
+
+    @rule(num_entries=st.none() | st.integers(0, 7))
+    def answer_at_once(self, num_entries: int | None) -> None:
+        """From now on; None: later, if ever."""
+        self.num_entries = num_entries
+
+    def _look_up(self, lookup: LookUp) -> StepReport:
+        (rank,) = self.ranks
+        rank.prefixes.begin(PrefixOrders(lookups=(lookup,)))
+        for _, order in self._lookups():
+            if self.num_entries is not None:
+                rank.answer(order, self.num_entries, reads=True)
+        return StepReport(found=rank.prefixes.take_found(), read=rank.prefixes.take_read())
+
+
 TestVllmPrefixes = VllmMachine.TestCase
 TestVllmPrefixes.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestOnOneThread = OneThreadMachine.TestCase
+TestOnOneThread.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from baton.record import Record
 from baton.transfer.region import view_pages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -210,6 +210,18 @@ class Staging(Protocol):
 
         Raises:
             TransferError: it cannot be begun.
+        """
+        ...
+
+
+@runtime_checkable
+class ShowsTokens(Staging, Protocol):
+    """A `Staging` over pages in this host's memory: the store's entries are copied past it."""
+
+    def token_planes(self, layer: int, /) -> Sequence[NDArray[Any]]:
+        """The engine's own blocks of one layer of the view: `[block, token, head, dim]` a plane.
+
+        Views, in canonical order whatever order memory has.
         """
         ...
 

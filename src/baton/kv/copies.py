@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -460,13 +460,18 @@ def _copy_group(
 def _check_group(
     group: CopyGroup, src_pages: NDArray[np.uint8], dst_pages: NDArray[np.uint8]
 ) -> None:
-    _check_pages(group.src_pages, src_pages)
-    _check_pages(group.dst_pages, dst_pages)
+    check_pages(group.src_pages, src_pages)
+    check_pages(group.dst_pages, dst_pages)
     _check_spans(group.spans[:, 0] + group.spans[:, 2], src_pages)
     _check_spans(group.spans[:, 1] + group.spans[:, 2], dst_pages)
 
 
-def _check_pages(pages: NDArray[np.int64], array: NDArray[np.uint8]) -> None:
+def check_pages(pages: NDArray[np.int64], array: NDArray[Any]) -> None:
+    """Refuse page ids that `array`, a page in each row, does not have.
+
+    Raises:
+        ProtocolError: there is one.
+    """
     # Page ids may come from a peer, and numpy takes a negative one for a page from the end.
     if len(pages) == 1:
         low = high = int(pages[0])

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.errors import ProtocolError
 from baton.handoff.kv_views import KVView
 from baton.handoff.pool_mode.block_copier import (
     BlockCopier,
@@ -18,7 +20,7 @@ from baton.handoff.pool_mode.block_copier import (
 )
 from baton.kv.canonical import read_canonical, write_canonical
 from baton.kv.copies import BlockTable, PagedSequence
-from baton.kv.geometry import shared_heads
+from baton.kv.geometry import page_geometry, shared_heads, view_planes
 from baton.kv.identity import HashDomain
 from baton.kv.layout import KVLayout, LayerLayout, TensorParallelShard
 from baton.store.entry_format import EntryFormat
@@ -35,10 +37,30 @@ LAYERS = {
 }
 
 
-class Engine:
-    """One worker's pages, random, and its way to the store; staged: through three pages only."""
+class ShownPages(ConvertedPages):
+    """See `ShowsTokens`. Nothing may be staged."""
 
-    def __init__(self, layout: KVLayout, num_tokens: int, seed: int, *, staged: bool) -> None:
+    def token_planes(self, layer: int) -> list[NDArray[np.uint8]]:
+        return view_planes(self.own[layer], page_geometry(self.layout, layer), None)
+
+    def gather(self, *_: object) -> None:
+        raise AssertionError
+
+    def scatter(self, *_: object) -> None:
+        raise AssertionError
+
+
+class Engine:
+    """One worker's pages, random, and its way to the store; `staged`: through few pages, if any."""
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_tokens: int,
+        seed: int,
+        *,
+        staged: type[ConvertedPages] | None = None,
+    ) -> None:
         rng = np.random.default_rng(seed)
         num_blocks = -(-num_tokens // layout.block_size) + 3
         self.layout = layout
@@ -50,7 +72,7 @@ class Engine:
         if staged:
             shown = msgspec.structs.replace(layout, order="canonical")
             region = allocate_host_region([(14, len(pages[0])) for pages in self.own])
-            self.view = KVView(shown, region, ConvertedPages(layout, self.own, shown, region))
+            self.view = KVView(shown, region, staged(layout, self.own, shown, region))
         else:
             region = allocate_host_region([pages.shape for pages in self.own])
             for layer, pages in enumerate(self.own):
@@ -84,11 +106,14 @@ def orders(shape: str) -> st.SearchStrategy[str]:
     return st.sampled_from(["canonical", "heads_first"] if shape == "gqa" else ["canonical"])
 
 
-def test_a_page_whose_tokens_come_in_two_batches_keeps_both() -> None:
+@pytest.mark.parametrize("staged", [ConvertedPages, ShownPages])
+def test_a_page_whose_tokens_come_in_two_batches_keeps_both(
+    staged: type[ConvertedPages],
+) -> None:
     layout = KVLayout(LAYERS["gqa"], 24, "float16")
     entry_format = EntryFormat.of(layout, block_size=8, num_parts=1)
     segments = hash_segments(HashDomain("m", "", 8), np.arange(60, dtype=np.int32))
-    source, target = Engine(layout, 60, 1, staged=False), Engine(layout, 60, 2, staged=True)
+    source, target = Engine(layout, 60, 1), Engine(layout, 60, 2, staged=staged)
     takes, gives = BlockCopier(source.view, entry_format), BlockCopier(target.view, entry_format)
     assert [batch[-1].stop for batch in batches(takes, segments)] == [56, 60]
     for batch in batches(takes, segments):
@@ -114,9 +139,9 @@ def test_what_one_engine_keeps_another_takes(
     segments = hash_segments(HashDomain("m", "", in_store), np.arange(num_tokens, dtype=np.int32))
     assert [segments[0].start, segments[-1].stop] == [0, num_tokens]
     add_stored: dict[tuple[bytes, int], bytes] = {}
-    staged = data.draw(st.booleans(), "staged") and 12 * source_layout.block_size >= in_store
+    staged = draw_staging(data, source_layout, in_store)
     sizes = data.draw(st.sampled_from(range(1, num_parts + 1)), "ranks that prefill")
-    full_layout = Engine(source_layout, num_tokens, 1, staged=False)
+    full_layout = Engine(source_layout, num_tokens, 1)
     for rank in range(sizes):
         shard = TensorParallelShard(rank, sizes)
         layout = msgspec.structs.replace(source_layout, shard=shard)
@@ -131,7 +156,7 @@ def test_what_one_engine_keeps_another_takes(
     assert len(add_stored) == len(segments) * num_parts
     start = data.draw(st.integers(0, (num_tokens - 1) // target_layout.block_size), "cached")
     start *= target_layout.block_size
-    staged = data.draw(st.booleans()) and 12 * target_layout.block_size >= in_store
+    staged = draw_staging(data, target_layout, in_store)
     target = Engine(target_layout, num_tokens, 2, staged=staged)
     before = [target.read(layer, 0, start) for layer in range(len(layers))]
     copier = BlockCopier(target.view, entry_format)
@@ -148,6 +173,30 @@ def test_what_one_engine_keeps_another_takes(
         assert (add_landed == full_layout.read(layer, start, num_tokens)).all()
     target.close()
     full_layout.close()
+
+
+def draw_staging(
+    data: st.DataObject, layout: KVLayout, in_store: int
+) -> type[ConvertedPages] | None:
+    staged = data.draw(st.sampled_from([None, ConvertedPages, ShownPages]), "staged")
+    fits = 12 * layout.block_size >= in_store
+    return staged if fits or staged is not ConvertedPages else None
+
+
+def test_blocks_that_there_are_not_are_refused() -> None:
+    layout = KVLayout(LAYERS["gqa"], 8, "float16")
+    entry_format = EntryFormat.of(layout, block_size=8, num_parts=1)
+    engine = Engine(layout, 16, 1, staged=ShownPages)
+    copier = BlockCopier(engine.view, entry_format)
+    segments = hash_segments(HashDomain("m", "", 8), np.arange(16, dtype=np.int32))
+    bodies = copier.allocate_bodies(segments)
+    for blocks in ([0, -1], [0, len(engine.own[0])]):
+        table = BlockTable(0, np.array(blocks))
+        with pytest.raises(ProtocolError, match="pages"):
+            copier.scatter(bodies, segments, start=0, table=table)
+    with pytest.raises(ProtocolError, match="where the blocks have"):
+        copier.gather(segments, BlockTable(0, np.array([1])))
+    engine.close()
 
 
 def fill(bodies: EntryBodies, rows: list[bytes]) -> None:

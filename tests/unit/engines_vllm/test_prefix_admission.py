@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from tests.unit.engines_vllm.test_admission import (
 
 if TYPE_CHECKING:
     from baton.engines.vllm.admission import Admission
+    from baton.engines.vllm.step_orders import LookUp
     from baton.testing.clocks import ManualClock
 
 __all__ = ["admission", "clock"]  # fixtures
@@ -129,6 +130,83 @@ def test_what_all_ranks_have_is_loaded_behind_what_is_cached(
     stored.allocated(asked, ([30, 31, 32, 33, 34, 35],), 0)
     assert stored.count_missing(asked, 0) == 0, "it is asked for once"
     assert plan(stored) is None
+
+
+@dataclass
+class NearRank:
+    """The only rank, on the scheduler's thread: has read `num_found` tokens, or is late (None)."""
+
+    num_found: int | None = 16
+    lookups: list[LookUp] = field(default_factory=list)
+
+    def look_up(self, lookup: LookUp) -> StepReport:
+        self.lookups.append(lookup)
+        if self.num_found is None:
+            return StepReport()
+        return StepReport(found=((lookup.request, self.num_found),), read=(lookup.request,))
+
+
+@pytest.fixture(name="near")
+def near_fixture(admission: Admission, clock: ManualClock, pool: Pool) -> NearRank:
+    """`admission` has a store, and this rank."""
+    schedule = PrefixSchedule(
+        LookupCost(clock.now()), num_ranks=1, block_size=BLOCK_SIZE, entry_tokens=ENTRY_TOKENS
+    )
+    kept = KeptBlocks(6, 1)
+    admission.use_store(PrefixAdmission(schedule, kept, block_size=BLOCK_SIZE, clock=clock))
+    admission.set_ranks({0: STORED})
+    admission.bind(pool)
+    near = NearRank()
+    admission.use_rank(near.look_up)
+    return near
+
+
+def test_a_rank_on_this_thread_is_asked_without_a_step(
+    admission: Admission, near: NearRank
+) -> None:
+    asked = asking()
+    assert admission.count_missing(asked, 4) == 12
+    assert [lookup.start for lookup in near.lookups] == [4]
+    assert admission.is_read(asked)
+    admission.allocated(asked, ([30, 31, 32, 33, 34, 35],), 12)
+    orders = plan(admission)
+    assert orders is not None
+    assert orders == PrefixOrders(read_loads=orders.read_loads)
+
+
+def test_a_rank_on_this_thread_that_is_late_answers_with_a_step(
+    admission: Admission, near: NearRank
+) -> None:
+    near.num_found = None
+    asked = asking()
+    assert admission.count_missing(asked, 4) is None
+    assert admission.count_missing(asked, 4) is None, "it is asked once"
+    assert plan(admission) is None
+    report(admission, found=(("r", 16),), read=("r",))
+    assert admission.count_missing(asked, 4) == 12
+    assert len(near.lookups) == 1
+
+
+def test_nothing_that_runs_waits_for_a_rank_on_this_thread(
+    admission: Admission, near: NearRank
+) -> None:
+    first, second, third = asking("first"), asking("second"), asking("third")
+    assert admission.count_missing(first, 0) == 16
+    admission.allocated(first, ([30, 31, 32, 33, 34, 35],), 16)
+    assert admission.count_missing(second, 0) is None
+    orders = plan(admission)
+    assert orders is not None
+    assert [lookup.request for lookup in orders.lookups] == ["second"]
+    admission.finish(first, ())
+    assert admission.count_missing(third, 0) == 16
+    assert [lookup.request for lookup in near.lookups] == ["first", "third"]
+
+
+def test_a_rank_of_several_is_not_asked_alone(stored: Admission) -> None:
+    near = NearRank()
+    stored.use_rank(near.look_up)
+    assert stored.count_missing(asking(), 4) is None
+    assert not near.lookups
 
 
 def find(admission: Admission, *num_tokens: int, num_read: int) -> Any:

@@ -135,6 +135,45 @@ def test_a_step_without_tokens_waits_for_the_answer_of_a_lookup(stored: RankHarn
     assert stored.wake_event.num_waits == 1
 
 
+def test_a_lookup_between_two_steps_returns_the_answer(
+    stored: RankHarness, store: RecordingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (lookup,) = look_up().lookups
+
+    def find(order: LookupOrder) -> None:
+        answer(stored, PrefixFound(order.id, 16, is_read=True))
+
+    monkeypatch.setattr(store, "start_lookup", find)
+    assert stored.rank.look_up(lookup, 0.01) == StepReport(found=(("r", 16),), read=("r",))
+    assert run(stored) == (set(), set(), None), "it is reported once"
+    run(stored, read_load())
+    assert len(store.loaded) == 1
+
+
+def test_an_answer_that_is_late_between_two_steps_is_a_later_steps(
+    stored: RankHarness, store: RecordingStore
+) -> None:
+    (lookup,) = look_up().lookups
+    before = stored.clock.now()
+    assert stored.rank.look_up(lookup, 0.01) == StepReport()
+    assert stored.clock.now() - before == pytest.approx(0.01)
+    answer(stored, PrefixFound(store.orders[0].id, 8))
+    assert run(stored) == (set(), set(), StepReport(found=(("r", 8),)))
+
+
+def test_a_store_that_hangs_is_not_asked_between_two_steps_either(
+    stored: RankHarness, store: RecordingStore
+) -> None:
+    (lookup,) = look_up().lookups
+    stored.rank.look_up(lookup, 0.01)
+    stored.clock.advance(LOAD_TIMEOUT_S)
+    assert run(stored) == (set(), set(), StepReport(found=(("r", 4),)))
+    before = stored.clock.now()
+    assert stored.rank.look_up(lookup, 0.01) == StepReport(found=(("r", 4),))
+    assert stored.clock.now() == before
+    assert len(store.orders) == 1
+
+
 def test_what_was_read_is_in_blocks_before_the_step_computes(
     stored: RankHarness, store: RecordingStore
 ) -> None:

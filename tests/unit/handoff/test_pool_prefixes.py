@@ -64,6 +64,9 @@ class TimedStore:
         rows = np.zeros((len(read), 1), np.uint8).repeat(self.entry_bytes, 1)
         return ReadBatch(read, [EntryBodies(None, rows)] if read else [], 1, BATCH_S)
 
+    def release(self, _: ReadBatch) -> None:
+        """Nothing is kept for the next one."""
+
     def put_in_blocks(self, read: ReadBatch, _: LoadOrder) -> None:
         self.loaded.append((read.segments[0].start, read.segments[-1].stop))
 

@@ -32,7 +32,7 @@ from baton.kv.copies import count_blocks
 from baton.kv.identity import compute_prompt_hash
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
@@ -43,7 +43,12 @@ if TYPE_CHECKING:
     from baton.engines.vllm.identity import Identity, ModelFacts, RankFacts
     from baton.engines.vllm.prefix_admission import PrefixAdmission
     from baton.engines.vllm.scheduler_pressure import VllmBlockPool
-    from baton.engines.vllm.step_orders import StepOrders, StepReport, VllmRequestId
+    from baton.engines.vllm.step_orders import (
+        LookUp,
+        StepOrders,
+        StepReport,
+        VllmRequestId,
+    )
     from baton.engines.vllm.tickets import TicketReader
 
 
@@ -81,7 +86,7 @@ OUTCOMES: Final = {
 """vLLM's `RequestStatus` → how a request ended; anything else has failed."""
 
 
-class Admission:
+class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
     """Owned by the scheduler's thread."""
 
     def __init__(
@@ -119,6 +124,11 @@ class Admission:
         self._ranks = dict(ranks)
         if not all("pool" in facts.modes for facts in ranks.values()):
             self._prefixes = None  # what a rank computes cannot be kept in its store
+
+    def use_rank(self, look_up: Callable[[LookUp], StepReport]) -> None:
+        """See `PrefixAdmission.use_rank`; ignored where there are other ranks to ask."""
+        if self._prefixes is not None and len(self._ranks) == 1:
+            self._prefixes.use_rank(look_up)
 
     def arrived(self, request: Request) -> None:
         """A request has joined vLLM's queue."""

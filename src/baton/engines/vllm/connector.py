@@ -9,8 +9,10 @@ from __future__ import annotations
 import atexit
 import gc
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -149,6 +151,11 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, RankHandshake]) -> None:
         self._scheduler.set_ranks({rank: shake.facts for rank, shake in metadata.items()})
+        near = get_kv_transfer_group() if has_kv_transfer_group() else None
+        # A rank is asked between two steps only where none is under way meanwhile.
+        if isinstance(near, BatonConnector) and self._vllm_config.max_concurrent_batches == 1:
+            rank, wait_s = near._worker, self._options.poll_interval_ms / 1000  # noqa: SLF001 - one class in two
+            self._scheduler.use_rank(partial(rank.look_up, wait_s=wait_s))
 
     def on_new_request(self, request: Request) -> None:
         self._scheduler.arrived(request)

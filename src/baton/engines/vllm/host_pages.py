@@ -89,6 +89,10 @@ class TransposedPages:
             for rows, shape in zip(_staged_rows(region), shapes, strict=True)
         )
 
+    def token_planes(self, layer: int) -> Sequence[Numbers]:
+        """See `ShowsTokens`: K, then V."""
+        return [plane.transpose(0, 3, 1, 2) for plane in self._engine[layer]]
+
     def gather(
         self,
         layer: int,

@@ -13,7 +13,7 @@ from baton.engines.vllm.step_orders import Keep, LookUp
 from baton.kv.copies import count_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
@@ -28,7 +28,11 @@ MOSTLY_PROMPTS: Final = 16
 
 
 class PrefixAdmission:
-    """Owned by the scheduler's thread."""
+    """Owned by the scheduler's thread.
+
+    A rank on the same thread is asked without a step while nothing runs: vLLM would make one
+    without tokens for the question, and sleep for 1 ms.
+    """
 
     def __init__(
         self, schedule: PrefixSchedule, kept: KeptBlocks, *, block_size: int, clock: Clock
@@ -36,6 +40,8 @@ class PrefixAdmission:
         self._schedule, self._kept, self._clock = schedule, kept, clock
         self._block_size = block_size
         self._planned: tuple[int, Instant] | None = None
+        self._look_up: Callable[[LookUp], StepReport] | None = None
+        self._admitted: set[VllmRequestId] = set()
 
     def __contains__(self, request: VllmRequestId) -> bool:
         return request in self._schedule
@@ -44,23 +50,30 @@ class PrefixAdmission:
         """The blocks of vLLM are known from now on."""
         self._kept.bind(pool)
 
+    def use_rank(self, look_up: Callable[[LookUp], StepReport]) -> None:
+        """Ask the only rank, which is on this thread, without a step while nothing runs.
+
+        `look_up` waits a moment for the answer; without it, the report of a later step has it.
+        """
+        self._look_up = look_up
+
     def skip(self, request: Request, num_cached_tokens: int) -> None:
         """Do not look for this request's prompt."""
         self._schedule.skip(request.request_id, num_cached_tokens)
 
     def count_missing(self, request: Request, num_cached_tokens: int) -> int | None:
         """How many tokens are to be loaded; None: vLLM is to ask again in its next step."""
-        schedule, now = self._schedule, self._clock.now()
+        schedule = self._schedule
         if request.request_id not in schedule:
             num_missing = request.num_prompt_tokens - num_cached_tokens
-            fewest = schedule.cost.count_worth_asking(now, schedule.entry_tokens)
+            fewest = schedule.cost.count_worth_asking(self._clock.now(), schedule.entry_tokens)
             if num_missing < fewest or _ignores_caches(request):
                 schedule.skip(request.request_id, num_cached_tokens)
             elif schedule.is_full:
                 return None
             else:
-                schedule.ask(self._make_lookup(request, num_cached_tokens), now)
-        return schedule.count_missing(request.request_id, num_cached_tokens, now)
+                self._ask(self._make_lookup(request, num_cached_tokens))
+        return schedule.count_missing(request.request_id, num_cached_tokens, self._clock.now())
 
     def is_read(self, request: VllmRequestId) -> bool:
         """Whether what is to be loaded is in all ranks' memory: vLLM need not wait for it."""
@@ -76,11 +89,13 @@ class PrefixAdmission:
 
     def allocated(self, request: Request, blocks: Sequence[int], num_external_tokens: int) -> None:
         """Blocks were found for a request."""
+        self._admitted.add(request.request_id)
         self._schedule.allocated(request.request_id, blocks, num_external_tokens)
 
     def finish(self, request: Request, blocks: Sequence[int], *, is_kept: bool) -> None:
         """A request is over: what it computed is kept if `is_kept`, and if there is room for it."""
         schedule = self._schedule
+        self._admitted.discard(request.request_id)
         num_present = schedule.finish(request.request_id)
         if num_present is None or not is_kept:
             return
@@ -113,12 +128,22 @@ class PrefixAdmission:
         for request in received or ():
             self._schedule.received(request)
         if report is not None:
-            for request in report.read:
-                self._schedule.read(request)
-            for request, num_tokens in report.found:
-                self._schedule.answered(request, num_tokens)
-            for request in report.kept:
-                self._kept.kept(request)
+            self._apply(report)
+
+    def _ask(self, lookup: LookUp) -> None:
+        self._schedule.ask(lookup, self._clock.now())
+        if self._look_up is None or self._admitted:
+            self._schedule.order_lookup(lookup)
+        else:
+            self._apply(self._look_up(lookup))
+
+    def _apply(self, report: StepReport) -> None:
+        for request in report.read:
+            self._schedule.read(request)
+        for request, num_tokens in report.found:
+            self._schedule.answered(request, num_tokens)
+        for request in report.kept:
+            self._kept.kept(request)
 
     def _make_lookup(self, request: Request, num_cached_tokens: int) -> LookUp:
         return LookUp(

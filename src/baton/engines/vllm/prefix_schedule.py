@@ -124,9 +124,12 @@ class PrefixSchedule:  # noqa: PLR0904 - one for each of vLLM's hooks
         self._states[request] = Local(num_cached_tokens)
 
     def ask(self, lookup: LookUp, now: Instant) -> None:
-        """Look for a prompt: `count_missing` is None until it is answered."""
+        """A prompt is looked for: `count_missing` is None until it is answered."""
         self._states[lookup.request] = Asked(lookup, now, len(lookup.packed_ids) // TOKEN_BYTES)
         self._under_way.add(lookup.request)
+
+    def order_lookup(self, lookup: LookUp) -> None:
+        """Let the next step ask the ranks for it."""
         self._orders().lookups.append(lookup)
 
     def count_missing(

@@ -23,7 +23,12 @@ from baton.engines.vllm.in_flight import (
 )
 from baton.engines.vllm.rank_prefixes import RankPrefixes
 from baton.engines.vllm.rank_prompts import RankLoads, RankSends
-from baton.engines.vllm.step_orders import NO_ORDERS, StepOrders, StepReport
+from baton.engines.vllm.step_orders import (
+    NO_ORDERS,
+    PrefixOrders,
+    StepOrders,
+    StepReport,
+)
 from baton.errors import HandoffError
 from baton.handoff.interface import (
     BlocksQuiescent,
@@ -50,6 +55,7 @@ if TYPE_CHECKING:
     from baton.engines.vllm.rank_prompts import RankPort, RankSetting
     from baton.engines.vllm.step_orders import (
         Abort,
+        LookUp,
         Occupancy,
         VllmRequestId,
     )
@@ -175,6 +181,21 @@ class RankHandoffs:
             self._ready = tuple(self._sends.extend(orders.progress))
         if orders.started or orders.finished:
             self._observer.step_begins(orders, self._clock.now())
+
+    def look_up(self, lookup: LookUp, wait_s: float) -> StepReport:
+        """Look for a prompt in the store, between two steps, and wait at most `wait_s`.
+
+        Without the answer, a later step reports it. What happens to handoffs meanwhile, the next
+        one does.
+        """
+        prefixes, now = self._prefixes, self._clock.now()
+        prefixes.begin(PrefixOrders(lookups=(lookup,)))
+        self._uses_store = True
+        until = now + wait_s
+        while now < until and not prefixes.has_news:
+            self._poll_agent(until - now)
+            now = self._clock.now()
+        return StepReport(found=prefixes.take_found(), read=prefixes.take_read())
 
     def layer_done(self, layer_name: str) -> None:
         """A layer's KV of this step's tokens is computed, or launched: vLLM computes. Only queues.

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from baton.errors import ConfigError
+from baton.handoff.kv_views import ShowsTokens
 from baton.kv.canonical import read_canonical, write_canonical
-from baton.kv.copies import BlockTable, PagedSequence, apply_copies, compute_page_copies
-from baton.kv.geometry import shared_heads
+from baton.kv.copies import (
+    BlockTable,
+    PagedSequence,
+    apply_copies,
+    check_pages,
+    compute_page_copies,
+)
+from baton.kv.geometry import page_geometry, shared_heads, view_planes
 from baton.kv.identity import HashDomain, compute_block_hashes, compute_tail_hash
+from baton.kv.token_slices import TokenPages, find_token_slices
 from baton.transfer.region import view_pages
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -27,6 +35,11 @@ if TYPE_CHECKING:
 
 BATCH_BYTES: Final = 8 << 20
 """Of bodies in hand at once: fits a processor's cache, and gives the others their turn."""
+
+
+def allocate_bytes(num_bytes: int) -> NDArray[np.uint8]:
+    """New memory, not zeroed."""
+    return np.empty(num_bytes, np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +73,7 @@ class _Span:
 class BlockCopier:
     """Copies batches: adjacent segments of one length. Owner: the pool's thread.
 
+    Through the staging pages of a KV view that has some, but where it `ShowsTokens`.
     `scatter` may be called by the engine's thread, too: one copy at a time, none of which waits for
     anything but memory. No other component stages through the KV view's region.
     """
@@ -74,11 +88,14 @@ class BlockCopier:
         if layout.order == "opaque":
             raise ConfigError(f"pages arranged as {layout.arrangement} cannot be kept in a store")
         self._view, self._layout, self._entry_format = view, layout, entry_format
+        staging = view.staging
+        self._in_place = staging if isinstance(staging, ShowsTokens) else None
+        is_staged = staging is not None and self._in_place is None
         self._pages = [view_pages(view.region.memory, array) for array in view.region.arrays]
         # A block's tokens may begin in the middle of a page, and end in the middle of another.
         room = (len(self._pages[0]) - 1) * layout.block_size
-        self._max_tokens = None if view.staging is None else room
-        if view.staging is not None and room < entry_format.block_size:
+        self._max_tokens = room if is_staged else None
+        if is_staged and room < entry_format.block_size:
             raise ConfigError(
                 f"{len(self._pages[0])} staging pages of {layout.block_size} tokens are too few "
                 f"for a store's blocks of {entry_format.block_size}"
@@ -96,13 +113,17 @@ class BlockCopier:
         is_tail = segments[-1].stop - segments[-1].start != length
         return segments[: min(most, len(segments) - is_tail)]
 
-    def allocate_bodies(self, batch: Sequence[TokenSegment]) -> list[EntryBodies]:
-        """Room for the bodies of a batch, for each part."""
-        length = batch[0].stop - batch[0].start
+    def allocate_bodies(
+        self,
+        batch: Sequence[TokenSegment],
+        allocate: Callable[[int], NDArray[np.uint8]] = allocate_bytes,
+    ) -> list[EntryBodies]:
+        """Room for the bodies of a batch, for each part; `allocate` gives so many bytes."""
+        length, num_pieces = batch[0].stop - batch[0].start, len(batch)
         layouts = [self._entry_format.part_layout(part, length) for part in self.parts]
         return [
-            EntryBodies(layout, np.empty((len(batch), layout.block_bytes), np.uint8))
-            for layout in layouts
+            EntryBodies(each, allocate(num_pieces * each.block_bytes).reshape(num_pieces, -1))
+            for each in layouts
         ]
 
     def gather(self, batch: Sequence[TokenSegment], table: BlockTable) -> list[EntryBodies]:
@@ -111,9 +132,15 @@ class BlockCopier:
         Raises:
             ProtocolError: the table does not cover it.
         """
-        span = self._find(batch[0].start, batch[-1].stop, table)
+        start, found = batch[0].start, self.allocate_bodies(batch)
+        if self._in_place is not None:
+            for rows, blocks in self._pair_tokens(
+                self._in_place, found, batch, start=start, table=table
+            ):
+                np.copyto(rows, blocks)
+            return found
+        span = self._find(start, batch[-1].stop, table)
         here = PagedSequence(self._layout, span.pages)
-        found = self.allocate_bodies(batch)
         with self._staging:
             self._gather_to_staging(span.blocks, span.pages.blocks)
             for bodies in found:
@@ -135,6 +162,12 @@ class BlockCopier:
             ProtocolError: the table does not cover them.
         """
         start = max(start, batch[0].start)
+        if self._in_place is not None:
+            for rows, blocks in self._pair_tokens(
+                self._in_place, found, batch, start=start, table=table
+            ):
+                np.copyto(blocks, rows)
+            return
         span = self._find(start, batch[-1].stop, table)
         with self._staging:
             self._scatter(found, batch, start, span)
@@ -153,6 +186,44 @@ class BlockCopier:
                 copy = self._view.staging.scatter(layer, span.pages.blocks, span.blocks)
                 if copy is not None:
                     copy.wait()
+
+    def _pair_tokens(
+        self,
+        engine: ShowsTokens,
+        found: Sequence[EntryBodies],
+        batch: Sequence[TokenSegment],
+        *,
+        start: int,
+        table: BlockTable,
+    ) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+        """Views of the same tokens, those from `start` on: in bodies, and in the engine's blocks.
+
+        Raises:
+            ProtocolError: the table does not cover them, or names blocks that there are not.
+        """
+        stop, size = batch[-1].stop, self._layout.block_size
+        PagedSequence(self._layout, table).check_covers(start, stop)
+        held = table.slice_tokens(start, stop, size)
+        slices = find_token_slices(
+            TokenPages(batch[0].start, batch[0].stop - batch[0].start, range(len(batch))),
+            TokenPages(held.first * size, size, held.blocks.tolist()),
+            start,
+            stop,
+        )
+        for bodies in found:
+            for layer, pages in enumerate(bodies.pages()):
+                planes = engine.token_planes(layer)
+                check_pages(held.blocks, planes[0])
+                theirs, ours = (page_geometry(x, layer) for x in (bodies.layout, self._layout))
+                views = view_planes(pages, theirs, None)
+                for rows, blocks, part, whole in zip(
+                    views, planes, theirs.planes, ours.planes, strict=True
+                ):
+                    first = part.heads.start - whole.heads.start
+                    of_part = blocks[:, :, first : first + len(part.heads)]
+                    numbers = rows.view(blocks.dtype)
+                    for row_slice, block_slice in slices:
+                        yield numbers[row_slice], of_part[block_slice]
 
     def _find(self, start: int, stop: int, table: BlockTable) -> _Span:
         PagedSequence(self._layout, table).check_covers(start, stop)

@@ -182,7 +182,9 @@ class StoredPrefixes:
 
     def release(self, order: TicketId) -> None:
         """See `ReadsPrefixes`."""
-        if self._read.pop(order, None) is not None:
+        read = self._read.pop(order, None)
+        if read is not None:
+            self._reader.release(read)
             self.put_command(self._count_unused)
 
     def start_keep(self, order: KeepOrder) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 from baton.encodings.interface import RAW
 from baton.errors import HandoffError
 from baton.handoff.interface import BlocksQuiescent, KVFailed, KVLanded
+from baton.handoff.pool_mode.block_copier import BATCH_BYTES, allocate_bytes
 from baton.handoff.pool_mode.side_entries import find_marker, remove_marker
 from baton.handoff.pool_mode.store_access import note_store_encoding
 from baton.handoff.session.actions import extend
@@ -65,6 +66,34 @@ class ReadBatch:
         return ReadBatch(self.segments[start:stop], bodies, self.num_bytes, self.took_s)
 
 
+class ReadMemory:
+    """Memory of batches that were read, kept for the next one: a batch for each of `num_parts`.
+
+    The kernel takes longer to give a process 8 MiB of new pages than a tier in memory takes to fill
+    them (ADR 71). One thread takes, any may give back.
+    """
+
+    def __init__(self, num_parts: int) -> None:
+        self._num_parts = num_parts
+        self._spare: list[NDArray[np.uint8]] = []
+
+    def take(self, num_bytes: int) -> NDArray[np.uint8]:
+        """So many bytes, not zeroed."""
+        if num_bytes > BATCH_BYTES:  # of one entry
+            return allocate_bytes(num_bytes)
+        memory = self._spare.pop() if self._spare else allocate_bytes(BATCH_BYTES)
+        return memory[:num_bytes]
+
+    def give_back(self, bodies: Sequence[EntryBodies]) -> None:
+        """These, and what they are parts of, are read no more. Once."""
+        for each in bodies:
+            memory = each.rows.base
+            if memory is None or memory.nbytes != BATCH_BYTES:
+                continue
+            if len(self._spare) < self._num_parts:
+                self._spare.append(memory)
+
+
 class StoreReader:
     """Works on one collection at a time. Owner: the pool's thread."""
 
@@ -83,6 +112,7 @@ class StoreReader:
         )
         self._encoding, self._decoded = access.encoding, access.decoded
         self._copier, self._clock, self._emit = copier, clock, emit
+        self._memory = ReadMemory(len(copier.parts))
 
     def read_batch(self, store_read: StoreRead) -> bool:
         """Take one batch; whether there was one."""
@@ -121,6 +151,7 @@ class StoreReader:
         if read.segments:
             with guard:
                 self._copier.scatter(read.bodies, read.segments, start=start, table=table)
+            self.release(read)
         return len(read.segments), read.num_bytes
 
     def fits_one_batch(self, segments: Sequence[TokenSegment]) -> bool:
@@ -135,10 +166,11 @@ class StoreReader:
         """
         started_at = self._clock.now()
         batch = self._copier.take_batch(segments)
-        bodies = self._copier.allocate_bodies(batch)
+        bodies = self._copier.allocate_bodies(batch, self._memory.take)
         encoded = self._read(batch, bodies)
         num_read = len(encoded[0])
         if num_read == 0:
+            self._memory.give_back(bodies)
             return ReadBatch((), (), 0, 0.0)
         found = [each.part(0, num_read) for each in bodies]
         num_bytes = sum(len(body) for each in encoded for body in each)
@@ -151,13 +183,18 @@ class StoreReader:
         self._decoded.add(raw_bytes, num_bytes, now - began_at)
         return ReadBatch(batch[:num_read], found, num_bytes, now - started_at)
 
+    def release(self, read: ReadBatch) -> None:
+        """What was read, all of it, is not needed any more. Once; from any thread."""
+        self._memory.give_back(read.bodies)
+
     def put_in_blocks(self, read: ReadBatch, order: LoadOrder) -> None:
-        """Put what was read into an order's blocks. On the engine's thread.
+        """Put what was read into an order's blocks, and release it. On the engine's thread.
 
         Raises:
             ProtocolError: the order's table does not cover it.
         """
         self._copier.scatter(read.bodies, read.segments, start=order.start, table=order.blocks)
+        self.release(read)
         if order.trace is not None:
             note_store_encoding(order.trace, self._encoding)
 
