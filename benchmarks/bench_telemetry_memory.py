@@ -152,8 +152,9 @@ class Recorders:
         upstream = Upstream(of_gateway)
         workers.register(workers.all[0], read_info(make_info()))
         self._records = RequestHistory(trace.ring_size)
+        self._feed = TransferFeed(workers, upstream, self._clock)
         self.kept = KeptTraces(
-            RequestTraces(workers, upstream, load, self._clock),
+            RequestTraces(workers, upstream, load, self._clock, transfers=self._feed),
             TailSampler(trace.slow_quantile, trace.slow_ttft_s),
             trace.kept_size,
             clock=self._clock,
@@ -161,7 +162,6 @@ class Recorders:
             export=None,
         )
         self._records.on_add = self.kept.offer
-        self._feed = TransferFeed(workers, upstream, self._clock)
         self._page, self._workers = TransferPage(self._feed, self._clock), workers
         sources = AlertSources(of_gateway, workers, load, self._feed, None, self._metrics.targets)
         self._alerts = AlertMonitor(AlertsSection(), sources, CollectorRegistry(), self._clock)
