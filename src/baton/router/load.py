@@ -20,6 +20,7 @@ from baton.router.arrivals import Arrivals
 from baton.router.devices import SharedDevice
 from baton.router.handoff_costs import HandoffCosts
 from baton.router.learning import LearnedLine, WorkerCost
+from baton.router.topology import Places
 from baton.router.worker_activity import MOST_SHARE, NO_PLACE, LoadColumns, WorkerActivity
 from baton.telemetry.trace import PredictedTimes
 
@@ -203,7 +204,7 @@ class ModelCosts:
 
     def forget_places(self) -> None:
         """Number the places of workers anew, as they are asked about."""
-        self.handoffs.forget_places()
+        self.handoffs.places = Places()  # most are those of workers that are gone
         self.columns.place.fill(NO_PLACE)
         self._devices.clear()
 
