@@ -257,7 +257,7 @@ def compare_prediction(gateway: RequestSpan, lanes: tuple[Lane, ...]) -> tuple[C
     """The router's prediction beside what happened, as the router counts its parts.
 
     `queue`: from the placement until prefill begins. `prefill`: loads from the store included.
-    `handoff`: from then until the first token.
+    `handoff`: from then until the first token, the decode worker's queue included.
     """
     predicted = gateway.predicted
     origin, placed = gateway.stamps.get(Stamp.RECEIVED), gateway.stamps.get(Stamp.PLACED)
@@ -272,7 +272,9 @@ def compare_prediction(gateway: RequestSpan, lanes: tuple[Lane, ...]) -> tuple[C
     return (
         ComparedTime("queue", predicted.queue_s, _gap(placed_s, begun_s)),
         ComparedTime("prefill", predicted.load_s + predicted.prefill_s, _gap(begun_s, done_s)),
-        ComparedTime("handoff", predicted.handoff_s, _gap(done_s, first_s)),
+        ComparedTime(
+            "handoff", predicted.handoff_s + predicted.decode_queue_s, _gap(done_s, first_s)
+        ),
         ComparedTime("ttft", predicted.ttft_s, _gap(placed_s, first_s)),
     )
 
