@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +24,8 @@ from tests.preloaded import start_preloaded
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+BENCH_SERVE = [sys.executable, "-m", "baton.cli", "bench", "serve"]
+BENCH_SERVE += ["--requests", "8", "--concurrency", "1", "--output-len", "16"]
 TLS = {"security.tls": "control"}
 ENGINE: dict[str, object] = {"engine.dtype": "float32", "engine.num_threads": 1}
 QUEUED = 'baton_kv_events_total{type="BlocksExpected"'
@@ -274,3 +278,44 @@ def test_a_worker_that_died_is_not_asked_for_what_it_had(fleet, workers):
     assert other != worker
     assert cached(answer) == 0
     assert answer["choices"][0]["message"]["content"] == again["choices"][0]["message"]["content"]
+
+
+def test_a_gateway_begins_with_the_costs_of_a_benchmark(fleet, workers, tmp_path):
+    """`baton bench serve` teaches one, which is stopped; the next predicts a first placement."""
+    costs, model = tmp_path / "costs.json", {"router.costs_file": str(tmp_path / "costs.json")}
+    pair = [workers["prefill"]], [workers["decode"]]
+    gateway = fleet.start_gateway(*pair, settings={**TLS, **model})
+    for input_len in (64, 640):
+        subprocess.run(
+            [*BENCH_SERVE, "--url", gateway.url, "--input-len", str(input_len)],
+            check=True,
+            capture_output=True,
+            timeout=120,
+        )
+    assert metric(gateway, 'baton_router_cost_error_ratio{cost="handoff",model="demo"') > 0
+    gateway.stop()
+    kept = json.loads(costs.read_bytes())["models"]["demo"]
+    ((distance, handoff),) = kept["handoff"].items()
+    assert distance == "same_host"
+
+    again = fleet.start_gateway(*pair, settings={**TLS, **model, "router.policy": "cost"})
+    unlearned = fleet.start_gateway(*pair, settings={**TLS, "router.policy": "cost"})
+    prompt = {"model": "demo", "prompt": [*range(300, 800)], "max_tokens": 4}
+
+    def predict(gateway: FleetProcess) -> dict[str | None, dict[str, float]]:
+        request = urllib.request.Request(
+            f"{gateway.url}/debug/route",
+            json.dumps(prompt).encode(),
+            {"content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            return {each["prefill"]: each["figures"] for each in json.load(reply)["candidates"]}
+
+    for line, prefill, part in (
+        (handoff, "prefill", "handoff_s"),
+        (kept["prefill"], "prefill", "prefill_s"),
+        (kept["prefill"], None, "prefill_s"),
+    ):
+        expected_s = line["fixed_s"] + 500 * line["each_s"]
+        assert predict(again)[prefill][part] == pytest.approx(expected_s)
+        assert predict(unlearned)[prefill][part] != pytest.approx(expected_s)

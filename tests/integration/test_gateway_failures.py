@@ -9,7 +9,7 @@ import time
 import pytest
 
 from baton.ids import new_epoch
-from baton.router.failover import PER_REQUEST, PER_SECOND
+from baton.router.failover import LEAST_RETRIES, PER_SECOND
 from tests.integration.gateway_cluster import (
     JSON,
     PROMPT,
@@ -272,11 +272,56 @@ def test_a_fleet_that_fails_gets_a_bounded_number_of_retries():
                 assert response.status in {500, 502}
         num_asked = sum(len(decode.visits) for decode in cluster.decodes)
         refused = await cluster.metric("baton_gateway_refused_retries_total")
-        granted = 2 * 2 + 40 * PER_REQUEST + (time.monotonic() - begun) * PER_SECOND
+        granted = LEAST_RETRIES + 40 * 0.2 + (time.monotonic() - begun) * PER_SECOND
         assert 40 < num_asked <= 40 + granted
         assert refused == 40 - (num_asked - 40)
 
-    run(scenario, decodes=2, max_inflight_requests=2)
+    run(scenario, decodes=2)
+
+
+def test_the_requests_of_a_worker_that_dies_take_turns_with_their_retries():
+    num_requests, num_retrying, most_retrying = 40, 0, 0
+    all_arrived, all_retried = asyncio.Event(), asyncio.Event()
+
+    async def scenario(cluster: Cluster):
+        failing, other = cluster.decodes
+
+        def num_visits() -> int:
+            return len(failing.visits) + len(other.visits)
+
+        def is_retry(visit: Visit) -> bool:
+            request_id = visit.headers["x-request-id"]
+            return any(each.headers["x-request-id"] == request_id for each in failing.visits)
+
+        async def fail_together(visit: Visit):
+            if num_visits() == num_requests:
+                all_arrived.set()
+            await all_arrived.wait()
+            await visit.fail(500, "engine_failed")
+
+        async def serve(visit: Visit):
+            nonlocal num_retrying, most_retrying
+            if num_visits() == num_requests:
+                all_arrived.set()
+            if is_retry(visit):
+                num_retrying += 1
+                most_retrying = max(most_retrying, num_retrying)
+                await asyncio.sleep(0.01)
+                num_retrying -= 1
+                if num_visits() == num_requests + len(failing.visits):
+                    all_retried.set()
+            else:
+                await all_retried.wait()
+            await say_abc(visit)
+
+        failing.script, other.script = fail_together, serve
+        answers = await asyncio.gather(*(streamed(cluster) for _ in range(num_requests)))
+        assert all(answer.endswith("[DONE]\n\n") for answer in answers)
+        assert len(failing.visits) == num_requests // 2
+        assert 1 < most_retrying <= 0.2 * num_requests
+        assert await cluster.metric("baton_gateway_refused_retries_total") == 0
+
+    run(scenario, decodes=2)
 
 
 def test_the_only_decode_worker_is_overloaded():

@@ -34,7 +34,9 @@ LOGGER = "baton.gateway.members.interface"
 
 
 def worker(address: str, *, draining: bool = False) -> WorkerAddress:
-    return WorkerAddress(f"https://{address}:8101", Role.DECODE, draining=draining)
+    return WorkerAddress(
+        f"https://{address}:8101", Role.DECODE, draining=draining, topology="//node-1"
+    )
 
 
 class Seen:

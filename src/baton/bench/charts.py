@@ -31,7 +31,13 @@ INK: Final = "#1d2530"
 FAINT: Final = "#667080"
 GRID: Final = "#e4e8ee"
 FONTS: Final = ("DejaVu Sans", "Verdana", "Helvetica", "Arial", "sans-serif")
-ROUTE_PARTS: Final[tuple[str, ...]] = ("queue_s", "load_s", "prefill_s", "handoff_s")
+ROUTE_PARTS: Final[tuple[str, ...]] = (
+    "queue_s",
+    "load_s",
+    "prefill_s",
+    "handoff_s",
+    "decode_queue_s",
+)
 MOST_CANDIDATES: Final = 16
 CHART_INCHES: Final = (6.2, 3.72)
 PNG_DPI: Final = 200

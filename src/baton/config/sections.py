@@ -90,6 +90,7 @@ class GatewaySection(Struct, frozen=True, kw_only=True):
     ejection_s: Seconds = 5.0
     slow_start_s: SecondsOrNone = 10.0
     wait_for_worker_s: SecondsOrNone = 5.0
+    retry_budget: Share = 0.2
     drain_timeout_s: Seconds = 30.0
     mode: Mode = "auto"
     first_token_early: bool = False

@@ -36,7 +36,7 @@ Workers, metrics, debugging:
     worker_discovery.py   who a worker is, and how loaded
     health_monitor.py     what probes and requests show of each worker's health
     silence_monitor.py    what missing heartbeats show: suspected, and silent
-    waiting.py      requests that wait until a worker is back
+    waiting.py      requests that wait until a worker is back; retries.py: turns of retries
     kv_events.py    which blocks vLLM workers hold
     report_feed.py  reads a page of every worker; link_feed.py: of what links cost
     transfer_feed.py      of what transfers took; transfer_page.py, transfer_sums.py:

@@ -15,7 +15,7 @@ from baton.gateway.workers import Down, Draining, Pending, Preemption, Rejected,
 from baton.protocol.worker_http import KV_EVENTS_PREFIX, Role, WorkerLoad
 from baton.router.handoff_costs import CostSource
 from baton.router.health import HealthState
-from baton.router.topology import Distance
+from baton.router.topology import Distance, complete
 
 if TYPE_CHECKING:
     from baton.clock import Clock
@@ -78,7 +78,8 @@ class ListedWorker(msgspec.Struct, frozen=True):
     `kv_events` is null where it publishes none, `load` where it does not report its load. `given`
     is what this gateway has given it to do, null before its first request. `health` is what is
     thought of a worker that is up, `share` its part of the requests that it would get otherwise.
-    `topology` is where it is, `zone/rack/host/device`. `store_events`: of a vLLM server's store,
+    `topology` is where it is, `zone/rack/host/device`; what it does not report itself is of
+    `discovered_topology`, as its source knows it. `store_events`: of a vLLM server's store,
     which Baton reports; its own engine's `kv_events` are of both. `sources` list it:
     "configuration" or texts of `gateway.members`, none once it has left; `why_withdrawn` is why it
     gets nothing new.
@@ -96,6 +97,7 @@ class ListedWorker(msgspec.Struct, frozen=True):
     health: HealthState = HealthState.HEALTHY
     share: float = 1.0
     topology: str | None = None
+    discovered_topology: str | None = None
     store_events: FollowedEvents | None = None
     sources: tuple[str, ...] = (CONFIGURED,)
     why_withdrawn: str | None = None
@@ -140,7 +142,8 @@ class WorkerList:
             given=self._show_given(worker),
             health=worker.health.state,
             share=self._share_of(worker),
-            topology=(worker.info.topology or None) if worker.info else None,
+            topology=(_find_topology(worker) or None) if worker.info else None,
+            discovered_topology=worker.address.topology or None,
             sources=worker.sources,
             why_withdrawn=worker.why_withdrawn,
         )
@@ -222,6 +225,11 @@ class LinkListReply(msgspec.Struct, frozen=True):
     """The answer to `/debug/links`."""
 
     models: tuple[ModelLinks, ...]
+
+
+def _find_topology(worker: Worker) -> str:
+    reported = worker.info.topology if worker.info else ""
+    return complete(reported, worker.address.topology)
 
 
 MOST_LINKS: Final = 1000

@@ -13,14 +13,15 @@ import asyncio
 import contextlib
 import logging
 import os
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias, get_args
 
 import msgspec
 
 from baton.errors import UNDECODABLE, ConfigError
+from baton.router.topology import Distance
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Sequence
     from pathlib import Path
 
     from baton.router.learning import LearnedLine
@@ -35,19 +36,25 @@ log = logging.getLogger(__name__)
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e4)]
 
 
+DistanceName: TypeAlias = Literal[
+    "same_device", "same_host", "same_rack", "same_zone", "cross_zone"
+]
+
+
 class KeptLine(msgspec.Struct, frozen=True):
-    """`fixed_s`, and `each_s` for each token that is computed or loaded, or answer of a step."""
+    """`fixed_s`, and `each_s` for each token that is moved or computed, or answer of a step."""
 
     fixed_s: _Seconds
     each_s: _Seconds
 
 
 class KeptCosts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One model's; None: too little was seen."""
+    """One model's; None: too little was seen. `handoff`: the exposed part, by distance."""
 
     prefill: KeptLine | None = None
     step: KeptLine | None = None
     load: KeptLine | None = None
+    handoff: dict[DistanceName, KeptLine] = {}
 
 
 class KeptFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -93,6 +100,10 @@ def _guess(kept: dict[str, KeptCosts], load: FleetLoad) -> None:
         for line, guess in lines:
             if guess is not None and (guess.fixed_s or guess.each_s):
                 line.guess_again((guess.fixed_s, guess.each_s))
+        known.handoffs.begin_with({
+            Distance[name.upper()]: (line.fixed_s, line.each_s)
+            for name, line in costs.handoff.items()
+        })
 
 
 def _read_again(path: Path, load: FleetLoad, kept: dict[str, KeptCosts]) -> None:
@@ -114,6 +125,7 @@ def _write(path: Path, load: FleetLoad, kept: dict[str, KeptCosts]) -> None:
             _keep(costs.prefill) or before.prefill,
             _keep(costs.step) or before.step,
             _keep(costs.load) or before.load,
+            before.handoff | _keep_handoffs(costs.handoffs.lines),
         )
     content = msgspec.json.format(msgspec.json.encode(KeptFile(kept)))
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")  # several gateways may write it
@@ -128,6 +140,11 @@ def _write(path: Path, load: FleetLoad, kept: dict[str, KeptCosts]) -> None:
 
 def _keep(line: LearnedLine) -> KeptLine | None:
     return KeptLine(line.fixed, line.each) if line.num_seen >= LEAST_SEEN else None
+
+
+def _keep_handoffs(lines: Sequence[LearnedLine]) -> dict[DistanceName, KeptLine]:
+    kept = zip(get_args(DistanceName), map(_keep, lines), strict=True)
+    return {distance: line for distance, line in kept if line is not None}
 
 
 def _read(path: Path) -> dict[str, KeptCosts]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from enum import StrEnum
 from itertools import accumulate
+from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
     from baton.gateway.workers import Workers
+    from baton.ids import WorkerId
     from baton.protocol.worker_http import Role
+    from baton.router.handoff_costs import HandoffCosts
     from baton.router.load import FleetLoad
     from baton.router.placement import Mode
 
@@ -107,6 +110,9 @@ class RouterCollector(Collector):
             errors.add_metric((model, worker, "prefill"), activity.prefill_cost.error)
             errors.add_metric((model, worker, "step"), activity.step_cost.error)
             errors.add_metric((model, worker, "load"), activity.load_cost.error)
+        for model, costs in self._load.models.items():
+            for worker, error in _mean_errors(costs.handoffs).items():
+                errors.add_metric((model, worker, "handoff"), error)
         closed_loops = GaugeMetricFamily(
             "baton_router_closed_loops",
             "1 while clients are seen to wait for their answers before they ask again.",
@@ -115,6 +121,15 @@ class RouterCollector(Collector):
         for model, costs in self._load.models.items():
             closed_loops.add_metric((model,), costs.arrivals.are_closed_loops)
         yield from (under_way, errors, closed_loops)
+
+
+def _mean_errors(handoffs: HandoffCosts) -> dict[WorkerId, float]:
+    """By receiving worker: the mean of its pairs' `WorkerCost.error`."""
+    found: dict[WorkerId, list[float]] = {}
+    for (_, decode), cost in handoffs.pairs.items():
+        if cost.num_seen:
+            found.setdefault(decode, []).append(cost.error)
+    return {worker: fmean(errors) for worker, errors in found.items()}
 
 
 WORKER_STATES: Final = ("pending", "draining", "down", "rejected", *HealthState)

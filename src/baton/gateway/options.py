@@ -50,6 +50,8 @@ class WorkerPrices:
 class WorkerAddress:
     """Where a worker is, and in which role it is used. `draining`: it gets nothing new.
 
+    `topology` is what its source knows of its `zone/rack/host/device`.
+
     Raises:
         ConfigError: `url` is not `https://host:port` (or http).
     """
@@ -57,6 +59,7 @@ class WorkerAddress:
     url: str
     role: Role
     draining: bool = False
+    topology: str = ""
     origin: URL = field(init=False, repr=False, compare=False)
     """By which a worker is known: two of one are the same worker, however they are written."""
 

@@ -56,6 +56,7 @@ from baton.gateway.queue_page import QueuePage
 from baton.gateway.request_context import BackgroundTasks, Fallbacks, Services
 from baton.gateway.request_pages import open_request_pages
 from baton.gateway.request_traces import RequestHistory, RequestTraces
+from baton.gateway.retries import Retries
 from baton.gateway.route_explainer import RouteExplainer
 from baton.gateway.running_streams import RunningStreams
 from baton.gateway.silence_monitor import SilenceMonitor
@@ -194,7 +195,7 @@ async def open_parts(
         fallbacks=Fallbacks(metrics, clock),
         background_tasks=BackgroundTasks(),
         ticket_issuer=TicketIssuer(clock),
-        retry_budget=RetryBudget(clock.now(), 2 * options.max_inflight_requests),
+        retries=Retries(RetryBudget(options.retry_budget, clock.now()), metrics, clock),
         clients=Clients(Path(keys_file) if keys_file else None, clock),
         audit=AuditLog(Path(options.audit_log)) if options.audit_log else None,
         stream_records=RecordBudget(options.max_total_record_bytes),

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from baton.gateway.metrics import FallbackCause, GatewayMetrics, ModelMetrics
     from baton.gateway.options import GatewayOptions
     from baton.gateway.prefixes import Prefixes
+    from baton.gateway.retries import Retries, Retry
     from baton.gateway.running_streams import RunningStreams
     from baton.gateway.stream_record import RecordBudget
     from baton.gateway.tail_sampling import HeadSampler
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from baton.gateway.waiting import WaitingRequests
     from baton.gateway.workers import Workers
     from baton.net.http_exchange import HttpExchange
-    from baton.router.failover import RetryBudget
     from baton.router.load import FleetLoad, RunningRequest
     from baton.router.placement import Placement, PlacementPolicy
 
@@ -102,7 +102,7 @@ class Services:
     fallbacks: Fallbacks
     background_tasks: BackgroundTasks
     ticket_issuer: TicketIssuer
-    retry_budget: RetryBudget
+    retries: Retries
     clients: Clients
     audit: AuditLog | None
     stream_records: RecordBudget
@@ -123,11 +123,12 @@ class RequestContext:
 
     `status` is what was sent to the client, None before. `tail` holds the last bytes of the body
     that went to the client, and is empty before the first: of a stream, whole events. `running` is
-    the attempt under way, `num_streamed` the parts of its answer that came one by one, or its
-    tokens, `num_predicted` the tokens that its worker should have or load, `num_cached` those that
-    a prefill worker had, `waited_s` its time in the queue. `targets` are the client's,
-    `model_targets` what the operator wants for its model's requests. Where this is one part of a
-    client's request, `whole` is that; else `exchange` is the client's.
+    the attempt under way, `retry` its place in the retry budget if it is not the first,
+    `num_streamed` the parts of its answer that came one by one, or its tokens, `num_predicted` the
+    tokens that its worker should have or load, `num_cached` those that a prefill worker had,
+    `waited_s` its time in the queue. `targets` are the client's, `model_targets` what the operator
+    wants for its model's requests. Where this is one part of a client's request, `whole` is that;
+    else `exchange` is the client's.
     """
 
     id: RequestId
@@ -146,6 +147,7 @@ class RequestContext:
     tail: bytes = b""
     placement: Placement | None = None
     running: RunningRequest | None = None
+    retry: Retry | None = None
     num_predicted: int | None = None
     num_cached: int | None = None
     num_streamed: int = 0
@@ -259,8 +261,16 @@ class RequestContext:
         if self.running is not None:
             self.running.prefilled(done_at)
 
+    def end_retry(self, *, has_failed: bool = False) -> None:
+        """Its attempt counts no longer as a retry, if it was one."""
+        if self.retry is not None:
+            self.retry.end(has_failed=has_failed)
+            self.retry = None
+
     def note_first_token(self, now: Instant) -> None:
         """The first byte of a stream is here, or of the rest of one that is resumed."""
+        if self.retry is not None:
+            self.end_retry()
         if self.running is not None:
             self.running.first_token(now)
         if not self.has_sent_bytes:

@@ -105,10 +105,15 @@ class RequestProxy:
         full = await admission.enter(self._context, self._body, self._num_tokens, self._match)
         stamps[Stamp.DEQUEUED] = now()
         self._full = full
+        budget = self._services.retries.budget
+        budget.add_request()
         try:
             with self._resumption:
                 await self._try_workers()
         finally:
+            budget.num_requests -= 1
+            if self._context.retry is not None:
+                self._context.end_retry()
             admission.leave(self._context.model)
             if self._standby is not None:
                 self._standby.release()
@@ -117,10 +122,8 @@ class RequestProxy:
         services, resumption = self._services, self._resumption
         failover, failed = Failover(failed_modes=self._excluded_modes), None
         moved: Placement | None = None
-        services.retry_budget.add_request()
         while failover.may_retry and not resumption.is_over:
-            if failed is not None and not services.retry_budget.take(services.clock.now()):
-                services.metrics.refused_retries.inc()
+            if failed is not None and not await self._begin_retry():
                 break
             placement = moved or await self._place_in_time(failover, failed)
             running = self._begin_moved(moved) if moved else self._begin(placement)
@@ -133,6 +136,7 @@ class RequestProxy:
                 failover.restart()
             except UpstreamError as exc:
                 failed, moved = exc, None
+                self._context.end_retry(has_failed=True)
                 await self._note_failed(exc, placement, failover)
             else:
                 self._note_cached(placement)
@@ -143,6 +147,10 @@ class RequestProxy:
                 services.health_monitor.end(placement)
         if failed is not None:
             raise failed
+
+    async def _begin_retry(self) -> bool:
+        self._context.retry = await self._services.retries.begin()
+        return self._context.retry is not None
 
     async def _note_failed(
         self, error: UpstreamError, placement: Placement, failover: Failover
@@ -160,6 +168,7 @@ class RequestProxy:
         while isinstance(placement, Unplaceable):
             why_not = await self._wait_for_decode(failover)
             if why_not is not None:
+                self._context.end_retry(has_failed=True)
                 raise failed or NoWorkerError(f"{placement.reason}; {why_not}")
             placement = self._place(failover, failed)
         return placement

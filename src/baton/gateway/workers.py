@@ -31,6 +31,7 @@ from baton.gateway.worker_info import why_not_used
 from baton.protocol.worker_http import Role
 from baton.router.fleet import Fleet, WorkerView
 from baton.router.health import DEFAULT_HEALTH, HealthOptions, HealthState, WorkerHealth
+from baton.router.topology import complete
 from baton.telemetry.clock_offset import ClockOffset
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def worker_view(worker: Worker, info: WorkerInfo) -> WorkerView:
         slow_start=health.slow_start,
         resumes_streams=info.protocol == "baton" or info.resumes_streams,
         takes_unsigned_tickets=info.takes_unsigned_tickets and worker.url.scheme == "https",
-        topology=info.topology,
+        topology=complete(info.topology, worker.address.topology),
     )
 
 
@@ -378,7 +379,7 @@ class Workers:
         added = []
         for url, listing in listings.items():
             if url not in known:
-                address = WorkerAddress(str(url), listing.role)
+                address = WorkerAddress(str(url), listing.role, topology=listing.topology)
                 worker = Worker(address, self._health, listing.sources)
                 worker.why_withdrawn = listing.why_withdrawn
                 self._note_available(worker)
@@ -406,9 +407,12 @@ class Workers:
         # One that is not up is asked who it is by its next probe.
         if isinstance(worker.state, Up) and worker.why_withdrawn is not None:
             self._set_state(worker, Draining(worker.state.info))
-        if listing is not None and listing.role is not worker.address.role:
-            self._metrics.forget_worker(str(worker.url), worker.address.role)
-            worker.address = WorkerAddress(worker.address.url, listing.role)
+        if listing is None:
+            return
+        role, url = worker.address.role, worker.address.url
+        worker.address = WorkerAddress(url, listing.role, topology=listing.topology)
+        if listing.role is not role:
+            self._metrics.forget_worker(str(worker.url), role)
             self._note_available(worker)
             if worker.info is not None and (reason := why_not_used(worker.info, worker.address)):
                 self._set_state(worker, Rejected(reason))

@@ -4,7 +4,8 @@ Every worker that may answer is a candidate alone, and every pair of a worker th
 one that may answer. Of each, what the client will see is predicted:
 
     TTFT = prompts before it at the prefill worker + the load of what its store has + its own
-           prefill of the rest (+ the handoff's exposed part),
+           prefill of the rest (+ the handoff's exposed part, + the wait for a place among the
+           answers of the decode worker, as far as it is longer than all that),
            where load, prefill and handoff are of what the worker does not have cached
     TPOT = a step of the decode worker with one answer more / the share of time left for steps
 
@@ -107,6 +108,8 @@ class Candidate:
         if self.prefill is not None and self.handoffs is not None:
             how = self.handoffs.explain(self.prefill, self.decode)
             parts += f", handoff {seen.handoff_s:.3f} ({how})"
+        if seen.decode_queue_s:
+            parts += f", decode queue {seen.decode_queue_s:.3f}"
         ttft, tpot = f"TTFT {seen.ttft_s:.3f} s", f"TPOT {seen.tpot_s:.4f} s"
         return f"{who}: cost {self.cost:.3f}, {ttft} ({parts}), {tpot}"
 
@@ -126,6 +129,8 @@ class Candidate:
             figures["loaded_tokens"] = self.num_prefix_tokens
         if seen.num_stored:
             figures |= {"stored_tokens": seen.num_stored, "load_s": seen.load_s}
+        if seen.decode_queue_s:
+            figures["decode_queue_s"] = seen.decode_queue_s
         first = None if prefill is None else prefill.id
         return ExplainedCandidate(
             "request",
@@ -215,7 +220,7 @@ class CostPolicy:
             parts = weigh(usable, request, load, self._options)
             costs, num = self._costs_alone(parts), request.num_prompt_tokens
             ways = [
-                Candidate(None, usable.workers[at], parts.predict(at, at, 0.0, num), float(cost))
+                Candidate(None, usable.workers[at], parts.predict((at, at), num), float(cost))
                 for at, cost in enumerate(costs)
             ]
             ways += self._rank_pairs(parts, request, load)
@@ -329,7 +334,7 @@ class CostPolicy:
         equals = np.flatnonzero(costs <= EQUAL * costs[best])
         if len(equals) > 1:
             best = int(equals[parts.given_at[equals].argmin()])
-        prediction = parts.predict(best, best, 0.0, request.num_prompt_tokens)
+        prediction = parts.predict((best, best), request.num_prompt_tokens)
         return Candidate(None, usable.workers[best], prediction, float(costs[best]))
 
     def _costs_alone(self, parts: Parts) -> NDArray[np.float64]:
@@ -350,7 +355,7 @@ class CostPolicy:
             weight /= request.ttft_s or self._options.ttft_s
         search = PairSearch(
             parts.own_ttft + others_at_first,
-            answering,
+            _count_places(parts, answering, weight),
             usable.helpers,
             parts.num_uncached,
             weight,
@@ -360,7 +365,9 @@ class CostPolicy:
         )
         firsts, seconds = search.find()
         handoff_s = search.predict_handoffs(usable.ids, firsts, seconds)
-        costs = self._options.count_ttft(parts.before_s[firsts] + handoff_s, request)
+        arrives_s = parts.before_s[firsts] + handoff_s
+        waits_s = parts.wait_after(arrives_s, seconds)
+        costs = self._options.count_ttft(arrives_s + waits_s, request)
         costs += others_at_first[firsts] + answering[seconds]
         if parts.shares is not None:
             costs /= np.minimum(parts.shares[firsts], parts.shares[seconds])
@@ -369,7 +376,9 @@ class CostPolicy:
             prefill, decode = workers[first], workers[second]
             if decode.why_not_from(prefill) is None:
                 taking_s, preferred = float(handoff_s[at]), PREFERRED_ALONE
-                seen = parts.predict(first, second, taking_s, request.num_prompt_tokens)
+                seen = parts.predict(
+                    (first, second), request.num_prompt_tokens, taking_s, float(waits_s[at])
+                )
                 ahead = parts.num_uncached[second] - parts.num_uncached[first]
                 if prefill.role is Role.BOTH and not usable.prefills and ahead < LEAST_LOADED:
                     preferred = PREFERRED_REPLICA
@@ -458,6 +467,17 @@ class CostPolicy:
                 least = cost
                 found = [Candidate(source, decode, prediction, cost, handoffs, num_loaded)]
         return found
+
+
+def _count_places(
+    parts: Parts, answering: NDArray[np.float64], weight: float
+) -> NDArray[np.float64]:
+    """What an answer costs at each worker, with its wait beyond the shortest way to answer it."""
+    if parts.place_s is None:
+        return answering
+    waits_s = parts.place_s[: len(answering)] - parts.before_s.min()
+    counted: NDArray[np.float64] = answering + weight * np.maximum(0.0, waits_s)
+    return counted
 
 
 def _explain_unpaired(usable: Usable) -> list[ExplainedCandidate]:

@@ -71,7 +71,9 @@ class CostOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Prediction:
     """What a client is expected to see, in seconds; tokens of the prompt that are not computed.
 
-    `num_stored` of them are loaded from the store, in `load_s`.
+    `num_stored` of them are loaded from the store, in `load_s`. `queue_s`: for prompts before it
+    and, where it computes and answers, a place among the answers; `decode_queue_s`: for a place
+    after a handoff.
     """
 
     queue_s: float
@@ -81,11 +83,13 @@ class Prediction:
     num_cached: int = 0
     load_s: float = 0.0
     num_stored: int = 0
+    decode_queue_s: float = 0.0
 
     @property
     def ttft_s(self) -> float:
         """Until the first token."""
-        return self.queue_s + self.load_s + self.prefill_s + self.handoff_s
+        before_s = self.queue_s + self.load_s + self.prefill_s
+        return before_s + self.handoff_s + self.decode_queue_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +123,8 @@ class Parts:
     the prompt takes `queue_s + load_s + prefill_s`, its `before_s`, which counts `own_ttft`, and
     costs the answers there `stall`. A token of the answer takes `tpot_s`; that, and what it costs
     the answers there and prompts to come, counts `answering`, of which `keep` is for keeping what
-    it has not cached. It was given its last prompt at `given_at`.
+    it has not cached. It was given its last prompt at `given_at`. `place_s`: until an answer that
+    ends leaves a place there, which `queue_s` includes; None where all have places.
     `shares` are what workers in a slow start get of what they would get otherwise; None where there
     are none.
     """
@@ -138,9 +143,24 @@ class Parts:
     keep: NDArray[np.float64]
     given_at: NDArray[np.float64]
     shares: NDArray[np.float64] | None
+    place_s: NDArray[np.float64] | None
 
-    def predict(self, first: int, second: int, handoff_s: float, num_tokens: int) -> Prediction:
-        """What a client will see of a prompt computed by the first, and answered by the second."""
+    def wait_after(
+        self, arrives_s: NDArray[np.float64], decodes: NDArray[np.intp]
+    ) -> NDArray[np.float64]:
+        """How long KV that arrives then waits at each of these workers for a place."""
+        if self.place_s is None:
+            return np.zeros(len(decodes))
+        return np.maximum(0.0, self.place_s[decodes] - arrives_s)
+
+    def predict(
+        self, pair: tuple[int, int], num_tokens: int, handoff_s: float = 0.0, wait_s: float = 0.0
+    ) -> Prediction:
+        """What a client will see of a prompt computed by the first, and answered by the second.
+
+        That one has a place for the answer `wait_s` after the handoff.
+        """
+        first, second = pair
         return Prediction(
             float(self.queue_s[first]),
             float(self.prefill_s[first]),
@@ -149,6 +169,7 @@ class Parts:
             num_tokens - int(self.num_uncached[first]),
             float(self.load_s[first]),
             int(self.num_uncached[first] - self.num_computed[first]),
+            wait_s,
         )
 
 
@@ -168,8 +189,13 @@ def weigh(
         num_stored, load_s = _weigh_loads(usable, request, costs, num_uncached, token_s=token_s)
         num_computed = num_uncached - num_stored
     prefill_s *= costs.prefill.predict(num_computed)
+    stall, usual_s, tpot_s, answering = _weigh_answers(
+        usable, costs, prefill_s, options, request=request
+    )
+    place_s = _find_places(usable, costs, usual_s)
+    if place_s is not None:
+        queue_s = np.maximum(queue_s, place_s)
     before_s = queue_s + load_s + prefill_s
-    stall, tpot_s, answering = _weigh_answers(usable, costs, prefill_s, options, request=request)
     # What is stored pushes out as much, of which others would have found so large a share.
     keep_token = costs.found_share * costs.prefill.each
     if options.objective == "goodput":
@@ -194,7 +220,20 @@ def weigh(
         keep,
         columns.share_at[rows],
         shares,
+        place_s,
     )
+
+
+def _find_places(
+    usable: Usable, costs: ModelCosts, pace_s: NDArray[np.float64]
+) -> NDArray[np.float64] | None:
+    """`place_s` of `Parts`, as `ModelCosts.place_s`; a token of an answer takes `pace_s`."""
+    most = costs.columns.most_running[usable.rows]
+    num_ahead = costs.columns.num_decodes[usable.rows] + 1.0 - most
+    if num_ahead.max() <= 0.0:
+        return None
+    place_s: NDArray[np.float64] = np.maximum(0.0, num_ahead) * costs.answer_tokens * pace_s / most
+    return place_s
 
 
 def _count_uncached(usable: Usable, request: PlacementRequest) -> NDArray[np.float64]:
@@ -236,8 +275,8 @@ def _weigh_answers(
     options: CostOptions,
     *,
     request: PlacementRequest,
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """`stall`, `tpot_s` and `answering` of `Parts`, without `keep`."""
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """`stall` of `Parts`, a token's seconds before, `tpot_s`, and `answering` without `keep`."""
     rows, columns, step = usable.rows, costs.columns, costs.step
     step_s, num = step.factors(columns.step_evidence[:, rows]), columns.num_decodes[rows]
     before_s, after_s = step_s * step.predict(num), step_s * step.predict(num + 1)
@@ -268,7 +307,7 @@ def _weigh_answers(
         with_one_more_s = usual_s * (1.0 + 1.0 / num_busy)
         slower = options.count_usual_tpot(with_one_more_s) - options.count_usual_tpot(usual_s)
         slowing += (num == 0) * devices.sum(num * slower)
-    return stall, tpot_s, own + slowing
+    return stall, usual_s, tpot_s, own + slowing
 
 
 def bend(share: Number) -> Number:

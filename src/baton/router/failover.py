@@ -15,7 +15,7 @@ Used by the gateway and by the simulator. Whether a stream can go on, the caller
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final, get_args
 
@@ -35,9 +35,10 @@ PREFILL_FIRST: Final[frozenset[HandoffMode]] = frozenset({"pull", "pool"})
 
 EVERY_MODE: Final[frozenset[HandoffMode]] = frozenset(get_args(HandoffMode))
 
-PER_REQUEST: Final = 0.2
+LEAST_RETRIES: Final = 3
+"""At once, however few requests are under way."""
 PER_SECOND: Final = 1.0
-"""What a `RetryBudget` gets."""
+"""Of retries that failed, so many may be repeated: rare failures are always retried."""
 
 ABORT_RETRY_DELAYS_S: Final = (0.05, 0.2, 1.0)
 """Pauses after each abort sent to decode but the last: the first abort can overtake the request
@@ -120,30 +121,49 @@ class Failover:
             self.avoid |= {attempt.prefill}
 
 
+class RetryVerdict(StrEnum):
+    """`WAIT`: until a retry that is under way ends, which may make room."""
+
+    GRANTED = "granted"
+    WAIT = "wait"
+    REFUSED = "refused"
+
+
 @dataclass(slots=True)
 class RetryBudget:
-    """Bounds what retries add to the load of a fleet that fails: a bucket of whole retries.
+    """Bounds what retries add to the load of a fleet that fails.
 
-    It begins full: `capacity` covers the requests under way at workers that die. Each request adds
-    `PER_REQUEST`, and each second `PER_SECOND`: rare failures are always retried.
+    As Envoy's budget: at most `share` of the requests under way, or `LEAST_RETRIES`, are retries
+    that wait for their first token at once. One that gets it makes room for the next, so all the
+    requests of a worker that died are retried by and by. One that fails takes its room with it:
+    each new request gives back `share` of a retry, and each second `PER_SECOND`.
+
+    `num_requests` are under way, `num_retrying` of them retries without a first token; `num_failed`
+    retries failed and are not given back yet. The caller counts requests.
     """
 
+    share: float
     at: float
-    capacity: float
-    left: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.left = self.capacity
+    num_requests: int = 0
+    num_retrying: int = 0
+    num_failed: float = 0.0
 
     def add_request(self) -> None:
         """A request arrived."""
-        self.left = min(self.capacity, self.left + PER_REQUEST)
+        self.num_requests += 1
+        self.num_failed = max(0.0, self.num_failed - self.share)
 
-    def take(self, now: float) -> bool:
-        """Whether a retry may be made, which is then counted."""
-        self.left = min(self.capacity, self.left + (now - self.at) * PER_SECOND)
+    def begin(self, now: float) -> RetryVerdict:
+        """Whether a retry may be made, which then counts until `end`."""
+        self.num_failed = max(0.0, self.num_failed - (now - self.at) * PER_SECOND)
         self.at = now
-        if self.left < 1:
-            return False
-        self.left -= 1
-        return True
+        most = max(LEAST_RETRIES, self.share * self.num_requests)
+        if self.num_retrying + 1 <= most - self.num_failed:
+            self.num_retrying += 1
+            return RetryVerdict.GRANTED
+        return RetryVerdict.WAIT if self.num_retrying else RetryVerdict.REFUSED
+
+    def end(self, *, has_failed: bool) -> None:
+        """A retry has its first token, was given up, or failed."""
+        self.num_retrying -= 1
+        self.num_failed += has_failed

@@ -5,10 +5,10 @@ handed over. Most of a handoff is hidden: its layers are sent while later ones a
 stays exposed is at least the last layer (or, of a short prompt, all that goes in one batch), and
 what the link moves more slowly than the engine computes.
 
-A line that nothing was learned of yet is a guess: from the links of this distance that workers have
-measured, or else from a default. The guess takes over what the lines of other distances show that
-links do not (engines' steps, messages); a default is never below what a nearer line has learned,
-or above what a farther one has.
+A line that nothing was learned of yet is a guess: what an earlier gateway has learned, or else from
+the links of this distance that workers have measured, or from a default. The guess takes over what
+the lines of other distances show that links do not (engines' steps, messages); a default is never
+below what a nearer line has learned, or above what a farther one has.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from baton.ids import WorkerId
     from baton.router.fleet import WorkerView
 
-CostSource: TypeAlias = Literal["default", "measured", "learned"]
-"""What a cost rests on: nothing of this fleet, its links, or its handoffs."""
+CostSource: TypeAlias = Literal["default", "measured", "kept", "learned"]
+"""What a cost rests on: nothing of this fleet, its links, what an earlier gateway learned of its
+handoffs, or what this one did."""
 
 TYPICAL_TOKENS: Final = 1000.0
 MOST_PAIRS: Final = 1 << 16
@@ -90,14 +91,18 @@ def guess_exposed(link: LinkCost, shape: KVShape, prefill_token_s: float) -> tup
 
 
 class HandoffCosts:
-    """One model's. Owner: the gateway's thread. `prefill` is the model's line for prompts."""
+    """One model's. Owner: the gateway's thread. `prefill` is the model's line for prompts.
+
+    `pairs` are the costs of those that were placed, by `(prefill, decode)`: only to be read.
+    """
 
     def __init__(self, prefill: LearnedLine) -> None:
         self._prefill, self._shape = prefill, KVShape()
         self.places = Places()
         self.links: Mapping[tuple[WorkerId, WorkerId], LinkCost] = {}
         self._measured: dict[Distance, LinkCost] = {}
-        self._pairs: dict[tuple[WorkerId, WorkerId], WorkerCost] = {}
+        self._kept: dict[Distance, tuple[float, float]] = {}
+        self.pairs: dict[tuple[WorkerId, WorkerId], WorkerCost] = {}
         self.lines = tuple(LearnedLine(self._guess(each)) for each in Distance)
 
     def note_links(
@@ -117,6 +122,11 @@ class HandoffCosts:
         }
         self._guess_again()
 
+    def begin_with(self, kept: Mapping[Distance, tuple[float, float]]) -> None:
+        """What other gateways have learned, by distance; it counts until something is seen here."""
+        self._kept |= kept
+        self._guess_again()
+
     def distance(self, prefill: WorkerView, decode: WorkerView) -> Distance:
         """Between two workers."""
         return self.places.distance(prefill.topology, decode.topology)
@@ -125,6 +135,8 @@ class HandoffCosts:
         """What the line of a distance rests on."""
         if self.lines[distance].num_seen:
             return "learned"
+        if distance in self._kept:
+            return "kept"
         return "measured" if distance in self._measured else "default"
 
     def measured_rate(self, distance: Distance) -> float | None:
@@ -157,17 +169,17 @@ class HandoffCosts:
 
     def factors(self, pairs: Iterable[tuple[WorkerId, WorkerId]]) -> list[float]:
         """How much slower than their distance's mean these pairs are."""
-        found = map(self._pairs.get, pairs)
+        found = map(self.pairs.get, pairs)
         return [1.0 if cost is None else cost.factor for cost in found]
 
     def cost_of(self, prefill: WorkerView, decode: WorkerView) -> WorkerCost:
         """The pair's own cost: exposed seconds of one handoff. It learns by `observe`."""
         key = prefill.id, decode.id
-        cost = self._pairs.get(key)
+        cost = self.pairs.get(key)
         if cost is None:
-            if len(self._pairs) >= MOST_PAIRS:
+            if len(self.pairs) >= MOST_PAIRS:
                 self._forget_unused()
-            cost = self._pairs[key] = WorkerCost(self.lines[self.distance(prefill, decode)])
+            cost = self.pairs[key] = WorkerCost(self.lines[self.distance(prefill, decode)])
         return cost
 
     def predict_load(self, source: WorkerView, decode: WorkerView, num_tokens: float) -> float:
@@ -186,34 +198,32 @@ class HandoffCosts:
 
     def forget_pairs(self) -> None:
         """A worker has moved, or names are those of lives that are over."""
-        for cost in self._pairs.values():
+        for cost in self.pairs.values():
             cost.leave()
-        self._pairs.clear()
+        self.pairs.clear()
 
     def forget(self, workers: frozenset[WorkerId]) -> None:
         """These are gone, and with them the costs of their pairs."""
-        for pair in [pair for pair in self._pairs if not workers.isdisjoint(pair)]:
-            self._pairs.pop(pair).leave()
+        for pair in [pair for pair in self.pairs if not workers.isdisjoint(pair)]:
+            self.pairs.pop(pair).leave()
         self.links = {p: link for p, link in self.links.items() if workers.isdisjoint(p)}
 
-    def forget_places(self) -> None:
-        """Number places anew: most are those of workers that are gone."""
-        self.places = Places()
-
     def _forget_unused(self) -> None:
-        self._pairs = {pair: cost for pair, cost in self._pairs.items() if cost.num_seen}
-        if len(self._pairs) > MOST_PAIRS // 2:
+        self.pairs = {pair: cost for pair, cost in self.pairs.items() if cost.num_seen}
+        if len(self.pairs) > MOST_PAIRS // 2:
             self.forget_pairs()
 
     def _guess_again(self) -> None:
-        learned = [each for each in Distance if self.lines[each].num_seen]
+        for distance, guess in self._kept.items():
+            self.lines[distance].guess_again(guess)
+        known = [each for each in Distance if self.source(each) in {"learned", "kept"}]
         for distance in Distance:
-            if distance not in learned:
-                nearest = min(learned, key=lambda other: abs(other - distance), default=None)
+            if distance not in known:
+                nearest = min(known, key=lambda other: abs(other - distance), default=None)
                 self.lines[distance].guess_again(self._guess(distance, nearest))
 
     def _guess(self, distance: Distance, learned: Distance | None = None) -> tuple[float, float]:
-        """By its link, and by what one line has learned beyond what its own link explains."""
+        """By its link, and by what a known line has beyond what its own link explains."""
         own = self._guess_by_link(distance)
         if learned is None:
             return own

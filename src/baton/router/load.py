@@ -20,6 +20,7 @@ from baton.router.arrivals import Arrivals
 from baton.router.devices import SharedDevice
 from baton.router.handoff_costs import HandoffCosts
 from baton.router.learning import LearnedLine, WorkerCost
+from baton.router.topology import Places
 from baton.router.worker_activity import MOST_SHARE, NO_PLACE, LoadColumns, WorkerActivity
 from baton.telemetry.trace import PredictedTimes
 
@@ -152,7 +153,8 @@ class RunningRequest:
         """Once both are known: when the prompt was computed, and when the answer began."""
         if self.handoff_cost is None or self._prefilled_at is None or self._first_at is None:
             return
-        exposed_s = max(0.0, self._first_at - self._prefilled_at)
+        exposed_s = self._first_at - self._prefilled_at - self.predicted.decode_queue_s
+        exposed_s = max(0.0, exposed_s)
         self.costs.handoffs.observe(self.handoff_cost, self.num_handed, exposed_s)
 
     def _learn(
@@ -203,7 +205,7 @@ class ModelCosts:
 
     def forget_places(self) -> None:
         """Number the places of workers anew, as they are asked about."""
-        self.handoffs.forget_places()
+        self.handoffs.places = Places()  # most are those of workers that are gone
         self.columns.place.fill(NO_PLACE)
         self._devices.clear()
 
@@ -211,6 +213,14 @@ class ModelCosts:
         """A streamed answer is complete."""
         self.ended.append(ended)
         self.answer_tokens += ANSWER_SHARE * (ended.num_streamed - self.answer_tokens)
+
+    def place_s(self, activity: WorkerActivity, now: float) -> float:
+        """How long an answer that comes now waits until one of those before it leaves a place."""
+        most = float(self.columns.most_running[activity.row])
+        num_ahead = activity.num_decodes + 1 - most
+        if num_ahead <= 0:
+            return 0.0
+        return num_ahead * self.answer_tokens * activity.pace_s(0, now) / most
 
     def note_found(self, num_cached: int, num_tokens: int) -> None:
         """Of a prompt so many tokens were cached, and so many were not."""
@@ -317,14 +327,23 @@ class FleetLoad:
         if is_prefix and prefill_view is not None:
             num_prefix = placement.num_prefix_tokens
             handoff_s = costs.handoffs.predict_load(prefill_view, decode_view, num_prefix)
-        begins_at = max(now, prefill.free_at)
+        begins_at, most_running = max(now, prefill.free_at), costs.columns.most_running
+        queue_s, decode_queue_s = begins_at - now, 0.0
+        # Each request comes here: nothing is called where there are places.
+        if prefill.num_decodes >= most_running[prefill.row]:
+            queue_s = max(queue_s, costs.place_s(prefill, now))
         expected = prefill.add_prefill(num_tokens, now, num_stored)
         done_at = prefill.free_at
+        load_s, prefill_s = expected[0] - done_at, done_at - begins_at
+        if prefill is not decode and decode.num_decodes >= most_running[decode.row]:
+            arrives_s = queue_s + load_s + prefill_s + handoff_s
+            decode_queue_s = max(0.0, costs.place_s(decode, now) - arrives_s)
         predicted = PredictedTimes(
-            queue_s=begins_at - now,
-            load_s=expected[0] - done_at,
-            prefill_s=done_at - begins_at,
+            queue_s=queue_s,
+            load_s=load_s,
+            prefill_s=prefill_s,
             handoff_s=handoff_s,
+            decode_queue_s=decode_queue_s,
         )
         decode.count_decodes(+1)
         costs.arrivals.begin(now, num_cached + num_tokens + num_stored)
@@ -349,6 +368,11 @@ class FleetLoad:
         """A worker was asked for its load just now; None: it does not report it."""
         if report is not None and report.store_loads is not UNSET:
             self.of(worker, model).note_loads(report.store_loads)
+
+    def limit_running(self, worker: WorkerId, model: str, most: float) -> None:
+        """A worker that was asked about generates so many answers at once, one at least."""
+        if (activity := self._workers.get((model, worker))) is not None:
+            self.costs(model).columns.most_running[activity.row] = max(1.0, most)
 
     @property
     def models(self) -> Mapping[str, ModelCosts]:

@@ -99,6 +99,7 @@ class FleetRoom:
                 limit = min(most, 2 * max(known, spare))
             if limit < inf:
                 self._limits[worker] = limit
+            self._load.limit_running(worker, model, limit - spare)
         self._least = min(self._limits.values(), default=inf)
         self._least = min(self._least, self._most)
 

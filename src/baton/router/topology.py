@@ -42,6 +42,14 @@ def _split(path: str) -> tuple[str, ...]:
     return (*names, *[""] * (NUM_LEVELS - len(names)))
 
 
+def complete(path: str, found: str) -> str:
+    """A path, with the levels that it does not name as `found` has them."""
+    if not found:
+        return path
+    names = zip(_split(path), _split(found), strict=True)
+    return "/".join(own or other for own, other in names).rstrip("/")
+
+
 class Places:
     """Numbers for paths, and the distances of all of them, `[place, place]`. 0 is an unknown one.
 

@@ -6,7 +6,7 @@ predicted is corrected by what is seen, and `WorkerCost`s learn from it.
 
 from __future__ import annotations
 
-from math import exp
+from math import exp, inf
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -30,7 +30,8 @@ class LoadColumns:
     """What placement looks at of one model's workers, one row for each: see `WorkerActivity`.
 
     A policy reads many workers at once as arrays, requests change one at a time. Of costs they have
-    the `WorkerCost.evidence` `[3, num_rows]`. `place` is a number of the model's `Places`.
+    the `WorkerCost.evidence` `[3, num_rows]`. `most_running` answers run at once, others wait.
+    `place` is a number of the model's `Places`.
     """
 
     FIRST_ROWS: Final = 64
@@ -40,6 +41,7 @@ class LoadColumns:
         self._num_rows = 0
         self.free_at = np.zeros(self.FIRST_ROWS)
         self.num_decodes = np.zeros(self.FIRST_ROWS)
+        self.most_running = np.full(self.FIRST_ROWS, inf)
         self.prefill_share = np.zeros(self.FIRST_ROWS)
         self.share_at = np.zeros(self.FIRST_ROWS)
         self.prefill_evidence = np.zeros((3, self.FIRST_ROWS))
@@ -58,6 +60,7 @@ class LoadColumns:
                 self._grow()
         for column in (self.free_at, self.num_decodes, self.prefill_share, self.share_at):
             column[row] = 0.0
+        self.most_running[row] = inf
         for evidence in (self.prefill_evidence, self.step_evidence, self.load_evidence):
             evidence[:, row] = NOTHING_SEEN
         self.place[row] = NO_PLACE

@@ -257,8 +257,8 @@ def compare_prediction(gateway: RequestSpan, lanes: tuple[Lane, ...]) -> tuple[C
     """The router's prediction beside what happened, as the router counts its parts.
 
     `queue`: from the placement until prefill begins. `prefill`: loads from the store included.
-    `handoff`: from then until the first token, of an answer in one piece by the clock of the worker
-    that answered.
+    `handoff`: from then until the first token, the decode worker's queue included; of an answer in
+    one piece by the clock of the worker that answered.
     """
     predicted = gateway.predicted
     origin, placed = gateway.stamps.get(Stamp.RECEIVED), gateway.stamps.get(Stamp.PLACED)
@@ -274,7 +274,9 @@ def compare_prediction(gateway: RequestSpan, lanes: tuple[Lane, ...]) -> tuple[C
     return (
         ComparedTime("queue", predicted.queue_s, _gap(placed_s, begun_s)),
         ComparedTime("prefill", predicted.load_s + predicted.prefill_s, _gap(begun_s, done_s)),
-        ComparedTime("handoff", predicted.handoff_s, _gap(done_s, first_s)),
+        ComparedTime(
+            "handoff", predicted.handoff_s + predicted.decode_queue_s, _gap(done_s, first_s)
+        ),
         ComparedTime("ttft", predicted.ttft_s, _gap(placed_s, first_s)),
     )
 

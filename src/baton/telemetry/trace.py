@@ -63,17 +63,22 @@ class EncodingEstimate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PredictedTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """What the router's models predict of a request when it is placed."""
+    """What the router's models predict of a request when it is placed.
+
+    `decode_queue_s`: after a handoff, until an answer that ends leaves a place.
+    """
 
     queue_s: float
     load_s: float
     prefill_s: float
     handoff_s: float
+    decode_queue_s: float = 0.0
 
     @property
     def ttft_s(self) -> float:
         """From placement until the first token."""
-        return self.queue_s + self.load_s + self.prefill_s + self.handoff_s
+        before_s = self.queue_s + self.load_s + self.prefill_s
+        return before_s + self.handoff_s + self.decode_queue_s
 
 
 class PrefillChunk(msgspec.Struct, frozen=True, array_like=True):

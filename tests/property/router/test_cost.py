@@ -65,6 +65,8 @@ loads = st.lists(
     st.tuples(st.integers(0, 4), st.integers(1, 20_000), st.floats(0.001, 2.0)), max_size=20
 )
 """What workers have loaded from their stores: tokens, and seconds."""
+places = st.lists(st.sampled_from([1, 2, 3, np.inf]), max_size=5)
+"""Answers that workers generate at once."""
 requests = st.builds(
     PlacementRequest,
     st.just("demo"),
@@ -80,8 +82,8 @@ requests = st.builds(
 )
 
 
-def loaded(given, from_stores=()):
-    """Workers with prompts and answers under way."""
+def loaded(given, from_stores=(), most_running=()):
+    """Workers with prompts and answers under way, and places for so many answers."""
     load, names = FleetLoad(), [view(f"w{i}") for i in range(5)]
     for prefill, decode, num_tokens, num_cached, is_streaming in given:
         placement = Placement(None if prefill == decode else names[prefill], names[decode])
@@ -90,6 +92,8 @@ def loaded(given, from_stores=()):
             running.first_token(NOW - 0.5)
     for worker, num_tokens, seconds in from_stores:
         load.of(f"w{worker}", "demo").observe_loads(num_tokens, seconds)
+    for worker, most in enumerate(most_running):
+        limit_running(load, f"w{worker}", most)
     load.costs("demo").handoffs.forget_pairs()  # workers of these names are elsewhere in the fleet
     return load
 
@@ -108,14 +112,34 @@ def naive_load(worker, request_, load, wanted):
     return (num, load_s) if load_s < computed_s else (0, 0.0)
 
 
+def limit_running(load, worker, most):
+    load.of(worker, "demo")
+    load.limit_running(worker, "demo", most)
+
+
+def pace(activity, more, more_share=0.0):
+    share = min(0.95, activity.prefill_share(NOW) + more_share)
+    return activity.step_cost.predict(activity.num_decodes + more) / (1 - share)
+
+
+def naive_place_s(activity, load):
+    """Until as many of the answers have ended as are too many; they end one after the other."""
+    costs = load.costs("demo")
+    most = costs.columns.most_running[activity.row]
+    num_ahead = max(0, activity.num_decodes + 1 - most)
+    return num_ahead * costs.answer_tokens * pace(activity, 0) / most if num_ahead else 0.0
+
+
 def naive_cost(prefill, decode, request_, load, wanted, num_loaded=0):
     """The formula of docs/routing.md for one way, step by step."""
     answering = load.of(decode.id, "demo")
+
     computing, handoff_s, whole_s, load_share = answering, 0.0, 0.0, 1.0
     if num_loaded:
         missing = request_.count_uncached(decode.id) - (request_.num_prompt_tokens - num_loaded)
         handoff_s = load.costs("demo").handoffs.predict_load(prefill, decode, missing)
-        handoff_s = max(0.0, handoff_s - answering.queue_s(NOW))
+        before_s = max(answering.queue_s(NOW), naive_place_s(answering, load))
+        handoff_s = max(0.0, handoff_s - before_s)
     elif prefill is not None:
         computing = load.of(prefill.id, "demo")
         handed = request_.count_uncached(decode.id)
@@ -128,7 +152,10 @@ def naive_cost(prefill, decode, request_, load, wanted, num_loaded=0):
         whole_s = computing.prefill_cost.predict(request_.count_uncached(decode.id) - num_stored)
         prefill_s = computing.prefill_cost.predict(request_.num_prompt_tokens - num_loaded)
         load_share = prefill_s / whole_s
-    ttft_s = computing.queue_s(NOW) + load_s + prefill_s + handoff_s
+    ttft_s = (
+        max(computing.queue_s(NOW), naive_place_s(computing, load)) + load_s + prefill_s + handoff_s
+    )
+    ttft_s = max(ttft_s, naive_place_s(answering, load))
 
     # What is stored pushes out what others would have found: at the second worker, too.
     kept = request_.count_uncached(decode.id)
@@ -136,10 +163,6 @@ def naive_cost(prefill, decode, request_, load, wanted, num_loaded=0):
         kept += uncached
     costs = load.costs("demo")
     keep_s = costs.found_share * costs.prefill.each * kept
-
-    def pace(activity, more, more_share=0.0):
-        share = min(0.95, activity.prefill_share(NOW) + more_share)
-        return activity.step_cost.predict(activity.num_decodes + more) / (1 - share)
 
     before, after, limit = pace(answering, 0), pace(answering, 1), wanted.tpot_s
     if wanted.objective == "throughput":
@@ -173,9 +196,11 @@ def preferred(prefill, decode, request_, workers):
     return PREFERRED_REPLICA if is_replica and ahead < LEAST_LOADED else PREFERRED_ALONE
 
 
-@given(fleets, requests, work, options, loads)
-def test_no_way_to_serve_a_request_is_better(workers, request_, given, wanted, from_stores):
-    policy, load = CostPolicy(wanted), loaded(given, from_stores)
+@given(fleets, requests, work, options, loads, places)
+def test_no_way_to_serve_a_request_is_better(
+    workers, request_, given, wanted, from_stores, most_running
+):
+    policy, load = CostPolicy(wanted), loaded(given, from_stores, most_running)
     answer = policy.place(Fleet.of(workers), request_, load)
     usable = [w for w in workers if w.available and w.id not in request_.avoid]
     decodes = [w for w in usable if w.role is not Role.PREFILL]
@@ -498,12 +523,46 @@ def test_where_far_links_prove_as_good_as_near_ones_they_are_used_alike():
     assert placed(CostPolicy(CostOptions()), [prefill, near, far], load).decode is far
 
 
+def test_a_decode_worker_without_a_place_is_avoided():
+    prefill, full, free = view("p", Role.PREFILL), view("a", Role.DECODE), view("b", Role.DECODE)
+    for most, chosen in ((10, full), (1, free)):
+        load = FleetLoad()
+        make_slow_alone(load, [full, free])
+        stream(load, full, 2)
+        stream(load, free, 6)
+        limit_running(load, full.id, most)
+        policy = CostPolicy(CostOptions(objective="throughput"))
+        assert placed(policy, [prefill, full, free], load).decode is chosen
+
+
+@pytest.mark.parametrize("most_running", [10, 1])
+def test_the_wait_for_a_place_is_a_part_of_what_is_predicted(most_running):
+    """And none of what a handoff costs."""
+    load, (prefill, decode) = FleetLoad(), (view("p", Role.PREFILL), view("d", Role.DECODE))
+    stream(load, decode, 2)
+    limit_running(load, decode.id, most_running)
+    asked = PlacementRequest("demo", num_prompt_tokens=100, at=NOW)
+    ways = CostPolicy(CostOptions()).explain(Fleet.of([prefill, decode]), asked, load)
+    figures = {way.prefill: way.figures for way in ways}
+    waits_s = figures["p"].get("decode_queue_s", 0.0)
+    assert (waits_s > 1) == (figures[None]["queue_s"] > 1) == (most_running == 1)
+    running = load.begin(Placement(prefill, decode), 100, NOW)
+    assert running.predicted.decode_queue_s == pytest.approx(waits_s)
+    assert running.predicted.ttft_s == pytest.approx(figures["p"]["ttft_s"])
+    running.prefilled(NOW + 0.01)
+    running.first_token(NOW + 0.01 + waits_s + 0.05)
+    cost = load.costs("demo").handoffs.cost_of(prefill, decode)
+    assert (cost.num_seen, cost.predict(100)) == (1, pytest.approx(0.05, rel=0.01))
+
+
+@pytest.mark.parametrize("most_running", [1, np.inf])
 @pytest.mark.parametrize("num_waiting", [0, 3])
-def test_what_is_recorded_as_predicted_is_what_the_policy_compared(num_waiting):
+def test_what_is_recorded_as_predicted_is_what_the_policy_compared(num_waiting, most_running):
     load, (prefill, decode) = FleetLoad(), (view("p", Role.PREFILL), view("d", Role.DECODE))
     for _ in range(num_waiting):
         load.begin(Placement(prefill, decode), 4000, NOW)
     stream(load, decode, 8)
+    limit_running(load, decode.id, most_running)
     placement = placed(CostPolicy(CostOptions()), [prefill, decode], load, 3000)
     chosen = next(line for line in placement.why if line.startswith("chosen"))
     predicted = load.begin(placement, 3000, NOW).predicted

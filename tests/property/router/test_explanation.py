@@ -28,6 +28,7 @@ from tests.property.router.test_cost import (
     loadings,
     naive_cost,
     options,
+    places,
     requests,
     view,
     work,
@@ -93,10 +94,10 @@ def test_nothing_is_changed_and_who_is_chosen_is_placed_next(make, worker_views,
         other_load.begin(placement, request.num_prompt_tokens, request.at)
 
 
-@given(worker_views=fleets, given=work, wanted=options, request_=requests)
-def test_cost_lists_every_way_with_its_cost(worker_views, given, wanted, request_):
+@given(worker_views=fleets, given=work, wanted=options, request_=requests, most_running=places)
+def test_cost_lists_every_way_with_its_cost(worker_views, given, wanted, request_, most_running):
     request = replace(request_, avoid=frozenset())
-    fleet, load = Fleet.of(worker_views), loaded(given)
+    fleet, load = Fleet.of(worker_views), loaded(given, most_running=most_running)
     explained = explain(CostPolicy(wanted), fleet, request, load)
     possible = [each for each in explained.candidates if each.why_not is None]
     found = {

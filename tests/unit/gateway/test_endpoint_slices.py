@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -223,3 +224,28 @@ def test_pauses_grow_to_a_bound_and_differ():
     assert [pauses.delay_s(number, 0.5) for number in (1, 2, 3, 4, 5, 10_000)] == [1, 2, 4, 8, 8, 8]
     assert pauses.delay_s(4, 0) == 4
     assert pauses.delay_s(4, 1) == 12
+
+
+@pytest.mark.parametrize(
+    ("zone", "node_name", "topology"),
+    [
+        ("eu-1a", "node-1.local", "eu-1a//node-1.local"),
+        ("eu-1a", None, "eu-1a"),
+        (None, "node-1", "//node-1"),
+        (None, None, ""),
+        ("no/zone", "node-1", "//node-1"),
+    ],
+)
+def test_zone_and_node_are_a_workers_topology(zone, node_name, topology):
+    endpoint = {"addresses": ["10.0.0.1"], "zone": zone, "nodeName": node_name}
+    slice_ = msgspec.convert(
+        {
+            "metadata": {"name": "a"},
+            "endpoints": [{name: each for name, each in endpoint.items() if each is not None}],
+            "ports": [{"name": "http", "port": 8101}],
+        },
+        EndpointSlice,
+    )
+    workers = ServiceWorkers(Role.DECODE, None)
+    workers.replace([slice_])
+    assert {worker.topology for worker in workers.workers} == {topology}

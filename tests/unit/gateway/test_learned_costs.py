@@ -3,6 +3,7 @@
 import asyncio
 import json
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import pytest
 
@@ -15,6 +16,7 @@ from baton.protocol.worker_http import Role
 from baton.router.fleet import WorkerView
 from baton.router.load import FleetLoad
 from baton.router.placement import Placement
+from baton.router.topology import Distance
 
 WORKER = WorkerView(
     WorkerRef(WorkerId("w"), Epoch("0" * 32), "127.0.0.1:1"),
@@ -43,6 +45,14 @@ def keep(path, load, work=lambda: None):
     asyncio.run(main())
 
 
+def located(name, topology):
+    return replace(
+        WORKER,
+        ref=WorkerRef(WorkerId(name), WORKER.ref.epoch, WORKER.ref.address),
+        topology=topology,
+    )
+
+
 def predict(load):
     activity = load.of(WORKER.id, "demo")
     return activity.prefill_cost.predict(400), activity.step_cost.predict(1)
@@ -58,6 +68,52 @@ def test_the_next_gateway_begins_with_what_the_last_one_learned(tmp_path):
     keep(path, third, lambda: teach(third, 60, each_s=3e-3))
     assert predict(third)[0] == pytest.approx(1.21, rel=0.05), "it is a first guess"
     assert {each.name for each in tmp_path.iterdir()} == {"costs.json"}
+
+
+def test_handoffs_are_kept_by_distance(tmp_path):
+    path, first, second, third = tmp_path / "costs.json", FleetLoad(), FleetLoad(), FleetLoad()
+    near, far, here = WORKER, located("far", "elsewhere"), located("here", "here")
+
+    def hand_over():
+        for at in range(12):
+            now, num_tokens = 100.0 * at, 100 * (1 + at % 4)
+            for decode, each_s in ((near, 1e-4), (far, 1e-2)):
+                running = first.begin(Placement(here, decode), num_tokens, now)
+                running.prefilled(now + 1.0)
+                running.first_token(now + 1.0 + each_s * num_tokens)
+                running.end(now + 5.0)
+
+    keep(path, first, hand_over)
+    handoffs = first.costs("demo").handoffs
+    assert set(json.loads(path.read_text())["models"]["demo"]["handoff"]) == {
+        "same_zone",
+        "cross_zone",
+    }
+    keep(path, second)
+    again = second.costs("demo").handoffs
+    for distance in (Distance.SAME_ZONE, Distance.CROSS_ZONE):
+        line = handoffs.lines[distance]
+        assert again.lines[distance].guess == (line.fixed, line.each)
+        assert again.source(distance) == "kept"
+    again.note_links({}, None)
+    assert again.lines[Distance.SAME_ZONE].guess[1] == handoffs.lines[Distance.SAME_ZONE].each
+    assert again.lines[Distance.SAME_RACK].each <= again.lines[Distance.SAME_ZONE].each
+
+    def see_a_slower_one():
+        third.costs("demo").handoffs.observe(
+            third.costs("demo").handoffs.cost_of(here, far), 400, 40.0
+        )
+
+    keep(path, third, see_a_slower_one)
+    assert third.costs("demo").handoffs.source(Distance.CROSS_ZONE) == "learned"
+    assert third.costs("demo").handoffs.lines[Distance.CROSS_ZONE].predict(400) == pytest.approx(40)
+
+
+def test_a_file_of_an_earlier_version_is_read(tmp_path):
+    path, load = tmp_path / "costs.json", FleetLoad()
+    path.write_text('{"models": {"demo": {"prefill": {"fixed_s": 1, "each_s": 0.5}}}}')
+    keep(path, load)
+    assert predict(load)[0] == 201
 
 
 def test_a_model_that_this_gateway_saw_little_of_keeps_what_is_known(tmp_path):
@@ -114,6 +170,8 @@ def test_it_is_written_while_the_gateway_runs(tmp_path, monkeypatch):
     [
         ("not json", "no learned costs"),
         ('{"models": {"demo": {"prefill": {"fixed_s": -1, "each_s": 0}}}}', "no learned costs"),
+        ('{"models": {"demo": {"handoff": {"far": {"fixed_s": 1, "each_s": 0}}}}}', "no learned"),
+        ('{"models": {"d": {"handoff": {"same_host": {"fixed_s": -1, "each_s": 0}}}}}', "no learn"),
         ('{"models": [], "more": 1}', "no learned costs"),
         ("x" * (1 << 20) + "x", "more than 1048576 bytes"),
     ],

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,7 @@ from baton.auth.ticket import WorkerRef
 from baton.clock import Instant
 from baton.errors import ModelNotFoundError, ProtocolError
 from baton.gateway.errors import NoWorkerError
+from baton.gateway.members.member_set import Listing
 from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.options import WorkerAddress
 from baton.gateway.worker_info import read_info
@@ -216,3 +218,21 @@ def test_a_view_is_another_one_only_where_something_has_changed(workers):
     workers.note_health(decode)
     (ejected,) = workers.fleet.models["demo"].decodes
     assert (ejected.available, ejected.ejected) == (False, True)
+
+
+def test_what_a_worker_does_not_report_of_its_topology_is_as_its_source_knows_it(workers):
+    worker = workers.all[1]
+    listing = Listing(Role.DECODE, ("kubernetes",), topology="zone-a//node-1")
+
+    def find_topology() -> str:
+        (view,) = workers.fleet.models["demo"].decodes
+        return view.topology
+
+    workers.register(worker, info(topology="/rack-3/boot-5"))
+    assert find_topology() == "/rack-3/boot-5"
+    workers.set_members({worker.url: listing})
+    assert find_topology() == "zone-a/rack-3/boot-5"
+    workers.register(worker, info(epoch="f" * 32))
+    assert find_topology() == "zone-a//node-1"
+    workers.set_members({worker.url: replace(listing, topology="")})
+    assert find_topology() == ""

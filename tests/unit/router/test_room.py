@@ -56,6 +56,9 @@ def test_a_worker_is_full_with_what_it_runs_and_a_few_that_wait(load, configured
     begin(load, 9, B)
     looked = room.look(served, 0.0, 21)
     assert (looked.num_free, looked.full) == (3, {A.id})
+    assert load.costs("demo").columns.most_running[load.of(B.id, "demo").row] == inf
+    room.note_report(B.id, "demo", report(max_running=8))
+    assert load.costs("demo").columns.most_running[load.of(B.id, "demo").row] == 8
     begin(load, 3, B)
     looked = room.look(served, 0.0, 24)
     assert (looked.num_free, looked.full) == (0, {A.id, B.id})

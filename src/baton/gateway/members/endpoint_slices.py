@@ -6,6 +6,7 @@ What is decoded is what the API `discovery.k8s.io/v1` defines; other fields are 
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 DEFAULT_PORT_NAME: Final = "http"
 """Of a Service with several ports, unless another one is asked for."""
+_LEVEL: Final = re.compile(r"[A-Za-z0-9._:-]{1,253}")
 FAMILIES: Final = {"IPv4": 4, "IPv6": 6}
 
 
@@ -53,6 +55,16 @@ class Endpoint(msgspec.Struct, frozen=True, rename="camel"):
     addresses: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=100)]
     conditions: Conditions | None = None
     target_ref: TargetRef | None = None
+    node_name: str | None = None
+    zone: str | None = None
+
+    @property
+    def topology(self) -> str:
+        """`zone//host`, as far as the API knows them."""
+        zone, node = (
+            name if name and _LEVEL.fullmatch(name) else "" for name in (self.zone, self.node_name)
+        )
+        return f"{zone}//{node}".rstrip("/")
 
     @property
     def is_serving(self) -> bool:
@@ -205,11 +217,13 @@ class ServiceWorkers:
         # By URL, as an endpoint that moves between slices is in both for a while. Terminating is
         # the later of two states.
         draining: dict[str, bool] = {}
+        topology: dict[str, str] = {}
         listed: set[tuple[str, str]] = set()
         for url, endpoint in self._endpoints():
             pod = (url, endpoint.target_ref.uid if endpoint.target_ref else "")
             if endpoint.is_serving or pod in self._listed:
                 listed.add(pod)
+                topology[url] = endpoint.topology or topology.get(url, "")
                 draining[url] = draining.get(url, False) or endpoint.is_terminating
         if len(draining) > MAX_MEMBERS:
             raise ProtocolError(
@@ -217,7 +231,8 @@ class ServiceWorkers:
             )
         self._listed = frozenset(listed)
         self.workers = frozenset(
-            WorkerAddress(url, self._role, draining=ends) for url, ends in draining.items()
+            WorkerAddress(url, self._role, draining=ends, topology=topology[url])
+            for url, ends in draining.items()
         )
 
     def _endpoints(self) -> Iterator[tuple[str, Endpoint]]:

@@ -28,12 +28,13 @@ ROLES: Final = tuple(Role)
 class Listing:
     """A worker as its sources list it, the first of which decides on the role.
 
-    `drained_by`: the sources that state that it drains.
+    `drained_by`: the sources that state that it drains. `topology`: of the first that knows it.
     """
 
     role: Role
     sources: tuple[str, ...]
     drained_by: tuple[str, ...] = ()
+    topology: str = ""
 
     @property
     def why_withdrawn(self) -> str | None:
@@ -90,7 +91,8 @@ class MemberSet:
 def _list(named: Sequence[tuple[str, WorkerAddress]]) -> Listing:
     sources = dict.fromkeys(name for name, _ in named)
     drained_by = dict.fromkeys(name for name, address in named if address.draining)
-    return Listing(named[0][1].role, tuple(sources), tuple(drained_by))
+    topology = next((each.topology for _, each in named if each.topology), "")
+    return Listing(named[0][1].role, tuple(sources), tuple(drained_by), topology)
 
 
 def _find_conflicts(
