@@ -12,7 +12,7 @@ from baton.events.wire import NAMING_BYTES
 from baton.handoff.pool_mode.store_journal import open_store_journal
 from baton.store.entry_format import EntryFormat
 from baton.store.interface import TENANT_BYTES, TenantLabel
-from baton.store.tiered import open_store
+from baton.store.tiered import TierRun, open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from baton.events.journal import CacheJournal
     from baton.handoff.kv_views import KVView
     from baton.handoff.pool_mode.store_journal import StoreJournal
-    from baton.store.interface import PeerAccess
+    from baton.store.interface import EntryName, PeerAccess
     from baton.store.tiered import TieredStore
     from baton.telemetry.trace import RequestSpan
 
@@ -130,6 +130,22 @@ def open_store_access(  # noqa: PLR0913 - what a worker's store is opened from
         section.keep_share,
         naming=naming,
     )
+
+
+def find_pieces(store: TieredStore, names: Sequence[EntryName], num_parts: int) -> list[TierRun]:
+    """Leading pieces of a prompt of which every part is there, by the tier of its last part.
+
+    `names`: `num_parts` for each piece.
+    """
+    runs: list[TierRun] = []
+    num_names = num_pieces = 0
+    for tier, num in store.find_runs(names):
+        num_names += num
+        more = num_names // num_parts - num_pieces
+        if more:
+            runs.append(TierRun(tier, more))
+            num_pieces += more
+    return runs
 
 
 def label_tenant(key: ClusterKey, tenant_salt: str) -> TenantLabel:
