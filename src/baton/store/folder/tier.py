@@ -8,9 +8,9 @@ import msgspec
 
 from baton.errors import ConfigError, StoreError, StoreFullError, mapped
 from baton.store.capacity import MAX_PINNED_SHARE, Shortage, StoredEntry
+from baton.store.compressed_lease import CompressedEntryLease
 from baton.store.eviction import EVICTIONS
 from baton.store.folder.bodies import FileBodies, NewEntry
-from baton.store.folder.compressed_lease import CompressedEntryLease
 from baton.store.folder.directory import FILE_MODE
 from baton.store.folder.entries import FolderEntries
 from baton.store.folder.entry_files import EntryFiles
