@@ -90,7 +90,9 @@ class Setting:
     def __post_init__(self) -> None:
         self.store = TimedStore(self.clock)
         entry_format = SimpleNamespace(block_size=SIZE)
-        access = SimpleNamespace(entry_format=entry_format, journal=None, keep_share=1.0)
+        access = SimpleNamespace(
+            entry_format=entry_format, journal=None, keep_share=1.0, admission="always"
+        )
         self.prefixes = StoredPrefixes(access, "f", self.clock, lambda call: call())
         self.prefixes.open(self.events.append, self.store, self.store)
 

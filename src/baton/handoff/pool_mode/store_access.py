@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from baton.encodings.interface import RAW, open_encoding
 from baton.encodings.raw import RawEncoding
@@ -69,7 +69,8 @@ class StoreAccess:
     `encoding` writes the bodies of entries. `label_tenant` gives the label of a tenant's salt.
     `naming`: the secret of the names by which gateways know entries. `keeps_prefixes`: what engines
     compute is kept, and looked for before it is computed; while they compute, for `keep_share` of
-    the time. What is kept is reported to gateways by way of `journal`, if there is one.
+    the time, and as `StoreSection.admission` has it. What is kept is reported to gateways by way of
+    `journal`, if there is one.
     """
 
     store: TieredStore
@@ -79,6 +80,7 @@ class StoreAccess:
     encoding: KVEncoding = field(default_factory=RawEncoding)
     keeps_prefixes: bool = False
     keep_share: float = 1.0
+    admission: Literal["always", "second"] = "always"
     journal: StoreJournal | None = None
     counts: EntryCounts = field(default_factory=EntryCounts)
     encoded: EncodingCounts = field(default_factory=EncodingCounts)
@@ -128,6 +130,7 @@ def open_store_access(  # noqa: PLR0913 - what a worker's store is opened from
         encoding,
         keeps_prefixes,
         section.keep_share,
+        section.admission,
         naming=naming,
     )
 
