@@ -97,6 +97,24 @@ def test_what_a_load_takes_besides_its_tokens_is_learned() -> None:
     assert cost.predict(10) == pytest.approx(0.11, rel=0.25)
 
 
+@pytest.mark.parametrize(("then_s", "least", "most"), [(0.03, 5, 15), (0.001, 90, 99)])
+def test_a_slow_tier_is_seldom_tried_and_one_that_becomes_quick_is_used(
+    then_s: float, least: int, most: int
+) -> None:
+    """Of 100 prompts: computing takes 16 ms, a load takes 30, or from the second on 1."""
+    costs, num_loads, last = LoadCosts(), 0, False
+    runs = [TierTokens("object", 16)]
+    for _ in range(100):
+        last = costs.choose(runs, 0.001) > 0
+        if last:
+            costs.observe(TierTime("object", 16, then_s if num_loads else 0.03))
+            num_loads += 1
+        else:
+            costs.forget_slow(runs, 0.001)
+    assert least <= num_loads <= most
+    assert last == (then_s < 0.016)
+
+
 @given(runs_of_tiers, st.integers(0, 40), st.integers(0, 40))
 def test_a_cut_has_the_tokens_between(runs: list[TierTokens], start: int, length: int) -> None:
     def spell(some: list[TierTokens]) -> list[str]:
