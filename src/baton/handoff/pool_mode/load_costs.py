@@ -43,14 +43,14 @@ class TierTime(NamedTuple):
 class TierCost:
     """Of one tier, from at least one load: weighted means over loads of tokens and seconds.
 
-    `hope` is the share of it that is expected now: less whenever the tier was found too slow.
+    `discount`: the share of it that is expected now, less whenever the tier was found too slow.
     """
 
     tokens: float
     seconds: float
     squares: float
     products: float
-    hope: float = 1.0
+    discount: float = 1.0
 
     def predict(self, num_tokens: int) -> float:
         """Seconds for a load of so many tokens, at least one."""
@@ -60,14 +60,14 @@ class TierCost:
         fixed = seconds - each * size
         if fixed < 0:
             fixed, each = 0.0, self.products / self.squares
-        return self.hope * (fixed + each * num_tokens)
+        return self.discount * (fixed + each * num_tokens)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """A load took so long. One that took no less than was hoped for ends the hope."""
+        """A load took so long. The discount ends; it stays in the line if the load was as quick."""
         if seconds < self.predict(num_tokens):
-            self.seconds *= self.hope
-            self.products *= self.hope
-        self.hope = 1.0
+            self.seconds *= self.discount
+            self.products *= self.discount
+        self.discount = 1.0
         self.tokens += LEARNING * (num_tokens - self.tokens)
         self.seconds += LEARNING * (seconds - self.seconds)
         self.squares += LEARNING * (num_tokens * num_tokens - self.squares)
@@ -75,7 +75,7 @@ class TierCost:
 
     def forget(self) -> None:
         """Expect less."""
-        self.hope *= FORGETTING
+        self.discount *= FORGETTING
 
 
 @dataclass(slots=True)
