@@ -12,22 +12,25 @@ import numpy as np
 import pytest
 
 from baton.clock import Instant, MachineClock
+from baton.store.compression import compress
 from baton.store.counted_tier import make_families
-from baton.store.entry_format import HEADER_BYTES
+from baton.store.entry_format import HEADER_BYTES, make_header
 from baton.store.folder import bodies, directory
-from baton.store.interface import NO_TENANT, TenantLabel, TierContext
+from baton.store.interface import NO_TENANT, TIERS, TenantLabel, TierContext
 from baton.store.tiered import open_store
 from baton.store.tiers.file import FileTierOptions
 from baton.testing.store_contract import CONTRACT_KEY, body_of, name_of, read_lease
 from baton.testing.store_faults import flip_bit
 from tests.contract.direct_tier import DirectTier
+from tests.store_servers import RedisServer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from baton.clock import Clock, UnixTime
     from baton.store.interface import Body, Tier
+    from baton.store.remote.tier import RemoteTier
     from baton.store.tiered import TieredStore
 
 CLOCK = MachineClock()
@@ -218,3 +221,61 @@ def test_auto_compresses_on_a_slow_disk_and_stops_on_a_quick_one(
         quick = [put(f"quick {i}") for i in range(120)]
         assert samples(store)["baton_store_compressing", "file"] == 0
         assert sum(quick[-64:]) <= 1, "a trial"
+
+
+@pytest.fixture(name="server_options", params=["redis", "object"])
+def server_options_fixture(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[tuple[str, dict[str, object]]]:
+    if request.param == "object":
+        yield "object", {"url": f"file://{tmp_path}/bucket"}
+        return
+    with closing(RedisServer(tmp_path)) as server:
+        yield "redis", {"url": server.url, "timeout_s": 30.0}
+
+
+def open_server(server_options: tuple[str, dict[str, object]], **changed: object) -> RemoteTier:
+    kind, options = server_options
+    context = TierContext("test", CONTRACT_KEY, CLOCK)
+    return TIERS.build(kind, options | changed)(context)  # type: ignore[return-value]
+
+
+def test_servers_keep_fewer_bytes_and_any_worker_reads_them(
+    server_options: tuple[str, dict[str, object]],
+) -> None:
+    noise = body_of("noise", KV_BYTES)
+    with closing(open_server(server_options, compress=True)) as tier:
+        tier.put(name_of("put"), KV[0], TENANT)
+        tier.put_behind(name_of("behind"), KV[0], TENANT)
+        tier.put(name_of("noise"), noise)
+        assert read(tier, "put") == read(tier, "behind") == KV[0]
+        assert tier.is_whole(name_of("put"))
+        report = tier.usage().compression
+        assert report.raw_bytes == 3 * KV_BYTES
+        assert report.compressed_bytes < 2.8 * KV_BYTES
+    with closing(open_server(server_options)) as tier:
+        assert read(tier, "put") == read(tier, "behind") == KV[0]
+        assert read(tier, "noise") == noise
+        assert tier.usage().compression is None
+        sizes = {entry.name: entry.num_bytes for entry in tier.entries()}
+        assert sizes[name_of("put")] < 0.9 * KV_BYTES
+        assert sizes[name_of("noise")] > KV_BYTES
+        with tier.try_lease(name_of("put")) as lease:
+            assert lease.tenant == TENANT
+
+
+@pytest.mark.parametrize(("stated", "max_bytes"), [(KV_BYTES, KV_BYTES - 1), (KV_BYTES + 2, None)])
+def test_a_length_that_is_not_the_bodys_is_a_miss(
+    server_options: tuple[str, dict[str, object]], stated: int, max_bytes: int | None
+) -> None:
+    """More than any entry has, before memory is taken for it; or authentic, and wrong."""
+    changed = {} if max_bytes is None else {"max_entry_bytes": max_bytes}
+    name, kept = name_of("a"), compress(KV[0])
+    header = make_header(CONTRACT_KEY, name, kept, whole_bytes=stated)
+    with closing(open_server(server_options, **changed)) as tier:
+        tier._client.put(name.hex(), header + kept)
+        lease = tier.try_lease(name)
+        assert (lease is None) == (max_bytes is not None)
+        assert lease is None or not lease.try_read(memoryview(bytearray(stated)))
+        assert tier.usage().num_damaged == 1
+        assert tier.find((name,)) == 0, "it was removed"

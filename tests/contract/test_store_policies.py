@@ -161,6 +161,22 @@ def test_room_is_made_above_the_high_mark_alone(place: Place) -> None:
         assert not tier.find([name_of("entry 0")])
 
 
+def test_marks_are_as_configured(place: Place) -> None:
+    with place.opened(20, high_mark=0.5, low_mark=0.2) as tier:
+        for i in range(10):
+            put(tier, f"entry {i}")
+        tier.maintain()
+        assert scan(tier).num_entries == 10
+        put(tier, "entry 10")
+        tier.maintain()
+        assert scan(tier).num_entries == 4
+
+
+def test_a_low_mark_above_the_high_one_is_refused(place: Place) -> None:
+    with pytest.raises(ConfigError, match="low_mark"), place.opened(20, high_mark=0.8):
+        pass
+
+
 def test_pinned_entries_stay_within_their_share(place: Place) -> None:
     with place.opened(8) as tier:
         for content in "abcdefgh":

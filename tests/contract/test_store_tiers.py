@@ -12,6 +12,7 @@ import pytest
 
 from baton.clock import MachineClock
 from baton.errors import ConfigError, StoreFullError
+from baton.handoff.pool_mode.store_access import find_pieces
 from baton.store.counted_tier import CountedTier, make_families
 from baton.store.entry_format import HEADER_BYTES
 from baton.store.folder.bodies import (
@@ -339,6 +340,33 @@ class TestTiers(StoreContract):
             assert [read(store, f"entry {i}") for i in range(12)] == [
                 body_of(f"entry {i}") for i in range(12)
             ]
+
+    def test_entries_are_found_by_the_tier_that_they_are_read_from(self, tmp_path: Path) -> None:
+        tiers = [
+            CountedTier(
+                kind,
+                TIERS.build(kind, options)(TierContext("contract", CONTRACT_KEY, CLOCK)),
+            )
+            for kind, options in (("host", {}), ("file", {"directory": str(tmp_path / "files")}))
+        ]
+        host, file = tiers
+        for tier, names in ((file, "abcefgh"), (host, "bdgh")):
+            for name in names:
+                put(tier, name)
+        names = [name_of(name) for name in "abcdefghi"]
+        with closing(TieredStore(tiers)) as store:
+            assert store.find_runs(names) == [("file", 3), ("host", 1), ("file", 2), ("host", 2)]
+            assert store.find_runs(names[1:]) == [("host", 1), *store.find_runs(names[2:])]
+            assert store.find(names) == 8
+            assert store.find_runs(names[-1:]) == []
+            # Two entries are a piece, which lies where the second of them does.
+            assert find_pieces(store, names, 2) == [
+                ("file", 1),
+                ("host", 1),
+                ("file", 1),
+                ("host", 1),
+            ]
+            assert find_pieces(store, names[:3], 2) == [("file", 1)]
 
     def test_an_entry_that_one_disk_does_not_read_comes_from_another(self, tmp_path: Path) -> None:
         def fail() -> None:

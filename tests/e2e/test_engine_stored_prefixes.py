@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from baton.handoff.pool_mode.prefix_store import StoredPrefixes
+    from baton.handoff.pool_mode.store_reader import ReadBatch
     from baton.store.interface import EntryName, NamedBody, TenantLabel
+    from baton.store.tiered import TierRun
     from tests.e2e.test_engine_handoff_agents import Node
 
 WAIT_S = 20.0
@@ -277,7 +279,7 @@ def test_damaged_entries_are_computed(nodes: ExitStack, tmp_path: Path) -> None:
     assert store_of(two).counts.loaded_tokens == 0
 
 
-@pytest.mark.parametrize("call", ["find", "try_lease"])
+@pytest.mark.parametrize("call", ["find_runs", "try_lease"])
 def test_a_store_that_does_not_answer_is_not_waited_for(
     call: str, nodes: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,7 +324,7 @@ def test_a_load_that_turns_out_slower_than_computing_ends_between_two_batches(
     read = two.agent.store._reader.read_segments
     batches = []
 
-    def read_slowly(*arguments: object) -> tuple[int, int]:
+    def read_slowly(*arguments: object) -> ReadBatch:
         time.sleep(0.1)
         batches.append(arguments)
         return read(*arguments)
@@ -343,7 +345,7 @@ def test_an_answer_that_comes_while_a_prompt_is_computed_is_used_for_the_rest(
     expected = ask(one)["r0"]
     wait_until_kept(one)
     monkeypatch.setattr(LookupCost, "count_answered_in_time", lambda *_: 1_000)  # not held
-    find, compute = two.agent.store.access.store.find, two.engine._model
+    find, compute = two.agent.store.access.store.find_runs, two.engine._model
     begun, computed = threading.Event(), threading.Event()
     forward = compute.run
 
@@ -357,13 +359,13 @@ def test_an_answer_that_comes_while_a_prompt_is_computed_is_used_for_the_rest(
             return result
         return forward(*arguments, **named)
 
-    def find_late(names: list[EntryName]) -> int:
+    def find_late(names: list[EntryName]) -> list[TierRun]:
         begun.set()
         computed.wait(WAIT_S)
         return find(names)
 
     monkeypatch.setattr(compute, "run", compute_one_step)
-    monkeypatch.setattr(two.agent.store.access.store, "find", find_late)
+    monkeypatch.setattr(two.agent.store.access.store, "find_runs", find_late)
     if kind == "colocated":
         assert ask(two, {"r0": PROMPTS["r0"]})["r0"] == expected
     else:
@@ -387,7 +389,7 @@ def test_a_prompt_behind_two_others_is_loaded_before_they_are_computed(
     reader, landed_at = store_of(two)._reader, []
     read = reader.read_segments
 
-    def read_and_note(*arguments: object) -> tuple[int, int]:
+    def read_and_note(*arguments: object) -> ReadBatch:
         found = read(*arguments)
         landed_at.append(CLOCK.now())
         return found

@@ -220,7 +220,8 @@ class StoreSection(Struct, frozen=True, kw_only=True):
     The same for all workers that share it. An entry has `block_size` tokens, whatever an engine's
     blocks have, and `num_parts` shares of the heads: a multiple of every tensor-parallel size.
     `encoding` is how its numbers are written (`baton.encodings`). `keep_share`: of a core,
-    while an engine computes, for keeping what it has computed; 1: all of it at once.
+    while an engine computes, for keeping what it has computed; 1: all of it at once. `admission`:
+    "second": blocks are kept when a worker has them to keep for the second time.
     """
 
     tiers: tuple[str, ...] = ()
@@ -229,6 +230,7 @@ class StoreSection(Struct, frozen=True, kw_only=True):
     num_parts: Annotated[int, Meta(ge=1, le=1024)] = 1
     prefixes: bool = True
     keep_share: Annotated[float, Meta(gt=0, le=1)] = 0.05
+    admission: Literal["always", "second"] = "always"
     options: dict[str, Table] = {}
 
 

@@ -16,6 +16,7 @@ File map:
     remote/       a tier on a server: bounded waits, back-off, read-ahead, write-behind
     tiers/        the kinds: `host`, `shared` (this host's memory), `file`, `redis`, `object`
     compression.py    bodies in fewer bytes, and whether that pays (pure)
+    compressed_lease.py   leases of such bodies
     tiered.py     several tiers as one: demotion, copying up
     counted_tier.py   counters around a tier, for Prometheus
 """

@@ -18,9 +18,6 @@ MAX_SLACK_PARTS: Final = 16
 """At most one part in so many of the capacity."""
 MAX_USES: Final = 3
 """Uses of an entry are counted up to this: S3-FIFO needs no more, and it fits two bits."""
-HIGH_MARK: Final = 0.95
-LOW_MARK: Final = 0.90
-"""Shares of the capacity: who evicts in the background begins above the one, ends at the other."""
 MAX_PINNED_SHARE: Final = 0.5
 """Of the capacity: what is pinned must leave room for what is not."""
 
@@ -95,13 +92,15 @@ class Capacity:
         slack = min(slack_entries * num_bytes, self.capacity_bytes // MAX_SLACK_PARTS)
         return missing + slack if missing > 0 else 0
 
-    @property
-    def excess_bytes(self) -> int:
-        """Bytes above the low mark, once the high mark is exceeded; 0 below."""
+    def excess_bytes(self, high_mark: float, low_mark: float) -> int:
+        """Bytes above the low mark, once the high mark is exceeded; 0 below.
+
+        Marks are shares of the capacity.
+        """
         used_bytes = self.committed_bytes + self.reserved_bytes
-        if used_bytes <= HIGH_MARK * self.capacity_bytes:
+        if used_bytes <= high_mark * self.capacity_bytes:
             return 0
-        return used_bytes - int(LOW_MARK * self.capacity_bytes)
+        return used_bytes - int(low_mark * self.capacity_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ import numpy as np
 from baton.encodings.exponents import decode_numbers, encode_numbers
 from baton.errors import ProtocolError
 from baton.store.entry_format import MAX_EXPANSION
+from baton.store.interface import CompressionReport
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -135,6 +136,10 @@ class CompressionChoice:
     def observe_decompression(self, raw_bytes: int, seconds: float) -> None:
         """A body was made as it was."""
         self._decompressing.observe(raw_bytes, seconds)
+
+    def report(self) -> CompressionReport:
+        """What has become of bodies. From any thread."""
+        return CompressionReport(self.raw_bytes, self.compressed_bytes, self.is_on)
 
     def _decide(self) -> None:
         if not self.is_adaptive or self._compressing.byte_s == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from baton.errors import StoreError
 from baton.store.counted_tier import CountedTier
@@ -38,6 +38,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+class TierRun(NamedTuple):
+    """So many names one after the other, whose entries would be read from this tier."""
+
+    tier: str
+    num: int
+
+
 class TieredStore:
     """See `Tier`. Entries are put into the first tier, which demotes what it has no room for.
 
@@ -66,6 +73,27 @@ class TieredStore:
                 break
             at += found
         return at
+
+    def find_runs(self, names: Sequence[EntryName]) -> list[TierRun]:
+        """See `Tier.find`, by the tiers that leading names would be read from.
+
+        Of entries that two tiers have, in the midst of those that the lower one has alone, the
+        lower tier is named: to look for each of them in the upper one would take longer.
+        """
+        lookups = [_Lookup(tier, names) for tier in self.tiers]
+        runs: list[TierRun] = []
+        at = 0
+        while at < len(names):
+            found = ((place, n) for place, each in enumerate(lookups) if (n := each.count_from(at)))
+            place, num = next(found, (0, 0))
+            if num == 0:
+                break
+            stop = at + num
+            for upper in lookups[:place]:
+                stop = upper.find_tail(at, stop)
+            runs.append(TierRun(self.tiers[place].kind, stop - at))
+            at = stop
+        return runs
 
     def put(self, name: EntryName, body: Body, tenant: TenantLabel = NO_TENANT) -> PutResult:
         return take_one(self.put_many((NamedBody(name, body),), tenant))
@@ -188,6 +216,28 @@ class _Lookup:
             self._there = self._tier.remote.find_each(self._names[at:])
         there = self._there[at - self._start :]
         return next((i for i, is_there in enumerate(there) if not is_there), len(there))
+
+    def find_tail(self, start: int, stop: int) -> int:
+        """From where on this tier has all names up to `stop`, which is returned for none.
+
+        It does not have the one at `start`. What was used last is at the end of a prompt, so the
+        rest is searched by halves.
+        """
+        missing, there = start, stop
+        if not self._has(stop - 1):
+            return stop
+        while there - missing > 1:
+            middle = (missing + there) // 2
+            if self._has(middle):
+                there = middle
+            else:
+                missing = middle
+        return there if there + self.count_from(there) >= stop else stop
+
+    def _has(self, at: int) -> bool:
+        if self._tier.remote is None:
+            return bool(self._tier.find(self._names[at : at + 1]))
+        return self.count_from(at) > 0
 
 
 def open_store(  # noqa: PLR0913 - what each tier is built from

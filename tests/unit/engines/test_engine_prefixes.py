@@ -20,7 +20,6 @@ from baton.engines.transformers.prefixes import EnginePrefixes
 from baton.engines.transformers.queued_prefixes import PendingLoad, PendingLookup
 from baton.engines.transformers.scheduler import Plan, Work
 from baton.handoff.interface import EngineSteps, PrefixFound
-from baton.handoff.pool_mode.prefix_store import LoadCost
 from baton.ids import TicketId
 from baton.kv.identity import HashDomain, compute_block_hashes
 from baton.kv.pool import BlockPool
@@ -234,14 +233,6 @@ def test_loads_are_counted_with_what_they_took(it):
     it.clock.advance(LOAD_TIMEOUT_S)
     it.prefixes.take_late()
     assert it.prefixes.loads == StoreLoads(3, NUM_TOKENS + 32, 0.75 + LOAD_TIMEOUT_S)
-
-
-def test_a_load_that_is_slower_than_computing_is_given_up_and_tried_again_some_time():
-    cost = LoadCost()
-    assert cost.is_worth_it(TOKEN_S)
-    cost.observe(seconds=2 * TOKEN_S * NUM_TOKENS, num_tokens=NUM_TOKENS)
-    assert not cost.is_worth_it(TOKEN_S)
-    assert any(cost.is_worth_it(TOKEN_S) for _ in range(20))
 
 
 def test_what_there_is_no_room_to_keep_is_counted(it):

@@ -73,6 +73,7 @@ class Setting:
             entry_format=FORMAT,
             journal=None,
             keep_share=SHARE,
+            admission="always",
             view=SimpleNamespace(layout=SimpleNamespace(shard=None)),
         )
         self.prefixes = StoredPrefixes(access, "f", self.clock, lambda call: call())
@@ -118,6 +119,53 @@ def test_what_the_store_has_is_not_copied(it: Setting) -> None:
     assert len(it.store.kept) == it.counts.num_stored == 3
     assert it.counts.num_present == NUM_ENTRIES - 3
     assert it.counts.num_waiting == 0
+
+
+def test_what_comes_for_the_first_time_is_not_kept_where_so_configured(it: Setting) -> None:
+    it.prefixes.access.admission = "second"
+    it.keep()
+    it.run(60)
+    assert (it.counts.num_stored, it.counts.num_dropped) == (0, NUM_ENTRIES)
+    it.keep()
+    it.keep(1)
+    it.run(60)
+    assert it.store.kept == [(at, at + SIZE) for at in range(0, NUM_ENTRIES * SIZE, SIZE)]
+    assert (it.counts.num_stored, it.counts.num_dropped) == (NUM_ENTRIES, 2 * NUM_ENTRIES)
+    it.keep()  # it was evicted meanwhile
+    it.run(60)
+    assert it.counts.num_stored == 2 * NUM_ENTRIES
+    assert it.counts.num_waiting == 0
+
+
+@pytest.mark.parametrize("named", [1, 7, 128])
+def test_what_follows_the_first_that_is_new_is_not_kept(
+    it: Setting, named: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.handoff.pool_mode.keep_queue.NAMED_ENTRIES", named)
+    it.prefixes.access.admission = "second"
+    it.keep()
+    it.run(60)
+    it.prefixes._keeps._seen.popitem(last=False)  # the first block is forgotten
+    it.keep()
+    it.run(60)
+    assert it.store.kept == []
+    assert it.counts.num_dropped == 2 * NUM_ENTRIES
+    it.keep()
+    it.run(60)
+    assert len(it.store.kept) == NUM_ENTRIES
+    assert it.counts.num_waiting == 0
+
+
+def test_blocks_that_were_here_are_remembered_within_bounds(
+    it: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.handoff.pool_mode.keep_queue.MAX_SEEN", NUM_ENTRIES)
+    it.prefixes.access.admission = "second"
+    for number in (0, 1, 0):
+        it.keep(number)
+        it.run(60)
+    assert it.counts.num_stored == 0, "it was too long ago"
+    assert len(it.prefixes._keeps._seen) == NUM_ENTRIES
 
 
 def test_keeping_takes_its_share_of_the_time_in_which_the_engine_computes(it: Setting) -> None:

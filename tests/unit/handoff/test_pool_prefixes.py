@@ -11,11 +11,13 @@ import pytest
 
 from baton.handoff.interface import KVLanded, LoadOrder, LookupOrder, PrefixFound
 from baton.handoff.pool_mode.block_copier import EntryBodies
+from baton.handoff.pool_mode.load_costs import FORGETTING, TierTime
 from baton.handoff.pool_mode.prefix_store import MAX_READ_BYTES, StoredPrefixes
 from baton.handoff.pool_mode.store_reader import ReadBatch
 from baton.handoff.read_prefixes import ReadOrder
 from baton.ids import TicketId
 from baton.kv.copies import BlockTable
+from baton.store.tiered import TierRun
 from baton.testing.clocks import ManualClock
 
 if TYPE_CHECKING:
@@ -44,16 +46,27 @@ class TimedStore:
     num_at_once: int = NUM_ENTRIES
     num_readable: int = NUM_ENTRIES
     entry_bytes: int = 1
+    tiers: Sequence[TierRun] = (TierRun("shared", NUM_ENTRIES),)
+    entry_s: dict[str, float] = field(default_factory=lambda: {"shared": BATCH_S})
     loaded: list[tuple[int, int]] = field(default_factory=list)
 
-    def count_present(self, segments: Sequence[TokenSegment]) -> int:
+    def find_tiers(self, segments: Sequence[TokenSegment]) -> list[TierRun]:
         self.num_looks += 1
         self.clock.advance(BATCH_S)
-        return min(self.num_present, len(segments))
+        left, runs = min(self.num_present, len(segments)), []
+        for tier, num in self.tiers:
+            if left > 0:
+                runs.append(TierRun(tier, min(left, num)))
+            left -= num
+        return runs
 
-    def read_segments(self, *_: object) -> tuple[int, int]:
-        self.clock.advance(BATCH_S)
-        return 1, 1
+    def read_segments(self, segments: Sequence[TokenSegment], *_: object) -> ReadBatch:
+        """One entry; of the time, half is spent after the read."""
+        at = segments[0].start // SIZE
+        tiers = [run.tier for run in self.tiers for _ in range(run.num)]
+        entry_s = self.entry_s[tiers[at]]
+        self.clock.advance(entry_s)
+        return ReadBatch(segments[:1], [], 1, (TierTime(tiers[at], SIZE, entry_s / 2),))
 
     def fits_one_batch(self, segments: Sequence[TokenSegment]) -> bool:
         return len(segments) <= self.num_at_once
@@ -62,7 +75,8 @@ class TimedStore:
         self.clock.advance(BATCH_S)
         read = segments[: self.num_readable]
         rows = np.zeros((len(read), 1), np.uint8).repeat(self.entry_bytes, 1)
-        return ReadBatch(read, [EntryBodies(None, rows)] if read else [], 1, BATCH_S)
+        times = (TierTime("shared", len(read) * SIZE, BATCH_S),) if read else ()
+        return ReadBatch(read, [EntryBodies(None, rows)] if read else [], 1, times)
 
     def release(self, _: ReadBatch) -> None:
         """Nothing is kept for the next one."""
@@ -79,7 +93,9 @@ class Setting:
     def __post_init__(self) -> None:
         self.store = TimedStore(self.clock)
         entry_format = SimpleNamespace(block_size=SIZE)
-        access = SimpleNamespace(entry_format=entry_format, journal=None, keep_share=1.0)
+        access = SimpleNamespace(
+            entry_format=entry_format, journal=None, keep_share=1.0, admission="always"
+        )
         self.prefixes = StoredPrefixes(access, "f", self.clock, lambda call: call())
         self.prefixes.open(self.events.append, self.store, self.store)
 
@@ -123,7 +139,7 @@ def test_loads_at_once_are_charged_their_own_share(num_loads: int) -> None:
     assert it.events == [KVLanded(name(n), None, NUM_ENTRIES * SIZE) for n in range(num_loads)]
     counts = it.prefixes.counts
     assert (counts.num_whole, counts.num_given_up) == (num_loads, 0)
-    assert it.prefixes.cost.token_s == pytest.approx(BATCH_S / SIZE)
+    assert it.prefixes.costs.predict("shared", SIZE) == pytest.approx(BATCH_S)
 
 
 def test_a_load_that_is_itself_slower_than_computing_is_given_up() -> None:
@@ -134,6 +150,42 @@ def test_a_load_that_is_itself_slower_than_computing_is_given_up() -> None:
     it.run()
     assert it.events == [KVLanded(name(0), None, SIZE)]
     assert it.prefixes.counts.num_given_up == 1
+
+
+def set_tiers(it: Setting, *tiers: TierRun, object_s: float = 8 * BATCH_S) -> None:
+    """Of an entry, computing takes `2 * BATCH_S`, `shared` half of that, `object` more."""
+    it.store.tiers = tiers
+    it.store.entry_s = {"shared": BATCH_S, "object": object_s}
+
+
+def test_what_lies_in_a_slow_tier_is_computed_and_what_is_before_it_is_loaded() -> None:
+    it = Setting()
+    set_tiers(it, TierRun("shared", 4), TierRun("object", 2))
+    it.load(1)  # nothing is known of either
+    it.run()
+    it.load(2)
+    it.run()
+    assert it.events == [KVLanded(name(1), None, 5 * SIZE), KVLanded(name(2), None, 4 * SIZE)]
+    counts = it.prefixes.counts
+    assert (counts.num_given_up, counts.num_whole) == (1, 1)
+    assert counts.tiers["object"].refused_tokens == 2 * SIZE
+    shared = counts.tiers["shared"]
+    assert (shared.loaded_s, shared.predicted_s) == pytest.approx((4 * BATCH_S, 4 * BATCH_S))
+    expected_s = it.prefixes.costs.predict("object", SIZE)
+    assert expected_s == pytest.approx(FORGETTING * 8 * BATCH_S), "it is tried again some time"
+    assert it.prefixes.costs.predict("shared", SIZE) == pytest.approx(BATCH_S)
+
+
+def test_what_lies_in_a_slow_tier_is_loaded_for_what_is_behind_it() -> None:
+    it = Setting()
+    set_tiers(it, TierRun("shared", 5), TierRun("object", 1), object_s=4 * BATCH_S)
+    it.load(1)
+    it.run()
+    it.events.clear()
+    it.store.tiers = (TierRun("object", 1), TierRun("shared", 5))
+    it.load(2)
+    it.run()
+    assert it.events == [KVLanded(name(2), None, NUM_ENTRIES * SIZE)]
 
 
 def test_what_a_lookup_found_is_loaded_without_a_second_look() -> None:
@@ -175,7 +227,7 @@ def test_what_was_read_is_put_in_blocks_once(
     assert it.put_in_blocks(1, start, stop) == start
     counts = it.prefixes.counts
     assert (counts.num_whole, counts.loaded_tokens, counts.num_unused) == (1, stop - start, 0)
-    assert it.prefixes.cost.token_s == pytest.approx(BATCH_S / (NUM_ENTRIES * SIZE))
+    assert it.prefixes.costs.predict("shared", NUM_ENTRIES * SIZE) == pytest.approx(BATCH_S)
 
 
 def test_tokens_before_what_was_read_are_not_taken_for_read() -> None:
@@ -209,7 +261,9 @@ def test_memory_for_what_is_read_is_bounded() -> None:
     assert [it.read(number).is_read for number in range(3)] == [True, True, False]
     it.prefixes.release(name(0))
     it.prefixes.release(name(0))
-    assert it.prefixes.cost.token_s is None, "a read that hung says nothing of the next"
+    assert it.prefixes.costs.predict("shared", SIZE) is None, (
+        "a read that hung says nothing of the next"
+    )
     assert it.prefixes.counts.num_unused == 1
     assert it.put_in_blocks(0) == 0
     assert it.read(4).is_read

@@ -4,13 +4,14 @@
                      │                 └──── some blocks at a time ◄──┘         ▲
                      └──── the engine has taken its blocks back: dropped ───────┘
 
-What the store has is not copied. What it has then goes into its journal, if there is one. How much
+What the store has is not copied; with `store.admission = "second"`, neither is what was not here
+before, and what follows it. What it has then goes into its journal, if there is one. How much
 is copied at once, and when, is `keep_pace`'s.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from baton.handoff.pool_mode.prefix_store import PrefixCounts
     from baton.handoff.pool_mode.store_access import StoreAccess
     from baton.handoff.pool_mode.store_writer import StoreWriter
+    from baton.kv.identity import BlockHash
 
 KEEP_BATCH_BYTES: Final = 1 << 20
 """At most, of entries that are smaller: a lookup waits for one batch."""
@@ -35,6 +37,9 @@ KEEP_BATCH_ENTRIES: Final = 8
 NAMED_ENTRIES: Final = 128
 """Named, looked for and reported at once: some 4 us each, in which this thread holds the
 interpreter."""
+
+MAX_SEEN: Final = 1 << 16
+"""Blocks that were to be kept: about 150 bytes each."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +52,8 @@ class _Keep:
     last_named: TokenSegment | None = None
     segments: Sequence[TokenSegment] = ()
     unreported: list[TokenSegment] = field(default_factory=list)
+    is_refused: bool = False
+    """Some of it was here for the first time: nothing of what follows would be found."""
 
 
 @dataclass(slots=True)
@@ -62,6 +69,8 @@ class KeepQueue:
     emit: Callable[[HandoffEvent], None]
     log: Callable[[Exception], None]
     _keeps: deque[_Keep] = field(default_factory=deque, init=False)
+    _seen: OrderedDict[BlockHash, None] = field(default_factory=OrderedDict, init=False)
+    """By `admission`, the latest at the end."""
 
     def __len__(self) -> int:
         return len(self._keeps)
@@ -128,10 +137,31 @@ class KeepQueue:
         ]
         keep.num_named += len(segments)
         keep.last_named = segments[-1]
-        num_present = self.writer.count_present(segments)
+        num_present = 0 if keep.is_refused else self.writer.count_present(segments)
         self.counts.num_present += num_present
         self._note_present(keep, segments[:num_present])
-        keep.segments = segments[num_present:]
+        keep.segments = self._admit(keep, segments[num_present:])
+
+    def _admit(self, keep: _Keep, missing: Sequence[TokenSegment]) -> Sequence[TokenSegment]:
+        """The leading ones that are to be kept; all are remembered, the others dropped."""
+        if self.access.admission == "always":
+            return missing
+        are_known = [self._was_seen(each.block_hash) for each in missing]
+        num = 0 if keep.is_refused else [*are_known, False].index(False)
+        num_refused = len(missing) - num
+        keep.is_refused = num_refused > 0
+        keep.num_left -= num_refused
+        self.counts.num_waiting -= num_refused
+        self.counts.num_dropped += num_refused
+        return missing[:num]
+
+    def _was_seen(self, block: BlockHash) -> bool:
+        is_known = block in self._seen
+        self._seen[block] = None
+        self._seen.move_to_end(block)
+        if len(self._seen) > MAX_SEEN:
+            self._seen.popitem(last=False)
+        return is_known
 
     def _copy_batch(self, keep: _Keep) -> None:
         order, segments = keep.order, keep.segments

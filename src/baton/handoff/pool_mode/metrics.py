@@ -79,10 +79,19 @@ def _prefix_families(counts: PrefixCounts) -> Iterator[Metric]:
     ):
         loads.add_metric([result], num)
     seconds = CounterMetricFamily(
-        "baton_prefix_load_seconds", "What loads took, and were expected to.", labels=["kind"]
+        "baton_prefix_load_seconds",
+        "What loads took, and were expected to.",
+        labels=["kind", "tier"],
     )
-    seconds.add_metric(["actual"], counts.loaded_s)
-    seconds.add_metric(["predicted"], counts.predicted_s)
+    refused = CounterMetricFamily(
+        "baton_prefix_refused_tokens",
+        "Tokens that were found, and computed: a load would take longer.",
+        labels=["tier"],
+    )
+    for tier, tier_loads in tuple(counts.tiers.items()):
+        seconds.add_metric(["actual", tier], tier_loads.loaded_s)
+        seconds.add_metric(["predicted", tier], tier_loads.predicted_s)
+        refused.add_metric([tier], tier_loads.refused_tokens)
     entries = CounterMetricFamily(
         "baton_prefix_entries", "Entries of what was computed, by outcome.", labels=["result"]
     )
@@ -95,4 +104,4 @@ def _prefix_families(counts: PrefixCounts) -> Iterator[Metric]:
     waiting.add_metric([], counts.num_waiting)
     kept = CounterMetricFamily("baton_prefix_keep_seconds", "What keeping entries took.")
     kept.add_metric([], counts.kept_s)
-    yield from (loads, seconds, entries, tokens, waiting, kept)
+    yield from (loads, seconds, refused, entries, tokens, waiting, kept)

@@ -3,10 +3,11 @@
     engine's thread ── start_load, start_keep ──► pool's thread ── KVLanded, KVSent ──► engine's
 
 A lookup finds what is there, from the prompt's first missing token on, until the first entry that
-is not. A load takes it. It is given up where to compute would be quicker: before it begins, by what
-loads have taken lately, and between two batches, by what this one takes: a load is charged its own
-batches, not those of others that load meanwhile. What an engine has computed is kept in the
-background (`keep_queue`), when nothing is being loaded.
+is not. A load takes it, or as much of its beginning as is worth it (`load_costs`). It is given up
+where to compute would be quicker: before it begins, by what loads from these tiers have taken
+lately, and between two batches, by what this one takes: a load is charged its own batches, not
+those of others that load meanwhile. What an engine has computed is kept in the background
+(`keep_queue`), when nothing is being loaded.
 
     engine's thread ── start_lookup ──► pool's thread ── PrefixFound, is_read ──► put_in_blocks
 
@@ -20,19 +21,20 @@ import logging
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from baton.errors import BatonError
 from baton.handoff.interface import BlocksQuiescent, EngineSteps, KVLanded, PrefixFound
 from baton.handoff.pool_mode.block_copier import hash_segments
 from baton.handoff.pool_mode.keep_pace import KeepPace
 from baton.handoff.pool_mode.keep_queue import KeepQueue
+from baton.handoff.pool_mode.load_costs import LoadCosts, TierTime, TierTokens, add_times, cut
 from baton.handoff.pool_mode.store_access import note_store_encoding
 from baton.handoff.read_prefixes import ReadOrder
 from baton.kv.identity import HashDomain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -47,10 +49,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LEARNING: Final = 0.2
-"""Weight of the latest load in what is expected of the next."""
-FORGETTING: Final = 0.9
-"""What remains of a load's expected time whenever it was too long: it is tried again some time."""
 MAX_FOUND: Final = 64
 """Lookups whose answer is remembered for the load that follows it."""
 MAX_READ_BYTES: Final = 32 << 20
@@ -60,32 +58,23 @@ ERROR_PAUSE_S: Final = 1.0
 
 
 @dataclass(slots=True)
-class LoadCost:
-    """Seconds in which a token is loaded here; None: nothing was loaded yet."""
+class TierLoads:
+    """What loads took in a tier, those for which there was a prediction; and that.
 
-    token_s: float | None = None
+    `refused_tokens` were found there, and left to be computed.
+    """
 
-    def is_worth_it(self, computed_token_s: float) -> bool:
-        """Whether a token is loaded in less time than it is computed, as far as is known."""
-        if self.token_s is None or computed_token_s <= 0 or self.token_s <= computed_token_s:
-            return True
-        self.token_s *= FORGETTING
-        return False
-
-    def observe(self, seconds: float, num_tokens: int) -> None:
-        """A load, without its lookup, and without its waits for others that load meanwhile."""
-        each = seconds / num_tokens
-        known = each if self.token_s is None else self.token_s
-        self.token_s = known + LEARNING * (each - known)
+    loaded_s: float = 0.0
+    predicted_s: float = 0.0
+    refused_tokens: int = 0
 
 
 @dataclass(slots=True)
 class PrefixCounts:
     """Since the start. Owner: the pool's thread; others read.
 
-    Loads by their outcome: `whole`: all that the store had, `given_up`: computing was quicker,
-    `unused`: read, and not wanted any more.
-    `loaded_s` and `predicted_s` are of the loads for which there was a prediction. Entries that
+    Loads by their outcome: `whole`: all that was worth it, `given_up`: computing was quicker,
+    `unused`: read, and not wanted any more. `tiers`: those that anything was found in. Entries that
     were to be kept: `num_dropped` found no room, in the engine or in the store; `num_waiting` are
     in the queue now. To keep the others, and to look for them, took `kept_s` of processor time.
     """
@@ -96,8 +85,7 @@ class PrefixCounts:
     num_failed: int = 0
     num_unused: int = 0
     loaded_tokens: int = 0
-    loaded_s: float = 0.0
-    predicted_s: float = 0.0
+    tiers: dict[str, TierLoads] = field(default_factory=dict)
     num_stored: int = 0
     num_present: int = 0
     num_dropped: int = 0
@@ -105,11 +93,28 @@ class PrefixCounts:
     kept_s: float = 0.0
 
 
+class FoundPrefix(NamedTuple):
+    """Adjacent full blocks of a prompt that the store has, and how many tokens of them by tier."""
+
+    segments: Sequence[TokenSegment]
+    runs: Sequence[TierTokens]
+
+    def part(self, start: int, stop: int) -> FoundPrefix:
+        """Pieces `[start, stop)` of it."""
+        if not self.segments:
+            return self
+        size = self.segments[0].stop - self.segments[0].start
+        return FoundPrefix(self.segments[start:stop], cut(self.runs, start * size, stop * size))
+
+
+NOTHING: Final = FoundPrefix((), ())
+
+
 @dataclass(slots=True, eq=False)
 class _Load:
     order: LoadOrder
-    segments: Sequence[TokenSegment] | None = None
-    own_s: float = 0.0
+    found: FoundPrefix | None = None
+    times: dict[str, TierTime] = field(default_factory=dict)
     num_tokens: int = 0
 
 
@@ -125,9 +130,9 @@ class StoredPrefixes:
     clock: Clock
     put_command: Callable[[Callable[[], None]], None]
     counts: PrefixCounts = field(default_factory=PrefixCounts)
-    cost: LoadCost = field(default_factory=LoadCost)
+    costs: LoadCosts = field(default_factory=LoadCosts)
     steps: EngineSteps = field(default_factory=EngineSteps)
-    _found: OrderedDict[TicketId, Sequence[TokenSegment]] = field(default_factory=OrderedDict)
+    _found: OrderedDict[TicketId, FoundPrefix] = field(default_factory=OrderedDict)
     _read: dict[TicketId, ReadBatch] = field(default_factory=dict)
     """The pool's thread adds to it, the engine's takes out."""
     _loads: dict[TicketId, _Load] = field(default_factory=dict)
@@ -235,7 +240,7 @@ class StoredPrefixes:
 
     def _advance_load(self, load: _Load) -> None:
         try:
-            is_over = self._look_up(load) if load.segments is None else self._load_batch(load)
+            is_over = self._look_up(load) if load.found is None else self._load_batch(load)
         except Exception as exc:  # noqa: BLE001 - one broken load must not end all others
             _log(exc)
             self.counts.num_failed += 1
@@ -251,25 +256,26 @@ class StoredPrefixes:
         except Exception as exc:  # noqa: BLE001 - one broken lookup must not end all others
             _log(exc)
             self.counts.num_failed += 1
-            found = ()
+            found = NOTHING
         is_read = order.id in self._read
-        if found and not is_read:
+        segments = found.segments
+        if segments and not is_read:
             self._found[order.id] = found
             if len(self._found) > MAX_FOUND:
                 self._found.popitem(last=False)
-        num_tokens, took_s = found[-1].stop if found else order.start, self.clock.now() - asked_at
-        self._emit(PrefixFound(order.id, num_tokens, took_s, is_read))
+        num_tokens = segments[-1].stop if segments else order.start
+        self._emit(PrefixFound(order.id, num_tokens, self.clock.now() - asked_at, is_read))
 
-    def _try_read(self, order: TicketId, found: Sequence[TokenSegment]) -> Sequence[TokenSegment]:
+    def _try_read(self, order: TicketId, found: FoundPrefix) -> FoundPrefix:
         """Read what was found, if it is one batch and there is memory; what can be loaded of it."""
-        if not found or not self._reader.fits_one_batch(found):
+        if not found.segments or not self._reader.fits_one_batch(found.segments):
             return found
         if sum(each.held_bytes for each in tuple(self._read.values())) >= MAX_READ_BYTES:
             return found
-        read = self._reader.read_bodies(found)
+        read = self._reader.read_bodies(found.segments)
         if read.segments:
             self._read[order] = read
-        return read.segments
+        return found.part(0, len(read.segments))
 
     def _look_up(self, load: _Load) -> bool:
         """Whether there is nothing to load."""
@@ -279,60 +285,78 @@ class StoredPrefixes:
         if found is None:
             found = self._find(order)
         stop = len(order.prompt_ids)
-        load.segments = [each for each in found if order.start < each.stop <= stop]
-        return not load.segments
+        first = sum(each.stop <= order.start for each in found.segments)
+        last = sum(each.stop <= stop for each in found.segments)
+        load.found = found.part(first, last)
+        return not load.found.segments
 
-    def _find(self, order: LookupOrder) -> Sequence[TokenSegment]:
-        """What the store has from the order's first missing token on; none where that is slower."""
+    def _find(self, order: LookupOrder) -> FoundPrefix:
+        """What the store has from the order's first missing token on, and is worth loading."""
         wanted = [
             s for s in self._hash(order.tenant_salt, order.prompt_ids) if s.stop > order.start
         ]
-        found = wanted[: self._writer.count_present(wanted)]
+        runs = self._writer.find_tiers(wanted)
+        num_found = sum(run.num for run in runs)
         if self.access.journal is not None:
-            for missing in wanted[len(found) : len(found) + 1]:
+            for missing in wanted[num_found : num_found + 1]:
                 self.access.journal.note_missing(missing)
-        if not found:
+        if not num_found:
             self.counts.num_missing += 1
-        elif not self.cost.is_worth_it(order.token_s):
+            return NOTHING
+        tokens = [TierTokens(run.tier, run.num * self.block_size) for run in runs]
+        return self._choose(FoundPrefix(wanted[:num_found], tokens), order.token_s)
+
+    def _choose(self, found: FoundPrefix, token_s: float) -> FoundPrefix:
+        """As much as is worth loading, by what loads have taken lately."""
+        num_tokens = self.costs.choose(found.runs, token_s)
+        if num_tokens == 0:
             self.counts.num_given_up += 1
-            return ()
-        return found
+        refused = cut(found.runs, num_tokens)
+        self.costs.forget_slow(refused, token_s)
+        for tier, num_refused in refused:
+            self._count_tier(tier).refused_tokens += num_refused
+        return found.part(0, num_tokens // self.block_size)
 
     def _load_batch(self, load: _Load) -> bool:
         """Whether it is over: all is in place, an entry has gone, or it takes too long."""
-        order, segments = load.order, load.segments
-        if not segments:
+        order, found = load.order, load.found
+        if found is None or not found.segments:
             return True
         began_at = self.clock.now()
-        num_read, _ = self._reader.read_segments(segments, order.start, order.blocks, order.guard)
-        load.own_s += self.clock.now() - began_at
+        read = self._reader.read_segments(found.segments, order.start, order.blocks, order.guard)
+        took_s, num_read = self.clock.now() - began_at, len(read.segments)
         if num_read:
-            load.num_tokens = segments[num_read - 1].stop
-            load.segments = segments[num_read:]
-        seconds, num_loaded = load.own_s, load.num_tokens - order.start
-        is_last = not load.segments or not num_read
-        is_slow = 0 < order.token_s * num_loaded < seconds
-        if not (is_last or is_slow):
+            load.num_tokens = read.segments[-1].stop
+            add_times(load.times, read.times, took_s - sum(each.seconds for each in read.times))
+        rest = found.part(num_read, len(found.segments))
+        num_worth_it = self.costs.choose(rest.runs, order.token_s, load.times)
+        if num_read and num_worth_it:
+            load.found = rest.part(0, num_worth_it // self.block_size)
             return False
-        if is_slow and not is_last:
+        if num_read and rest.segments:
             self.counts.num_given_up += 1
         else:
             self.counts.num_whole += 1
-        self._learn(seconds, num_loaded)
-        self.counts.loaded_tokens += num_loaded
+        self._learn(load.times.values())
+        self.counts.loaded_tokens += load.num_tokens - order.start
         return True
 
-    def _learn(self, seconds: float, num_tokens: int) -> None:
-        """So many tokens were loaded, or read, in this time."""
-        if self.cost.token_s is not None:
-            self.counts.predicted_s += num_tokens * self.cost.token_s
-            self.counts.loaded_s += seconds
-        if num_tokens:
-            self.cost.observe(seconds, num_tokens)
+    def _learn(self, times: Iterable[TierTime]) -> None:
+        """What a load took, or a read."""
+        for each in times:
+            predicted_s = self.costs.predict(each.tier, each.num_tokens)
+            counts = self._count_tier(each.tier)
+            if predicted_s is not None:
+                counts.predicted_s += predicted_s
+                counts.loaded_s += each.seconds
+            self.costs.observe(each)
+
+    def _count_tier(self, tier: str) -> TierLoads:
+        return self.counts.tiers.setdefault(tier, TierLoads())
 
     def _count_read_load(self, read: ReadBatch, num_tokens: int) -> None:
         """What was read is in blocks. What was read too late for that is learned nothing from."""
-        self._learn(read.took_s, len(read.segments) * self.block_size)
+        self._learn(read.times)
         self.counts.num_whole += 1
         self.counts.loaded_tokens += num_tokens
 

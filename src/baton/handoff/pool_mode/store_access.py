@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from baton.encodings.interface import RAW, open_encoding
 from baton.encodings.raw import RawEncoding
@@ -12,7 +12,7 @@ from baton.events.wire import NAMING_BYTES
 from baton.handoff.pool_mode.store_journal import open_store_journal
 from baton.store.entry_format import EntryFormat
 from baton.store.interface import TENANT_BYTES, TenantLabel
-from baton.store.tiered import open_store
+from baton.store.tiered import TierRun, open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from baton.events.journal import CacheJournal
     from baton.handoff.kv_views import KVView
     from baton.handoff.pool_mode.store_journal import StoreJournal
-    from baton.store.interface import PeerAccess
+    from baton.store.interface import EntryName, PeerAccess
     from baton.store.tiered import TieredStore
     from baton.telemetry.trace import RequestSpan
 
@@ -69,7 +69,8 @@ class StoreAccess:
     `encoding` writes the bodies of entries. `label_tenant` gives the label of a tenant's salt.
     `naming`: the secret of the names by which gateways know entries. `keeps_prefixes`: what engines
     compute is kept, and looked for before it is computed; while they compute, for `keep_share` of
-    the time. What is kept is reported to gateways by way of `journal`, if there is one.
+    the time, and as `StoreSection.admission` has it. What is kept is reported to gateways by way of
+    `journal`, if there is one.
     """
 
     store: TieredStore
@@ -79,6 +80,7 @@ class StoreAccess:
     encoding: KVEncoding = field(default_factory=RawEncoding)
     keeps_prefixes: bool = False
     keep_share: float = 1.0
+    admission: Literal["always", "second"] = "always"
     journal: StoreJournal | None = None
     counts: EntryCounts = field(default_factory=EntryCounts)
     encoded: EncodingCounts = field(default_factory=EncodingCounts)
@@ -128,8 +130,25 @@ def open_store_access(  # noqa: PLR0913 - what a worker's store is opened from
         encoding,
         keeps_prefixes,
         section.keep_share,
+        section.admission,
         naming=naming,
     )
+
+
+def find_pieces(store: TieredStore, names: Sequence[EntryName], num_parts: int) -> list[TierRun]:
+    """Leading pieces of a prompt of which every part is there, by the tier of its last part.
+
+    `names`: `num_parts` for each piece.
+    """
+    runs: list[TierRun] = []
+    num_names = num_pieces = 0
+    for tier, num in store.find_runs(names):
+        num_names += num
+        more = num_names // num_parts - num_pieces
+        if more:
+            runs.append(TierRun(tier, more))
+            num_pieces += more
+    return runs
 
 
 def label_tenant(key: ClusterKey, tenant_salt: str) -> TenantLabel:

@@ -9,7 +9,7 @@ waiting ──entries appear──► pieces in place ──all of them──►
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -18,8 +18,9 @@ from baton.encodings.interface import RAW
 from baton.errors import HandoffError
 from baton.handoff.interface import BlocksQuiescent, KVFailed, KVLanded
 from baton.handoff.pool_mode.block_copier import BATCH_BYTES, allocate_bytes
+from baton.handoff.pool_mode.load_costs import TierTime, add_times
 from baton.handoff.pool_mode.side_entries import find_marker, remove_marker
-from baton.handoff.pool_mode.store_access import note_store_encoding
+from baton.handoff.pool_mode.store_access import find_pieces, note_store_encoding
 from baton.handoff.session.actions import extend
 from baton.telemetry.trace import Stamp
 
@@ -47,13 +48,14 @@ UNGUARDED: Final = nullcontext()
 class ReadBatch:
     """Adjacent pieces that were read, and the KV of each part of them: what was put, verified.
 
-    `num_bytes` are of the entries that were read for it, as they are stored; that took `took_s`.
+    `num_bytes` are of the entries that were read for it, as they are stored; `times` is what that
+    took in each tier.
     """
 
     segments: Sequence[TokenSegment]
     bodies: Sequence[EntryBodies]
     num_bytes: int
-    took_s: float
+    times: Sequence[TierTime]
 
     @property
     def held_bytes(self) -> int:
@@ -63,7 +65,7 @@ class ReadBatch:
     def part(self, start: int, stop: int) -> ReadBatch:
         """Pieces `[start, stop)` of it."""
         bodies = [each.part(start, stop) for each in self.bodies]
-        return ReadBatch(self.segments[start:stop], bodies, self.num_bytes, self.took_s)
+        return replace(self, segments=self.segments[start:stop], bodies=bodies)
 
 
 class ReadMemory:
@@ -120,12 +122,13 @@ class StoreReader:
         if not segments:
             return False
         order = store_read.order
-        num_read, num_bytes = self.read_segments(segments, order.start, order.blocks)
+        read = self.read_segments(segments, order.start, order.blocks)
+        num_read = len(read.segments)
         if num_read == 0:
             return False
         store_read.add_landed(num_read)
         self._counts.num_loaded += num_read
-        order.trace.num_bytes += num_bytes
+        order.trace.num_bytes += read.num_bytes
         note_store_encoding(order.trace, self._encoding)
         order.trace.stamp(Stamp.FIRST_LAYER_LANDED, self._clock.now())
         return True
@@ -136,13 +139,13 @@ class StoreReader:
         start: int,
         table: BlockTable,
         guard: AbstractContextManager[object] = UNGUARDED,
-    ) -> tuple[int, int]:
+    ) -> ReadBatch:
         """Put one batch of them, tokens from `start` on, into the blocks of `table`.
 
         `guard` is entered while the blocks are written.
 
         Returns:
-            How many leading ones were read, all that were there, and the bytes of their entries.
+            The leading ones that were read: all of the batch that were there.
 
         Raises:
             ProtocolError: an entry is what was put, and nothing that `store.encoding` writes.
@@ -152,7 +155,7 @@ class StoreReader:
             with guard:
                 self._copier.scatter(read.bodies, read.segments, start=start, table=table)
             self.release(read)
-        return len(read.segments), read.num_bytes
+        return read
 
     def fits_one_batch(self, segments: Sequence[TokenSegment]) -> bool:
         """Whether `read_bodies` would read all of them, at least one, if they are there."""
@@ -167,11 +170,11 @@ class StoreReader:
         started_at = self._clock.now()
         batch = self._copier.take_batch(segments)
         bodies = self._copier.allocate_bodies(batch, self._memory.take)
-        encoded = self._read(batch, bodies)
+        encoded, reads = self._read(batch, bodies)
         num_read = len(encoded[0])
         if num_read == 0:
             self._memory.give_back(bodies)
-            return ReadBatch((), (), 0, 0.0)
+            return ReadBatch((), (), 0, ())
         found = [each.part(0, num_read) for each in bodies]
         num_bytes = sum(len(body) for each in encoded for body in each)
         began_at = self._clock.now()
@@ -181,7 +184,9 @@ class StoreReader:
         raw_bytes = sum(each.rows.nbytes for each in found)
         now = self._clock.now()
         self._decoded.add(raw_bytes, num_bytes, now - began_at)
-        return ReadBatch(batch[:num_read], found, num_bytes, now - started_at)
+        times: dict[str, TierTime] = {}
+        add_times(times, reads, now - started_at - sum(each.seconds for each in reads))
+        return ReadBatch(batch[:num_read], found, num_bytes, tuple(times.values()))
 
     def release(self, read: ReadBatch) -> None:
         """What was read, all of it, is not needed any more. Once; from any thread."""
@@ -236,28 +241,33 @@ class StoreReader:
 
     def _read(
         self, batch: Sequence[TokenSegment], bodies: Sequence[EntryBodies]
-    ) -> list[list[NDArray[np.uint8]]]:
+    ) -> tuple[list[list[NDArray[np.uint8]]], list[TierTime]]:
         """Of each part, the encoded bodies of as many leading pieces as are there in all parts.
 
-        Looks before it asks: what has not come yet is no miss.
+        And what each of these pieces took. Looks before it asks: what has not come yet is no miss.
         """
         parts = self._copier.parts
         names = [
             self._entry_format.name(segment.block_hash, part) for segment in batch for part in parts
         ]
-        num_there = self._store.find(names) // len(parts)
+        runs = find_pieces(self._store, names, len(parts))
         rows = [self._rows_to_read(each) for each in bodies]
         found: list[list[NDArray[np.uint8]]] = [[] for _ in parts]
-        for index in range(num_there):
+        reads: list[TierTime] = []
+        tiers = (run.tier for run in runs for _ in range(run.num))
+        for index, tier in enumerate(tiers):
+            began_at = self._clock.now()
             some = [
                 self._read_entry(names[index * len(parts) + at], each[index])
                 for at, each in enumerate(rows)
             ]
             for body, part in zip(some, found, strict=True):
                 if body is None:
-                    return [each[:index] for each in found]
+                    return [each[:index] for each in found], reads
                 part.append(body)
-        return found
+            num_tokens = batch[index].stop - batch[index].start
+            reads.append(TierTime(tier, num_tokens, self._clock.now() - began_at))
+        return found, reads
 
     def _rows_to_read(self, bodies: EntryBodies) -> NDArray[np.uint8]:
         """Room for encoded bodies, `[num_pieces, max_bytes]`; of raw ones, the bodies' own."""

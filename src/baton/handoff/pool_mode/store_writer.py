@@ -16,7 +16,7 @@ import numpy as np
 from baton.errors import HandoffError, StoreError
 from baton.handoff.interface import KVSent, SendFailed
 from baton.handoff.pool_mode.side_entries import CompletionMarker, put_marker
-from baton.handoff.pool_mode.store_access import note_store_encoding
+from baton.handoff.pool_mode.store_access import find_pieces, note_store_encoding
 from baton.handoff.pool_mode.store_reader import UNGUARDED
 from baton.handoff.session.actions import extend
 from baton.store.interface import NamedBody
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from baton.kv.copies import BlockTable
     from baton.kv.identity import BlockHash
     from baton.store.interface import EntryName
+    from baton.store.tiered import TierRun
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +131,11 @@ class StoreWriter:
         """Leading pieces of which every part is in the store."""
         names = [name for segment in batch for name in self.name_parts(segment.block_hash)]
         return self._store.find(names) // len(self._copier.parts)
+
+    def find_tiers(self, segments: Sequence[TokenSegment]) -> list[TierRun]:
+        """The same by tiers: see `find_pieces`."""
+        names = [name for segment in segments for name in self.name_parts(segment.block_hash)]
+        return find_pieces(self._store, names, len(self._copier.parts))
 
     def name_parts(self, block_hash: BlockHash) -> list[EntryName]:
         """The entries of a block that this worker holds heads of."""

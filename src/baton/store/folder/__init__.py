@@ -22,5 +22,5 @@ File map:
     entries.py          the entries: found, opened, removed and counted
     evictor.py          makes entries go
     tier.py             `FolderTier`
-    compressing_tier.py, compressed_lease.py    the same where bodies may be compressed
+    compressing_tier.py    the same where bodies may be compressed
 """

@@ -6,11 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from baton.errors import StoreError
+from baton.store.compressed_lease import CompressedEntryLease
 from baton.store.compression import CompressionChoice, compress
 from baton.store.folder.bodies import NewEntry
-from baton.store.folder.compressed_lease import CompressedEntryLease
 from baton.store.folder.tier import FolderTier
-from baton.store.interface import CompressionReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -56,8 +55,7 @@ class CompressingTier(FolderTier):
         choice = self._choice
         if choice is None:
             return super().usage()
-        report = CompressionReport(choice.raw_bytes, choice.compressed_bytes, choice.is_on)
-        return replace(super().usage(), compression=report)
+        return replace(super().usage(), compression=choice.report())
 
     def _keep(self, entries: Sequence[NewEntry], tenant: TenantLabel) -> list[PutOutcome]:
         choice, now = self._choice, self._clock.now

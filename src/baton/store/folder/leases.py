@@ -71,7 +71,7 @@ class FileEntryLease:
             self.faults.on_io_error(exc)
             return False
         if not is_whole:
-            self._report_damage()
+            self.report_damage()
         return is_whole
 
     def release(self) -> None:
@@ -97,7 +97,7 @@ class FileEntryLease:
             at += num_read
         return True
 
-    def _report_damage(self) -> None:
+    def report_damage(self) -> None:
         self.faults.on_damage()
 
     def _close(self, fd: int) -> None:
@@ -150,7 +150,7 @@ class PooledEntryLease(FileEntryLease):
             return False
         return True
 
-    def _report_damage(self) -> None:
+    def report_damage(self) -> None:
         if has_name(self.fd):
             self.faults.on_damage()
 

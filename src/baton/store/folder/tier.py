@@ -8,9 +8,9 @@ import msgspec
 
 from baton.errors import ConfigError, StoreError, StoreFullError, mapped
 from baton.store.capacity import MAX_PINNED_SHARE, Shortage, StoredEntry
+from baton.store.compressed_lease import CompressedEntryLease
 from baton.store.eviction import EVICTIONS
 from baton.store.folder.bodies import FileBodies, NewEntry
-from baton.store.folder.compressed_lease import CompressedEntryLease
 from baton.store.folder.directory import FILE_MODE
 from baton.store.folder.entries import FolderEntries
 from baton.store.folder.entry_files import EntryFiles
@@ -34,12 +34,19 @@ class FolderTierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 
     What was not used for `ttl_s` is not found any more; None: however old it is. A tenant holds at
     most `tenant_share` of the capacity: beyond that its own entries make room for its next ones.
+    Who evicts in the background begins above `high_mark` of the capacity, and ends at `low_mark`.
     """
 
     capacity_bytes: Annotated[int, msgspec.Meta(ge=1)]
     eviction: str = "lru"
     ttl_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
     tenant_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    high_mark: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.95
+    low_mark: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.90
+
+    def __post_init__(self) -> None:
+        if self.low_mark > self.high_mark:
+            raise ValueError("low_mark is above high_mark")
 
 
 class FolderTier:
@@ -59,6 +66,7 @@ class FolderTier:
         Raises:
             ConfigError: the folder cannot be used, or there is no such eviction policy.
         """
+        self._marks = options.high_mark, options.low_mark
         policy = EVICTIONS.build(options.eviction, {})
         self._path, self._clock = folder.path, context.clock
         tenant_bytes = int(options.tenant_share * options.capacity_bytes)
@@ -135,7 +143,7 @@ class FolderTier:
     def maintain(self) -> None:
         """See `MaintainsEntries`."""
         self._entries.expire_old()
-        excess_bytes = self._capacity.peek().excess_bytes
+        excess_bytes = self._capacity.peek().excess_bytes(*self._marks)
         if excess_bytes:
             self._evictor.evict(Shortage(excess_bytes))
 

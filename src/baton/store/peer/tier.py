@@ -12,9 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from baton.store.capacity import StoredEntry
-    from baton.store.interface import Body, EntryName, TenantLabel
+    from baton.store.interface import Body, EntryLease, EntryName, TenantLabel
     from baton.store.promotion import PromotionPolicy
-    from baton.store.remote.lease import ValueLease
     from baton.store.remote.tier import RemoteTier
 
 
@@ -65,7 +64,7 @@ class PeersTier:
             return PutResult.EXISTS
         return self._find_owner(name).put_behind(name, body, tenant)
 
-    def try_lease(self, name: EntryName) -> ValueLease | None:
+    def try_lease(self, name: EntryName) -> EntryLease | None:
         holder = self._holders.pop(name, None)
         lease = None if holder is None else holder.try_lease(name)
         if lease is not None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, Self
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from baton.store.entry_format import BodyCheck
+    from baton.store.entry_format import BodyCheck, EntryHeader
     from baton.store.interface import TenantLabel
 
 PIECE_BYTES: Final = 128 << 10
@@ -19,17 +19,25 @@ class ValueLease:
     def __init__(
         self,
         body: memoryview,
-        tenant: TenantLabel,
+        header: EntryHeader,
         check: BodyCheck,
         on_damage: Callable[[], None],
     ) -> None:
         self._body, self._digest_check, self._on_damage = body, check, on_damage
-        self.tenant = tenant
+        self.header = header
         self._is_right: bool | None = None
 
     @property
     def num_bytes(self) -> int:
         return len(self._body)
+
+    @property
+    def tenant(self) -> TenantLabel:
+        return self.header.tenant
+
+    def report_damage(self) -> None:
+        """See `StoredLease`."""
+        self._on_damage()
 
     def try_read(self, into: memoryview) -> bool:
         if len(into) != len(self._body):

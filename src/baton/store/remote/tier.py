@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from baton.errors import BatonError, ConfigError, StoreError, StoreFullError
 from baton.store.capacity import StoredEntry
+from baton.store.compressed_lease import CompressedEntryLease
+from baton.store.compression import CompressionChoice, compress
 from baton.store.entry_format import HEADER_BYTES, BodyCheck, make_header, read_header
 from baton.store.interface import NAME_BYTES, NO_TENANT, EntryName, PutResult, ServerHealth, Usage
 from baton.store.promotion import PromotionPolicy
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from baton.clock import Instant
-    from baton.store.interface import Body, TenantLabel, TierContext
+    from baton.store.interface import Body, EntryLease, TenantLabel, TierContext
     from baton.store.remote.client import RemoteClient
 
 logger = logging.getLogger(__name__)
@@ -48,7 +50,7 @@ class RemoteLimits:
     `timeout_s` bounds each call; after one that is late the server is not asked until a trial,
     beside the caller, has succeeded. `buffer_bytes`: of entries fetched ahead, and as many again of
     entries that wait to be written. `promote_at_read`: see `PromotionPolicy`. `is_billed`: each
-    request costs money.
+    request costs money. `compresses`: bodies are sent in fewer bytes; they are read in any case.
     """
 
     timeout_s: float
@@ -58,6 +60,7 @@ class RemoteLimits:
     num_writers: int
     promote_at_read: int = 1
     is_billed: bool = False
+    compresses: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,7 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
             max_bytes=limits.buffer_bytes,
             num_writers=limits.num_writers,
         )
+        self._compression = CompressionChoice(is_adaptive=False) if limits.compresses else None
         self._promotion = PromotionPolicy(limits.promote_at_read)
         self._known: OrderedDict[EntryName, Instant] = OrderedDict()
         self._num_damaged = self._num_failures = 0
@@ -198,7 +202,7 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
             raise StoreFullError(f"{self._limits.buffer_bytes} bytes wait for {self._kind} already")
         return PutResult.STORED
 
-    def try_lease(self, name: EntryName) -> ValueLease | None:
+    def try_lease(self, name: EntryName) -> EntryLease | None:
         value: Body | None = self._behind.get(name)
         if value is None:
             if not self.is_available():
@@ -253,6 +257,7 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
             num_dropped=self._behind.num_dropped,
             num_damaged=self._num_damaged,
             server=ServerHealth(self._num_failures, self._server.is_closed),
+            compression=None if self._compression is None else self._compression.report(),
         )
 
     def close(self) -> None:
@@ -384,17 +389,34 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
                 f"an entry of {len(body)} bytes; {self._kind} takes "
                 f"{self._limits.max_entry_bytes}: set store.options.{self._kind}.max_entry_bytes"
             )
-        return b"".join((make_header(self._key, name, body, tenant=tenant), body))
+        kept, whole_bytes = self._try_compress(body), len(body)
+        if kept is None:
+            kept, whole_bytes = body, 0
+        header = make_header(self._key, name, kept, tenant=tenant, whole_bytes=whole_bytes)
+        return b"".join((header, kept))
+
+    def _try_compress(self, body: Body) -> Body | None:
+        """What is sent in its place; None: itself."""
+        choice = self._compression
+        if choice is None or not choice.begin_put(len(body)):
+            return None
+        began_at = self._clock.now()
+        smaller = compress(body)
+        sent_bytes = len(body if smaller is None else smaller)
+        choice.observe_compression(len(body), sent_bytes, self._clock.now() - began_at)
+        return smaller
 
     def _check(
         self, name: EntryName, value: Body, on_damage: Callable[[], None]
-    ) -> ValueLease | None:
+    ) -> EntryLease | None:
         view = memoryview(value).cast("B")
         header = read_header(name, bytes(view[:HEADER_BYTES]), len(view))
-        if header is None or header.whole_bytes:  # such tiers do not compress
+        if header is None or header.whole_bytes > self._limits.max_entry_bytes:
             return None
-        check = BodyCheck(self._key, header)
-        return ValueLease(view[HEADER_BYTES:], header.tenant, check, on_damage)
+        lease = ValueLease(view[HEADER_BYTES:], header, BodyCheck(self._key, header), on_damage)
+        if not header.whole_bytes:
+            return lease
+        return CompressedEntryLease(lease, self._compression, self._clock)
 
     def _remove_damaged(self, name: EntryName) -> None:
         self._num_damaged += 1

@@ -47,7 +47,8 @@ class ObjectTierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     """`url`: `s3://BUCKET/PREFIX`, or another that obstore takes (`gs://`, `az://`, `file://`).
 
     `endpoint`: of a server that is not Amazon's; `http://…` sends KV in the clear. All workers need
-    the same `max_entry_bytes`.
+    the same `max_entry_bytes`. `compress`: bodies are kept in fewer bytes, without loss; workers of
+    versions without this setting take them for damaged.
     """
 
     url: str
@@ -56,6 +57,7 @@ class ObjectTierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=60)] = 1.5
     max_entry_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 32)] = 64 << 20
     buffer_bytes: Annotated[int, msgspec.Meta(ge=1)] = 64 << 20
+    compress: bool = False
 
 
 class ObjectClient:
@@ -187,6 +189,7 @@ class ObjectTierFactory:
             timeout_s=options.timeout_s,
             max_entry_bytes=options.max_entry_bytes,
             buffer_bytes=options.buffer_bytes,
+            compresses=options.compress,
             num_read_ahead=NUM_AT_ONCE,
             num_writers=NUM_AT_ONCE // 2,
             is_billed=True,

@@ -49,7 +49,8 @@ class RedisTierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     The password is in `password_file` or in BATON_REDIS_PASSWORD. `ca_file`: of the server's
     authority, where the system does not know it; `certificate_file`, `key_file`: this client's, if
-    the server asks for one. All workers need the same `max_entry_bytes`.
+    the server asks for one. All workers need the same `max_entry_bytes`. `compress`: bodies are
+    kept in fewer bytes, without loss; versions without this setting take them for damaged.
     """
 
     url: str
@@ -62,6 +63,7 @@ class RedisTierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ttl_s: Annotated[float, msgspec.Meta(ge=1)] = 86_400.0
     max_entry_bytes: Annotated[int, msgspec.Meta(ge=1, le=(512 << 20) - 4096)] = 64 << 20
     buffer_bytes: Annotated[int, msgspec.Meta(ge=1)] = 64 << 20
+    compress: bool = False
 
 
 class RedisClient:
@@ -186,6 +188,7 @@ class RedisTierFactory:
             timeout_s=options.timeout_s,
             max_entry_bytes=options.max_entry_bytes,
             buffer_bytes=options.buffer_bytes,
+            compresses=options.compress,
             num_read_ahead=_NUM_READ_AHEAD,
             num_writers=1,  # entries appear in the order in which they were put
         )

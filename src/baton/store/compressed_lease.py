@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from baton.errors import ProtocolError
 from baton.store.compression import decompress
+from baton.store.interface import EntryLease
 
 if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.store.compression import CompressionChoice
-    from baton.store.folder.leases import FileEntryLease
+    from baton.store.entry_format import EntryHeader
     from baton.store.interface import TenantLabel
+
+
+class StoredLease(EntryLease, Protocol):
+    """A lease of an entry's bytes as a tier keeps them."""
+
+    @property
+    def header(self) -> EntryHeader:
+        """The entry's."""
+        ...
+
+    def report_damage(self) -> None:
+        """What is kept is not what was put."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class CompressedEntryLease:
     """See `EntryLease`. What reading takes is reported to `choice`, if there is one."""
 
-    inner: FileEntryLease
+    inner: StoredLease
     choice: CompressionChoice | None
     clock: Clock
 
@@ -58,7 +72,7 @@ class CompressedEntryLease:
         try:
             decompress(stored, into)
         except ProtocolError:  # it is authentic, and nothing that `compress` makes
-            self.inner.faults.on_damage()
+            self.inner.report_damage()
             return False
         if self.choice is not None:
             self.choice.observe_decompression(len(into), self.clock.now() - began_at)
