@@ -19,8 +19,9 @@ FIRST_SEED ?= 0
 REQUESTS ?= 100000
 SOAK_ARGS ?=
 ABUSE_ARGS ?=
-# Of `make store-kills`, for each policy.
+# Of `make store-kills`, for each store that it fills. STORE_KILLS_ARGS: --json FILE
 KILLS ?= 200
+STORE_KILLS_ARGS ?=
 # Of `make fuzz`; TARGET: a decoder's name, all of them where it is empty.
 INPUTS ?= 10000000
 SEED ?= 0
@@ -61,7 +62,7 @@ help:
 	@echo 'make abuse                   attacks on a fleet, and what honest clients notice: 5 minutes'
 	@echo 'make soak                    100,000 requests, of which clients leave some: does anything grow?'
 	@echo 'make soak REQUESTS=1000000 SOAK_ARGS="--handoffs --concurrency 128"  as many handoffs as the fleet can do: the nightly job'
-	@echo 'make store-kills             200 kills of processes that use one full store, for each eviction policy'
+	@echo 'make store-kills             200 kills of processes that use one full store: tiers file and shared, each eviction policy'
 	@echo 'make explore                 property tests on examples that nobody has tried yet'
 	@echo 'make check                   the checks without the tests'
 	@echo 'make words                   refused words in code and pages (docs/glossary.md)'
@@ -121,7 +122,7 @@ abuse: $(DEV)
 	$(BIN)/python -m tests.abuse $(ABUSE_ARGS)
 
 store-kills: $(DEV)
-	$(BIN)/python -m tests.chaos.store_kills --kills $(KILLS)
+	$(BIN)/python -m tests.chaos.store_kills --kills $(KILLS) $(STORE_KILLS_ARGS)
 
 soak: $(DEV)
 	$(BIN)/python -m tests.abuse.soak --requests $(REQUESTS) $(SOAK_ARGS)

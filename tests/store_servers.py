@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
 import signal
 import socket
@@ -17,10 +18,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from baton.errors import StoreFullError
+from baton.testing.store_contract import name_of
 from tests.free_ports import find_free_port
 
 if TYPE_CHECKING:
     from collections.abc import Generator
+
+    from baton.store.interface import Body, EntryName, Tier
 
 START_TIMEOUT_S = 30.0
 S3_CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
@@ -135,6 +140,27 @@ class S3Server(StoreServer):
                 if exc.code != 404:
                     raise
             return b""
+
+
+def limit_memory(pid: int, more_bytes: int) -> None:
+    """Let a process have so much more address space than it has now."""
+    num_pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    limit = num_pages * resource.getpagesize() + more_bytes
+    resource.prlimit(pid, resource.RLIMIT_AS, (limit, limit))
+
+
+def fill_memory(tier: Tier, body: Body) -> list[EntryName]:
+    """Put an entry after the other until the tier's process has no memory for the next one."""
+    stored: list[EntryName] = []
+    try:
+        for i in range(100):
+            name = name_of(f"entry {i}")
+            tier.put(name, body)
+            stored.append(name)
+    except StoreFullError as exc:
+        assert "no memory" in str(exc)  # noqa: PT017 - how many were put before is asked for
+        return stored
+    raise AssertionError("its memory is not limited")
 
 
 @contextmanager

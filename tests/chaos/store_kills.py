@@ -1,15 +1,18 @@
-"""Eight processes use one full store, and one after the other is killed: `make store-kills`.
+"""Eight processes use one full folder, and one after the other is killed: `make store-kills`.
 
 Each puts, reads, evicts and maintains at random; what it reads must be what was put. After each
 kill every entry is read and compared with its digest, beside the processes that go on.
 
-Small entries have new files; large ones (`LARGE`) are written into files of those that make room.
+Of tier `file`, small entries have new files; large ones (`LARGE`) are written into files of those
+that make room. Of tier `shared`, large ones lie in the pool.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import platform
 import random
 import signal
 import subprocess
@@ -17,7 +20,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,9 +30,11 @@ from baton.clock import MachineClock
 from baton.errors import StoreError
 from baton.handoff.pool_mode.store_access import open_keyed_store
 from baton.ops import store as ops
-from baton.store.folder.bodies import compute_cost
+from baton.store.folder.bodies import compute_cost, compute_pooled_cost
+from baton.store.folder.body_pool import CLAIM_PREFIX, unpack_runs
 from baton.store.folder.directory import UNFINISHED
 from baton.store.folder.evictor import COUNT_TOLERANCE_PARTS
+from baton.store.tiers.shared import SharedTier
 from baton.testing.store_contract import body_of, name_of, read
 
 if TYPE_CHECKING:
@@ -47,9 +52,12 @@ class Load:
 
     body_bytes: int
     num_entries: int
+    kind: str = "file"
 
     @property
     def entry_bytes(self) -> int:
+        if self.kind == "shared" and self.body_bytes >= SharedTier.min_pooled_bytes:
+            return compute_pooled_cost(self.body_bytes)
         return compute_cost(self.body_bytes)
 
     @property
@@ -68,6 +76,7 @@ def _body(content: str, num_bytes: int) -> bytes:
 
 SMALL = Load(100_000, 64)
 LARGE = Load((1 << 20) + 100, 24)
+POOLED = Load((300 << 10) + 100, 64, "shared")
 
 
 @dataclass(slots=True)
@@ -87,16 +96,16 @@ def options(folder: Path, eviction: str, load: Load) -> dict[str, object]:
     return {"directory": str(folder), "capacity_bytes": load.capacity_bytes, "eviction": eviction}
 
 
-def open_files(folder: Path, eviction: str, load: Load) -> TieredStore:
+def open_store(folder: Path, eviction: str, load: Load) -> TieredStore:
     key = ClusterKey.from_hex(KEY)
-    settings = {"file": options(folder, eviction, load)}
-    return open_keyed_store(("file",), settings, key=key, clock=MachineClock())
+    settings = {load.kind: options(folder, eviction, load)}
+    return open_keyed_store((load.kind,), settings, key=key, clock=MachineClock())
 
 
 def use(folder: Path, eviction: str, load: Load, seed: int) -> None:
     """One process, until it is killed. Exits with WRONG for a wrong answer."""
     chance = random.Random(seed)
-    (tier,) = open_files(folder, eviction, load).tiers
+    (tier,) = open_store(folder, eviction, load).tiers
     while True:
         content = f"entry {chance.randrange(2 * load.num_entries)}"
         found = read(tier, content)
@@ -130,9 +139,10 @@ def run(
     *,
     num_processes: int = NUM_PROCESSES,
 ) -> Kills:
-    """Kill that often; AssertionError where anything is wrong."""
+    """Kill that often; AssertionError where anything is wrong. `folder` is made."""
+    folder.mkdir(mode=0o700)
     chance, kills = random.Random(seed), Kills()
-    store = open_files(folder, eviction, load)  # it is never unused meanwhile
+    store = open_store(folder, eviction, load)  # it is never unused meanwhile
     (tier,) = store.tiers
     for i in range(2 * load.num_entries):
         load.body(f"entry {i}")  # children that are forked have it
@@ -142,7 +152,7 @@ def run(
             time.sleep(chance.random() * MAX_LIFE_S)
             index = chance.randrange(num_processes)
             opened = stop(children[index])
-            kills.num_mid_write += any("/#" in path for path in opened)
+            kills.num_mid_write += any("/#" in path or holds_claim(path) for path in opened)
             kills.num_in_old_file += any(f"/{UNFINISHED}" in path for path in opened)
             kill(children[index])
             children[index] = start(folder, eviction, load, seed + num_processes + number)
@@ -161,9 +171,12 @@ def run(
         tier.put(name_of(f"last {i}"), load.body(f"last {i}"))
         used_bytes = sum(entry.num_bytes for entry in tier.entries())
         assert used_bytes <= load.capacity_bytes
+    # What the killed ones had reserved is taken back once there is no room.
     tolerated_bytes = load.capacity_bytes // COUNT_TOLERANCE_PARTS
+    tolerated_bytes += num_processes * load.entry_bytes
     assert used_bytes <= tier.usage().used_bytes <= used_bytes + tolerated_bytes
     assert used_bytes > 0.9 * load.capacity_bytes
+    assert verify_as_a_user(folder, eviction, load) == 0
     store.close()
     return kills
 
@@ -175,6 +188,13 @@ def stop(child: int) -> list[str]:
     return [str(path.readlink()) for path in Path(f"/proc/{child}/fd").iterdir()]
 
 
+def holds_claim(path: str) -> bool:
+    """Whether this is a process's claim on extents of the pool that it is about to fill."""
+    if f"/{CLAIM_PREFIX}" not in path or path.endswith(" (deleted)"):  # that is a dead one's
+        return False
+    return bool(unpack_runs(Path(path).read_bytes()))
+
+
 def kill(child: int) -> None:
     os.kill(child, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -184,8 +204,8 @@ def kill(child: int) -> None:
 def verify_as_a_user(folder: Path, eviction: str, load: Load = SMALL) -> int:
     """The exit code of `baton store verify`."""
     chosen = options(folder, eviction, load)
-    settings = [f"store.options.file.{key}={value}" for key, value in chosen.items()]
-    command = [sys.executable, "-m", "baton.cli", "store", "verify", "--store", "file"]
+    settings = [f"store.options.{load.kind}.{key}={value}" for key, value in chosen.items()]
+    command = [sys.executable, "-m", "baton.cli", "store", "verify", "--store", load.kind]
     return subprocess.run(
         [*command, *(f"--set={setting}" for setting in settings)],
         env=dict(os.environ, BATON_CLUSTER_KEY=KEY),
@@ -199,13 +219,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    for eviction, load in (("lru", SMALL), ("s3fifo", SMALL), ("lru", LARGE)):
+    began_at, seen = time.monotonic(), []
+    for eviction, load in (("lru", SMALL), ("s3fifo", SMALL), ("lru", LARGE), ("lru", POOLED)):
         with tempfile.TemporaryDirectory() as place:
-            folder = Path(place) / "kv"
-            kills = run(folder, arguments.kills, eviction, load, arguments.seed)
-            assert verify_as_a_user(folder, eviction, load) == 0
-            print(f"{eviction}, {load}: {kills}; nothing wrong, nothing damaged")
+            kills = run(Path(place) / "kv", arguments.kills, eviction, load, arguments.seed)
+        seen.append({"eviction": eviction} | asdict(load) | asdict(kills))
+        print(f"{eviction}, {load}: {kills}; nothing wrong, nothing damaged")
+    if arguments.json is not None:
+        figures = {
+            "stores": seen,
+            "processes": NUM_PROCESSES,
+            "command": " ".join(["python -m tests.chaos.store_kills", *sys.argv[1:]]),
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "seconds": round(time.monotonic() - began_at, 1),
+        }
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

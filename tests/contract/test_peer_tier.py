@@ -331,6 +331,7 @@ def test_heartbeats_through_a_lower_tier_are_the_newest() -> None:
         ("peer", {"urls": ["tcp://127.0.0.1"]}, "tcp://HOST:PORT"),
         ("peer", {"urls": ["tcp://user:secret@127.0.0.1:1"]}, "tcp://HOST:PORT"),
         ("peer", {"urls": ["tcp://127.0.0.1:1"] * 2}, "twice"),
+        ("host", {"capacity_bytes": 0}, "capacity_bytes"),
         ("host", {"listen": "127.0.0.1"}, "HOST:PORT"),
         ("host", {"listen": "127.0.0.1:70000"}, "HOST:PORT"),
         ("host", {"listen": "127.0.0.1:0", "peers_may": "all"}, "peers_may"),

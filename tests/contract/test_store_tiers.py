@@ -1,7 +1,9 @@
 """Both tiers, and the two of them as one store."""
 
 import errno
+import multiprocessing
 import os
+import signal
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
@@ -25,6 +27,7 @@ from baton.store.folder.body_pool import (
     EXTENT_BYTES,
     MAX_PACKED_BYTES,
     BodyPool,
+    Run,
     count_extents,
 )
 from baton.store.folder.directory import Folder, UnnamedFile, remove_if_abandoned
@@ -58,6 +61,7 @@ from baton.testing.store_contract import (
 from baton.testing.store_faults import LARGE_BYTES, FolderFaultContract, flip_bit
 from baton.testing.store_syscalls import SystemCallFaultContract, failing
 from tests.contract.direct_tier import open_direct_tier
+from tests.store_servers import fill_memory, limit_memory
 
 CLOCK = MachineClock()
 CONTRACT: Any = {"cluster": "contract", "key": CONTRACT_KEY, "clock": CLOCK}
@@ -227,6 +231,29 @@ class TestPooledBodies(SystemCallFaultContract):
             assert read(small, "entry 19") == body_of("entry 19")
             assert read(large, "first") == body_of("first")
 
+    def test_a_process_killed_while_it_counts_entries_frees_no_entrys_extents(
+        self, tmp_path: Path
+    ) -> None:
+        def killed() -> Iterator[Run]:
+            os.kill(os.getpid(), signal.SIGKILL)
+            yield Run(0, 0)
+
+        capacity_bytes = 20 * self.entry_bytes
+        with (
+            self.opened(tmp_path, capacity_bytes) as tier,
+            self.opened(tmp_path, capacity_bytes) as other,
+        ):
+            for content in "abc":
+                put(tier, content)
+            counting = tier._bodies._pool.rebuild
+            child = multiprocessing.get_context("fork").Process(target=counting, args=(killed(),))
+            child.start()
+            child.join(60)
+            assert child.exitcode == -signal.SIGKILL
+            for i in range(10):
+                put(other, f"entry {i}")
+            assert [read(tier, content) for content in "abc"] == [body_of(c) for c in "abc"]
+
     def test_what_a_killed_writer_had_taken_is_used_again(self, tmp_path: Path) -> None:
         """While others live: nobody has to leave for it."""
         shared = TestSharedTier()
@@ -295,6 +322,12 @@ class TestHostTier(BoundedTierContract):
             tier.discard(name_of("entry 39"))
             assert tier.usage().used_bytes == 9 * BODY_BYTES
 
+    def test_a_process_without_memory_is_full_and_its_entries_are_read(self) -> None:
+        child = multiprocessing.get_context("fork").Process(target=use_without_memory)
+        child.start()
+        child.join(60)
+        assert child.exitcode == 0
+
     def test_what_is_put_is_below_at_once(self, tmp_path: Path) -> None:
         """A worker's own memory is above what others share: they find what it has computed."""
         options = {
@@ -311,6 +344,23 @@ class TestHostTier(BoundedTierContract):
             assert store.find([name_of(f"entry {i}") for i in range(6)]) == 6
             assert read(store, "entry 0") == body_of("entry 0")
             assert store.tiers[0].find([name_of("entry 0")]) == 1, "it was copied up"
+
+
+def use_without_memory() -> None:
+    """Far below the capacity. This process keeps the limit."""
+    body, into = memoryview(bytes(LARGE_BYTES)), bytearray(LARGE_BYTES)
+    factory = TIERS.build("host", {"capacity_bytes": 1 << 40})
+    limit_memory(os.getpid(), 8 * LARGE_BYTES)
+    with closing(factory(TierContext(**CONTRACT))) as tier:
+        stored = fill_memory(tier, body)
+        assert tier.find(stored) == len(stored) >= 4
+        assert tier.usage().used_bytes == len(stored) * LARGE_BYTES
+        for name in stored:
+            lease = tier.try_lease(name)
+            assert lease is not None
+            assert lease.try_read(memoryview(into))
+        tier.discard(stored[0])
+        assert tier.put(name_of("another"), body) is PutResult.STORED
 
 
 class TestTiers(StoreContract):

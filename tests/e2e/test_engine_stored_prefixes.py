@@ -252,15 +252,48 @@ def test_what_is_not_there_is_computed(nodes: ExitStack, tmp_path: Path) -> None
     assert alone.agent.prefixes is None
 
 
-def test_tenants_do_not_find_each_others_prompts(nodes: ExitStack, tmp_path: Path) -> None:
+@pytest.mark.parametrize("between", ["folders", "peers"])
+def test_tenants_do_not_find_each_others_prompts(
+    between: str, nodes: ExitStack, tmp_path: Path
+) -> None:
+    tiers = listening_pair() if between == "peers" else (None, None)
     one, two = (
-        nodes.enter_context(pooled(name, tmp_path, prefixes=True)) for name in ("one", "two")
+        nodes.enter_context(pooled(name, tmp_path, prefixes=True, tiers=each))
+        for name, each in zip(("one", "two"), tiers, strict=True)
     )
     expected = ask(one)
     wait_until_kept(one)
     two.tenant_salt = "another"
     assert ask(two) == expected
     assert store_of(two).counts.loaded_tokens == 0
+    assert store_of(two).counts.num_missing > 0, "it looked"
+
+
+def test_tenants_of_one_worker_do_not_find_each_others_prompts_in_its_memory(
+    nodes: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.engines.lookup_cost.HELD_SHARE", 1e6)  # it asks
+    one = nodes.enter_context(pooled("one", tmp_path, prefixes=True, tiers={"host": {}}))
+    counts = store_of(one).counts
+    expected = ask(one)
+    wait_until_kept(one)
+    num_stored = counts.num_stored
+    one.tenant_salt = "another"
+    assert ask_again(one) == expected
+    assert all(trace.num_cached_tokens == 0 for trace in one.traces.values())
+    until(lambda: counts.num_stored == 2 * num_stored)
+    assert counts.num_present == 0, "each tenant has entries of its own"
+    for seed in (100, 200, 300):  # the engine's own cache is full of others
+        ask_again(one, {name: make_prompt(400, seed=seed + n) for n, name in enumerate(PROMPTS)})
+    one.tenant_salt = ""
+    assert ask_again(one) == expected
+    assert all(trace.num_loaded_tokens > 100 for trace in one.traces.values())
+
+
+def ask_again(node: Node, prompts: dict[str, np.ndarray] | None = None) -> dict[str, list[int]]:
+    node.traces.clear()
+    node.updates.clear()
+    return ask(node, prompts)
 
 
 def test_damaged_entries_are_computed(nodes: ExitStack, tmp_path: Path) -> None:

@@ -19,9 +19,10 @@ from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.clock import MachineClock
 from baton.handoff.pool_mode.store_access import open_keyed_store
-from baton.store.interface import PeerAccess
-from baton.testing.store_contract import BODY_BYTES, body_of, name_of, put, read
+from baton.store.interface import PeerAccess, PutResult
+from baton.testing.store_contract import BODY_BYTES, body_of, name_of, put, read, read_lease
 from tests.free_ports import find_free_port
+from tests.store_servers import fill_memory, limit_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -42,9 +43,16 @@ def open_store(*kinds: str, **options: dict[str, object]) -> TieredStore:
 
 @contextmanager
 def daemon(
-    kind: str, options: dict[str, object], key: str = KEY, flags: tuple[str, ...] = ()
+    kind: str,
+    options: dict[str, object],
+    key: str = KEY,
+    flags: tuple[str, ...] = (),
+    more_bytes: int | None = None,
 ) -> Generator[str]:
-    """A running daemon's URL. It must end by SIGTERM with exit code 0."""
+    """A running daemon's URL. It must end by SIGTERM with exit code 0.
+
+    `more_bytes`: all the memory that it gets once it is up.
+    """
     settings = [f"--set=store.options.{kind}.{name}={value}" for name, value in options.items()]
     command = [sys.executable, "-m", "baton.cli", "store", "serve", "--store", kind, "--port", "0"]
     with subprocess.Popen(
@@ -55,7 +63,10 @@ def daemon(
     ) as process:
         try:
             assert process.stdout is not None
-            yield json.loads(process.stdout.readline())["url"]
+            url = json.loads(process.stdout.readline())["url"]
+            if more_bytes is not None:
+                limit_memory(process.pid, more_bytes)
+            yield url
             process.send_signal(signal.SIGTERM)
             assert process.wait(WAIT_S) == 0
         finally:
@@ -141,6 +152,28 @@ def test_its_memory_is_a_tier_of_workers_on_other_hosts() -> None:
         assert sample(url, 'baton_store_peer_entries_total{op="read",tier="host"}') >= 20
         assert sample(url, 'baton_store_peer_bytes_total{op="read",tier="host"}') >= 20 * BODY_BYTES
         assert get(f"{url}/health")[0] == 200
+
+
+def test_without_memory_it_takes_no_more_and_is_read() -> None:
+    port, body = find_free_port(), bytes(4 << 20)
+    peer: dict[str, object] = {"urls": [f"tcp://127.0.0.1:{port}"], "timeout_s": 10.0}
+    flags = ("--listen", f"127.0.0.1:{port}", "--verify-mib-per-s", "0")
+    with (
+        daemon("host", {"capacity_bytes": 1 << 40}, flags=flags, more_bytes=64 << 20) as url,
+        closing(open_store("peer", peer=peer)) as store,
+        closing(open_store("peer", peer=peer)) as other,  # it was refused nothing yet
+    ):
+        stored = fill_memory(store, body)
+        assert store.find(stored) == len(stored) > 4
+        lease = store.try_lease(stored[0])
+        assert lease is not None
+        with lease:
+            assert read_lease(lease) == body
+        for name in stored[:4]:  # what comes is copied, and a thread that shows metrics has a stack
+            store.discard(name)
+        used_bytes = (len(stored) - 4) * len(body)
+        assert sample(url, 'baton_store_used_bytes{tier="host"}') == used_bytes
+        assert other.put(name_of("another"), body) is PutResult.STORED
 
 
 @pytest.mark.parametrize("is_key_wrong", [False, True])

@@ -162,11 +162,13 @@ class BodyPool:
         with mapped({OSError: StoreError}):
             if not self._open_if_there():
                 return
+            states = np.full_like(self._states, _FREE)
+            for run in (*kept, *self._living_claims()):
+                states[run.first : run.stop] = _TAKEN
             num_backed, generation = self._read_counts()
             self._write_counts(num_backed, generation + 1)
-            self._states[:] = _FREE
-            for run in (*kept, *self._living_claims()):
-                self._states[run.first : run.stop] = _TAKEN
+            # At once: a process that is killed meanwhile leaves no entry's extents free.
+            self._states[:] = states
 
     @property
     def generation(self) -> int:

@@ -295,8 +295,12 @@ class _Peer:
         elif is_too_much and server.received_bytes:
             self._send(NoRoom(f"{server.received_bytes} bytes are on their way here already"))
         else:
+            try:
+                self._name, self._value = name, bytearray(request.num_bytes)
+            except MemoryError:
+                self._send(NoRoom(f"no memory for an entry of {request.num_bytes} bytes"))
+                return
             server.received_bytes += request.num_bytes
-            self._name, self._value = name, bytearray(request.num_bytes)
             self._num_received = 0
             self._await_progress(channel, "a peer that writes an entry")
             channel.expect_bytes(request.num_bytes)

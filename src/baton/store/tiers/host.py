@@ -231,7 +231,7 @@ class HostTier:
                 self._touch(row)
                 return PutResult.EXISTS
         self._require_fit(len(body), tenant)
-        kept = bytes(body)
+        kept = _copy(body)
         with self._lock:
             if self._table.find(name) != NO_ROW:  # a peer was quicker
                 return PutResult.EXISTS
@@ -308,6 +308,18 @@ class HostTier:
         """Made when the first peer reads an entry: a header costs as much as to copy the body."""
         self._tenants: dict[TenantLabel, _Holder] = {}
         self._used_bytes = 0
+
+
+def _copy(body: Body) -> bytes:
+    """Of this tier's own.
+
+    Raises:
+        StoreFullError: the process has less memory than the tier may use.
+    """
+    try:
+        return bytes(body)
+    except MemoryError:
+        raise StoreFullError(f"no memory for an entry of {len(body)} bytes") from None
 
 
 def _build(options: HostTierOptions) -> TierFactory:
