@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     [
         ("lru", SMALL),
         pytest.param("s3fifo", SMALL, marks=pytest.mark.every),
-        pytest.param("lru", POOLED, marks=pytest.mark.every),
+        ("lru", POOLED),
     ],
 )
 def test_a_store_in_use_is_right_whoever_is_killed(

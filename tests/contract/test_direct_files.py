@@ -6,6 +6,7 @@ What every folder must do, and how it fails, is tested of the same tier in `test
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import subprocess
 from contextlib import closing
@@ -133,6 +134,33 @@ def test_an_entry_whose_file_is_written_again_while_it_is_opened_is_a_miss(
         assert read(reader, "a") is None
         assert reader.usage().num_damaged == 0
         assert read(reader, "c") == body_of("c")
+
+
+def test_an_entry_in_the_file_of_another_is_read_as_soon_as_it_has_its_name(place: Path) -> None:
+    """Its writer has the file locked until then; before it has closed it, others may look."""
+    found: list[bytes | None] = []
+    with (
+        closing(open_direct_tier(place, ROOM_FOR_TWO)) as tier,
+        closing(open_direct_tier(place, ROOM_FOR_TWO)) as reader,
+    ):
+        put(tier, "a")
+        put(tier, "b")
+        # The first thing that a put does after it was linked: removing the name of the old file.
+        with failing(None, lambda: found.append(read(reader, "c")), ("unlink",)):
+            put(tier, "c")
+        assert found[-1] == body_of("c")
+        assert reader.usage().num_damaged == 0
+
+
+def test_a_locked_entry_is_a_miss_and_no_damage(place: Path) -> None:
+    """Who removes what dead writers left locks a file for a moment that may be an entry by now."""
+    with closing(open_direct_tier(place)) as tier:
+        put(tier, "a")
+        with (place / "files" / name_of("a").hex()).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            assert read(tier, "a") is None
+        assert tier.usage().num_damaged == 0
+        assert read(tier, "a") == body_of("a")
 
 
 def is_cached(path: Path) -> bool:

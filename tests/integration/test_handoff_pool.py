@@ -365,7 +365,8 @@ class Emptied:
 
     def __init__(self, inner: Tier, place: Path) -> None:
         self._inner, self._place = inner, place
-        self.find, self.put, self.discard = inner.find, inner.put, inner.discard
+        self.find, self.find_runs = inner.find, inner.find_runs
+        self.put, self.discard = inner.put, inner.discard
         self.usage, self.close = inner.usage, inner.close
 
     def try_lease(self, name: EntryName) -> Lease | None:

@@ -305,7 +305,7 @@ def _check(tier: CountedTier, *, remove: bool) -> TierCheck:
     with Progress(console=Console(stderr=True), transient=True) as progress:
         for entry in progress.track(entries, description=f"reading {tier.kind}"):
             try:
-                if _is_damaged(tier, entry.name):
+                if is_damaged(tier, entry.name):
                     damaged.append(entry)
             except StoreError:
                 if tier.remote is not None:  # its server does not answer
@@ -317,7 +317,7 @@ def _check(tier: CountedTier, *, remove: bool) -> TierCheck:
     return TierCheck(tier.kind, len(entries), len(damaged), len(removed), num_unreadable)
 
 
-def _is_damaged(tier: CountedTier, name: EntryName) -> bool:
+def is_damaged(tier: CountedTier, name: EntryName) -> bool:
     """Whether an entry is there and is not what was put.
 
     What is evicted while it is looked at is not, nor is what is put again after that: a damaged one

@@ -38,6 +38,7 @@ from baton.net.http_server import (
     start_listening,
     url_of,
 )
+from baton.ops.store import is_damaged
 from baton.protocol.worker_http import HEALTH_PATH, METRICS_PATH, Health
 from baton.store.counted_tier import make_families
 from baton.store.interface import MaintainsEntries
@@ -115,7 +116,7 @@ class TierCare:
             num_read += entry.num_bytes
             if self.tier.is_whole(entry.name):
                 self.num_whole += 1
-            elif self.tier.find((entry.name,)):  # what was evicted meanwhile is not damaged
+            elif is_damaged(self.tier, entry.name):
                 self.num_damaged += 1
                 self._damaged.append(entry.name)
                 logger.warning("store: entry %s in %s is damaged", entry.name.hex(), self.tier.kind)

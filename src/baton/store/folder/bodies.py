@@ -200,6 +200,7 @@ class FileBodies:
         None: it is damaged, or no entry; or it was removed, and has no name any more.
 
         Raises:
+            BlockingIOError: it is locked.
             OSError: it cannot be read.
         """
         status = os.fstat(fd)
@@ -294,6 +295,7 @@ class PooledBodies(FileBodies):
         num_bytes = count_body_bytes(status)
         if not stat.S_ISREG(status.st_mode) or not self._holds(num_bytes):
             return super().try_lease(fd, name, faults)
+        generation = self._pool.generation  # before: it may be removed, and rebuilt, after it
         if not try_share(fd):
             return None
         raw = os.pread(fd, HEADER_BYTES, 0)
@@ -301,7 +303,7 @@ class PooledBodies(FileBodies):
         if header is None or runs is None:
             return None
         begin_check = partial(BodyCheck, self._key, header)
-        body = PooledBody(self._pool, runs, partial(self._free_late, self._pool.generation))
+        body = PooledBody(self._pool, runs, partial(self._free_late, generation))
         return PooledEntryLease(fd, header, begin_check, faults, body)
 
     def unlink(self, name: EntryName, num_bytes: int) -> bool:

@@ -178,10 +178,14 @@ _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOM
 
 
 class UnnamedFile:
-    """A file that has no name yet. `fd` is open for reading and writing."""
+    """A file that has no name yet, or one that shows that it is being written, and is locked.
 
-    def __init__(self, folder: int, fd: int, source: str) -> None:
+    `fd` is open for reading and writing.
+    """
+
+    def __init__(self, folder: int, fd: int, source: str, *, is_locked: bool = False) -> None:
         self.fd, self._folder, self._source = fd, folder, source
+        self._is_locked = is_locked
 
     def make_durable(self) -> None:
         """Wait until its bytes are on the disk.
@@ -205,6 +209,9 @@ class UnnamedFile:
         Raises:
             OSError: it cannot be linked.
         """
+        if self._is_locked:  # it is written: its readers may come as soon as it has its name
+            fcntl.flock(self.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            self._is_locked = False
         try:
             os.link(self._source, name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
         except FileExistsError:
@@ -242,7 +249,7 @@ def adopt_unfinished(folder: int, fd: int, unfinished: str, stack: ExitStack) ->
     """A locked file under such a name, to be written: `stack` removes the name, and closes it."""
     stack.callback(os.close, fd)
     stack.callback(_remove_or_leave, folder, unfinished)
-    return UnnamedFile(folder, fd, unfinished)
+    return UnnamedFile(folder, fd, unfinished, is_locked=True)
 
 
 def _remove_or_leave(folder: int, unfinished: str) -> None:

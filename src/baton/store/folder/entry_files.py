@@ -115,7 +115,7 @@ class EntryFiles:
                 os.close(fd)
 
     def try_open(self, name: EntryName, faults: ReadFaults) -> FileEntryLease | None:
-        """Open an entry; None: it is not there, or one of the faults was reported."""
+        """Open an entry; None: it is not there, is locked, or one of the faults was reported."""
         try:
             fd = open_unnoticed(name.hex(), self.fd)
         except FileNotFoundError:
@@ -125,6 +125,9 @@ class EntryFiles:
             return None
         try:
             lease = self.bodies.try_lease(fd, name, faults)
+        except BlockingIOError:  # locked for a moment, which says nothing of what is in it
+            os.close(fd)
+            return None
         except OSError as exc:
             os.close(fd)
             faults.on_io_error(exc)

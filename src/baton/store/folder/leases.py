@@ -170,11 +170,12 @@ def has_name(fd: int) -> bool:
 
 
 def try_share(fd: int) -> bool:
-    """Lock an entry's file as one of its readers; False where the entry is being removed."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+    """Lock an entry's file as one of its readers; False where the entry was removed.
+
+    Raises:
+        BlockingIOError: who removes it, or looks whether its writer is dead, has it locked.
+    """
+    fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return os.fstat(fd).st_nlink > 0
 
 
