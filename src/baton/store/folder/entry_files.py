@@ -125,7 +125,7 @@ class EntryFiles:
             return None
         try:
             lease = self.bodies.try_lease(fd, name, faults)
-        except BlockingIOError:  # locked for a moment, which says nothing of what is in it
+        except BlockingIOError:  # locked for a moment, whatever is in it
             os.close(fd)
             return None
         except OSError as exc:
