@@ -21,7 +21,7 @@ FEED_WITHIN_S = 12.0
 """The gateway reads what workers have measured every 5 s."""
 MISMATCH_WITHIN_S = 30.0
 STAGES = {
-    "gateway": {"admit", "wait"},
+    "gateway": {"admit", "answer"},
     "prefill": {"queue", "prefill"},
     "transfer": {"transfer"},
     "decode": {"reserve", "accept", "queue", "first step", "decode"},

@@ -112,6 +112,7 @@ from baton.kv.sizing.families import read_shape
 from baton.launch.control_messages import decode_answer, decode_request
 from baton.launch.gateways import find_model, find_requests, find_up
 from baton.net import framing
+from baton.ops import gateway_pages
 from baton.ops.doctor import fleet
 from baton.planner.links import read_links
 from baton.protocol import announcements
@@ -806,12 +807,14 @@ def read_gateway_pages(body: bytes) -> str:
     return answers(
         (fleet.PageError, ProtocolError),
         lambda: fleet._read_metrics(asked),
-        lambda: fleet._decode(200, body, fleet.RequestList),
-        lambda: fleet._decode(500, body, fleet.RequestList),
+        lambda: gateway_pages.decode_page(asked, "/", (200, body), gateway_pages.RequestIds),
+        lambda: gateway_pages.decode_page(asked, "/", (500, body), gateway_pages.RequestIds),
     )
 
 
 class FakeGateway:
+    url = "http://127.0.0.1:1"
+
     def __init__(self, body: bytes) -> None:
         self._body = body
 

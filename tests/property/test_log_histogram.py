@@ -115,8 +115,7 @@ def test_buckets_that_no_histogram_has_are_refused(wire: bytes) -> None:
 def test_counts_of_many_reports_can_be_added() -> None:
     most = BucketCounts((3,), (1 << 45,))
     added = LogHistogram.of([most] * (1 << 17)).counts()
-    assert added.num_values == 1 << 62
-    assert added.quantile(0.5) == most.quantile(0.5)
+    assert added == BucketCounts((3,), (1 << 62,))
     for wire in (b"[[3],[0]]", b"[[3],[%d]]" % ((1 << 45) + 1)):
         with pytest.raises(msgspec.ValidationError):
             msgspec.json.decode(wire, type=BucketCounts)
