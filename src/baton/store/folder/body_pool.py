@@ -167,7 +167,7 @@ class BodyPool:
                 states[run.first : run.stop] = _TAKEN
             num_backed, generation = self._read_counts()
             self._write_counts(num_backed, generation + 1)
-            # At once: a process that is killed meanwhile leaves no entry's extents free.
+            # What an entry has is taken before and after: a kill within the copy frees none of it.
             self._states[:] = states
 
     @property
