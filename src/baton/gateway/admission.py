@@ -144,7 +144,7 @@ class Admission:
             limit_s = min(limit_s, self._options.first_byte_timeout_s)
         ttft_s = self._ttft_s(context)
         if ttft_s is not None and (whole is context or whole.placement is None):
-            takes_s = self._predict_s(context.model, num_tokens - _count_found(match))
+            takes_s = self._predict_s(context.model, num_tokens, _count_found(match))
             target_at = received_at + ttft_s - takes_s
         return QueuedRequest(
             context.model,
@@ -157,10 +157,10 @@ class Admission:
             deadline_at=received_at + BEGINS_WITHIN * limit_s,
         )
 
-    def _predict_s(self, model: str, num_tokens: int) -> float:
-        """What a prompt takes by itself, as far as that is known."""
+    def _predict_s(self, model: str, num_tokens: int, num_found: int) -> float:
+        """What a prompt takes by itself behind what is found of it, as far as that is known."""
         prefill = self._load.costs(model).prefill
-        return prefill.predict(num_tokens) if prefill.num_seen else 0.0
+        return prefill.predict(num_tokens - num_found, num_found) if prefill.num_seen else 0.0
 
     async def _wait(self, context: RequestContext, request: QueuedRequest) -> None:
         queue, metrics = self.queue, self._metrics

@@ -47,13 +47,17 @@ class FollowedEvents(msgspec.Struct, frozen=True):
     feed: FeedHealth | None = None
 
 
-class LearnedCost(msgspec.Struct, frozen=True):
-    """Seconds `fixed + each * size`, from so many observations; how wrong predictions were."""
+class LearnedCost(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Seconds `fixed + each * size`, from so many observations; how wrong predictions were.
+
+    Of a prompt's tokens `fixed + each * size * (1 + bend * (before + size / 2))`, behind others.
+    """
 
     fixed_s: float
     each_s: float
     num_seen: int
     error: float
+    bend: float = 0.0
 
 
 class GivenWork(msgspec.Struct, frozen=True):
@@ -173,12 +177,13 @@ class WorkerList:
         activity = self._load.find(info.worker, info.served_model_name)
         if activity is None:
             return None
+        bend = self._load.costs(info.served_model_name).prefill.bend
         return GivenWork(
             activity.num_prefills,
             activity.num_decodes,
             activity.queue_s(now),
             activity.prefill_share(now),
-            _show_cost(activity.prefill_cost),
+            _show_cost(activity.prefill_cost, bend),
             _show_cost(activity.step_cost),
             _show_cost(activity.load_cost),
         )
@@ -273,9 +278,9 @@ class LinkList:
         return ModelLinks(model, tuple(lines), tuple(links))
 
 
-def _show_cost(cost: WorkerCost) -> LearnedCost:
+def _show_cost(cost: WorkerCost, bend: float = 0.0) -> LearnedCost:
     fixed, each = cost.factor * cost.line.fixed, cost.factor * cost.line.each
-    return LearnedCost(fixed, each, cost.num_seen, cost.error)
+    return LearnedCost(fixed, each, cost.num_seen, cost.error, bend)
 
 
 def _reason(worker: Worker) -> str | None:

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias, get_args
 import msgspec
 
 from baton.errors import UNDECODABLE, ConfigError
+from baton.router.learning import MOST_BEND
 from baton.router.topology import Distance
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
     from pathlib import Path
 
-    from baton.router.learning import LearnedLine
+    from baton.router.learning import LearnedLine, PromptLine
     from baton.router.load import FleetLoad
 
 INTERVAL_S: Final = 10.0
@@ -48,10 +49,16 @@ class KeptLine(msgspec.Struct, frozen=True):
     each_s: _Seconds
 
 
+class KeptPromptLine(KeptLine, frozen=True, omit_defaults=True):
+    """`bend`: what each token before it adds to a token, as a share of `each_s`."""
+
+    bend: Annotated[float, msgspec.Meta(ge=0, le=MOST_BEND)] = 0.0
+
+
 class KeptCosts(msgspec.Struct, frozen=True, omit_defaults=True):
     """One model's; None: too little was seen. `handoff`: the exposed part, by distance."""
 
-    prefill: KeptLine | None = None
+    prefill: KeptPromptLine | None = None
     step: KeptLine | None = None
     load: KeptLine | None = None
     handoff: dict[DistanceName, KeptLine] = {}
@@ -100,6 +107,8 @@ def _guess(kept: dict[str, KeptCosts], load: FleetLoad) -> None:
         for line, guess in lines:
             if guess is not None and (guess.fixed_s or guess.each_s):
                 line.guess_again((guess.fixed_s, guess.each_s))
+        if costs.prefill is not None and not known.prefill.num_seen:
+            known.prefill.bend = costs.prefill.bend
         known.handoffs.begin_with({
             Distance[name.upper()]: (line.fixed_s, line.each_s)
             for name, line in costs.handoff.items()
@@ -122,7 +131,7 @@ def _write(path: Path, load: FleetLoad, kept: dict[str, KeptCosts]) -> None:
     for model, costs in load.models.items():
         before = kept.get(model, KeptCosts())
         kept[model] = KeptCosts(
-            _keep(costs.prefill) or before.prefill,
+            _keep_prompts(costs.prefill) or before.prefill,
             _keep(costs.step) or before.step,
             _keep(costs.load) or before.load,
             before.handoff | _keep_handoffs(costs.handoffs.lines),
@@ -140,6 +149,11 @@ def _write(path: Path, load: FleetLoad, kept: dict[str, KeptCosts]) -> None:
 
 def _keep(line: LearnedLine) -> KeptLine | None:
     return KeptLine(line.fixed, line.each) if line.num_seen >= LEAST_SEEN else None
+
+
+def _keep_prompts(line: PromptLine) -> KeptPromptLine | None:
+    kept = _keep(line)
+    return None if kept is None else KeptPromptLine(kept.fixed_s, kept.each_s, line.bend)
 
 
 def _keep_handoffs(lines: Sequence[LearnedLine]) -> dict[DistanceName, KeptLine]:

@@ -397,7 +397,8 @@ class CostPolicy:
         usable, line = parts.usable, load.costs(request.model).prefill
         answering = slice(usable.num_decodes)
         num_computed = parts.num_computed[answering]
-        whole_s = line.predict(num_computed)
+        num_tokens = float(request.num_prompt_tokens)
+        whole_s = line.predict(num_computed, num_tokens - num_computed)
         found: list[Candidate] = []
         for at in parts.num_uncached.argsort(kind="stable")[:MOST_SOURCES].tolist():
             source, uncached = usable.workers[at], float(parts.num_uncached[at])
@@ -406,7 +407,7 @@ class CostPolicy:
             if source.protocol != "baton":
                 continue
             # Of what a prompt takes at each worker: it has no more to compute than the source.
-            share = np.minimum(1.0, line.predict(uncached) / whole_s)
+            share = np.minimum(1.0, line.predict(uncached, num_tokens - uncached) / whole_s)
             prefill_s = share * parts.prefill_s[answering]
             others = share * parts.stall[answering] + parts.answering[answering]
             least = min([PREFERRED_ALONE * alone_cost, *(each.cost for each in found)])

@@ -185,10 +185,12 @@ def weigh(
     if usable.devices is not None:
         queue_s = usable.devices.sum(queue_s)
     if request.stored and options.count_stored:
-        token_s = prefill_s * costs.prefill.each
-        num_stored, load_s = _weigh_loads(usable, request, costs, num_uncached, token_s=token_s)
+        num_stored, load_s = _weigh_loads(
+            usable, request, costs, num_uncached, prefill_factors=prefill_s
+        )
         num_computed = num_uncached - num_stored
-    prefill_s *= costs.prefill.predict(num_computed)
+    num_tokens = float(request.num_prompt_tokens)
+    prefill_s *= costs.prefill.predict(num_computed, num_tokens - num_computed)
     stall, usual_s, tpot_s, answering = _weigh_answers(
         usable, costs, prefill_s, options, request=request
     )
@@ -197,10 +199,10 @@ def weigh(
         queue_s = np.maximum(queue_s, place_s)
     before_s = queue_s + load_s + prefill_s
     # What is stored pushes out as much, of which others would have found so large a share.
-    keep_token = costs.found_share * costs.prefill.each
+    keep_work = costs.found_share * costs.prefill.each
     if options.objective == "goodput":
-        keep_token /= options.ttft_s
-    keep = keep_token * num_uncached
+        keep_work /= options.ttft_s
+    keep = keep_work * costs.prefill.work(num_uncached, num_tokens - num_uncached)
     answering += keep
     shares = None
     if usable.has_slow_starts:
@@ -251,20 +253,23 @@ def _weigh_loads(
     costs: ModelCosts,
     num_uncached: NDArray[np.float64],
     *,
-    token_s: NDArray[np.float64],
+    prefill_factors: NDArray[np.float64],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Tokens that each worker loads from its store, and in what time `[num_workers]`.
 
-    All that the store has and it has not cached, where a load takes less than `token_s` for each;
-    else none, as the worker itself decides.
+    All that the store has and it has not cached, where a load takes less than to compute it; else
+    none, as the worker itself decides.
     """
     ids = usable.ids
     num_stored = np.fromiter(map(request.stored.get, ids, repeat(0)), np.float64, len(ids))
-    num_stored -= request.num_prompt_tokens - num_uncached
+    num_cached = request.num_prompt_tokens - num_uncached
+    num_stored -= num_cached
     num_stored = np.maximum(0.0, np.minimum(num_stored, num_uncached - 1.0))
     load_s = costs.load.factors(costs.columns.load_evidence[:, usable.rows])
     load_s *= costs.load.predict(num_stored)
-    is_worth_it = load_s < token_s * num_stored
+    computed_s = prefill_factors * costs.prefill.each
+    computed_s *= costs.prefill.work(num_stored, num_cached)
+    is_worth_it = load_s < computed_s
     return num_stored * is_worth_it, load_s * is_worth_it
 
 

@@ -12,6 +12,7 @@ from math import inf, sqrt
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+import numpy as np
 from msgspec import UNSET
 
 from baton.router.worker_activity import MOST_SHARE
@@ -191,15 +192,16 @@ def find_demand(
 ) -> Demand:
     """What these requests, which ended in so many seconds, ask of a model's workers."""
     num = len(ended)
-    tokens = sum(each.num_tokens for each in ended) / num
-    all_tokens = tokens + sum(each.num_cached for each in ended) / num
+    computed = np.array([each.num_tokens for each in ended], np.float64)
+    cached = np.array([each.num_cached for each in ended], np.float64)
+    tokens, all_tokens = float(computed.mean()), float((computed + cached).mean())
     model = workers[0].model
     costs = load.costs(model)
     num_answer_tokens = max(1.0, sum(each.num_streamed for each in ended) / num)
     return Demand(
         num_at_once=max(1.0, sum(each.lasted_s for each in ended) / window_s),
-        prefill_s=max(1e-4, costs.prefill.predict(tokens)),
-        cold_prefill_s=max(1e-4, costs.prefill.predict(all_tokens)),
+        prefill_s=max(1e-4, float(costs.prefill.predict(computed, cached).mean())),
+        cold_prefill_s=max(1e-4, float(costs.prefill.predict(computed + cached).mean())),
         handoff_s=costs.handoffs.predict_usual(tokens),
         cold_handoff_s=costs.handoffs.predict_usual(all_tokens),
         num_answer_tokens=num_answer_tokens,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import numpy as np
 
-from baton.router.learning import LearnedLine, WorkerCost
+from baton.router.learning import LearnedLine, PromptLine, WorkerCost
 from baton.router.topology import Distance, Places
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class HandoffCosts:
     `pairs` are the costs of those that were placed, by `(prefill, decode)`: only to be read.
     """
 
-    def __init__(self, prefill: LearnedLine) -> None:
+    def __init__(self, prefill: PromptLine) -> None:
         self._prefill, self._shape = prefill, KVShape()
         self.places = Places()
         self.links: Mapping[tuple[WorkerId, WorkerId], LinkCost] = {}
@@ -237,7 +237,8 @@ class HandoffCosts:
         return found[0], found[1]
 
     def _guess_by_link(self, distance: Distance) -> tuple[float, float]:
-        return guess_exposed(self._link(distance), self._shape, self._prefill.each)
+        token_s = self._prefill.each * self._prefill.work(TYPICAL_TOKENS) / TYPICAL_TOKENS
+        return guess_exposed(self._link(distance), self._shape, token_s)
 
     def _link(self, distance: Distance) -> LinkCost:
         return self._measured.get(distance, DEFAULTS[distance])

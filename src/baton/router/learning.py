@@ -1,5 +1,7 @@
 """A cost as a line, learned from what was seen: `seconds = factor * (fixed + each * size)`.
 
+That of prompts is bent: attention makes a token cost more for each token before it.
+
 Least squares over observations whose weight falls by `FORGETTING` with each newer one. The line
 goes through their mean; its slope is what they show as far as that is certain, and else what a
 first guess has, scaled to the mean: of prompts that are all short, noise would decide what a long
@@ -15,12 +17,14 @@ that could show it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import exp, inf, log
+from math import exp, inf, log, sqrt
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
 _Size = TypeVar("_Size", "float", "NDArray[np.float64]")
@@ -45,6 +49,13 @@ UNSEEN_TURNS: Final = 16.0
 MOST_FACTOR: Final = 10.0
 NOTHING_SEEN: Final = (0.0, inf, 0.0)
 """The evidence of a factor of 1."""
+BEND_DOUBT: Final = 2.0
+"""Standard errors from which another bend is believed."""
+LEAST_APART: Final = 1e-3
+"""The variance of tokens, and of pairs of tokens, over their mean square; and the part of either
+that the other does not explain."""
+MOST_BEND: Final = 0.01
+"""A model so small that a hundred tokens before it double what a token takes."""
 _TINY: Final = 1e-9
 _MOST: Final = log(MOST_FACTOR)
 
@@ -78,8 +89,8 @@ class LearnedLine:
         """Of the workers' ratios."""
         return self.sum_of_logs / max(1, self.num_workers)
 
-    def predict(self, size: _Size) -> _Size:
-        """Seconds for so much."""
+    def predict(self, size: _Size, _before: _Size | float = 0.0, /) -> _Size:
+        """Seconds for so much; what is before it counts in lines that are bent."""
         return self.fixed + self.each * size
 
     def factors(self, evidence: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -97,11 +108,15 @@ class LearnedLine:
             factors[is_shown] = np.exp(np.minimum(np.maximum(own, -_MOST), _MOST))
         return factors
 
-    def observe(self, size: float, seconds: float) -> None:
+    def observe(self, size: float, seconds: float, before: float = 0.0) -> None:
         """So much took so long, by the measure of a worker of factor 1."""
         if self.num_seen >= LEAST_SEEN:
-            usual = self.predict(size)
+            usual = self.predict(size, before)
             seconds = min(MOST_BEYOND * usual, max(usual / MOST_BEYOND, seconds))
+        self._count(size, seconds)
+        self._fit(self._sums)
+
+    def _count(self, size: float, seconds: float) -> None:
         squared = seconds * seconds
         if not self.num_seen:
             self._sums[5] = FIRST_NOISE * squared
@@ -116,10 +131,9 @@ class LearnedLine:
             products * FORGETTING + size * seconds,
             noise * FORGETTING + squared,
         ]
-        self._fit()
 
-    def _fit(self) -> None:
-        weight, size, seconds, squares, products, variance = self._sums
+    def _fit(self, sums: Sequence[float]) -> None:
+        weight, size, seconds, squares, products, variance = sums
         size, seconds, squares = size / weight, seconds / weight, squares / weight
         products, variance = products / weight, variance / weight
         fixed, each = self.guess
@@ -137,6 +151,90 @@ class LearnedLine:
         if fixed < 0.0:
             fixed, each = 0.0, products / squares
         self.fixed, self.each = fixed, each
+
+
+@dataclass(slots=True)
+class PromptLine(LearnedLine):
+    """Seconds of a prompt: `fixed + each * size * (1 + bend * (before + size / 2))`.
+
+    `size` tokens are computed behind `before` others. `bend` is what a token before it adds to a
+    token, as a share of what it takes by itself: attention's part, which is seen where prompts
+    differ in length. It is what least squares of all three coefficients show, once that is more
+    than noise explains, and stays while prompts are alike.
+    """
+
+    bend: float = 0.0
+    _bent: list[float] = field(default_factory=lambda: [0.0] * 4)
+
+    def work(self, size: _Size, before: _Size | float = 0.0) -> _Size:
+        """So many tokens behind so many others, in tokens that have none before them."""
+        if not self.bend:
+            return size
+        return size + self.bend * size * (before + 0.5 * size)
+
+    def predict(self, size: _Size, before: _Size | float = 0.0, /) -> _Size:
+        """Seconds for so many tokens, behind so many others."""
+        return self.fixed + self.each * self.work(size, before)
+
+    def observe(self, size: float, seconds: float, before: float = 0.0) -> None:
+        """So many tokens behind so many others took so long, by a worker of factor 1."""
+        if self.num_seen >= LEAST_SEEN:
+            usual = self.predict(size, before)
+            seconds = min(MOST_BEYOND * usual, max(usual / MOST_BEYOND, seconds))
+        self._count(size, seconds)
+        pairs = size * (before + 0.5 * size)
+        pair_sum, squares, with_size, with_seconds = self._bent
+        self._bent = [
+            pair_sum * FORGETTING + pairs,
+            squares * FORGETTING + pairs * pairs,
+            with_size * FORGETTING + pairs * size,
+            with_seconds * FORGETTING + pairs * seconds,
+        ]
+        if self.num_seen >= LEAST_SEEN:
+            self._find_bend()
+        self._fit(self._sums_of_work())
+
+    def _sums_of_work(self) -> tuple[float, float, float, float, float, float]:
+        """The sums of a line, with work in place of size."""
+        weight, sizes, times, squares, products, noise = self._sums
+        bend, (pairs, pair_squares, with_size, with_seconds) = self.bend, self._bent
+        return (
+            weight,
+            sizes + bend * pairs,
+            times,
+            squares + bend * (2.0 * with_size + bend * pair_squares),
+            products + bend * with_seconds,
+            noise,
+        )
+
+    def _find_bend(self) -> None:
+        """Least squares with sizes and pairs of tokens, around their means.
+
+        Nothing is found where prompts are too much alike to separate the two.
+        """
+        weight = self._sums[0]
+        _, sizes, times, squares, products, noise = (each / weight for each in self._sums)
+        pairs, pair_squares, with_size, with_seconds = (each / weight for each in self._bent)
+        of_size, of_pairs = squares - sizes * sizes, pair_squares - pairs * pairs
+        if of_size <= LEAST_APART * squares or of_pairs <= LEAST_APART * pair_squares:
+            return
+        both = with_size - sizes * pairs
+        size_s, pair_s = products - sizes * times, with_seconds - pairs * times
+        alone = of_size * of_pairs - both * both
+        if alone <= LEAST_APART * of_size * of_pairs:
+            return
+        each = (size_s * of_pairs - pair_s * both) / alone
+        more = (pair_s * of_size - size_s * both) / alone
+        squared = times * times
+        unexplained = max(noise - squared - each * size_s - more * pair_s, _TINY * squared)
+        doubt = BEND_DOUBT * sqrt(unexplained * of_size / alone / weight)
+        known = self.bend * max(self.each, 0.0)
+        if abs(more - known) <= doubt:
+            return
+        if more <= 0.0:
+            self.bend = 0.0
+        else:
+            self.bend = MOST_BEND if each * MOST_BEND <= more else more / each
 
 
 _LATEST_SHARE: Final = ERROR_SHARE / (2.0 - ERROR_SHARE)
@@ -180,21 +278,20 @@ class WorkerCost:
         own *= exp(-unseen / UNSEEN_TURNS)
         return exp(min(_MOST, max(-_MOST, own)))
 
-    def predict(self, size: float) -> float:
-        """Seconds for so much."""
-        line = self.line
-        return self.factor * (line.fixed + line.each * size)  # as above: no further calls
+    def predict(self, size: float, before: float = 0.0) -> float:
+        """Seconds for so much; `before`: see the line."""
+        return self.factor * self.line.predict(size, before)
 
-    def observe(self, size: float, seconds: float) -> None:
+    def observe(self, size: float, seconds: float, before: float = 0.0) -> None:
         """So much took so long."""
         seconds, line = max(seconds, 1e-6), self.line
         factor = self.factor
-        predicted = max(factor * line.predict(size), 1e-6)
+        predicted = max(factor * line.predict(size, before), 1e-6)
         error = abs(predicted - seconds) / max(predicted, seconds)
         share = max(ERROR_SHARE, 1 / (self.num_seen + 1))
         self.error += share * (error - self.error)
-        line.observe(size, seconds / factor)
-        beyond = log(seconds / max(line.predict(size), 1e-6))
+        line.observe(size, seconds / factor, before)
+        beyond = log(seconds / max(line.predict(size, before), 1e-6))
         beyond = min(_MOST, max(-_MOST, beyond))
         if not self.num_seen:
             line.num_workers += 1

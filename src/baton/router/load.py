@@ -19,7 +19,7 @@ from msgspec import UNSET
 from baton.router.arrivals import Arrivals
 from baton.router.devices import SharedDevice
 from baton.router.handoff_costs import HandoffCosts
-from baton.router.learning import LearnedLine, WorkerCost
+from baton.router.learning import LearnedLine, PromptLine, WorkerCost
 from baton.router.topology import Places
 from baton.router.worker_activity import MOST_SHARE, NO_PLACE, LoadColumns, WorkerActivity
 from baton.telemetry.trace import PredictedTimes
@@ -115,7 +115,7 @@ class RunningRequest:
         if self.has_load:
             self.prefill.skip_prefill(done_at)
         else:
-            self.prefill.observe_prefill(self.num_tokens, self.began_at, done_at)
+            self.prefill.observe_prefill(self.num_tokens, self.began_at, done_at, self.num_cached)
         self._learn_handoff()
 
     def first_token(self, now: float) -> None:
@@ -187,7 +187,7 @@ class ModelCosts:
     def __init__(self) -> None:
         self.found_share = 0.0
         self.answer_tokens = float(TYPICAL_ANSWER_TOKENS)
-        self.prefill = LearnedLine(_PREFILL_GUESS)
+        self.prefill = PromptLine(_PREFILL_GUESS)
         self.step = LearnedLine(_STEP_GUESS)
         self.load = LearnedLine(_LOAD_GUESS)
         self.handoffs = HandoffCosts(self.prefill)
@@ -332,7 +332,7 @@ class FleetLoad:
         # Each request comes here: nothing is called where there are places.
         if prefill.num_decodes >= most_running[prefill.row]:
             queue_s = max(queue_s, costs.place_s(prefill, now))
-        expected = prefill.add_prefill(num_tokens, now, num_stored)
+        expected = prefill.add_prefill(num_tokens, now, num_stored, num_cached)
         done_at = prefill.free_at
         load_s, prefill_s = expected[0] - done_at, done_at - begins_at
         if prefill is not decode and decode.num_decodes >= most_running[decode.row]:

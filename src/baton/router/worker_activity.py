@@ -138,14 +138,17 @@ class WorkerActivity:
             pace_s *= max(1, self.device.num_busy + (more > 0 and self._busy_on is None))
         return pace_s
 
-    def add_prefill(self, num_tokens: int, now: float, num_stored: int = 0) -> tuple[float, float]:
+    def add_prefill(
+        self, num_tokens: int, now: float, num_stored: int = 0, num_cached: int = 0
+    ) -> tuple[float, float]:
         """A prompt is given to it: when it should be done, and what that is relative to.
 
-        So many tokens of it are loaded before that, while others are computed.
+        It has `num_cached` other tokens of it, and `num_stored` more are loaded before that, while
+        others are computed.
         """
         self.num_prefills += 1
         self.prefill_tokens += num_tokens
-        takes_s = self.prefill_cost.predict(num_tokens)
+        takes_s = self.prefill_cost.predict(num_tokens, num_cached + num_stored)
         self._set_free_at(max(now, self.free_at) + takes_s)
         self._prefill_share = self.prefill_share(now) + takes_s / WINDOW_S
         self._share_at = now
@@ -161,12 +164,14 @@ class WorkerActivity:
         self._drift_s += late_s
         self._set_free_at(max(now, self.free_at + late_s))
 
-    def observe_prefill(self, num_tokens: int, began_at: float, done_at: float) -> None:
+    def observe_prefill(
+        self, num_tokens: int, began_at: float, done_at: float, num_cached: int = 0
+    ) -> None:
         """A prompt that was given to it then was computed now, after the one before it."""
         began_at = max(began_at, self._last_done_at)
         if done_at < began_at:  # a later one was reported first
             return
-        self.prefill_cost.observe(num_tokens, done_at - began_at)
+        self.prefill_cost.observe(num_tokens, done_at - began_at, num_cached)
         self._columns.prefill_evidence[:, self.row] = self.prefill_cost.evidence
         self._last_done_at = done_at
 

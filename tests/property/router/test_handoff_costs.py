@@ -19,7 +19,7 @@ from baton.router.handoff_costs import (
     LinkCost,
     guess_exposed,
 )
-from baton.router.learning import LearnedLine
+from baton.router.learning import PromptLine
 from baton.router.load import FleetLoad
 from baton.router.placement import Placement
 from baton.router.topology import Distance
@@ -37,7 +37,7 @@ P, NEAR, FAR = view("p", "z/r0/h0"), view("near", "z/r0/h1"), view("far", "z/r1/
 
 
 def costs_of(prefill_token_s: float = 5e-5) -> HandoffCosts:
-    return HandoffCosts(LearnedLine((0.005, prefill_token_s)))
+    return HandoffCosts(PromptLine((0.005, prefill_token_s)))
 
 
 links = st.builds(LinkCost, st.floats(0, 1.0), st.floats(1e-12, 1e-5))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.router.learning import MOST_FACTOR, LearnedLine, WorkerCost
+from baton.router.learning import MOST_BEND, MOST_FACTOR, LearnedLine, PromptLine, WorkerCost
 
 sizes = st.floats(0, 1e6)
 seconds = st.floats(0, 1e4)
@@ -44,6 +44,63 @@ def test_of_a_single_size_its_own_cost_is_learned(size, took_s):
     for _ in range(300):
         line.observe(size, took_s)
     assert line.predict(size) == pytest.approx(took_s, rel=0.01)
+
+
+@given(st.lists(st.tuples(sizes, sizes, seconds), max_size=100))
+def test_no_prompt_makes_a_cost_negative(seen):
+    cost = WorkerCost(PromptLine((0.005, 5e-5)))
+    for num_tokens, num_before, took_s in seen:
+        cost.observe(num_tokens, took_s, num_before)
+        line = cost.line
+        assert line.fixed >= 0
+        assert line.each >= 0
+        assert 0 <= line.bend <= MOST_BEND
+        assert 0 <= line.predict(num_tokens, num_before) < np.inf
+    assert cost.num_seen == len(seen)
+
+
+@given(
+    each=st.floats(1e-5, 1e-3),
+    bend=st.sampled_from([0.0, 1e-5, 3e-5, 1e-4, 1e-3]),
+    seed=st.integers(0, 100),
+)
+def test_what_tokens_before_it_add_to_a_token_is_found(each, bend, seed):
+    """Of prompts of several lengths, some of them cached in part."""
+    rng, cost = random.Random(seed), WorkerCost(PromptLine((0.005, 5e-5)))
+
+    def takes_s(num_tokens, num_before):
+        return 0.004 + each * num_tokens * (1 + bend * (num_before + num_tokens / 2))
+
+    def draw():
+        return rng.uniform(10, 8000), rng.choice([0.0, 0.0, rng.uniform(0, 8000)])
+
+    for _ in range(300):
+        num_tokens, num_before = draw()
+        cost.observe(num_tokens, takes_s(num_tokens, num_before), num_before)
+    assert cost.error < 0.05
+    for num_tokens, num_before in (draw() for _ in range(20)):
+        expected = pytest.approx(takes_s(num_tokens, num_before), rel=0.1, abs=0.01)
+        assert cost.predict(num_tokens, num_before) == expected
+    size, before = np.array([10.0, 4000.0]), np.array([4000.0, 0.0])
+    assert [*cost.line.predict(size, before)] == [*map(cost.line.predict, size, before)]
+
+
+def test_a_bend_stays_while_prompts_are_alike():
+    rng, line = random.Random(1), PromptLine((0.005, 5e-5))
+    for at in range(600):
+        num_tokens = rng.uniform(100, 8000) if at < 300 else 1000.0
+        line.observe(num_tokens, 5e-5 * num_tokens * (1 + 5e-5 * num_tokens))
+    assert line.bend == pytest.approx(1e-4, rel=0.1)
+    assert line.predict(8000.0) == pytest.approx(0.56, rel=0.1)
+
+
+def test_noise_shows_no_bend():
+    rng, line = random.Random(2), PromptLine((0.005, 5e-5))
+    for _ in range(300):
+        num_tokens = rng.uniform(100, 8000)
+        line.observe(num_tokens, 5e-5 * num_tokens * rng.lognormvariate(0.0, 0.3))
+    assert line.predict(8000.0) == pytest.approx(0.4, rel=0.3)
+    assert line.predict(1000.0) == pytest.approx(0.05, rel=0.5)
 
 
 def test_what_changed_is_noticed():

@@ -70,6 +70,24 @@ def test_the_next_gateway_begins_with_what_the_last_one_learned(tmp_path):
     assert {each.name for each in tmp_path.iterdir()} == {"costs.json"}
 
 
+def test_what_tokens_before_it_add_to_a_token_is_kept(tmp_path):
+    path, first, second = tmp_path / "costs.json", FleetLoad(), FleetLoad()
+
+    def teach_bent():
+        for at in range(40):
+            num_tokens, now = 1000 * (1 + at % 5), 100.0 * at
+            running = first.begin(Placement(None, WORKER), num_tokens, now)
+            running.first_token(now + 1e-4 * num_tokens * (1 + 5e-5 * num_tokens))
+            running.end(now + 90.0)
+
+    keep(path, first, teach_bent)
+    keep(path, second)
+    assert json.loads(path.read_text())["models"]["demo"]["prefill"]["bend"] == pytest.approx(1e-4)
+    activity = second.of(WORKER.id, "demo")
+    assert activity.prefill_cost.predict(10_000) == pytest.approx(1.5, rel=0.05)
+    assert activity.prefill_cost.predict(1_000, 9_000) == pytest.approx(0.195, rel=0.05)
+
+
 def test_handoffs_are_kept_by_distance(tmp_path):
     path, first, second, third = tmp_path / "costs.json", FleetLoad(), FleetLoad(), FleetLoad()
     near, far, here = WORKER, located("far", "elsewhere"), located("here", "here")

@@ -14,7 +14,8 @@ _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 class SimulatedCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds, tokens. A prompt takes `prefill_s`, and `prefill_token_s` for each uncached token.
 
-    It is computed in equal pieces of about `chunk_tokens`, with a step between two of them:
+    Attention adds `prefill_context_s` to a token for each token before it. A prompt is computed in
+    equal pieces of about `chunk_tokens`, with a step between two of them:
     `step_s`, and `step_answer_s` for each answer beyond the first `step_free_answers` (below which
     reading the weights is what takes time). A handoff takes `handoff_s`, and
     `handoff_token_s` for each token that the decode worker has not cached. A worker holds the KV of
@@ -30,6 +31,7 @@ class SimulatedCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     prefill_s: _Seconds = 0.0
     prefill_token_s: _Some = 2.2e-4
+    prefill_context_s: _Seconds = 0.0
     chunk_tokens: _Count = 320
     step_s: _Some = 0.010
     step_answer_s: _Seconds = 0.0004
@@ -56,6 +58,11 @@ class SimulatedCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def step_takes_s(self, num_answers: int) -> float:
         """Seconds of a step of so many answers."""
         return self.step_s + self.step_answer_s * max(0, num_answers - self.step_free_answers)
+
+    def prefill_takes_s(self, num_uncached: int, num_before: int) -> float:
+        """Seconds to compute so many tokens behind so many others."""
+        each_s = self.prefill_token_s + self.prefill_context_s * (num_before + num_uncached / 2)
+        return self.prefill_s + each_s * num_uncached
 
     def load_takes_s(self, num_tokens: int) -> float:
         """Seconds to load so many tokens."""

@@ -148,7 +148,8 @@ class SimulatedWorker:
         num_stored, num_cached = store.count_stored(names), self.cache.count_cached(names)
         num_tokens = (num_stored - num_cached) * costs.block_size
         takes_s = costs.load_takes_s(num_tokens)
-        if takes_s >= costs.prefill_token_s * num_tokens or not self._reserve_to_compute(job):
+        computed_s = costs.prefill_takes_s(num_tokens, num_cached * costs.block_size)
+        if takes_s >= computed_s - costs.prefill_s or not self._reserve_to_compute(job):
             return False
         store.use(names[:num_stored])
         self._timeline.after(takes_s, lambda: self._end_load(job, num_stored, num_tokens))
@@ -251,7 +252,7 @@ class SimulatedWorker:
         num_cached = 0 if job.kv is None else job.kv.num_cached * self._costs.block_size
         job.num_saved = max(job.num_loaded, num_cached)
         num_uncached = job.turn.num_prompt_tokens - job.num_saved
-        job.left_s = self._costs.prefill_s + self._costs.prefill_token_s * num_uncached
+        job.left_s = self._costs.prefill_takes_s(num_uncached, job.num_saved)
         job.chunk_s = job.left_s * self._costs.chunk_tokens / num_uncached
 
     def _admit(self, job: Job) -> bool:
