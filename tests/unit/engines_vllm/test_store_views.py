@@ -165,6 +165,21 @@ def test_a_gpu_keeps_and_loads_what_the_cpus_pages_do(
         assert torch.equal(tensor[untouched], before[name][untouched])
 
 
+def test_vllms_thread_and_the_stores_take_turns(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM calls in inference mode, whose tensors no other thread may write to."""
+    worker = Worker(config, monkeypatch, kernel="flash_attn", layout="LBNHC")
+    copier = worker.copier()
+    kept = keep(copier, table(1))
+    for in_step in (True, False, True):
+        for tensor in worker.tensors.values():
+            tensor.zero_()
+        with torch.inference_mode(in_step):
+            load(copier, kept, table(2))
+        assert bodies_of(keep(copier, table(2))) == bodies_of(kept)
+
+
 def test_kernels_with_smaller_blocks_keep_the_same(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
