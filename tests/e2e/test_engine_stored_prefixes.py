@@ -357,10 +357,10 @@ def test_a_load_that_turns_out_slower_than_computing_ends_between_two_batches(
     read = two.agent.store._reader.read_segments
     batches = []
 
-    def read_slowly(*arguments: object) -> ReadBatch:
+    def read_slowly(*arguments: object, **named: object) -> ReadBatch:
         time.sleep(0.1)
         batches.append(arguments)
-        return read(*arguments)
+        return read(*arguments, **named)
 
     monkeypatch.setattr(two.agent.store._reader, "read_segments", read_slowly)
     assert ask(two, {"r1": PROMPTS["r1"]}) == {"r1": expected["r1"]}
@@ -422,8 +422,8 @@ def test_a_prompt_behind_two_others_is_loaded_before_they_are_computed(
     reader, landed_at = store_of(two)._reader, []
     read = reader.read_segments
 
-    def read_and_note(*arguments: object) -> ReadBatch:
-        found = read(*arguments)
+    def read_and_note(*arguments: object, **named: object) -> ReadBatch:
+        found = read(*arguments, **named)
         landed_at.append(CLOCK.now())
         return found
 

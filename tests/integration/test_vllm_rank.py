@@ -284,7 +284,6 @@ def test_two_servers_hand_over_in_their_gpus_memory(tmp_path: Path, op: str) -> 
     ("device", "options", "reason"),
     [
         ("cpu", {}, "vLLM keeps it on the CPU"),
-        ("cuda", {"store": StoreSection(tiers=("host",))}, "store.tiers needs KV in the host's"),
         ("cuda", {"handoff_encoding": "int8"}, "handoff.encoding"),
     ],
 )

@@ -168,10 +168,10 @@ class HandoffDispatcher:  # noqa: PLR0904 - the engine's contract
         layer: int,
         after: StreamPosition | None = None,
     ) -> None:
-        """See `HandoffPort`. An engine with a store reports layers that are in place."""
+        """See `HandoffPort`."""
         if self.store is not None:
             pooled = [each for each in tickets if each[0] in self._through_store]
-            self.store.layer_ready(pooled, layer)
+            self.store.layer_ready(pooled, layer, after)
             if pooled:
                 tickets = [each for each in tickets if each[0] not in self._through_store]
         self.agent.layer_ready(tickets, layer, after)

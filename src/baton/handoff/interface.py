@@ -147,12 +147,13 @@ class LoadOrder(LookupOrder):
     """Load the beginning of a prompt from the store into `blocks`, as far as it is there and pays.
 
     `guard` takes the blocks back before the load has ended. `trace` is the request's, if there is
-    one yet: lossy entries are noted in it.
+    one yet: lossy entries are noted in it. `after` as in a `ReceiveOrder`.
     """
 
     blocks: BlockTable
     guard: BlockGuard = field(default_factory=BlockGuard)
     trace: RequestSpan | None = None
+    after: StreamPosition | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,7 @@ class KeepOrder:
     """Keep KV of `token_ids`, int32, in the store: all of it is in `blocks`, which do not change.
 
     What is behind their last full block of the store's size is left out. `guard` takes the blocks
-    back before all is kept.
+    back before all is kept. At `after` the engine's GPU has computed them.
     """
 
     id: TicketId
@@ -168,6 +169,7 @@ class KeepOrder:
     token_ids: NDArray[np.int32]
     blocks: BlockTable
     guard: BlockGuard = field(default_factory=BlockGuard)
+    after: StreamPosition | None = None
 
 
 @dataclass(frozen=True, slots=True)

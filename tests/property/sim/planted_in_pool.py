@@ -41,7 +41,7 @@ def tails_without_tokens(patch: pytest.MonkeyPatch) -> None:
 def kept_before_it_is_computed(patch: pytest.MonkeyPatch) -> None:
     """One layer is taken for all."""
 
-    def layer_ready(self, layer, stop):
+    def layer_ready(self, layer, stop, after):
         self._ready[:] = stop
 
     patch.setattr(StoreWrite, "mark_layer_ready", layer_ready)

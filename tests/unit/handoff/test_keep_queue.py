@@ -52,7 +52,10 @@ class TimedStore:
         table: BlockTable,
         tenant_salt: str,
         guard: AbstractContextManager[object],
+        *,
+        after: None,
     ) -> tuple[int, int]:
+        assert after is None
         assert (len(table.blocks), tenant_salt) == (NUM_ENTRIES, "tenant")
         with guard:
             self.clock.advance(ENTRY_S * len(segments))

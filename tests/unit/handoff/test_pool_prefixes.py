@@ -60,8 +60,9 @@ class TimedStore:
             left -= num
         return runs
 
-    def read_segments(self, segments: Sequence[TokenSegment], *_: object) -> ReadBatch:
+    def read_segments(self, segments: Sequence[TokenSegment], *_: object, after: None) -> ReadBatch:
         """One entry; of the time, half is spent after the read."""
+        assert after is None
         at = segments[0].start // SIZE
         tiers = [run.tier for run in self.tiers for _ in range(run.num)]
         entry_s = self.entry_s[tiers[at]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -79,6 +81,33 @@ def test_a_piece_is_kept_once_all_its_layers_are_ready() -> None:
     store_write.add_stored(1)
     with pytest.raises(AssertionError):
         store_write.check_invariants()
+
+
+@dataclass
+class Position:
+    """A `StreamPosition`."""
+
+    is_reached: bool = False
+
+    def is_done(self) -> bool:
+        return self.is_reached
+
+    def wait(self) -> None:
+        raise AssertionError
+
+
+def test_what_a_gpu_has_yet_to_compute_is_not_kept() -> None:
+    segments, after = make_pieces(20), Position()
+    store_write = StoreWrite(
+        send_order(make_ticket(), num_tokens=20), segments, num_layers=2, deadline=NEVER
+    )
+    for layer in range(2):
+        store_write.mark_layer_ready(layer, 20, after)
+    store_write.mark_prefill_done(FIRST)
+    assert store_write.pending_segments() == ()
+    assert not store_write.is_done
+    after.is_reached = True
+    assert store_write.pending_segments() == segments
 
 
 def test_what_is_cached_on_prefill_can_be_kept_at_once() -> None:

@@ -28,15 +28,15 @@ _WIDTHS: Final = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class DevicePages:
-    """`Staging` between a GPU and this host. Owned by the agent's thread.
+    """`Staging` between a GPU and this host. Used by one thread at a time.
 
-    A staged page is `[head][unit]`, whatever the order of dimensions in the GPU's memory. Where
-    that is the order there (layouts LBHNC and BLHNC, or one KV head), copy engines move the pages;
-    else a kernel reorders them on the GPU first.
+    A staged page has the order of the dimensions of `pages`, whatever that of the GPU's memory.
+    Where the two are the same (layouts LBHNC and BLHNC, or one KV head, as vLLM shows them), copy
+    engines move the pages; else a kernel reorders them on the GPU first.
     """
 
     def __init__(self, pages: Sequence[torch.Tensor], region: PagedRegion) -> None:
-        """`pages` are views `[num_blocks, head, …]`, one for each array of `region`.
+        """`pages` are views `[num_blocks, …]`, one for each array of `region`.
 
         Returns when all that copying pages needs is compiled and allocated: later that would hold
         up vLLM.

@@ -25,6 +25,7 @@ from baton.engines.vllm.layouts import (
     make_opaque,
     pages_of,
     read_arrangement,
+    view_canonical,
 )
 from baton.errors import ConfigError, TransferError
 from baton.handoff.encoded_view import StagingSize, make_encoded_view
@@ -144,13 +145,14 @@ def try_build_store_view(
     *,
     store_block_size: int,
 ) -> KVView | None:
-    """The main model's pages in canonical order, for the store's thread alone; the caller releases.
+    """The main model's pages in canonical order, for the store alone; the caller releases.
 
-    None, with a warning, where that cannot be.
+    None, with a warning, where that cannot be. The pages of a GPU get into that order on the GPU,
+    and are copied from and to pinned memory of the host.
 
     Raises:
         ConfigError: the tensors do not match `layers`.
-        TransferError: there is no memory for staging.
+        TransferError: there is no memory for staging, or the GPU fails.
     """
     layout = layers.main_layout
     if any(layer.window_tokens is not None for layer in layout.layers):
@@ -179,17 +181,32 @@ def _try_show_canonical(
 
     Raises:
         ConfigError: the tensors do not match `layers`.
-        TransferError: there is no memory for it.
+        TransferError: there is no memory for it, or the GPU fails.
     """
     layout = layers.main_layout
     pages = pages_of(kv_caches, layers)[: layout.num_layers]
     arrangement = find_arrangement(vllm_config, layers.names[: layout.num_layers], pages[0])
-    if not (arrangement.is_canonical or arrangement.transposes_k):
+    joins_planes = arrangement.joins_planes and _has_equal_planes(layout)
+    if not (arrangement.is_canonical or arrangement.transposes_k or joins_planes):
         return arrangement
     region = allocate_host_region(_shapes(layout, num_pages))
+    if joins_planes:
+        logger.warning(
+            "the store's copies from and to a GPU were tested on CPUs only:"
+            " compare tokens with and without --store before you rely on them (docs/gpu.md)"
+        )
+        views = [
+            view_canonical(each, len(layer.planes))
+            for each, layer in zip(pages, layout.layers, strict=True)
+        ]
+        return KVView(layout, region, DevicePages(views, region))
     if arrangement.is_canonical:
         return KVView(layout, region, PlainPages(pages, region))
     return KVView(layout, region, TransposedPages(pages, layout, region))
+
+
+def _has_equal_planes(layout: KVLayout) -> bool:
+    return all(len({plane.head_dim for plane in layer.planes}) == 1 for layer in layout.layers)
 
 
 def find_arrangement(

@@ -22,6 +22,16 @@ TRANSPOSED_K_ISAS: Final = frozenset({"vec", "vec16"})
 """A head's unit is K as `[dim][token]`, then V as `[token][dim]`; checked against the kernel."""
 PLAIN_LATENT_BACKENDS: Final = frozenset({"cpu_mla"})
 """A page is `[token][latent]`: canonical as it lies."""
+JOINED_KV_BACKENDS: Final = frozenset({"flash_attn", "flashinfer", "flex_attention", "triton_attn"})
+"""Pages are `[head][token][K, V]`, by dimensions, whatever their order in memory."""
+LATENT_BACKENDS: Final = frozenset({
+    "cutlass_mla",
+    "flash_attn_mla",
+    "flashinfer_mla",
+    "flashmla",
+    "triton_mla",
+})
+"""As `PLAIN_LATENT_BACKENDS`, on GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +60,12 @@ class Arrangement:
     def is_canonical(self) -> bool:
         """Whether pages rest in Baton's canonical order."""
         return self.device == "cpu" and PLAIN_LATENT_BACKENDS.issuperset(self.kernels)
+
+    @property
+    def joins_planes(self) -> bool:
+        """Whether a GPU's pages are `[head][token][planes]`, so that `view_canonical` applies."""
+        known = JOINED_KV_BACKENDS | LATENT_BACKENDS
+        return self.device != "cpu" and known.issuperset(self.kernels)
 
 
 def read_arrangement(
@@ -209,6 +225,16 @@ def pages_of(
             )
         views.append(tensor)
     return tuple(views)
+
+
+def view_canonical(pages: torch.Tensor, num_planes: int) -> torch.Tensor:
+    """Pages `[block, head, token …, planes]` as `[block, plane, token …, head, dim]`.
+
+    A view of the same memory: an element's place in the order of dimensions is that in a canonical
+    page. All planes have the same dim.
+    """
+    planes = pages.view(*pages.shape[:-1], num_planes, -1)
+    return planes.movedim(-2, 1).movedim(2, -2)
 
 
 def _check_parallelism(vllm_config: VllmConfig) -> None:

@@ -46,7 +46,7 @@ from baton.handoff.dispatcher import HandoffDispatcher, open_handoffs
 from baton.handoff.encoded_view import list_lossy, open_handoff_encoding
 from baton.handoff.lease_file import LeaseFile
 from baton.handoff.link_page import describe_links
-from baton.handoff.options import AgentOptions, check_device_memory
+from baton.handoff.options import AgentOptions
 from baton.handoff.peer_transports import LinkOptions
 from baton.handoff.pool_mode.metrics import PoolModeCollector
 from baton.handoff.pool_mode.store_access import open_store_access, report_to
@@ -124,13 +124,11 @@ class Rank:
         self._clock = MachineClock()
         self._transports = self._build_transports()
         self._memory = choose_memory(self._transports)
-        if self._memory == "cuda":
-            if device == "cpu":
-                raise ConfigError(
-                    "transfer.transports moves KV between GPUs (cuda_ipc), and vLLM keeps it on "
-                    "the CPU: choose another transport"
-                )
-            check_device_memory(plan.options.store.tiers, kind)
+        if self._memory == "cuda" and device == "cpu":
+            raise ConfigError(
+                "transfer.transports moves KV between GPUs (cuda_ipc), and vLLM keeps it on "
+                "the CPU: choose another transport"
+            )
         self._wake_event = threading.Event()
         self._pool: SharedKVMemory | None = None
         self._kv_views: tuple[KVView, ...] = ()
@@ -256,10 +254,10 @@ class Rank:
         config, layers, store = self._plan.vllm_config, self._layers, self._plan.options.store
         if self._memory == "cuda":
             self._kv_views = (register_kv_view(config, layers, kv_caches),)
-            return
-        self._kv_views = build_kv_views(
-            config, layers, kv_caches, self._pool, staging_bytes=staging_bytes
-        )
+        else:
+            self._kv_views = build_kv_views(
+                config, layers, kv_caches, self._pool, staging_bytes=staging_bytes
+            )
         if self._encoding is not None:
             encoded = build_encoded_view(
                 config,

@@ -99,7 +99,10 @@ class RankHandoffs:
         self._sends = RankSends(setting, port, self._abort_fanout, clock=clock, observer=observer)
         self._loads = RankLoads(setting, port, self._abort_fanout, clock=clock, observer=observer)
         self._prefixes = RankPrefixes(
-            port.prefixes, block_size=setting.layout.block_size, clock=clock
+            port.prefixes,
+            block_size=setting.layout.block_size,
+            clock=clock,
+            record_position=setting.record_position,
         )
         self._steps = EngineSteps() if port.prefixes is None else port.prefixes.steps
         self._uses_store = False

@@ -17,6 +17,7 @@ import numpy as np
 
 from baton.clock import Instant
 from baton.engines.lookup_cost import LOAD_TIMEOUT_S
+from baton.engines.vllm.rank_prompts import on_host
 from baton.engines.vllm.step_orders import Keep, LookUp, StartLoad
 from baton.handoff.interface import KeepOrder, LoadOrder, LookupOrder
 from baton.handoff.read_prefixes import ReadOrder
@@ -26,10 +27,11 @@ from baton.protocol.worker_http import StoreLoads
 from baton.telemetry.log_limit import LimitedLog
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from baton.clock import Clock
     from baton.engines.vllm.step_orders import PrefixOrders, VllmRequestId
+    from baton.handoff.interface import StreamPosition
     from baton.handoff.read_prefixes import ReadsPrefixes
 
 logger = logging.getLogger(__name__)
@@ -61,8 +63,16 @@ class RankPrefixes:
     While the store does not answer, it is not asked: a store that hangs costs one request its time.
     """
 
-    def __init__(self, store: ReadsPrefixes | None, *, block_size: int, clock: Clock) -> None:
+    def __init__(
+        self,
+        store: ReadsPrefixes | None,
+        *,
+        block_size: int,
+        clock: Clock,
+        record_position: Callable[[], StreamPosition | None] = on_host,
+    ) -> None:
         self._store, self._block_size, self._clock = store, block_size, clock
+        self._record_position = record_position
         self._open: dict[TicketId, _Open] = {}
         self._ids: dict[VllmRequestId, TicketId] = {}
         """Of lookups and loads that are open: a request has one at most."""
@@ -206,23 +216,27 @@ class RankPrefixes:
         order = TicketId(b"pref" + self._num_orders.to_bytes(12, "big"))
         salt, ids = task.tenant_salt, task.token_ids
         if isinstance(task, Keep):
-            return KeepOrder(order, salt, ids, _table(0, task.blocks))
+            table = _table(0, task.blocks)
+            return KeepOrder(order, salt, ids, table, after=self._record_position())
         if isinstance(task, StartLoad):
-            table = _table(task.first_block, task.blocks)
-            return LoadOrder(order, salt, ids, task.start, task.token_s, table)
+            return self._make_load(order, task)
         return ReadOrder(order, salt, ids, task.start, task.token_s)
 
-    def _put_in_blocks(self, store: ReadsPrefixes, load: StartLoad) -> None:
-        """Put what was read into blocks, before this step computes the rest of the prompt."""
-        table = _table(load.first_block, load.blocks)
-        order = LoadOrder(
-            self._read.pop(load.request),
+    def _make_load(self, order: TicketId, load: StartLoad) -> LoadOrder:
+        # Steps that were given to a GPU before may still use these blocks, for another request.
+        return LoadOrder(
+            order,
             load.tenant_salt,
             load.token_ids,
             load.start,
             load.token_s,
-            table,
+            _table(load.first_block, load.blocks),
+            after=self._record_position(),
         )
+
+    def _put_in_blocks(self, store: ReadsPrefixes, load: StartLoad) -> None:
+        """Put what was read into blocks, before this step computes the rest of the prompt."""
+        order = self._make_load(self._read.pop(load.request), load)
         began_at = self._clock.now()
         num_tokens = store.put_in_blocks(order)
         # vLLM has listed these blocks in its cache: it must not go on with others' bytes in them.

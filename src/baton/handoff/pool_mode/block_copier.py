@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from baton.handoff.interface import StreamPosition
     from baton.handoff.kv_views import KVView
     from baton.kv.identity import BlockHash
     from baton.kv.layout import KVLayout
@@ -76,6 +77,7 @@ class BlockCopier:
     Through the staging pages of a KV view that has some, but where it `ShowsTokens`.
     `scatter` may be called by the engine's thread, too: one copy at a time, none of which waits for
     anything but memory. No other component stages through the KV view's region.
+    Pages of a GPU are copied once it has reached `after`; the call waits until they are in place.
     """
 
     def __init__(self, view: KVView, entry_format: EntryFormat) -> None:
@@ -126,11 +128,17 @@ class BlockCopier:
             for each in layouts
         ]
 
-    def gather(self, batch: Sequence[TokenSegment], table: BlockTable) -> list[EntryBodies]:
+    def gather(
+        self,
+        batch: Sequence[TokenSegment],
+        table: BlockTable,
+        after: StreamPosition | None = None,
+    ) -> list[EntryBodies]:
         """The bodies of a batch, from the engine's blocks in `table`.
 
         Raises:
             ProtocolError: the table does not cover it.
+            TransferError: the GPU failed.
         """
         start, found = batch[0].start, self.allocate_bodies(batch)
         if self._in_place is not None:
@@ -142,7 +150,7 @@ class BlockCopier:
         span = self._find(start, batch[-1].stop, table)
         here = PagedSequence(self._layout, span.pages)
         with self._staging:
-            self._gather_to_staging(span.blocks, span.pages.blocks)
+            self._gather_to_staging(span.blocks, span.pages.blocks, after)
             for bodies in found:
                 for layer, rows in enumerate(bodies.pages()):
                     self._pack_layer(rows, batch, (bodies.layout, here, layer))
@@ -155,11 +163,13 @@ class BlockCopier:
         *,
         start: int,
         table: BlockTable,
+        after: StreamPosition | None = None,
     ) -> None:
         """Put tokens of a batch, those from `start` on, into the engine's blocks in `table`.
 
         Raises:
             ProtocolError: the table does not cover them.
+            TransferError: the GPU failed.
         """
         start = max(start, batch[0].start)
         if self._in_place is not None:
@@ -170,22 +180,29 @@ class BlockCopier:
             return
         span = self._find(start, batch[-1].stop, table)
         with self._staging:
-            self._scatter(found, batch, start, span)
+            self._scatter(found, batch, start, span, after=after)
 
     def _scatter(
-        self, found: Sequence[EntryBodies], batch: Sequence[TokenSegment], start: int, span: _Span
+        self,
+        found: Sequence[EntryBodies],
+        batch: Sequence[TokenSegment],
+        start: int,
+        span: _Span,
+        *,
+        after: StreamPosition | None,
     ) -> None:
         if start % self._layout.block_size:  # a page's first tokens came before: they stay
-            self._gather_to_staging(span.blocks[:1], span.pages.blocks[:1])
+            self._gather_to_staging(span.blocks[:1], span.pages.blocks[:1], after)
         here = PagedSequence(self._layout, span.pages)
         for bodies in found:
             for layer, rows in enumerate(bodies.pages()):
                 self._unpack_layer(rows, batch, (bodies.layout, here, layer), start)
         if self._view.staging is not None:
-            for layer in range(self._layout.num_layers):
-                copy = self._view.staging.scatter(layer, span.pages.blocks, span.blocks)
-                if copy is not None:
-                    copy.wait()
+            scatter = self._view.staging.scatter
+            _wait_for_all(
+                scatter(layer, span.pages.blocks, span.blocks, after)
+                for layer in range(self._layout.num_layers)
+            )
 
     def _pair_tokens(
         self,
@@ -232,12 +249,14 @@ class BlockCopier:
         staged = blocks if self._view.staging is None else np.arange(len(blocks), dtype=np.int64)
         return _Span(blocks, BlockTable(found.first, staged))
 
-    def _gather_to_staging(self, blocks: NDArray[np.int64], pages: NDArray[np.int64]) -> None:
+    def _gather_to_staging(
+        self, blocks: NDArray[np.int64], pages: NDArray[np.int64], after: StreamPosition | None
+    ) -> None:
         if self._view.staging is not None:
-            for layer in range(self._layout.num_layers):
-                copy = self._view.staging.gather(layer, blocks, pages)
-                if copy is not None:
-                    copy.wait()
+            gather = self._view.staging.gather
+            _wait_for_all(
+                gather(layer, blocks, pages, after) for layer in range(self._layout.num_layers)
+            )
 
     def _pack_layer(
         self,
@@ -275,6 +294,17 @@ class BlockCopier:
         skipped = start - batch[0].start
         data = read_canonical(tail, layer, rows, start=skipped, stop=layout.block_size)
         write_canonical(here, layer, pages, data, start=start, heads=heads)
+
+
+def _wait_for_all(copies: Iterator[StreamPosition | None]) -> None:
+    """Begin copies in one direction, which end in that order; none is under way afterwards."""
+    last = None
+    try:
+        for last in copies:  # noqa: B007 - the last one that was begun, also where the next fails
+            pass
+    finally:
+        if last is not None:
+            last.wait()
 
 
 def _rows_of(batch: Sequence[TokenSegment], layout: KVLayout) -> BlockTable:

@@ -167,7 +167,9 @@ class KeepQueue:
         order, segments = keep.order, keep.segments
         most = max(KEEP_BATCH_ENTRIES, KEEP_BATCH_BYTES // self._entry_bytes)
         batch = segments[: self.pace.count_at_once(self.clock.now(), most)]
-        num_kept, _ = self.writer.keep_segments(batch, order.blocks, order.tenant_salt, order.guard)
+        num_kept, _ = self.writer.keep_segments(
+            batch, order.blocks, order.tenant_salt, order.guard, after=order.after
+        )
         self.counts.num_stored += num_kept
         self._note_present(keep, segments[:num_kept])
         keep.segments = segments[num_kept:]

@@ -323,7 +323,9 @@ class StoredPrefixes:
         if found is None or not found.segments:
             return True
         began_at = self.clock.now()
-        read = self._reader.read_segments(found.segments, order.start, order.blocks, order.guard)
+        read = self._reader.read_segments(
+            found.segments, order.start, order.blocks, order.guard, after=order.after
+        )
         took_s, num_read = self.clock.now() - began_at, len(read.segments)
         if num_read:
             load.num_tokens = read.segments[-1].stop

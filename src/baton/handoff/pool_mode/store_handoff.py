@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         ReceiveOrder,
         SampledToken,
         SendOrder,
+        StreamPosition,
     )
     from baton.handoff.pool_mode.block_copier import TokenSegment
     from baton.handoff.pool_mode.store_access import StoreAccess
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POLL_S: Final = 0.004
-"""Between two looks for entries that are awaited, and at deadlines."""
+"""Between two looks for entries that are awaited, at a GPU, and at deadlines."""
 TICK_S: Final = 0.05
 """Between two looks at deadlines of prefills, whose progress comes by commands."""
 STOP_TIMEOUT_S: Final = 5.0
@@ -124,11 +125,16 @@ class StoreHandoff:
         if any(each.mode == "pool" for each in prompts):
             self._commands.put(_nothing)
 
-    def layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:
+    def layer_ready(
+        self,
+        tickets: Sequence[tuple[TicketId, int]],
+        layer: int,
+        after: StreamPosition | None = None,
+    ) -> None:
         """See `HandoffPort.layer_ready`; `tickets` may be none of this mode."""
         self._heartbeat.tick()
         if tickets:
-            self._commands.put(partial(self._layer_ready, tickets, layer))
+            self._commands.put(partial(self._layer_ready, tickets, layer, after))
 
     def prefill_done(self, ticket: TicketId, first_token: SampledToken | None) -> None:
         """See `HandoffPort.prefill_done`."""
@@ -184,7 +190,7 @@ class StoreHandoff:
 
     def _idle_wait_s(self) -> float | None:
         """How long nothing has to be looked at; None: until the next command."""
-        if self._reads:
+        if self._reads or any(each.after is not None for each in self._writes.values()):
             return POLL_S
         return TICK_S if self._writes else None
 
@@ -279,11 +285,16 @@ class StoreHandoff:
         domain = HashDomain(self._fingerprint, salt, self.access.entry_format.block_size)
         return hash_segments(domain, order.prompt_ids)
 
-    def _layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:
+    def _layer_ready(
+        self,
+        tickets: Sequence[tuple[TicketId, int]],
+        layer: int,
+        after: StreamPosition | None,
+    ) -> None:
         for ticket, stop in tickets:
             store_write = self._writes.get(ticket)
             if store_write is not None:
-                store_write.mark_layer_ready(layer, stop)
+                store_write.mark_layer_ready(layer, stop, after)
 
     def _prefill_done(self, ticket: TicketId, first_token: SampledToken | None) -> None:
         store_write = self._writes.get(ticket)

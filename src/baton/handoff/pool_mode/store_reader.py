@@ -32,7 +32,13 @@ if TYPE_CHECKING:
 
     from baton.clock import Clock, Instant
     from baton.handoff.grants import Tombstone
-    from baton.handoff.interface import HandoffEvent, LoadOrder, ReceiveOrder, SampledToken
+    from baton.handoff.interface import (
+        HandoffEvent,
+        LoadOrder,
+        ReceiveOrder,
+        SampledToken,
+        StreamPosition,
+    )
     from baton.handoff.pool_mode.block_copier import BlockCopier, EntryBodies, TokenSegment
     from baton.handoff.pool_mode.side_entries import CompletionMarker
     from baton.handoff.pool_mode.store_access import StoreAccess
@@ -122,7 +128,7 @@ class StoreReader:
         if not segments:
             return False
         order = store_read.order
-        read = self.read_segments(segments, order.start, order.blocks)
+        read = self.read_segments(segments, order.start, order.blocks, after=order.after)
         num_read = len(read.segments)
         if num_read == 0:
             return False
@@ -139,21 +145,28 @@ class StoreReader:
         start: int,
         table: BlockTable,
         guard: AbstractContextManager[object] = UNGUARDED,
+        *,
+        after: StreamPosition | None = None,
     ) -> ReadBatch:
         """Put one batch of them, tokens from `start` on, into the blocks of `table`.
 
-        `guard` is entered while the blocks are written.
+        `guard` is entered while the blocks are written, once the engine's GPU has reached `after`.
 
         Returns:
             The leading ones that were read: all of the batch that were there.
 
         Raises:
             ProtocolError: an entry is what was put, and nothing that `store.encoding` writes.
+            TransferError: the GPU failed.
         """
         read = self.read_bodies(segments)
         if read.segments:
+            if after is not None:
+                after.wait()
             with guard:
-                self._copier.scatter(read.bodies, read.segments, start=start, table=table)
+                self._copier.scatter(
+                    read.bodies, read.segments, start=start, table=table, after=after
+                )
             self.release(read)
         return read
 
@@ -198,7 +211,9 @@ class StoreReader:
         Raises:
             ProtocolError: the order's table does not cover it.
         """
-        self._copier.scatter(read.bodies, read.segments, start=order.start, table=order.blocks)
+        self._copier.scatter(
+            read.bodies, read.segments, start=order.start, table=order.blocks, after=order.after
+        )
         self.release(read)
         if order.trace is not None:
             note_store_encoding(order.trace, self._encoding)

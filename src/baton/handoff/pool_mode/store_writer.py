@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.clock import Clock, Instant
-    from baton.handoff.interface import HandoffEvent, SampledToken, SendOrder
+    from baton.handoff.interface import HandoffEvent, SampledToken, SendOrder, StreamPosition
     from baton.handoff.pool_mode.block_copier import BlockCopier, EntryBodies, TokenSegment
     from baton.handoff.pool_mode.store_access import StoreAccess
     from baton.kv.copies import BlockTable
@@ -71,7 +71,9 @@ class StoreWriter:
             return True
         order = store_write.order
         salt = order.ticket.tenant_salt
-        num_kept, num_bytes = self.keep_segments(segments, order.blocks, salt)
+        num_kept, num_bytes = self.keep_segments(
+            segments, order.blocks, salt, after=store_write.after
+        )
         store_write.order.trace.num_bytes += num_bytes
         note_store_encoding(store_write.order.trace, self._encoding)
         store_write.add_stored(num_kept)
@@ -84,20 +86,25 @@ class StoreWriter:
         table: BlockTable,
         tenant_salt: str,
         guard: AbstractContextManager[object] = UNGUARDED,
+        *,
+        after: StreamPosition | None = None,
     ) -> tuple[int, int]:
         """Put one batch of them, from the engine's blocks in `table`, as the tenant's.
 
-        `guard` is entered while the blocks are read.
+        `guard` is entered while the blocks are read, once the engine's GPU has reached `after`.
 
         Returns:
             How many leading ones were put, all at once, and the bytes of their entries.
 
         Raises:
             StoreError: there is no room, or they cannot be written.
+            TransferError: the GPU failed.
         """
         batch = self._copier.take_batch(segments)
+        if after is not None:
+            after.wait()
         with guard:
-            gathered = self._copier.gather(batch, table)
+            gathered = self._copier.gather(batch, table, after)
         entries = [
             NamedBody(self._entry_format.name(segment.block_hash, part), body.data)
             for bodies, part in zip(gathered, self._copier.parts, strict=True)
@@ -154,7 +161,10 @@ class StoreWriter:
 
 
 class StoreWrite:
-    """What of one prompt is computed, and what of that is kept. `segments` cover the prompt."""
+    """What of one prompt is computed, and what of that is kept. `segments` cover the prompt.
+
+    At `after` the engine's GPU has computed all that was reported; None on CPUs.
+    """
 
     def __init__(
         self,
@@ -166,6 +176,7 @@ class StoreWrite:
     ) -> None:
         self.order, self.deadline = order, deadline
         self.first_token: SampledToken | None = None
+        self.after: StreamPosition | None = None
         self._segments = segments
         self._ready = np.full(num_layers, order.num_ready_tokens, dtype=np.int64)
         self._num_stored = 0
@@ -181,9 +192,10 @@ class StoreWrite:
         """Whether prefill is over and all of it is kept."""
         return self._is_prefill_done and self._num_stored == len(self._segments)
 
-    def mark_layer_ready(self, layer: int, stop: int) -> None:
-        """Tokens `[0, stop)` of a layer are in place."""
+    def mark_layer_ready(self, layer: int, stop: int, after: StreamPosition | None = None) -> None:
+        """Tokens `[0, stop)` of a layer are in place, or will be at `after`."""
         self._ready[layer] = max(self._ready[layer], stop)
+        self.after = after
 
     def mark_prefill_done(self, first_token: SampledToken | None) -> None:
         """Nothing more will be computed."""
@@ -194,7 +206,13 @@ class StoreWrite:
         self.deadline = extend(self.deadline, instant, self.order.deadline)
 
     def pending_segments(self) -> Sequence[TokenSegment]:
-        """What is complete in all layers and not kept yet, in order."""
+        """What is complete in all layers and not kept yet, in order.
+
+        Raises:
+            TransferError: the GPU failed.
+        """
+        if self.after is not None and not self.after.is_done():
+            return ()
         ready = int(self._ready.min())
         stop = self._num_stored
         while stop < len(self._segments) and self._segments[stop].stop <= ready:

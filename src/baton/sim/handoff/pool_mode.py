@@ -16,6 +16,7 @@ from baton.store.tiered import TieredStore
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from baton.handoff.interface import StreamPosition
     from baton.handoff.kv_views import KVView
     from baton.handoff.pool_mode.block_copier import EntryBodies, TokenSegment
     from baton.handoff.pool_mode.store_handoff import StoreHandoff
@@ -71,11 +72,16 @@ class CheckedBlockCopier(BlockCopier):
         super().__init__(pool.view, pool.entry_format)
         self._process = process
 
-    def gather(self, batch: Sequence[TokenSegment], table: BlockTable) -> list[EntryBodies]:
+    def gather(
+        self,
+        batch: Sequence[TokenSegment],
+        table: BlockTable,
+        after: StreamPosition | None = None,
+    ) -> list[EntryBodies]:
         """See `BlockCopier`."""
         process = self._process
         process.checker.pooling.check_gather(process, self._blocks(batch, table, batch[0].start))
-        return super().gather(batch, table)
+        return super().gather(batch, table, after)
 
     def scatter(
         self,
@@ -84,12 +90,13 @@ class CheckedBlockCopier(BlockCopier):
         *,
         start: int,
         table: BlockTable,
+        after: StreamPosition | None = None,
     ) -> None:
         """See `BlockCopier`."""
         process = self._process
         blocks = self._blocks(batch, table, max(start, batch[0].start))
         process.checker.pooling.check_scatter(process, blocks)
-        super().scatter(found, batch, start=start, table=table)
+        super().scatter(found, batch, start=start, table=table, after=after)
 
     def _blocks(self, batch: Sequence[TokenSegment], table: BlockTable, start: int) -> set[int]:
         held = table.slice_tokens(start, batch[-1].stop, self._layout.block_size)
