@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -45,6 +44,7 @@ TOOL = {
         },
     },
 }
+CHOICE = {"type": "function", "function": {"name": "get"}}
 MESSAGES = {"messages": [{"role": "user", "content": "What are you?"}]}
 
 
@@ -52,7 +52,9 @@ HANDOFFS, GENERATED = "vllm:baton_handoffs_total", "vllm:generation_tokens_total
 NUM_LONG = 2000
 """Tokens of answers that are to move: a busy machine generated 800 before their KV was copied."""
 NUM_SEEN = 50
-"""Events that each client has when the server is killed."""
+"""Events that each client has when its stream moves."""
+NUM_BEFORE_KILL = 25
+"""The same, when its server is killed: the shortest answer, a tool's call, has some 100."""
 GO_ON: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {**GREEDY, "prompt": list(range(500, 570)), "stop": ["never said"]}),
     (CHAT, {**GREEDY, **MESSAGES, "tools": [TOOL]}),
@@ -64,7 +66,7 @@ SAMPLED: list[tuple[str, dict[str, Any]]] = [
         (COMPLETIONS, {"prompt": list(range(600, 650))}, {"logprobs": 1}),
         (CHAT, MESSAGES, {"logprobs": True, "top_logprobs": 1}),
         (COMPLETIONS, {"prompt": list(range(700, 760))}, {"presence_penalty": 0.5}),
-        (CHAT, MESSAGES, {"tools": [TOOL], "tool_choice": "required"}),
+        (CHAT, MESSAGES, {"tools": [TOOL], "tool_choice": CHOICE}),
     )
 ]
 """Without a seed, and with what looks at the answer alone: sampled with a seed of the gateway's."""
@@ -151,27 +153,23 @@ def test_decode_dies_under_streams(
             clients = [StreamClient(*each) for each in bodies for _ in range(2)]
             # The first token of those with a grammar takes long: it is compiled.
             slow = [client for client in clients if "tool_choice" in client.body]
-            asking = {id(c): asyncio.create_task(c.ask(session, gateway.url)) for c in slow}
-            while not all(c.answer.calls for c in slow):
-                await asyncio.sleep(0.02)
-            asking |= {
-                id(c): asyncio.create_task(c.ask(session, gateway.url))
-                for c in clients
-                if c not in slow
-            }
-            while not all(c.answer.num_events > NUM_SEEN for c in clients):
-                await asyncio.sleep(0.02)
+            asking = [asyncio.create_task(c.ask(session, gateway.url)) for c in slow]
+            await wait_for_events(slow, 1, asking)
+            others = [client for client in clients if client not in slow]
+            asking += [asyncio.create_task(c.ask(session, gateway.url)) for c in others]
+            await wait_for_events(clients, NUM_BEFORE_KILL, asking)
             num_lost = read_metric(victim.url, "vllm:num_requests_running")
             victim.kill()
-            assert not any(task.done() for task in asking.values()), "killed in mid-stream"
+            assert not any(task.done() for task in asking), "killed in mid-stream"
             assert num_lost == len(bodies), "it had one of every kind"
-            answers = await asyncio.gather(*(asking[id(c)] for c in clients))
+            await asyncio.gather(*asking)
+            answers = [client.answer for client in clients]
             resumed = "baton_gateway_resumed_streams_total"
             assert read_metric(gateway.url, resumed, result="resumed") == num_lost
             assert read_metric(gateway.url, "baton_gateway_broken_streams_total") == 0
             computed = read_metric(spare.url, GENERATED) - before
             num_tokens = sum(int(answer.usages[0]["completion_tokens"]) for answer in answers)
-            assert computed <= num_tokens - len(GO_ON) * NUM_SEEN
+            assert computed <= num_tokens - len(GO_ON) * NUM_BEFORE_KILL
             fixed = bodies[: -len(SAMPLED)]
             undisturbed = (StreamClient(*b).ask(session, spare.url) for b in fixed)
             for number, expected in enumerate(await asyncio.gather(*undisturbed)):
@@ -182,6 +180,16 @@ def test_decode_dies_under_streams(
     asyncio.run(main())
     wait_until(lambda: read_metric(gateway.url, "baton_gateway_inflight_requests") == 0, 20.0)
     cluster_factory.end(gateway)
+
+
+async def wait_for_events(
+    clients: list[StreamClient], num_events: int, asking: list[asyncio.Task[StreamedAnswer]]
+) -> None:
+    """Until each has more; none may be at its end before."""
+    while not all(client.answer.num_events > num_events for client in clients):
+        for task in asking:
+            assert not task.done(), task.result()
+        await asyncio.sleep(0.02)
 
 
 def check_sampled(answers: list[StreamedAnswer]) -> None:
@@ -199,8 +207,7 @@ def check_sampled(answers: list[StreamedAnswer]) -> None:
     for answer in (call, other_call):
         assert answer.roles == ["assistant"]
         assert answer.calls[0]["name"] == "get"
-        (text,) = json.loads(answer.calls[0]["arguments"]).values()
-        assert 400 <= len(text) <= 420
+        assert answer.calls[0]["arguments"].startswith("{")
     assert call.calls != other_call.calls
 
 
@@ -212,8 +219,8 @@ def test_servers_sample_the_same_tokens_with_a_gateways_seed(
     path, body = SAMPLED[0]
     body = {"model": MODEL, "stream": True, **body, "max_tokens": 20}
 
-    async def ask(session: aiohttp.ClientSession, url: str, seed: int, **changes: object) -> Any:
-        headers = {"x-baton-token-ids": "1", "x-baton-seed": str(seed)}
+    async def ask(session: aiohttp.ClientSession, url: str, own: int, **changes: object) -> Any:
+        headers = {"x-baton-token-ids": "1", "x-baton-seed": str(own)}
         async with session.post(url + path, json=body | changes, headers=headers) as response:
             return response.headers, StreamedAnswer().read_all(await response.read())
 

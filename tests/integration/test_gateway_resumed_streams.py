@@ -38,9 +38,7 @@ def event(name: str, choice: dict[str, Any] | None = None, **more: object) -> by
     )
 
 
-def stream(
-    *parts: bytes, then: str = "done", header: bool = False, seeded: bool = False
-) -> Script:
+def stream(*parts: bytes, then: str = "done", header: bool = False, seeded: bool = False) -> Script:
     """A worker that sends these parts, and then ends its stream, dies or leaves it open.
 
     `seeded`: it samples with the gateway's seed.

@@ -26,10 +26,11 @@ def serve(
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         stream = CURRENT.get()
-        for _ in range(0 if stream is None else num_answers):
-            stream.begin(given)
-            if given is None:
-                stream.use_seed()
+        for _ in range(num_answers):
+            if stream is not None:
+                stream.begin(given)
+                if given is None:
+                    stream.use_seed()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for step in steps:
             if isinstance(step, bytes):

@@ -132,11 +132,10 @@ def install() -> None:
             stream = None
         elif stream is not None:
             lora = options.get("lora_request")
-            can_go_on = find_obstacle(sampling_params, lora, prompt) is None and _is_plain(engine)
-            known = given if len(given) < (sampling_params.max_tokens or 0) else ()
-            stream.begin(known if can_go_on else None)
-            if not can_go_on and can_be_seeded(sampling_params, engine.vllm_config):
-                sampling_params.seed = stream.use_seed()
+            if find_obstacle(sampling_params, lora, prompt) is None and _is_plain(engine):
+                stream.begin(given if len(given) < (sampling_params.max_tokens or 0) else ())
+            else:
+                _begin_repeatable(stream, sampling_params, engine.vllm_config)
         outputs = generate(engine, prompt, sampling_params, request_id, **options)
         return outputs if stream is None else _report(stream, outputs)
 
@@ -175,6 +174,13 @@ def give_to_engine(request: Any, given: tuple[int, ...]) -> None:  # noqa: ANN40
     request.prompt_token_ids = [*request.prompt_token_ids, *given]
     params.max_tokens -= len(given)
     params.min_tokens = max(0, params.min_tokens - len(given))
+
+
+def _begin_repeatable(stream: StreamTokens, params: Any, config: Any) -> None:  # noqa: ANN401 - vLLM's
+    """Begin a stream that cannot go on from tokens: the same answer can be given from its start."""
+    stream.begin(None)
+    if can_be_seeded(params, config):
+        params.seed = stream.use_seed()
 
 
 async def _report(

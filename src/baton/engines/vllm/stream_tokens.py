@@ -109,7 +109,10 @@ async def _send(stream: StreamTokens, send: Send, message: Message) -> None:
         if stream.is_reported:
             message = {**message, "headers": [*message["headers"], ASKED]}
         elif stream.is_seeded:
-            message = {**message, "headers": [*message["headers"], (SEED, b"%d" % stream.seed)]}
+            message = {
+                **message,
+                "headers": [*message["headers"], (SEED, str(stream.seed).encode())],
+            }
     elif stream.pending and message.get("body", b"").startswith(DATA):
         message = {**message, "body": stream.take_comment() + message["body"]}
     await send(message)
