@@ -125,7 +125,12 @@ def start_victims(cluster_factory: ClusterFactory) -> tuple[FleetProcess, ...]:
     )
     whole = {
         "engine__max_num_batched_tokens": SPEC.max_context_tokens,
-        "engine__arguments": [*ENGINE["engine.arguments"], "--no-enable-chunked-prefill"],
+        "engine__arguments": [
+            *ENGINE["engine.arguments"],
+            "--no-enable-chunked-prefill",
+            # Else a call that is sampled of random weights is mostly white space.
+            '--structured-outputs-config={"backend": "xgrammar", "disable_any_whitespace": true}',
+        ],
     }
     killed, spare = (cluster_factory.start(n, "decode", **whole) for n in ("killed", "spare"))
     return drained, killed, spare
