@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from tests.chaos import store_failpoints
 from tests.chaos.vllm_pair import start_slow_prefill
-from tests.e2e_vllm.cluster import KV_BYTES_PER_TOKEN
+from tests.e2e_vllm.cluster import ENGINE, KV_BYTES_PER_TOKEN, SPEC
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -111,7 +111,10 @@ def start_small_decode(cluster_factory: ClusterFactory) -> tuple[FleetProcess, .
 
 
 def start_victims(cluster_factory: ClusterFactory) -> tuple[FleetProcess, ...]:
-    """Two more decode servers, which do not live long: `find_notice` is for one of them."""
+    """Three more decode servers: two do not live long, `find_notice` is for one of them.
+
+    The other two compute each prompt in one step, as vLLM must on CPUs where requests have seeds.
+    """
     notice = str(find_notice(cluster_factory))
     drained = cluster_factory.start(
         "drained",
@@ -120,7 +123,17 @@ def start_victims(cluster_factory: ClusterFactory) -> tuple[FleetProcess, ...]:
         preemption__file=notice,
         preemption__interval_s=0.1,
     )
-    return drained, cluster_factory.start("killed", "decode")
+    whole = {
+        "engine__max_num_batched_tokens": SPEC.max_context_tokens,
+        "engine__arguments": [
+            *ENGINE["engine.arguments"],
+            "--no-enable-chunked-prefill",
+            # Else a call that is sampled of random weights is mostly white space.
+            '--structured-outputs-config={"backend": "xgrammar", "disable_any_whitespace": true}',
+        ],
+    }
+    killed, spare = (cluster_factory.start(n, "decode", **whole) for n in ("killed", "spare"))
+    return drained, killed, spare
 
 
 def find_notice(cluster_factory: ClusterFactory) -> Path:

@@ -38,12 +38,17 @@ def event(name: str, choice: dict[str, Any] | None = None, **more: object) -> by
     )
 
 
-def stream(*parts: bytes, then: str = "done", header: bool = False) -> Script:
-    """A worker that sends these parts, and then ends its stream, dies or leaves it open."""
+def stream(*parts: bytes, then: str = "done", header: bool = False, seeded: bool = False) -> Script:
+    """A worker that sends these parts, and then ends its stream, dies or leaves it open.
+
+    `seeded`: it samples with the gateway's seed.
+    """
 
     async def script(visit: Visit) -> None:
         headers = [(b"content-type", b"text/event-stream")]
         headers += [(b"x-baton-token-ids", b"1")] if header else []
+        if seeded:
+            headers += [(b"x-baton-seed", visit.headers["x-baton-seed"].encode())]
         await visit.send({"type": "http.response.start", "status": 200, "headers": headers})
         for part in parts:
             await visit.write(part)
@@ -115,6 +120,24 @@ def test_vllm_answers_again_and_the_client_gets_what_it_lacks(body: dict[str, An
         assert await cluster.metric(ttft + '{mode="push"') == 1
 
     run(scenario, **vllms(first, second))
+
+
+def test_what_a_vllm_server_samples_with_the_gateways_seed_another_one_samples_again() -> None:
+    first = stream(*texts("a", "ab", "cd"), then="die", seeded=True)
+    second = stream(*texts("b", "a", "bcde"), then="die", seeded=True)
+    third = stream(*texts("c", "abcdef"), END, seeded=True)
+
+    async def scenario(cluster: Cluster) -> None:
+        async with cluster.post(SAMPLED) as response:
+            assert "x-baton-seed" not in response.headers
+            answer = StreamedAnswer().read_all(await response.read())
+        assert (answer.text, answer.is_broken) == ("abcdef", False)
+        visits = [worker.visits[0] for worker in cluster.decodes]
+        assert len({visit.headers["x-baton-seed"] for visit in visits}) == 1
+        assert all("seed" not in visit.body for visit in visits)
+        assert await results(cluster) == {"resumed": 2}
+
+    run(scenario, **vllms(first, second, third, resumes_streams=True))
 
 
 def test_a_worker_that_hangs_is_replaced_once_it_is_given_up() -> None:

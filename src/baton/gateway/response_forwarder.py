@@ -32,6 +32,7 @@ from baton.protocol.worker_http import (
     FIRST_TOKEN_AGE_HEADER,
     PROMPT_TOKENS_HEADER,
     REQUEST_ID_HEADER,
+    SEED_HEADER,
     TOKEN_IDS_HEADER,
     first_token_path,
 )
@@ -166,7 +167,9 @@ class ResponseForwarder:
         if response.status == OK and _is_event_stream(response):
             await self._context.start_stream(self._send)
             self._resumption.begin_stream(
-                self._decode.protocol, has_ids=TOKEN_IDS_HEADER.encode() in response.headers
+                self._decode.protocol,
+                has_ids=TOKEN_IDS_HEADER.encode() in response.headers,
+                is_seeded=SEED_HEADER.encode() in response.headers,
             )
             self._resumption.num_prompt_tokens = _read_prompt_tokens(response)
             try:

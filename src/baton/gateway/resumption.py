@@ -5,8 +5,9 @@
                       Its events begin anew: what the client has is left out (`stream_replay`)
 
 A request that runs again gives the same answer only if tokens are chosen greedily or with a seed.
-Embedded engines get a seed from the gateway, for clients that give none: number i of an answer's
-tokens depends on the seed, on i and on what precedes it, wherever it is computed.
+Workers get a seed from the gateway, for clients that give none. Of embedded engines, number i of an
+answer's tokens depends on the seed, on i and on what precedes it, wherever it is computed. vLLM's
+servers use it for streams that can only run again, and report that.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Resumption:
     def __init__(self, services: Services, context: RequestContext) -> None:
         self._services, self._context = services, context
         self.record = StreamRecord(services.stream_records, services.options.max_answer_bytes)
-        self._seed = secrets.randbits(SEED_BITS)
+        self._seed, self._is_seeded = secrets.randbits(SEED_BITS), False
         self._num_taken = 0
         self._protocol: WorkerProtocol | None = None
         self._lost_at: Instant | None = None
@@ -99,8 +100,9 @@ class Resumption:
         """Whether nothing is left to be computed, so that no KV need be handed over."""
         return self._goes_on and self._protocol == "baton" and self.record.is_finished
 
-    def begin_stream(self, protocol: WorkerProtocol, *, has_ids: bool) -> None:
-        """A worker's stream begins."""
+    def begin_stream(self, protocol: WorkerProtocol, *, has_ids: bool, is_seeded: bool) -> None:
+        """A worker's stream begins. `is_seeded`: a vLLM server samples with the gateway's seed."""
+        self._is_seeded = is_seeded
         has_events = protocol == "vllm"
         is_replay = self._protocol is not None and (has_events or not self.record.has_ids)
         replay = Replay(self.record.events) if is_replay else None
@@ -185,7 +187,7 @@ class Resumption:
             return ResumeResult.DIFFERED
         if not self.record.is_kept or self.record.read_token_ids() is None:
             return ResumeResult.NOT_KEPT
-        if not (self.record.has_ids or is_repeatable(body)):
+        if not (self.record.has_ids or self._is_seeded or is_repeatable(body)):
             return ResumeResult.SAMPLED
         return None
 

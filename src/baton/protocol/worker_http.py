@@ -52,7 +52,9 @@ FIRST_TOKEN_AGE_HEADER: Final = "x-baton-first-token-s-ago"  # noqa: S105 - a he
 MOVE_HEADER: Final = "x-baton-moves-stream"
 """`1`: the request hands a stream's KV over, which a draining vLLM server serves, too."""
 SEED_HEADER: Final = "x-baton-seed"
-"""For requests that have none: a number below 2^63."""
+"""For requests that have none: a number below 2^63. A vLLM server that samples with it, so that the
+same request gives the same answer elsewhere, answers with it."""
+MAX_SEED_DIGITS: Final = 19
 
 MAX_ABORT_BYTES: Final = 4096
 MAX_REASON_CHARS: Final = 500
@@ -71,6 +73,12 @@ RANKS: Final = Meta(max_length=MAX_RANKS)
 Topology: TypeAlias = Annotated[
     str, Meta(max_length=512, pattern=r"^[A-Za-z0-9._:-]*(?:/[A-Za-z0-9._:-]*){0,3}\Z")
 ]
+
+
+def read_seed(text: bytes) -> int | None:
+    """The value of `SEED_HEADER`; None if it is no number."""
+    is_number = text.isdigit() and len(text) <= MAX_SEED_DIGITS
+    return int(text) % 2**63 if is_number else None
 
 
 def trace_path(request_id: str) -> str:

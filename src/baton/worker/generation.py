@@ -39,6 +39,7 @@ from baton.protocol.worker_http import (
     TOKENS_SUFFIX,
     FirstToken,
     PrefillReply,
+    read_seed,
 )
 from baton.telemetry.trace import RequestSpan, Stamp
 from baton.telemetry.trace_context import TRACEPARENT, parse_traceparent
@@ -79,7 +80,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_CREATED_DIGITS: Final = 12
-MAX_SEED_DIGITS: Final = 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,10 +451,9 @@ def _read_created(exchange: HttpExchange) -> int | None:
 
 def _seeded(generation: Generation, exchange: HttpExchange) -> Generation:
     """With the gateway's seed, where the client gave none: another worker can go on with it."""
-    text = exchange.header(SEED_HEADER.encode()) or b""
-    if generation.sampling.seed is not None or not text.isdigit() or len(text) > MAX_SEED_DIGITS:
+    seed = read_seed(exchange.header(SEED_HEADER.encode()) or b"")
+    if generation.sampling.seed is not None or seed is None:
         return generation
-    seed = int(text) % 2**63
     return replace(generation, sampling=msgspec.structs.replace(generation.sampling, seed=seed))
 
 

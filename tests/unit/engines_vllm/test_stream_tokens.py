@@ -16,13 +16,21 @@ ASKED = [(b"x-baton-token-ids", b"1")]
 EVENT = b'data: {"choices":[]}\n\n'
 
 
-def serve(headers: list[tuple[bytes, bytes]], steps: list[Any], given: Any = ()) -> list[Message]:
-    """The messages of a stream; of its steps, lists are tokens, bytes are bodies."""
+def serve(
+    headers: list[tuple[bytes, bytes]], steps: list[Any], given: Any = (), *, num_answers: int = 1
+) -> list[Message]:
+    """The messages of a stream; of its steps, lists are tokens, bytes are bodies.
+
+    An answer that cannot go on (`given` None) is sampled with the client's seed.
+    """
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         stream = CURRENT.get()
-        if stream is not None:
-            stream.begin(given)
+        for _ in range(num_answers):
+            if stream is not None:
+                stream.begin(given)
+                if given is None:
+                    stream.use_seed()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for step in steps:
             if isinstance(step, bytes):
@@ -64,6 +72,31 @@ def test_who_does_not_ask_gets_none(headers: list[tuple[bytes, bytes]]) -> None:
 def test_a_stream_that_cannot_go_on_names_none() -> None:
     start, body = serve(ASKED, [[5], EVENT], given=None)
     assert start["headers"] == []
+    assert body["body"] == EVENT
+
+
+SEEDED = [*ASKED, (b"x-baton-seed", b"77")]
+
+
+@pytest.mark.parametrize(
+    ("headers", "given", "num_answers", "answered"),
+    [
+        (SEEDED, None, 1, [SEEDED[1]]),
+        (SEEDED, None, 2, []),  # answers to the same prompt would be the same
+        (SEEDED, (), 1, ASKED),  # it goes on from its tokens
+        (ASKED, None, 1, []),
+        ([*ASKED, (b"x-baton-seed", b"-7")], None, 1, []),
+        ([*ASKED, (b"x-baton-seed", b"9" * 20)], None, 1, []),
+    ],
+)
+def test_a_stream_that_is_sampled_with_the_gateways_seed_has_it(
+    headers: list[tuple[bytes, bytes]],
+    given: Any,
+    num_answers: int,
+    answered: list[tuple[bytes, bytes]],
+) -> None:
+    start, body = serve(headers, [EVENT], given, num_answers=num_answers)
+    assert start["headers"] == answered
     assert body["body"] == EVENT
 
 

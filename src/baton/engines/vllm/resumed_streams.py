@@ -10,6 +10,9 @@ of the serving layer, are then where they were. Both are done where vLLM's API s
 request to the two, in its own process, which Baton started.
 
 A request that is not streamed but has such tokens only moves KV: they belong to its prompt.
+
+A stream that cannot go on from tokens is sampled with the gateway's seed, where its client gave
+none: another server then gives the same answer from its start.
 """
 
 from __future__ import annotations
@@ -90,6 +93,18 @@ def find_obstacle(params: Any, lora: object, prompt: object) -> str | None:  # n
     return None
 
 
+def can_be_seeded(params: Any, config: Any) -> bool:  # noqa: ANN401 - vLLM's
+    """Whether a seed changes nothing but that an answer is the same each time.
+
+    `params` are vLLM's `SamplingParams`, `config` its `VllmConfig`. On CPUs a step that computes a
+    part of a prompt with a seed ends vLLM's engine: it sets back the offset of a random generator,
+    which PyTorch's generators on CPUs do not have.
+    """
+    is_on_cpu = config.device_config.device_type == "cpu"
+    is_safe = not (is_on_cpu and config.scheduler_config.enable_chunked_prefill)
+    return is_safe and params.seed is None and params.temperature != 0
+
+
 def install() -> None:
     """Extend vLLM's classes in this process, where this vLLM has them."""
     from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415 - seconds to import
@@ -117,9 +132,10 @@ def install() -> None:
             stream = None
         elif stream is not None:
             lora = options.get("lora_request")
-            can_go_on = find_obstacle(sampling_params, lora, prompt) is None and _is_plain(engine)
-            known = given if len(given) < (sampling_params.max_tokens or 0) else ()
-            stream.begin(known if can_go_on else None)
+            if find_obstacle(sampling_params, lora, prompt) is None and _is_plain(engine):
+                stream.begin(given if len(given) < (sampling_params.max_tokens or 0) else ())
+            else:
+                _begin_repeatable(stream, sampling_params, engine.vllm_config)
         outputs = generate(engine, prompt, sampling_params, request_id, **options)
         return outputs if stream is None else _report(stream, outputs)
 
@@ -158,6 +174,13 @@ def give_to_engine(request: Any, given: tuple[int, ...]) -> None:  # noqa: ANN40
     request.prompt_token_ids = [*request.prompt_token_ids, *given]
     params.max_tokens -= len(given)
     params.min_tokens = max(0, params.min_tokens - len(given))
+
+
+def _begin_repeatable(stream: StreamTokens, params: Any, config: Any) -> None:  # noqa: ANN401 - vLLM's
+    """Begin a stream that cannot go on from tokens: the same answer can be given from its start."""
+    stream.begin(None)
+    if can_be_seeded(params, config):
+        params.seed = stream.use_seed()
 
 
 async def _report(

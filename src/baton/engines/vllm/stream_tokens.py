@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from baton.protocol.worker_http import TOKEN_IDS_HEADER
+from baton.protocol.worker_http import SEED_HEADER, TOKEN_IDS_HEADER, read_seed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 ASKED: Final = (TOKEN_IDS_HEADER.encode(), b"1")
+SEED: Final = SEED_HEADER.encode()
 DATA: Final = b"data: "
 
 
@@ -29,12 +30,16 @@ class StreamTokens:
 
     `given` are the answer's first tokens, which another server generated; `restored` are their
     outputs, which vLLM's serving layer has not seen yet. `is_reported`: the stream can go on from
-    token ids, and its events name them. `pending` are those that no event has named.
+    token ids, and its events name them. `pending` are those that no event has named. `seed` is the
+    gateway's; `is_seeded`: the answer is sampled with it.
     """
+
+    seed: int | None = None
 
     given: tuple[int, ...] = ()
     restored: list[Any] = field(default_factory=list)
     is_reported: bool = False
+    is_seeded: bool = False
     num_answers: int = 0
     pending: list[int] = field(default_factory=list)
 
@@ -46,6 +51,15 @@ class StreamTokens:
         self.num_answers += 1
         self.is_reported = given is not None and self.num_answers == 1
         self.given = given or () if self.is_reported else ()
+        self.is_seeded = False
+
+    def use_seed(self) -> int | None:
+        """The seed to sample the answer with, so that another server samples the same tokens.
+
+        Of several answers in one stream, none gets it: those to the same prompt would be the same.
+        """
+        self.is_seeded = self.seed is not None and self.num_answers == 1
+        return self.seed if self.is_seeded else None
 
     def add(self, token_ids: Iterable[int]) -> None:
         """The next event ends these tokens."""
@@ -81,7 +95,8 @@ class TokenIdsMiddleware:
         if scope["type"] != "http" or ASKED not in scope["headers"]:
             await self._app(scope, receive, send)
             return
-        stream = StreamTokens()
+        seed = next((value for name, value in scope["headers"] if name == SEED), b"")
+        stream = StreamTokens(read_seed(seed))
         before = CURRENT.set(stream)
         try:
             await self._app(scope, receive, partial(_send, stream, send))
@@ -90,8 +105,14 @@ class TokenIdsMiddleware:
 
 
 async def _send(stream: StreamTokens, send: Send, message: Message) -> None:
-    if stream.is_reported and message["type"] == "http.response.start":
-        message = {**message, "headers": [*message["headers"], ASKED]}
+    if message["type"] == "http.response.start":
+        if stream.is_reported:
+            message = {**message, "headers": [*message["headers"], ASKED]}
+        elif stream.is_seeded:
+            message = {
+                **message,
+                "headers": [*message["headers"], (SEED, str(stream.seed).encode())],
+            }
     elif stream.pending and message.get("body", b"").startswith(DATA):
         message = {**message, "body": stream.take_comment() + message["body"]}
     await send(message)
