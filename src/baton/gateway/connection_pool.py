@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from baton.auth.certificates import IdentityRole
 from baton.gateway.errors import WorkerUnreachableError
-from baton.gateway.http_client import Connection
+from baton.gateway.http_client import Connection, TlsConnection
 
 if TYPE_CHECKING:
     from yarl import URL
@@ -41,13 +41,16 @@ class ConnectionPool:
     """Of one worker's `origin`, of which nothing else is used. Owner: the event loop's thread.
 
     With https, both sides prove by `tls` that they are of this cluster, and the other one that it
-    is a worker.
+    is a worker. What is decrypted goes into `buffer`, which every pool of this loop may share.
     """
 
-    def __init__(self, origin: URL, tls: ClusterTls, connect_timeout_s: float) -> None:
+    def __init__(
+        self, origin: URL, tls: ClusterTls, connect_timeout_s: float, *, buffer: memoryview
+    ) -> None:
         self._origin, self._tls, self._connect_timeout_s = origin, tls, connect_timeout_s
         self._name, self._loop = str(origin), asyncio.get_running_loop()
         self._is_tls = origin.scheme == "https"
+        self._buffer = buffer
         self.version_and_host = b" HTTP/1.1\r\nhost: " + _host_of(origin)
         """Of a request's head, what follows its path."""
         self._idle_since: dict[Connection, float] = {}
@@ -119,13 +122,14 @@ class ConnectionPool:
         host, port = self._origin.host or "", self._origin.port or 0
         context = self._tls.requesting if self._is_tls else None
 
-        def make() -> Connection:
-            return Connection(self._name, context, self._keep, self._forget)
-
+        transport: asyncio.Transport
+        connection: Connection
         try:
             if context is not None:
                 transport, connection = await loop.create_connection(
-                    make,
+                    lambda: TlsConnection(
+                        self._name, context, self._keep, self._forget, buffer=self._buffer
+                    ),
                     host,
                     port,
                     ssl=context,
@@ -133,7 +137,9 @@ class ConnectionPool:
                     ssl_handshake_timeout=self._connect_timeout_s,
                 )
             else:
-                transport, connection = await loop.create_connection(make, host, port)
+                transport, connection = await loop.create_connection(
+                    lambda: Connection(self._name, None, self._keep, self._forget), host, port
+                )
         except ssl.SSLError as exc:
             raise WorkerUnreachableError(
                 f"{self._name} did not prove that it is of this cluster ({exc}): {NOT_PROVED}",

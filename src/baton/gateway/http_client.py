@@ -51,12 +51,14 @@ class Answer:
         "status",
     )
 
-    def __init__(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, connection: Connection, loop: asyncio.AbstractEventLoop, parts: list[bytes]
+    ) -> None:
         self._loop = loop
         self.status = 0
         self.headers: dict[bytes, bytes] = {}
         self._connection: Connection | None = connection
-        self._parts: list[bytes] = []
+        self._parts = parts  # the parser appends to it, until the answer is complete or lost
         self._num_bytes = 0
         self._is_complete = False
         self._lost: str | None = None
@@ -97,8 +99,9 @@ class Answer:
             WorkerLostError: the connection broke.
             UpstreamError: there is more than `max_bytes`.
         """
-        if self._is_complete and self._num_bytes <= max_bytes:
-            return self._take() if self._parts else b""
+        if self._is_complete and len(whole := self.peek()) <= max_bytes:
+            self._parts.clear()
+            return whole
         parts: list[bytes] = []
         num_bytes = 0
         while part := await self.read():
@@ -144,49 +147,57 @@ class Answer:
 
     # For its connection
 
-    def add_data(self, data: bytes) -> bool:
-        """Take data; whether there is room for more."""
-        self._parts.append(data)
-        self._num_bytes += len(data)
-        return self._num_bytes < READ_BUFFER_BYTES
+    def note_received(self, num_bytes: int) -> None:
+        """`num_bytes` arrived: of the head, or the data that are in `parts` now. The hot path."""
+        parts, sink = self._parts, self._sink
+        if not parts:
+            pass
+        elif sink is None:
+            self._num_bytes += num_bytes
+            if self._num_bytes >= READ_BUFFER_BYTES and self._connection is not None:
+                self._connection.pause()
+        else:
+            data = parts[0] if len(parts) == 1 else b"".join(parts)
+            parts.clear()
+            if sink(data):
+                return
+            self._sink = None
+        self._wake()
 
     def complete(self) -> None:
         """All data are here; the connection serves others."""
         self._is_complete = True
-        self._connection = None
-        self.wake()
+        self._end()
 
     def lose(self, reason: str) -> None:
         """No more will come."""
-        self._lost, self._connection = reason, None
-        self.wake()
-
-    def wake(self) -> None:
-        """Something arrived."""
-        is_over = self._is_complete or self._lost is not None
-        parts, sink = self._parts, self._sink
-        if sink is not None and parts:
-            data = parts[0] if len(parts) == 1 else b"".join(parts)
-            parts.clear()
-            self._num_bytes = 0
-            if self._connection is not None and self._connection.is_paused:
-                self._connection.resume()
-            if not sink(data):
-                self._sink = None
-            elif not is_over:
-                return
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-        if self.on_end is not None and (is_over or self._num_bytes >= READ_BUFFER_BYTES):
-            on_end, self.on_end = self.on_end, None
-            on_end()
+        self._lost = reason
+        self._end()
 
     # Within
 
     @property
     def _origin(self) -> str:
         return self._connection.origin if self._connection is not None else "a worker"
+
+    def _end(self) -> None:
+        self._connection = None
+        parts = self._parts  # the connection's, for its next answer
+        self._parts = parts.copy()
+        parts.clear()
+        if self._sink is not None and self._parts and not self._sink(self._take()):
+            self._sink = None
+        self._wake()
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+        if self.on_end is not None and (
+            self._is_complete or self._lost is not None or self._num_bytes >= READ_BUFFER_BYTES
+        ):
+            on_end, self.on_end = self.on_end, None
+            on_end()
 
     def _take(self) -> bytes:
         parts = self._parts
@@ -204,7 +215,7 @@ class Answer:
         await self._waiter
 
 
-class Connection(asyncio.Protocol):
+class Connection(asyncio.BaseProtocol):
     """One connection to a worker, over TLS if it was `made_with` a context for that.
 
     `on_idle` is called when it can take the next request, `on_lost` at its end.
@@ -224,6 +235,8 @@ class Connection(asyncio.Protocol):
         self._parser: httptools.HttpResponseParser | None = None
         self._answer: Answer | None = None
         self._headers: dict[bytes, bytes] = {}
+        self._parts: list[bytes] = []
+        self.on_body = self._parts.append  # for httptools, without a call of ours for each part
         self._num_head_bytes = 0
         self._has_ended = self._is_kept = False
         self.is_paused = False
@@ -231,7 +244,7 @@ class Connection(asyncio.Protocol):
 
     def send(self, head: bytes, body: bytes = b"") -> Answer:
         """Send a request; one at a time. `head` ends with an empty line."""
-        answer, transport = Answer(self, self._loop), self._transport
+        answer, transport = Answer(self, self._loop, self._parts), self._transport
         if transport is None or transport.is_closing():
             answer.lose(self._closed)
             return answer
@@ -262,6 +275,12 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def pause(self) -> None:
+        """Read no more: the answer has many data that are not taken."""
+        if not self.is_paused and self._transport is not None:
+            self.is_paused = True
+            self._transport.pause_reading()
+
     def resume(self) -> None:
         """Read on, if the answer's data were too many."""
         if self.is_paused and self._transport is not None:
@@ -275,14 +294,18 @@ class Connection(asyncio.Protocol):
         self._transport = transport
         self._parser = httptools.HttpResponseParser(self)
 
-    def data_received(self, data: bytes) -> None:
+    def eof_received(self) -> None:
+        """See `asyncio.Protocol`: the transport closes itself."""
+
+    def data_received(self, data: bytes | memoryview) -> None:
         """See `asyncio.Protocol`."""
         self.num_reads += 1
         answer, parser = self._answer, self._parser
         if answer is None or parser is None:  # nothing was asked, or it is not wanted any more
             self.close()
             return
-        self._num_head_bytes += len(data)
+        num_bytes = len(data)
+        self._num_head_bytes += num_bytes
         try:
             parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
@@ -290,10 +313,13 @@ class Connection(asyncio.Protocol):
             return
         if self._has_ended:
             self._finish(answer)
+        elif self._parts:
+            self._num_head_bytes = 0
+            answer.note_received(num_bytes)
         elif self._num_head_bytes > MAX_HEAD_BYTES:
             self._break(f"{self.origin} answered with a head of more than {MAX_HEAD_BYTES} bytes")
         else:
-            answer.wake()
+            answer.note_received(num_bytes)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`."""
@@ -327,16 +353,6 @@ class Connection(asyncio.Protocol):
                 self._answer.status, self._answer.headers = status, self._headers
                 self._is_kept = self._parser.should_keep_alive()
 
-    def on_body(self, data: bytes) -> None:
-        """See `httptools.HttpResponseParser`."""
-        self._num_head_bytes = 0
-        answer, transport = self._answer, self._transport
-        if answer is None or transport is None:
-            return
-        if not answer.add_data(data) and not self.is_paused:
-            self.is_paused = True
-            transport.pause_reading()
-
     def on_message_complete(self) -> None:
         """See `httptools.HttpResponseParser`."""
         if self._answer is not None and self._answer.status:
@@ -366,3 +382,32 @@ class Connection(asyncio.Protocol):
             answer.complete()
         else:
             answer.lose(reason)
+
+
+class TlsConnection(Connection, asyncio.BufferedProtocol):
+    """One over TLS. What is decrypted goes into `buffer`, which others may share.
+
+    To a protocol without a buffer uvloop passes bytes, for which it allocates 256 KiB each time:
+    memory that this process's C library maps and unmaps (`process.LARGE_BYTES`).
+    """
+
+    def __init__(
+        self,
+        origin: str,
+        made_with: ssl.SSLContext,
+        on_idle: Callable[[Connection], None],
+        on_lost: Callable[[Connection], None],
+        *,
+        buffer: memoryview,
+    ) -> None:
+        super().__init__(origin, made_with, on_idle, on_lost)
+        self._buffer = buffer
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """See `asyncio.BufferedProtocol`."""
+        del sizehint
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """See `asyncio.BufferedProtocol`: the parser copies what it keeps."""
+        self.data_received(self._buffer[:nbytes])

@@ -34,8 +34,11 @@ if TYPE_CHECKING:
     from baton.router.placement import Mode
 
 
-class InterTokenHistogram:
-    """Counts seconds into buckets; bucket `i` ends at `edges_s[i]`, inclusive."""
+class SecondsHistogram:
+    """Counts seconds into buckets; bucket `i` ends at `edges_s[i]`, inclusive.
+
+    `prometheus_client.Histogram` takes a lock, and 5 calls for each value.
+    """
 
     __slots__ = ("_counts", "_edges_s", "_sum_s")
 
@@ -45,31 +48,31 @@ class InterTokenHistogram:
         self._sum_s = 0.0
 
     def observe(self, seconds: float) -> None:
-        """Count one gap."""
+        """Count one value."""
         self._counts[bisect_left(self._edges_s, seconds)] += 1
         self._sum_s += seconds
 
     def buckets(self) -> list[tuple[str, float]]:
-        """For each edge and `+Inf`: how many gaps were not longer."""
+        """For each edge and `+Inf`: how many values were not longer."""
         names = (*(str(edge) for edge in self._edges_s), "+Inf")
         return list(zip(names, accumulate(self._counts), strict=True))
 
     @property
     def sum_s(self) -> float:
-        """All gaps together."""
+        """All values together."""
         return self._sum_s
 
 
-class InterTokenCollector(Collector):
-    """One `InterTokenHistogram` for each model and mode, as Prometheus reads them."""
+class SecondsCollector(Collector):
+    """One `SecondsHistogram` for each model and mode, as Prometheus reads them."""
 
     def __init__(self, name: str, documentation: str, edges_s: tuple[float, ...]) -> None:
         self._name, self._documentation, self._edges_s = name, documentation, edges_s
-        self._children: dict[tuple[str, str], InterTokenHistogram] = {}
+        self._children: dict[tuple[str, str], SecondsHistogram] = {}
 
-    def child(self, model: str, mode: str) -> InterTokenHistogram:
+    def child(self, model: str, mode: str) -> SecondsHistogram:
         """The histogram of one model and mode, made on first use."""
-        return self._children.setdefault((model, mode), InterTokenHistogram(self._edges_s))
+        return self._children.setdefault((model, mode), SecondsHistogram(self._edges_s))
 
     def collect(self) -> Iterable[Metric]:
         """See `Collector`."""
@@ -239,9 +242,9 @@ class ModelMetrics:
     """The instruments of one model and mode: what is touched on the hot path."""
 
     def __init__(self, owner: GatewayMetrics, model: str, mode: str) -> None:
-        self.time_to_first_token = owner.time_to_first_token.labels(model, mode)
+        self.time_to_first_token = owner.time_to_first_token.child(model, mode)
         self.inter_token_latency = owner.inter_token_latency.child(model, mode)
-        self.duration = owner.duration.labels(model, mode)
+        self.duration = owner.duration.child(model, mode)
         self._requests = {c: owner.requests.labels(model, mode, str(c)) for c in COMMON_CODES}
         self._owner, self._model, self._mode = owner, model, mode
 
@@ -267,26 +270,23 @@ class GatewayMetrics:
             (*by_mode, "code"),
             registry=self.registry,
         )
-        self.time_to_first_token = Histogram(
+        self.time_to_first_token = SecondsCollector(
             "baton_gateway_time_to_first_token_seconds",
             "From the request's arrival to the first token of its answer, where that is known.",
-            by_mode,
-            buckets=FIRST_TOKEN_EDGES_S,
-            registry=self.registry,
+            FIRST_TOKEN_EDGES_S,
         )
-        self.inter_token_latency = InterTokenCollector(
+        self.inter_token_latency = SecondsCollector(
             "baton_gateway_inter_token_latency_seconds",
             "Between two chunks of a stream.",
             TOKEN_GAP_EDGES_S,
         )
-        self.registry.register(self.inter_token_latency)
-        self.duration = Histogram(
+        self.duration = SecondsCollector(
             "baton_gateway_request_duration_seconds",
             "From the request's arrival to the last byte of its answer.",
-            by_mode,
-            buckets=REQUEST_EDGES_S,
-            registry=self.registry,
+            REQUEST_EDGES_S,
         )
+        for histograms in (self.time_to_first_token, self.inter_token_latency, self.duration):
+            self.registry.register(histograms)
         self._add_totals()
         self.queue = QueueMetrics(self.registry)
         self.targets = TargetMetrics(self.registry)

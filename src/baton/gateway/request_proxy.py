@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from starlette.types import Send
+    from yarl import URL
 
     from baton.clock import Instant
     from baton.gateway.http_client import Answer
@@ -316,7 +317,8 @@ class RequestProxy:
     async def _attempt(self, placement: Placement) -> None:
         body = self._with_ids(self._resumption.continued(self._body, placement), placement)
         if placement.prefill is None:
-            await self._send_decode_request(placement.decode, body.encode())
+            headers = self._headers(self._context)
+            await self._send_decode_request(placement.decode, body.encode(), headers)
             return
         prefill, decode = placement.prefill, placement.decode
         handoff = self._issue_ticket(prefill, placement)
@@ -326,7 +328,7 @@ class RequestProxy:
         if handoff.ticket.first_token_early:
             record = self._resumption.record
             wanted = EarlyFirstToken(self._services, self._context, record, self._send)
-        send_decode = partial(self._decode_with_kv, handoff, decode, bodies.decode, wanted)
+        send_decode = partial(self._decode_with_kv, handoff, decode, bodies.decode, early=wanted)
         with Interruptible() as attempt:
             prefill_request = PrefillRequest(
                 self._services, self._context, handoff, attempt, early=wanted
@@ -350,11 +352,12 @@ class RequestProxy:
         self,
         prefill_request: PrefillRequest,
         body: bytes,
-        send_decode: Callable[[], Awaitable[None]],
+        send_decode: Callable[[bytes], Awaitable[None]],
     ) -> None:
-        prefill_request.start(body, self._headers(self._context))
+        headers = self._headers(self._context)
+        prefill_request.start(body, headers)
         try:
-            await send_decode()
+            await send_decode(headers)
         except BaseException:
             prefill_request.cancel()
             raise
@@ -364,20 +367,26 @@ class RequestProxy:
         self,
         prefill_request: PrefillRequest,
         body: bytes,
-        send_decode: Callable[[], Awaitable[None]],
+        send_decode: Callable[[bytes], Awaitable[None]],
     ) -> None:
         await prefill_request.hold(body, self._headers(self._context))
         try:
-            await send_decode()
+            await send_decode(self._headers(self._context))  # there is less time left
         except BaseException:
             prefill_request.release("the decode worker's answer did not come")
             raise
 
     async def _decode_with_kv(
-        self, handoff: Handoff, decode: WorkerView, body: bytes, early: EarlyFirstToken | None
+        self,
+        handoff: Handoff,
+        decode: WorkerView,
+        body: bytes,
+        headers: bytes,
+        *,
+        early: EarlyFirstToken | None,
     ) -> None:
         try:
-            await self._send_decode_request(decode, body, early)
+            await self._send_decode_request(decode, body, headers, early)
         except WorkerFailedError as exc:
             if decode.protocol == "vllm":
                 lost = await find_kv_load_failure(
@@ -388,38 +397,46 @@ class RequestProxy:
             raise
 
     async def _send_decode_request(
-        self, decode: WorkerView, body: bytes, early: EarlyFirstToken | None = None
+        self,
+        decode: WorkerView,
+        body: bytes,
+        headers: bytes,
+        early: EarlyFirstToken | None = None,
     ) -> None:
         services, context = self._services, self._context
         try:
             worker = services.workers.of(decode)
         except KeyError:  # it left after the request was placed
             raise WorkerUnreachableError(f"{decode.id} is gone") from None
-        stream = RunningStream(
-            context,
-            self._body,
-            self._resumption,
-            decode,
-            self._num_tokens,
-            self._match,
-            self._headers,
+        answer = ResponseForwarder(
+            services, context, decode, self._send, resumption=self._resumption, early=early
         )
-        with worker.cancel_scope(), services.streams.hold(stream):
-            response = await self._find_waiting() or await services.upstream.post(
-                worker.completion_urls[context.path], body, self._headers(context)
+        url = worker.completion_urls[context.path]
+        with worker.cancel_scope():
+            if not self._body.stream:
+                await self._forward(answer, url, body, headers)
+                return
+            stream = RunningStream(
+                context,
+                self._body,
+                self._resumption,
+                decode,
+                self._num_tokens,
+                self._match,
+                self._headers,
             )
-            try:
-                answer = ResponseForwarder(
-                    services,
-                    context,
-                    decode,
-                    self._send,
-                    resumption=self._resumption,
-                    early=early,
-                )
-                await answer.forward(response)
-            finally:
-                response.release()
+            with services.streams.hold(stream):
+                await self._forward(answer, url, body, headers)
+
+    async def _forward(
+        self, answer: ResponseForwarder, url: URL, body: bytes, headers: bytes
+    ) -> None:
+        waiting = None if self._standby is None else await self._find_waiting()
+        response = waiting or await self._services.upstream.post(url, body, headers)
+        try:
+            await answer.forward(response)
+        finally:
+            response.release()
 
     async def _find_waiting(self) -> Answer | None:
         """The answer of the request that waits at this worker for the stream."""

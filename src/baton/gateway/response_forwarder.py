@@ -223,7 +223,7 @@ class ResponseForwarder:
     async def _pass_on(self, response: Answer, exchange: HttpExchange, last: Instant) -> None:
         """The hot path: whatever is added here is paid for each token of each stream."""
         now, record, write = self._services.clock.now, self._record, exchange.write
-        take, note_end, context = record.take, self._note_end, self._context
+        take, context = record.take, self._context
         num_chunks = 1
         observe_interval = context.metrics.inter_token_latency.observe
         gaps = context.open_token_gaps()
@@ -241,7 +241,8 @@ class ResponseForwarder:
                 append_gap(gap_s)
             last = at
             num_chunks += 1
-            note_end(events)
+            is_long = len(events) >= TAIL_BYTES
+            context.tail = events if is_long else _join_tail(context.tail, events)
             return write(events) and record.failure is None
 
         while await response.push_to(forward):
@@ -251,23 +252,18 @@ class ResponseForwarder:
 
     async def _send_on(self, response: Answer, last: Instant) -> None:
         """The same to a receiver that has to be awaited: one of several answers."""
-        gaps = self._context.open_token_gaps()
+        context = self._context
+        gaps = context.open_token_gaps()
         while chunk := await response.read():
             if events := self._record.take(chunk):
                 at = self._services.clock.now()
-                self._context.metrics.inter_token_latency.observe(at - last)
+                context.metrics.inter_token_latency.observe(at - last)
                 if len(gaps) < MOST_TOKEN_GAPS:
                     gaps.append(at - last)
                 last = at
-                self._note_end(events)
+                context.tail = _join_tail(context.tail, events)
                 await self._send({"type": "http.response.body", "body": events, "more_body": True})
             self._check()
-
-    def _note_end(self, events: bytes) -> None:
-        """Usage may have been sent before `[DONE]`."""
-        context = self._context
-        is_long = len(events) >= TAIL_BYTES
-        context.tail = events if is_long else (context.tail + events)[-USAGE_BYTES:]
 
     def _refuse(self, event: bytes) -> None:
         """An error instead of a first token: vLLM sends its 200 before it knows."""
@@ -306,6 +302,11 @@ class ResponseForwarder:
         context.note_first_byte(first_at)
         own = (REQUEST_ID_HEADER.encode(), context.id.encode())
         await send_whole(self._send, response.status, body, (*headers, own))
+
+
+def _join_tail(tail: bytes, events: bytes) -> bytes:
+    """Usage may have been sent before `[DONE]`, which is short."""
+    return events if len(events) >= TAIL_BYTES else (tail + events)[-USAGE_BYTES:]
 
 
 def find_cached_tokens(tail: bytes) -> int | None:

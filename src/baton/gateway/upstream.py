@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from baton.ids import TicketId
 
 MAX_SMALL_ANSWER_BYTES: Final = 1 << 20
-
+BUFFER_BYTES: Final = 64 << 10
+"""Of what TLS decrypts at a time: some of its records, which have 16 KiB at most."""
 
 MOST_ROUTES: Final = 4096
 JSON_AND_LENGTH: Final = b"content-type: application/json\r\ncontent-length: "
@@ -52,6 +53,7 @@ class Upstream:
         authorization = f"Bearer {worker_token(options.credentials.key)}".encode()
         self._common = b"\r\nauthorization: " + authorization + b"\r\n"
         self._tls = ClusterTls(options.credentials)
+        self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._pools: dict[URL, ConnectionPool] = {}
         self._post_routes: dict[URL, PostRoute] = {}
 
@@ -155,7 +157,9 @@ class Upstream:
         origin = url.origin()
         pool = self._pools.get(origin)
         if pool is None:
-            pool = self._pools[origin] = ConnectionPool(origin, self._tls, self._connect_timeout_s)
+            pool = self._pools[origin] = ConnectionPool(
+                origin, self._tls, self._connect_timeout_s, buffer=self._buffer
+            )
         return pool
 
 

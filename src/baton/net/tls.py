@@ -135,9 +135,13 @@ class TlsTransport(asyncio.Transport):
                 self._tls.do_handshake()
                 self.is_established = True
                 self.peer_certificate = self._tls.getpeercert(binary_form=True)
-            while part := self._tls.read(MAX_BUFFER_BYTES):
+            # To read where nothing is left costs an exception, with OpenSSL's reasons in it.
+            while self._incoming.pending or self._tls.pending():
+                part = self._tls.read(MAX_BUFFER_BYTES)
+                if not part:  # the peer is at its end
+                    self._transport.close()
+                    break
                 parts.append(part)
-            self._transport.close()  # the peer is at its end
         except ssl.SSLWantReadError:
             pass
         finally:

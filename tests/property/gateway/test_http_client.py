@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.gateway.errors import WorkerLostError
-from baton.gateway.http_client import Answer, Connection
+from baton.gateway.http_client import Answer, Connection, TlsConnection
 
 LOOP = asyncio.new_event_loop()
+TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 REQUEST = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n"
 HEADERS = st.dictionaries(
     st.sampled_from([b"Content-Type", b"retry-after", b"X-Other"]),
@@ -49,22 +51,33 @@ class Transport(asyncio.Transport):
 
 
 class Link:
-    """A connection and what became of it."""
+    """A connection and what became of it. One over TLS gets what was decrypted in a buffer."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_tls: bool = False) -> None:
+        self.is_tls = is_tls
         self.idle: list[Connection] = []
         self.connection = LOOP.run_until_complete(self.connect())
         self.transport = Transport(self.connection)
         self.connection.connection_made(self.transport)
 
     async def connect(self) -> Connection:
-        return Connection("http://w", None, self.idle.append, lambda _: None)
+        if not self.is_tls:
+            return Connection("http://w", None, self.idle.append, lambda _: None)
+        buffer = memoryview(bytearray(16))
+        return TlsConnection("https://w", TLS, self.idle.append, lambda _: None, buffer=buffer)
 
     def ask(self) -> Answer:
         return self.connection.send(REQUEST)
 
     def receive(self, data: bytes) -> None:
-        if not self.transport.is_aborted:
+        if isinstance(self.connection, TlsConnection):
+            while data and not self.transport.is_aborted:
+                buffer = self.connection.get_buffer(-1)
+                part, data = data[: len(buffer)], data[len(buffer) :]
+                buffer[: len(part)] = part
+                self.connection.buffer_updated(len(part))
+                buffer[:] = bytes(len(buffer))  # another connection's
+        elif not self.transport.is_aborted:
             self.connection.data_received(data)
 
 
@@ -97,10 +110,10 @@ def cut(draw, text: bytes) -> list[bytes]:
     return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
 
 
-@given(st.data(), st.lists(answers(), min_size=1, max_size=3))
-def test_answers_are_read_whole_wherever_they_are_cut(data, several):
+@given(st.data(), st.lists(answers(), min_size=1, max_size=3), st.booleans())
+def test_answers_are_read_whole_wherever_they_are_cut(data, several, is_tls):
     """One after the other on one connection."""
-    link = Link()
+    link = Link(is_tls=is_tls)
     for text, status, headers, body in several:
         answer = link.ask()
         for part in cut(data.draw, text):

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from baton.gateway.metrics import InterTokenCollector
+from baton.gateway.metrics import SecondsCollector
 
 EDGES_S = (0.01, 0.1, 1.0)
 
@@ -14,7 +14,7 @@ def test_it_is_exposed_as_prometheus_own_histogram_would_be(gaps_s):
     theirs, ours = CollectorRegistry(), CollectorRegistry()
     labels = ("model", "mode")
     oracle = Histogram("gap_seconds", "Gaps.", labels, buckets=EDGES_S, registry=theirs)
-    collector = InterTokenCollector("gap_seconds", "Gaps.", EDGES_S)
+    collector = SecondsCollector("gap_seconds", "Gaps.", EDGES_S)
     ours.register(collector)
     for gap_s in gaps_s:
         oracle.labels("m", "push").observe(gap_s)
@@ -28,6 +28,6 @@ def lines(registry: CollectorRegistry) -> list[str]:
 
 
 def test_a_child_is_made_once():
-    collector = InterTokenCollector("gap_seconds", "Gaps.", EDGES_S)
+    collector = SecondsCollector("gap_seconds", "Gaps.", EDGES_S)
     assert collector.child("m", "push") is collector.child("m", "push")
     assert collector.child("m", "push") is not collector.child("m", "colocated")
