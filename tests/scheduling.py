@@ -63,7 +63,8 @@ SERVERS: Final = frozenset({"vllm_cluster_factory", "standing_cluster", "cluster
 Servers that nobody uses still take processor time: gateways probe, workers renew their leases."""
 
 LONG: Final = (
-    "tests/property/sim/test_handoff_simulation.py",
+    "tests/property/sim/",
+    "tests/property/router/test_division",
     "tests/integration/test_bench_link.py",
     "tests/integration/test_up_demo.py",
     "tests/integration/test_bench_architectures.py",

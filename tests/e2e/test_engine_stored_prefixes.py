@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 
 from baton.engines.interface import Colocated, PrefillRequest, SamplingParams
 from baton.engines.lookup_cost import LookupCost
+from baton.handoff.pool_mode import keep_pace
 from baton.kv.prefix_names import PrefixNames
 from baton.router.prefixes import ModelPrefixes
 from baton.store.folder.tier import FolderTier
@@ -185,6 +186,8 @@ def test_an_answer_is_kept_for_the_next_turn(
         return put_many(tier, entries, tenant)
 
     monkeypatch.setattr(FolderTier, "put_many", record)
+    for bound in ("BUSY_BATCH_S", "IDLE_BATCH_S"):  # else a slow machine puts one at a time
+        monkeypatch.setattr(keep_pace, bound, 1.0)
     one, two, alone = (
         nodes.enter_context(pooled(name, tmp_path / place, prefixes=True))
         for name, place in (("one", "store"), ("two", "store"), ("alone", "another"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 import urllib.request
@@ -19,6 +18,7 @@ from baton.models import DEMO_MODEL_PATH
 from baton.router.cost import LEAST_LOADED
 from baton.testing.fleet import Fleet, FleetProcess
 from tests.e2e.client import KEY
+from tests.forked_module import run_forked
 from tests.preloaded import start_preloaded
 
 if TYPE_CHECKING:
@@ -116,13 +116,14 @@ def test_turns_of_conversations_go_where_their_kv_is(fleet, workers, policy):
     at = {}
     for turn in range(3):
         for talk, messages in enumerate(talks):
-            answer, workers_of_turn = chat(gateway, messages)
+            answer, trace = chat_traced(gateway, messages)
             # On a busy machine two may be better than one: then both have it.
-            first, *others = workers_of_turn.split(" → ")
+            first, *others = trace["gateway"]["peer"].split(" → ")
             assert first in at.setdefault(talk, {first}), "a follow-up turn went elsewhere"
             at[talk].update(others)
             if turn:
-                assert cached(answer) > 150 * turn
+                computing = trace["prefill"] or trace["decode"]
+                assert computing["num_cached_tokens"] > 150 * turn
             messages += [
                 {"role": "assistant", "content": answer["choices"][0]["message"]["content"]},
                 {"role": "user", "content": f"and turn {turn}? {TEXT}"},
@@ -286,12 +287,10 @@ def test_a_gateway_begins_with_the_costs_of_a_benchmark(fleet, workers, tmp_path
     pair = [workers["prefill"]], [workers["decode"]]
     gateway = fleet.start_gateway(*pair, settings={**TLS, **model})
     for input_len in (64, 640):
-        subprocess.run(
-            [*BENCH_SERVE, "--url", gateway.url, "--input-len", str(input_len)],
-            check=True,
-            capture_output=True,
-            timeout=120,
+        done = run_forked(
+            [*BENCH_SERVE, "--url", gateway.url, "--input-len", str(input_len)], timeout_s=120
         )
+        assert done.returncode == 0, done.stderr
     assert metric(gateway, 'baton_router_cost_error_ratio{cost="handoff",model="demo"') > 0
     gateway.stop()
     kept = json.loads(costs.read_bytes())["models"]["demo"]

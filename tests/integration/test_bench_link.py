@@ -144,15 +144,15 @@ def test_peers_are_rows_or_are_skipped_with_a_reason(measured):
 
 
 @pytest.fixture
-def without_nixl(environment, tmp_path):
-    """An environment whose processes find no NIXL: each of its agents takes a second to start."""
-    for name in ("nixl_cu12", "nixl_cu13"):
+def without_libraries(environment, tmp_path):
+    """An environment whose processes find none of the libraries that take seconds to start."""
+    for name in ("nixl_cu12", "nixl_cu13", "mooncake"):
         (tmp_path / f"{name}.py").write_text("raise ImportError", "utf-8")
     return environment | {"PYTHONPATH": str(tmp_path)}
 
 
-def test_two_listening_ends(without_nixl):
-    environment = without_nixl
+def test_two_listening_ends(without_libraries):
+    environment = without_libraries
     arguments = [*SMALL, "--transport", "tcp", "--peers"]
     with listening(environment) as driver, listening(environment) as owner:
         report = measure([driver, owner, *arguments], environment)

@@ -263,7 +263,7 @@ def test_a_worker_starts_answers_and_drains(runtime, stack):
                 return error.code
 
     port = find_free_port()
-    options = ("--set", POOL, "--set", "engine.num_threads=1")
+    options = ("--set", POOL, "--set", "engine.num_threads=1", "--set", "engine.dtype=float32")
     options += ("--announce-to", f"https://127.0.0.1:{port}", "--set", f"{LEASE}={LEASE_S}")
     probes = ("--set", f"worker.probe_port={probe_port}")
     with worker(runtime, "--name", "v", *options, *probes) as process:

@@ -176,7 +176,7 @@ SHARED = msgspec.structs.replace(SMALL, jitter=0.7, num_processors=2)
 )
 @pytest.mark.parametrize(
     ("asked", "num"),
-    [(talks, 300), (beginnings(8), 1500), (beginnings(20), 1500)],
+    [(talks, 150), (beginnings(8), 700), (beginnings(20), 700)],
     ids=["talks", "8 beginnings", "20 beginnings"],
 )
 def test_costs_are_no_worse_than_prefixes_where_caches_decide(
