@@ -7,7 +7,8 @@
              `scripts/extract_austen.py` writes): KV of 1,024 tokens is encoded and decoded in
              blocks of 64, then the next 256 tokens are scored. Beside the KV as it was computed:
              log-probabilities (largest and mean difference), KL divergence, perplexity, how often
-             the likeliest token is the same, and for how many of 64 greedy tokens.
+             the likeliest token is the same, and for how many of 64 greedy tokens. The error of
+             the KV itself is that of `baton.encodings.error_budget`.
     link     time to the first token over two hosts (network namespaces) and a link of each of
              `--mbit` (0: not limited), for each of `--dtypes`; every arm has workers and a gateway
              of its own, all at once. The arm int8 has `handoff.encoding = "int8"`: whether KV is
@@ -53,6 +54,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 from demo_corpus import read_corpus
 
+from baton.encodings.error_budget import measure_error
 from baton.encodings.interface import ENCODINGS, KVEncoding
 from baton.kv.layout import KVLayout
 from baton.models import DEMO_MODEL_PATH
@@ -65,7 +67,7 @@ if TYPE_CHECKING:
     from baton.testing.fleet import FleetProcess
     from baton.testing.network_namespaces import BridgedHost
 
-KINDS = ("raw", "zstd", "int8", "fp8", "int4")
+KINDS = ("raw", "zstd", "int8", "fp8", "int4", "int4_token")
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 BLOCK = 64
 CONTEXT, SCORED, GREEDY = 1024, 256, 64
@@ -148,6 +150,12 @@ def round_trip(encoding: KVEncoding, kv: Cache) -> Cache:
     return from_blocks(layout, decoded)
 
 
+def compute_error(kv: Cache, changed: Cache) -> float:
+    """Of keys or values, whichever is larger, as an error budget has it of reference KV."""
+    layout, exact = to_blocks(kv)
+    return measure_error(layout, exact, to_blocks(changed)[1])
+
+
 def score(model: AutoModelForCausalLM, kv: Cache, rest: torch.Tensor) -> torch.Tensor:
     """Log-probabilities after each of `rest` but the last, `[tokens, vocabulary]`."""
     logits = model(rest[None], past_key_values=make_cache(kv), use_cache=True).logits
@@ -186,6 +194,7 @@ def measure_quality(options: argparse.Namespace) -> list[dict[str, float | str]]
             divergence = (exact.exp() * (exact - scored)).sum(-1)
             equal = [one == other for one, other in zip(greedy, tokens, strict=True)]
             rows[kind].append({
+                "error": compute_error(kv, changed),
                 "loss": float(-scored.gather(1, rest[1:, None]).mean()),
                 "max_logprob_error": float(difference.max()),
                 "mean_logprob_error": float(difference.mean()),
