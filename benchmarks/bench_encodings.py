@@ -20,6 +20,8 @@
              token, and outside of that worker. Needs root and iproute2. With `--engine vllm` all
              workers are vLLM servers, of which each takes a GiB.
 
+`--arms`: other encodings, or error budgets (0.25), in place of int8; raw is the first.
+
 Trials are interleaved; medians and quartiles. `--table FILE` prints the links of a result as in
 docs/benchmarks.md.
 
@@ -74,7 +76,6 @@ CONTEXT, SCORED, GREEDY = 1024, 256, 64
 BATCH_BYTES = 8 << 20
 LINK_MODEL = {"layers": 4, "hidden": 512, "heads": 4, "intermediate": 256}
 """Heads of 128: 16 KiB of KV for each token in float32."""
-LINK_ARMS = ("raw", "int8")
 STAGES = ("until granted", "until landed", "until token", "outside decode")
 DOC_COLUMNS = (
     "KV",
@@ -351,10 +352,11 @@ def measure_link(options: argparse.Namespace) -> list[Answer]:
                 shape(host, mbit)
             model = make_model(folder, LINK_MODEL)
             engine = LINK_ENGINES[options.engine]
-            arms = {arm: start_arm(fleet, hosts, model, (arm, dtype), engine) for arm in LINK_ARMS}
+            names = options.arms
+            arms = {arm: start_arm(fleet, hosts, model, (arm, dtype), engine) for arm in names}
             rng = np.random.default_rng(1)
             for number in range(options.rounds + 1):
-                for arm in LINK_ARMS if number % 2 else reversed(LINK_ARMS):
+                for arm in names if number % 2 else reversed(names):
                     answers = [
                         measure_answer(arms[arm], rng, options.tokens, case)
                         for case in ("cached", "cached", "cold")
@@ -412,12 +414,15 @@ def start_arm(
     settings: dict[str, object] = {
         "worker.model": str(model),
         "worker.served_model_name": "bench",
-        "handoff.encoding": arm,
         "engine.num_threads": 1,
         "engine.dtype": dtype,
         "transfer.transports": ["tcp"],
         **engine,
     }
+    if arm[0].isdigit():
+        settings["handoff.error_budget"] = float(arm)
+    else:
+        settings["handoff.encoding"] = arm
     workers: list[FleetProcess] = []
     for role, host in zip(("both", "decode"), hosts, strict=True):
         own = {"worker.host": host.address, "worker.handoff_host": host.address}
@@ -470,7 +475,7 @@ def show_link(answers: Sequence[Answer]) -> list[dict[str, object]]:
     for dtype, mbit in dict.fromkeys((each.dtype, each.mbit) for each in answers):
         for case in ("cached", "cold"):
             raw = 0.0
-            for arm in LINK_ARMS:
+            for arm in dict.fromkeys(each.arm for each in answers):
                 key = dtype, mbit, case, arm
                 own = [a for a in answers if (a.dtype, a.mbit, a.case, a.arm) == key]
                 low, middle, high = quartiles([each.ttft_ms for each in own])
@@ -558,6 +563,7 @@ def main() -> None:
     parser.add_argument("--mbit", type=int, nargs="*", default=[1000, 0])
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16", "float32"])
+    parser.add_argument("--arms", nargs="*", default=["raw", "int8"])
     parser.add_argument("--engine", choices=tuple(LINK_ENGINES), default="transformers")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--table", type=Path, help="print the links of such a file")
