@@ -7,7 +7,8 @@
              `scripts/extract_austen.py` writes): KV of 1,024 tokens is encoded and decoded in
              blocks of 64, then the next 256 tokens are scored. Beside the KV as it was computed:
              log-probabilities (largest and mean difference), KL divergence, perplexity, how often
-             the likeliest token is the same, and for how many of 64 greedy tokens.
+             the likeliest token is the same, and for how many of 64 greedy tokens. The error of
+             the KV itself is that of `baton.encodings.error_budget`.
     link     time to the first token over two hosts (network namespaces) and a link of each of
              `--mbit` (0: not limited), for each of `--dtypes`; every arm has workers and a gateway
              of its own, all at once. The arm int8 has `handoff.encoding = "int8"`: whether KV is
@@ -18,6 +19,8 @@
              decode worker's record: until the pages are granted, until all KV is there, until the
              token, and outside of that worker. Needs root and iproute2. With `--engine vllm` all
              workers are vLLM servers, of which each takes a GiB.
+
+`--arms`: other encodings, or error budgets (0.25), in place of int8; raw is the first.
 
 Trials are interleaved; medians and quartiles. `--table FILE` prints the links of a result as in
 docs/benchmarks.md.
@@ -53,6 +56,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 from demo_corpus import read_corpus
 
+from baton.encodings.error_budget import measure_error
 from baton.encodings.interface import ENCODINGS, KVEncoding
 from baton.kv.layout import KVLayout
 from baton.models import DEMO_MODEL_PATH
@@ -65,14 +69,13 @@ if TYPE_CHECKING:
     from baton.testing.fleet import FleetProcess
     from baton.testing.network_namespaces import BridgedHost
 
-KINDS = ("raw", "zstd", "int8", "fp8", "int4")
+KINDS = ("raw", "zstd", "int8", "fp8", "int4", "int4_token")
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 BLOCK = 64
 CONTEXT, SCORED, GREEDY = 1024, 256, 64
 BATCH_BYTES = 8 << 20
 LINK_MODEL = {"layers": 4, "hidden": 512, "heads": 4, "intermediate": 256}
 """Heads of 128: 16 KiB of KV for each token in float32."""
-LINK_ARMS = ("raw", "int8")
 STAGES = ("until granted", "until landed", "until token", "outside decode")
 DOC_COLUMNS = (
     "KV",
@@ -148,6 +151,12 @@ def round_trip(encoding: KVEncoding, kv: Cache) -> Cache:
     return from_blocks(layout, decoded)
 
 
+def compute_error(kv: Cache, changed: Cache) -> float:
+    """Of keys or values, whichever is larger, as an error budget has it of reference KV."""
+    layout, exact = to_blocks(kv)
+    return measure_error(layout, exact, to_blocks(changed)[1])
+
+
 def score(model: AutoModelForCausalLM, kv: Cache, rest: torch.Tensor) -> torch.Tensor:
     """Log-probabilities after each of `rest` but the last, `[tokens, vocabulary]`."""
     logits = model(rest[None], past_key_values=make_cache(kv), use_cache=True).logits
@@ -186,6 +195,7 @@ def measure_quality(options: argparse.Namespace) -> list[dict[str, float | str]]
             divergence = (exact.exp() * (exact - scored)).sum(-1)
             equal = [one == other for one, other in zip(greedy, tokens, strict=True)]
             rows[kind].append({
+                "error": compute_error(kv, changed),
                 "loss": float(-scored.gather(1, rest[1:, None]).mean()),
                 "max_logprob_error": float(difference.max()),
                 "mean_logprob_error": float(difference.mean()),
@@ -342,10 +352,11 @@ def measure_link(options: argparse.Namespace) -> list[Answer]:
                 shape(host, mbit)
             model = make_model(folder, LINK_MODEL)
             engine = LINK_ENGINES[options.engine]
-            arms = {arm: start_arm(fleet, hosts, model, (arm, dtype), engine) for arm in LINK_ARMS}
+            names = options.arms
+            arms = {arm: start_arm(fleet, hosts, model, (arm, dtype), engine) for arm in names}
             rng = np.random.default_rng(1)
             for number in range(options.rounds + 1):
-                for arm in LINK_ARMS if number % 2 else reversed(LINK_ARMS):
+                for arm in names if number % 2 else reversed(names):
                     answers = [
                         measure_answer(arms[arm], rng, options.tokens, case)
                         for case in ("cached", "cached", "cold")
@@ -403,12 +414,15 @@ def start_arm(
     settings: dict[str, object] = {
         "worker.model": str(model),
         "worker.served_model_name": "bench",
-        "handoff.encoding": arm,
         "engine.num_threads": 1,
         "engine.dtype": dtype,
         "transfer.transports": ["tcp"],
         **engine,
     }
+    if arm[0].isdigit():
+        settings["handoff.error_budget"] = float(arm)
+    else:
+        settings["handoff.encoding"] = arm
     workers: list[FleetProcess] = []
     for role, host in zip(("both", "decode"), hosts, strict=True):
         own = {"worker.host": host.address, "worker.handoff_host": host.address}
@@ -461,7 +475,7 @@ def show_link(answers: Sequence[Answer]) -> list[dict[str, object]]:
     for dtype, mbit in dict.fromkeys((each.dtype, each.mbit) for each in answers):
         for case in ("cached", "cold"):
             raw = 0.0
-            for arm in LINK_ARMS:
+            for arm in dict.fromkeys(each.arm for each in answers):
                 key = dtype, mbit, case, arm
                 own = [a for a in answers if (a.dtype, a.mbit, a.case, a.arm) == key]
                 low, middle, high = quartiles([each.ttft_ms for each in own])
@@ -549,6 +563,7 @@ def main() -> None:
     parser.add_argument("--mbit", type=int, nargs="*", default=[1000, 0])
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16", "float32"])
+    parser.add_argument("--arms", nargs="*", default=["raw", "int8"])
     parser.add_argument("--engine", choices=tuple(LINK_ENGINES), default="transformers")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--table", type=Path, help="print the links of such a file")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["expected_fixture"]
 KINDS = [kind for kind in ENCODINGS.kinds() if kind != "raw"]
-LARGEST_SHARE = {"int8": 0.32, "fp8": 0.32, "int4": 0.35, "zstd": 0.9}
+LARGEST_SHARE = {"int8": 0.32, "fp8": 0.32, "int4": 0.35, "int4_token": 0.26, "zstd": 0.9}
 """Of float32's bytes, with heads of 8 numbers to each scale."""
 
 

@@ -93,7 +93,7 @@ def pooled(
     layout = engine.info.layout
     written = ENCODINGS.build(encoding, {})
     entry_format = EntryFormat.of(
-        layout, block_size=store_block_size, num_parts=1, encodings=name_encodings(written, None)
+        layout, block_size=store_block_size, num_parts=1, encodings=name_encodings(written, ())
     )
     epoch = new_epoch()
     view = KVView(layout, engine.region)

@@ -105,6 +105,41 @@ def test_a_conversation_goes_on_at_a_worker_that_never_saw_it(fleet: Fleet, tmp_
     assert cached_of_second_turn > cached
 
 
+def count_encoded(worker: FleetProcess) -> dict[str, float]:
+    """Bytes of KV that a worker's store wrote or read, as computed, by encoding."""
+    with urllib.request.urlopen(f"{worker.url}/metrics", timeout=30) as reply:
+        lines = reply.read().decode().splitlines()
+    found: dict[str, float] = {}
+    for line in lines:
+        if line.startswith("baton_encoding_bytes_total{") and 'form="raw"' in line:
+            name = line.partition('encoding="')[2].partition('"')[0]
+            found[name] = found.get(name, 0.0) + float(line.split()[-1])
+    return found
+
+
+def test_an_error_budget_chooses_the_encoding_and_without_one_kv_is_exact(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    store, budget = in_folder(tmp_path / "kv"), {"store.error_budget": 0.02}
+    talk = [{"role": "user", "content": TEXT}]
+    first, gateway = start(fleet, "first", store | budget)
+    _, _, num_computed = chat(gateway, talk)
+    deadline = time.monotonic() + WAIT_S
+    while count_stored(first) < num_computed // BLOCK_SIZE:
+        assert time.monotonic() < deadline, f"{count_stored(first)} entries were kept"
+        time.sleep(0.05)
+    assert [name for name, size in count_encoded(first).items() if size] == ["int8/1"]
+    first.stop()
+    second, gateway = start(fleet, "second", store | budget)
+    _, cached, _ = chat(gateway, talk)
+    assert cached > 100
+    assert list(count_encoded(second)) == ["int8/1"]
+    exact, gateway = start(fleet, "exact", store)
+    _, cached, _ = chat(gateway, talk)
+    assert cached == 0
+    assert list(count_encoded(exact)) == ["raw"]
+
+
 def check_shared_through_server(
     fleet: Fleet, store: dict[str, object]
 ) -> tuple[FleetProcess, FleetProcess]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from baton.handoff.encoded_view import (
     StagingSize,
     encoding_of,
     make_encoded_view,
-    open_handoff_encoding,
+    open_handoff_encodings,
 )
 from baton.handoff.interface import KVFailed, KVLanded, KVSent
 from baton.handoff.kv_views import KVView
@@ -69,8 +69,7 @@ NUM_SCRATCH = 3
 @contextmanager
 def converted_pages(kind: str, layout: KVLayout) -> Iterator[Pages]:
     """As vLLM has them: pages of its own order, a raw view through staging, and an encoded one."""
-    encoding = open_handoff_encoding(kind, layout)
-    assert encoding is not None
+    (encoding,) = open_handoff_encodings(kind, layout)
     with staged_pages(layout, NUM_BLOCKS) as pages:
         (raw,) = pages.views
         shapes = [(NUM_SCRATCH, layout.page_bytes(layer)) for layer in range(layout.num_layers)]
@@ -93,24 +92,24 @@ def key_fixture() -> Credentials:
 
 @contextmanager
 def encoded_pages(
-    kind: str, layout: KVLayout, size: StagingSize = SIZE, *, byte_s: float | None = QUICK
+    kinds: str, layout: KVLayout, size: StagingSize = SIZE, *, byte_s: float | None = QUICK
 ) -> Iterator[Pages]:
-    """Pages that peers reach themselves, and encoded ones before them.
+    """Pages that peers reach themselves, and before them encoded ones, of `kinds` "int8,fp8" both.
 
     `byte_s` is what encoding is said to take; None: it is measured. Use corrects it only where
     prompts are larger than those of these tests.
     """
-    with plain_pages(layout) as plain:
-        encoding = open_handoff_encoding(kind, layout)
-        if encoding is None:
-            yield plain
-            return
-        rates = byte_s and EncodingRates(EncodingRate(byte_s), EncodingRate(byte_s))
-        view = make_encoded_view(plain.views[0], encoding, size, clock=CLOCK, rates=rates or None)
-        try:
-            yield replace(plain, views=(view, *plain.views))
-        finally:
-            release_region(view.region)
+    with plain_pages(layout) as plain, ExitStack() as regions:
+        views = []
+        for kind in kinds.split(","):
+            for encoding in open_handoff_encodings(kind, layout):
+                rates = (
+                    EncodingRates(EncodingRate(byte_s), EncodingRate(byte_s)) if byte_s else None
+                )
+                view = make_encoded_view(plain.views[0], encoding, size, clock=CLOCK, rates=rates)
+                regions.callback(release_region, view.region)
+                views.append(view)
+        yield replace(plain, views=(*views, *plain.views))
 
 
 def fill(node_: Node, seed: int = 0) -> None:
@@ -373,10 +372,36 @@ def test_a_prompt_that_exceeds_the_encoded_pages_goes_raw(
         run_until_chosen(prefill, decode, "int8/1", start_blocks=6)  # its last block has room
 
 
+@pytest.mark.parametrize("op", ["WRITE", "READ"])
+def test_the_quickest_of_several_encodings_is_chosen(op: TransferOp, key: Credentials) -> None:
+    """With codecs that take no time it is the one of fewest bytes; a peer's own set bounds it."""
+    layout = make_layout(16)
+    with (
+        encoded_pages("fp8,int4_token,int8", layout) as theirs,
+        encoded_pages("int8,int4_token", layout) as ours,
+        encoded_pages("int8", layout) as others,
+        node("p", kinds=TCP, key=key, links=MEASURED, pages=theirs) as prefill,
+        node("d", kinds=TCP, key=key, links=MEASURED, pages=ours, op=op) as decode,
+        node("e", kinds=TCP, key=key, links=MEASURED, pages=others, op=op) as other,
+    ):
+        fill(prefill)
+        handoff = run_until_chosen(prefill, decode, "int4_token/1")
+        assert handoff.receiving.trace.encodings == ["handoff=int4_token/1"]
+        sent = numbers_of(prefill, handoff, "send")
+        assert 0 < np.abs(numbers_of(decode, handoff, "receive") - sent).max() < 0.5
+        assert handoff.receiving.trace.num_bytes < 0.3 * NUM_TOKENS * layout.bytes_per_token
+        run_until_chosen(prefill, other, "int8/1")
+
+
+def test_both_settings_at_once_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"handoff\.error_budget: set one only"):
+        open_handoff_encodings("int8", make_layout(16), 0.1)
+
+
 @pytest.mark.parametrize("kind", ["int4", "zstd"])
 def test_what_does_not_encode_each_token_by_itself_is_refused(kind: str) -> None:
     with pytest.raises(ConfigError, match=f'handoff.encoding = "{kind}".*fp8, int8'):
-        open_handoff_encoding(kind, make_layout(16))
+        open_handoff_encodings(kind, make_layout(16))
 
 
 def test_views_of_other_layouts_are_never_taken_for_each_other() -> None:

@@ -246,7 +246,7 @@ def test_kv_of_two_servers_is_encoded_once_the_link_is_measured(
 
 @pytest.mark.parametrize(
     ("device", "encoding", "reason"),
-    [("cpu", "int4", r'"int4".*fp8, int8'), ("cuda", "int8", "keeps it on cuda")],
+    [("cpu", "int4", r'"int4".*fp8, int8, int4_token'), ("cuda", "int8", "keeps it on cuda")],
 )
 def test_an_encoding_that_handoffs_cannot_have_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, encoding: str, reason: str

@@ -33,6 +33,8 @@ Spread: TypeAlias = Literal["none", "host", "rack", "zone"]
 """Which of these has at most half of a role's workers, rounded up."""
 Amount: TypeAlias = Annotated[float, Meta(ge=0)]
 Share: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
+ErrorBudget: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
+"""See `baton.encodings.error_budget`."""
 Tls: TypeAlias = Literal["off", "control", "all"]
 """What is encrypted: HTTP between gateway and workers (`control`), and pages over `tcp` (`all`)."""
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
@@ -155,10 +157,11 @@ class HandoffSection(Struct, frozen=True, kw_only=True):
     `verify_*`: which bytes are compared with their digests, by the kind of path that they took.
 
     `encoding` is how KV may be written (`baton.encodings`) where a link is slow, in at most
-    `staging_bytes`.
+    `staging_bytes`; with `error_budget` instead, all encodings of at most so much error.
     """
 
     encoding: Annotated[str, Meta(min_length=1, max_length=64)] = "raw"
+    error_budget: ErrorBudget | None = None
     staging_bytes: PositiveCount = 256 * 1024 * 1024
     timeout_s: Seconds = 60.0
     liveness_timeout_s: Seconds = 3.0
@@ -219,13 +222,15 @@ class StoreSection(Struct, frozen=True, kw_only=True):
 
     The same for all workers that share it. An entry has `block_size` tokens, whatever an engine's
     blocks have, and `num_parts` shares of the heads: a multiple of every tensor-parallel size.
-    `encoding` is how its numbers are written (`baton.encodings`). `keep_share`: of a core,
+    `encoding` is how its numbers are written (`baton.encodings`); with `error_budget` instead, as
+    takes the fewest bytes with at most so much error. `keep_share`: of a core,
     while an engine computes, for keeping what it has computed; 1: all of it at once. `admission`:
     "second": blocks are kept when a worker has them to keep for the second time.
     """
 
     tiers: tuple[str, ...] = ()
     encoding: Annotated[str, Meta(min_length=1, max_length=64)] = "raw"
+    error_budget: ErrorBudget | None = None
     block_size: Annotated[int, Meta(ge=1, le=65_536)] = 64
     num_parts: Annotated[int, Meta(ge=1, le=1024)] = 1
     prefixes: bool = True

@@ -1,8 +1,9 @@
-"""`int4`: four bits for a number, with a least number and a step for each group.
+"""`int4`, `int4_token`: four bits for a number, a least number and a step for each group.
 
 Channels of keys differ in size, and a token's keys have outliers in few channels: keys (and latent
 planes) have a group for each channel of a head and `RUN_TOKENS` tokens, values one for each token
-and head. Measured beside groups by token for both: docs/adr/0036.
+and head. `int4_token` has groups by token and head in all planes: it errs more, but a page can be
+sent before its last tokens are there. Measured beside each other: docs/adr/0036, 0074.
 
 A plane is its codes, two in a byte (the first in the low half; of an odd number of channels a
 token's last half byte is 0), then the groups' least numbers and steps in bfloat16:
@@ -12,11 +13,12 @@ step up. A group with a number that is not finite is NaN as a whole.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from baton.encodings.interface import KVEncoding, NoOptions
+from baton.encodings.interface import Grouping, KVEncoding, NoOptions
 from baton.encodings.planes import (
     PlaneEncoding,
     pack_bfloat16,
@@ -42,7 +44,7 @@ class Int4Encoding(PlaneEncoding):
     """See above."""
 
     name = "int4/1"
-    grouping = "tokens"
+    grouping: Grouping = "tokens"
 
     def plane_bytes(self, shape: PlaneShape) -> int:
         """See `PlaneEncoding`."""
@@ -90,6 +92,29 @@ class Int4Encoding(PlaneEncoding):
         with np.errstate(over="ignore", invalid="ignore"):
             decoded = groups * pairs[..., 1] + pairs[..., 0]
         out[...] = np.clip(_ungroup(shape, decoded, numbers.shape), -most, most)
+
+
+class Int4TokenEncoding(Int4Encoding):
+    """Each token by itself: keys have the groups of values."""
+
+    name = "int4_token/1"
+    grouping = "token"
+
+    def plane_bytes(self, shape: PlaneShape) -> int:
+        """See `PlaneEncoding`."""
+        return super().plane_bytes(replace(shape, is_value=True))
+
+    def encode_plane(
+        self, shape: PlaneShape, numbers: NDArray[np.float32], out: NDArray[np.uint8]
+    ) -> None:
+        """See `PlaneEncoding`."""
+        super().encode_plane(replace(shape, is_value=True), numbers, out)
+
+    def decode_plane(
+        self, shape: PlaneShape, encoded: NDArray[np.uint8], out: NDArray[Any], most: float
+    ) -> None:
+        """See `PlaneEncoding`."""
+        super().decode_plane(replace(shape, is_value=True), encoded, out, most)
 
 
 def _round_up(numbers: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -152,4 +177,9 @@ def _build(_: NoOptions) -> KVEncoding:
     return Int4Encoding()
 
 
+def _build_token(_: NoOptions) -> KVEncoding:
+    return Int4TokenEncoding()
+
+
 PLUGIN = Plugin(NoOptions, _build)
+TOKEN = Plugin(NoOptions, _build_token)

@@ -152,7 +152,7 @@ class PlaneEncoding:
         dtype = NUMPY_DTYPES[layout.dtype]
         encoded = np.empty((len(blocks), self.max_bytes(layout)), np.uint8)
         for source, target in self._pairs(layout):
-            numbers = _shaped(source.shape, source.view(blocks).view(dtype))
+            numbers = shape_numbers(source.shape, source.view(blocks).view(dtype))
             out = target.view(encoded)
             for some in _chunks(len(blocks), source):
                 floats = numbers[some].astype(np.float32, copy=False)
@@ -173,7 +173,7 @@ class PlaneEncoding:
         most = LARGEST[layout.dtype]
         together = np.stack(encoded)
         for target, source in self._pairs(layout):
-            out = _shaped(target.shape, target.view(blocks).view(dtype))
+            out = shape_numbers(target.shape, target.view(blocks).view(dtype))
             codes = source.view(together)
             for some in _chunks(len(blocks), target):
                 self.decode_plane(source.shape, codes[some], out[some], most)
@@ -226,7 +226,8 @@ def _shape_of(layout: KVLayout, plane: Plane) -> PlaneShape:
     return PlaneShape(plane.name == "v", layout.block_size, num_heads, plane.head_dim)
 
 
-def _shaped(shape: PlaneShape, numbers: NDArray[Any]) -> NDArray[Any]:
+def shape_numbers(shape: PlaneShape, numbers: NDArray[Any]) -> NDArray[Any]:
+    """A view of `[blocks, layers, num_numbers]` as `[blocks, layers, tokens, heads, dim]`."""
     return numbers.reshape(*numbers.shape[:2], shape.num_tokens, shape.num_heads, shape.head_dim)
 
 

@@ -11,9 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
-from baton.encodings.planes import NUMPY_DTYPES
+from baton.encodings.reference import make_reference_kv
 
 if TYPE_CHECKING:
     from baton.clock import Clock, Instant
@@ -63,12 +61,8 @@ class EncodingRates:
 
 
 def calibrate(encoding: KVEncoding, layout: KVLayout, clock: Clock) -> EncodingRates:
-    """Encode and decode a MiB of random KV of a layout in canonical order; the quickest counts."""
-    num_blocks = -(-CALIBRATION_BYTES // layout.block_bytes)
-    dtype = NUMPY_DTYPES[layout.dtype]
-    shape = num_blocks, layout.block_bytes // dtype.itemsize
-    numbers = np.random.default_rng(0).standard_normal(shape, np.float32)
-    blocks = numbers.astype(dtype).view(np.uint8)
+    """Encode and decode a MiB of KV of a layout in canonical order; the quickest counts."""
+    blocks = make_reference_kv(layout, -(-CALIBRATION_BYTES // layout.block_bytes))
     encode_s, decode_s = [], []
     for _ in range(_NUM_ROUNDS):
         began_at = clock.now()

@@ -16,12 +16,13 @@ made of, and compared with, the encoded bytes.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
 
+from baton.encodings.error_budget import check_is_alone, find_for_links
 from baton.encodings.interface import RAW, open_encoding
 from baton.encodings.rates import calibrate
 from baton.errors import ConfigError
@@ -32,7 +33,7 @@ from baton.kv.layout import KVLayout, LayerLayout
 from baton.transfer.region import allocate_shared_region, find_run, view_pages
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -68,23 +69,49 @@ class StagingSize:
     setting: str = "handoff.staging_bytes"
 
 
-def open_handoff_encoding(kind: str, layout: KVLayout) -> KVEncoding | None:
-    """The encoding that `handoff.encoding` names; None for raw.
+def open_handoff_encodings(
+    kind: str, layout: KVLayout, error_budget: float | None = None
+) -> tuple[KVEncoding, ...]:
+    """The encoding that `handoff.encoding` names, or those within `handoff.error_budget`.
 
     Raises:
-        ConfigError: there is none of that name, or it cannot encode pages of this layout.
+        ConfigError: both are set, there is none of that name, or it cannot encode such pages.
     """
+    canonical = msgspec.structs.replace(layout, order="canonical", arrangement="")
+    if error_budget is not None:
+        check_is_alone("handoff", kind)
+        return find_for_links(error_budget, canonical)
     if kind == RAW:
-        return None
-    encoding = open_encoding(
-        kind, msgspec.structs.replace(layout, order="canonical"), "handoff.encoding"
-    )
+        return ()
+    encoding = open_encoding(kind, canonical, "handoff.encoding")
     if encoding.grouping != "token":
         raise ConfigError(
             f'handoff.encoding = "{kind}": pages are sent before all of their tokens are there, so '
-            "only encodings of each token by itself can be used here: fp8, int8"
+            "only encodings of each token by itself can be used here: fp8, int8, int4_token"
         )
-    return encoding
+    return (encoding,)
+
+
+def make_encoded_views(
+    view: KVView,
+    encodings: Sequence[KVEncoding],
+    size: StagingSize,
+    *,
+    clock: Clock,
+    allocate: AllocateRegion = allocate_shared_region,
+) -> tuple[KVView, ...]:
+    """A view for each encoding, as `make_encoded_view`; all have room for the same tokens."""
+    block_bytes = [_encode_layout(view.layout, each).block_bytes for each in encodings]
+    return tuple(
+        make_encoded_view(
+            view,
+            encoding,
+            replace(size, num_bytes=size.num_bytes * own // sum(block_bytes)),
+            clock=clock,
+            allocate=allocate,
+        )
+        for encoding, own in zip(encodings, block_bytes, strict=True)
+    )
 
 
 def make_encoded_view(
@@ -99,7 +126,7 @@ def make_encoded_view(
     """A view of the same pages, encoded. Its region is the caller's to release.
 
     Where `view` has staging, its pages are canonical, in the host's memory, and used by the agent's
-    thread for this view alone: they are scratch memory. `size.num_blocks` is needed then. Without
+    thread for encoded views only: scratch memory. `size.num_blocks` is needed then. Without
     `rates` it is measured now what the encoding takes.
 
     Raises:
@@ -146,9 +173,9 @@ def note_encoding(trace: RequestSpan, layout: KVLayout) -> None:
         trace.note_encoding(f"handoff={name}")
 
 
-def list_lossy(encodings: Iterable[KVEncoding | None]) -> dict[str, str]:
+def list_lossy(encodings: Iterable[KVEncoding]) -> dict[str, str]:
     """The trait of a worker whose KV may have gone through these; none where it is exact."""
-    names = {each.name for each in encodings if each is not None and not each.is_exact}
+    names = {each.name for each in encodings if not each.is_exact}
     return {LOSSY_TRAIT: ",".join(sorted(names))} if names else {}
 
 

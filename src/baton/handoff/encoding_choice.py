@@ -1,9 +1,9 @@
-"""Whether a handoff's KV is encoded: where it then arrives sooner, by measured rates. Pure.
+"""How a handoff's KV is encoded, if at all: as it arrives soonest, by measured rates. Pure.
 
 The decode worker, which grants the pages, compares bytes alone (`EncodingChooser`):
 
-    raw:      num_bytes x link
-    encoded:  num_bytes x (encode + encoded_share x link + decode)
+    raw:                          num_bytes x link
+    each encoding that both have: num_bytes x (encode + encoded_share x link + decode)
 
 Encoding, sending and decoding overlap in part, which is not counted: where they do, encoding gains
 more than is predicted. What both pay alike (latency, digests) is left out. One must be 10 % quicker
@@ -25,10 +25,11 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from baton.encodings.interface import RAW
 from baton.record import Record
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
 MARGIN: Final = 0.1
 MIN_PASS_TOKENS: Final = 64
@@ -57,16 +58,19 @@ class LinkEncodingCosts(Record, frozen=True):
 class EncodingChooser:
     """Chooses for one link in one direction; begins with raw KV."""
 
-    is_encoded: bool = False
+    chosen: str = RAW
 
-    def choose(self, costs: LinkEncodingCosts) -> bool:
-        """Whether the next handoff's KV is to be encoded."""
-        raw_s, encoded_s = costs.link_byte_s, costs.encoded_byte_s
-        if self.is_encoded:
-            self.is_encoded = raw_s > encoded_s * (1 - MARGIN)
-        else:
-            self.is_encoded = encoded_s < raw_s * (1 - MARGIN)
-        return self.is_encoded
+    def choose(self, byte_s: Mapping[str, float]) -> str:
+        """The encoding of the next handoff, raw included, of those that it may have.
+
+        `byte_s`: seconds for a byte of raw KV, by encoding; with that of raw itself.
+        """
+        if self.chosen not in byte_s:
+            self.chosen = RAW
+        quickest = min(byte_s, key=lambda each: byte_s[each])
+        if byte_s[quickest] < byte_s[self.chosen] * (1 - MARGIN):
+            self.chosen = quickest
+        return self.chosen
 
 
 class KVToSend(Record, frozen=True):

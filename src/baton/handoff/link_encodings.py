@@ -111,24 +111,31 @@ class LinkEncodings:
         """
         if op == "NONE":
             return RAW, None
-        for encoding in peer.encoded_views:
-            costs = self._find_costs(peer, encoding, op)
-            if costs is None or not self._has_room(peer, encoding, order):
-                continue
-            chooser = self._choosers.setdefault((peer, op), EncodingChooser())
-            chosen = encoding if chooser.choose(costs) else RAW
-            raw = self._context.view_to(peer).view.layout
-            num_bytes = (order.num_tokens - order.start) * raw.bytes_per_token
-            order.trace.encoding_estimate = EncodingEstimate(
-                chosen=chosen,
-                encoding=encoding,
-                raw_s=num_bytes * costs.link_byte_s,
-                encoded_s=num_bytes * costs.encoded_byte_s,
-            )
-            return chosen, ReceivingCosts(
-                min(costs.link_byte_s, MAX_BYTE_S), min(costs.decode_byte_s, MAX_BYTE_S)
-            )
-        return RAW, None
+        known = {
+            encoding: costs
+            for encoding in peer.encoded_views
+            if (costs := self._find_costs(peer, encoding, op)) is not None
+            and self._has_room(peer, encoding, order)
+        }
+        if not known:
+            return RAW, None
+        byte_s = {encoding: each.encoded_byte_s for encoding, each in known.items()}
+        quickest = min(byte_s, key=lambda each: byte_s[each])
+        byte_s[RAW] = known[quickest].link_byte_s
+        chosen = self._choosers.setdefault((peer, op), EncodingChooser()).choose(byte_s)
+        compared = quickest if chosen == RAW else chosen
+        costs = known[compared]
+        raw = self._context.view_to(peer).view.layout
+        num_bytes = (order.num_tokens - order.start) * raw.bytes_per_token
+        order.trace.encoding_estimate = EncodingEstimate(
+            chosen=chosen,
+            encoding=compared,
+            raw_s=num_bytes * costs.link_byte_s,
+            encoded_s=num_bytes * costs.encoded_byte_s,
+        )
+        return chosen, ReceivingCosts(
+            min(costs.link_byte_s, MAX_BYTE_S), min(costs.decode_byte_s, MAX_BYTE_S)
+        )
 
     def prefill_done(self, outgoing: OutgoingHandoff, now: Instant) -> None:
         """The engine has computed a prompt: how long it took, from the offer on, is learned."""

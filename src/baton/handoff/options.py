@@ -38,13 +38,19 @@ class WriteLease(Protocol):
         ...
 
 
-def check_device_memory(tiers: Sequence[str], encoding: str) -> None:
+def check_device_memory(
+    tiers: Sequence[str], encoding: str, error_budget: float | None = None
+) -> None:
     """Refuse what reads KV from the host's memory, where it is in a GPU's.
 
     Raises:
         ConfigError: names the setting.
     """
-    for name, is_set in (("store.tiers", bool(tiers)), ("handoff.encoding", encoding != RAW)):
+    for name, is_set in (
+        ("store.tiers", bool(tiers)),
+        ("handoff.encoding", encoding != RAW),
+        ("handoff.error_budget", error_budget is not None),
+    ):
         if is_set:
             raise ConfigError(
                 f"{name} needs KV in the host's memory, and transfer.transports keeps it in the "

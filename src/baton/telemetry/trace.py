@@ -50,6 +50,8 @@ class Stamp(StrEnum):
 class EncodingEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """What a handoff was predicted to take raw, and in `encoding`; which of the two was chosen.
 
+    `encoding` is the quickest one by the prediction, or that of the handoff before.
+
     From the grant until all KV is there. `prefill_s` of both is what the prompt was predicted to
     need to be computed: 0 where that was not counted. `took_s` is what it took.
     """

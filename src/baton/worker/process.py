@@ -24,8 +24,8 @@ from baton.handoff.dispatcher import HandoffDispatcher, open_handoffs
 from baton.handoff.encoded_view import (
     StagingSize,
     list_lossy,
-    make_encoded_view,
-    open_handoff_encoding,
+    make_encoded_views,
+    open_handoff_encodings,
 )
 from baton.handoff.kv_views import KVView
 from baton.handoff.options import AgentOptions, check_device_memory
@@ -58,7 +58,7 @@ from baton.worker.worker import Worker, build_worker
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import AsyncGenerator, Generator
+    from collections.abc import AsyncGenerator, Generator, Sequence
 
     from baton.clock import Clock
     from baton.encodings.interface import KVEncoding
@@ -282,7 +282,9 @@ def _load(options: ProcessOptions, clock: Clock, watch: PreemptionWatch) -> tupl
     transports = _transports(options, epoch, clock)
     memory = choose_memory(transports)
     if memory == "cuda":
-        check_device_memory(options.store.tiers, options.handoff.encoding)
+        check_device_memory(
+            options.store.tiers, options.handoff.encoding, options.handoff.error_budget
+        )
     allocate = choose_allocation(options.transfer.options)
     engine = factory(EngineContext(model, clock, allocate, memory))
     fence = MembershipFence(options.announce_lease_s) if options.announce_to else None
@@ -317,26 +319,26 @@ def _handoffs(
 ) -> HandoffDispatcher:
     view = KVView(engine.info.layout, engine.region, peer_mappings=engine.peer_mappings)
     handoff, transfer = options.handoff, options.transfer
-    encoding = open_handoff_encoding(handoff.encoding, view.layout)
+    encodings = open_handoff_encodings(handoff.encoding, view.layout, handoff.error_budget)
     access = open_store_access(
         options.store,
         view,
         key=options.credentials.key,
         clock=clock,
         keeps_prefixes=options.store.prefixes,
-        handoff_encoding=encoding,
+        handoff_encodings=encodings,
         peers=PeerAccess(options.credentials, _find_tls(options), serves=True),
     )
     # KV of a prefill worker that receives none is as exact as what it loads.
-    received = None if options.role == "prefill" else encoding
-    stored = None if access is None else access.encoding
+    received = () if options.role == "prefill" else encodings
+    stored = () if access is None else (access.encoding,)
     return open_handoffs(
         AgentOptions(
             worker=options.worker,
             epoch=epoch,
             fingerprint=engine.info.fingerprint,
-            views=_views(options, engine, view, encoding, clock=clock),
-            traits=list_lossy((received, stored)),
+            views=_views(options, engine, view, encodings, clock=clock),
+            traits=list_lossy((*received, *stored)),
             transports=transports,
             credentials=options.credentials,
             clock=clock,
@@ -365,16 +367,14 @@ def _views(
     options: ProcessOptions,
     engine: Engine,
     view: KVView,
-    encoding: KVEncoding | None,
+    encodings: Sequence[KVEncoding],
     *,
     clock: Clock,
 ) -> tuple[KVView, ...]:
     """The engine's pages as they are, and encoded, where that is configured."""
-    if encoding is None:
-        return (view,)
     size = StagingSize(options.handoff.staging_bytes, engine.info.max_context_tokens)
     allocate = choose_allocation(options.transfer.options)
-    return make_encoded_view(view, encoding, size, clock=clock, allocate=allocate), view
+    return *make_encoded_views(view, encodings, size, clock=clock, allocate=allocate), view
 
 
 def _transports(options: ProcessOptions, epoch: Epoch, clock: Clock) -> tuple[Transport, ...]:

@@ -84,8 +84,8 @@ def round_trip(kind: str, layout: KVLayout, numbers: np.ndarray) -> np.ndarray:
 def bound_of(kind: str, name: str, plane: np.ndarray) -> np.ndarray:
     """The largest error of each number that docs/store.md states, before the dtype rounds it."""
     exact = plane.astype(np.float64)
-    if kind == "int4":
-        if name != "v":
+    if kind in {"int4", "int4_token"}:
+        if kind == "int4" and name != "v":
             runs = [*range(0, exact.shape[1], RUN_TOKENS), exact.shape[1]]
             steps = np.empty_like(exact)
             for start, stop in pairwise(runs):

@@ -21,56 +21,64 @@ from baton.handoff.encoding_choice import (
 
 byte_s = st.floats(1e-13, 1e-3)
 costs = st.builds(LinkEncodingCosts, byte_s, byte_s, byte_s, st.floats(0.05, 1.2))
+codecs = st.dictionaries(
+    st.sampled_from(["int8", "fp8", "int4"]), st.tuples(byte_s, byte_s, st.floats(0.05, 1.2))
+)
 
 
-@given(st.lists(costs, min_size=1, max_size=20))
+def predict(link_byte_s: float, codecs: dict) -> dict[str, float]:
+    """Seconds for a byte, raw and in each encoding."""
+    return {"raw": link_byte_s} | {
+        kind: LinkEncodingCosts(link_byte_s, *rates).encoded_byte_s
+        for kind, rates in codecs.items()
+    }
+
+
+@given(st.lists(st.builds(predict, byte_s, codecs), min_size=1, max_size=20))
 def test_what_is_chosen_is_never_slower_by_more_than_the_margin(history: list) -> None:
+    """Also where the encodings that a handoff may have change from one to the next."""
     chooser = EncodingChooser()
-    for each in history:
-        took = {True: each.encoded_byte_s, False: each.link_byte_s}
-        chosen = took[chooser.choose(each)]
+    for took in history:
+        chosen = took[chooser.choose(took)]
         assert chosen * (1 - MARGIN) <= min(took.values()) * (1 + 1e-9)
 
 
-@given(costs, st.lists(st.floats(1 - MARGIN / 4, 1 + MARGIN / 4), min_size=1, max_size=20))
-def test_noise_changes_the_choice_once_at_most(center: LinkEncodingCosts, noise: list) -> None:
-    chooser = EncodingChooser()
-    seen = [
-        chooser.choose(
-            LinkEncodingCosts(
-                center.link_byte_s * factor,
-                center.encode_byte_s,
-                center.decode_byte_s,
-                center.encoded_share,
-            )
-        )
-        for factor in noise
-    ]
-    assert sum(a != b for a, b in zip([False, *seen], seen, strict=False)) <= 1
-
-
-@given(costs)
-def test_encoding_that_saves_nothing_on_the_link_is_not_chosen(each: LinkEncodingCosts) -> None:
-    if each.encoded_share >= 1:
-        assert not EncodingChooser().choose(each)
-
-
-@given(costs, st.floats(1, 1e6))
-def test_a_slower_link_never_turns_the_choice_back_to_raw(
-    each: LinkEncodingCosts, factor: float
+@given(byte_s, codecs, st.lists(st.floats(1 - MARGIN / 4, 1 + MARGIN / 4), min_size=1, max_size=20))
+def test_noise_changes_the_choice_once_for_each_encoding_at_most(
+    link_byte_s: float, codecs: dict, noise: list
 ) -> None:
-    slower = LinkEncodingCosts(
-        each.link_byte_s * factor, each.encode_byte_s, each.decode_byte_s, each.encoded_share
-    )
-    if EncodingChooser().choose(each):
-        assert EncodingChooser().choose(slower)
+    chooser = EncodingChooser()
+    seen = [chooser.choose(predict(link_byte_s * factor, codecs)) for factor in noise]
+    changes = sum(a != b for a, b in zip(["raw", *seen], seen, strict=False))
+    assert changes <= len(codecs)
 
 
-def test_a_link_of_1_gbit_encodes_bfloat16_and_one_of_10_does_not() -> None:
-    """With int8's rates of docs/store-figures.md: 1.23 and 1.66 GB/s."""
-    rates = 1 / 1.23e9, 1 / 1.66e9, 0.51
-    assert EncodingChooser().choose(LinkEncodingCosts(8e-9, *rates))
-    assert not EncodingChooser().choose(LinkEncodingCosts(0.8e-9, *rates))
+@given(byte_s, codecs)
+def test_encoding_that_saves_nothing_on_the_link_is_not_chosen(
+    link_byte_s: float, codecs: dict
+) -> None:
+    chosen = EncodingChooser().choose(predict(link_byte_s, codecs))
+    assert chosen == "raw" or codecs[chosen][2] < 1
+
+
+@given(byte_s, codecs, st.floats(1, 1e6))
+def test_a_slower_link_never_asks_for_more_bytes(
+    link_byte_s: float, codecs: dict, factor: float
+) -> None:
+    share = {"raw": 1.0} | {kind: rates[2] for kind, rates in codecs.items()}
+    fast, slow = (predict(link_byte_s * each, codecs) for each in (1, factor))
+    before, after = (min(each, key=each.__getitem__) for each in (fast, slow))
+    assert share[after] <= share[before] or slow[after] >= slow[before] * (1 - 1e-9)
+    if EncodingChooser().choose(fast) != "raw" and all(each < 1 for each in share.values()):
+        assert EncodingChooser().choose(slow) != "raw"
+
+
+def test_each_speed_of_a_link_has_its_encoding() -> None:
+    """With the rates of docs/store-figures.md for bfloat16, encode and decode, in GB/s."""
+    rates = {"int8": (1.23, 1.66, 0.51), "int4_token": (0.39, 0.82, 0.27)}
+    codecs = {kind: (1e-9 / enc, 1e-9 / dec, share) for kind, (enc, dec, share) in rates.items()}
+    choices = [EncodingChooser().choose(predict(8 / bits, codecs)) for bits in (1e10, 1e9, 1e8)]
+    assert choices == ["raw", "int8", "int4_token"]
 
 
 MIB = 1 << 20

@@ -87,9 +87,14 @@ def test_encodings_of_entries_and_of_handoffs():
     options = read_options(transfer["kv_connector_extra_config"])
     assert options.store.encoding == "int8"
     assert (options.handoff_encoding, options.staging_bytes) == ("fp8", 99)
+    words = arguments("store.error_budget=0", "handoff.error_budget=0.01")
+    budgets = json.loads(value_of(words, "--kv-transfer-config"))
+    options = read_options(budgets["kv_connector_extra_config"])
+    assert (options.store.error_budget, options.handoff_error_budget) == (0.0, 0.01)
     plain = json.loads(value_of(arguments(), "--kv-transfer-config"))
     options = read_options(plain["kv_connector_extra_config"])
     assert (options.handoff_encoding, options.staging_bytes) == ("raw", None)
+    assert options.handoff_error_budget is options.store.error_budget is None
 
 
 def test_a_key_file_is_handed_on_by_name():

@@ -14,13 +14,13 @@ from baton.engines.vllm import kv_views
 from baton.engines.vllm.host_pages import PlainPages, TransposedPages
 from baton.engines.vllm.kv_views import (
     SharedKVMemory,
-    build_encoded_view,
+    build_encoded_views,
     build_kv_views,
     choose_staging_bytes,
 )
 from baton.engines.vllm.layouts import read_layers
 from baton.errors import ConfigError
-from baton.handoff.encoded_view import encoding_of, open_handoff_encoding
+from baton.handoff.encoded_view import encoding_of, open_handoff_encodings
 from baton.kv.layout import KVLayout, TensorParallelShard, find_differences
 from baton.transfer.region import view_pages
 from tests.unit.engines_vllm.caches import (
@@ -163,16 +163,16 @@ def test_staging_that_holds_nothing(config: VllmConfig) -> None:
 
 
 def encoded(worker: Worker, staging_bytes: int = MIB) -> KVView:
-    encoding = open_handoff_encoding("int8", worker.layers.main_layout)
-    assert encoding is not None
-    return build_encoded_view(
+    encodings = open_handoff_encodings("int8", worker.layers.main_layout)
+    (view,) = build_encoded_views(
         worker.config,
         worker.layers,
         worker.tensors,
-        encoding,
+        encodings,
         staging_bytes=staging_bytes,
         clock=MachineClock(),
     )
+    return view
 
 
 def test_encoded_pages_of_one_worker_are_decoded_by_another(

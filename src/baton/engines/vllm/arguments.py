@@ -131,8 +131,9 @@ def _transfer(config: Config, options: VllmOptions, lease_file: Path | None) -> 
         "clients_are_gateways": config.security.tls != "off",
         "resumes_streams": True,
     }
-    if config.handoff.encoding != RAW:
+    if config.handoff.encoding != RAW or config.handoff.error_budget is not None:
         extra["handoff_encoding"] = config.handoff.encoding
+        extra["handoff_error_budget"] = config.handoff.error_budget
         extra["staging_bytes"] = config.handoff.staging_bytes
     if config.worker.topology is not None:
         extra["topology"] = config.worker.topology

@@ -28,7 +28,7 @@ from baton.engines.vllm.layouts import (
     view_canonical,
 )
 from baton.errors import ConfigError, TransferError
-from baton.handoff.encoded_view import StagingSize, make_encoded_view
+from baton.handoff.encoded_view import StagingSize, make_encoded_views
 from baton.handoff.kv_views import KVView
 from baton.ids import new_region_handle
 from baton.kv.copies import count_blocks
@@ -109,16 +109,18 @@ def build_kv_views(
     return (*views,) if canonical is None else (*views, canonical)
 
 
-def build_encoded_view(
+def build_encoded_views(
     vllm_config: VllmConfig,
     layers: CachedLayers,
     kv_caches: Mapping[str, torch.Tensor],
-    encoding: KVEncoding,
+    encodings: Sequence[KVEncoding],
     *,
     staging_bytes: int,
     clock: Clock,
-) -> KVView:
-    """The main model's pages in `encoding`, for slow links; the caller releases its region.
+) -> tuple[KVView, ...]:
+    """The main model's pages in each of `encodings`, for slow links; they share scratch memory.
+
+    The caller releases their regions.
 
     Raises:
         ConfigError: their order is not known to Baton, or not one encoded block fits.
@@ -135,7 +137,7 @@ def build_encoded_view(
         )
     max_tokens = vllm_config.model_config.max_model_len
     size = StagingSize(staging_bytes, max_tokens, layers.num_blocks, "staging_bytes")
-    return make_encoded_view(raw, encoding, size, clock=clock)
+    return make_encoded_views(raw, encodings, size, clock=clock)
 
 
 def try_build_store_view(

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from baton.config.sections import (
+    ErrorBudget,
     Host,
     LeaseSeconds,
     Port,
@@ -41,8 +42,9 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     `max_held_share` of the KV blocks may be held for decode workers to pull, and `max_kept_share`
     while they are copied into the store; more is not kept. `fingerprint`
     replaces the one that is computed from the checkpoint's files. `handoff_encoding`: KV may be
-    written so on slow links, in at most `staging_bytes`. `clients_are_gateways`: the
-    server answers no client that has not proved to be a gateway, so that tickets are believed.
+    written so on slow links, in at most `staging_bytes`; with `handoff_error_budget` instead, in
+    each encoding of at most that error. `clients_are_gateways`: the server answers no client that
+    has not proved to be a gateway, so that tickets are believed.
     `resumes_streams`: Baton extended the server, so that streams go on here from token ids.
     `lease_file`: of a server that announces itself, until when it may write to others.
     """
@@ -70,6 +72,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     verify_share: Share = 0.125
     staging_bytes: Annotated[int, Meta(ge=0)] | None = None
     handoff_encoding: Annotated[str, Meta(min_length=1, max_length=64)] = "raw"
+    handoff_error_budget: ErrorBudget | None = None
     max_held_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
     max_kept_share: Annotated[float, Meta(ge=0, le=1)] = 0.25
     poll_interval_ms: Annotated[float, Meta(ge=0, le=1000)] = 10.0

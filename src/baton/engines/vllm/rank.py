@@ -30,7 +30,7 @@ from baton.engines.vllm.identity import (
 )
 from baton.engines.vllm.kv_views import (
     SharedKVMemory,
-    build_encoded_view,
+    build_encoded_views,
     build_kv_views,
     choose_staging_bytes,
     try_build_store_view,
@@ -43,7 +43,7 @@ from baton.engines.vllm.registered_pages import register_kv_view
 from baton.errors import ConfigError
 from baton.events.journal import CacheJournal
 from baton.handoff.dispatcher import HandoffDispatcher, open_handoffs
-from baton.handoff.encoded_view import list_lossy, open_handoff_encoding
+from baton.handoff.encoded_view import list_lossy, open_handoff_encodings
 from baton.handoff.lease_file import LeaseFile
 from baton.handoff.link_page import describe_links
 from baton.handoff.options import AgentOptions
@@ -109,13 +109,13 @@ class Rank:
         self._plan = plan
         shard = TensorParallelShard(plan.rank, plan.identity.num_ranks)
         self._layers = read_layers(plan.vllm_config, plan.kv_cache_config, shard)
-        kind = plan.options.handoff_encoding
-        self._encoding = open_handoff_encoding(kind, self._layers.main_layout)
+        kind, error_budget = plan.options.handoff_encoding, plan.options.handoff_error_budget
+        self._encodings = open_handoff_encodings(kind, self._layers.main_layout, error_budget)
         device = plan.vllm_config.device_config.device_type
-        if self._encoding is not None and device != "cpu":
+        if self._encodings and device != "cpu":
             raise ConfigError(
-                f"handoff.encoding needs KV in the host's memory, and vLLM keeps it on {device}: "
-                'set it to "raw"'
+                "handoff.encoding and handoff.error_budget need KV in the host's memory, and vLLM "
+                f"keeps it on {device}: set neither"
             )
         self._credentials = load_credentials(plan.options)
         self._tls: ClusterTls | None = None
@@ -258,16 +258,16 @@ class Rank:
             self._kv_views = build_kv_views(
                 config, layers, kv_caches, self._pool, staging_bytes=staging_bytes
             )
-        if self._encoding is not None:
-            encoded = build_encoded_view(
+        if self._encodings:
+            encoded = build_encoded_views(
                 config,
                 layers,
                 kv_caches,
-                self._encoding,
+                self._encodings,
                 staging_bytes=staging_bytes,
                 clock=self._clock,
             )
-            self._kv_views = (*self._kv_views, encoded)
+            self._kv_views = (*self._kv_views, *encoded)
         if store.tiers:
             self._store_view = try_build_store_view(
                 config, layers, kv_caches, store_block_size=store.block_size
@@ -304,8 +304,8 @@ class Rank:
         views = tuple(f for f in self._kv_views if f.layout.num_layers == self._layers.num_main)
         arrangement = views[0].layout.arrangement or views[0].layout.order
         # KV of a prefill worker that receives none is as exact as what it loads.
-        received = self._encoding if plan.identity.receives else None
-        lossy = list_lossy((received, None if access is None else access.encoding))
+        received = self._encodings if plan.identity.receives else ()
+        lossy = list_lossy((*received, *(() if access is None else (access.encoding,))))
         return AgentOptions(
             worker=worker,
             epoch=epoch,
@@ -345,7 +345,7 @@ class Rank:
             key=self._credentials.key,
             clock=self._clock,
             keeps_prefixes=section.prefixes and may_load,
-            handoff_encoding=self._encoding,
+            handoff_encodings=self._encodings,
             peers=PeerAccess(self._credentials, self._tls_of_kv, serves=True),
         )
         if self._plan.rank != 0:  # gateways ask rank 0 alone

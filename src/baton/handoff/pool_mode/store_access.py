@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, Literal
 
+from baton.encodings.error_budget import check_is_alone, find_smallest
 from baton.encodings.interface import RAW, open_encoding
 from baton.encodings.raw import RawEncoding
 from baton.events.wire import NAMING_BYTES
@@ -15,7 +16,7 @@ from baton.store.interface import TENANT_BYTES, TenantLabel
 from baton.store.tiered import TierRun, open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from baton.auth.key import ClusterKey
     from baton.clock import Clock
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from baton.events.journal import CacheJournal
     from baton.handoff.kv_views import KVView
     from baton.handoff.pool_mode.store_journal import StoreJournal
+    from baton.kv.layout import KVLayout
     from baton.store.interface import EntryName, PeerAccess
     from baton.store.tiered import TieredStore
     from baton.telemetry.trace import RequestSpan
@@ -101,12 +103,12 @@ def open_store_access(  # noqa: PLR0913 - what a worker's store is opened from
     key: ClusterKey,
     clock: Clock,
     keeps_prefixes: bool = False,
-    handoff_encoding: KVEncoding | None = None,
+    handoff_encodings: Sequence[KVEncoding] = (),
     peers: PeerAccess | None = None,
 ) -> StoreAccess | None:
     """Open the store; None where no tier is configured. `keeps_prefixes`: see `StoreAccess`.
 
-    `handoff_encoding`: workers of this store receive KV that was encoded so. `peers`: see
+    `handoff_encodings`: workers of this store receive KV that was encoded so. `peers`: see
     `TierContext`.
 
     Raises:
@@ -117,8 +119,8 @@ def open_store_access(  # noqa: PLR0913 - what a worker's store is opened from
     entry_format = EntryFormat.of(
         view.layout, block_size=section.block_size, num_parts=section.num_parts
     )
-    encoding = open_encoding(section.encoding, entry_format.full_layout, "store.encoding")
-    entry_format = replace(entry_format, encodings=name_encodings(encoding, handoff_encoding))
+    encoding = _open_encoding(section, entry_format.full_layout)
+    entry_format = replace(entry_format, encodings=name_encodings(encoding, handoff_encodings))
     store = open_keyed_store(section.tiers, section.options, key=key, clock=clock, peers=peers)
     label = partial(label_tenant, key)
     naming = key.sign(_PURPOSE, _NAMING_TAG)[:NAMING_BYTES]
@@ -162,11 +164,17 @@ def note_store_encoding(trace: RequestSpan, encoding: KVEncoding) -> None:
         trace.note_encoding(f"store={encoding.name}")
 
 
-def name_encodings(store: KVEncoding, handoff: KVEncoding | None) -> tuple[str, ...]:
+def _open_encoding(section: StoreSection, full_layout: KVLayout) -> KVEncoding:
+    if section.error_budget is None:
+        return open_encoding(section.encoding, full_layout, "store.encoding")
+    check_is_alone("store", section.encoding)
+    return find_smallest(section.error_budget, full_layout)
+
+
+def name_encodings(store: KVEncoding, handoff: Iterable[KVEncoding]) -> tuple[str, ...]:
     """See `EntryFormat.encodings`. Raw entries of exact KV keep the names that they always had."""
     names = [] if store.name == RAW else [f"store={store.name}"]
-    if handoff is not None and not handoff.is_exact:
-        names.append(f"handoff={handoff.name}")
+    names += sorted(f"handoff={each.name}" for each in handoff if not each.is_exact)
     return tuple(names)
 
 
