@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -137,6 +138,33 @@ def test_a_notice_in_mid_drain_shortens_it():
     assert watch.note_signal(30.0) is None
     os.close(read_fd)
     os.close(write_fd)
+
+
+def test_what_nobody_expected_does_not_end_the_watch(caplog):
+    """A token that is no header's value: http.client refuses to send it, with a ValueError."""
+    read_fd, write_fd = os.pipe()
+    cloud, signals = Cloud(), []
+    cloud.token_end = "\n-"
+    with serving(cloud, "aws") as url, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "kill", lambda *sent: signals.append(sent))
+        section = PreemptionSection(source="aws", url=url, interval_s=0.02)
+        watch = PreemptionWatch(section, "decode-0", MachineClock(), StatusReporter(write_fd))
+        watch.start()
+        until(lambda: "Invalid header value" in caplog.text)
+        cloud.token_end = ""
+        cloud.preempt(in_s=30.0)
+        until(lambda: signals)
+    os.close(write_fd)
+    with os.fdopen(read_fd, "rb") as lines:
+        assert "aws: terminate" in read_status(lines.readline()).preempted
+    assert signals == [(os.getpid(), signal.SIGTERM)]
+
+
+def until(is_so):
+    deadline = time.monotonic() + WITHIN_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 PROCESS = """
