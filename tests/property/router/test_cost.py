@@ -40,7 +40,7 @@ views = st.builds(
     view,
     st.sampled_from([f"w{i}" for i in range(5)]),
     st.sampled_from(Role),
-    available=st.booleans(),
+    available=st.sampled_from([True, True, True, False]),
     fingerprint=st.sampled_from(["f", "f", "g"]),
     topology=st.sampled_from(["", "z/r0/h0", "z/r0/h1", "z/r1/h2", "y/r0/h0"]),
     max_step_tokens=st.sampled_from([None, 512, 8192]),
@@ -82,7 +82,7 @@ requests = st.builds(
     stored=st.dictionaries(st.sampled_from([f"w{i}" for i in range(5)]), st.integers(0, 30_000)),
     ttft_s=st.none() | st.floats(0.05, 5.0),
     tpot_s=st.none() | st.floats(0.01, 0.5),
-    itl_s=st.none() | st.sampled_from([0.01, 0.05, 1.0]),
+    itl_s=st.sampled_from([None, 0.01, 0.05, 1.0]),
 )
 
 
@@ -233,7 +233,14 @@ def preferred(prefill, decode, request_, workers):
     return PREFERRED_REPLICA if is_replica and ahead < LEAST_LOADED else PREFERRED_ALONE
 
 
-@given(fleets, requests, work, options, loads, places)
+@given(
+    st.lists(views, min_size=2, max_size=5, unique_by=lambda each: each.id),
+    requests,
+    work,
+    options,
+    loads,
+    places,
+)
 def test_no_way_to_serve_a_request_is_better(
     workers, request_, given, wanted, from_stores, most_running
 ):
