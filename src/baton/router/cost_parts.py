@@ -73,7 +73,7 @@ class Prediction:
 
     `num_stored` of them are loaded from the store, in `load_s`. `queue_s`: for prompts before it
     and, where it computes and answers, a place among the answers; `decode_queue_s`: for a place
-    after a handoff. `itl_s`: the longest gaps between tokens; None where nobody has a limit for
+    after a handoff. `itl_s`: the longest gaps between tokens; None where no answer has a limit for
     them.
     """
 
@@ -128,7 +128,7 @@ class Parts:
     it has not cached. It was given its last prompt at `given_at`. `place_s`: until an answer that
     ends leaves a place there, which `queue_s` includes; None where all have places.
     `shares` are what workers in a slow start get of what they would get otherwise; None where there
-    are none. `gap_s`: the longest gaps between tokens of the answer; None where nobody limits them.
+    are none. `gap_s`: the longest gaps between tokens of the answer; None where none has a limit.
     """
 
     usable: Usable
