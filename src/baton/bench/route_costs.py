@@ -33,13 +33,14 @@ if TYPE_CHECKING:
     from baton.bench.load.job import Report
     from baton.bench.load.records import Record
 
+NUM_ITERATIONS: Final = 8
 LEAST_SPREAD: Final = 1.5
 """The largest size over the smallest: sizes that are more alike show no line."""
 
 
 @dataclass(frozen=True, slots=True)
 class FittedLine:
-    """`error`: the mean difference of the `num_seen` samples to the line, as a share of them."""
+    """`error`: the mean difference of `num_seen` samples to the line, as a share of the larger."""
 
     line: KeptLine
     num_seen: int
@@ -179,9 +180,13 @@ def _fit(sizes: Sequence[float], seconds: Sequence[float], *, few: str, alike: s
     if max(sizes) < LEAST_SPREAD * min(sizes):
         raise ConfigError(f"{alike} (there are {min(sizes):.3g} to {max(sizes):.3g})")
     x, y = np.array(sizes), np.array(seconds)
-    rows = np.stack([1.0 / y, x / y], axis=1)
-    (fixed, each), _ = load_library("scipy.optimize").nnls(rows, np.ones(len(y)))
-    error = float(np.abs((fixed + each * x) / y - 1.0).mean())
+    fixed, each, nnls = y.mean(), 0.0, load_library("scipy.optimize").nnls
+    predicted = fixed + each * x
+    for _ in range(NUM_ITERATIONS):  # by what is predicted, not seen: else the line is too low
+        rows = np.stack([1.0 / predicted, x / predicted], axis=1)
+        (fixed, each), _ = nnls(rows, y / predicted)
+        predicted = np.maximum(1e-9, fixed + each * x)
+    error = float((np.abs(predicted - y) / np.maximum(predicted, y)).mean())
     return FittedLine(KeptLine(float(fixed), float(each)), len(sizes), error)
 
 
