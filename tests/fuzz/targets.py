@@ -378,7 +378,8 @@ def read_target_headers(data: bytes) -> object:
     targets = read_targets([(b"x-baton-" + name, value)])
     assert targets.ttft_s is None or 0 < targets.ttft_s <= MAX_TTFT_MS / 1000
     assert targets.tpot_s is None or 0 < targets.tpot_s <= MAX_TPOT_MS / 1000
-    return (targets.ttft_s, targets.tpot_s, targets.priority)
+    assert targets.itl_s is None or 0 < targets.itl_s <= MAX_TPOT_MS / 1000
+    return (targets.ttft_s, targets.tpot_s, targets.itl_s, targets.priority)
 
 
 CLIENT_TEXT, CLIENT_KEY = make_key("acme", max_inflight=3, requests_per_minute=7, expires_at=1)

@@ -18,6 +18,7 @@ class Cloud:
     def __init__(self):
         self.notice_in_s, self.resources, self.event_type = None, [NAME], "Preempt"
         self.broken_status, self.token, self.num_tokens = None, "", 0
+        self.token_end = ""
         self.asked, self.changed = [], threading.Event()
 
     def preempt(self, in_s):
@@ -30,7 +31,7 @@ class Cloud:
             if "x-aws-ec2-metadata-token-ttl-seconds" not in headers:
                 return 400, b""
             self.num_tokens += 1
-            self.token = f"token-{self.num_tokens}"
+            self.token = f"token-{self.num_tokens}{self.token_end}"
             return 200, self.token.encode()
         if headers.get("x-aws-ec2-metadata-token") != self.token or not self.token:
             return 401, b""

@@ -384,6 +384,7 @@ def test_a_tenant_has_a_bound_of_its_own(tmp_path):
         ("x-baton-ttft-ms", "9" * 400),
         ("x-baton-tpot-ms", "soon"),
         ("x-baton-tpot-ms", ""),
+        ("x-baton-itl-ms", "60001"),
         ("x-baton-priority", "urgent"),
         ("x-baton-priority", "HIGH"),
     ],

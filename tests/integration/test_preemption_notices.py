@@ -139,6 +139,35 @@ def test_a_notice_in_mid_drain_shortens_it():
     os.close(write_fd)
 
 
+def test_a_token_that_no_header_can_have_is_asked_for_again():
+    cloud = Cloud()
+    cloud.token_end = "\n-"
+    with serving(cloud, "aws") as url:
+        source = source_of("aws", url=url)
+        with pytest.raises(ProtocolError, match="answered 200 to /latest/api/token"):
+            source.look()
+        cloud.token_end = ""
+        cloud.preempt(in_s=30.0)
+        assert source.look() is not None
+
+
+def test_what_nobody_expected_does_not_end_the_watch(caplog):
+    """No socket has this port: a ValueError."""
+    section = PreemptionSection(source="aws", url="http://127.0.0.1:99999", interval_s=0.01)
+    watch = PreemptionWatch(section, "decode-0", MachineClock(), StatusReporter(-1))
+    watch.start()
+    until(lambda: "Port out of range" in caplog.text)
+    assert "Traceback" in caplog.text
+    assert any(thread.name == "preemption-watch" for thread in threading.enumerate())
+
+
+def until(is_so):
+    deadline = time.monotonic() + WITHIN_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 PROCESS = """
 import signal, sys, threading
 from baton.clock import MachineClock

@@ -4,6 +4,7 @@
     load/            `baton bench serve`: a load generator; workloads/: its requests
     replay/          `baton route replay`: a workload under several policies, in virtual time
     compare.py       two reports of `baton bench serve`: is one really better?
+    route_costs.py   results of serve and link → what a gateway begins with
     architectures/   the same workers, used in every way: is disaggregation worth it?
 
 Shared by them:

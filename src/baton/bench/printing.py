@@ -15,7 +15,7 @@ from baton.bench.architectures.usage import UNMEASURED
 from baton.bench.architectures.verdict import format_change
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from typing import TextIO
 
     from baton.bench.architectures.results import Contrast, Estimate, Findings
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from baton.bench.link.report import Report as LinkReport
     from baton.bench.load.job import Report as LoadReport
     from baton.bench.load.records import Figures, Spread
+    from baton.bench.route_costs import FittedCosts
+    from baton.gateway.learned_costs import KeptLine
     from baton.rig.machine import Machine
 
 MAX_COLUMNS: Final = 100
@@ -61,6 +63,22 @@ def format_number(value: float) -> str:
     digits = max(0, 2 - floor(log10(abs(value))))
     text = f"{value:,.{min(digits, 6)}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def print_fitted_costs(fitted: Mapping[str, FittedCosts], file: TextIO) -> None:
+    """What `baton route costs` has found, by model."""
+    table = new_table(None, ("model", "cost"), ("fixed, ms", "each, us", "samples", "error"))
+    for model, found in fitted.items():
+        for name, each in (("prefill, by tokens", found.prefill), ("step, by answers", found.step)):
+            seen = str(each.num_seen), f"{100 * each.error:.0f} %"
+            table.add_row(model, name, *_format_line(each.line), *seen)
+        for distance, line in found.handoff.items():
+            table.add_row(model, f"handoff {distance}, by tokens", *_format_line(line), "", "")
+    open_console(file).print(table)
+
+
+def _format_line(line: KeptLine) -> tuple[str, str]:
+    return format_number(1e3 * line.fixed_s), format_number(1e6 * line.each_s)
 
 
 def print_link_report(report: LinkReport, file: TextIO) -> None:

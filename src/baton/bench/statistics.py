@@ -173,13 +173,13 @@ def contrast(a: Sequence[Run], b: Sequence[Run], statistic: Statistic, seed: int
 
 def rank_sum(a: Floats, b: Floats) -> float:
     """Mann and Whitney's test, two-sided: p by the normal approximation, with ties corrected."""
-    p_value = float(_load("scipy.stats").mannwhitneyu(a, b, method="asymptotic").pvalue)
+    p_value = float(load_library("scipy.stats").mannwhitneyu(a, b, method="asymptotic").pvalue)
     return 1.0 if np.isnan(p_value) else p_value  # all values are equal
 
 
 def permute(a: Floats, b: Floats, seed: int = 0) -> float:
     """Permutation test of a difference of means, two-sided: exact where that is feasible."""
-    found = _load("scipy.stats").permutation_test(
+    found = load_library("scipy.stats").permutation_test(
         (a, b),
         lambda x, y, axis: abs(x.mean(axis=axis) - y.mean(axis=axis)),
         vectorized=True,
@@ -195,7 +195,7 @@ def mean_of(values: Sequence[float]) -> Mean:
     mean = float(np.mean(values))
     if len(values) < 2:  # noqa: PLR2004 - one value has no spread
         return Mean(mean, None, None)
-    student = float(_load("scipy.special").stdtrit(len(values) - 1, 1 - TAIL))
+    student = float(load_library("scipy.special").stdtrit(len(values) - 1, 1 - TAIL))
     half = student * float(np.std(values, ddof=1)) / sqrt(len(values))
     return Mean(mean, mean - half, mean + half)
 
@@ -276,13 +276,18 @@ def require_statistics() -> None:
     Raises:
         ConfigError: SciPy is not installed.
     """
-    _load("scipy.special")
+    load_library("scipy.special")
 
 
-def _load(name: str) -> Any:  # noqa: ANN401 - an optional library
+def load_library(name: str) -> Any:  # noqa: ANN401 - an optional library
+    """A part of SciPy.
+
+    Raises:
+        ConfigError: SciPy is not installed.
+    """
     try:
         return importlib.import_module(name)
     except ImportError as exc:
         raise ConfigError(
-            "comparisons need SciPy: pip install 'baton-kv[bench]', or pip install scipy"
+            "this needs SciPy: pip install 'baton-kv[bench]', or pip install scipy"
         ) from exc

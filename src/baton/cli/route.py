@@ -23,7 +23,10 @@ DEFAULT_POLICIES = ("round_robin", "prefix", "cost")
 DEFAULT_REQUESTS = 1000
 DEFAULT_CONCURRENCY = 16
 
-app = App(name="route", help="Explain where requests go, and replay traffic under other policies.")
+app = App(
+    name="route",
+    help="Explain where requests go, replay traffic under other policies, and fit costs.",
+)
 
 
 @app.command
@@ -189,6 +192,53 @@ def replay(
         _print_json(report)
     else:
         print_replay(report, sys.stdout)
+    return 0
+
+
+@app.command
+def costs(
+    *results: Path,
+    out: Annotated[Path, Parameter(help="Write the costs to this file.")],
+    workers: Annotated[int, Parameter(help="Workers that shared the load of each result.")] = 1,
+    link: Annotated[
+        list[str] | None,
+        Parameter(
+            help="A result of `baton bench link` between workers at this distance, as "
+            "DISTANCE=FILE (same_rack=rack.json); may be repeated."
+        ),
+    ] = None,
+    kv_of: Annotated[
+        str | None,
+        Parameter(help="With --link, whose KV: a config.json, a folder with one, or a name."),
+    ] = None,
+) -> int:
+    """Fit the costs that a gateway begins with (router.costs_file) to results of benchmarks.
+
+    RESULTS are reports of `baton bench serve --output`, or folders of them: of several lengths of
+    prompts, at --concurrency 1 and at others.
+    """
+    # Here, so that --help imports nothing heavy.
+    from baton.bench.files import check_writable, save_result  # noqa: PLC0415
+    from baton.bench.printing import print_fitted_costs  # noqa: PLC0415
+    from baton.bench.route_costs import (  # noqa: PLC0415
+        fit_costs,
+        read_measured_links,
+        read_reports,
+    )
+    from baton.gateway.learned_costs import KeptFile  # noqa: PLC0415
+
+    if not results:
+        raise ConfigError("name results of `baton bench serve --output`")
+    if workers < 1:
+        raise ConfigError("--workers: a number above 0")
+    check_writable(out)
+    links = read_measured_links(link or [], kv_of)
+    fitted = {
+        model: fit_costs(reports, workers, links)
+        for model, reports in read_reports(results).items()
+    }
+    save_result(out, KeptFile({model: each.kept for model, each in fitted.items()}))
+    print_fitted_costs(fitted, sys.stdout)
     return 0
 
 

@@ -191,7 +191,7 @@ class TransferSection(Struct, frozen=True, kw_only=True):
 class TargetsTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """When requests for a model are to have their first token, and each token after it.
 
-    `itl_s`: the longest gap between two tokens of an answer but for 1 % of them.
+    `itl_s`: the gaps between two tokens of an answer, all but 1 % of them.
     """
 
     ttft_s: Seconds | None = None

@@ -185,7 +185,8 @@ class EngineStats(msgspec.Struct, frozen=True):
 class EngineInfo(msgspec.Struct, frozen=True):
     """What a worker and its peers must know about a loaded model.
 
-    `max_running`: requests that it works on at once, None where it has no such limit.
+    `max_running`: requests that it works on at once, `max_step_tokens`: tokens of one step; None
+    where it has no such limit.
     """
 
     engine: str
@@ -197,6 +198,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_running: int | None = None
+    max_step_tokens: int | None = None
 
 
 class Engine(Protocol):

@@ -110,6 +110,11 @@ class Admission:
         named = (context.whole or context).targets.tpot_s
         return named or context.model_targets.tpot_s
 
+    def itl_s(self, context: RequestContext) -> float | None:
+        """What the gaps between its tokens are to take at most; None: nothing is named."""
+        named = (context.whole or context).targets.itl_s
+        return named or context.model_targets.itl_s
+
     def ttft_left_s(self, context: RequestContext) -> float | None:
         """Until its first token is to come, or a tenth of that; None: nothing is named."""
         ttft_s = self._ttft_s(context)
@@ -126,8 +131,9 @@ class Admission:
         served = self._workers.fleet.models.get(model)
         if served is None:
             return UNLIMITED
-        tpot_s = self._options.targets_of(model).tpot_s
-        return self._room.look(served, self._clock.now(), self.num_running[model], tpot_s)
+        now, targets = self._clock.now(), self._options.targets_of(model)
+        num_running, tpot_s, itl_s = self.num_running[model], targets.tpot_s, targets.itl_s
+        return self._room.look(served, now, num_running, tpot_s=tpot_s, itl_s=itl_s)
 
     def _make_request(
         self,

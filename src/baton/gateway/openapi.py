@@ -15,6 +15,7 @@ from msgspec import Meta
 from baton import __version__
 from baton.gateway.request import MAX_MODEL_CHARS
 from baton.gateway.targets import (
+    ITL_HEADER,
     MAX_TPOT_MS,
     MAX_TTFT_MS,
     MIN_MS,
@@ -256,6 +257,11 @@ def _request_headers() -> list[Json]:
         _header(
             TPOT_HEADER,
             f"target of the mean time per output token, {seconds}; for the policy `cost`",
+            {"type": "number", "minimum": MIN_MS, "maximum": MAX_TPOT_MS},
+        ),
+        _header(
+            ITL_HEADER,
+            f"target of the gaps between tokens, all but 1 %, {seconds}; for the policy `cost`",
             {"type": "number", "minimum": MIN_MS, "maximum": MAX_TPOT_MS},
         ),
         _header(

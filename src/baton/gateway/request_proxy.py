@@ -39,6 +39,7 @@ from baton.gateway.response_forwarder import (
 )
 from baton.gateway.resumption import Resumption
 from baton.gateway.running_streams import REST_TOKENS, RunningStream
+from baton.gateway.target_metrics import find_itl
 from baton.ids import new_ticket_id
 from baton.protocol.worker_http import CREATED_HEADER, TIMEOUT_HEADER
 from baton.router.failover import EVERY_MODE, PREFILL_FIRST, Attempt, Failover, Failure
@@ -144,7 +145,7 @@ class RequestProxy:
                 self._note_answered(placement)
                 return
             finally:
-                running.end(services.clock.now(), self._context.num_streamed)
+                self._end(running)
                 services.health_monitor.end(placement)
         if failed is not None:
             raise failed
@@ -229,6 +230,7 @@ class RequestProxy:
             full=self._full,
             ttft_s=services.admission.ttft_left_s(context),
             tpot_s=services.admission.tpot_s(context),
+            itl_s=services.admission.itl_s(context),
         )
         held = self._place_beside(fleet) if failed is None else None
         placement = held or services.placement.place(fleet, request, services.load)
@@ -276,6 +278,7 @@ class RequestProxy:
             num_cached=self._num_tokens - num_tokens - placement.num_stored_tokens,
             waited_s=context.waited_s,
         )
+        self._limit_gaps(context.running)
         context.trace.predicted = context.running.predicted
         context.trace.stamps[Stamp.PLACED] = now  # of the last attempt, as the prediction is
         return context.running
@@ -288,7 +291,18 @@ class RequestProxy:
         context.begin_attempt(placement, services.metrics.of(context.model, placement.mode))
         context.num_predicted = None
         context.running = services.load.begin(placement, REST_TOKENS, services.clock.now(), 0)
+        self._limit_gaps(context.running)
         return context.running
+
+    def _limit_gaps(self, running: RunningRequest) -> None:
+        itl_s = self._services.admission.itl_s(self._context)
+        if itl_s is not None:
+            running.limit_gaps(itl_s)
+
+    def _end(self, running: RunningRequest) -> None:
+        context = self._context
+        itl_s = None if running.itl_s is None else find_itl(context.token_gaps)
+        running.end(self._services.clock.now(), context.num_streamed, itl_s)
 
     def _note_cached(self, placement: Placement) -> None:
         """Compare what was predicted to be cached with what the workers have reported."""

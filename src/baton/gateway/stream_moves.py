@@ -191,6 +191,7 @@ class StreamMoves:
             cached={} if stream.match is None else stream.match.cached,
             full=services.admission.find_full(context.model),
             tpot_s=services.admission.tpot_s(context),
+            itl_s=services.admission.itl_s(context),
         )
         fleet = Fleet({context.model: ModelWorkers.of(able)})
         placed = services.placement.place(fleet, request, services.load)

@@ -11,7 +11,7 @@ from baton.gateway.errors import OK, SERVER_ERROR
 from baton.telemetry.trace import Stamp
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from prometheus_client import CollectorRegistry
 
@@ -85,7 +85,7 @@ def _compare(context: RequestContext, now: Instant) -> Iterator[tuple[str, float
             (now - first_at) / num_gaps if has_pace and first_at is not None else None,
         )
     if targets.itl_s is not None:
-        yield "itl", targets.itl_s, _find_itl(context)
+        yield "itl", targets.itl_s, find_itl(context.token_gaps)
 
 
 def _find_ttft(context: RequestContext, target_s: float, now: Instant) -> float | None:
@@ -97,9 +97,11 @@ def _find_ttft(context: RequestContext, target_s: float, now: Instant) -> float 
     return whole_s if whole_s <= target_s else None
 
 
-def _find_itl(context: RequestContext) -> float | None:
-    """The p99 of the gaps that are kept for the request's trace; of fewer than 100, the longest."""
-    gaps = context.token_gaps
+def find_itl(gaps: Sequence[float] | None) -> float | None:
+    """The p99 of the gaps of an answer, in seconds; of fewer than 100, the longest.
+
+    None: there are too few to know.
+    """
     if gaps is None or len(gaps) < MIN_STREAMED - 1:
         return None
     return sorted(gaps)[int(ITL_SHARE * len(gaps))]

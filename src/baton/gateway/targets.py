@@ -14,10 +14,12 @@ if TYPE_CHECKING:
 
 TTFT_HEADER: Final = "x-baton-ttft-ms"
 TPOT_HEADER: Final = "x-baton-tpot-ms"
+ITL_HEADER: Final = "x-baton-itl-ms"
 PRIORITY_HEADER: Final = "x-baton-priority"
 MIN_MS: Final = 0.001
 MAX_TTFT_MS: Final = 3_600_000
 MAX_TPOT_MS: Final = 60_000
+"""Of gaps between tokens, too."""
 
 _PREFIX: Final = b"x-baton-"
 _NUMBER: Final = re.compile(rb"[0-9]{1,32}(\.[0-9]{1,32})?([eE][+-]?[0-9]{1,3})?")
@@ -28,7 +30,7 @@ _PRIORITIES: Final = {name.encode(): name for name in get_args(Priority)}
 class Targets:
     """Seconds to the first token, and for each token after it; the class. None: not named.
 
-    `itl_s`, which an operator alone names, is for the p99 of the gaps between parts of an answer.
+    `itl_s`: for all but 1 % of the gaps between tokens of an answer.
     """
 
     ttft_s: float | None = None
@@ -53,6 +55,7 @@ def read_targets(headers: Iterable[tuple[bytes, bytes]]) -> Targets:
         _read_ms(found, TTFT_HEADER, MAX_TTFT_MS),
         _read_ms(found, TPOT_HEADER, MAX_TPOT_MS),
         _read_priority(found),
+        _read_ms(found, ITL_HEADER, MAX_TPOT_MS),
     )
 
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from baton.clock import Instant
     from baton.gateway.members.member_set import Listing
     from baton.gateway.metrics import GatewayMetrics
-    from baton.ids import WorkerId
+    from baton.ids import Epoch, WorkerId
     from baton.protocol.worker_http import WorkerInfo, WorkerLoad
 
 KNOWN_MODES: Final[frozenset[HandoffMode]] = frozenset(get_args(HandoffMode))
@@ -72,6 +72,7 @@ def worker_view(worker: Worker, info: WorkerInfo) -> WorkerView:
         resumes_streams=info.protocol == "baton" or info.resumes_streams,
         takes_unsigned_tickets=info.takes_unsigned_tickets and worker.url.scheme == "https",
         topology=complete(info.topology, worker.address.topology),
+        max_step_tokens=info.max_step_tokens,
     )
 
 
@@ -130,7 +131,8 @@ class Worker:
     """One address that the operator or a source lists.
 
     `sources` list it, none once it has left; `why_withdrawn` is why it gets nothing new, and its
-    streams move. `is_gone`: it is no longer in the registry; requests may still end there.
+    streams move. `preempted`: the notice of one of its lives, which holds if it does not answer in
+    between. `is_gone`: it is no longer in the registry; requests may still end there.
     """
 
     def __init__(
@@ -141,6 +143,7 @@ class Worker:
     ) -> None:
         self.address, self.health, self.sources = address, WorkerHealth(health), sources
         self.why_withdrawn: str | None = None
+        self.preempted: tuple[Epoch, Preemption] | None = None
         self.is_gone = False
         self.noted_health: tuple[HealthState, bool] = (HealthState.HEALTHY, False)
         self.url = address.origin
@@ -318,10 +321,12 @@ class Workers:
         """
         if worker.info is None:
             return
-        known = worker.state.preemption if isinstance(worker.state, Draining) else None
-        if known is None and preemption is not None:
+        epoch, known = worker.info.epoch, worker.preempted
+        if preemption is not None and (known is None or known[0] != epoch):
             self._metrics.preempted_workers.inc()
-        self.change(worker, Draining(worker.info, known or preemption))
+            known = worker.preempted = epoch, preemption
+        notice = known[1] if known is not None and known[0] == epoch else None
+        self.change(worker, Draining(worker.info, notice))
 
     def note_health(self, *workers: Worker) -> None:
         """What is thought of them may have changed: note that, if so; one fleet is made of all."""

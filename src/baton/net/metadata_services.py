@@ -120,9 +120,10 @@ class AwsNotices:
     def _fetch_token(self) -> str:
         lifetime = {"X-aws-ec2-metadata-token-ttl-seconds": str(self.TOKEN_TTL_S)}
         answer = self._service.ask("PUT", self.TOKEN_PATH, lifetime)
-        if answer.status != HTTPStatus.OK or not answer.body.isascii():
+        token = answer.body.decode("ascii", "replace").strip()
+        if answer.status != HTTPStatus.OK or not (token.isascii() and token.isprintable()):
             raise self._service.fail(self.TOKEN_PATH, answer)
-        return answer.body.decode("ascii").strip()
+        return token
 
 
 class GcpNotices:
@@ -146,7 +147,7 @@ class GcpNotices:
         if answer.status != HTTPStatus.OK or value not in {b"TRUE", b"FALSE"}:
             self._etag = ""
             raise self._service.fail(self.PATH, answer)
-        self._etag = answer.etag if answer.etag.isalnum() else ""
+        self._etag = answer.etag if answer.etag.isascii() and answer.etag.isalnum() else ""
         return Preemption(self._notice_s, "preempted") if value == b"TRUE" else None
 
 

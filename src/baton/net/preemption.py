@@ -158,9 +158,11 @@ class PreemptionWatch:
         while True:
             try:
                 found = source.look()
-            except (BatonError, OSError) as exc:
+            except Exception as exc:  # without this thread a notice would never be seen
                 if str(exc) != problem:
-                    logger.warning("no preemption notice can be read: %s", exc)
+                    is_expected = isinstance(exc, BatonError | OSError)
+                    trace = None if is_expected else exc
+                    logger.warning("no preemption notice can be read: %s", exc, exc_info=trace)
                 problem, interval_s = str(exc), min(MAX_INTERVAL_S, 2 * interval_s)
             else:
                 if found is not None:

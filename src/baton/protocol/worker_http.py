@@ -128,7 +128,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     `has_standby`: it takes `Resume.standby`.
     `tokenizer` is the digest of tokenizer and chat template (`digest_tokenizer`).
     `max_prompt_chars`: no longer text can fit the context, as far as the
-    worker knows its tokenizer's longest token. `takes_unsigned_tickets`: it knows by the connection
+    worker knows its tokenizer's longest token. `max_step_tokens`: of prompts and answers together,
+    its engine computes so many in one step. `takes_unsigned_tickets`: it knows by the connection
     that a gateway sends one, and needs no signature. `resumes_streams`: of a vLLM server, that it
     goes on with streams from token ids, as Baton's workers do. `topology` is
     `zone/rack/host/device`, levels that are not known empty, or left out at the end.
@@ -142,6 +143,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: Name
     max_context_tokens: Annotated[int, Meta(gt=0)]
     max_prompt_chars: Annotated[int, Meta(gt=0)] | None = None
+    max_step_tokens: Annotated[int, Meta(gt=0)] | None = None
     handoff_address: Name
     layout: object = None
     transports: Annotated[tuple[str, ...], Meta(max_length=64)]

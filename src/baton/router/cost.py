@@ -13,7 +13,10 @@ A prefix that another worker has cached can also be loaded from it: then only th
 by the worker that answers. To each is added what the placement costs others: the answers that are
 under way at the two, and prompts to come, since what a worker has to keep pushes out what they
 would have found. The least sum wins.
-`goodput` counts both in units of their limits, and what is beyond a limit `BEYOND` times;
+Where a request, or an answer that is under way, has a target for the gaps between tokens (`itl_s`),
+a gap is predicted too: a step, and the piece of a prompt that is computed in it.
+`goodput` counts both in units of their limits, and what is beyond a limit `BEYOND` times; of a gap
+only that;
 `throughput` counts seconds until the answer is complete. A worker in its slow start costs more.
 """
 
@@ -111,7 +114,8 @@ class Candidate:
         if seen.decode_queue_s:
             parts += f", decode queue {seen.decode_queue_s:.3f}"
         ttft, tpot = f"TTFT {seen.ttft_s:.3f} s", f"TPOT {seen.tpot_s:.4f} s"
-        return f"{who}: cost {self.cost:.3f}, {ttft} ({parts}), {tpot}"
+        itl = "" if seen.itl_s is None else f", ITL {seen.itl_s:.4f} s"
+        return f"{who}: cost {self.cost:.3f}, {ttft} ({parts}), {tpot}{itl}"
 
     def explain(self, why_not: str | None = None) -> ExplainedCandidate:
         """Its figures."""
@@ -131,6 +135,8 @@ class Candidate:
             figures |= {"stored_tokens": seen.num_stored, "load_s": seen.load_s}
         if seen.decode_queue_s:
             figures["decode_queue_s"] = seen.decode_queue_s
+        if seen.itl_s is not None:
+            figures["itl_s"] = seen.itl_s
         first = None if prefill is None else prefill.id
         return ExplainedCandidate(
             "request",
@@ -460,6 +466,7 @@ class CostPolicy:
                 max(0.0, load_s - before_s),  # prompts before it are computed while it loads
                 float(parts.tpot_s[at]),
                 num_loaded,
+                itl_s=parts.predict_itl(at),
             )
             cost = self._options.count_ttft(prediction.ttft_s, request) + float(others[at])
             if parts.shares is not None:

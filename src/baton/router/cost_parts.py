@@ -73,7 +73,8 @@ class Prediction:
 
     `num_stored` of them are loaded from the store, in `load_s`. `queue_s`: for prompts before it
     and, where it computes and answers, a place among the answers; `decode_queue_s`: for a place
-    after a handoff.
+    after a handoff. `itl_s`: the longest gaps between tokens; None where no answer has a limit for
+    them.
     """
 
     queue_s: float
@@ -84,6 +85,7 @@ class Prediction:
     load_s: float = 0.0
     num_stored: int = 0
     decode_queue_s: float = 0.0
+    itl_s: float | None = None
 
     @property
     def ttft_s(self) -> float:
@@ -126,7 +128,7 @@ class Parts:
     it has not cached. It was given its last prompt at `given_at`. `place_s`: until an answer that
     ends leaves a place there, which `queue_s` includes; None where all have places.
     `shares` are what workers in a slow start get of what they would get otherwise; None where there
-    are none.
+    are none. `gap_s`: the longest gaps between tokens of the answer; None where none has a limit.
     """
 
     usable: Usable
@@ -144,6 +146,7 @@ class Parts:
     given_at: NDArray[np.float64]
     shares: NDArray[np.float64] | None
     place_s: NDArray[np.float64] | None
+    gap_s: NDArray[np.float64] | None
 
     def wait_after(
         self, arrives_s: NDArray[np.float64], decodes: NDArray[np.intp]
@@ -170,7 +173,12 @@ class Parts:
             float(self.load_s[first]),
             int(self.num_uncached[first] - self.num_computed[first]),
             wait_s,
+            self.predict_itl(second),
         )
+
+    def predict_itl(self, decode: int) -> float | None:
+        """`Prediction.itl_s` of an answer there."""
+        return None if self.gap_s is None else float(self.gap_s[decode])
 
 
 def weigh(
@@ -191,7 +199,7 @@ def weigh(
         num_computed = num_uncached - num_stored
     num_tokens = float(request.num_prompt_tokens)
     prefill_s *= costs.prefill.predict(num_computed, num_tokens - num_computed)
-    stall, usual_s, tpot_s, answering = _weigh_answers(
+    stall, usual_s, tpot_s, answering, gap_s = _weigh_answers(
         usable, costs, prefill_s, options, request=request
     )
     place_s = _find_places(usable, costs, usual_s)
@@ -223,6 +231,7 @@ def weigh(
         columns.share_at[rows],
         shares,
         place_s,
+        gap_s,
     )
 
 
@@ -280,13 +289,19 @@ def _weigh_answers(
     options: CostOptions,
     *,
     request: PlacementRequest,
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """`stall` of `Parts`, a token's seconds before, `tpot_s`, and `answering` without `keep`."""
+) -> tuple[
+    NDArray[np.float64],
+    NDArray[np.float64],
+    NDArray[np.float64],
+    NDArray[np.float64],
+    NDArray[np.float64] | None,
+]:
+    """`stall`, a token's seconds before, `tpot_s`, `answering` without `keep`, `gap_s`: `Parts`."""
     rows, columns, step = usable.rows, costs.columns, costs.step
     step_s, num = step.factors(columns.step_evidence[:, rows]), columns.num_decodes[rows]
     before_s, after_s = step_s * step.predict(num), step_s * step.predict(num + 1)
     share = columns.prefill_share[rows] * np.exp((columns.share_at[rows] - request.at) / WINDOW_S)
-    devices = usable.devices
+    prompts_s, devices = WINDOW_S * np.minimum(1.0, share), usable.devices
     if devices is not None:
         num_busy, share = devices.sum(np.minimum(1.0, num)), devices.sum(share)
         before_s *= np.maximum(1.0, num_busy)
@@ -298,10 +313,9 @@ def _weigh_answers(
         stall, slowing = num * prefill_s, num * (tpot_s - usual_s) * TYPICAL_ANSWER_TOKENS
     else:
         limit = options.tpot_s
-        usual = bend(usual_s / limit)
-        left = 1.0 - np.minimum(MOST_SHARE, share + prefill_s / WINDOW_S)
+        usual, busy = bend(usual_s / limit), np.minimum(MOST_SHARE, share + prefill_s / WINDOW_S)
         # The share is of some seconds; over a whole answer no token waits for more than its part.
-        stalled_s = np.minimum(before_s / left, usual_s + prefill_s / costs.answer_tokens)
+        stalled_s = np.minimum(before_s / (1.0 - busy), usual_s + prefill_s / costs.answer_tokens)
         stall = num * (bend(stalled_s / limit) - usual)
         slowed = own if request.tpot_s is None else bend(tpot_s / limit)
         slowing = num * (slowed - usual)
@@ -312,7 +326,51 @@ def _weigh_answers(
         with_one_more_s = usual_s * (1.0 + 1.0 / num_busy)
         slower = options.count_usual_tpot(with_one_more_s) - options.count_usual_tpot(usual_s)
         slowing += (num == 0) * devices.sum(num * slower)
-    return stall, usual_s, tpot_s, own + slowing
+    times_s = before_s, after_s, prompts_s, prefill_s
+    gap_s, stalled, answered = _weigh_gaps(usable, costs, times_s, options, request=request)
+    return stall + stalled, usual_s, tpot_s, own + slowing + answered, gap_s
+
+
+def _weigh_gaps(
+    usable: Usable,
+    costs: ModelCosts,
+    times_s: tuple[NDArray[np.float64], ...],
+    options: CostOptions,
+    *,
+    request: PlacementRequest,
+) -> tuple[NDArray[np.float64] | None, NDArray[np.float64] | float, NDArray[np.float64] | float]:
+    """`gap_s` of `Parts`, and what limits of gaps add to its `stall` and `answering`.
+
+    `times_s`: of a step without prompts, as it is and with one answer more; of the prompts of
+    `WINDOW_S`, and of this one. In a gap there is besides a step the piece of a prompt that is
+    computed in it: as many tokens as a step has at most, and no more than all those prompts. What
+    is beyond a limit counts `BEYOND` times; all answers at a worker that have a limit are taken to
+    have the least.
+    """
+    rows, columns, (before_s, after_s, lately_s, own_s) = usable.rows, costs.columns, times_s
+    num_limited, limit_s = columns.num_limited[rows], columns.gap_limit_s[rows]
+    are_limited = request.itl_s is not None or num_limited.any()
+    if options.objective == "throughput" or not are_limited:
+        return None, 0.0, 0.0
+    piece_s = costs.prefill.factors(columns.prefill_evidence[:, rows])
+    step_tokens = columns.step_tokens[rows]
+    num_before = np.maximum(0.0, request.num_prompt_tokens - step_tokens)  # of its last piece
+    piece_s *= costs.prefill.predict(step_tokens, num_before)
+    now_s, with_it_s = np.minimum(lately_s, piece_s), np.minimum(lately_s + own_s, piece_s)
+    gap_s = after_s + now_s
+    usual = _count_beyond(before_s + now_s, limit_s)
+    stall = num_limited * (_count_beyond(before_s + with_it_s, limit_s) - usual)
+    answering = num_limited * (_count_beyond(gap_s, limit_s) - usual)
+    if request.itl_s is not None:
+        answering += _count_beyond(gap_s, request.itl_s)
+    return gap_s, stall, answering
+
+
+def _count_beyond(
+    gap_s: NDArray[np.float64], limit_s: NDArray[np.float64] | float
+) -> NDArray[np.float64]:
+    counted: NDArray[np.float64] = BEYOND * np.maximum(0.0, gap_s / limit_s - 1.0)
+    return counted
 
 
 def bend(share: Number) -> Number:

@@ -30,14 +30,15 @@ NUM_ITERATIONS: Final = 12
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds within which a request is good."""
+    """Seconds within which a request is good, if it keeps its own target for gaps, too."""
 
     ttft_s: float
     tpot_s: float
 
     def are_met(self, ended: EndedRequest) -> bool:
         """Whether a request was good."""
-        return ended.ttft_s <= self.ttft_s and ended.tpot_s <= self.tpot_s
+        in_time = ended.ttft_s <= self.ttft_s and ended.tpot_s <= self.tpot_s
+        return in_time and ended.kept_itl
 
     def share_met(self, ttft_s: float, tpot_s: float) -> float:
         """The share of requests that are good where these are the means: half at the limit."""

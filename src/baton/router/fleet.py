@@ -29,6 +29,7 @@ class WorkerView:
     `takes_unsigned_tickets`: its connections to a gateway prove what that is.
     `resumes_streams`: it goes on from the token ids of an answer's beginning.
     `topology` is where it is (`router/topology.py`).
+    `max_step_tokens`: its engine computes so many in one step; None: not reported.
     """
 
     ref: WorkerRef
@@ -47,6 +48,7 @@ class WorkerView:
     takes_unsigned_tickets: bool = False
     resumes_streams: bool = True
     topology: str = ""
+    max_step_tokens: int | None = None
     id: WorkerId = field(init=False)
     """The worker's name, which survives a restart. Each request asks for it many times."""
 

@@ -21,7 +21,13 @@ from baton.router.devices import SharedDevice
 from baton.router.handoff_costs import HandoffCosts
 from baton.router.learning import LearnedLine, PromptLine, WorkerCost
 from baton.router.topology import Places
-from baton.router.worker_activity import MOST_SHARE, NO_PLACE, LoadColumns, WorkerActivity
+from baton.router.worker_activity import (
+    MOST_SHARE,
+    NO_PLACE,
+    UNLIMITED_TOKENS,
+    LoadColumns,
+    WorkerActivity,
+)
 from baton.telemetry.trace import PredictedTimes
 
 if TYPE_CHECKING:
@@ -58,6 +64,7 @@ class EndedRequest:
 
     `num_tokens` of its prompt were to be computed, `num_cached` were not. Of `ttft_s` it `waited_s`
     in the gateway; after `prefill_s` more its prompt was computed (None: not known).
+    `kept_itl`: gaps between its parts were within its target, if it had one.
     """
 
     at: float
@@ -68,6 +75,7 @@ class EndedRequest:
     tpot_s: float
     waited_s: float = 0.0
     prefill_s: float | None = None
+    kept_itl: bool = True
 
     @property
     def lasted_s(self) -> float:
@@ -82,7 +90,8 @@ class RunningRequest:
     `num_tokens` of its prompt are to be computed, `num_cached` are not, `num_handed` are to be
     handed over. Before that it `waited_s` in the gateway. `has_prefix`: the prompt's beginning
     comes from another worker, so that what the rest takes is not seen. `has_load`: it comes from
-    the store, and the same holds. `predicted`: by the models, when it was placed.
+    the store, and the same holds. `predicted`: by the models, when it was placed. `itl_s`: its
+    target for the gaps between tokens, see `limit_gaps`.
     """
 
     prefill: WorkerActivity
@@ -98,11 +107,17 @@ class RunningRequest:
     waited_s: float = 0.0
     has_prefix: bool = False
     has_load: bool = False
+    itl_s: float | None = None
     _is_prefilled: bool = False
     _prefilled_at: float | None = None
     _first_at: float | None = None
     _seconds: tuple[float, float] = (0.0, 0.0)
     _is_over: bool = False
+
+    def limit_gaps(self, itl_s: float) -> None:
+        """Gaps between its tokens are to be no longer. Once, before its end."""
+        self.itl_s = itl_s
+        self.decode.gap_limits.count(itl_s, +1)
 
     def prefilled(self, done_at: float) -> None:
         """Its prefill worker has computed the prompt; the report of it may come later."""
@@ -130,8 +145,11 @@ class RunningRequest:
             self._learn_handoff()
         self._seconds = self.decode.count_streams(+1, now)
 
-    def end(self, now: float, num_streamed: int = 0) -> None:
-        """It is over. `num_streamed` parts of the answer came one by one; 0: not known."""
+    def end(self, now: float, num_streamed: int = 0, itl_s: float | None = None) -> None:
+        """It is over. `num_streamed` parts of the answer came one by one; 0: not known.
+
+        `itl_s`: all but 1 % of the gaps between them were no longer; None: not known.
+        """
         if self._is_over:
             return
         if not self._is_prefilled:
@@ -139,8 +157,11 @@ class RunningRequest:
         if self._first_at is not None:
             seconds = self.decode.count_streams(-1, now)
             if num_streamed >= MIN_STREAMED and now > self._first_at:
-                self._learn(self._first_at, seconds, now, num_streamed)
+                kept_itl = self.itl_s is None or itl_s is None or itl_s <= self.itl_s
+                self._learn(self._first_at, seconds, now, num_streamed, kept_itl=kept_itl)
         self.decode.count_decodes(-1)
+        if self.itl_s is not None:
+            self.decode.gap_limits.count(self.itl_s, -1)
         self.costs.arrivals.end(now, now - self.began_at)
         self._is_over = True
 
@@ -158,7 +179,13 @@ class RunningRequest:
         self.costs.handoffs.observe(self.handoff_cost, self.num_handed, exposed_s)
 
     def _learn(
-        self, first_at: float, seconds: tuple[float, float], now: float, num_streamed: int
+        self,
+        first_at: float,
+        seconds: tuple[float, float],
+        now: float,
+        num_streamed: int,
+        *,
+        kept_itl: bool,
     ) -> None:
         """From a whole stream: a step's cost for as many answers as there were on the average."""
         pace_s = (now - first_at) / (num_streamed - 1)
@@ -172,7 +199,9 @@ class RunningRequest:
         prefill_s = None if done_at is None else min(done_at, first_at) - self.began_at
         tokens = self.num_tokens, self.num_cached
         self.costs.note_ended(
-            EndedRequest(now, *tokens, num_streamed, ttft_s, pace_s, self.waited_s, prefill_s)
+            EndedRequest(
+                now, *tokens, num_streamed, ttft_s, pace_s, self.waited_s, prefill_s, kept_itl
+            )
         )
 
 
@@ -259,6 +288,7 @@ class FleetLoad:
     def _row(self, worker: WorkerView) -> int:
         activity, costs = self.of(worker.id, worker.model), self.costs(worker.model)
         row, places = activity.row, costs.handoffs.places
+        costs.columns.step_tokens[row] = worker.max_step_tokens or UNLIMITED_TOKENS
         before, place = costs.columns.place[row], places.number(worker.topology)
         if before != place:
             costs.columns.place[row] = place

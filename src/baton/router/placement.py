@@ -43,7 +43,7 @@ class PlacementRequest:
     `cached`: tokens of the prompt that workers have, from the first on; others have none, as far as
     is known. `stored`: those that they can load from their stores. `full`: workers that are not
     chosen while others are left. `ttft_s` and `tpot_s`: the request's own limits, None where the
-    policy's hold.
+    policy's hold; `itl_s`: of the gaps between tokens, None where there is none.
     """
 
     model: str
@@ -57,6 +57,7 @@ class PlacementRequest:
     full: frozenset[WorkerId] = frozenset()
     ttft_s: float | None = None
     tpot_s: float | None = None
+    itl_s: float | None = None
 
     def count_uncached(self, worker: WorkerId) -> int:
         """Tokens that a worker would have to compute: at least one, for the answer's first."""

@@ -6,7 +6,8 @@ A worker is full when it has as many requests of this gateway as it may:
     next ones at hand when some end
     less where it lacks blocks, or its own queue stays longer than that (it serves other gateways,
     too): its report shows how many it does run
-    as many as leave each answer within the model's `tpot_s`, if there is such a target
+    as many as leave each answer within the model's `tpot_s`, and a step that computes no prompt
+    within its `itl_s`, if there are such targets
 
 Besides, a prompt waits while every worker has `AHEAD_S` of prompts before it. Predictions count
 once they were learned. A worker that reports nothing is never full, unless a limit is configured.
@@ -40,6 +41,8 @@ LEAST_SEEN: Final = 8
 LEAST_SPARE: Final = 4
 SPARE_SHARE: Final = 8
 """One in so many of those that run: requests that end together leave no place empty for long."""
+NO_PROMPTS: Final = inf
+"""A time at which none was computed lately."""
 LACKS_BLOCKS: Final = 8
 """If fewer than one in so many are free. Else requests wait for the next step, as a rule."""
 
@@ -112,18 +115,25 @@ class FleetRoom:
         self._least = min(self._least, self._most)
 
     def look(
-        self, served: ModelWorkers, now: float, num_running: int, tpot_s: float | None = None
+        self,
+        served: ModelWorkers,
+        now: float,
+        num_running: int,
+        *,
+        tpot_s: float | None = None,
+        itl_s: float | None = None,
     ) -> Room:
         """What a model's workers can use, which have `num_running` requests in all, or fewer.
 
-        `tpot_s` is what each answer is to take for a token at most. Where no worker is available
-        nothing is held back: placement reports that.
+        `tpot_s` is what each answer is to take for a token at most, `itl_s` the longest gap. Where
+        no worker is available nothing is held back: placement reports that.
         """
         is_behind = self._is_behind(served, now)
-        if num_running < self._least and tpot_s is None:  # none can be full
+        has_targets = tpot_s is not None or itl_s is not None
+        if num_running < self._least and not has_targets:  # none can be full
             return NO_ROOM if is_behind else UNLIMITED
         full: set[WorkerId] = set()
-        num_free = self._count_free(served.decodes, now, full, tpot_s)
+        num_free = self._count_free(served.decodes, now, full, tpot_s=tpot_s, itl_s=itl_s)
         if num_free is None:
             return UNLIMITED
         if served.helpers is not served.decodes:
@@ -145,7 +155,9 @@ class FleetRoom:
         workers: Iterable[WorkerView],
         now: float,
         full: set[WorkerId],
+        *,
         tpot_s: float | None = None,
+        itl_s: float | None = None,
     ) -> float | None:
         """Requests that these can use, None if none is available; add who is `full`."""
         find, limits, most, total, is_any = self._load.find, self._limits, self._most, 0.0, False
@@ -157,8 +169,8 @@ class FleetRoom:
             free, activity = limits.get(name, most), find(name, worker.model)
             if activity is not None:
                 free -= count_given(activity)
-                if tpot_s is not None:
-                    free = min(free, _count_within(activity, tpot_s, now))
+                if tpot_s is not None or itl_s is not None:
+                    free = min(free, _count_within(activity, now, tpot_s, itl_s))
             if free > 0:
                 total += free
             else:
@@ -179,13 +191,25 @@ class FleetRoom:
         return is_any
 
 
-def _count_within(activity: WorkerActivity, tpot_s: float, now: float) -> float:
-    """Answers more that leave each within its target; one alone is as fast as can be."""
+def _count_within(
+    activity: WorkerActivity, now: float, tpot_s: float | None, itl_s: float | None
+) -> float:
+    """Answers more that leave each within its targets; one alone is as fast as can be."""
     if not activity.num_decodes or activity.step_cost.num_seen < LEAST_SEEN:
         return inf
-    pace_s = activity.pace_s(0, now)
-    each_s = activity.pace_s(1, now) - pace_s
-    return (tpot_s - pace_s) // each_s if each_s > 0 else copysign(inf, tpot_s - pace_s)
+    found = inf
+    if tpot_s is not None:
+        found = _count_until(tpot_s, activity.pace_s(0, now), activity.pace_s(1, now))
+    if itl_s is not None:
+        steps_s = activity.pace_s(0, NO_PROMPTS), activity.pace_s(1, NO_PROMPTS)
+        found = min(found, _count_until(itl_s, *steps_s))
+    return found
+
+
+def _count_until(limit_s: float, now_s: float, next_s: float) -> float:
+    """How many more, of which the first adds `next_s - now_s`."""
+    each_s = next_s - now_s
+    return (limit_s - now_s) // each_s if each_s > 0 else copysign(inf, limit_s - now_s)
 
 
 def count_given(activity: WorkerActivity) -> int:

@@ -6,6 +6,7 @@ predicted is corrected by what is seen, and `WorkerCost`s learn from it.
 
 from __future__ import annotations
 
+from collections import Counter
 from math import exp, inf
 from typing import TYPE_CHECKING, Final
 
@@ -23,6 +24,8 @@ WINDOW_S: Final = 3.0
 MOST_SHARE: Final = 0.95
 """Of a worker's time that prompts take: a step is not called slower than 20 times for that."""
 NO_PLACE: Final = -1
+UNLIMITED_TOKENS: Final = 1e9
+"""Of a step, where a worker reports no limit: a prompt is computed in one."""
 NO_LOADS: Final = StoreLoads(0, 0, 0.0)
 
 
@@ -31,7 +34,8 @@ class LoadColumns:
 
     A policy reads many workers at once as arrays, requests change one at a time. Of costs they have
     the `WorkerCost.evidence` `[3, num_rows]`. `most_running` answers run at once, others wait.
-    `place` is a number of the model's `Places`.
+    `place` is a number of the model's `Places`. A step computes `step_tokens` at most.
+    `num_limited` answers have a limit for the gaps between tokens, at least `gap_limit_s`.
     """
 
     FIRST_ROWS: Final = 64
@@ -42,6 +46,9 @@ class LoadColumns:
         self.free_at = np.zeros(self.FIRST_ROWS)
         self.num_decodes = np.zeros(self.FIRST_ROWS)
         self.most_running = np.full(self.FIRST_ROWS, inf)
+        self.step_tokens = np.full(self.FIRST_ROWS, UNLIMITED_TOKENS)
+        self.num_limited = np.zeros(self.FIRST_ROWS)
+        self.gap_limit_s = np.full(self.FIRST_ROWS, inf)
         self.prefill_share = np.zeros(self.FIRST_ROWS)
         self.share_at = np.zeros(self.FIRST_ROWS)
         self.prefill_evidence = np.zeros((3, self.FIRST_ROWS))
@@ -60,7 +67,8 @@ class LoadColumns:
                 self._grow()
         for column in (self.free_at, self.num_decodes, self.prefill_share, self.share_at):
             column[row] = 0.0
-        self.most_running[row] = inf
+        self.most_running[row] = self.gap_limit_s[row] = inf
+        self.step_tokens[row], self.num_limited[row] = UNLIMITED_TOKENS, 0.0
         for evidence in (self.prefill_evidence, self.step_evidence, self.load_evidence):
             evidence[:, row] = NOTHING_SEEN
         self.place[row] = NO_PLACE
@@ -76,6 +84,23 @@ class LoadColumns:
                 setattr(self, name, np.concatenate([column, np.zeros_like(column)], -1))
 
 
+class GapLimits:
+    """Targets for the gaps between tokens, of the answers of the worker at `row`."""
+
+    def __init__(self, columns: LoadColumns, row: int) -> None:
+        self._columns, self._row = columns, row
+        self._nums: Counter[float] = Counter()
+
+    def count(self, itl_s: float, change: int) -> None:
+        """One answer with this target more, or one less."""
+        columns, row, nums = self._columns, self._row, self._nums
+        nums[itl_s] += change
+        if not nums[itl_s]:
+            del nums[itl_s]
+        columns.num_limited[row] += change
+        columns.gap_limit_s[row] = min(nums, default=inf)
+
+
 class WorkerActivity:
     """One worker's part. `num_prefills` prompts are waiting or computed here, of `prefill_tokens`.
 
@@ -83,6 +108,7 @@ class WorkerActivity:
     `prefill_cost` gives seconds of a prompt's tokens, `step_cost` seconds of a step's answers,
     `load_cost` seconds of tokens that are loaded from the store. `row` is its row in the model's
     columns, which follow whatever changes here. `device`: the one that it computes on, if known.
+    `gap_limits`: of its answers that have one.
     """
 
     __slots__ = (
@@ -98,6 +124,7 @@ class WorkerActivity:
         "_streams_at",
         "device",
         "free_at",
+        "gap_limits",
         "load_cost",
         "num_decodes",
         "num_prefills",
@@ -113,6 +140,7 @@ class WorkerActivity:
         self.device: SharedDevice | None = None
         self._busy_on: SharedDevice | None = None
         self._columns, self.row = costs.columns, costs.columns.add_row()
+        self.gap_limits = GapLimits(self._columns, self.row)
         self.num_prefills = self.prefill_tokens = self.num_decodes = self._num_streams = 0
         self.free_at = self._drift_s = self._last_done_at = 0.0
         self._stream_seconds = self._streams_at = self._prefill_share = self._share_at = 0.0

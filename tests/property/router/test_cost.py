@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -39,9 +40,10 @@ views = st.builds(
     view,
     st.sampled_from([f"w{i}" for i in range(5)]),
     st.sampled_from(Role),
-    available=st.booleans(),
+    available=st.sampled_from([True, True, True, False]),
     fingerprint=st.sampled_from(["f", "f", "g"]),
     topology=st.sampled_from(["", "z/r0/h0", "z/r0/h1", "z/r1/h2", "y/r0/h0"]),
+    max_step_tokens=st.sampled_from([None, 512, 8192]),
 )
 fleets = st.lists(views, max_size=5, unique_by=lambda each: each.id)
 work = st.lists(
@@ -51,6 +53,7 @@ work = st.lists(
         st.integers(1, 20_000),
         st.sampled_from([0, 10_000]),
         st.booleans(),
+        st.sampled_from([None, None, 0.02, 0.1, 1.0]),
     ),
     max_size=30,
 )
@@ -79,15 +82,18 @@ requests = st.builds(
     stored=st.dictionaries(st.sampled_from([f"w{i}" for i in range(5)]), st.integers(0, 30_000)),
     ttft_s=st.none() | st.floats(0.05, 5.0),
     tpot_s=st.none() | st.floats(0.01, 0.5),
+    itl_s=st.sampled_from([None, 0.01, 0.05, 1.0]),
 )
 
 
 def loaded(given, from_stores=(), most_running=()):
     """Workers with prompts and answers under way, and places for so many answers."""
     load, names = FleetLoad(), [view(f"w{i}") for i in range(5)]
-    for prefill, decode, num_tokens, num_cached, is_streaming in given:
+    for prefill, decode, num_tokens, num_cached, is_streaming, itl_s in given:
         placement = Placement(None if prefill == decode else names[prefill], names[decode])
         running = load.begin(placement, num_tokens, NOW - 1.0, num_cached=num_cached)
+        if itl_s is not None:
+            running.limit_gaps(itl_s)
         if is_streaming:
             running.first_token(NOW - 0.5)
     for worker, num_tokens, seconds in from_stores:
@@ -122,6 +128,43 @@ def pace(activity, more, more_share=0.0):
     return activity.step_cost.predict(activity.num_decodes + more) / (1 - share)
 
 
+def beyond(gap_s, limit_s):
+    return 10 * max(0.0, gap_s / limit_s - 1)
+
+
+def gap(activity, worker, more, prefill_s=0.0):
+    """A step, and the part of the prompts of 3 s that is computed in it."""
+    prompts_s = 3.0 * activity.prefill_share(NOW) + prefill_s
+    piece_s = activity.prefill_cost.predict(worker.max_step_tokens or 1e9)
+    return activity.step_cost.predict(activity.num_decodes + more) + min(prompts_s, piece_s)
+
+
+def naive_gaps(computing, decode, request_, prefill_s, limits):
+    """What gaps between tokens cost beyond their limits; each of the two is `(activity, worker)`.
+
+    `limits` are those of the answers at each worker.
+    """
+    usual, after = gap(*decode, 0), gap(*decode, 1)
+    at_first, at_second = limits.get(computing[1].id), limits.get(decode[1].id)
+    cost = 0.0 if request_.itl_s is None else beyond(after, request_.itl_s)
+    if at_second:
+        cost += len(at_second) * (beyond(after, min(at_second)) - beyond(usual, min(at_second)))
+    if at_first:
+        usual, stalled = gap(*computing, 0), gap(*computing, 0, prefill_s)
+        least = min(at_first)
+        return cost, len(at_first) * (beyond(stalled, least) - beyond(usual, least))
+    return cost, 0.0
+
+
+def gap_limits(given):
+    """The targets of the answers at each worker."""
+    limits = {}
+    for _, decode, *_, itl_s in given:
+        if itl_s is not None:
+            limits.setdefault(f"w{decode}", []).append(itl_s)
+    return limits
+
+
 def naive_place_s(activity, load):
     """Until as many of the answers have ended as are too many; they end one after the other."""
     costs = load.costs("demo")
@@ -130,7 +173,7 @@ def naive_place_s(activity, load):
     return num_ahead * costs.answer_tokens * pace(activity, 0) / most if num_ahead else 0.0
 
 
-def naive_cost(prefill, decode, request_, load, wanted, num_loaded=0):
+def naive_cost(prefill, decode, request_, load, wanted, num_loaded=0, *, limits):
     """The formula of docs/routing.md for one way, step by step."""
     answering = load.of(decode.id, "demo")
 
@@ -171,11 +214,14 @@ def naive_cost(prefill, decode, request_, load, wanted, num_loaded=0):
     slower = (bend(after / limit) - bend(before / limit)) * answering.num_decodes
     usual, shared = pace(computing, 0), pace(computing, 0, (whole_s or prefill_s) / 3.0)
     shared = min(shared, usual + (whole_s or prefill_s) / costs.answer_tokens)
-    stalled = (bend(shared / limit) - bend(usual / limit)) * computing.num_decodes * load_share
+    stalled = (bend(shared / limit) - bend(usual / limit)) * computing.num_decodes
     own_ttft, own_tpot = request_.ttft_s or wanted.ttft_s, request_.tpot_s or limit
-    return (
-        bend(ttft_s / own_ttft) + bend(after / own_tpot) + slower + stalled + keep_s / wanted.ttft_s
+    first = decode if prefill is None or num_loaded else prefill
+    gaps, stalled_gaps = naive_gaps(
+        (computing, first), (answering, decode), request_, whole_s or prefill_s, limits
     )
+    others = slower + load_share * (stalled + stalled_gaps) + keep_s / wanted.ttft_s
+    return bend(ttft_s / own_ttft) + bend(after / own_tpot) + gaps + others
 
 
 def loadings(usable, decodes, request_, load, wanted):
@@ -196,7 +242,14 @@ def preferred(prefill, decode, request_, workers):
     return PREFERRED_REPLICA if is_replica and ahead < LEAST_LOADED else PREFERRED_ALONE
 
 
-@given(fleets, requests, work, options, loads, places)
+@given(
+    st.lists(views, min_size=2, max_size=5, unique_by=lambda each: each.id),
+    requests,
+    work,
+    options,
+    loads,
+    places,
+)
 def test_no_way_to_serve_a_request_is_better(
     workers, request_, given, wanted, from_stores, most_running
 ):
@@ -215,12 +268,13 @@ def test_no_way_to_serve_a_request_is_better(
         and prefill is not decode
         and decode.why_not_from(prefill) is None
     ]
+    naive = partial(naive_cost, limits=gap_limits(given))
     costs = {
-        (prefill and prefill.id, decode.id, 0): naive_cost(prefill, decode, request_, load, wanted)
+        (prefill and prefill.id, decode.id, 0): naive(prefill, decode, request_, load, wanted)
         for prefill, decode in [*((None, decode) for decode in decodes), *pairs]
     }
     for source, decode, num_loaded in loadings(usable, decodes, request_, load, wanted):
-        cost = naive_cost(source, decode, request_, load, wanted, num_loaded)
+        cost = naive(source, decode, request_, load, wanted, num_loaded)
         costs[source.id, decode.id, num_loaded] = cost
     alone = min(cost for (prefill, *_), cost in costs.items() if prefill is None)
     best = min(
@@ -426,6 +480,46 @@ def test_a_requests_own_targets_go_before_the_policys(targets, chosen):
     stream(load, slow, 30)
     policy = CostPolicy(CostOptions(ttft_s=0.2, tpot_s=10.0), "colocated")
     assert placed(policy, [busy, slow], load, **targets).decode.id == chosen
+
+
+@pytest.mark.parametrize(
+    ("step_tokens", "itl_s", "objective", "chosen"),
+    [
+        (None, None, "goodput", "answers"),
+        (None, 0.05, "goodput", "busy"),
+        (512, 0.05, "goodput", "answers"),  # pieces of 0.03 s
+        (512, 0.03, "goodput", "busy"),
+        (None, 0.05, "throughput", "answers"),
+    ],
+)
+def test_a_prompt_keeps_away_from_answers_whose_gaps_it_would_make_too_long(
+    step_tokens, itl_s, objective, chosen
+):
+    """The other worker has a prompt before this one, so that it is slower."""
+    load, busy = FleetLoad(), view("busy")
+    answers = view("answers", max_step_tokens=step_tokens)
+    running = load.begin(Placement(None, answers), 1, NOW - 100)
+    if itl_s is not None:
+        running.limit_gaps(itl_s)
+    running.first_token(NOW - 99.995)
+    load.begin(Placement(None, busy), 2000, NOW)
+    policy = CostPolicy(CostOptions(objective=objective))
+    assert placed(policy, [answers, busy], load, num_tokens=4000).decode.id == chosen
+    running.end(NOW)
+    assert placed(policy, [answers, busy], load, num_tokens=4000).decode is answers
+
+
+@pytest.mark.parametrize(("itl_s", "chosen"), [(None, "prompts"), (0.05, "answers")])
+def test_a_request_with_a_target_for_gaps_keeps_away_from_prompts(itl_s, chosen):
+    load, (prompts, answers) = FleetLoad(), (view("prompts"), view("answers"))
+    running = load.begin(Placement(None, prompts), 4000, NOW - 1.0)
+    running.first_token(NOW - 0.7)
+    running.end(NOW - 0.5)
+    stream(load, answers, 4)
+    policy = CostPolicy(CostOptions())
+    placement = placed(policy, [prompts, answers], load, num_tokens=100, itl_s=itl_s)
+    assert placement.decode.id == chosen
+    assert any(", ITL 0.0" in line for line in placement.why) is (itl_s is not None)
 
 
 @given(

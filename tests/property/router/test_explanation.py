@@ -5,6 +5,7 @@ from __future__ import annotations
 from copy import deepcopy
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 from operator import itemgetter
 from threading import Lock
 
@@ -24,6 +25,7 @@ from baton.router.simple import LeastLoaded, RandomChoice, RoundRobin
 from tests.property.router.test_cost import (
     NOW,
     fleets,
+    gap_limits,
     loaded,
     loadings,
     naive_cost,
@@ -105,15 +107,16 @@ def test_cost_lists_every_way_with_its_cost(worker_views, given, wanted, request
         for each in possible
     }
     assert len(found) == len(possible)
+    naive = partial(naive_cost, limits=gap_limits(given))
     expected = {
-        (prefill and prefill.id, decode.id, 0): naive_cost(prefill, decode, request, load, wanted)
+        (prefill and prefill.id, decode.id, 0): naive(prefill, decode, request, load, wanted)
         for prefill, decode in alternatives(worker_views)
     }
     usable = [each for each in worker_views if each.available]
     best_loadings = {}
     answering = [each for each in usable if each.decodes]
     for source, decode, num in loadings(usable, answering, request, load, wanted):
-        way = (source.id, decode.id, num), naive_cost(source, decode, request, load, wanted, num)
+        way = (source.id, decode.id, num), naive(source, decode, request, load, wanted, num)
         best_loadings[source.id] = min(way, best_loadings.get(source.id, way), key=itemgetter(1))
     for way, cost in found.items():
         if way[2]:  # of each source the best one, where it is better than that of the one before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from baton.auth.ticket import WorkerRef
 from baton.ids import Epoch, WorkerId
 from baton.protocol.worker_http import Role
+from baton.router.demand import Limits
 from baton.router.fleet import WorkerView
 from baton.router.learning import LearnedLine, WorkerCost
 from baton.router.load import MOST_WORKERS, FleetLoad, RunningRequest
@@ -192,3 +194,24 @@ def test_what_is_learned_of_those_that_stay_does_not_change():
     assert line.mean_log == pytest.approx(stays.log)
     assert stays.factor == pytest.approx(1.0)
     assert leaves.factor == 1.0
+
+
+@pytest.mark.parametrize(
+    ("target_s", "itl_s", "is_good"),
+    [(0.1, 0.2, False), (0.1, 0.05, True), (0.1, None, True), (None, 9.0, True)],
+)
+def test_an_answer_is_good_if_it_keeps_its_target_for_gaps(target_s, itl_s, is_good):
+    load, worker = FleetLoad(), WORKERS[0]
+    running, other = (load.begin(Placement(None, worker), 10, 0.0) for _ in range(2))
+    other.limit_gaps(0.5)
+    if target_s is not None:
+        running.limit_gaps(target_s)
+    columns, row = load.costs("demo").columns, load.of(worker.id, "demo").row
+    assert columns.gap_limit_s[row] == (target_s or 0.5)
+    running.first_token(1.0)
+    running.end(2.0, 10, itl_s)
+    assert (columns.num_limited[row], columns.gap_limit_s[row]) == (1, 0.5)
+    other.end(2.0)
+    assert (columns.num_limited[row], columns.gap_limit_s[row]) == (0, inf)
+    (ended,) = load.costs("demo").ended
+    assert Limits(ttft_s=10.0, tpot_s=1.0).are_met(ended) is is_good

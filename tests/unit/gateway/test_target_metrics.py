@@ -11,7 +11,7 @@ from baton.clock import Instant
 from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.request_context import RequestContext
 from baton.gateway.target_metrics import TargetMetrics
-from baton.gateway.targets import NO_TARGETS, Targets
+from baton.gateway.targets import NO_TARGETS, Targets, read_targets
 from baton.ids import new_epoch
 from baton.telemetry.trace import RequestSpan, Stamp
 
@@ -90,3 +90,8 @@ def test_a_failure_misses_every_target():
 @pytest.mark.parametrize("code", [400, 401, 404, 413, 429, 499])
 def test_what_the_client_caused_does_not_count(code):
     assert ended(code) == {}
+
+
+def test_headers_name_a_requests_own_targets():
+    headers = [(b"x-baton-itl-ms", b"80"), (b"x-baton-tpot-ms", b"20.5"), (b"host", b"h")]
+    assert read_targets(headers) == Targets(itl_s=0.08, tpot_s=0.0205)

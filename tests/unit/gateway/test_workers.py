@@ -100,9 +100,18 @@ def test_the_first_preemption_notice_of_a_worker_counts(workers, caplog):
     workers.drain(decode)
     assert decode.state == Draining(info(), notice)
     assert [r.levelname for r in caplog.records if notice.reason in r.message] == ["WARNING"]
+    workers.lose(decode, "one probe came late")
+    workers.drain(decode, Preemption(notice.reason, Instant(30.2)))
+    assert decode.state == Draining(info(), notice)
     registry = workers._metrics.registry
     assert registry.get_sample_value("baton_gateway_preempted_workers_total") == 1
     assert f"draining: {notice.reason}" in workers.why_not_ready()
+
+    workers.register(decode, info(epoch="a" * 32))
+    workers.drain(decode)
+    assert decode.state == Draining(info(epoch="a" * 32)), "the notice was for another life"
+    workers.drain(decode, notice)
+    assert registry.get_sample_value("baton_gateway_preempted_workers_total") == 2
 
 
 def test_a_new_epoch_is_a_new_worker(workers, caplog):

@@ -125,11 +125,31 @@ def test_a_target_for_each_token_bounds_the_answers_of_a_worker(load):
         now += 60.0
     begin(load, 4, D)
     assert room.look(served, now, 4).num_free == inf
-    assert 5 <= room.look(served, now, 4, 0.06).num_free <= 7
-    looked = room.look(served, now, 4, 0.02)
+    assert 5 <= room.look(served, now, 4, tpot_s=0.06).num_free <= 7
+    looked = room.look(served, now, 4, tpot_s=0.02)
     assert (looked.num_free, looked.full) == (0, {D.id})
     idle = ModelWorkers.of([D, view("idle", Role.DECODE)])
-    assert room.look(idle, now, 4, 0.001).num_free == inf, "one answer alone is as fast as can be"
+    assert room.look(idle, now, 4, tpot_s=0.001).num_free == inf, "one answer is as fast as can be"
+
+
+def test_a_target_for_gaps_bounds_the_answers_of_a_worker_by_steps_without_prompts(load):
+    room, served, now = FleetRoom(load), ModelWorkers.of([D]), 0.0
+    for num in (2, 4, 8) * 20:  # as above
+        answers = begin(load, num, D)
+        for each in answers:
+            each.first_token(now)
+        now += 49 * (0.01 + 0.005 * num)
+        for each in answers:
+            each.end(now, 50)
+        now += 60.0
+    for each in begin(load, 4, D):
+        each.first_token(now)
+    alone = room.look(served, now, 4, itl_s=0.06).num_free
+    assert 5 <= alone <= 7
+    load.begin(Placement(None, D), 20_000, now)  # the step of a prompt is placement's matter
+    assert room.look(served, now, 5, itl_s=0.06).num_free == alone - 1
+    assert room.look(served, now, 5, tpot_s=0.06).num_free < alone - 1
+    assert room.look(served, now, 5, itl_s=0.02).full == {D.id}
 
 
 def test_prefill_workers_have_limits_too(load):

@@ -165,6 +165,7 @@ class TransformersEngine:
             vocab_size=loaded.vocab_size,
             eos_token_ids=loaded.eos_token_ids,
             max_running=options.max_num_seqs,
+            max_step_tokens=options.max_batch_tokens,
         )
         self._options, self._clock = options, clock
         self._model = PagedModel(loaded.model, loaded.shape, pages, options.block_size)

@@ -146,6 +146,7 @@ class ModelFacts:
     transports: tuple[str, ...]
     kv_events: KVEventsSource | None
     max_running: int | None = None
+    max_step_tokens: int | None = None
     topology: str = ""
     takes_unsigned_tickets: bool = False
     resumes_streams: bool = False
@@ -169,6 +170,7 @@ def describe_worker(
         served_model_name=model.served_model_name,
         fingerprint=known[0].fingerprint,
         max_context_tokens=model.max_context_tokens,
+        max_step_tokens=model.max_step_tokens,
         handoff_address=addresses[0],
         layout=known[0].layout,
         transports=model.transports,
@@ -201,6 +203,7 @@ def read_model_facts(vllm_config: VllmConfig, options: ConnectorOptions) -> Mode
         topology=find_topology(options.topology, read_environment(), read_clock_domain()),
         kv_events=_read_kv_events(vllm_config),
         max_running=int(vllm_config.scheduler_config.max_num_seqs),
+        max_step_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens),
         takes_unsigned_tickets=options.clients_are_gateways,
         resumes_streams=options.resumes_streams,
     )

@@ -99,6 +99,9 @@ class PickedRequest:
             stored={} if match is None else match.stored,
             failed_modes=EVERY_MODE,  # Envoy asks one worker
             full=full,
+            ttft_s=services.admission.ttft_left_s(context),
+            tpot_s=services.admission.tpot_s(context),
+            itl_s=services.admission.itl_s(context),
         )
         placement = self._place(body, request, subset)
         context.begin_attempt(placement, services.metrics.of(context.model, placement.mode))
@@ -144,6 +147,9 @@ class PickedRequest:
             num_cached=num_cached,
             waited_s=context.waited_s,
         )
+        itl_s = services.admission.itl_s(context)
+        if itl_s is not None:
+            running.limit_gaps(itl_s)
         services.health_monitor.begin(placement)
         self._placement = placement
         self._held.callback(services.health_monitor.end, placement)
