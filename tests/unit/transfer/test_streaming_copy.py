@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from baton.errors import ConfigError
+from baton.store.interface import TIERS, TierContext
+from baton.testing.clocks import ManualClock
+from baton.testing.store_contract import CONTRACT_KEY
 from baton.transfer import streaming_copy
 from baton.transfer.streaming_copy import find_streaming_copy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 
 @pytest.fixture(params=["libpmem", "memcpy"], autouse=True)
@@ -53,3 +59,17 @@ def test_arrays_of_two_lengths_are_refused(num_bytes: int) -> None:
     with pytest.raises(ValueError, match="100"):
         find_streaming_copy().copy(into, np.ones(num_bytes, np.uint8))
     assert not into.any()
+
+
+def test_the_tier_shared_reports_what_copies_into_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    by, context = find_streaming_copy(), TierContext("c", CONTRACT_KEY, ManualClock())
+    with (
+        caplog.at_level(logging.INFO),
+        closing(TIERS.build("shared", {"directory": str(tmp_path)})(context)) as tier,
+    ):
+        assert tier.usage().copied_by == by.library
+    assert f"{by.library} copies into {tmp_path}" in caplog.text
+    assert by.refusal in caplog.text
+    assert bool(by.refusal) == (by.library == "memcpy")
