@@ -312,7 +312,7 @@ class Bench:
 
     def _copy_pages(self, move: Move, direction: Direction) -> IsDone:
         del direction
-        self._copier.copy(self._pool.pages, move.ours, self._other, move.theirs)
+        self._copier.gather(self._pool.pages, move.ours, self._other)
         return self._end_of_stream()
 
     def _end_of_stream(self) -> IsDone:

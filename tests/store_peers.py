@@ -20,18 +20,22 @@ from tests.store_servers import StoreServer
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from baton.clock import Clock
     from baton.store.tiers.host import HostTier
 
 PATIENT_S = 10.0
 
 
 def open_host(
-    *, access: PeerAccess | None = None, key: bytes = CONTRACT_KEY, **options: object
+    *,
+    access: PeerAccess | None = None,
+    key: bytes = CONTRACT_KEY,
+    clock: Clock | None = None,
+    **options: object,
 ) -> HostTier:
     """A `host` tier that listens."""
-    context = TierContext(
-        "contract", key, MachineClock(), peers=access or PeerAccess(CREDENTIALS, serves=True)
-    )
+    peers = access or PeerAccess(CREDENTIALS, serves=True)
+    context = TierContext("contract", key, clock or MachineClock(), peers=peers)
     settings = {"listen": "127.0.0.1:0", "peers_may": "write"} | options
     return TIERS.build("host", settings)(context)  # type: ignore[return-value]
 

@@ -7,25 +7,25 @@ BatonError
 ├── InvalidRequestError             the client asked for something that cannot be served
 │   ├── ContextLengthError
 │   └── ModelNotFoundError
-├── OverloadedError                 retryable: admission was refused for want of room
+├── OverloadedError                 admission was refused for want of room
 ├── LayoutMismatchError             two workers cannot exchange KV; names each difference
 ├── AuthenticationError             a peer or a ticket could not prove where it comes from
 │   └── TicketError                 forged, expired, replayed, or for somebody else
 ├── ProtocolError                   a peer sent what the wire format does not allow
 ├── BlockStateError                 a block was used in a state that does not allow it: a bug
 ├── TransferError                   a transfer did not complete
-│   ├── PeerUnreachableError        retryable
-│   └── PeerLostError               retryable
+│   ├── PeerUnreachableError
+│   └── PeerLostError
 ├── HandoffError                    a handoff ended without its KV
 ├── StoreError                      a store could not keep an entry: it costs caching only
-│   └── StoreFullError              retryable: there is no room for it
+│   └── StoreFullError              there is no room for it
 └── EngineError                     the engine failed a request
 """
 
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -37,9 +37,7 @@ UNDECODABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class BatonError(Exception):
-    """Base of every error raised on purpose. `retryable` is part of its contract."""
-
-    retryable: ClassVar[bool] = False
+    """Base of every error raised on purpose. What may be tried again follows from its class."""
 
 
 class ConfigError(BatonError):
@@ -76,8 +74,6 @@ class ModelNotFoundError(InvalidRequestError):
 
 class OverloadedError(BatonError):
     """Admission was refused for want of room; trying again later may succeed."""
-
-    retryable = True
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -118,19 +114,13 @@ class TransferError(BatonError):
 class PeerUnreachableError(TransferError):
     """The peer did not answer."""
 
-    retryable = True
-
 
 class PeerLostError(TransferError):
     """The peer was there and is gone."""
 
-    retryable = True
-
 
 class HandoffError(BatonError):
     """A handoff ended without its KV. `stage` is where, `peer` who, `transport` how."""
-
-    retryable = True
 
     def __init__(
         self, message: str, *, stage: str, peer: str | None = None, transport: str | None = None
@@ -145,8 +135,6 @@ class StoreError(BatonError):
 
 class StoreFullError(StoreError):
     """There is no room for an entry, and none could be made."""
-
-    retryable = True
 
 
 class EngineError(BatonError):

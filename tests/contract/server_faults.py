@@ -25,6 +25,7 @@ from baton.testing.store_contract import (
     name_of,
     put,
     read,
+    read_lease,
     scan,
 )
 from tests.store_servers import S3_CREDENTIALS
@@ -42,6 +43,7 @@ ANSWERS_WITHIN_S = 5.0
 """Where a server fails at once, and is to answer later, beside other tests."""
 PATIENT_S = 30.0
 SLACK_S = 4.0
+DAY_S = 86_400.0
 QUICK_S = 4 * TIMEOUT_S
 """Of tens of requests that are not sent: each would wait for `TIMEOUT_S`."""
 
@@ -51,6 +53,13 @@ class QuickServer(socketserver.ThreadingTCPServer):
 
     daemon_threads = True
     block_on_close = False
+
+
+class SetClock(ManualClock):
+    """A clock that an operator, or NTP, sets."""
+
+    def set_by(self, seconds: float) -> None:
+        self._unix_s += seconds
 
 
 class ServerFaultContract(SharedTierContract):
@@ -98,6 +107,28 @@ class ServerFaultContract(SharedTierContract):
             put(tier, "a")
         with self.opened(tmp_path) as tier:
             assert read(tier, "a") == body_of("a")
+
+    @pytest.mark.parametrize("jump_s", [-DAY_S, DAY_S])
+    def test_a_clock_that_jumps_changes_no_entry(self, tmp_path: Path, jump_s: float) -> None:
+        clock = SetClock()
+        with closing(self.open_remote(tmp_path, clock)) as tier, self.opened(tmp_path) as other:
+            put(tier, "a")
+            lease = tier.try_lease(name_of("a"))
+            assert lease is not None
+            with lease:
+                clock.set_by(jump_s)
+                assert read_lease(lease) == body_of("a")
+            assert put(tier, "b") is PutResult.STORED
+            for content in "ab":
+                assert put(tier, content) is PutResult.EXISTS
+                assert read(tier, content) == read(other, content) == body_of(content)
+            assert {entry.name for entry in tier.entries()} == {name_of("a"), name_of("b")}
+            for content in "ab":
+                tier.discard(name_of(content))
+                assert read(other, content) is None
+            health = tier.usage().server
+            assert health is not None
+            assert (health.is_available, health.num_failures) == (True, 0)
 
     def test_a_flipped_bit_anywhere_is_a_miss(self, tmp_path: Path) -> None:
         chance = random.Random(5)

@@ -30,10 +30,12 @@ from baton.testing.store_contract import (
     read,
 )
 from tests.contract.server_faults import (
+    DAY_S,
     QUICK_S,
     SLACK_S,
     TIMEOUT_S,
     ServerFaultContract,
+    SetClock,
     taking_at_most,
     wait_available,
     wait_until,
@@ -212,6 +214,24 @@ def test_what_one_peer_has_damaged_is_read_from_another(monkeypatch: pytest.Monk
             assert tier.usage().num_damaged == 1
             assert not entries.holds([name_of("a")])[0], "it was removed there"
             assert read(tier, "a") == body_of("a")
+
+
+@pytest.mark.parametrize("jump_s", [-DAY_S, DAY_S])
+def test_entries_make_room_in_their_turn_although_their_peers_clock_jumped(jump_s: float) -> None:
+    clock, room_bytes = SetClock(), 4 * len(body_of("a"))
+    with (
+        hosts(1, capacity_bytes=room_bytes, clock=clock) as [host],
+        closing(open_peers(url_of(host))) as tier,
+    ):
+        for content in "abcd":
+            put(tier, content)
+        clock.set_by(jump_s)
+        assert read(tier, "a") == body_of("a")
+        put(tier, "e")
+        assert [content for content in "abcde" if read(tier, content) is not None] == [*"acde"]
+        for content in "fghi":
+            put(tier, content)
+        assert {entry.name for entry in host.entries()} == {name_of(each) for each in "fghi"}
 
 
 def test_memory_of_a_worker_is_read_and_not_written() -> None:

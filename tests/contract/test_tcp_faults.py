@@ -11,6 +11,7 @@ from typing import ClassVar
 import msgspec
 import pytest
 
+from baton.errors import PeerLostError, PeerUnreachableError
 from baton.ids import new_ticket_id
 from baton.kv.copies import PageCopies
 from baton.net.connection import count_moved_bytes
@@ -139,7 +140,7 @@ class Far:
         assert event.transfer == transfer
         assert STALL_TIMEOUT_S * 0.5 <= elapsed_s <= 2 * STALL_TIMEOUT_S + 8.0
         assert [type(each) for each in self.events] == [RemoteAttached, RemoteLost, failed]
-        assert event.error.retryable
+        assert isinstance(event.error, PeerLostError | PeerUnreachableError)
         self.post(direction)
         self.poll_for(0.02)
         assert [type(each) for each in self.events[3:]] == [failed]
@@ -258,5 +259,5 @@ def test_a_cut_link_is_noticed_while_nothing_moves(far_host):
     with Far(host=address, prefix=("ip", "netns", "exec", name)) as far:
         network_namespaces.run("ip", "link", "set", link, "down")
         event, elapsed_s = far.wait_for(RemoteLost)
-        assert event.error.retryable
+        assert isinstance(event.error, PeerLostError | PeerUnreachableError)
         assert elapsed_s < 10 * STALL_TIMEOUT_S

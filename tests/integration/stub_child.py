@@ -2,6 +2,7 @@
 
 worker      ready at once; ends on SIGTERM
 stubborn    as a worker, but ignores SIGTERM
+loading     reports that it loads, and goes on with that
 broken      writes a reason and ends before it is ready
 spot        as a worker, but when a file named by STUB_DIE_FILE exists, removes it and reports
             that its machine is taken; when it exists again, ends with code 0
@@ -99,6 +100,9 @@ def main():
     if behaviour == "broken":
         print("No module named 'steam'", file=sys.stderr)
         sys.exit(3)
+    if behaviour == "loading":
+        os.write(args.status_fd, b'{"event":"loading","phase":"importing"}\n')
+        signal.pause()
     Handler.members, Handler.is_blind = args.members, behaviour == "blind"
     server = open_server(args)
     server.daemon_threads = False

@@ -257,6 +257,19 @@ async def test_a_stop_while_starting_leaves_nothing():
 
 
 @in_event_loop
+async def test_a_stop_while_a_worker_loads_is_no_failure_of_it():
+    under_test = launch("worker", "loading")
+    running = asyncio.create_task(under_test.run())
+    async with asyncio.timeout(30):
+        while "w-1" not in (slots := under_test.supervisor.slots) or not slots["w-1"].child.phase:
+            await asyncio.sleep(0.01)
+        await slots["w-0"].until_ready()
+    under_test.supervisor.request_stop()
+    assert await running is Ending.DRAINED
+    assert under_test.display.said[-1] == "stopped: w-0 (exit code 0), w-1 (was still starting)"
+
+
+@in_event_loop
 async def test_a_taken_port_is_refused_before_anything_starts():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

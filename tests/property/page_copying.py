@@ -59,17 +59,10 @@ def expect(memory, shape):
 
 
 def check_case(copier, case, device="cpu"):
-    """`copy`, `gather` and `scatter` of one case, and that no other byte changes."""
+    """`gather` and `scatter` of one case, and that no other byte changes."""
     source, target, source_index, target_index = case
     _, source_rows, _ = place(source, device)
     given_source = expect(source[0], source[1])
-
-    whole, target_rows, start = place(target, device)
-    copier.copy(source_rows, source_index, target_rows, target_index)
-    expected = target[0].copy()
-    for at, to in zip(source_index, target_index, strict=True):
-        expect(expected, target[1])[to] = given_source[at]
-    assert (whole[start : start + len(expected)].cpu().numpy() == expected).all()
 
     staging = torch.zeros(len(source_index) + 1, source[1][2], dtype=torch.uint8, device=device)
     copier.gather(source_rows, source_index, staging)
@@ -77,6 +70,9 @@ def check_case(copier, case, device="cpu"):
         assert (staging[number].cpu().numpy() == given_source[at]).all()
     assert not staging[-1].any()
 
+    expected = target[0].copy()
+    for at, to in zip(source_index, target_index, strict=True):
+        expect(expected, target[1])[to] = given_source[at]
     whole, target_rows, start = place(target, device)
     copier.scatter(staging, target_index, target_rows)
     assert (whole[start : start + len(expected)].cpu().numpy() == expected).all()

@@ -220,11 +220,6 @@ class WorkerBlockIndex:
         self._num_entries = 0
 
     @property
-    def domain(self) -> EventDomain:
-        """What the hashes mean."""
-        return self._domain
-
-    @property
     def num_blocks(self) -> dict[tuple[str, int], int]:
         """Blocks held by (medium, group), of all that were ever reported. Any thread may ask.
 
@@ -259,18 +254,6 @@ class WorkerBlockIndex:
         self._num_entries = 0
         for held in self._held.values():
             held.clear()
-
-    def find_matches(
-        self, hashes: Sequence[ExternalHash], *, medium: str = DEFAULT_MEDIUM, group: int = 0
-    ) -> int:
-        """How many of these are held, from the first on; stops at the first miss."""
-        held = self._held.get((medium, group))
-        if not held:
-            return 0
-        for num_matches, block in enumerate(hashes):
-            if block not in held:
-                return num_matches
-        return len(hashes)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the sets cannot be.

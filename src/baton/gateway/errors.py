@@ -8,9 +8,9 @@ GatewayError
 ├── UnauthorizedError       401
 │   └── ManagementKeyError  browsers then ask for the key
 ├── ForbiddenError          403
-├── QuotaError              429, retryable
-├── NoWorkerError           503, retryable
-├── UpstreamError           502: a worker did not give an answer; retryable
+├── QuotaError              429
+├── NoWorkerError           503
+├── UpstreamError           502: a worker did not give an answer
 │   ├── WorkerUnreachableError
 │   ├── WorkerLostError
 │   ├── WorkerFailedError   it answered with a 5xx, which the client gets if no other can serve
@@ -23,7 +23,7 @@ GatewayError
 ├── UnusableWorkerError     never sent to a client: the worker is not used
 ├── AnswerError             one of several answers failed: the error that its worker gave
 ├── DeadlineError           504
-├── ShuttingDownError       503, retryable
+├── ShuttingDownError       503
 └── ClientLeftError         not sent: the connection is closed
 """
 
@@ -108,8 +108,6 @@ class ForbiddenError(GatewayError):
 class QuotaError(GatewayError):
     """The client has used up what its key allows for now."""
 
-    retryable = True
-
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
@@ -118,13 +116,9 @@ class QuotaError(GatewayError):
 class NoWorkerError(GatewayError):
     """No worker can serve this now."""
 
-    retryable = True
-
 
 class UpstreamError(GatewayError):
     """A worker did not give the answer that was asked of it."""
-
-    retryable = True
 
 
 class WorkerUnreachableError(UpstreamError):
@@ -233,8 +227,6 @@ class DeadlineError(GatewayError):
 
 class ShuttingDownError(GatewayError):
     """The gateway ends before the request does."""
-
-    retryable = True
 
 
 class ClientLeftError(GatewayError):

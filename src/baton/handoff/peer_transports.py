@@ -304,7 +304,6 @@ class PeerTransportLost:
 
     peer: Peer
     transport: str
-    error: BatonError
 
 
 class TransportChoice(Record, frozen=True):
@@ -527,7 +526,7 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             return None
         known, peer_transport = found
         self._back_off(known, peer_transport, str(error))
-        return PeerTransportLost(known.peer, peer_transport.kind, error)
+        return PeerTransportLost(known.peer, peer_transport.kind)
 
     def explain(self, peer: Peer) -> BatonError:
         """Why a peer cannot be reached."""
@@ -648,7 +647,7 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             peer_transport.attach()
         except BatonError as exc:
             self._back_off(known, peer_transport, str(exc))
-            return [PeerTransportLost(known.peer, peer_transport.kind, exc)]
+            return [PeerTransportLost(known.peer, peer_transport.kind)]
         peer_transport.state = PeerTransportState.ATTACHING
         return []
 

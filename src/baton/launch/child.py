@@ -93,6 +93,16 @@ class Child:
         """Until it has ended and all its output was read."""
         return await asyncio.shield(self._ended)
 
+    async def wait_until_stopped(self) -> str:
+        """Until it has ended as it was asked to: how, in words.
+
+        One that loads has nothing to drain and handles no signal: SIGTERM ends it at once.
+        """
+        returncode = (await self.wait_until_exited()).returncode
+        if returncode == -signal.SIGTERM and not self.is_ready:
+            return "was still starting"
+        return describe_exit(returncode)
+
     def terminate(self) -> None:
         """Ask it to drain and end."""
         self._signal(signal.SIGTERM)

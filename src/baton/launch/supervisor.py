@@ -10,7 +10,7 @@ from enum import IntEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from baton.launch.child import ChildExited, describe_exit, spawn
+from baton.launch.child import ChildExited, spawn
 from baton.launch.errors import FleetError
 from baton.launch.gateways import until_all_up
 from baton.launch.members_file import write_members
@@ -210,7 +210,7 @@ class Supervisor:
         config = self.plan.config
         section = config.gateway if slot.plan is None else config.worker
         await self._drain([slot], section.drain_timeout_s)
-        return describe_exit((await slot.child.wait_until_exited()).returncode)
+        return await slot.child.wait_until_stopped()
 
     async def remove(self, slot: ProcessSlot) -> None:
         """Forget a slot; its process is killed, if it has not ended."""
@@ -336,8 +336,7 @@ class Supervisor:
 
     async def _describe_ends(self) -> list[str]:
         return [
-            f"{slot.name} ({describe_exit((await slot.child.wait_until_exited()).returncode)})"
-            for slot in self.slots.values()
+            f"{slot.name} ({await slot.child.wait_until_stopped()})" for slot in self.slots.values()
         ]
 
     # Showing

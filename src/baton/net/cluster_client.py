@@ -31,8 +31,6 @@ _PORTS: Final = {"http": 80, "https": 443}
 class NoAnswerError(BatonError):
     """The other process did not answer. `is_refused`: nothing listens at its address."""
 
-    retryable = True
-
     def __init__(self, message: str, *, is_refused: bool = False) -> None:
         super().__init__(message)
         self.is_refused = is_refused

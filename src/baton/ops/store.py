@@ -44,7 +44,8 @@ class TenantStats(msgspec.Struct, frozen=True):
 class TierStats(msgspec.Struct, frozen=True):
     """One tier at this moment. Ages: since an entry was used last; None where there is none.
 
-    `direct_io`: see `Usage`. `tenants`: the largest first. Listings of servers show none.
+    `direct_io`, `copied_by`: see `Usage`. `tenants`: the largest first; listings of servers show
+    none.
     """
 
     tier: str
@@ -55,6 +56,7 @@ class TierStats(msgspec.Struct, frozen=True):
     oldest_s: float | None
     pinned_bytes: int = 0
     direct_io: bool | None = None
+    copied_by: str | None = None
     tenants: tuple[TenantStats, ...] = ()
 
 
@@ -134,8 +136,8 @@ def print_stats(found: Sequence[TierStats]) -> None:
             for num_bytes in (each.used_bytes, each.capacity_bytes, each.pinned_bytes)
         )
         ages = ("" if age is None else f"{age:,.0f}" for age in (each.newest_s, each.oldest_s))
-        direct_io = {None: "", True: "direct", False: "cached"}[each.direct_io]
-        table.add_row(each.tier, f"{each.num_entries:,}", *sizes, *ages, direct_io)
+        large = {None: each.copied_by or "", True: "direct", False: "cached"}[each.direct_io]
+        table.add_row(each.tier, f"{each.num_entries:,}", *sizes, *ages, large)
     Console().print(table)
     if any(each.tenants for each in found):
         _print_tenants(found)
@@ -277,6 +279,7 @@ def _look_at(tier: CountedTier, now: float) -> TierStats:
         oldest_s=ages[-1] if ages else None,
         pinned_bytes=_sum_bytes([entry for entry in entries if entry.is_pinned]),
         direct_io=usage.direct_io,
+        copied_by=usage.copied_by,
         tenants=_group_by_tenant(entries),
     )
 

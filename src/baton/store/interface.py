@@ -102,6 +102,7 @@ class Usage:
     attempts to read an entry that the system refused (EIO); the entry stays. `capacity_bytes`
     is 0 where nothing is known to limit it. `server`: of a tier on a server. `direct_io`: of a
     tier on a disk, whether large bodies are written past the page cache and do not stay in it.
+    `copied_by`: of a tier in memory, what copies large bodies into it (`transfer.streaming_copy`).
     `peers`: of a tier that this process shows to others. `compression`: of one that may compress.
     """
 
@@ -113,6 +114,7 @@ class Usage:
     num_expired: int = 0
     server: ServerHealth | None = None
     direct_io: bool | None = None
+    copied_by: str | None = None
     peers: PeerCounts | None = None
     compression: CompressionReport | None = None
     num_read_errors: int = 0

@@ -8,8 +8,9 @@ a length on that is that of hundreds of MiB on many virtual machines.
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import numpy as np
 
@@ -27,17 +28,26 @@ _NONTEMPORAL: Final = 1 << 1
 """PMEM_F_MEM_NONTEMPORAL of libpmem.h."""
 
 
-@cache
-def find_streaming_copy() -> Copy:
+@dataclass(frozen=True, slots=True)
+class StreamingCopy:
     """`copy(into, source)` of contiguous arrays of one length, uint8 `[n]`; the caller owns both.
 
-    numpy's, where libpmem is not installed or cannot be used. Other threads run meanwhile; what is
-    written is visible to all processors when it returns.
+    Other threads run meanwhile; what is written is visible to all processors when it returns.
+    `library` is what copies; `refusal` why that is not libpmem.
     """
+
+    copy: Copy
+    library: Literal["libpmem", "memcpy"]
+    refusal: str = ""
+
+
+@cache
+def find_streaming_copy() -> StreamingCopy:
+    """By libpmem; by memcpy (numpy's) where that is not installed or cannot be used."""
     try:
         library = open_libpmem()
-    except ConfigError:
-        return np.copyto
+    except ConfigError as exc:
+        return StreamingCopy(np.copyto, "memcpy", str(exc))
     memcpy = ctypes.CFUNCTYPE(
         ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
     )(("pmem_memcpy", library))
@@ -47,7 +57,7 @@ def find_streaming_copy() -> Copy:
             raise ValueError(f"{len(source)} bytes into {len(into)}")
         memcpy(_address(into), _address(source), len(source), _NONTEMPORAL)
 
-    return copy
+    return StreamingCopy(copy, "libpmem")
 
 
 def _address(array: NDArray[np.uint8]) -> int:

@@ -186,19 +186,13 @@ class StandbyError(BatonError):
 class DrainingError(BatonError):
     """This worker is ending and takes no more requests."""
 
-    retryable = True
-
 
 class FencedError(BatonError):
     """No gateway has accepted this worker's announcements in time: it serves nothing."""
 
-    retryable = True
-
 
 class DeadlineError(BatonError):
     """The request's time was over before its answer."""
-
-    retryable = True
 
 
 class UnknownPathError(BatonError):

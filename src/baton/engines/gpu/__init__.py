@@ -5,7 +5,7 @@ is current; or, by a copy stream, on a stream of its own beside the model's. Of 
 the GPU: their digests, on a stream of its own.
 
 File map:
-    page_copier.py  `PageCopier`: gather, scatter, copy; by kernels, or by torch alone
+    page_copier.py  `PageCopier`: gather and scatter; by kernels, or by torch alone
     kernels.py      the Triton kernel that copies
     copy_stream.py  device ⇄ pinned host memory on a stream of its own
     device_region.py  regions in a GPU's memory, and how this process works with them

@@ -1,4 +1,4 @@
-"""Gather, scatter and copy pages on one device, named by index arrays."""
+"""Gather and scatter pages on one device, named by index arrays."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ _WIDTHS: Final = ((8, torch.int64), (4, torch.int32), (2, torch.int16))
 class PageCopier(Protocol):
     """Moves pages between two arrays of one device. Stateless; safe to share.
 
-    Indices are int64 `[k]` on the host; those of a target name no page twice. Source and target do
-    not overlap. `gather` and `scatter` also take what `upload_index` returned.
+    Indices are int64 `[k]` on the host, or what `upload_index` returned; those of a target name no
+    page twice. Source and target do not overlap.
     """
 
     def gather(self, pages: torch.Tensor, index: PageIndex, staging: torch.Tensor) -> None:
@@ -101,20 +101,6 @@ class PageCopier(Protocol):
 
     def scatter(self, staging: torch.Tensor, index: PageIndex, pages: torch.Tensor) -> None:
         """`pages[index[i]] = staging[i]`.
-
-        Raises:
-            TransferError: see `gather`.
-        """
-        ...
-
-    def copy(
-        self,
-        source: torch.Tensor,
-        source_index: NDArray[np.int64],
-        target: torch.Tensor,
-        target_index: NDArray[np.int64],
-    ) -> None:
-        """`target[target_index[i]] = source[source_index[i]]`; as many of one as of the other.
 
         Raises:
             TransferError: see `gather`.
@@ -137,19 +123,6 @@ class IndexedCopier:
         _check_staging(pages, index, staging)
         target, source = _pair(pages, staging[: len(index)])
         target.index_copy_(0, upload_index(index, target.device), source)
-
-    def copy(
-        self,
-        source: torch.Tensor,
-        source_index: NDArray[np.int64],
-        target: torch.Tensor,
-        target_index: NDArray[np.int64],
-    ) -> None:
-        """See `PageCopier`. Takes as much memory again as it moves, for a while."""
-        check_pairs(source, source_index, target, target_index)
-        wide_source, wide_target = _widen(source, target)
-        taken = wide_source.index_select(0, upload_index(source_index, source.device))
-        wide_target.index_copy_(0, upload_index(target_index, target.device), taken)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,21 +153,6 @@ class KernelCopier:
     def scatter(self, staging: torch.Tensor, index: PageIndex, pages: torch.Tensor) -> None:
         _check_staging(pages, index, staging)
         self._launch(staging, None, pages, upload_index(index, pages.device))
-
-    def copy(
-        self,
-        source: torch.Tensor,
-        source_index: NDArray[np.int64],
-        target: torch.Tensor,
-        target_index: NDArray[np.int64],
-    ) -> None:
-        check_pairs(source, source_index, target, target_index)
-        self._launch(
-            source,
-            upload_index(source_index, source.device),
-            target,
-            upload_index(target_index, target.device),
-        )
 
 
 def choose_copier(device: torch.device) -> PageCopier:

@@ -64,7 +64,6 @@ class LinkClass:
     model: str
     distance: Distance
     seconds: float
-    num_links: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,7 +132,7 @@ class AlertSources:
                     distance = costs.distance(views[one], views[other])
                     times.setdefault(distance, []).append(taken_s)
             for distance, found in times.items():
-                yield LinkClass(model, distance, median(found), len(found))
+                yield LinkClass(model, distance, median(found))
 
     def _list_stores(self) -> Iterator[StoreCost]:
         for info in self._infos():

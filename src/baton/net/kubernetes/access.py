@@ -24,8 +24,6 @@ MAX_ACCOUNT_FILE_BYTES: Final = 64 << 10
 class KubernetesApiError(BatonError):
     """The API server did not give what was asked for. The same failure has the same message."""
 
-    retryable = True
-
 
 @dataclass(frozen=True, slots=True)
 class ApiCredentials:

@@ -53,6 +53,7 @@ PACKAGES: Final = (
 LIBRARIES: Final = (
     ("libibverbs", "libibverbs.so.1", "What RDMA devices are opened with."),
     ("libucp", "libucp.so.0", "UCX of the system; NIXL brings its own."),
+    ("libpmem", "libpmem.so.1", "Copies into the store's tier `shared` (x86); without it memcpy."),
 )
 NEEDED_BY_ENGINE: Final = {
     "transformers": ("torch", "transformers", "safetensors"),

@@ -350,7 +350,7 @@ def copy_in(views: Iterator[NDArray[np.uint8]], body: Body) -> Iterator[NDArray[
     What the caller does with a piece brings it into the cache, from which it is copied. The copy
     is not: who reads it will do so after much else.
     """
-    source, copy = np.frombuffer(body, np.uint8), find_streaming_copy()
+    source, copy = np.frombuffer(body, np.uint8), find_streaming_copy().copy
     at = 0
     for view in views:
         piece = source[at : at + len(view)]

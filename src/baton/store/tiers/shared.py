@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final
@@ -19,11 +20,12 @@ from baton.store.folder.bodies import PooledBodies
 from baton.store.folder.body_pool import BodyPool
 from baton.store.folder.directory import Folder, remove_if_abandoned
 from baton.store.folder.tier import FolderTier, FolderTierOptions
+from baton.transfer.streaming_copy import find_streaming_copy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from baton.store.interface import TierContext, TierFactory
+    from baton.store.interface import TierContext, TierFactory, Usage
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +60,12 @@ class SharedTier(FolderTier):
             self._own_folder, options, context, partial(PooledBodies, fd, context.key, pool)
         )
         self._is_closed = False
+        by = find_streaming_copy()
+        reason = f" ({by.refusal})" if by.refusal else ""
+        logger.info("store: %s copies into %s%s", by.library, self._own_folder.path, reason)
+
+    def usage(self) -> Usage:
+        return replace(super().usage(), copied_by=find_streaming_copy().library)
 
     def close(self) -> None:
         """See `Tier`: with the last user, the memory goes."""

@@ -74,9 +74,9 @@ def test_tcp_on_one_host_is_a_mismatch_where_no_other_transport_is_offered():
 def test_a_nearer_distance_must_not_be_slower():
     def classes(near_s: float) -> tuple[LinkClass, ...]:
         return (
-            LinkClass("m", Distance.SAME_ZONE, 1.0, 2),
-            LinkClass("m", Distance.SAME_HOST, near_s, 2),
-            LinkClass("other", Distance.CROSS_ZONE, 0.001, 2),
+            LinkClass("m", Distance.SAME_ZONE, 1.0),
+            LinkClass("m", Distance.SAME_HOST, near_s),
+            LinkClass("other", Distance.CROSS_ZONE, 0.001),
         )
 
     assert names(rules(), classes=classes(1.5)) == [AlertName.INVERTED_DISTANCE]

@@ -7,7 +7,7 @@ import importlib
 import logging
 import logging.config
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, TypeAlias, cast
 from weakref import WeakSet
@@ -26,6 +26,9 @@ PACKAGES: Final = ("nixl_cu13", "nixl_cu12")
 package `nixl`, which chooses one, would import torch (2 s) to do so."""
 
 
+SYSTEM_LIBNL: Final = "libnl-route-3.so.200"
+
+
 @cache
 def load_nixl() -> ModuleType:
     """NIXL's Python module.
@@ -33,6 +36,7 @@ def load_nixl() -> ModuleType:
     Raises:
         ConfigError: it is not installed, or does not load.
     """
+    _bind_system_libnl()
     reasons = []
     for package in PACKAGES:
         try:
@@ -44,6 +48,17 @@ def load_nixl() -> ModuleType:
         "the transport nixl needs NIXL: pip install 'baton-kv[nixl]', or "
         f"pip install --no-deps nixl_cu12==1.5.1 ({'; '.join(reasons)})"
     )
+
+
+def _bind_system_libnl() -> None:
+    """Load the system's libnl, if there is one, before UCX makes the wheel's own visible to all.
+
+    The system's RDMA drivers (Debian: `ibverbs-providers`) use the system's. Loaded later, it calls
+    functions of the wheel's, which refuses its traffic classes as duplicates, and ends the process
+    by SIGSEGV at exit, when they are taken out of lists that they are not in (NIXL 1.5.1).
+    """
+    with suppress(OSError):
+        ctypes.CDLL(SYSTEM_LIBNL)  # ctypes binds all symbols at once, and keeps it loaded
 
 
 @contextmanager
