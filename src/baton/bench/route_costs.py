@@ -143,9 +143,8 @@ def fit_prefill(reports: Sequence[Report]) -> FittedLine[KeptPromptLine]:
         few="prefill: few prompts were computed alone: run `baton bench serve --concurrency 1`",
         alike="prefill: prompts are about as long: add a run with another --input-len",
     )
-    bend = MOST_BEND if more >= MOST_BEND * each else more / each
-    if not each:  # the least that it can be
-        each = more / MOST_BEND
+    each = max(each, more / MOST_BEND)
+    bend = more / each if each else 0.0
     return FittedLine(KeptPromptLine(fixed, each, bend), len(sizes), error)
 
 
