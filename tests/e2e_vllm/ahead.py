@@ -113,7 +113,7 @@ def start_small_decode(cluster_factory: ClusterFactory) -> tuple[FleetProcess, .
 def start_victims(cluster_factory: ClusterFactory) -> tuple[FleetProcess, ...]:
     """Three more decode servers: two do not live long, `find_notice` is for one of them.
 
-    The other two compute each prompt in one step, as vLLM must on CPUs where requests have seeds.
+    The third one computes each prompt in one step, as vLLM must on CPUs where requests have seeds.
     """
     notice = str(find_notice(cluster_factory))
     drained = cluster_factory.start(
@@ -123,17 +123,13 @@ def start_victims(cluster_factory: ClusterFactory) -> tuple[FleetProcess, ...]:
         preemption__file=notice,
         preemption__interval_s=0.1,
     )
-    whole = {
-        "engine__max_num_batched_tokens": SPEC.max_context_tokens,
-        "engine__arguments": [
-            *ENGINE["engine.arguments"],
-            "--no-enable-chunked-prefill",
-            # Else a call that is sampled of random weights is mostly white space.
-            '--structured-outputs-config={"backend": "xgrammar", "disable_any_whitespace": true}',
-        ],
-    }
-    killed, spare = (cluster_factory.start(n, "decode", **whole) for n in ("killed", "spare"))
-    return drained, killed, spare
+    spare = cluster_factory.start(
+        "spare",
+        "decode",
+        engine__max_num_batched_tokens=SPEC.max_context_tokens,
+        engine__arguments=[*ENGINE["engine.arguments"], "--no-enable-chunked-prefill"],
+    )
+    return drained, cluster_factory.start("killed", "decode"), spare
 
 
 def find_notice(cluster_factory: ClusterFactory) -> Path:
