@@ -47,6 +47,7 @@ GROUPS: Final[Sequence[tuple[str, tuple[str, ...]]]] = (
         "workers",
         (
             "tests/e2e/test_alerts.py",
+            "tests/e2e/test_client_fields.py",
             "tests/e2e/test_identities.py",
             "tests/e2e/test_openai_client.py",
             "tests/e2e/test_operators_tools.py",

@@ -113,8 +113,12 @@ def start_small_decode(cluster_factory: ClusterFactory) -> tuple[FleetProcess, .
 def start_victims(cluster_factory: ClusterFactory) -> tuple[FleetProcess, ...]:
     """Three more decode servers: two do not live long, `find_notice` is for one of them.
 
-    The third one computes each prompt in one step, as vLLM must on CPUs where requests have seeds.
+    The other two compute each prompt in one step, as vLLM must on CPUs where requests have seeds.
     """
+    whole = {
+        "engine__max_num_batched_tokens": SPEC.max_context_tokens,
+        "engine__arguments": [*ENGINE["engine.arguments"], "--no-enable-chunked-prefill"],
+    }
     notice = str(find_notice(cluster_factory))
     drained = cluster_factory.start(
         "drained",
@@ -123,13 +127,8 @@ def start_victims(cluster_factory: ClusterFactory) -> tuple[FleetProcess, ...]:
         preemption__file=notice,
         preemption__interval_s=0.1,
     )
-    spare = cluster_factory.start(
-        "spare",
-        "decode",
-        engine__max_num_batched_tokens=SPEC.max_context_tokens,
-        engine__arguments=[*ENGINE["engine.arguments"], "--no-enable-chunked-prefill"],
-    )
-    return drained, cluster_factory.start("killed", "decode"), spare
+    killed, spare = (cluster_factory.start(name, "decode", **whole) for name in ("killed", "spare"))
+    return drained, killed, spare
 
 
 def find_notice(cluster_factory: ClusterFactory) -> Path:

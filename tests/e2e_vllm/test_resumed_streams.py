@@ -60,6 +60,17 @@ GO_ON: list[tuple[str, dict[str, Any]]] = [
 """What goes on from its tokens. The rest of these requests runs again from its start."""
 
 
+SAMPLED: list[tuple[str, dict[str, Any]]] = [
+    (path, {**GREEDY, **prompt, "temperature": 1, **field})
+    for path, prompt, field in (
+        (COMPLETIONS, {"prompt": list(range(600, 650))}, {"logprobs": 1}),
+        (CHAT, MESSAGES, {"logprobs": True, "top_logprobs": 1}),
+        (COMPLETIONS, {"prompt": list(range(700, 760))}, {"presence_penalty": 0.5}),
+    )
+]
+"""Without a seed, and with what looks at the answer alone: sampled with a seed of the gateway's."""
+
+
 @pytest.fixture(scope="module")
 def victims(cluster_factory: ClusterFactory) -> Iterator[tuple[FleetProcess, ...]]:
     drained, killed, spare = cluster_factory.take("victims", start_victims)
@@ -125,8 +136,8 @@ def test_streams_of_a_preempted_server_move(
 def test_decode_dies_under_streams(
     cluster: VllmCluster, cluster_factory: ClusterFactory, victims: tuple[FleetProcess, ...]
 ) -> None:
-    _, victim, _ = victims
-    gateway = start_gateway(cluster_factory, cluster.prefill, victim, cluster.decode)
+    _, victim, spare = victims
+    gateway = start_gateway(cluster_factory, cluster.prefill, victim, spare)
     bodies: list[tuple[str, dict[str, Any]]] = [
         *GO_ON,
         (COMPLETIONS, {**GREEDY, "prompt": list(range(300, 340)), "logprobs": 1}),
@@ -137,25 +148,28 @@ def test_decode_dies_under_streams(
 
     async def main() -> None:
         async with open_session() as session:
-            before = read_metric(cluster.decode.url, GENERATED)
+            before = read_metric(spare.url, GENERATED)
             # Twice each: of two decode servers, each has one of every kind.
-            clients = [StreamClient(*each) for each in bodies for _ in range(2)]
+            clients = [StreamClient(*each) for each in (*SAMPLED, *bodies) for _ in range(2)]
             asking = [asyncio.create_task(c.ask(session, gateway.url)) for c in clients]
             # Of those with tools the first token takes long: their grammar is compiled.
             while not all(c.answer.num_events > NUM_SEEN for c in clients[:-2]):
                 await asyncio.sleep(0.02)
+            assert not any(task.done() for task in asking[: 2 * len(SAMPLED)])
             num_lost = read_metric(victim.url, "vllm:num_requests_running")
             assert num_lost > 0
             victim.kill()
             assert not all(task.done() for task in asking)
-            answers = await asyncio.gather(*asking)
+            all_answers = await asyncio.gather(*asking)
             resumed = "baton_gateway_resumed_streams_total"
             # One that was at its end may have come to it between the count and the kill.
             assert 0 < read_metric(gateway.url, resumed, result="resumed") <= num_lost
-            computed = read_metric(cluster.decode.url, GENERATED) - before
-            num_tokens = sum(int(answer.usages[0]["completion_tokens"]) for answer in answers)
+            check_sampled(all_answers[: 2 * len(SAMPLED)])
+            answers = all_answers[2 * len(SAMPLED) :]
+            computed = read_metric(spare.url, GENERATED) - before
+            num_tokens = sum(int(each.usages[0]["completion_tokens"]) for each in all_answers)
             assert computed <= num_tokens - len(GO_ON) * NUM_SEEN
-            undisturbed = (StreamClient(*b).ask(session, cluster.decode.url) for b in bodies)
+            undisturbed = (StreamClient(*b).ask(session, spare.url) for b in bodies)
             for number, expected in enumerate(await asyncio.gather(*undisturbed)):
                 for answer in answers[2 * number : 2 * number + 2]:
                     check(answer, expected, has_roles=bodies[number][0] == CHAT)
@@ -196,6 +210,18 @@ def test_servers_sample_the_same_tokens_with_a_gateways_seed(
                 assert "x-baton-seed" not in headers
 
     asyncio.run(main())
+
+
+def check_sampled(answers: list[StreamedAnswer]) -> None:
+    """Of `SAMPLED`, twice each: whole, and sampled with different seeds."""
+    for answer in answers:
+        assert not answer.is_broken, answer.errors
+        assert (len(answer.ids), answer.finishes) == (1, ["length"])
+        assert answer.usages[0]["completion_tokens"] == GREEDY["max_tokens"]
+    assert {len(answer.logprobs) for answer in answers[:4]} == {GREEDY["max_tokens"]}
+    assert all(
+        one.text != other.text for one, other in zip(answers[::2], answers[1::2], strict=True)
+    )
 
 
 def check(answer: StreamedAnswer, expected: StreamedAnswer, *, has_roles: bool) -> None:

@@ -145,7 +145,8 @@ class RequestProxy:
                 self._note_answered(placement)
                 return
             finally:
-                self._end(running)
+                itl_s = None if running.itl_s is None else find_itl(self._context.token_gaps)
+                running.end(self._services.clock.now(), self._context.num_streamed, itl_s)
                 services.health_monitor.end(placement)
         if failed is not None:
             raise failed
@@ -278,7 +279,8 @@ class RequestProxy:
             num_cached=self._num_tokens - num_tokens - placement.num_stored_tokens,
             waited_s=context.waited_s,
         )
-        self._limit_gaps(context.running)
+        if (itl_s := services.admission.itl_s(context)) is not None:
+            context.running.limit_gaps(itl_s)
         context.trace.predicted = context.running.predicted
         context.trace.stamps[Stamp.PLACED] = now  # of the last attempt, as the prediction is
         return context.running
@@ -291,18 +293,9 @@ class RequestProxy:
         context.begin_attempt(placement, services.metrics.of(context.model, placement.mode))
         context.num_predicted = None
         context.running = services.load.begin(placement, REST_TOKENS, services.clock.now(), 0)
-        self._limit_gaps(context.running)
+        if (itl_s := services.admission.itl_s(context)) is not None:
+            context.running.limit_gaps(itl_s)
         return context.running
-
-    def _limit_gaps(self, running: RunningRequest) -> None:
-        itl_s = self._services.admission.itl_s(self._context)
-        if itl_s is not None:
-            running.limit_gaps(itl_s)
-
-    def _end(self, running: RunningRequest) -> None:
-        context = self._context
-        itl_s = None if running.itl_s is None else find_itl(context.token_gaps)
-        running.end(self._services.clock.now(), context.num_streamed, itl_s)
 
     def _note_cached(self, placement: Placement) -> None:
         """Compare what was predicted to be cached with what the workers have reported."""

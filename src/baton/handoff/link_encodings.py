@@ -109,7 +109,7 @@ class LinkEncodings:
 
         And by what costs: None where nothing was compared.
         """
-        if op == "NONE":
+        if op == "NONE" or not peer.encoded_views:
             return RAW, None
         known = {
             encoding: costs

@@ -49,6 +49,8 @@ UNSEEN_TURNS: Final = 16.0
 MOST_FACTOR: Final = 10.0
 NOTHING_SEEN: Final = (0.0, inf, 0.0)
 """The evidence of a factor of 1."""
+BEND_EVERY: Final = LEAST_SEEN
+"""Observations: it changes slowly, and each request is observed."""
 BEND_DOUBT: Final = 2.0
 """Standard errors from which another bend is believed."""
 LEAST_APART: Final = 1e-3
@@ -65,7 +67,7 @@ class LearnedLine:
     """What workers share. `guess`: fixed seconds, and for each unit of size, before any was seen.
 
     `num_seen` observations of `num_workers`, the means of whose logarithms are `sum_of_logs` in
-    all. Owner: one thread.
+    all. `bend` is for `PromptLine`. Owner: one thread.
     """
 
     guess: tuple[float, float]
@@ -74,6 +76,7 @@ class LearnedLine:
     num_seen: int = 0
     num_workers: int = 0
     sum_of_logs: float = 0.0
+    bend: float = 0.0
     _sums: list[float] = field(default_factory=lambda: [0.0] * 6)
 
     def __post_init__(self) -> None:
@@ -89,8 +92,14 @@ class LearnedLine:
         """Of the workers' ratios."""
         return self.sum_of_logs / max(1, self.num_workers)
 
-    def predict(self, size: _Size, _before: _Size | float = 0.0, /) -> _Size:
-        """Seconds for so much; what is before it counts in lines that are bent."""
+    def work(self, size: _Size, before: _Size | float = 0.0) -> _Size:
+        """So much behind so much, in units that have nothing before them."""
+        return size if not self.bend else size + self.bend * size * (before + 0.5 * size)
+
+    def predict(self, size: _Size, before: _Size | float = 0.0) -> _Size:
+        """Seconds for so much, behind so much."""
+        if self.bend:
+            size = self.work(size, before)
         return self.fixed + self.each * size
 
     def factors(self, evidence: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -110,13 +119,14 @@ class LearnedLine:
 
     def observe(self, size: float, seconds: float, before: float = 0.0) -> None:
         """So much took so long, by the measure of a worker of factor 1."""
+        self._count(size, seconds, before)
+        self._fit(self._sums)
+
+    def _count(self, size: float, seconds: float, before: float) -> float:
+        """Into the sums, as far as it is believed."""
         if self.num_seen >= LEAST_SEEN:
             usual = self.predict(size, before)
             seconds = min(MOST_BEYOND * usual, max(usual / MOST_BEYOND, seconds))
-        self._count(size, seconds)
-        self._fit(self._sums)
-
-    def _count(self, size: float, seconds: float) -> None:
         squared = seconds * seconds
         if not self.num_seen:
             self._sums[5] = FIRST_NOISE * squared
@@ -131,6 +141,7 @@ class LearnedLine:
             products * FORGETTING + size * seconds,
             noise * FORGETTING + squared,
         ]
+        return seconds
 
     def _fit(self, sums: Sequence[float]) -> None:
         weight, size, seconds, squares, products, variance = sums
@@ -163,49 +174,32 @@ class PromptLine(LearnedLine):
     than noise explains, and stays while prompts are alike.
     """
 
-    bend: float = 0.0
     _bent: list[float] = field(default_factory=lambda: [0.0] * 4)
-
-    def work(self, size: _Size, before: _Size | float = 0.0) -> _Size:
-        """So many tokens behind so many others, in tokens that have none before them."""
-        if not self.bend:
-            return size
-        return size + self.bend * size * (before + 0.5 * size)
-
-    def predict(self, size: _Size, before: _Size | float = 0.0, /) -> _Size:
-        """Seconds for so many tokens, behind so many others."""
-        return self.fixed + self.each * self.work(size, before)
 
     def observe(self, size: float, seconds: float, before: float = 0.0) -> None:
         """So many tokens behind so many others took so long, by a worker of factor 1."""
-        if self.num_seen >= LEAST_SEEN:
-            usual = self.predict(size, before)
-            seconds = min(MOST_BEYOND * usual, max(usual / MOST_BEYOND, seconds))
-        self._count(size, seconds)
+        seconds = self._count(size, seconds, before)
         pairs = size * (before + 0.5 * size)
-        pair_sum, squares, with_size, with_seconds = self._bent
-        self._bent = [
+        pair_sum, pair_squares, with_size, with_seconds = self._bent
+        self._bent = pair_sum, pair_squares, with_size, with_seconds = [
             pair_sum * FORGETTING + pairs,
-            squares * FORGETTING + pairs * pairs,
+            pair_squares * FORGETTING + pairs * pairs,
             with_size * FORGETTING + pairs * size,
             with_seconds * FORGETTING + pairs * seconds,
         ]
-        if self.num_seen >= LEAST_SEEN:
+        if self.num_seen % BEND_EVERY == 0:
             self._find_bend()
-        self._fit(self._sums_of_work())
-
-    def _sums_of_work(self) -> tuple[float, float, float, float, float, float]:
-        """The sums of a line, with work in place of size."""
+        # The sums of a line, with work in place of size.
         weight, sizes, times, squares, products, noise = self._sums
-        bend, (pairs, pair_squares, with_size, with_seconds) = self.bend, self._bent
-        return (
+        bend = self.bend
+        self._fit((
             weight,
-            sizes + bend * pairs,
+            sizes + bend * pair_sum,
             times,
             squares + bend * (2.0 * with_size + bend * pair_squares),
             products + bend * with_seconds,
             noise,
-        )
+        ))
 
     def _find_bend(self) -> None:
         """Least squares with sizes and pairs of tokens, around their means.
@@ -280,7 +274,10 @@ class WorkerCost:
 
     def predict(self, size: float, before: float = 0.0) -> float:
         """Seconds for so much; `before`: see the line."""
-        return self.factor * self.line.predict(size, before)
+        line = self.line
+        if line.bend:
+            size += line.bend * size * (before + 0.5 * size)
+        return self.factor * (line.fixed + line.each * size)  # as above: no further calls
 
     def observe(self, size: float, seconds: float, before: float = 0.0) -> None:
         """So much took so long."""
