@@ -370,7 +370,8 @@ class Resolved:
         """The same as a tree of sections.
 
         Raises:
-            ConfigError: a name below an open table is used for a value and for a table.
+            ConfigError: a name below an open table is used for a value and for a table, or two
+                settings exclude each other.
         """
         tree: dict[str, object] = {}
         for name, value in self.values.items():
@@ -378,7 +379,8 @@ class Resolved:
         try:
             return msgspec.convert(tree, Config)
         except msgspec.ValidationError as exc:
-            raise ConfigError(str(exc)) from exc
+            what, _, section = str(exc).partition(" - at `$.")
+            raise ConfigError(f"{section.rstrip('`')}: {what}" if section else what) from exc
 
 
 @dataclass(frozen=True, slots=True)

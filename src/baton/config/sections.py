@@ -149,6 +149,11 @@ class PreemptionSection(Struct, frozen=True, kw_only=True):
     notice_s: Annotated[float, Meta(ge=1, le=3600)] = 30.0
 
 
+def _check_one_is_set(encoding: str, error_budget: float | None) -> None:
+    if error_budget is not None and encoding != "raw":
+        raise ValueError(f'encoding = "{encoding}" and error_budget = {error_budget}: set one only')
+
+
 class HandoffSection(Struct, frozen=True, kw_only=True):
     """How long a handoff may take, how a silent peer is noticed, and how much is verified.
 
@@ -172,6 +177,10 @@ class HandoffSection(Struct, frozen=True, kw_only=True):
     verify_same_host: Verification = "full"
     verify_network: Verification = "full"
     verify_share: Share = 0.125
+
+    def __post_init__(self) -> None:
+        """Only one of the two can decide."""
+        _check_one_is_set(self.encoding, self.error_budget)
 
 
 class TransferSection(Struct, frozen=True, kw_only=True):
@@ -237,6 +246,10 @@ class StoreSection(Struct, frozen=True, kw_only=True):
     keep_share: Annotated[float, Meta(gt=0, le=1)] = 0.05
     admission: Literal["always", "second"] = "always"
     options: dict[str, Table] = {}
+
+    def __post_init__(self) -> None:
+        """Only one of the two can decide."""
+        _check_one_is_set(self.encoding, self.error_budget)
 
 
 class UpSection(Struct, frozen=True, kw_only=True):

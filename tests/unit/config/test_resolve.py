@@ -102,6 +102,15 @@ def test_a_value_and_a_table_of_one_name_are_refused():
         resolve(CommandLine(assignments=["engine.a=1", "engine.a.b=2"]), {}).to_config()
 
 
+@pytest.mark.parametrize("section", ["store", "handoff"])
+def test_an_encoding_and_an_error_budget_exclude_each_other(section):
+    settings = [f"{section}.error_budget=0.02", f"{section}.encoding=int8"]
+    for each in settings:
+        resolve(CommandLine(assignments=[each]), {}).to_config()
+    with pytest.raises(ConfigError, match=f"^{section}: .*int8.*set one only$"):
+        resolve(CommandLine(assignments=settings), {}).to_config()
+
+
 def test_a_transports_options_are_a_table():
     with pytest.raises(ConfigError, match=r"Expected `object`, got `int` .*transfer\.options"):
         resolve(CommandLine(assignments=["transfer.options.tcp=3"]), {}).to_config()
