@@ -112,7 +112,7 @@ def test_an_encoding_and_an_error_budget_exclude_each_other(section):
 
 
 def test_a_transports_options_are_a_table():
-    with pytest.raises(ConfigError, match=r"Expected `object`, got `int` .*transfer\.options"):
+    with pytest.raises(ConfigError, match=r"^transfer\.options\[\.\.\.\]: Expected `object`, got `int`"):
         resolve(CommandLine(assignments=["transfer.options.tcp=3"]), {}).to_config()
 
 
