@@ -231,10 +231,10 @@ class StoreSection(Struct, frozen=True, kw_only=True):
 
     The same for all workers that share it. An entry has `block_size` tokens, whatever an engine's
     blocks have, and `num_parts` shares of the heads: a multiple of every tensor-parallel size.
-    `encoding` is how its numbers are written (`baton.encodings`); with `error_budget` instead, as
-    takes the fewest bytes with at most so much error. `keep_share`: of a core,
-    while an engine computes, for keeping what it has computed; 1: all of it at once. `admission`:
-    "second": blocks are kept when a worker has them to keep for the second time.
+    `encoding` is how its numbers are written (`baton.encodings`); with `error_budget` instead, in
+    the one of the fewest bytes with at most so much error. `keep_share`: of a core, while an engine
+    computes, for keeping what it has computed; 1: all of it at once. `admission`: "second": blocks
+    are kept when a worker has them to keep for the second time.
     """
 
     tiers: tuple[str, ...] = ()
