@@ -112,7 +112,8 @@ def test_an_encoding_and_an_error_budget_exclude_each_other(section):
 
 
 def test_a_transports_options_are_a_table():
-    with pytest.raises(ConfigError, match=r"^transfer\.options\[\.\.\.\]: Expected `object`, got `int`"):
+    not_a_table = r"^transfer\.options\[\.\.\.\]: Expected `object`, got `int`"
+    with pytest.raises(ConfigError, match=not_a_table):
         resolve(CommandLine(assignments=["transfer.options.tcp=3"]), {}).to_config()
 
 
