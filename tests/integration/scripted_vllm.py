@@ -69,7 +69,7 @@ async def fail_as_vllm(visit: Visit, status: int, message: str = "scripted") -> 
 
 
 class ScriptedVllm(ScriptedWorker):
-    """One server. `has_connector`, `api_key` and `is_draining` may change at any time."""
+    """One server. `has_connector`, `api_key`, `is_draining` and `adapters` may change any time."""
 
     def __init__(
         self, name: str, role: str, script: Script, *, num_ranks: int = 1, **info: object
@@ -77,6 +77,7 @@ class ScriptedVllm(ScriptedWorker):
         super().__init__(name, role, script, **info)
         self.has_connector, self.is_draining = True, False
         self.api_key: str | None = None
+        self.adapters: tuple[str, ...] = ()
         self.num_discoveries = 0
         self.journal = CacheJournal()
         self.controls = [Control(self) for _ in range(num_ranks)]
@@ -104,7 +105,9 @@ class ScriptedVllm(ScriptedWorker):
         elif path == "/health":
             await self._tell_health(visit)
         elif path == "/v1/models":
-            await visit.answer(200, {"object": "list", "data": [{"id": MODEL, "root": "/m"}]})
+            models = [{"id": MODEL, "root": "/m", "parent": None}]
+            models += [{"id": name, "root": "/a", "parent": MODEL} for name in self.adapters]
+            await visit.answer(200, {"object": "list", "data": models})
         elif path in {"/v1/completions", "/v1/chat/completions"}:
             await self._answer(visit, await read_body(receive), receive)
         else:

@@ -131,7 +131,7 @@ def wait_for_kept(opened: OpenRank, report: StepReport) -> None:
 
 
 def start_load(num_tokens: int = NUM_TOKENS) -> StartLoad:
-    return StartLoad("r", "", packed_ids(num_tokens), 0, 0.0, 0, LOADED)
+    return StartLoad("r", "", packed_ids(num_tokens), 0, 0.0, None, 0, LOADED)
 
 
 def blocks_of(opened: OpenRank, blocks: tuple[int, ...]) -> list[torch.Tensor]:
@@ -169,7 +169,7 @@ def test_what_was_read_is_in_a_gpus_blocks_when_the_step_begins(
     with gpu_rank(tmp_path, "pp") as one, gpu_rank(tmp_path, "dd") as two:
         keep(one)
         ids = packed_ids(NUM_TOKENS + 5)
-        _, report = step(two, PrefixOrders(lookups=(LookUp("r", "", ids, 0, 0.0),)))
+        _, report = step(two, PrefixOrders(lookups=(LookUp("r", "", ids, 0, 0.0, None),)))
         deadline = time.monotonic() + PATIENCE_S
         while report.read != ("r",):
             assert time.monotonic() < deadline

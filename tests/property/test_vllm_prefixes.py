@@ -331,8 +331,8 @@ class VllmMachine(RuleBasedStateMachine):
         """Whether it may compute now: False where it must wait, for the store or for blocks."""
         most_cached = (request.num_prompt_tokens - 1) // BLOCK_SIZE
         num_cached = BLOCK_SIZE * data.draw(st.integers(0, most_cached), "cached")
-        missing = self.admission.count_missing(request, num_cached)
-        assert missing == self.admission.count_missing(request, num_cached)
+        missing = self.admission.count_missing(request, num_cached, None)
+        assert missing == self.admission.count_missing(request, num_cached, None)
         is_read = self.admission.is_read(request.request_id)
         if missing is None or not self._grow(request, num_cached + missing or 1):
             return False
@@ -387,7 +387,7 @@ class VllmMachine(RuleBasedStateMachine):
 
     def _finish(self, request: Request) -> None:
         is_loading = request.status is Status.LOADING
-        self.admission.finish(request, request.blocks, is_kept=True)
+        self.admission.finish(request, request.blocks, None, is_kept=True)
         request.status = Status.FINISHED
         if not is_loading:
             self._free(request)

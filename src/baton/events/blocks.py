@@ -43,8 +43,9 @@ class BlockStored(Record, frozen=True):
     `packed_ids` (`pack_ids`) are those of the whole run of `block_size` tokens each. It may be
     longer than the hashes cover (blocks outside a sliding window have none), and is empty, with
     `block_size` 0, where a publisher does not know them. `salt` keeps sequences apart whose tokens
-    are equal: the tenant's, as `hash_tenant` makes it; given where a sequence begins. `is_plain`:
-    nothing but tokens and `salt` went into these hashes, no adapter and no image.
+    are equal: the tenant's, as `hash_tenant` makes it, with the adapter's name (`salt_of_adapter`);
+    given where a sequence begins. `is_plain`: nothing but tokens and `salt` went into these hashes,
+    no image.
     """
 
     domain: EventDomain

@@ -35,6 +35,7 @@ from baton.events.blocks import (
 from baton.events.journal import JournalEvent, JournalPage
 from baton.ids import StoreId
 from baton.kv.layout import MAX_BLOCK_SIZE
+from baton.kv.prefix_names import salt_of_adapter
 
 MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
 """Set as the sockets' limit too, so that no larger message is ever held in memory."""
@@ -316,19 +317,22 @@ def _pack(token_ids: TokenIds) -> bytes:
 
 
 def _read_salt(event: _Stored) -> str | None:
-    """The tenant's salt of a sequence; None where something else went into a hash."""
+    """The salt of a sequence's tenant and adapter; None where something else went into a hash."""
     if event.salt is not None:
         return event.salt
-    if event.lora_name is not None:
-        return None
     try:
-        keys = _extra_keys.decode(event.extra_keys) or []
+        keys = [each or [] for each in _extra_keys.decode(event.extra_keys) or []]
     except UNDECODABLE:
         return None  # of an image, for instance
-    first = keys[0] if keys else None
-    if any(keys[1:]) or (first and (len(first) > 1 or event.parent_block_hash is not None)):
+    if event.lora_name is not None:  # the first key of each block
+        if not keys or any(each[:1] != [event.lora_name] for each in keys):
+            return None
+        keys = [each[1:] for each in keys]
+    first, is_beginning = keys[0] if keys else [], event.parent_block_hash is None
+    if any(keys[1:]) or len(first) > 1 or (first and not is_beginning):
         return None
-    return hash_tenant(first[0]) if first else ""
+    tenant_salt = hash_tenant(first[0]) if first else ""
+    return salt_of_adapter(tenant_salt, event.lora_name or "") if is_beginning else ""
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], raw: bytes | msgspec.Raw) -> T:

@@ -356,18 +356,20 @@ class GatewayApp:
         return Status("ready")
 
     def _models(self) -> ServedModels:
-        lengths = self._workers.context_lengths()
-        return ServedModels(
-            data=tuple(
-                ServedModel(id=name, max_model_len=lengths[name]) for name in sorted(lengths)
-            )
-        )
+        lengths, adapters = self._workers.context_lengths(), self._workers.fleet.adapters
+        models = [ServedModel(id=name, max_model_len=lengths[name]) for name in sorted(lengths)]
+        models += [
+            ServedModel(id=name, max_model_len=lengths[parent], parent=parent)
+            for name, parent in sorted(adapters.items())
+            if parent in lengths and name not in lengths
+        ]
+        return ServedModels(data=tuple(models))
 
     def _model(self, name: str) -> ServedModel:
-        length = self._workers.context_lengths().get(name)
-        if length is None:
+        found = next((model for model in self._models().data if model.id == name), None)
+        if found is None:
             raise ModelNotFoundError(f"no model {name[:MAX_MODEL_CHARS]!r} is served here")
-        return ServedModel(id=name, max_model_len=length)
+        return found
 
 
 class ManagementApp:

@@ -29,6 +29,7 @@ from baton.gateway.metrics import (
     NO_MODEL,
     BrokenStreamCause,
 )
+from baton.gateway.placing import find_base
 from baton.gateway.request import (
     check_content_type,
     parse_body,
@@ -132,7 +133,7 @@ class Completions:
 
     async def _read(self, context: RequestContext, receive: Receive, held: HeldBody) -> AnswerPlan:
         whole = await read_body(receive, self._body_limit, held)
-        body = parse_body(whole, context.client.tenant)
+        body = find_base(self._services.workers, parse_body(whole, context.client.tenant))
         max_answers = min(self._services.options.max_answers, self._limit(context.client))
         plan = plan_answers(body, max_answers)
         if plan.num_total > 1:

@@ -86,7 +86,7 @@ class ListedWorker(msgspec.Struct, frozen=True):
     `discovered_topology`, as its source knows it. `store_events`: of a vLLM server's store,
     which Baton reports; its own engine's `kv_events` are of both. `sources` list it:
     "configuration" or texts of `gateway.members`, none once it has left; `why_withdrawn` is why it
-    gets nothing new.
+    gets nothing new. `adapters`: LoRA adapters that clients may name as their model.
     """
 
     worker: str | None
@@ -105,6 +105,7 @@ class ListedWorker(msgspec.Struct, frozen=True):
     store_events: FollowedEvents | None = None
     sources: tuple[str, ...] = (CONFIGURED,)
     why_withdrawn: str | None = None
+    adapters: tuple[str, ...] = ()
 
 
 class WorkerListReply(msgspec.Struct, frozen=True):
@@ -150,6 +151,7 @@ class WorkerList:
             discovered_topology=worker.address.topology or None,
             sources=worker.sources,
             why_withdrawn=worker.why_withdrawn,
+            adapters=tuple(sorted(worker.adapters)),
         )
 
     def _show_feeds(self, worker: Worker) -> tuple[FollowedEvents | None, FollowedEvents | None]:

@@ -201,7 +201,7 @@ class Prober:
         is_another = before is not None and before.epoch != found.epoch
         if is_another or isinstance(worker.state, Down):
             worker.health.recover(self._clock.now())
-        self._workers.register(worker, found)
+        self._workers.register(worker, found, self._discovery.adapters)
         self._workers.note_health(worker)
 
     async def _discover_if_due(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,14 @@ if TYPE_CHECKING:
     from baton.router.fleet import Fleet
     from baton.router.placement import NonDisaggregableField
     from baton.router.prefixes import PromptMatch
+
+
+def find_base(workers: Workers, body: CompletionBody) -> CompletionBody:
+    """The body as a request for a model, where the client has named one of its adapters."""
+    if body.adapter or body.model in workers.fleet.models:
+        return body
+    base = workers.fleet.adapters.get(body.model)
+    return body if base is None else replace(body, model=base, adapter=body.model)
 
 
 async def find_prompt(services: Services, body: CompletionBody) -> PromptMatch | None:
@@ -49,11 +58,13 @@ def find_longest_text(workers: Workers, model: str) -> int | None:
 
 
 def find_serving(fleet: Fleet, body: CompletionBody) -> Fleet:
-    """The fleet without the workers that do not serve the request's fields.
+    """The fleet without the workers that do not serve the request's adapter and its fields.
 
     Raises:
-        InvalidRequestError: no worker of its model serves them.
+        InvalidRequestError: no worker of its model serves its fields.
     """
+    if body.adapter:
+        fleet = fleet.with_adapter(body.model, body.adapter)
     field = find_vllm_field(body)
     if field is None:
         return fleet

@@ -16,7 +16,7 @@ from baton.auth.ticket import hash_tenant
 from baton.config.cluster_key import is_loopback
 from baton.errors import ConfigError
 from baton.gateway.prompt_tokenizer import NUM_THREADS, PromptTokenizer
-from baton.kv.prefix_names import PrefixNames
+from baton.kv.prefix_names import PrefixNames, salt_of_adapter
 from baton.router.prefixes import ModelPrefixes, PromptMatch
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Prefixes:
         token_ids = await tokenizer.tokenize(body)
         if token_ids is None:
             return None
-        salt = hash_tenant(body.cache_salt)
+        salt = salt_of_adapter(hash_tenant(body.cache_salt), body.adapter)
         match = self._of(body.model).find(token_ids, salt, self._clock.now())
         return replace(match, token_ids=token_ids, tokenizer=tokenizer.digest)
 

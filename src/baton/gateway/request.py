@@ -83,7 +83,8 @@ class CompletionBody:
 
     Each field's value is the client's own JSON text. `resume` is the part of the answer that the
     client has, for a Baton worker that goes on from there; `prompt_ids` are the prompt's tokens, a
-    JSON list, for Baton workers that would get the same.
+    JSON list, for Baton workers that would get the same. `adapter` is the LoRA adapter that the
+    client has named as its model, `model` is then the one that it belongs to.
     """
 
     model: str
@@ -91,6 +92,7 @@ class CompletionBody:
     fields: dict[str, msgspec.Raw]
     resume: Resume | None = None
     prompt_ids: msgspec.Raw | None = None
+    adapter: str = ""
 
     @property
     def cache_salt(self) -> str:
@@ -143,7 +145,7 @@ class CompletionBody:
         if "max_completion_tokens" in fields:  # it would win
             fields["max_completion_tokens"] = _ONE
         fields["stream"] = msgspec.Raw(b"false")
-        return CompletionBody(self.model, stream=False, fields=fields)
+        return CompletionBody(self.model, stream=False, fields=fields, adapter=self.adapter)
 
     def for_copy(self, ids: list[int]) -> CompletionBody:
         """The same prompt and the answer's first tokens, for one more of which nothing matters."""
@@ -152,7 +154,10 @@ class CompletionBody:
         fields["max_tokens"] = most
         if "max_completion_tokens" in fields:  # it would win
             fields["max_completion_tokens"] = most
-        return CompletionBody(self.model, stream=True, fields=fields, resume=Resume(ids))
+        resume = Resume(ids)
+        return CompletionBody(
+            self.model, stream=True, fields=fields, resume=resume, adapter=self.adapter
+        )
 
     def encode(self) -> bytes:
         """The body for a worker that prefills and decodes itself."""

@@ -28,7 +28,7 @@ from baton.gateway.errors import (
 )
 from baton.gateway.interruptible import Interruptible
 from baton.gateway.metrics import NO_MODE, FallbackCause
-from baton.gateway.placing import find_prompt, find_serving, find_sole_field
+from baton.gateway.placing import find_base, find_prompt, find_serving, find_sole_field
 from baton.gateway.prefill_request import Handoff, PrefillRequest
 from baton.gateway.protocol_adapters import find_kv_load_failure, request_bodies, write_ticket
 from baton.gateway.request import estimate_prompt_tokens, find_vllm_field
@@ -253,6 +253,8 @@ class RequestProxy:
         """Refuse a prompt that is certainly too long; find who has how much of it cached."""
         if not self._services.workers.fleet.models:
             await self._wait(lambda fleet: bool(fleet.models))
+            self._body = find_base(self._services.workers, self._body)
+            self._context.model = self._body.model
         self._match = await find_prompt(self._services, self._body)
         if self._match is not None:
             self._num_tokens = self._match.num_tokens

@@ -7,17 +7,21 @@ from typing import TYPE_CHECKING, Final
 from baton.gateway.answer_plan import plan_answers
 from baton.gateway.asgi import BodyBudget, BodyLimit, read_body
 from baton.gateway.clients import EVERYBODY
-from baton.gateway.placing import find_prompt, find_serving, find_sole_field
+from baton.gateway.placing import find_base, find_prompt, find_serving, find_sole_field
 from baton.gateway.request import check_content_type, estimate_prompt_tokens, parse_body
 from baton.protocol.route_explanation import RouteCandidate, RouteExplanation
-from baton.router.explanation import explain
+from baton.router.explanation import ExplainedCandidate, explain
 from baton.router.placement import PlacementRequest, Unplaceable
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from starlette.types import Receive, Scope
 
     from baton.gateway.request import CompletionBody
     from baton.gateway.request_context import Services
+    from baton.router.explanation import Part
+    from baton.router.fleet import Fleet
 
 MAX_BODY_BYTES: Final = 16 << 20
 MAX_TOTAL_BYTES: Final = 32 << 20
@@ -47,14 +51,16 @@ class RouteExplainer:
         shows_key = any(name == b"authorization" for name, _ in headers)
         client = clients.authenticate(headers) if shows_key else EVERYBODY
         with self._bodies.hold() as held:
-            body = parse_body(await read_body(receive, self._limit, held), client.tenant)
+            whole = parse_body(await read_body(receive, self._limit, held), client.tenant)
+            body = find_base(self._services.workers, whole)
             plan = plan_answers(body, self._services.options.max_answers)
             return await self._explain(plan.prompts[0], plan.num_total)
 
     async def _explain(self, body: CompletionBody, num_answers: int) -> RouteExplanation:
         services = self._services
         match = await find_prompt(services, body)
-        fleet = find_serving(services.workers.fleet, body)
+        everywhere = services.workers.fleet
+        fleet = find_serving(everywhere, body)
         request = PlacementRequest(
             body.model,
             non_disaggregable=find_sole_field(fleet, body),
@@ -69,6 +75,7 @@ class RouteExplainer:
             why: tuple[str, ...] = (found.placement.reason,)
         else:
             why = (*found.placement.reasons, *found.placement.why)
+        candidates = (*found.candidates, *_list_without(everywhere, body))
         return RouteExplanation(
             model=body.model,
             policy=services.options.policy_name,
@@ -90,6 +97,17 @@ class RouteExplainer:
                     each.is_chosen(found.placement),
                     each.why_not,
                 )
-                for each in found.candidates
+                for each in candidates
             ),
         )
+
+
+def _list_without(fleet: Fleet, body: CompletionBody) -> Iterable[ExplainedCandidate]:
+    """The workers of a model that do not have the adapter."""
+    served = fleet.models[body.model]
+    for worker in (*served.prefills, *served.decodes) if body.adapter else ():
+        if body.adapter not in worker.adapters:
+            prefill, decode = (None, worker.id) if worker.decodes else (worker.id, None)
+            part: Part = "decode" if worker.decodes else "prefill"
+            why_not = f"has no adapter {body.adapter!r}"
+            yield ExplainedCandidate(part, prefill, decode, why_not=why_not)

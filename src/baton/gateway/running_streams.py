@@ -74,6 +74,8 @@ class RunningStream:
 
     def can_go_to(self, worker: WorkerView) -> bool:
         """Whether a worker goes on with what this one began: both speak alike."""
+        if self.body.adapter and self.body.adapter not in worker.adapters:
+            return False
         return worker.resumes_streams and worker.protocol == self.decode.protocol
 
     def is_due(self, now: float) -> bool:

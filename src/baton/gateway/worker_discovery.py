@@ -5,7 +5,8 @@ A Baton worker is asked who it is at once, a vLLM server in three steps:
     /baton/v1/info ──200──► a Baton worker
           │404
     /v1/models (its model's name) ─► the discovery probe: a completion of one token, which Baton's
-          connector answers with `baton_info` ─► its control server, asked for the same from then on
+          connector answers with `baton_info` ─► its control server, asked for the same from then
+          on, and /v1/models for LoRA adapters, which may be loaded at any time
 
 The probe costs the engine a step, so it is sent only to learn something new: who a server is, after
 it came up or when its control server does not report it. That server only confirms: another
@@ -40,6 +41,8 @@ PROBE_TIMEOUT_S: Final = 30.0
 """For one token: the first request of a vLLM server takes some seconds, and it may have others."""
 
 COMPLETIONS: Final = "/v1/completions"
+MAX_ADAPTERS: Final = 4096
+"""Of one worker."""
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +61,8 @@ class WorkerDiscovery:
     def __init__(self, worker: Worker, upstream: Upstream, timeout_s: float) -> None:
         self._worker, self._upstream, self._timeout_s = worker, upstream, timeout_s
         self._known_info: WorkerInfo | None = None
+        self.adapters: frozenset[str] = frozenset()
+        """Names of the LoRA adapters that it served when it was asked last."""
         self._unusable: str | None = None
 
     def forget_rejection(self) -> None:
@@ -76,7 +81,9 @@ class WorkerDiscovery:
         if self._unusable is not None:
             raise UnusableWorkerError(self._unusable)
         if self._known_info is not None and await self.check_incarnation() is Incarnation.SAME:
+            await self._read_models()
             return self._known_info
+        self.adapters = frozenset()
         status, body = await self._upstream.get(
             self._worker.url.with_path(INFO_PATH), self._timeout_s
         )
@@ -106,18 +113,20 @@ class WorkerDiscovery:
 
     async def _discover_vllm(self) -> WorkerInfo:
         try:
-            info = await self._probe_vllm(await self._served_model())
+            info = await self._probe_vllm(await self._read_models())
             await self._check_control(info)
         except UnusableWorkerError as exc:
             self._unusable = str(exc)
             raise
         return info
 
-    async def _served_model(self) -> str:
+    async def _read_models(self) -> str:
+        """The served model's name; notes its adapters."""
         status, body = await self._upstream.get(self._worker.url / "v1/models", self._timeout_s)
         match status:
             case HTTPStatus.OK:
-                return _first_model(body)
+                model, self.adapters = _read_models(body)
+                return model
             case HTTPStatus.UNAUTHORIZED:
                 raise UnusableWorkerError(
                     "it asks for an API key that is not this cluster's; start it without "
@@ -207,6 +216,7 @@ class _DiscoveryReply(msgspec.Struct, frozen=True):
 
 class _Model(msgspec.Struct, frozen=True):
     id: str
+    parent: str | None = None
 
 
 class _Models(msgspec.Struct, frozen=True):
@@ -217,15 +227,18 @@ _discovery_reply_decoder = msgspec.json.Decoder(_DiscoveryReply)
 _models_decoder = msgspec.json.Decoder(_Models)
 
 
-def _first_model(body: bytes) -> str:
-    """The served model's name; adapters come after it."""
+def _read_models(body: bytes) -> tuple[str, frozenset[str]]:
+    """The served model's name, which comes first, and its adapters', which have a parent."""
     try:
         models = _models_decoder.decode(body).data
     except UNDECODABLE as exc:
         raise ProtocolError(f"its /v1/models does not decode: {exc}") from exc
     if not models:
         raise ProtocolError("its /v1/models is empty")
-    return models[0].id
+    adapters = [each.id for each in models[1:] if each.parent is not None]
+    if len(adapters) > MAX_ADAPTERS:
+        log.warning("%d of %d adapters are served", MAX_ADAPTERS, len(adapters))
+    return models[0].id, frozenset(adapters[:MAX_ADAPTERS])
 
 
 PROBES_WITHOUT: Final = 10

@@ -73,6 +73,7 @@ def worker_view(worker: Worker, info: WorkerInfo) -> WorkerView:
         takes_unsigned_tickets=info.takes_unsigned_tickets and worker.url.scheme == "https",
         topology=complete(info.topology, worker.address.topology),
         max_step_tokens=info.max_step_tokens,
+        adapters=worker.adapters,
     )
 
 
@@ -152,6 +153,7 @@ class Worker:
         }
         self.state: WorkerState = Pending("not asked yet")
         self.load: WorkerLoad | None = None
+        self.adapters: frozenset[str] = frozenset()
         self.clock = ClockOffset()
         self._cancel_scopes: set[Interruptible] = set()
         self._view: tuple[tuple[object, ...], WorkerView] | None = None
@@ -186,6 +188,7 @@ class Worker:
             self.is_available,
             health.takes_trial,
             health.slow_start,
+            self.adapters,
         )
         if self._view is None or made_of != self._view[0]:
             self._view = made_of, worker_view(self, info)
@@ -265,7 +268,7 @@ class Workers:
         if not self.fleet.models:
             waiting = ", ".join([*map(str, self.all), *self.explain_sources()])
             return NoWorkerError(f"no worker has come up yet; waiting for: {waiting}")
-        served = ", ".join(repr(name) for name in sorted(self.fleet.models))
+        served = ", ".join(map(repr, [*sorted(self.fleet.models), *sorted(self.fleet.adapters)]))
         return ModelNotFoundError(
             f"the model {model!r} is not served here; served: {served}", param="model"
         )
@@ -289,7 +292,9 @@ class Workers:
                 lengths[info.served_model_name] = min(known, info.max_context_tokens)
         return lengths
 
-    def register(self, worker: Worker, info: WorkerInfo) -> None:
+    def register(
+        self, worker: Worker, info: WorkerInfo, adapters: frozenset[str] = frozenset()
+    ) -> None:
         """It identified itself: it is up, unless it cannot be used as listed."""
         reason = why_not_used(info, worker.address)
         namesake = self._by_id.get(info.worker, worker)
@@ -303,7 +308,12 @@ class Workers:
         before = worker.info
         if before is not None and before.epoch != info.epoch:
             log.warning("%s began another life: epoch %s → %s", worker, before.epoch, info.epoch)
+        has_other_adapters = worker.adapters != adapters
+        worker.adapters = adapters
         self.change(worker, Up(info) if worker.why_withdrawn is None else Draining(info))
+        if has_other_adapters:
+            log.info("%s has the adapters: %s", worker, ", ".join(sorted(adapters)) or "none")
+            self._make_fleet()
 
     def lose(self, worker: Worker, reason: str) -> None:
         """It did not answer."""

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from baton.errors import HandoffError
     from baton.ids import TicketId
     from baton.kv.copies import BlockTable
+    from baton.kv.identity import Adapter
     from baton.telemetry.trace import RequestSpan
 
 
@@ -92,7 +93,8 @@ class ReceiveOrder:
     """Decode's side: get KV of tokens `[start, num_tokens)` into `blocks`.
 
     `prompt_hash` commits to all prompt tokens, the model and the tenant (`kv.identity`).
-    `prompt_ids`, int32 `[num_tokens]`, are needed in mode pool alone: entries are named by them.
+    `prompt_ids`, int32 `[num_tokens]`, and `adapter` are needed in mode pool alone: entries are
+    named by them.
     Before `after` the engine's GPU may still use the blocks for what they held before.
     """
 
@@ -105,6 +107,7 @@ class ReceiveOrder:
     trace: RequestSpan
     prompt_ids: NDArray[np.int32] | None = None
     after: StreamPosition | None = None
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +116,7 @@ class SendOrder:
 
     `num_ready_tokens` of them are already in place in every layer (a prefix-cache hit).
     `num_cached_tokens`, if more, need not be computed, and are reported with the first layers.
-    `prompt_ids` as in a `ReceiveOrder`.
+    `prompt_ids` and `adapter` as in a `ReceiveOrder`.
     """
 
     ticket: Ticket
@@ -125,6 +128,7 @@ class SendOrder:
     trace: RequestSpan
     prompt_ids: NDArray[np.int32] | None = None
     num_cached_tokens: int = 0
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +137,7 @@ class LookupOrder:
 
     `prompt_ids`, int32; tokens before `start` are in place already. `id` is the engine's own, and
     names the order as a ticket's does. Computing instead would take `token_s` a token; 0: unknown.
+    `adapter`: with which the KV was computed.
     """
 
     id: TicketId
@@ -140,6 +145,7 @@ class LookupOrder:
     prompt_ids: NDArray[np.int32]
     start: int
     token_s: float
+    adapter: Adapter | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +167,7 @@ class KeepOrder:
     """Keep KV of `token_ids`, int32, in the store: all of it is in `blocks`, which do not change.
 
     What is behind their last full block of the store's size is left out. `guard` takes the blocks
-    back before all is kept. At `after` the engine's GPU has computed them.
+    back before all is kept. At `after` the engine's GPU has computed them, with `adapter`.
     """
 
     id: TicketId
@@ -170,6 +176,7 @@ class KeepOrder:
     blocks: BlockTable
     guard: BlockGuard = field(default_factory=BlockGuard)
     after: StreamPosition | None = None
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True)

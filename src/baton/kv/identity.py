@@ -23,14 +23,35 @@ BlockHash = NewType("BlockHash", bytes)
 _BLOCK_TAG: Final = b"baton/block/1"
 _TAIL_TAG: Final = b"baton/tail/1"
 _PROMPT_TAG: Final = b"baton/prompt/1"
+_ADAPTER_TAG: Final = b"baton/adapter/1"
 _TOKEN_BYTES: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter that a model's KV is computed with.
+
+    `digest`, of its weights, is its identity. `name` is what clients of one server call it.
+    """
+
+    name: str
+    digest: str
+
+
+def adapt_fingerprint(model_fingerprint: str, adapter: Adapter | None) -> str:
+    """The fingerprint of a model with an adapter; the model's own where there is none."""
+    if adapter is None:
+        return model_fingerprint
+    both = _length_prefixed(model_fingerprint) + _length_prefixed(adapter.digest)
+    return hashlib.sha256(_ADAPTER_TAG + both).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class HashDomain:
     """Whose blocks: equal tokens in two domains have unrelated hashes.
 
-    `model_fingerprint` covers whatever changes KV for equal tokens (weights, adapter, dtype);
+    `model_fingerprint` covers whatever changes KV for equal tokens (weights, dtype; an adapter by
+    `adapt_fingerprint`);
     `tenant_salt` keeps one tenant from probing what another has cached.
 
     Raises:

@@ -33,6 +33,11 @@ _PLACE_MASK: Final = np.uint64(_BEFORE_FIRST)
 _PLACES_TWICE: Final = np.tile(np.arange(NUM_PLACES, dtype=np.uint64), 2)
 
 
+def salt_of_adapter(tenant_salt: str, adapter: str) -> str:
+    """The salt of sequences that are computed with an adapter of this name; "" for none."""
+    return f"{tenant_salt}/{adapter}" if adapter else tenant_salt
+
+
 class PrefixNames:
     """Names blocks. `secret` has 16 bytes or more; the same secret gives the same names."""
 

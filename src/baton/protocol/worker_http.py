@@ -248,13 +248,14 @@ class Version(msgspec.Struct, frozen=True):
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """An entry of OpenAI's list of models."""
+    """An entry of OpenAI's list of models. `parent` is the model of a LoRA adapter."""
 
     id: str
     max_model_len: int
     object: Literal["model"] = "model"
     created: int = 0
     owned_by: str = "baton"
+    parent: str | UnsetType = UNSET
 
 
 class ServedModels(msgspec.Struct, frozen=True, kw_only=True):

@@ -328,7 +328,7 @@ class CostPolicy:
         if division is None:
             limits = Limits(self._options.ttft_s, self._options.tpot_s)
             division = self._divisions[request.model] = Division(limits)
-        if division.is_due(request.at):
+        if division.is_due(request.at) and not served.is_part:
             both = [w for w in served.helpers if w.role is Role.BOTH and w.available]
             division.look(both, load, request.at)
         return division.prefills

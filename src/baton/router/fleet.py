@@ -30,6 +30,7 @@ class WorkerView:
     `resumes_streams`: it goes on from the token ids of an answer's beginning.
     `topology` is where it is (`router/topology.py`).
     `max_step_tokens`: its engine computes so many in one step; None: not reported.
+    `adapters`: names of the LoRA adapters that it serves the model with, too.
     """
 
     ref: WorkerRef
@@ -49,6 +50,7 @@ class WorkerView:
     resumes_streams: bool = True
     topology: str = ""
     max_step_tokens: int | None = None
+    adapters: frozenset[str] = frozenset()
     id: WorkerId = field(init=False)
     """The worker's name, which survives a restart. Each request asks for it many times."""
 
@@ -84,7 +86,8 @@ class ModelWorkers:
 
     `helpers` may prefill what another worker answers: prefill workers, and those of both roles.
     `decode_protocols` is the decode workers', at hand because each request asks for it; so are
-    `trials`, the workers that are half-open.
+    `trials`, the workers that are half-open. `is_part`: others serve the model, too, but not every
+    request for it.
     """
 
     prefills: tuple[WorkerView, ...]
@@ -92,9 +95,10 @@ class ModelWorkers:
     helpers: tuple[WorkerView, ...]
     decode_protocols: frozenset[WorkerProtocol]
     trials: tuple[WorkerView, ...] = ()
+    is_part: bool = False
 
     @classmethod
-    def of(cls, workers: Iterable[WorkerView]) -> ModelWorkers:
+    def of(cls, workers: Iterable[WorkerView], *, is_part: bool = False) -> ModelWorkers:
         """Sort the workers of one model by their parts."""
         listed = tuple(workers)
         decodes = tuple(w for w in listed if w.decodes)
@@ -105,11 +109,17 @@ class ModelWorkers:
             helpers=decodes if helpers == decodes else helpers,
             decode_protocols=frozenset(w.protocol for w in decodes),
             trials=tuple(w for w in listed if w.half_open),
+            is_part=is_part,
         )
 
     def beginning_at(self, share: float) -> ModelWorkers:
         """See `Fleet.beginning_at`."""
         return self.of((*_rotate(self.prefills, share), *_rotate(self.decodes, share)))
+
+
+def why_without(worker: WorkerView, adapter: str) -> str:
+    """Why a worker has no part in requests of an adapter that it has not."""
+    return f"{worker.id} has no adapter {adapter!r}"
 
 
 def _rotate(workers: tuple[WorkerView, ...], share: float) -> tuple[WorkerView, ...]:
@@ -122,19 +132,27 @@ class Fleet:
     """All workers that have ever identified themselves, by the model that they serve.
 
     `absent_prefills`: a readable line for each listed prefill worker whose model is not known.
+    `adapters`: the LoRA adapters that answers can come from, each with its model. A name that is
+    several models' is that of the first worker that has it.
     """
 
     models: dict[str, ModelWorkers] = field(default_factory=dict)
     absent_prefills: tuple[str, ...] = ()
+    adapters: dict[str, str] = field(default_factory=dict)
+    _with_adapter: dict[tuple[str, str], Fleet | None] = field(default_factory=dict, compare=False)
+    """By model and adapter; None where all workers of the model have the adapter."""
 
     @classmethod
     def of(cls, workers: Iterable[WorkerView], absent_prefills: tuple[str, ...] = ()) -> Fleet:
         """Index the workers."""
         by_model: dict[str, list[WorkerView]] = {}
+        adapters: dict[str, str] = {}
         for worker in workers:
             by_model.setdefault(worker.model, []).append(worker)
+            if worker.adapters and worker.decodes:
+                adapters = dict.fromkeys(worker.adapters, worker.model) | adapters
         models = {model: ModelWorkers.of(served) for model, served in by_model.items()}
-        return cls(models, absent_prefills)
+        return cls(models, absent_prefills, adapters)
 
     def beginning_at(self, share: float) -> Fleet:
         """The same workers in an order that begins after this share of them, 0 to 1.
@@ -142,14 +160,31 @@ class Fleet:
         Gateways that take the first of equal workers do not all take the same one then.
         """
         models = {model: served.beginning_at(share) for model, served in self.models.items()}
-        return Fleet(models, self.absent_prefills)
+        return Fleet(models, self.absent_prefills, self.adapters)
 
     def only(self, model: str, protocol: WorkerProtocol) -> Fleet:
         """A fleet of those workers of a model that speak `protocol`."""
         served = self.models[model]
         listed = (*served.prefills, *served.decodes)
-        spoken = ModelWorkers.of(w for w in listed if w.protocol == protocol)
-        return Fleet({model: spoken}, self.absent_prefills)
+        spoken = [w for w in listed if w.protocol == protocol]
+        is_part = len(spoken) < len(listed)
+        return Fleet({model: ModelWorkers.of(spoken, is_part=is_part)}, self.absent_prefills)
+
+    def with_adapter(self, model: str, adapter: str) -> Fleet:
+        """A fleet of those workers of a model that have an adapter; this one if all have it."""
+        key = model, adapter
+        if key not in self._with_adapter:
+            self._with_adapter[key] = self._find_with(model, adapter)
+        return self._with_adapter[key] or self
+
+    def _find_with(self, model: str, adapter: str) -> Fleet | None:
+        served = self.models[model]
+        listed = (*served.prefills, *served.decodes)
+        having = ModelWorkers.of((w for w in listed if adapter in w.adapters), is_part=True)
+        if len(having.prefills) + len(having.decodes) == len(listed):
+            return None
+        lacking = [why_without(w, adapter) for w in served.prefills if adapter not in w.adapters]
+        return Fleet({model: having}, (*self.absent_prefills, *lacking))
 
     @property
     def can_decode(self) -> bool:

@@ -46,7 +46,14 @@ def clock() -> ManualClock:
 def admission(clock: ManualClock) -> Admission:
     reader = TicketReader(IDENTITY, KEY, clients_are_gateways=False)
     held = HeldPrompts(max_blocks=5)
-    made = Admission(IDENTITY, MODEL, block_size=4, held=held, reader=reader, clock=clock)
+    made = Admission(
+        IDENTITY,
+        MODEL,
+        block_size=4,
+        held=held,
+        reader=reader,
+        clock=clock,
+    )
     made.set_ranks({0: FACTS})
     return made
 
@@ -55,6 +62,12 @@ def sealed(
     prefill: WorkerRef, decode: WorkerRef, mode: HandoffMode = "push", salt: str = "salt"
 ) -> str:
     return seal(Ticket(new_ticket_id(), "req-1", prefill, decode, mode, issue(60), salt), KEY)
+
+
+def make_lora(folder: object, name: str = "sql", **changes: object) -> Any:
+    fields = {"lora_name": name, "lora_path": str(folder)}
+    defaults = {"is_3d_lora_weight": False, "load_inplace": False}
+    return SimpleNamespace(**{**fields, **defaults, **changes})
 
 
 def request(params: dict[str, object] | None, name: str = "r", **changes: object) -> Any:
@@ -172,7 +185,7 @@ def test_the_first_of_several_children_takes_the_ticket(admission: Admission) ->
     [
         {"prompt_token_ids": None},
         {"mm_features": ["an image"]},
-        {"lora_request": "an adapter"},
+        {"lora_request": make_lora("/nowhere")},
         {"resumable": True},
     ],
 )

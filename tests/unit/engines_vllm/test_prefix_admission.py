@@ -18,6 +18,7 @@ from tests.unit.engines_vllm.test_admission import (
     FACTS,
     admission,
     clock,
+    make_lora,
     receiving,
     request,
     sending,
@@ -322,7 +323,7 @@ def test_what_vllm_has_cached_since_is_released(stored: Admission) -> None:
     [
         (None, {"num_prompt_tokens": ENTRY_TOKENS - 1}),
         (None, {"skip_reading_prefix_cache": True}),
-        (None, {"lora_request": object()}),
+        (None, {"lora_request": make_lora("/nowhere")}),
         (None, {"pooling_params": object()}),
         (None, {"mm_features": [object()]}),
         ({"baton_info": True}, {}),
@@ -386,7 +387,7 @@ def test_blocks_are_held_until_every_rank_has_kept_them(stored: Admission, pool:
         {"status": SimpleNamespace(name="FINISHED_ERROR")},
         {"num_computed_tokens": ENTRY_TOKENS - 1},
         {"num_in_flight_tokens": len(PROMPT) - ENTRY_TOKENS + 1},
-        {"lora_request": object()},
+        {"lora_request": make_lora("/nowhere")},
     ],
     ids=["failed", "short", "in-flight", "lora"],
 )

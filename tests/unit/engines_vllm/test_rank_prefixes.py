@@ -91,12 +91,12 @@ def stored_fixture(store: RecordingStore) -> RankHarness:
 
 
 def look_up(name: str = "r") -> PrefixOrders:
-    return PrefixOrders(lookups=(LookUp(name, "", IDS, 4, 0.0),))
+    return PrefixOrders(lookups=(LookUp(name, "", IDS, 4, 0.0, None),))
 
 
 def load(name: str = "r", lookup_s: float = 0.0) -> PrefixOrders:
     """Tokens [4, 16), in blocks of 4."""
-    return PrefixOrders(loads=(StartLoad(name, "", IDS, 4, 0.0, 1, (21, 22, 23), lookup_s),))
+    return PrefixOrders(loads=(StartLoad(name, "", IDS, 4, 0.0, None, 1, (21, 22, 23), lookup_s),))
 
 
 def read_load() -> PrefixOrders:

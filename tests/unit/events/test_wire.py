@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.auth.ticket import hash_tenant
 from baton.errors import ProtocolError
 from baton.events.blocks import (
     AllBlocksCleared,
@@ -84,6 +85,37 @@ def test_a_block_whose_tokens_are_not_known_is_a_block():
     placeholder = STORED | {"token_ids": [], "block_size": 0, "parent_block_hash": None}
     [event] = decode_message(message(placeholder), DOMAIN).batch.events
     assert (event.packed_ids, event.block_size) == (b"", 0)
+
+
+@pytest.mark.parametrize(
+    ("lora_name", "extra_keys", "salt"),
+    [
+        (None, None, ""),
+        (None, [["salt"], None], hash_tenant("salt")),
+        ("sql", [["sql"], ["sql"]], "/sql"),
+        ("sql", [["sql", "salt"], ["sql"]], f"{hash_tenant('salt')}/sql"),
+        ("sql", None, None),
+        ("sql", [["law"], ["sql"]], None),
+        ("sql", [["sql"], None], None),
+        ("sql", [["sql", "salt", "more"], ["sql"]], None),
+        ("sql", [["sql"], ["sql", "more"]], None),
+        ("sql", [["sql", ["image", 3]], ["sql"]], None),
+    ],
+)
+def test_what_goes_into_a_hash_besides_tokens(lora_name, extra_keys, salt):
+    stored = STORED | {
+        "parent_block_hash": None,
+        "lora_name": lora_name,
+        "extra_keys": extra_keys,
+    }
+    [event] = decode_message(message(stored), DOMAIN).batch.events
+    assert (event.is_plain, event.salt) == (salt is not None, salt or "")
+
+
+def test_blocks_that_follow_others_have_their_adapters_name_too():
+    stored = STORED | {"lora_name": "sql", "extra_keys": [["sql"], ["sql"]]}
+    [event] = decode_message(message(stored), DOMAIN).batch.events
+    assert (event.is_plain, event.salt) == (True, "")
 
 
 def test_unknown_fields_are_ignored_and_unknown_events_counted():

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from baton.auth.ticket import hash_tenant
+from baton.engines.vllm.adapters import Adapters, NotIdentified
 from baton.engines.vllm.compatibility import read_preempted
 from baton.engines.vllm.handoff_schedule import (
     AwaitingBlocks,
@@ -29,7 +30,7 @@ from baton.engines.vllm.scheduler_pressure import SchedulerPressure
 from baton.engines.vllm.step_orders import Prompt
 from baton.engines.vllm.tickets import NoHandoff, Probe, Receive, Refusal, RefusalCounter, Send
 from baton.kv.copies import count_blocks
-from baton.kv.identity import compute_prompt_hash
+from baton.kv.identity import adapt_fingerprint, compute_prompt_hash
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
         VllmRequestId,
     )
     from baton.engines.vllm.tickets import TicketReader
+    from baton.kv.identity import Adapter
 
 
 class HeldPrompts:
@@ -100,7 +102,7 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
         clock: Clock,
     ) -> None:
         self._identity, self._model, self._clock = identity, model, clock
-        self._reader = reader
+        self._reader, self._adapters = reader, Adapters(model.adapter_settings)
         self._schedule = HandoffSchedule(block_size)
         self._block_size, self._held = block_size, held
         self._prefixes: PrefixAdmission | None = None
@@ -133,6 +135,8 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
     def arrived(self, request: Request) -> None:
         """A request has joined vLLM's queue."""
         self._pressure.arrived(request.request_id)
+        if request.lora_request is not None:  # read it before any KV is computed with it
+            self._adapters.find(request.lora_request)
         self.add(request)
 
     def add(self, request: Request) -> None:
@@ -231,7 +235,7 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
         request_id = request.request_id
         self._pressure.ended(request_id)
         if self._prefixes is not None:
-            self._prefixes.finish(request, blocks, is_kept=self._may_be_kept(request))
+            self._finish_stored(self._prefixes, request, blocks)
         if request_id in self._probes:
             self._probes.discard(request_id)
             return False, self._describe()
@@ -253,12 +257,27 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
     def _count_stored(
         self, prefixes: PrefixAdmission, request: Request, num_cached_tokens: int
     ) -> int | None:
-        request_id = request.request_id
-        if request_id not in prefixes and (
-            self._schedule.is_receiving(request_id) or not self._is_plain(request)
-        ):
+        request_id, adapter = request.request_id, self._find_adapter(request)
+        if isinstance(adapter, NotIdentified):
+            adapter, is_plain = None, False
+        else:
+            is_plain = self._is_plain(request)
+        if request_id not in prefixes and (self._schedule.is_receiving(request_id) or not is_plain):
             prefixes.skip(request, num_cached_tokens)
-        return prefixes.count_missing(request, num_cached_tokens)
+        return prefixes.count_missing(request, num_cached_tokens, adapter)
+
+    def _finish_stored(
+        self, prefixes: PrefixAdmission, request: Request, blocks: Sequence[int]
+    ) -> None:
+        adapter = self._find_adapter(request)
+        if isinstance(adapter, NotIdentified):
+            prefixes.finish(request, blocks, None, is_kept=False)
+        else:
+            is_kept = self._may_be_kept(request)
+            prefixes.finish(request, blocks, adapter, is_kept=is_kept)
+
+    def _find_adapter(self, request: Request) -> Adapter | NotIdentified | None:
+        return None if request.lora_request is None else self._adapters.find(request.lora_request)
 
     def _count_loaded(self, request: VllmRequestId, num_computed: int) -> int:
         return 0 if self._prefixes is None else self._prefixes.count_loaded(request, num_computed)
@@ -274,7 +293,7 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
         )
 
     def _is_plain(self, request: Request) -> bool:
-        """Whether its KV depends on its tokens and tenant alone, and on no token that follows."""
+        """Whether its KV depends on its tokens, tenant and adapter alone: on no later token."""
         is_generated = request.pooling_params is None and request.request_id not in self._probes
         return is_generated and _unsupported_reason(request) is None
 
@@ -285,6 +304,13 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
         self, request: Request, ticket: Ticket, state: type[Queued | AwaitingBlocks]
     ) -> None:
         unsupported = _unsupported_reason(request) or _tenant_mismatch(request, ticket)
+        adapter = None
+        if unsupported is None and request.lora_request is not None:
+            found = self._adapters.find(request.lora_request)
+            if isinstance(found, NotIdentified):
+                unsupported = found.reason
+            else:
+                adapter = found
         if unsupported is not None:
             self._refuse(request.request_id, Refusal("unsupported_request", unsupported))
             return
@@ -295,13 +321,17 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
         # A third of the time that numpy takes for a list.
         packed_ids = struct.pack(f"{len(request.prompt_token_ids)}i", *request.prompt_token_ids)
         token_ids = np.frombuffer(packed_ids, dtype=np.int32)
-        prompt_hash = compute_prompt_hash(self._ranks[0].fingerprint, ticket.tenant_salt, token_ids)
+        fingerprint = self._ranks[0].fingerprint
+        if adapter is not None:
+            fingerprint = adapt_fingerprint(fingerprint, adapter)
+        prompt_hash = compute_prompt_hash(fingerprint, ticket.tenant_salt, token_ids)
         prompt = Prompt(
             ticket,
             prompt_hash,
             request.num_prompt_tokens,
             self._clock.now(),
             packed_ids if ticket.mode == "pool" else None,
+            adapter,
         )
         self._schedule.add(request.request_id, state(prompt))
 
@@ -338,13 +368,11 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
 
 
 def _unsupported_reason(request: Request) -> str | None:
-    """Why a request's KV depends on more than its prompt's token ids; None if it does not."""
+    """Why KV depends on more than a prompt's token ids and its adapter; None if it does not."""
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         return "a prompt of embeddings is not handed over"
     if request.mm_features:
         return "a prompt with images, audio or video is not handed over"
-    if request.lora_request is not None:
-        return "KV computed with a LoRA adapter is not handed over"
     if request.resumable:
         return "a prompt that is still being typed is not handed over"
     return None

@@ -16,6 +16,7 @@ from baton.config.environment import read_environment
 from baton.config.sections import ClusterSection, SecuritySection
 from baton.config.topology import find_topology
 from baton.engines.checkpoint import fingerprint_checkpoint
+from baton.engines.vllm.adapters import describe_settings
 from baton.errors import ConfigError
 from baton.ids import Epoch, WorkerId
 from baton.net.credentials import find_credentials
@@ -138,6 +139,7 @@ class ModelFacts:
 
     `takes_unsigned_tickets`: every client of the server is a gateway. `resumes_streams`: Baton
     started it, and it goes on with other servers' streams from their token ids.
+    `adapter_settings`: how it applies LoRA adapters (`describe_settings`).
     """
 
     model: str
@@ -150,6 +152,7 @@ class ModelFacts:
     topology: str = ""
     takes_unsigned_tickets: bool = False
     resumes_streams: bool = False
+    adapter_settings: bytes = b""
 
 
 def describe_worker(
@@ -206,6 +209,7 @@ def read_model_facts(vllm_config: VllmConfig, options: ConnectorOptions) -> Mode
         max_step_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens),
         takes_unsigned_tickets=options.clients_are_gateways,
         resumes_streams=options.resumes_streams,
+        adapter_settings=describe_settings(vllm_config.lora_config),
     )
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from baton.engines.vllm.kept_blocks import CountedBlocks, KeptBlocks
     from baton.engines.vllm.prefix_schedule import PrefixSchedule
     from baton.engines.vllm.step_orders import PrefixOrders, StepReport, VllmRequestId
+    from baton.kv.identity import Adapter
 
 MOSTLY_PROMPTS: Final = 16
 """Tokens for each request in a step: more than a step that only decodes has, also by guessing."""
@@ -61,8 +62,13 @@ class PrefixAdmission:
         """Do not look for this request's prompt."""
         self._schedule.skip(request.request_id, num_cached_tokens)
 
-    def count_missing(self, request: Request, num_cached_tokens: int) -> int | None:
-        """How many tokens are to be loaded; None: vLLM is to ask again in its next step."""
+    def count_missing(
+        self, request: Request, num_cached_tokens: int, adapter: Adapter | None
+    ) -> int | None:
+        """How many tokens are to be loaded; None: vLLM is to ask again in its next step.
+
+        `adapter` computes the request.
+        """
         schedule = self._schedule
         if request.request_id not in schedule:
             num_missing = request.num_prompt_tokens - num_cached_tokens
@@ -72,7 +78,7 @@ class PrefixAdmission:
             elif schedule.is_full:
                 return None
             else:
-                self._ask(self._make_lookup(request, num_cached_tokens))
+                self._ask(self._make_lookup(request, num_cached_tokens, adapter))
         return schedule.count_missing(request.request_id, num_cached_tokens, self._clock.now())
 
     def is_read(self, request: VllmRequestId) -> bool:
@@ -92,8 +98,13 @@ class PrefixAdmission:
         self._admitted.add(request.request_id)
         self._schedule.allocated(request.request_id, blocks, num_external_tokens)
 
-    def finish(self, request: Request, blocks: Sequence[int], *, is_kept: bool) -> None:
-        """A request is over: what it computed is kept if `is_kept`, and if there is room for it."""
+    def finish(
+        self, request: Request, blocks: Sequence[int], adapter: Adapter | None, *, is_kept: bool
+    ) -> None:
+        """A request is over: what it computed is kept if `is_kept`, and if there is room for it.
+
+        `adapter` has computed it.
+        """
         schedule = self._schedule
         self._admitted.discard(request.request_id)
         num_present = schedule.finish(request.request_id)
@@ -111,7 +122,7 @@ class PrefixAdmission:
             return
         ids = _pack_ids(request, num_tokens)
         salt = hash_tenant(request.cache_salt or "")
-        schedule.keep(Keep(request.request_id, salt, ids, tuple(held)))
+        schedule.keep(Keep(request.request_id, salt, ids, tuple(held), adapter))
 
     def take_orders(self, output: SchedulerOutput) -> PrefixOrders | None:
         """What the step that vLLM has planned asks of the store."""
@@ -145,13 +156,16 @@ class PrefixAdmission:
         for request in report.kept:
             self._kept.kept(request)
 
-    def _make_lookup(self, request: Request, num_cached_tokens: int) -> LookUp:
+    def _make_lookup(
+        self, request: Request, num_cached_tokens: int, adapter: Adapter | None
+    ) -> LookUp:
         return LookUp(
             request.request_id,
             hash_tenant(request.cache_salt or ""),
             _pack_ids(request, request.num_prompt_tokens),
             num_cached_tokens,
             self._schedule.cost.token_s,
+            adapter,
         )
 
 

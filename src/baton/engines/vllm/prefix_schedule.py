@@ -179,6 +179,7 @@ class PrefixSchedule:  # noqa: PLR0904 - one for each of vLLM's hooks
             lookup.packed_ids[: stop * TOKEN_BYTES],
             start,
             self.cost.token_s,
+            lookup.adapter,
             held.start,
             tuple(blocks[held.start : held.stop]),
             state.lookup_s,

@@ -217,10 +217,11 @@ class RankPrefixes:
         salt, ids = task.tenant_salt, task.token_ids
         if isinstance(task, Keep):
             table = _table(0, task.blocks)
-            return KeepOrder(order, salt, ids, table, after=self._record_position())
+            after = self._record_position()
+            return KeepOrder(order, salt, ids, table, after=after, adapter=task.adapter)
         if isinstance(task, StartLoad):
             return self._make_load(order, task)
-        return ReadOrder(order, salt, ids, task.start, task.token_s)
+        return ReadOrder(order, salt, ids, task.start, task.token_s, adapter=task.adapter)
 
     def _make_load(self, order: TicketId, load: StartLoad) -> LoadOrder:
         # Steps that were given to a GPU before may still use these blocks, for another request.
@@ -232,6 +233,7 @@ class RankPrefixes:
             load.token_s,
             _table(load.first_block, load.blocks),
             after=self._record_position(),
+            adapter=load.adapter,
         )
 
     def _put_in_blocks(self, store: ReadsPrefixes, load: StartLoad) -> None:

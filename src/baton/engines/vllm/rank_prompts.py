@@ -177,6 +177,7 @@ class RankSends:
             trace=send.traces[ticket.id],
             prompt_ids=prompt.token_ids,
             num_cached_tokens=send.offer.num_cached_tokens,
+            adapter=prompt.adapter,
         )
 
     def withdraw(self, withdraw: Withdraw) -> None:
@@ -305,6 +306,7 @@ class RankLoads:
                     trace=load.traces[ticket.id],
                     prompt_ids=prompt.token_ids,
                     after=after,
+                    adapter=prompt.adapter,
                 )
             )
         self._abort_fanout.known(prompt.ticket.id, [ticket.id for ticket in tickets])

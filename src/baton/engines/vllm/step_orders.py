@@ -9,6 +9,7 @@ import numpy as np
 
 from baton.auth.ticket import Ticket
 from baton.clock import Instant
+from baton.kv.identity import Adapter
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -33,7 +34,7 @@ class Occupancy(msgspec.Struct, frozen=True):
 class Prompt(msgspec.Struct, frozen=True):
     """A prompt whose KV is to be handed over under `ticket`; `received_at` on this host's clock.
 
-    `packed_ids` are its token ids as int32, in mode pool alone.
+    `packed_ids` are its token ids as int32, in mode pool alone. `adapter` computes it.
     """
 
     ticket: Ticket
@@ -41,6 +42,7 @@ class Prompt(msgspec.Struct, frozen=True):
     num_tokens: int
     received_at: Instant
     packed_ids: bytes | None = None
+    adapter: Adapter | None = None
 
     @property
     def token_ids(self) -> NDArray[np.int32] | None:
@@ -119,6 +121,7 @@ class LookUp(msgspec.Struct, frozen=True):
     """Find what the store has of a prompt, from token `start` on.
 
     `packed_ids`: its token ids as int32. Computing instead takes `token_s` a token; 0: unknown.
+    `adapter` computes the prompt.
     """
 
     request: VllmRequestId
@@ -126,6 +129,7 @@ class LookUp(msgspec.Struct, frozen=True):
     packed_ids: bytes
     start: int
     token_s: float
+    adapter: Adapter | None
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
@@ -151,6 +155,7 @@ class Keep(msgspec.Struct, frozen=True):
     tenant_salt: str
     packed_ids: bytes
     blocks: tuple[int, ...]
+    adapter: Adapter | None = None
 
     @property
     def token_ids(self) -> NDArray[np.int32]:

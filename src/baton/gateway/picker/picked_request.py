@@ -14,7 +14,7 @@ from baton.gateway.app import COMPLETION_PATHS
 from baton.gateway.errors import NoWorkerError, PathNotFoundError
 from baton.gateway.health_monitor import is_own_fault
 from baton.gateway.metrics import NO_MODE, NO_MODEL
-from baton.gateway.placing import find_prompt, find_serving
+from baton.gateway.placing import find_base, find_prompt, find_serving
 from baton.gateway.request import (
     check_content_type,
     estimate_prompt_tokens,
@@ -84,7 +84,7 @@ class PickedRequest:
             BatonError: the request is refused, or no worker is there for it.
         """
         services, context = self._services, self._context
-        body = parse_body(data, context.client.tenant)
+        body = find_base(services.workers, parse_body(data, context.client.tenant))
         context.model = body.model
         context.model_targets = services.options.targets_of(body.model)
         match = await find_prompt(services, body)

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Final
 
 from baton.handoff.interface import KVSent
 from baton.handoff.pool_mode.block_copier import TokenSegment
-from baton.kv.identity import HashDomain, compute_block_hashes
+from baton.kv.identity import HashDomain, adapt_fingerprint, compute_block_hashes
+from baton.kv.prefix_names import salt_of_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -127,7 +128,7 @@ class KeepQueue:
         order, size = keep.order, self.access.entry_format.block_size
         start, last = keep.num_named * size, keep.last_named
         hashes = compute_block_hashes(
-            HashDomain(self.fingerprint, order.tenant_salt, size),
+            HashDomain(adapt_fingerprint(self.fingerprint, order.adapter), order.tenant_salt, size),
             order.token_ids[start : start + NAMED_ENTRIES * size],
             None if last is None else last.block_hash,
         )
@@ -192,9 +193,9 @@ class KeepQueue:
         """To the journal, some at once: a gateway that waits for news asks again after each."""
         present, order = keep.unreported, keep.order
         if self.access.journal is not None and present:
-            self.access.journal.add_present(
-                present, order.token_ids, order.tenant_salt, self.writer.name_parts
-            )
+            adapter = "" if order.adapter is None else order.adapter.name
+            salt = salt_of_adapter(order.tenant_salt, adapter)
+            self.access.journal.add_present(present, order.token_ids, salt, self.writer.name_parts)
         keep.unreported = []
 
     @property

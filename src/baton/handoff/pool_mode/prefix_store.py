@@ -31,13 +31,10 @@ from baton.handoff.pool_mode.keep_queue import KeepQueue
 from baton.handoff.pool_mode.load_costs import LoadCosts, TierTime, TierTokens, add_times, cut
 from baton.handoff.pool_mode.store_access import note_store_encoding
 from baton.handoff.read_prefixes import ReadOrder
-from baton.kv.identity import HashDomain
+from baton.kv.identity import HashDomain, adapt_fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-
-    import numpy as np
-    from numpy.typing import NDArray
 
     from baton.clock import Clock, Instant
     from baton.handoff.interface import HandoffEvent, KeepOrder, LoadOrder, LookupOrder
@@ -292,9 +289,7 @@ class StoredPrefixes:
 
     def _find(self, order: LookupOrder) -> FoundPrefix:
         """What the store has from the order's first missing token on, and is worth loading."""
-        wanted = [
-            s for s in self._hash(order.tenant_salt, order.prompt_ids) if s.stop > order.start
-        ]
+        wanted = [segment for segment in self._hash(order) if segment.stop > order.start]
         runs = self._writer.find_tiers(wanted)
         num_found = sum(run.num for run in runs)
         if self.access.journal is not None:
@@ -375,11 +370,12 @@ class StoredPrefixes:
     def _count_dropped(self, num_entries: int) -> None:
         self.counts.num_dropped += num_entries
 
-    def _hash(self, tenant_salt: str, token_ids: NDArray[np.int32]) -> Sequence[TokenSegment]:
-        """The full blocks."""
-        domain = HashDomain(self.fingerprint, tenant_salt, self.block_size)
-        num_full = len(token_ids) // self.block_size * self.block_size
-        return hash_segments(domain, token_ids[:num_full])
+    def _hash(self, order: LookupOrder) -> Sequence[TokenSegment]:
+        """The full blocks of its prompt."""
+        fingerprint = adapt_fingerprint(self.fingerprint, order.adapter)
+        domain = HashDomain(fingerprint, order.tenant_salt, self.block_size)
+        num_full = len(order.prompt_ids) // self.block_size * self.block_size
+        return hash_segments(domain, order.prompt_ids[:num_full])
 
 
 def _log(error: Exception) -> None:

@@ -27,7 +27,7 @@ from baton.handoff.pool_mode.prefix_store import StoredPrefixes
 from baton.handoff.pool_mode.side_entries import HeartbeatEntryReader, HeartbeatEntryWriter
 from baton.handoff.pool_mode.store_reader import StoreRead, StoreReader
 from baton.handoff.pool_mode.store_writer import StoreWrite, StoreWriter
-from baton.kv.identity import HashDomain
+from baton.kv.identity import HashDomain, adapt_fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -281,8 +281,12 @@ class StoreHandoff:
         """The pieces of an order's prompt; none where it does not name all of its tokens."""
         if order.prompt_ids is None or len(order.prompt_ids) != order.num_tokens:
             return ()
-        salt = order.ticket.tenant_salt
-        domain = HashDomain(self._fingerprint, salt, self.access.entry_format.block_size)
+        salt, fingerprint = order.ticket.tenant_salt, self._fingerprint
+        domain = HashDomain(
+            adapt_fingerprint(fingerprint, order.adapter),
+            salt,
+            self.access.entry_format.block_size,
+        )
         return hash_segments(domain, order.prompt_ids)
 
     def _layer_ready(

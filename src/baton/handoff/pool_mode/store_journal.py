@@ -82,17 +82,17 @@ class StoreJournal:
         self,
         segments: Sequence[TokenSegment],
         token_ids: NDArray[np.int32],
-        tenant_salt: str,
+        salt: str,
         name_parts: NameParts,
     ) -> None:
         """The store has these full blocks of a sequence: report them where they are.
 
-        `token_ids` are the sequence's, from its first token on. `name_parts` gives the entries of a
-        block that this worker needs.
+        `token_ids` are the sequence's, from its first token on; `salt` as in `BlockStored`.
+        `name_parts` gives the entries of a block that this worker needs.
         """
         if not segments:
             return
-        root = self._names.root(tenant_salt)
+        root = self._names.root(salt)
         names = self._names.of(token_ids[: segments[-1].stop], self.block_size, root)
         names = names[len(names) - len(segments) :]
         with self.journal.lock:

@@ -189,7 +189,7 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         if grant.prompt_hash != self.order.prompt_hash or grant.num_tokens != self.order.num_tokens:
             return self.fail(
                 f"the two workers see different prompts: {self.order.num_tokens} tokens here, "
-                f"{grant.num_tokens} there, or another model or tenant",
+                f"{grant.num_tokens} there, or another model, LoRA adapter or tenant",
                 stage="grant",
             )
         self.grant = grant
