@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Final
 
 from tests.chaos import store_failpoints
 from tests.chaos.vllm_pair import start_slow_prefill
+from tests.e2e_vllm.adapters import make_adapter
 from tests.e2e_vllm.cluster import ENGINE, KV_BYTES_PER_TOKEN, SPEC
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from baton.config.sections import Role
     from baton.testing.fleet import FleetProcess
     from tests.e2e_vllm.cluster import ClusterFactory, Starter
 
@@ -72,9 +74,9 @@ def start_two_ranks(cluster_factory: ClusterFactory) -> tuple[FleetProcess, ...]
     return (server,)
 
 
-def file_store(cluster_factory: ClusterFactory) -> dict[str, object]:
+def file_store(cluster_factory: ClusterFactory, name: str = "kv") -> dict[str, object]:
     """Settings of workers that share a folder."""
-    folder = str(cluster_factory.run_directory / "kv")
+    folder = str(cluster_factory.run_directory / name)
     return {"store.tiers": ["file"], "store.options.file.directory": folder}
 
 
@@ -90,6 +92,40 @@ def start_stored(cluster_factory: ClusterFactory) -> tuple[FleetProcess, ...]:
         cluster_factory.start(
             "stored-2", "both", store__prefixes=True, engine__block_size=128, **second
         ),
+    )
+
+
+def start_adapted(cluster_factory: ClusterFactory) -> tuple[FleetProcess, ...]:
+    """A prefill and a decode server with LoRA adapters, and a store.
+
+    `sql` and `law` are the same on both, `mixed` has other weights on each, decode alone has `solo`
+    (the weights of `sql`).
+    """
+    folder = cluster_factory.run_directory / "adapters"
+    folder.mkdir()
+    sql, law = make_adapter(folder / "sql", 1), make_adapter(folder / "law", 2)
+    same = {"sql": sql, "law": law}
+    return (
+        _start_with_adapters(cluster_factory, "lora-p", "prefill", {**same, "mixed": sql}),
+        _start_with_adapters(
+            cluster_factory, "lora-d", "decode", {**same, "mixed": law, "solo": sql}
+        ),
+    )
+
+
+def _start_with_adapters(
+    cluster_factory: ClusterFactory, name: str, role: Role, modules: Mapping[str, Path]
+) -> FleetProcess:
+    return cluster_factory.start(
+        name,
+        role,
+        engine__arguments=[
+            *ENGINE["engine.arguments"],
+            *("--enable-lora", "--max-loras=4", "--lora-modules"),
+            *(f"{adapter}={path}" for adapter, path in modules.items()),
+        ],
+        store__prefixes=True,
+        **file_store(cluster_factory, "adapters-kv"),
     )
 
 
@@ -142,6 +178,7 @@ STARTERS: Final[Mapping[str, Starter]] = {
     "transformers": start_transformers,
     "two_ranks": start_two_ranks,
     "stored": start_stored,
+    "adapted": start_adapted,
     "standing_pair": start_slow_prefill,
     "small_decode": start_small_decode,
     "victims": start_victims,

@@ -230,7 +230,7 @@ class ClusterFactory:
         unused = [server for servers in self.loading.values() for server in servers]
         wait_ready(*unused)  # where the tests that want them did not run
         statuses = self.fleet.stop()
-        assert set(statuses.values()) == {0}, statuses
+        assert set(statuses.values()) <= {0}, statuses
         ours = {process.pid for process in self.fleet.processes} - self.plain
         for sessions, within_s in ((ours, LEAVE_WITHIN_S), (self.plain, PLAIN_LEAVE_WITHIN_S)):
             wait_until(

@@ -153,7 +153,7 @@ class Completions:
                 context.first_byte_timer = asyncio.get_running_loop().call_later(
                     first_s, _expire, scope, context, "begun", first_s
                 )
-            context.model = body.model
+            context.model, context.adapter = body.model, body.adapter
             context.model_targets = services.options.targets_of(body.model)
             context.trace.stamps[Stamp.ADMITTED] = services.clock.now()
             if num_answers == 1:
@@ -251,7 +251,7 @@ def _audit(context: RequestContext, code: int, now: Instant, at: UnixTime) -> Au
         tenant=context.client.tenant,
         address=context.address,
         path=context.path,
-        model=context.model,
+        model=context.adapter or context.model,
         mode=context.mode,
         status=code,
         duration_s=now - context.received_at,

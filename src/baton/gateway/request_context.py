@@ -127,7 +127,8 @@ class RequestContext:
     `num_streamed` the parts of its answer that came one by one, or its tokens, `num_predicted` the
     tokens that its worker should have or load, `num_cached` those that a prefill worker had,
     `waited_s` its time in the queue. `targets` are the client's, `model_targets` what the operator
-    wants for its model's requests. Where this is one part of a client's request, `whole` is that;
+    wants for its model's requests. `adapter` is what the client has named, if that is a LoRA
+    adapter of `model`. Where this is one part of a client's request, `whole` is that;
     else `exchange` is the client's.
     """
 
@@ -142,6 +143,7 @@ class RequestContext:
     client: Client = EVERYBODY
     phase: Phase = Phase.QUEUED
     model: str = NO_MODEL
+    adapter: str = ""
     mode: str = NO_MODE
     status: int | None = None
     tail: bytes = b""
@@ -182,6 +184,7 @@ class RequestContext:
             ),
             metrics=self.metrics,
             model=self.model,
+            adapter=self.adapter,
             model_targets=self.model_targets,
             whole=self,
         )
@@ -252,7 +255,13 @@ class RequestContext:
         if self.token_gaps:
             trace.token_gaps = pack_token_gaps(self.token_gaps)
         return RequestRecord(
-            trace, self.placement, status, now, self.model, self.num_streamed, self.path
+            trace,
+            self.placement,
+            status,
+            now,
+            self.adapter or self.model,
+            self.num_streamed,
+            self.path,
         )
 
     def note_prefilled(self, done_at: float) -> None:

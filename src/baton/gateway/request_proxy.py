@@ -253,8 +253,8 @@ class RequestProxy:
         """Refuse a prompt that is certainly too long; find who has how much of it cached."""
         if not self._services.workers.fleet.models:
             await self._wait(lambda fleet: bool(fleet.models))
-            self._body = find_base(self._services.workers, self._body)
-            self._context.model = self._body.model
+            body = self._body = find_base(self._services.workers, self._body)
+            self._context.model, self._context.adapter = body.model, body.adapter
         self._match = await find_prompt(self._services, self._body)
         if self._match is not None:
             self._num_tokens = self._match.num_tokens

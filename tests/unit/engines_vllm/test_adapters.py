@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from baton.engines.vllm import adapters as adapters_module
 from baton.engines.vllm.adapters import Adapters, NotIdentified, describe_settings
 from baton.kv.identity import Adapter
 from tests.unit.engines_vllm.test_admission import (
@@ -80,6 +82,25 @@ def test_files_that_change_are_not_trusted_again(tmp_path: Path) -> None:
     assert "changed" in read_reason(adapters, lora)
     weights.write_bytes(before)
     assert "changed" in read_reason(adapters, lora)
+
+
+def test_requests_do_not_wait_until_all_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, may_read = make_files(tmp_path / "a"), Event()
+
+    def read_slowly(path: Path, settings: bytes) -> object:
+        may_read.wait(60)
+        return read(path, settings)
+
+    read = adapters_module._read
+    monkeypatch.setattr(adapters_module, "_read", read_slowly)
+    adapters, lora = Adapters(b""), make_lora(folder)
+    assert "still being read" in read_reason(adapters, lora)
+    assert "still being read" in read_reason(adapters, lora)
+    may_read.set()
+    adapters._reader.shutdown()
+    assert isinstance(adapters.find(lora), Adapter)
 
 
 @pytest.mark.parametrize(

@@ -64,16 +64,17 @@ class Adapters:
         self._digests: dict[_Key, Future[_Digest] | NotIdentified] = {}
 
     def find(self, lora: LoRARequest) -> Adapter | NotIdentified:
-        """The adapter of a request."""
+        """The adapter of a request. Blocks for `WAIT_S` at most, at the first of an adapter."""
         name, path = str(lora.lora_name), Path(lora.lora_path).expanduser()
         key = name, str(path), bool(lora.is_3d_lora_weight)
         known = self._digests.get(key)
         if known is None:
             settings = self._settings + (b"3d" if key[2] else b"")
             known = self._digests[key] = self._reader.submit(_read, path, settings)
+            wait((known,), WAIT_S)
         if isinstance(known, NotIdentified):
             return known
-        if not wait((known,), WAIT_S).done:
+        if not known.done():
             return NotIdentified(f"the files of the adapter {name!r} are still being read")
         found = _check(name, path, known, is_replaced=bool(lora.load_inplace))
         if isinstance(found, NotIdentified):

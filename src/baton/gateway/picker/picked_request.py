@@ -85,7 +85,7 @@ class PickedRequest:
         """
         services, context = self._services, self._context
         body = find_base(services.workers, parse_body(data, context.client.tenant))
-        context.model = body.model
+        context.model, context.adapter = body.model, body.adapter
         context.model_targets = services.options.targets_of(body.model)
         match = await find_prompt(services, body)
         num_tokens = estimate_prompt_tokens(body) if match is None else match.num_tokens
