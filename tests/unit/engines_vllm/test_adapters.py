@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from threading import Event
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ import pytest
 
 from baton.engines.vllm import adapters as adapters_module
 from baton.engines.vllm.adapters import Adapters, NotIdentified, describe_settings
-from baton.kv.identity import Adapter
+from baton.kv.identity import Adapter, adapt_fingerprint
 from tests.unit.engines_vllm.test_admission import (
     admission,
     clock,
@@ -114,6 +115,15 @@ def test_what_is_loaded_is_not_known(
     adapters = Adapters(b"")
     assert reason in read_reason(adapters, make_lora(tmp_path / folder, **changes))
     assert reason in read_reason(adapters, make_lora(tmp_path / folder))
+
+
+def test_a_models_fingerprint_with_an_adapter_is_as_documented() -> None:
+    """Servers of other versions share entries by it: docs/wire/block-hash.md."""
+    written = b"baton/adapter/1" + b"\x02\0\0\0fp" + b"\x03\0\0\0d1g"
+    expected = hashlib.sha256(written).hexdigest()
+    assert adapt_fingerprint("fp", Adapter("sql", "d1g")) == expected
+    assert adapt_fingerprint("fp", Adapter("law", "d1g")) == expected
+    assert adapt_fingerprint("fp", None) == "fp"
 
 
 def find_prompt_hash(admission: Admission, lora: object, name: str) -> bytes:
