@@ -13,7 +13,7 @@ import numpy as np
 
 from baton.bench.load.job import SCHEMA as REPORT_SCHEMA
 from baton.bench.load.job import Report
-from baton.bench.statistics import Run, Statistic, contrast
+from baton.bench.statistics import Contrast, Run, Statistic, contrast
 from baton.errors import UNDECODABLE, ConfigError
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from baton.bench.load.records import Record
-    from baton.bench.statistics import Contrast
 
 NUM_SLICES: Final = 20
 """Slices of a single run, for the spread of its rate."""

@@ -26,7 +26,7 @@ from baton.store.entry_format import (
     make_header,
     parse_header,
 )
-from baton.store.interface import PutResult
+from baton.store.interface import EntryName, PutResult, TenantLabel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from baton.auth.key import ClusterKey
     from baton.store.counted_tier import CountedTier
     from baton.store.entry_format import EntryHeader
-    from baton.store.interface import EntryName, TenantLabel
 
 BEGIN: Final = b"BATONKA1"
 END: Final = b"BATONKAE"

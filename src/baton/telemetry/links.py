@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from baton.telemetry.transfers import OPERATIONS, LinkLabels, name_distance
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-
-    from prometheus_client import CollectorRegistry
 
     from baton.telemetry.handoff_metrics import ReceivePaths
     from baton.telemetry.transfer_report import SegmentCounts

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
 
 from baton.telemetry.drift import DriftDetector, DriftState
 from baton.telemetry.log_histogram import LogHistogram
-from baton.telemetry.trace import Stamp, compute_durations
+from baton.telemetry.trace import RequestSpan, Stamp, compute_durations
 from baton.telemetry.transfer_report import (
     DISTANCES,
     MAX_ENTRIES,
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from baton.clock import Clock, Instant
     from baton.ids import Epoch
-    from baton.telemetry.trace import RequestSpan
     from baton.telemetry.transfer_report import StoreReport
 
 MIB: Final = 1 << 20

@@ -22,12 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from baton.launch.child import exit_with_parent
-from baton.testing.network_namespaces import bridged_hosts, dropping_packets_from
+from baton.testing.network_namespaces import BridgedHost, bridged_hosts, dropping_packets_from
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-
-    from baton.testing.network_namespaces import BridgedHost
 
 HEAD_PORT: Final = 6379
 START_TIMEOUT_S: Final = 60.0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 from prometheus_client import CollectorRegistry
 
 import baton
-from baton.clock import MachineClock, read_clock_domain
+from baton.clock import Clock, MachineClock, read_clock_domain
 from baton.errors import HandoffError
 from baton.handoff.pool_mode.metrics import PoolModeCollector
 from baton.handoff.pool_mode.store_report import report_store
@@ -65,7 +65,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from baton.auth.ticket import Ticket
-    from baton.clock import Clock
     from baton.engines.interface import Engine
     from baton.handoff.dispatcher import HandoffDispatcher
     from baton.handoff.interface import (

@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias
 
 from baton.clock import Instant
 from baton.record import Record
-from baton.transfer.links.cost_model import NUM_REMEMBERED
+from baton.transfer.links.cost_model import NUM_REMEMBERED, LinkModel, SizeClass, TransferShape
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from baton.telemetry.transfer_report import SegmentCounts
-    from baton.transfer.links.cost_model import LinkModel, SizeClass, TransferShape
 
 MIN_BACKOFF_S: Final = 0.5
 MAX_BACKOFF_S: Final = 60.0

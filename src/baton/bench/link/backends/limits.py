@@ -23,14 +23,11 @@ import numpy as np
 
 from baton.errors import PeerLostError, PeerUnreachableError, TransferError
 from baton.net.channel import skip_bytes
-from baton.rig.backend import Backend, Traits
-from baton.rig.pages import allocate_pool, view_bytes
+from baton.rig.backend import Backend, BackendContext, StopRequested, Traits
+from baton.rig.pages import Direction, Move, allocate_pool, view_bytes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from baton.rig.backend import BackendContext, StopRequested
-    from baton.rig.pages import Direction, Move
 
 
 class Memcpy(Backend):
