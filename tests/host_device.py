@@ -3,7 +3,7 @@
 A second implementation of `cuda_ipc`'s seam, for its tests: bytes really move between processes,
 and copies are really under way for a while. A handle names a memfd of a process.
 
-`python -m baton.testing.host_device` is `baton.testing.transport_peer` over it.
+`python -m tests.host_device` is `baton.testing.transport_peer` over it.
 """
 
 from __future__ import annotations
