@@ -135,13 +135,7 @@ def check_gateway(url: str, host: Host, clock: Clock) -> Report:
 
 def _fleet_probe(name: str, check: Callable[[Gateway], list[Finding]], gateway: Gateway) -> Probe:
     level = Level.PROBLEM if name == UNREACHABLE else Level.WARNING
-    return Probe(Area.FLEET, name, partial(_run_check, check, gateway), level, FLEET_TIMEOUT_S)
-
-
-def _run_check(
-    check: Callable[[Gateway], list[Finding]], gateway: Gateway, _host: Host
-) -> list[Finding]:
-    return check(gateway)
+    return Probe(Area.FLEET, name, lambda _host: check(gateway), level, FLEET_TIMEOUT_S)
 
 
 def make_report(subject: str, findings: Sequence[Finding], duration_s: float) -> Report:
