@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
+from baton.telemetry.transfers import PeerSegments
 from baton.transfer.interface import CountsSegments
-from baton.transfer.links.choice import PeerSegments
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
