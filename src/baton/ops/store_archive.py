@@ -19,13 +19,7 @@ from typing import TYPE_CHECKING, BinaryIO, Final
 import msgspec
 
 from baton.errors import ProtocolError, StoreError, StoreFullError
-from baton.store.entry_format import (
-    HEADER_BYTES,
-    MAGIC,
-    has_digest,
-    make_header,
-    parse_header,
-)
+from baton.store.entry_format import HEADER_BYTES, MAGIC, has_digest, make_header, parse_header
 from baton.store.interface import EntryName, PutResult, TenantLabel
 
 if TYPE_CHECKING:

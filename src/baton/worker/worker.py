@@ -50,12 +50,7 @@ from baton.worker.app import Bearer, PatternRoute, Routes, WorkerApp
 from baton.worker.engine_client import EngineClient
 from baton.worker.generation import GenerationContext, GenerationService
 from baton.worker.http_exchange import FencedError
-from baton.worker.metrics import (
-    EngineCollector,
-    FenceCollector,
-    LeaseCollector,
-    RequestObserver,
-)
+from baton.worker.metrics import EngineCollector, FenceCollector, LeaseCollector, RequestObserver
 from baton.worker.prompts import NUM_THREADS, PromptReader
 from baton.worker.replies import ChatAdapter, CompletionAdapter
 from baton.worker.status_pages import StatusPages

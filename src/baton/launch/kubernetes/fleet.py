@@ -11,13 +11,7 @@ from baton.clock import MachineClock
 from baton.launch.errors import FleetError
 from baton.launch.fleet import FleetMember, FleetSize, FleetStatus, MemberRole
 from baton.launch.kubernetes.api import FleetApi, KubernetesFleetError
-from baton.launch.kubernetes.members import (
-    ENDED,
-    ROLES,
-    describe_pod,
-    find_role,
-    missing_member,
-)
+from baton.launch.kubernetes.members import ENDED, ROLES, describe_pod, find_role, missing_member
 from baton.launch.kubernetes.objects import VERSION_LABEL, Pod, Workload
 from baton.launch.kubernetes.sizes import divide, find_without_identity, pod_names
 from baton.launch.kubernetes.waiting import (

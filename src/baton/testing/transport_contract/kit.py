@@ -13,12 +13,7 @@ from baton.clock import Clock, MachineClock
 from baton.ids import TicketId, new_epoch
 from baton.testing.transport_pair import TIMEOUT_S, Side, TransportPair, spans_of_pages
 from baton.transfer.devices.extents import choose_allocation
-from baton.transfer.interface import (
-    TRANSPORTS,
-    Arrived,
-    TransportContext,
-    WriteCompleted,
-)
+from baton.transfer.interface import TRANSPORTS, Arrived, TransportContext, WriteCompleted
 from baton.transfer.region import view_pages
 
 if TYPE_CHECKING:

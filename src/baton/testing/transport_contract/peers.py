@@ -18,12 +18,7 @@ from baton.net.channel import needs_sealing
 from baton.net.endpoints import ATTACH_TIMEOUT_S, MAX_UNPROVED, PROOF_TIMEOUT_S
 from baton.net.framing import PREFIX_BYTES, DialerHandshake, encode_frame
 from baton.testing.clocks import ManualClock
-from baton.testing.transport_contract.kit import (
-    NUM_PAGES,
-    PAGE_BYTES,
-    TransportKit,
-    check_write,
-)
+from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES, TransportKit, check_write
 from baton.testing.transport_pair import Side, TransportPair, is_about, whole_pages
 from baton.transfer.interface import (
     GrantQuiescent,

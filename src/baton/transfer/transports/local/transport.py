@@ -34,10 +34,7 @@ from baton.transfer.interface import (
     WriteFailed,
     WriteGrant,
 )
-from baton.transfer.region import (
-    check_array,
-    view_pages,
-)
+from baton.transfer.region import check_array, view_pages
 from baton.transfer.transports.local.mailbox import (
     Attach,
     Attached,

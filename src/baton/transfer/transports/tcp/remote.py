@@ -28,12 +28,7 @@ from baton.transfer.interface import (
     WriteFailed,
 )
 from baton.transfer.messages import MAX_BODY_BYTES, NotAttached
-from baton.transfer.scatter_gather import (
-    MAX_PART_BYTES,
-    cut_parts,
-    target_of,
-    write_batches,
-)
+from baton.transfer.scatter_gather import MAX_PART_BYTES, cut_parts, target_of, write_batches
 from baton.transfer.transports.tcp.sockets import TcpOptions, fit_buffers
 from baton.transfer.transports.tcp.wire import (
     Attach,
