@@ -39,7 +39,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from baton.launch.fleet import FleetMember, FleetStatus
-from baton.testing.greedy_load import GreedyLoad
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.greedy_load import GreedyLoad
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

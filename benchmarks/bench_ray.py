@@ -7,7 +7,7 @@
     python benchmarks/bench_ray.py --table benchmarks/results/ray.json
 
 Needs root, iproute2, util-linux, a C compiler, redis-server and Ray; prints what is missing. The
-hosts are namespaces on this machine (baton.testing.ray_hosts): one has Ray's head, the gateway and
+hosts are namespaces on this machine (tests.ray.hosts): one has Ray's head, the gateway and
 the prefill worker, each of the others a decode worker (embedded engine, float32, the demo model).
 In the session `gcs` the first has only Ray's head and Redis. Each session starts all of it anew:
 `first_token_s` counts from the first `ray start` to the first token of the first stream; `stages`

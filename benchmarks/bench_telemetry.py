@@ -29,8 +29,7 @@ from baton.telemetry.handoff_metrics import HandoffInstruments, ReceivePaths
 from baton.telemetry.links import LinkInstruments
 from baton.telemetry.log_histogram import LogHistogram
 from baton.telemetry.trace import RequestSpan, Stamp
-from baton.telemetry.transfers import TransferTable
-from baton.transfer.links.choice import Outcome
+from baton.telemetry.transfers import Outcome, TransferTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable

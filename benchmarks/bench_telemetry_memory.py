@@ -61,10 +61,9 @@ from baton.telemetry.handoff_metrics import HandoffInstruments, ReceivePaths
 from baton.telemetry.links import LinkInstruments
 from baton.telemetry.trace import RequestSpan, Stamp, TraceRing
 from baton.telemetry.trace_context import begin_span, read_context
-from baton.telemetry.transfers import TransferTable
+from baton.telemetry.transfers import Outcome, TransferTable, TransferTime
 from baton.testing.clocks import ManualClock
 from baton.testing.fleet import Fleet
-from baton.transfer.links.choice import Outcome, TransferTime
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,9 +7,11 @@ between its own pool and the owner's. Without a GPU both use memory of this host
 from __future__ import annotations
 
 import secrets
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
@@ -22,7 +24,6 @@ from baton.clock import MachineClock
 from baton.errors import TransferError
 from baton.ids import Epoch, new_epoch, new_region_handle, new_ticket_id
 from baton.kv.copies import CopyGroup, PageCopies
-from baton.testing import host_device
 from baton.transfer.interface import (
     TRANSPORTS,
     Arrived,
@@ -40,6 +41,9 @@ from baton.transfer.interface import (
 )
 from baton.transfer.region import compute_region_bytes, place_arrays
 from baton.transfer.transports.nixl.agent import load_nixl
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests import host_device
 
 if TYPE_CHECKING:
     from baton.transfer.interface import Transport

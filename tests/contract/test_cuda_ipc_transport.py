@@ -6,7 +6,6 @@ What a GPU does itself is tested where there is one: tests/gpu.
 import socket
 from typing import ClassVar
 
-from baton.testing.host_device import HostDevice, allocate_region, build_transport
 from baton.testing.transport_contract import (
     MultiArrayContract,
     NetworkReadingContract,
@@ -15,12 +14,13 @@ from baton.testing.transport_contract import (
 from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES, check_write
 from baton.testing.transport_pair import whole_pages
 from baton.transfer.interface import GrantQuiescent, RemoteLost, WriteCompleted
+from tests.host_device import HostDevice, allocate_region, build_transport
 
 
 class TestCudaIpc(NetworkTransportContract, NetworkReadingContract, MultiArrayContract):
     kind = "cuda_ipc"
     peer_writes = True
-    peer_module: ClassVar[str] = "baton.testing.host_device"
+    peer_module: ClassVar[str] = "tests.host_device"
 
     def make_transport(self, context):
         return build_transport(self.kind, self.options)(context)

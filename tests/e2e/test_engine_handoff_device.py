@@ -1,6 +1,6 @@
 """KV in a device's memory goes from engine to engine by `cuda_ipc`.
 
-Memory of this host is in place of the device's (`baton.testing.host_device`): bytes are copied late
+Memory of this host is in place of the device's (`tests.host_device`): bytes are copied late
 and in halves, by another thread.
 """
 
@@ -17,9 +17,9 @@ from baton.auth.credentials import Credentials
 from baton.engines.gpu.device_region import TensorAccess
 from baton.engines.interface import Colocated, DecodeRequest, PrefillRequest
 from baton.handoff.probing import LinkProber
-from baton.testing import host_device
-from baton.testing.host_device import HostDevice
+from tests import host_device
 from tests.e2e.test_engine_handoff_agents import PROMPTS, make_ticket, node
+from tests.host_device import HostDevice
 
 
 def allocate_region(shapes):

@@ -17,8 +17,8 @@ from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.engines.gpu.device_region import register_pages
 from baton.handoff.kv_views import KVView
-from baton.testing import host_device
 from baton.transfer.region import release_region, view_pages
+from tests import host_device
 from tests.gpu.vllm_layouts import view_layers
 from tests.integration.handoff_nodes import NUM_BLOCKS, NUM_LAYERS, Pages, make_layout, node
 from tests.unit.handoff.orders import send_order

@@ -25,9 +25,8 @@ from baton.ids import new_epoch
 from baton.protocol.alerts import Alert, AlertName, AlertState
 from baton.telemetry.drift import DEFAULTS
 from baton.telemetry.transfer_report import SegmentCounts, TransferReport
-from baton.telemetry.transfers import LinkLabels, TransferTable
+from baton.telemetry.transfers import LinkLabels, TransferTable, TransferTime
 from baton.testing.clocks import ManualClock
-from baton.transfer.links.choice import TransferTime
 from tests.integration.gateway_cluster import STREAM, Cluster, cluster, run, until, until_true
 from tests.integration.scripted_vllm import ScriptedVllm, say_abc_as_vllm
 from tests.integration.scripted_worker import MODEL

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from baton.handoff.messages import TransferOp
+    from baton.telemetry.transfers import Direction, Outcome, TransferTime
     from baton.transfer.interface import Transport
-    from baton.transfer.links.choice import Choice, Direction, Outcome, TransferTime
+    from baton.transfer.links.choice import Choice
     from baton.transfer.links.cost_model import LinkModel
 
 BOTH = ("shared", "tcp")

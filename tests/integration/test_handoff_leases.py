@@ -22,7 +22,8 @@ from tests.integration.handoff_nodes import CLOCK, Handoff, Node, make_handoff, 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from baton.transfer.links.choice import Choice, Direction
+    from baton.telemetry.transfers import Direction
+    from baton.transfer.links.choice import Choice
 
 KEY = Credentials.of(ClusterKey(b"k" * 32))
 LEASE_S = 0.6

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from baton.handoff.messages import TransferOp
-    from baton.transfer.links.choice import PeerSegments
+    from baton.telemetry.transfers import PeerSegments
 
 NUM_TOKENS = 400
 MESSAGE_BYTES = 30_000

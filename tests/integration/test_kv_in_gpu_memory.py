@@ -1,6 +1,6 @@
 """Agents whose KV stays where an engine allocated it in a GPU's memory, as vLLM does.
 
-`baton.testing.host_device` is in place of the GPU: bytes move late, in halves, by another thread.
+`tests.host_device` is in place of the GPU: bytes move late, in halves, by another thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from baton.auth.key import ClusterKey
 from baton.errors import TransferError
 from baton.handoff.interface import BlocksQuiescent, KVFailed, KVLanded, KVSent, SendFailed
 from baton.telemetry.trace import Stamp
-from baton.testing import host_device
+from tests import host_device
 from tests.integration.gpu_pages import (
     UNDER_WAY,
     HeldPosition,

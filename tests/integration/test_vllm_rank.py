@@ -30,8 +30,8 @@ from baton.errors import ConfigError
 from baton.ids import Epoch, WorkerId
 from baton.protocol.worker_http import TRANSFERS_PATH
 from baton.telemetry.transfer_report import TransferReport
-from baton.testing import host_device
 from baton.transfer.interface import TRANSPORTS
+from tests import host_device
 from tests.lazy_modules import LazyModule
 from tests.unit.engines_vllm.caches import (
     BLOCK_SIZE,

@@ -34,8 +34,8 @@ from baton.engines.vllm.step_orders import (
     StepOrders,
     StepReport,
 )
-from baton.testing import host_device
 from baton.transfer.interface import TRANSPORTS
+from tests import host_device
 from tests.integration.test_vllm_rank import OpenRank
 from tests.unit.engines_vllm.caches import BLOCK_SIZE
 from tests.unit.handoff.orders import PROMPT_HASH, make_ticket

@@ -29,14 +29,14 @@ from baton.launch.fleet import FleetMember, FleetStatus
 from baton.launch.gateways import find_up, get
 from baton.protocol.members import decode_members
 from baton.testing.fleet import Fleet
-from baton.testing.greedy_load import GreedyLoad
-from baton.testing.ray_hosts import ray_cluster
 from tests.chaos.process_state import read_listening_ports
+from tests.greedy_load import GreedyLoad
+from tests.ray.hosts import ray_cluster
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from baton.testing.ray_hosts import IsolatedHost, RayCluster
+    from tests.ray.hosts import IsolatedHost, RayCluster
 
 FLEET = "chaos"
 LABELS = (

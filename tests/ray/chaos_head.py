@@ -21,8 +21,8 @@ from tests.ray.chaos_injections import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from baton.testing.ray_hosts import IsolatedHost
     from tests.ray.chaos_fleet import ChaosFleet
+    from tests.ray.hosts import IsolatedHost
 
 
 @contextmanager

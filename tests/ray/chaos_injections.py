@@ -35,7 +35,7 @@ from tests.ray.chaos_fleet import (
 )
 
 if TYPE_CHECKING:
-    from baton.testing.ray_hosts import IsolatedHost
+    from tests.ray.hosts import IsolatedHost
 
 VICTIM = "decode-1"
 EFFECT_TIMEOUT_S = 10.0

@@ -29,7 +29,7 @@ from tests.ray.chaos_fleet import NUM_CLIENTS, ChaosFleet, RayProcess, wait_unti
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
-    from baton.testing.greedy_load import GreedyLoad
+    from tests.greedy_load import GreedyLoad
     from tests.ray.chaos_faults import Fault
     from tests.ray.chaos_injections import Injected
 

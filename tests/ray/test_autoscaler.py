@@ -14,7 +14,7 @@ import pytest
 
 from baton.launch.fleet import FleetStatus
 from baton.testing.network_namespaces import NoNamespaceError
-from baton.testing.ray_hosts import HEAD_PORT, ray_cluster
+from tests.ray.hosts import HEAD_PORT, ray_cluster
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray is not installed: make test-ray", allow_module_level=True)

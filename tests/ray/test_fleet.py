@@ -16,9 +16,8 @@ import msgspec
 import pytest
 
 from baton.launch.fleet import FleetStatus
-from baton.testing.greedy_load import GreedyLoad
 from baton.testing.network_namespaces import NoNamespaceError
-from baton.testing.ray_hosts import ray_cluster
+from tests.greedy_load import GreedyLoad
 from tests.ray.chaos_faults import BY_NAME
 from tests.ray.chaos_fleet import (
     FLEET,
@@ -31,6 +30,7 @@ from tests.ray.chaos_fleet import (
     up_words,
 )
 from tests.ray.chaos_play import play
+from tests.ray.hosts import ray_cluster
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray is not installed: make test-ray", allow_module_level=True)

@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING, Final
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
-from baton.auth.certificates import MAX_CERTIFICATE_BYTES, IdentityRole
+from baton.auth.certificates import MAX_CERTIFICATE_BYTES, IdentityRole, PeerIdentity
 from baton.auth.session import Session
 from baton.errors import AuthenticationError, ProtocolError
 
 if TYPE_CHECKING:
-    from baton.auth.certificates import PeerIdentity
     from baton.auth.credentials import Credentials
 
 EPHEMERAL_BYTES: Final = 32

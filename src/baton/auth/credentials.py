@@ -27,7 +27,7 @@ from baton.auth.certificates import (
 )
 from baton.auth.key import ClusterKey
 from baton.auth.verified_tickets import VerifiedTickets
-from baton.clock import MachineClock
+from baton.clock import Clock, MachineClock
 from baton.errors import AuthenticationError, ConfigError
 
 if TYPE_CHECKING:
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
-    from baton.clock import Clock
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from msgspec import Meta
 
-from baton.auth.certificates import MAX_CERTIFICATE_BYTES
+from baton.auth.certificates import MAX_CERTIFICATE_BYTES, IdentityRole, PeerIdentity
 
 if TYPE_CHECKING:
-    from baton.auth.certificates import IdentityRole, PeerIdentity
     from baton.auth.credentials import Credentials
 
 

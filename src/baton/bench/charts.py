@@ -10,7 +10,7 @@ from html import escape
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
 
-from baton.bench.architectures.results import measured_metrics
+from baton.bench.architectures.results import Findings, LevelInfo, Metric, measured_metrics
 from baton.bench.printing import format_number
 from baton.errors import ConfigError
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from baton.bench.architectures.results import Findings, LevelInfo, Metric
     from baton.bench.link.report import ReferenceRow, Report, Row
     from baton.protocol.route_explanation import RouteCandidate, RouteExplanation
 

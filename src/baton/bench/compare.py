@@ -13,7 +13,7 @@ import numpy as np
 
 from baton.bench.load.job import SCHEMA as REPORT_SCHEMA
 from baton.bench.load.job import Report
-from baton.bench.statistics import Run, Statistic, contrast
+from baton.bench.statistics import Contrast, Run, Statistic, contrast
 from baton.errors import UNDECODABLE, ConfigError
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from baton.bench.load.records import Record
-    from baton.bench.statistics import Contrast
 
 NUM_SLICES: Final = 20
 """Slices of a single run, for the spread of its rate."""
@@ -238,18 +237,11 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     is_too_bad: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Tolerance:
-    """By how much B may be worse; None: no limit."""
+def compare(a: Sequence[Report], b: Sequence[Report], most: float | None = None) -> Comparison:
+    """B against A; each side has at least one report.
 
-    worse_share: float | None = None
-
-
-def compare(
-    a: Sequence[Report], b: Sequence[Report], tolerance: Tolerance | None = None
-) -> Comparison:
-    """B against A; each side has at least one report."""
-    most = None if tolerance is None else tolerance.worse_share
+    By more than the share `most` B may not be worse; None: no limit.
+    """
     lines = tuple(line for metric in METRICS if (line := _compare(metric, a, b, most)) is not None)
     shares = _failed_share(a), _failed_share(b)
     fails_more = most is not None and shares[1] > shares[0] + most

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from baton.bench.architectures.results import METRICS
+from baton.bench.architectures.results import METRICS, Contrast, Estimate, Findings
 from baton.bench.architectures.usage import UNMEASURED
 from baton.bench.architectures.verdict import format_change
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import TextIO
 
-    from baton.bench.architectures.results import Contrast, Estimate, Findings
     from baton.bench.compare import Comparison
     from baton.bench.link.report import ReferenceRow, Row
     from baton.bench.link.report import Report as LinkReport

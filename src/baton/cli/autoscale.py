@@ -8,12 +8,10 @@ from cyclopts import Parameter
 
 from baton.cli.flags import LOCAL, ConfigFlags, Fleet, On, Sets
 from baton.errors import ConfigError
-from baton.launch.fleet import DEFAULT_FLEET
+from baton.launch.fleet import DEFAULT_FLEET, FleetControl
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
-
-    from baton.launch.fleet import FleetControl
 
 LOOPBACK = "127.0.0.1"
 

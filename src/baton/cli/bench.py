@@ -200,7 +200,7 @@ def compare(
     from baton.bench.printing import print_comparison  # noqa: PLC0415
 
     sides = comparing.read_side(a), comparing.read_side(b)
-    found = comparing.compare(*sides, comparing.Tolerance(share))
+    found = comparing.compare(*sides, share)
     if json:
         print(msgspec.json.format(msgspec.json.encode(found)).decode())
     else:

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from baton.engines.interface import ENGINE_SERVERS, ENGINES
+from baton.engines.interface import ENGINE_SERVERS, ENGINES, EngineFactory, EngineServer
 from baton.errors import ConfigError, UnknownPluginError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from baton.engines.interface import EngineFactory, EngineServer
     from baton.registry import Plugin
 
 

@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 from cyclopts import Parameter
 
 from baton.cli.flags import LOCAL, Fleet, On
-from baton.launch.fleet import DEFAULT_FLEET
+from baton.launch.fleet import DEFAULT_FLEET, FleetControl, FleetMember, FleetStatus
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
     from typing import Any
-
-    from baton.launch.fleet import FleetControl, FleetMember, FleetStatus
 
 NUM_LINES = 100
 WIDE_COLUMNS = 160

@@ -21,7 +21,7 @@ from baton.errors import ConfigError, UnknownPluginError
 from baton.gateway.options import check_processes
 from baton.launch.control import Control
 from baton.launch.fleet import DEFAULT_FLEET
-from baton.launch.folder import claim, fleet_folder
+from baton.launch.folder import FleetFolder, claim, fleet_folder
 from baton.launch.logs import LogFolder
 from baton.launch.operations import FleetOperations
 from baton.launch.plan import (
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
     from baton.config.resolve import Resolved
     from baton.config.sections import Config
-    from baton.launch.folder import FleetFolder
 
 TRY_THIS = "Write me a story about a house by the sea, and about those who lived in it."
 """Longer than a block: shorter prompts are computed by the decode worker, without a handoff."""

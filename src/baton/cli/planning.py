@@ -12,17 +12,15 @@ from baton.launch.ray.connection import CONNECT_TIMEOUT_S, check_ray, connected,
 from baton.launch.ray.hosts import list_assignable
 from baton.launch.ray.plan import given_settings, list_needs, settings_file
 from baton.ops.gateway_pages import Gateway
-from baton.planner.fleet_plan import describe_fleet, plan_assignments
+from baton.planner.fleet_plan import FleetPlan, describe_fleet, plan_assignments
 from baton.planner.measured_rates import read_rates
-from baton.planner.traffic import choose_rates, expect_kv
+from baton.planner.traffic import ExpectedKV, LinkRate, choose_rates, expect_kv
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from baton.config.resolve import Resolved
     from baton.config.sections import Config, HostTable
-    from baton.planner.fleet_plan import FleetPlan
-    from baton.planner.traffic import ExpectedKV, LinkRate
     from baton.router.topology import Distance
 
 PLANNED_KEYS: Final = ("fleet.assignments.", "fleet.near")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from baton.events.blocks import WorkerBlockIndex
+from baton.events.blocks import FeedEvent, FeedHealth, KVEventFeed, WorkerBlockIndex
 from baton.events.wire import EVENT_TYPES
 
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from prometheus_client import CollectorRegistry, Metric
 
-    from baton.events.blocks import FeedEvent, FeedHealth, KVEventFeed
     from baton.ids import WorkerId
 
 _TYPES: Final = (*EVENT_TYPES, "Restarted", "Lost")

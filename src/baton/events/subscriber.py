@@ -13,8 +13,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from baton.errors import ConfigError, ProtocolError
-from baton.events.blocks import FeedHealth, Lost, NumberedBatch, Restarted
-from baton.events.sequence import Deliver, RequestReplay, Sequencer
+from baton.events.blocks import EventDomain, FeedEvent, FeedHealth, Lost, NumberedBatch, Restarted
+from baton.events.sequence import Deliver, RequestReplay, Sequencer, SequencerAction
 from baton.events.wire import (
     MAX_MESSAGE_BYTES,
     decode_message,
@@ -27,9 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from baton.clock import Clock
-    from baton.events.blocks import EventDomain, FeedEvent
     from baton.events.endpoint import LiveEndpoint, ReplayEndpoint
-    from baton.events.sequence import SequencerAction
     from baton.ids import WorkerId
 
 MAX_QUEUED_REPLAYS: Final = 20_000

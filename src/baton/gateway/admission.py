@@ -19,8 +19,8 @@ from baton.gateway.errors import QuotaError
 from baton.gateway.targets import PRIORITY_HEADER, TTFT_HEADER
 from baton.router.admission import AdmissionQueue, QueueLimits, Refusal
 from baton.router.fair_queue import QueuedRequest, RefusalCause, lower
-from baton.router.load import TYPICAL_ANSWER_TOKENS
-from baton.router.room import UNLIMITED, FleetRoom
+from baton.router.load import TYPICAL_ANSWER_TOKENS, FleetLoad
+from baton.router.room import UNLIMITED, FleetRoom, Room
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,9 +32,7 @@ if TYPE_CHECKING:
     from baton.gateway.request_context import RequestContext
     from baton.gateway.workers import Workers
     from baton.ids import WorkerId
-    from baton.router.load import FleetLoad
     from baton.router.prefixes import PromptMatch
-    from baton.router.room import Room
 
 TICK_S: Final = 0.1
 """While requests wait: how often the workers are looked at though none has ended."""

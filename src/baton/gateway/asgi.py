@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
 
 from baton.errors import OverloadedError
-from baton.gateway.errors import BodyTooLargeError, ClientLeftError
+from baton.gateway.errors import BodyTooLargeError, ClientLeftError, ErrorAnswer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from starlette.types import Receive, Send
-
-    from baton.gateway.errors import ErrorAnswer
 
 Header = tuple[bytes, bytes]
 DISCARD_TIMEOUT_S: Final = 2.0

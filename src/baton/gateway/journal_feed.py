@@ -12,8 +12,8 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 from baton.errors import BatonError, ProtocolError
-from baton.events.blocks import FeedHealth, Restarted
-from baton.events.journal import BATON_HASHES
+from baton.events.blocks import FeedEvent, FeedHealth, Restarted
+from baton.events.journal import BATON_HASHES, JournalPage
 from baton.events.wire import decode_page
 from baton.gateway.errors import UpstreamError
 from baton.protocol.worker_http import KV_EVENTS_PREFIX, MAX_KV_EVENTS_BYTES
@@ -21,8 +21,6 @@ from baton.protocol.worker_http import KV_EVENTS_PREFIX, MAX_KV_EVENTS_BYTES
 if TYPE_CHECKING:
     from yarl import URL
 
-    from baton.events.blocks import FeedEvent
-    from baton.events.journal import JournalPage
     from baton.gateway.upstream import Upstream
 
 ANSWER_TIMEOUT_S: Final = 10.0

@@ -11,7 +11,7 @@ import logging
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
-from baton.gateway.tail_sampling import KeptKind
+from baton.gateway.tail_sampling import KeptKind, TailSampler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.gateway.otel_export import SpanExport
     from baton.gateway.request_traces import RequestRecord, RequestTraces
-    from baton.gateway.tail_sampling import TailSampler
     from baton.gateway.trace_metrics import TraceMetrics
     from baton.protocol.request_traces import RequestTrace
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 from yarl import URL
 
-from baton.clock import Instant
+from baton.clock import Clock, Instant
 from baton.config.cluster_key import is_loopback
 from baton.errors import ConfigError
 from baton.events.blocks import DEFAULT_MEDIUM, STORE_MEDIUM, EventDomain, WorkerBlockIndex
@@ -24,12 +24,11 @@ from baton.events.journal import BATON_HASHES
 from baton.events.metrics import KVEventCollector
 from baton.gateway.journal_feed import JournalFeed
 from baton.gateway.worker_info import is_same_host
-from baton.router.worker_prefixes import MEDIA
+from baton.router.worker_prefixes import MEDIA, WorkerPrefixes
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from baton.clock import Clock
     from baton.events.blocks import KVEventFeed
     from baton.gateway.metrics import GatewayMetrics
     from baton.gateway.prefixes import Prefixes
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
     from baton.gateway.workers import Worker, Workers
     from baton.ids import Epoch, WorkerId
     from baton.protocol.worker_http import KVEventsSource
-    from baton.router.worker_prefixes import WorkerPrefixes
-
 
 IPC: Final = "ipc://"
 MAX_PATH_BYTES: Final = 107

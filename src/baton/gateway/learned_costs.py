@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias, get_args
 import msgspec
 
 from baton.errors import UNDECODABLE, ConfigError
-from baton.router.learning import MOST_BEND
+from baton.router.learning import MOST_BEND, LearnedLine, PromptLine
 from baton.router.topology import Distance
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
     from pathlib import Path
 
-    from baton.router.learning import LearnedLine, PromptLine
     from baton.router.load import FleetLoad
 
 INTERVAL_S: Final = 10.0

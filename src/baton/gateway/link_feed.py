@@ -12,19 +12,17 @@ import msgspec
 from baton.errors import UNDECODABLE
 from baton.gateway.rank_reports import merge_links
 from baton.gateway.report_feed import ReportFeed, ReportPage
-from baton.gateway.upstream import MAX_SMALL_ANSWER_BYTES
+from baton.gateway.upstream import MAX_SMALL_ANSWER_BYTES, Upstream
 from baton.ids import WorkerId
 from baton.kv.layout import KVLayout
-from baton.protocol.worker_http import LINKS_PATH, MeasuredLink, MeasuredLinks
+from baton.protocol.worker_http import LINKS_PATH, MeasuredLink, MeasuredLinks, WorkerInfo
 from baton.router.handoff_costs import KVShape, LinkCost
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from baton.clock import Clock
-    from baton.gateway.upstream import Upstream
     from baton.gateway.workers import Workers
-    from baton.protocol.worker_http import WorkerInfo
     from baton.router.fleet import WorkerView
     from baton.router.load import FleetLoad
 

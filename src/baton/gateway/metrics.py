@@ -8,7 +8,7 @@ from itertools import accumulate
 from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
@@ -16,7 +16,7 @@ from baton.gateway.queue_metrics import QueueMetrics
 from baton.gateway.target_metrics import TargetMetrics
 from baton.gateway.trace_metrics import TraceMetrics
 from baton.router.health import EjectionCause, HealthState
-from baton.router.placement import NonDisaggregableField
+from baton.router.placement import Mode, NonDisaggregableField
 from baton.router.rebalance import MoveCause
 from baton.telemetry.log_limit import WARNINGS
 from baton.telemetry.metrics import FIRST_TOKEN_EDGES_S, REQUEST_EDGES_S, TOKEN_GAP_EDGES_S
@@ -24,14 +24,11 @@ from baton.telemetry.metrics import FIRST_TOKEN_EDGES_S, REQUEST_EDGES_S, TOKEN_
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from prometheus_client import Metric
-
     from baton.gateway.workers import Workers
     from baton.ids import WorkerId
     from baton.protocol.worker_http import Role
     from baton.router.handoff_costs import HandoffCosts
     from baton.router.load import FleetLoad
-    from baton.router.placement import Mode
 
 
 class SecondsHistogram:

@@ -21,7 +21,7 @@ import uvloop
 from prometheus_client import disable_created_metrics
 
 from baton.auth.ticket import TicketIssuer
-from baton.clock import MachineClock
+from baton.clock import Clock, MachineClock
 from baton.config.cluster_key import is_loopback
 from baton.gateway.admission import Admission
 from baton.gateway.alerts.monitor import AlertMonitor
@@ -90,7 +90,6 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import AsyncGenerator, Generator
 
-    from baton.clock import Clock
     from baton.gateway.members.announced import AnnouncedWorkers
     from baton.gateway.options import GatewayOptions
 

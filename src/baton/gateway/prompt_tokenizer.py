@@ -22,7 +22,7 @@ from baton.errors import UNDECODABLE, BatonError, ConfigError
 from baton.protocol.engine_fields import ABSENT
 from baton.tokenizer.chat_template import TemplateMessage, load_chat_template
 from baton.tokenizer.digest import digest_tokenizer
-from baton.tokenizer.tokenizer import load_tokenizer
+from baton.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.gateway.request import CompletionBody
     from baton.tokenizer.chat_template import ChatTemplate, TemplateValue
-    from baton.tokenizer.tokenizer import Tokenizer
 
 NUM_THREADS: Final = 2
 NUM_INLINE_BYTES: Final = 2048

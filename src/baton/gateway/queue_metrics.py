@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from baton.router.fair_queue import PRIORITIES, RefusalCause
+from baton.router.fair_queue import PRIORITIES, Priority, RefusalCause
 from baton.telemetry.metrics import FIRST_TOKEN_EDGES_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from prometheus_client import CollectorRegistry
-
-    from baton.router.fair_queue import Priority
 
 LEAVING: Final = (RefusalCause.DISPLACED, RefusalCause.TARGET, RefusalCause.DEADLINE)
 """Why a request that waits may have to give up."""

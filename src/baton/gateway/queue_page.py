@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from baton.router.fair_queue import Priority
-from baton.router.room import count_given
+from baton.router.room import FleetRoom, count_given
 
 if TYPE_CHECKING:
     from baton.clock import Clock
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from baton.gateway.workers import Workers
     from baton.ids import WorkerId
     from baton.router.load import FleetLoad
-    from baton.router.room import FleetRoom
 
 
 class WaitingShown(msgspec.Struct, frozen=True):

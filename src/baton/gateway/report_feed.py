@@ -14,7 +14,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Final, Generic, Self, TypeVar
 
 from baton.errors import UNDECODABLE, BatonError
-from baton.gateway.workers import Up
+from baton.gateway.workers import Up, Worker, Workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from baton.clock import Clock
     from baton.gateway.upstream import Upstream
-    from baton.gateway.workers import Worker, Workers
 
 LOOK_S: Final = 1.0
 ANSWER_TIMEOUT_S: Final = 2.0

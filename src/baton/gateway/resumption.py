@@ -26,7 +26,7 @@ from baton.gateway.stream_record import END_OF_EVENT, StreamRecord
 from baton.gateway.stream_replay import Replay
 from baton.protocol.engine_fields import ABSENT
 from baton.protocol.request_fields import Resume
-from baton.protocol.worker_http import SEED_HEADER, TOKEN_IDS_HEADER
+from baton.protocol.worker_http import SEED_HEADER, TOKEN_IDS_HEADER, WorkerProtocol
 from baton.router.rebalance import MoveCause
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from baton.gateway.errors import StreamMovedError
     from baton.gateway.request import CompletionBody
     from baton.gateway.request_context import RequestContext, Services
-    from baton.protocol.worker_http import WorkerProtocol
     from baton.router.fleet import Fleet, WorkerView
     from baton.router.placement import Placement
 

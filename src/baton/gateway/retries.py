@@ -9,12 +9,11 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING
 
-from baton.router.failover import RetryVerdict
+from baton.router.failover import RetryBudget, RetryVerdict
 
 if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.gateway.metrics import GatewayMetrics
-    from baton.router.failover import RetryBudget
 
 
 class Retries:

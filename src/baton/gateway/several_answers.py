@@ -18,7 +18,7 @@ from baton.gateway.answer_merge import AnswerMerger, EventSplitter
 from baton.gateway.asgi import JSON, send_whole
 from baton.gateway.errors import AnswerError, ErrorAnswer, UpstreamError
 from baton.gateway.metrics import Phase
-from baton.gateway.request import find_non_disaggregable_field
+from baton.gateway.request import CompletionBody, find_non_disaggregable_field
 from baton.gateway.request_proxy import RequestProxy
 from baton.gateway.response_forwarder import TAIL_BYTES
 from baton.protocol.worker_http import REQUEST_ID_HEADER
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from baton.auth.ticket import HandoffMode
     from baton.gateway.answer_plan import AnswerPlan
-    from baton.gateway.request import CompletionBody
     from baton.gateway.request_context import RequestContext, Services
     from baton.gateway.request_traces import RequestRecord
     from baton.router.fleet import WorkerView

@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from baton.gateway.health_monitor import has_substitute
-from baton.gateway.members.heartbeat_table import Silence, judge_silence
+from baton.gateway.members.heartbeat_table import Heartbeats, HeartbeatTable, Silence, judge_silence
 
 if TYPE_CHECKING:
     from yarl import URL
 
     from baton.clock import Instant
-    from baton.gateway.members.heartbeat_table import Heartbeats, HeartbeatTable
     from baton.gateway.request_context import Services
     from baton.gateway.workers import Worker
     from baton.ids import Epoch

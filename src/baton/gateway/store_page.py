@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from baton.telemetry.transfer_report import StoreReport
+from baton.telemetry.transfer_report import StoreReport, StoreTier, TransferReport
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-
-    from baton.telemetry.transfer_report import StoreTier, TransferReport
 
 MOST_WORKER_TIERS: Final = 1000
 

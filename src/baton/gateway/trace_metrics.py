@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from prometheus_client import Counter
+from prometheus_client import CollectorRegistry, Counter
 
 from baton.gateway.tail_sampling import KeptKind
-
-if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
 
 
 class TraceMetrics:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from baton.gateway.store_page import FleetStore, WorkerStore, add_stores
-from baton.gateway.transfer_feed import WINDOW_S
+from baton.gateway.transfer_feed import WINDOW_S, ReportHistory, TransferFeed
 from baton.gateway.transfer_sums import (
     add_handoffs,
     add_links,
@@ -33,7 +33,6 @@ from baton.telemetry.transfers import MIB
 
 if TYPE_CHECKING:
     from baton.clock import Clock
-    from baton.gateway.transfer_feed import ReportHistory, TransferFeed
     from baton.gateway.workers import Worker
 
 MOST_LISTED: Final = 1000

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from baton.telemetry.log_histogram import LogHistogram
+from baton.telemetry.log_histogram import BucketCounts, LogHistogram
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from baton.telemetry.log_histogram import BucketCounts
     from baton.telemetry.transfer_report import (
         HandoffTransfers,
         LinkSegments,

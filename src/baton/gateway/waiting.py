@@ -9,14 +9,12 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final
 
-from baton.clock import Instant
-from baton.gateway.metrics import WaitOutcome
+from baton.clock import Clock, Instant
+from baton.gateway.metrics import GatewayMetrics, WaitOutcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from baton.clock import Clock
-    from baton.gateway.metrics import GatewayMetrics
     from baton.gateway.workers import Workers
     from baton.router.fleet import Fleet
 

@@ -22,7 +22,7 @@ import msgspec
 from baton.handoff.agent_loop import AgentLoop
 from baton.handoff.heartbeat import EngineHeartbeat
 from baton.record import MutableRecord
-from baton.transfer.links.choice import NullObserver
+from baton.transfer.links.choice import LinkObserver, NullObserver
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from baton.handoff.options import AgentOptions
     from baton.handoff.peer_transports import LinkReport
     from baton.ids import TicketId
-    from baton.transfer.links.choice import LinkObserver
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from baton.auth.ticket import WorkerRef
 from baton.errors import BatonError, PeerLostError, TransferError
 from baton.handoff.decode_receiver import DecodeReceiver
 from baton.handoff.heartbeat import EngineHeartbeat, HeartbeatPublisher
-from baton.handoff.kv_views import AgentContext, RegisteredView
+from baton.handoff.kv_views import AgentContext, KVView, RegisteredView
 from baton.handoff.link_encodings import LinkEncodings
 from baton.handoff.messages import (
     PROTOCOL_VERSION,
@@ -28,12 +28,8 @@ from baton.handoff.messages import (
     ReceiverMessage,
     SenderMessage,
 )
-from baton.handoff.peer_transports import (
-    PeerTransportLost,
-    PeerTransportTable,
-    PeerTransportUp,
-)
-from baton.handoff.peers import MessageReceived, Peer, PeerGone, PeerTable, PeerUp
+from baton.handoff.peer_transports import PeerTransportLost, PeerTransportTable, PeerTransportUp
+from baton.handoff.peers import MessageReceived, Peer, PeerEvent, PeerGone, PeerTable, PeerUp
 from baton.handoff.prefill_sender import PrefillSender
 from baton.handoff.probing import LinkProber, ProbeTarget
 from baton.handoff.reference.exports import SharedBlockExporter
@@ -56,13 +52,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from baton.clock import Instant
-    from baton.handoff.interface import (
-        HandoffEvent,
-    )
-    from baton.handoff.kv_views import KVView
+    from baton.handoff.interface import HandoffEvent
     from baton.handoff.options import AgentOptions
     from baton.handoff.peer_transports import LinkReport
-    from baton.handoff.peers import PeerEvent
     from baton.ids import TicketId
     from baton.transfer.interface import RemoteId, TransferEvent, Transport
     from baton.transfer.links.choice import LinkObserver

@@ -23,8 +23,8 @@ import msgspec
 import numpy as np
 
 from baton.encodings.error_budget import check_is_alone, find_for_links
-from baton.encodings.interface import RAW, open_encoding
-from baton.encodings.rates import calibrate
+from baton.encodings.interface import RAW, KVEncoding, open_encoding
+from baton.encodings.rates import EncodingRate, EncodingRates, calibrate
 from baton.errors import ConfigError
 from baton.handoff.kv_views import KVView
 from baton.kv.copies import count_blocks
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.clock import Clock, Instant
-    from baton.encodings.interface import KVEncoding
-    from baton.encodings.rates import EncodingRate, EncodingRates
     from baton.handoff.interface import StreamPosition
     from baton.telemetry.trace import RequestSpan
     from baton.transfer.devices.extents import AllocateRegion

@@ -7,24 +7,17 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from baton.auth.ticket import Ticket, is_signed, text_of, unseal
+from baton.auth.ticket import Ticket, WorkerRef, is_signed, text_of, unseal
 from baton.clock import Instant
 from baton.encodings.interface import RAW
 from baton.errors import ProtocolError, TicketError
-from baton.handoff.messages import (
-    MAX_BATCH,
-    FallbackToWrite,
-    Grant,
-    RenewLease,
-    unpack_blocks,
-)
+from baton.handoff.messages import MAX_BATCH, FallbackToWrite, Grant, RenewLease, unpack_blocks
 from baton.kv.copies import BlockTable
 from baton.record import Record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from baton.auth.ticket import WorkerRef
     from baton.handoff.kv_views import AgentContext
     from baton.handoff.peers import Peer
     from baton.ids import Epoch, TicketId, WorkerId

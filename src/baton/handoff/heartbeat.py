@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
-from baton.clock import Instant
+from baton.clock import Clock, Instant
 from baton.handoff.grants import epoch_of
 from baton.handoff.messages import MAX_BATCH, Keepalive
 from baton.record import Record
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from baton.auth.ticket import Ticket
-    from baton.clock import Clock
     from baton.handoff.kv_views import AgentContext
     from baton.handoff.peers import Peer
     from baton.ids import Epoch, TicketId

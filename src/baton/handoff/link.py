@@ -11,9 +11,9 @@ import socket
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
-from baton.auth.session import TAG_BYTES
+from baton.auth.session import TAG_BYTES, Session
 from baton.errors import PeerLostError, PeerUnreachableError
-from baton.handoff.io_backend import OS_BACKEND
+from baton.handoff.io_backend import OS_BACKEND, IoBackend, NonBlockingSocket
 from baton.handoff.messages import MAX_MESSAGE_BYTES, Message, decode, encode
 from baton.net.framing import (
     MAX_HANDSHAKE_BYTES,
@@ -26,9 +26,7 @@ from baton.net.framing import (
 if TYPE_CHECKING:
     from baton.auth.certificates import PeerIdentity
     from baton.auth.credentials import Credentials
-    from baton.auth.session import Session
     from baton.clock import Instant
-    from baton.handoff.io_backend import IoBackend, NonBlockingSocket
 
 PURPOSE: Final = "handoff"
 MAX_UNSENT_BYTES: Final = 64 * 1024 * 1024

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from baton.encodings.interface import RAW
 from baton.errors import ConfigError
-from baton.handoff.io_backend import OS_BACKEND
+from baton.handoff.io_backend import OS_BACKEND, IoBackend
 from baton.handoff.peer_transports import LinkOptions
 from baton.handoff.verify import VerificationPolicy
 from baton.transfer.adaptive_wait import MAX_SPIN_S
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from baton.auth.credentials import Credentials
     from baton.auth.ticket import HandoffMode
     from baton.clock import Clock, Instant
-    from baton.handoff.io_backend import IoBackend
     from baton.handoff.kv_views import KVView
     from baton.handoff.messages import TransferOp
     from baton.ids import Epoch, WorkerId

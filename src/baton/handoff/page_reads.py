@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from baton.errors import BatonError, PeerLostError
-from baton.handoff.incoming import BlockTableCache, explain_mismatch, verify_read
-from baton.handoff.messages import Notification
-from baton.handoff.session.actions import TransferHandle
+from baton.handoff.incoming import BlockTableCache, IncomingHandoff, explain_mismatch, verify_read
+from baton.handoff.messages import Available, Notification
+from baton.handoff.session.actions import ReceiveAction, TransferHandle
 from baton.handoff.session.receive import ReceivePhase
 from baton.kv.copies import (
     MAX_JOINED_BYTES,
@@ -26,20 +26,16 @@ from baton.kv.copies import (
 )
 from baton.record import Record
 from baton.transfer.interface import PageRead, as_reader
-from baton.transfer.links.cost_model import measure_shape
+from baton.transfer.links.cost_model import TransferShape, measure_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from baton.handoff.incoming import IncomingHandoff
     from baton.handoff.kv_views import AgentContext
-    from baton.handoff.messages import Available
     from baton.handoff.peer_transports import PeerTransport, TransportChoice
     from baton.handoff.peers import Peer
-    from baton.handoff.session.actions import ReceiveAction
     from baton.ids import RegionHandle
     from baton.kv.digest import PieceDigests
-    from baton.transfer.links.cost_model import TransferShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,13 +22,10 @@ import msgspec
 from baton.encodings.interface import RAW
 from baton.errors import BatonError, PeerUnreachableError
 from baton.record import MutableRecord, Record
-from baton.transfer.interface import as_admitter
-from baton.transfer.links.choice import Backoff, Choice, Chooser, Outcome, TransferTime
-from baton.transfer.links.cost_model import (
-    MIN_BYTE_S,
-    TransferShape,
-    default_link_model,
-)
+from baton.telemetry.transfers import Direction, Outcome, TransferTime
+from baton.transfer.interface import RegionDescriptor, RemoteId, Transport, as_admitter
+from baton.transfer.links.choice import Backoff, Choice, ChoiceRule, Chooser, LinkObserver
+from baton.transfer.links.cost_model import MIN_BYTE_S, LinkModel, TransferShape, default_link_model
 from baton.transfer.links.probes import ProbeBounds
 
 if TYPE_CHECKING:
@@ -42,9 +39,6 @@ if TYPE_CHECKING:
     from baton.handoff.peers import Peer
     from baton.ids import TicketId
     from baton.telemetry.trace import RequestSpan
-    from baton.transfer.interface import RegionDescriptor, RemoteId, Transport
-    from baton.transfer.links.choice import ChoiceRule, Direction, LinkObserver
-    from baton.transfer.links.cost_model import LinkModel
 
 
 class PeerTransportState(StrEnum):

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from baton.clock import Instant
+from baton.clock import Clock, Instant
 from baton.encodings.interface import RAW
 from baton.errors import (
     AuthenticationError,
@@ -27,7 +27,7 @@ from baton.errors import (
     ProtocolError,
 )
 from baton.handoff.encoded_view import LOSSY_TRAIT, encoding_of
-from baton.handoff.io_backend import OS_BACKEND
+from baton.handoff.io_backend import OS_BACKEND, IoBackend, NonBlockingSocket
 from baton.handoff.link import Link, LinkPhase
 from baton.handoff.messages import (
     PROTOCOL_VERSION,
@@ -49,8 +49,6 @@ if TYPE_CHECKING:
 
     from baton.auth.credentials import Credentials
     from baton.auth.ticket import WorkerRef
-    from baton.clock import Clock
-    from baton.handoff.io_backend import IoBackend, NonBlockingSocket
     from baton.handoff.messages import KVViewDescriptor
     from baton.ids import Epoch, WorkerId
 

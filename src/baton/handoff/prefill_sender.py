@@ -22,7 +22,7 @@ from baton.handoff.grants import (
     is_confirmed,
 )
 from baton.handoff.interface import DECLINED_STAGE, KVExported, SendFailed
-from baton.handoff.kv_views import STAGING_STAGE, Holder
+from baton.handoff.kv_views import STAGING_STAGE, AgentContext, Holder
 from baton.handoff.messages import (
     BlocksExported,
     Declined,
@@ -60,7 +60,7 @@ from baton.handoff.write_batches import (
     write_batches,
 )
 from baton.telemetry.trace import Stamp
-from baton.transfer.interface import find_read_scopes
+from baton.transfer.interface import TransferId, Transport, find_read_scopes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -68,7 +68,6 @@ if TYPE_CHECKING:
     from baton.handoff.agent import ReadyLayers
     from baton.handoff.heartbeat import PendingPrefills
     from baton.handoff.interface import SampledToken, SendOrder, StreamPosition
-    from baton.handoff.kv_views import AgentContext
     from baton.handoff.link_encodings import LinkEncodings
     from baton.handoff.messages import ToSender
     from baton.handoff.peer_transports import PeerTransport, PeerTransportLost, PeerTransportUp
@@ -76,7 +75,6 @@ if TYPE_CHECKING:
     from baton.handoff.reference.exports import SharedBlockExporter
     from baton.handoff.session.actions import PeerMessage
     from baton.ids import TicketId
-    from baton.transfer.interface import TransferId, Transport
 
 logger = logging.getLogger(__name__)
 

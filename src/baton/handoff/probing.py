@@ -17,7 +17,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, assert_never
 
-from baton.clock import Instant
+from baton.clock import Clock, Instant
 from baton.errors import BatonError, ProtocolError
 from baton.handoff.messages import (
     ProbeEnd,
@@ -33,12 +33,18 @@ from baton.ids import Epoch, TicketId, WorkerId, new_ticket_id
 from baton.transfer.interface import (
     Arrived,
     GrantQuiescent,
+    PagedRegion,
     PageRead,
     PageWrite,
     ReadCompleted,
     ReadFailed,
+    RegionDescriptor,
     RemoteAttached,
+    RemoteId,
     RemoteLost,
+    TransferEvent,
+    TransferId,
+    Transport,
     WriteCompleted,
     WriteFailed,
     WriteGrant,
@@ -56,17 +62,8 @@ from baton.transfer.links.probes import (
 from baton.transfer.region import release_region
 
 if TYPE_CHECKING:
-    from baton.clock import Clock
     from baton.handoff.peer_transports import PeerTransport, PeerTransportTable, PeerTransportUp
     from baton.handoff.peers import Peer, PeerTable
-    from baton.transfer.interface import (
-        PagedRegion,
-        RegionDescriptor,
-        RemoteId,
-        TransferEvent,
-        TransferId,
-        Transport,
-    )
     from baton.transfer.links.probes import Probe, ProbeBounds
 
 logger = logging.getLogger(__name__)

@@ -13,10 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from baton.handoff.interface import LookupOrder, PrefixStore
+from baton.handoff.interface import LoadOrder, LookupOrder, PrefixStore
 
 if TYPE_CHECKING:
-    from baton.handoff.interface import LoadOrder
     from baton.ids import TicketId
 
 

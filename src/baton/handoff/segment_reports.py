@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
-from baton.transfer.interface import CountsSegments
-from baton.transfer.links.choice import PeerSegments
+from baton.telemetry.transfers import PeerSegments
+from baton.transfer.interface import CountsSegments, Transport
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from baton.clock import Instant
     from baton.handoff.peers import Peer
     from baton.ids import Epoch
-    from baton.transfer.interface import Transport
     from baton.transfer.links.choice import LinkObserver
 
 INTERVAL_S: Final = 2.5

@@ -9,17 +9,11 @@ import msgspec
 import numpy as np
 
 from baton.clock import Instant
-from baton.handoff.kv_views import Holder
-from baton.handoff.messages import (
-    Available,
-    Finished,
-    Notification,
-    encode,
-    pack_blocks,
-)
-from baton.handoff.peer_transports import TransportUsage
+from baton.handoff.kv_views import Holder, KVView, MappedPages, RegisteredView
+from baton.handoff.messages import Available, Finished, Grant, Notification, encode, pack_blocks
+from baton.handoff.peer_transports import PeerTransportTable, TransportChoice, TransportUsage
 from baton.handoff.session.actions import AnnounceReadable, TransferHandle, WriteLayers
-from baton.handoff.session.send import LayersWritten
+from baton.handoff.session.send import LayersWritten, SendSession
 from baton.kv.copies import (
     MAX_JOINED_BYTES,
     MAX_JOINED_DEVICE_BYTES,
@@ -30,15 +24,10 @@ from baton.kv.copies import (
     compute_pieces,
     count_blocks,
 )
-from baton.kv.device_digest import DevicePieceDigests
-from baton.kv.digest import (
-    DigestKey,
-    PieceDigests,
-    PieceLocator,
-    compute_digests,
-)
+from baton.kv.device_digest import DevicePieceDigests, DigestsParts
+from baton.kv.digest import DigestKey, PieceDigests, PieceLocator, compute_digests
 from baton.record import MutableRecord, Record
-from baton.transfer.interface import PageWrite, ReadGrant
+from baton.transfer.interface import PageArray, PageWrite, ReadGrant, ScopesReads
 from baton.transfer.links.cost_model import measure_shape
 
 if TYPE_CHECKING:
@@ -48,15 +37,9 @@ if TYPE_CHECKING:
 
     from baton.handoff.grants import Granted
     from baton.handoff.interface import SampledToken, SendOrder, StreamPosition
-    from baton.handoff.kv_views import KVView, MappedPages, RegisteredView
-    from baton.handoff.messages import Grant
-    from baton.handoff.peer_transports import PeerTransportTable, TransportChoice
     from baton.handoff.peers import Peer
     from baton.handoff.session.actions import GatherPages, SendFinished
-    from baton.handoff.session.send import SendSession
-    from baton.kv.device_digest import DigestsParts
     from baton.kv.layout import KVLayout
-    from baton.transfer.interface import PageArray, ScopesReads
 
 MAX_SEGMENTS: Final = 2048
 """Pieces of one write: keeps its notification far below `MAX_NOTIFICATION_BYTES`."""

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from baton.errors import InvalidLayoutError, ProtocolError
-from baton.kv.geometry import page_geometry, view_planes
+from baton.kv.geometry import PageGeometry, page_geometry, view_planes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.kv.copies import PagedSequence
-    from baton.kv.geometry import PageGeometry
     from baton.kv.layout import KVLayout
 
 

@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 
 from baton.errors import ProtocolError
-from baton.kv.geometry import compute_spans, page_geometry, shared_heads
-from baton.kv.layout import check_compatible
+from baton.kv.geometry import PageGeometry, compute_spans, page_geometry, shared_heads
+from baton.kv.layout import KVLayout, Plane, check_compatible
 from baton.kv.runs import MAX_FEW, find_runs, merge_few
 from baton.record import Record
 
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
-
-    from baton.kv.geometry import PageGeometry
-    from baton.kv.layout import KVLayout, Plane
 
 MAX_JOINED_BYTES: Final = 4 << 20
 """Of layers that are moved together: the receiver verifies them while the next are moved."""

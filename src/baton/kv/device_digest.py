@@ -28,13 +28,12 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias
 import numpy as np
 
 from baton.errors import ProtocolError
-from baton.kv.digest import find_parts
+from baton.kv.digest import Pieces, find_parts
 from baton.record import Record
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from baton.kv.digest import Pieces
     from baton.kv.geometry import PageGeometry
 
 DigestKind: TypeAlias = Literal["xxh3", "sum128"]

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from xxhash import xxh3_128, xxh3_128_digest
 
 from baton.errors import ProtocolError
-from baton.kv.geometry import view_planes
+from baton.kv.geometry import PageGeometry, view_planes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.kv.copies import BlockTable, PagedSequence
-    from baton.kv.geometry import PageGeometry
 
 DIGEST_BYTES: Final = 16
 

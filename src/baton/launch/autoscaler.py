@@ -19,7 +19,7 @@ from baton.launch.role_changes import RoleChanges, count_members
 from baton.ops.gateway_pages import OK, Gateway, PageError, read_refusal
 from baton.protocol.demand import DemandReport
 from baton.router.demand import Limits
-from baton.router.scaling import RoleBounds, Scaler, ScalingOptions, Size
+from baton.router.scaling import Resize, RoleBounds, Scaler, ScalingOptions, Size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.config.sections import ScalingSection
     from baton.launch.fleet import FleetControl, FleetStatus
-    from baton.router.scaling import Resize
 
 DEMAND_PATH: Final = "/debug/demand"
 DNS_PREFIX: Final = "dns:"

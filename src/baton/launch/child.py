@@ -7,7 +7,7 @@ import ctypes
 import logging
 import os
 import signal
-from asyncio.subprocess import DEVNULL, PIPE, STDOUT
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +19,6 @@ from baton.errors import ProtocolError
 from baton.telemetry.process_status import Draining, Loading, ProcessStatus, Ready, read_status
 
 if TYPE_CHECKING:
-    from asyncio.subprocess import Process
     from collections.abc import Callable, Mapping, Sequence
 
 PR_SET_PDEATHSIG: Final = 1

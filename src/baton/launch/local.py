@@ -29,15 +29,12 @@ from baton.launch.control_messages import (
     encode,
 )
 from baton.launch.errors import FleetError
-from baton.launch.fleet import DEFAULT_FLEET
-from baton.launch.folder import find_launcher, fleet_folder, running_fleets
+from baton.launch.fleet import DEFAULT_FLEET, FleetSize, FleetStatus
+from baton.launch.folder import FleetFolder, find_launcher, fleet_folder, running_fleets
 from baton.launch.logs import log_names, log_path, read_lines
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator
-
-    from baton.launch.fleet import FleetSize, FleetStatus
-    from baton.launch.folder import FleetFolder
 
 CONNECT_TIMEOUT_S: Final = 5.0
 ANSWER_TIMEOUT_S: Final = 6 * ALIVE_S

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Final
 
 from baton import __version__
 from baton.errors import BatonError
-from baton.launch.child import ChildExited, describe_exit
+from baton.launch.child import Child, ChildExited, describe_exit
 from baton.launch.errors import FleetError
 from baton.launch.fleet import COUNTED, FleetSize, FleetStatus
 from baton.launch.gateways import count_requests, until_unused, until_used
-from baton.launch.plan import LOOPBACK, another_worker, count_peer_ports
+from baton.launch.plan import LOOPBACK, WorkerPlan, another_worker, count_peer_ports
 from baton.launch.ports import find_free_ports
 from baton.launch.resources import has_room_for_another
 from baton.launch.slots import GATEWAY, ProcessSlot
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from baton.config.sections import Role
-    from baton.launch.child import Child
-    from baton.launch.plan import WorkerPlan
     from baton.launch.supervisor import Supervisor
 
 READY_TIMEOUT_S: Final = 900.0

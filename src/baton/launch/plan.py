@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from baton.config.cluster_key import is_loopback
-from baton.config.resolve import FromFlag, closed_keys
+from baton.config.resolve import FromFlag, Resolved, closed_keys
 from baton.errors import ConfigError
 from baton.protocol.worker_http import Role as PlacementRole
 from baton.router.placement import choose_policy
@@ -24,7 +24,6 @@ from baton.router.placement import choose_policy
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from baton.config.resolve import Resolved
     from baton.config.sections import Config, GatewaySection, Role
     from baton.telemetry.process_status import Ready
 

@@ -15,14 +15,11 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from rich.console import Console
 
-from baton.clock import Instant
-from baton.launch.logs import LAUNCHER
+from baton.clock import Clock, Instant
+from baton.launch.logs import LAUNCHER, LogFolder
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
-
-    from baton.clock import Clock
-    from baton.launch.logs import LogFolder
 
 REPEAT_S: Final = 5.0
 TICK_S: Final = 0.25

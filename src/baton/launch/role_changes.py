@@ -13,16 +13,13 @@ from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics
 
-from baton.clock import Instant
+from baton.clock import Clock, Instant
 from baton.errors import BatonError
-from baton.launch.fleet import COUNTED, FleetSize
+from baton.launch.fleet import COUNTED, FleetControl, FleetSize, FleetStatus
 from baton.router.scaling import Size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
-
-    from baton.clock import Clock
-    from baton.launch.fleet import FleetControl, FleetStatus
 
 SLOW_S: Final = 60.0
 """A change that takes longer is reported, with what it waits for."""

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Final
 
 from baton.errors import BatonError
 from baton.launch.child import Child, ChildExited, describe_exit, likely_cause
-from baton.launch.fleet import MAX_COUNT, FleetMember
-from baton.launch.plan import Ports
+from baton.launch.fleet import MAX_COUNT, FleetMember, MemberRole, MemberState
+from baton.launch.plan import Ports, WorkerPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from baton.clock import Instant
-    from baton.launch.fleet import MemberRole, MemberState
-    from baton.launch.plan import WorkerPlan
     from baton.launch.restarts import RestartHistory
     from baton.telemetry.process_status import Ready
 

@@ -10,26 +10,22 @@ from enum import IntEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from baton.launch.child import ChildExited, spawn
+from baton.launch.child import Child, ChildExited, spawn
 from baton.launch.errors import FleetError
 from baton.launch.gateways import until_all_up
 from baton.launch.members_file import write_members
-from baton.launch.plan import Ports
-from baton.launch.progress import showing
+from baton.launch.plan import LaunchPlan, Ports, WorkerPlan
+from baton.launch.progress import Display, showing
 from baton.launch.restarter import Restarter
 from baton.launch.restarts import RestartHistory, RestartPolicy
 from baton.launch.slots import GATEWAY, ChildFailedError, ProcessSlot, drain
-from baton.launch.sockets import open_gateway_sockets
+from baton.launch.sockets import GatewaySockets, open_gateway_sockets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
     from pathlib import Path
 
     from baton.clock import Clock
-    from baton.launch.child import Child
-    from baton.launch.plan import LaunchPlan, WorkerPlan
-    from baton.launch.progress import Display
-    from baton.launch.sockets import GatewaySockets
 
 SERVING_TIMEOUT_S: Final = 15.0
 

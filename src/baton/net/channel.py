@@ -8,7 +8,7 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from baton.auth.session import TAG_BYTES
+from baton.auth.session import TAG_BYTES, Session
 from baton.errors import PeerLostError
 from baton.net.framing import PREFIX_BYTES, FrameDecoder
 from baton.net.tls import TlsSocket, WaitsForPeerError
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from baton.auth.certificates import PeerIdentity
-    from baton.auth.session import Session
 
 MAX_UNSENT_FRAMES_BYTES: Final = 4 << 20
 RECEIVE_BYTES: Final = 65_536

@@ -10,13 +10,12 @@ import sys
 import termios
 from typing import TYPE_CHECKING, Any, Final, Generic, ParamSpec, TypeAlias, TypeVar
 
-from baton.clock import Instant
+from baton.clock import Clock, Instant
 from baton.errors import BatonError, PeerLostError, TransferError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from baton.clock import Clock
     from baton.net.channel import Channel
 
 Handler: TypeAlias = "Callable[[], None]"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from baton.clock import MachineClock
 from baton.errors import PeerLostError, PeerUnreachableError, TransferError
 from baton.net.channel import Channel, needs_sealing
-from baton.net.connection import Connection
+from baton.net.connection import Connection, EventReactor
 from baton.net.framing import MAX_HANDSHAKE_BYTES, DialerHandshake, ListenerHandshake
 from baton.telemetry.log_limit import LimitedLog
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from baton.auth.credentials import Credentials
-    from baton.net.connection import EventReactor
 
 _log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from uvicorn.protocols.utils import get_remote_addr
 
 from baton.errors import AuthenticationError
 from baton.net.http_exchange import EXTENSION, HttpExchange, ResponsePath
-from baton.net.http_limits import Refusal, refusal_answer
+from baton.net.http_limits import Connections, Refusal, refusal_answer
 from baton.net.tls import TlsTransport
 
 if TYPE_CHECKING:
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from starlette.types import Scope
     from uvicorn.protocols.http.flow_control import FlowControl
     from uvicorn.server import ServerState
-
-    from baton.net.http_limits import Connections
 
 KEEP_ALIVE_S: Final = 75
 HEADER_OVERHEAD_BYTES: Final = 4

@@ -12,19 +12,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, cast
 
 import uvicorn
+from prometheus_client import CollectorRegistry
 from prometheus_client import Counter as PrometheusCounter
 
 from baton.errors import ConfigError
-from baton.net.http_limits import Refusal
+from baton.net.http_limits import Connections, Refusal
 from baton.net.http_protocol import KEEP_ALIVE_S, BoundedHttpProtocol
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Generator
 
-    from prometheus_client import CollectorRegistry
     from starlette.types import ASGIApp
-
-    from baton.net.http_limits import Connections
 
 BACKLOG: Final = 2048
 

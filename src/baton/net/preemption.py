@@ -16,16 +16,14 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, assert_never
 
-from baton.clock import Instant
+from baton.clock import Clock, Instant
 from baton.errors import BatonError
 from baton.net.metadata_services import AwsNotices, AzureNotices, GcpNotices, Preemption
 from baton.protocol.worker_http import Health
-from baton.telemetry.process_status import Draining
+from baton.telemetry.process_status import Draining, StatusReporter
 
 if TYPE_CHECKING:
-    from baton.clock import Clock
     from baton.config.sections import PreemptionSection
-    from baton.telemetry.process_status import StatusReporter
 
 LEAVE_BEFORE_S: Final = 5.0
 """Of what is left then the engine's end, and the last bytes of answers, take a part."""

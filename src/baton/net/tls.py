@@ -15,16 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from baton.auth.certificates import IdentityRole
-from baton.auth.credentials import RELOAD_INTERVAL_S, file_version
+from baton.auth.certificates import Identity, IdentityRole
+from baton.auth.credentials import RELOAD_INTERVAL_S, Credentials, file_version
 from baton.errors import AuthenticationError, ConfigError
 from baton.protocol.worker_http import HEALTH_PATH, METRICS_PATH
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
-    from baton.auth.certificates import Identity
-    from baton.auth.credentials import Credentials
     from baton.clock import Clock
 
 log = logging.getLogger(__name__)

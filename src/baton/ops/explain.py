@@ -13,14 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from baton.ops.doctor.finding import one_line
-from baton.telemetry.timeline import Stage
+from baton.telemetry.timeline import Lane, LayerTransfer, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import TextIO
 
     from baton.protocol.request_traces import RequestTrace
-    from baton.telemetry.timeline import Lane, LayerTransfer
 
 LEFT_CHARS: Final = 72
 """Of the columns before the bars."""

@@ -6,13 +6,11 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
 from baton.errors import ConfigError
-from baton.ops.gateway_pages import NOT_FOUND, PageError, decode_page
+from baton.ops.gateway_pages import NOT_FOUND, Gateway, PageError, decode_page
 from baton.protocol.request_traces import REQUESTS_PATH, RequestList, RequestTrace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from baton.ops.gateway_pages import Gateway
 
 FORGOTTEN: Final = (
     ". A gateway remembers its latest requests (trace.ring_size), and slow and failed ones for "

@@ -9,15 +9,12 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.ops.doctor.finding import one_line
-from baton.ops.gateway_pages import decode_page
+from baton.ops.gateway_pages import Gateway, decode_page
 from baton.ops.request_traces import page_of
-from baton.protocol.route_explanation import RouteExplanation
+from baton.protocol.route_explanation import RouteCandidate, RouteExplanation
 
 if TYPE_CHECKING:
     from typing import TextIO
-
-    from baton.ops.gateway_pages import Gateway
-    from baton.protocol.route_explanation import RouteCandidate
 
 ROUTE_PATH: Final = "/debug/route"
 SECONDS: Final = "_s"

@@ -14,16 +14,14 @@ from rich.table import Table
 from baton.clock import MachineClock
 from baton.errors import StoreError
 from baton.handoff.pool_mode.store_access import open_keyed_store
-from baton.store.capacity import choose_victims
-from baton.store.interface import NO_TENANT, PinsEntries
+from baton.store.capacity import StoredEntry, choose_victims
+from baton.store.interface import NO_TENANT, EntryName, PeerAccess, PinsEntries, TenantLabel
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
 
     from baton.auth.key import ClusterKey
-    from baton.store.capacity import StoredEntry
     from baton.store.counted_tier import CountedTier
-    from baton.store.interface import EntryName, PeerAccess, TenantLabel
 
 HOUR_S: Final = 3600.0
 MIB: Final = 1 << 20

@@ -19,14 +19,8 @@ from typing import TYPE_CHECKING, BinaryIO, Final
 import msgspec
 
 from baton.errors import ProtocolError, StoreError, StoreFullError
-from baton.store.entry_format import (
-    HEADER_BYTES,
-    MAGIC,
-    has_digest,
-    make_header,
-    parse_header,
-)
-from baton.store.interface import PutResult
+from baton.store.entry_format import HEADER_BYTES, MAGIC, has_digest, make_header, parse_header
+from baton.store.interface import EntryName, PutResult, TenantLabel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -35,7 +29,6 @@ if TYPE_CHECKING:
     from baton.auth.key import ClusterKey
     from baton.store.counted_tier import CountedTier
     from baton.store.entry_format import EntryHeader
-    from baton.store.interface import EntryName, TenantLabel
 
 BEGIN: Final = b"BATONKA1"
 END: Final = b"BATONKAE"

@@ -26,7 +26,7 @@ from prometheus_client import (
 from prometheus_client.metrics_core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from baton.clock import Instant, MachineClock
+from baton.clock import Clock, Instant, MachineClock
 from baton.errors import StoreError
 from baton.net.http_limits import Connections, HttpLimits
 from baton.net.http_server import (
@@ -40,8 +40,8 @@ from baton.net.http_server import (
 )
 from baton.ops.store import is_damaged
 from baton.protocol.worker_http import HEALTH_PATH, METRICS_PATH, Health
-from baton.store.counted_tier import make_families
-from baton.store.interface import MaintainsEntries
+from baton.store.counted_tier import CountedTier, make_families
+from baton.store.interface import EntryName, MaintainsEntries
 from baton.telemetry.process_status import Ready, StatusReporter, claim_standard_output
 
 if TYPE_CHECKING:
@@ -51,10 +51,7 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
     from starlette.types import Receive, Scope, Send
 
-    from baton.clock import Clock
     from baton.store.capacity import StoredEntry
-    from baton.store.counted_tier import CountedTier
-    from baton.store.interface import EntryName
 
 logger = logging.getLogger(__name__)
 

@@ -7,17 +7,14 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from baton.config.sections import Role
+from baton.config.sections import FleetSection, HostTable, Role
 from baton.errors import ConfigError
-from baton.planner.assignment import Location, assign_workers, divide_traffic
-from baton.planner.traffic import DISTANCES, ExpectedKV, RateSource
+from baton.planner.assignment import Counts, Location, Needs, assign_workers, divide_traffic
+from baton.planner.traffic import DISTANCES, ExpectedKV, LinkRate, RateSource
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from baton.config.sections import FleetSection, HostTable
-    from baton.planner.assignment import Counts, Needs
-    from baton.planner.traffic import LinkRate
     from baton.router.topology import Distance
 
 SCHEMA: Final = "baton-plan/1"

@@ -127,15 +127,13 @@ def read_links(path: Path) -> tuple[MeasuredLink, ...]:
             f"measured: {row.workload.name}",
         )
         for row in report.rows
-        if _is_bulk(row) and row.figures.gb_per_s.median > 0
+        if row.kind == "transport"
+        and row.workload.shape == "scattered"
+        and row.figures.gb_per_s.median > 0
     )
     if not links:
         raise ConfigError(f"{path}: no transport moved scattered pages in this report")
     return links
-
-
-def _is_bulk(row: Row) -> bool:
-    return row.kind == "transport" and row.workload.shape == "scattered"
 
 
 def _latency_s(report: LinkReport, bulk: Row) -> float:

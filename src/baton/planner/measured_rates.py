@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from baton.errors import UNDECODABLE, ConfigError
-from baton.ops.gateway_pages import OK, read_refusal
+from baton.ops.gateway_pages import OK, Gateway, read_refusal
 from baton.planner.traffic import DISTANCES
 
 if TYPE_CHECKING:
-    from baton.ops.gateway_pages import Gateway
     from baton.router.topology import Distance
 
 LINKS_PATH: Final = "/debug/links"

@@ -10,16 +10,14 @@ import msgspec
 from baton.errors import ConfigError
 from baton.kv.sizing.config import MAX_BYTES, read_config
 from baton.kv.sizing.families import read_shape
-from baton.kv.sizing.sizes import Sizes, compute_sizes
+from baton.kv.sizing.sizes import Sizes, Terms, compute_sizes
 from baton.models import CONFIGS_PATH, DEMO_MODEL_PATH
-from baton.planner.links import NOMINAL_LINKS, transfer_s
+from baton.planner.links import NOMINAL_LINKS, MeasuredLink, transfer_s
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from baton.kv.sizing.parts import ModelShape
-    from baton.kv.sizing.sizes import Terms
-    from baton.planner.links import MeasuredLink
 
 DEMO: Final = "demo"
 

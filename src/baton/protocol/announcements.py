@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
-from baton.auth.certificates import IdentityRole
+from baton.auth.certificates import IdentityRole, PeerIdentity
 from baton.auth.sealed import SealedMessage, decode_sealed, encode_sealed
 from baton.errors import UNDECODABLE, AuthenticationError, ConfigError, ProtocolError
 from baton.ids import Epoch, WorkerId
@@ -25,7 +25,6 @@ from baton.protocol.worker_http import EPOCH_CHARS, MAX_REASON_CHARS, Role, Topo
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from baton.auth.certificates import PeerIdentity
     from baton.auth.credentials import Credentials
 
 ANNOUNCEMENTS_PATH: Final = "/baton/v1/announcements"

@@ -15,13 +15,12 @@ import msgspec
 
 from baton.errors import ProtocolError
 from baton.rig.machine import Machine
-from baton.rig.pages import PAGE_BYTES, Direction, PoolPageBytes, Side, Workload
+from baton.rig.pages import PAGE_BYTES, Direction, Move, PoolPageBytes, Side, Workload
 from baton.transfer.region import release_region
 
 if TYPE_CHECKING:
     from baton.auth.credentials import Credentials
     from baton.clock import Clock
-    from baton.rig.pages import Move
     from baton.transfer.interface import PagedRegion
 
 Role: TypeAlias = Literal["driver", "owner"]

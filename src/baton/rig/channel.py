@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
-from baton.auth.session import TAG_BYTES
+from baton.auth.session import TAG_BYTES, Session
 from baton.errors import PeerLostError, ProtocolError
 from baton.net.framing import (
     DialerHandshake,
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import socket
 
     from baton.auth.credentials import Credentials
-    from baton.auth.session import Session
     from baton.clock import Clock
 
 PURPOSE = "bench"

@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Final, Protocol
 import msgspec
 
 from baton.errors import AuthenticationError, ConfigError, PeerLostError, PeerUnreachableError
-from baton.rig.channel import Frames, authenticate_as_dialer, runner_channel
+from baton.rig.channel import Channel, Frames, authenticate_as_dialer, runner_channel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from baton.auth.credentials import Credentials
     from baton.clock import Clock
     from baton.rig.backend import Command, Reply, Role
-    from baton.rig.channel import Channel
 
 CONNECT_TIMEOUT_S: Final = 5.0
 EXIT_TIMEOUT_S: Final = 2.0

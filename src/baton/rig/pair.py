@@ -28,13 +28,12 @@ from baton.rig.backend import (
     StopServing,
     TransferOnce,
 )
-from baton.rig.pages import PAGE_BYTES, UnsupportedError
+from baton.rig.pages import PAGE_BYTES, Direction, Side, UnsupportedError, Workload
 
 if TYPE_CHECKING:
     from baton.rig.backend import BackendSpec, Role, Traits
     from baton.rig.machine import Machine
     from baton.rig.nodes import Node, Nodes
-    from baton.rig.pages import Direction, Side, Workload
 
 REPLY_TIMEOUT_S: Final = 60.0
 """For loading a library and filling a pool; each transfer has a shorter timeout of its own."""

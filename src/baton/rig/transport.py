@@ -18,9 +18,9 @@ from baton.errors import ProtocolError, TransferError
 from baton.ids import Epoch, TicketId, new_epoch, new_ticket_id
 from baton.kv.copies import PageCopies, pack_indices
 from baton.net.framing import decode, encode
-from baton.rig.backend import Backend, Traits
+from baton.rig.backend import Backend, BackendContext, StopRequested, Traits
 from baton.rig.machine import find_open_listeners
-from baton.rig.pages import allocate_pool
+from baton.rig.pages import Direction, Move, allocate_pool
 from baton.transfer.adaptive_wait import MAX_SPIN_S, AdaptiveWaiter
 from baton.transfer.devices.extents import choose_allocation
 from baton.transfer.interface import (
@@ -49,8 +49,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from baton.rig.backend import BackendContext, StopRequested
-    from baton.rig.pages import Direction, Move
     from baton.transfer.interface import Capabilities, TransferEvent
 
 TRANSFER_TIMEOUT_S: Final = 30.0

@@ -15,20 +15,16 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from baton.telemetry.trace import Stamp
+from baton.telemetry.trace import RequestSpan, Stamp
 from baton.telemetry.transfer_report import DISTANCES
-from baton.telemetry.transfers import HandoffLabels, LandedHandoff, name_distance
+from baton.telemetry.transfers import HandoffLabels, LandedHandoff, TransferTable, name_distance
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from prometheus_client import CollectorRegistry
-
     from baton.auth.ticket import HandoffMode
-    from baton.telemetry.trace import RequestSpan
-    from baton.telemetry.transfers import TransferTable
 
 RESULTS: Final = ("completed", "declined", "failed", "aborted")
 UNKNOWN: Final = "other"

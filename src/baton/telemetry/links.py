@@ -10,18 +10,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from baton.telemetry.transfers import OPERATIONS, LinkLabels, name_distance
+from baton.telemetry.transfers import (
+    OPERATIONS,
+    LinkLabels,
+    Outcome,
+    PeerSegments,
+    TransferTable,
+    TransferTime,
+    name_distance,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from prometheus_client import CollectorRegistry
-
     from baton.telemetry.handoff_metrics import ReceivePaths
-    from baton.telemetry.transfer_report import SegmentCounts
-    from baton.telemetry.transfers import Link, LinkOutcome, LinkTransfer, TransferTable
 
 UNKNOWN: Final = "other"
 ERROR_EDGES: Final = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 2.0, 4.0, 8.0)
@@ -43,25 +47,6 @@ class _Model(Protocol):
     def latency_s(self) -> float: ...
     @property
     def bandwidth(self) -> float: ...
-
-
-class PeerSegments(Protocol):
-    """See `transfer.links.choice.PeerSegments`."""
-
-    @property
-    def peer(self) -> str:
-        """To which they were sent."""
-        ...
-
-    @property
-    def distance(self) -> str:
-        """Of the two workers; empty where not known."""
-        ...
-
-    @property
-    def counts(self) -> SegmentCounts:
-        """Since the last report."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +92,7 @@ class CarriedInstruments:
                 for operation in OPERATIONS.values():
                     self._find(LinkLabels(distance, transport, operation))
 
-    def carried(self, outcome: LinkOutcome, labels: LinkLabels) -> None:
+    def carried(self, outcome: Outcome, labels: LinkLabels) -> None:
         """Count a period in which a link was in use."""
         labels = self._find(labels) if outcome.transport in self._transports else OTHER_LABELS
         child = self._children[labels]
@@ -242,11 +227,11 @@ class LinkInstruments:
         if choice.is_mismatch and expected != used:
             self._mismatches[OPERATIONS[direction], expected, used].inc()
 
-    def transferred(self, transfer: LinkTransfer) -> None:
+    def transferred(self, transfer: TransferTime) -> None:
         """See `LinkObserver`."""
         self._transfers.transfer(transfer, self._labels_of(transfer))
 
-    def carried(self, outcome: LinkOutcome) -> None:
+    def carried(self, outcome: Outcome) -> None:
         """See `LinkObserver`."""
         labels = self._labels_of(outcome)
         self._carried.carried(outcome, labels)
@@ -269,7 +254,7 @@ class LinkInstruments:
             distance = name_distance(each.distance)
             self._transfers.segments(each.peer, distance, self._name(transport), each.counts)
 
-    def _labels_of(self, link: Link) -> LinkLabels:
+    def _labels_of(self, link: Outcome | TransferTime) -> LinkLabels:
         """Of the report, whose number of entries is bounded in another way than that of series."""
         distance, transport = name_distance(link.distance), self._name(link.transport)
         return LinkLabels(distance, transport, OPERATIONS[link.direction])

@@ -18,22 +18,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.metrics_core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from baton.auth.ticket import HandoffMode
-from baton.telemetry.handoff_metrics import HandoffInstruments
-from baton.telemetry.trace import compute_durations
+from baton.telemetry.handoff_metrics import HandoffInstruments, ReceivePaths
+from baton.telemetry.trace import RequestSpan, compute_durations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
-    from prometheus_client import CollectorRegistry, Metric
-
     from baton.clock import Instant
-    from baton.telemetry.handoff_metrics import ReceivePaths
-    from baton.telemetry.trace import RequestSpan
     from baton.telemetry.transfers import TransferTable
 
 ROLES: Final = ("colocated", "prefill", "decode")

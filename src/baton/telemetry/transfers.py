@@ -9,11 +9,12 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, TypeVar
 
+from baton.record import Record
 from baton.telemetry.drift import DriftDetector, DriftState
 from baton.telemetry.log_histogram import LogHistogram
-from baton.telemetry.trace import Stamp, compute_durations
+from baton.telemetry.trace import RequestSpan, Stamp, compute_durations
 from baton.telemetry.transfer_report import (
     DISTANCES,
     MAX_ENTRIES,
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
     from baton.clock import Clock, Instant
     from baton.ids import Epoch
-    from baton.telemetry.trace import RequestSpan
     from baton.telemetry.transfer_report import StoreReport
 
 MIB: Final = 1 << 20
@@ -41,66 +41,51 @@ OPERATIONS: Final = {"push": "WRITE", "pull": "READ"}
 """Of the two directions in which a worker moves bytes itself."""
 
 
-class Link(Protocol):
-    """Between this worker and a peer."""
-
-    @property
-    def peer(self) -> str:
-        """The other worker."""
-        ...
-
-    @property
-    def distance(self) -> str:
-        """Of the two workers; empty where not known."""
-        ...
-
-    @property
-    def transport(self) -> str:
-        """What carried it."""
-        ...
-
-    @property
-    def direction(self) -> str:
-        """`push` or `pull`."""
-        ...
+Direction: TypeAlias = Literal["push", "pull"]
 
 
-class LinkTransfer(Link, Protocol):
-    """See `transfer.links.choice.TransferTime`."""
+class Outcome(Record, frozen=True):
+    """A period from the first transfer over an idle link to the last one's end.
 
-    @property
-    def num_bytes(self) -> int:
-        """Its own, and those that were under way before it."""
-        ...
+    `predicted_s` is the sum of what was predicted of each. `refined`: the time is a measurement
+    of the link, not of submitting. `distance` is the peer's, empty where no ticket named it.
+    """
 
-    @property
-    def seconds(self) -> float:
-        """From its submission to its end."""
-        ...
+    peer: str
+    distance: str
+    transport: str
+    direction: Direction
+    num_transfers: int
+    num_bytes: int
+    predicted_s: float
+    observed_s: float
+    refined: bool
 
 
-class LinkOutcome(Link, Protocol):
-    """See `transfer.links.choice.Outcome`."""
+class TransferTime(Record, frozen=True):
+    """One transfer. `num_bytes`: its own, and those that were under way before it.
 
-    @property
-    def num_bytes(self) -> int:
-        """In sum."""
-        ...
+    The link moves all of these until the transfer ends, so that the time shows what it does also
+    where transfers wait for each other without end.
+    """
 
-    @property
-    def predicted_s(self) -> float:
-        """What was predicted, in sum."""
-        ...
+    peer: str
+    distance: str
+    transport: str
+    direction: Direction
+    num_bytes: int
+    seconds: float
 
-    @property
-    def observed_s(self) -> float:
-        """From the first transfer to the end of the last."""
-        ...
 
-    @property
-    def refined(self) -> bool:
-        """Whether the time measures the link."""
-        ...
+class PeerSegments(Record, frozen=True):
+    """TCP segments that this worker sent to a peer since the last report of that.
+
+    `distance` is the peer's, empty where no ticket named it.
+    """
+
+    peer: str
+    distance: str
+    counts: SegmentCounts
 
 
 def name_distance(distance: str | None) -> str:
@@ -243,13 +228,13 @@ class TransferTable:
                 for (_, labels), entry in self._links.items()
             )
 
-    def transfer(self, transfer: LinkTransfer, labels: LinkLabels) -> None:
+    def transfer(self, transfer: TransferTime, labels: LinkLabels) -> None:
         """Compare a transfer's time with what it took when the link was new."""
         with self._lock:
             entry = self._find_link(transfer.peer, labels)
             entry.drift.observe(transfer.num_bytes, transfer.seconds, self._clock.now())
 
-    def link(self, outcome: LinkOutcome, labels: LinkLabels) -> None:
+    def link(self, outcome: Outcome, labels: LinkLabels) -> None:
         """Count a period in which a link was in use."""
         with self._lock:
             entry = self._find_link(outcome.peer, labels)

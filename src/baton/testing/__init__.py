@@ -7,7 +7,6 @@ File map:
     transport_contract/    `TransportContract`: what every transport must do
     transport_pair.py      two transports, their regions, and how to drive both
     transport_peer.py      a writer, or an owner, in a second process, to be stopped and killed
-    host_device.py         host memory in place of a GPU's, for `cuda_ipc`
     network_namespaces.py  other hosts: on a cable that is cut, on a switch that loses packets
     faulty_transport.py    `FaultyTransport`: any transport, with counted, seeded faults
     corrupted_copies.py    how bytes go wrong under it
@@ -15,7 +14,5 @@ File map:
     store_faults.py        `FolderFaultContract`: tiers of files; killed writers, flipped bits
     store_writer.py        a writer of a tier in a second process, to be killed
     fleet.py               `Fleet`: real workers and gateways, for end-to-end tests and benchmarks
-    greedy_load.py         clients that compare every answer with what it was before
-    ray_hosts.py           a Ray cluster of several hosts, which lose power or their network
     clocks.py              `ManualClock`: a clock that tests advance
 """

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from baton.kv.copies import CopyGroup
+from baton.kv.copies import CopyGroup, PageCopies
 
 if TYPE_CHECKING:
     import random
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     import numpy as np
     from numpy.typing import NDArray
-
-    from baton.kv.copies import PageCopies
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,11 +28,21 @@ from baton.testing.corrupted_copies import (
 from baton.transfer.interface import (
     Arrived,
     GrantQuiescent,
+    PagedRegion,
+    PageRead,
+    PageWrite,
     ReadCompleted,
     ReadFailed,
+    ReadGrant,
+    RegionDescriptor,
+    RemoteId,
+    ScopesReads,
+    TransferEvent,
     TransferId,
+    Transport,
     WriteCompleted,
     WriteFailed,
+    WriteGrant,
     as_admitter,
     as_reader,
     as_viewer,
@@ -52,18 +62,6 @@ if TYPE_CHECKING:
 
     from baton.ids import RegionHandle, TicketId
     from baton.kv.copies import PageCopies
-    from baton.transfer.interface import (
-        PagedRegion,
-        PageRead,
-        PageWrite,
-        ReadGrant,
-        RegionDescriptor,
-        RemoteId,
-        ScopesReads,
-        TransferEvent,
-        Transport,
-        WriteGrant,
-    )
 
 
 class Fault(StrEnum):

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from baton.clock import MachineClock
+from baton.clock import Clock, MachineClock
 from baton.engines.interface import ENGINE_SERVERS
 from baton.errors import BatonError
 from baton.telemetry.process_status import Ready, read_status
@@ -30,7 +30,6 @@ from baton.telemetry.process_status import Ready, read_status
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
 
-    from baton.clock import Clock
     from baton.config.sections import Role, Tls
 
 START_TIMEOUT_S: Final = 180.0

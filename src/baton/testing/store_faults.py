@@ -24,14 +24,7 @@ from baton.errors import StoreError, StoreFullError
 from baton.store.entry_format import HEADER_BYTES, make_header
 from baton.store.folder import directory
 from baton.store.interface import PutResult
-from baton.testing.store_contract import (
-    BODY_BYTES,
-    body_of,
-    name_of,
-    put,
-    read,
-    scan,
-)
+from baton.testing.store_contract import BODY_BYTES, body_of, name_of, put, read, scan
 from baton.testing.store_syscalls import SystemCallFaultContract, failing
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from baton.errors import StoreError
 from baton.store import folder
 from baton.store.folder import bodies, directory
 from baton.store.folder.tier import FolderTier
-from baton.store.interface import NamedBody, PutResult, TenantLabel
+from baton.store.interface import NamedBody, PutResult, TenantLabel, Tier
 from baton.testing.store_contract import (
     BODY_BYTES,
     StoreContract,
@@ -39,8 +39,6 @@ from baton.testing.store_contract import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
-
-    from baton.store.interface import Tier
 
 CALLS: Final = (
     *("open", "stat", "fstat", "scandir", "pread", "preadv"),

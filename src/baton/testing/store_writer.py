@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from baton.clock import MachineClock
 from baton.store.folder import bodies, body_pool, direct_files, directory
 from baton.store.folder.direct_files import write_piece
-from baton.store.interface import TIERS, TierContext
+from baton.store.interface import TIERS, Body, TierContext
 from baton.testing.store_contract import CONTRACT_KEY, body_of, name_of
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     import numpy as np
     from numpy.typing import NDArray
-
-    from baton.store.interface import Body
 
 
 class _StallingBuffers:

@@ -9,13 +9,19 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from baton.ids import new_ticket_id
+from baton.ids import Epoch, TicketId, new_ticket_id
 from baton.kv.copies import CopyGroup, PageCopies
 from baton.transfer.interface import (
+    PagedRegion,
     PageRead,
     PageWrite,
+    RegionDescriptor,
     RemoteAttached,
+    RemoteId,
     RemoteLost,
+    TransferEvent,
+    TransferId,
+    Transport,
     WriteGrant,
     as_reader,
     as_viewer,
@@ -26,16 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import ArrayLike, NDArray
-
-    from baton.ids import Epoch, TicketId
-    from baton.transfer.interface import (
-        PagedRegion,
-        RegionDescriptor,
-        RemoteId,
-        TransferEvent,
-        TransferId,
-        Transport,
-    )
 
 TIMEOUT_S = 20.0
 """A bound: other processes have the cores meanwhile. On an idle machine all takes milliseconds."""

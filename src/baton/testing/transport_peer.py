@@ -24,7 +24,7 @@ from baton.clock import MachineClock
 from baton.ids import Epoch, TicketId
 from baton.kv.copies import PageCopies
 from baton.testing.transport_pair import whole_pages
-from baton.transfer.devices.extents import choose_allocation
+from baton.transfer.devices.extents import AllocateRegion, choose_allocation
 from baton.transfer.interface import (
     TRANSPORTS,
     PageWrite,
@@ -41,7 +41,6 @@ from baton.transfer.region import release_region, view_pages
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from baton.transfer.devices.extents import AllocateRegion
     from baton.transfer.interface import PagedRegion, Transport, TransportFactory
 
 MAX_UNFINISHED = 4

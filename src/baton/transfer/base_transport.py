@@ -14,16 +14,22 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
 
 from baton.errors import PeerLostError, PeerUnreachableError, ProtocolError, TransferError
 from baton.ids import RegionHandle
-from baton.net.connection import EventReactor
+from baton.net.connection import Connection, EventReactor
 from baton.net.endpoints import Dialer, Listener
 from baton.net.framing import encode
 from baton.transfer.interface import (
+    Capabilities,
+    PageArray,
+    PagedRegion,
+    PageRead,
+    PageWrite,
     RegionDescriptor,
     RemoteAttached,
     RemoteId,
     RemoteLost,
     TransferEvent,
     TransferId,
+    TransportContext,
 )
 from baton.transfer.messages import MAX_BODY_BYTES, NotAttached
 from baton.transfer.region import check_arrays, check_copies, check_notification
@@ -33,16 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from baton.net.channel import Channel
-    from baton.net.connection import Connection
     from baton.transfer.endpoints import Address
-    from baton.transfer.interface import (
-        Capabilities,
-        PageArray,
-        PagedRegion,
-        PageRead,
-        PageWrite,
-        TransportContext,
-    )
 
 Reactor: TypeAlias = EventReactor[TransferEvent]
 

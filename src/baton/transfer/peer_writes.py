@@ -20,7 +20,7 @@ from baton.errors import PeerLostError, ProtocolError, TransferError
 from baton.ids import Epoch, TicketId
 from baton.net.framing import encode
 from baton.record import Record
-from baton.transfer.base_transport import A, ConnectedRemote, ConnectedTransport
+from baton.transfer.base_transport import A, ConnectedRemote, ConnectedTransport, Reactor
 from baton.transfer.grant_messages import (
     MAX_GRANT_PAGES,
     CloseGrant,
@@ -37,9 +37,13 @@ from baton.transfer.interface import (
     GrantQuiescent,
     PagedRegion,
     PageWrite,
+    RegionDescriptor,
+    RemoteId,
     TransferId,
+    TransportContext,
     WriteCompleted,
     WriteFailed,
+    WriteGrant,
 )
 from baton.transfer.messages import NotAttached
 
@@ -51,14 +55,7 @@ if TYPE_CHECKING:
 
     from baton.net.channel import Channel
     from baton.net.connection import Connection
-    from baton.transfer.base_transport import Reactor
     from baton.transfer.grant_messages import FromOwner
-    from baton.transfer.interface import (
-        RegionDescriptor,
-        RemoteId,
-        TransportContext,
-        WriteGrant,
-    )
 
 MAX_GRANTS: Final = 65_536
 MAX_OPEN_PAGES: Final = 1 << 24

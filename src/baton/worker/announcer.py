@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from baton.auth.certificates import IdentityRole
-from baton.clock import Instant
+from baton.clock import Clock, Instant
 from baton.errors import BatonError, ConfigError, ProtocolError
 from baton.net.cluster_client import ClusterClient, NoAnswerError
 from baton.net.tls import ClusterTls
@@ -37,15 +37,13 @@ from baton.protocol.announcements import (
 )
 from baton.protocol.heartbeats import HEARTBEAT_INTERVAL_S
 from baton.telemetry.log_limit import LimitedLog
-from baton.worker.fence import Standing
+from baton.worker.fence import MembershipFence, Standing
 from baton.worker.heartbeats import HeartbeatSender
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from baton.auth.credentials import Credentials
-    from baton.clock import Clock
-    from baton.worker.fence import MembershipFence
 
 FAREWELL_TIMEOUT_S: Final = 1.0
 MAX_REPLY_BYTES: Final = 64 << 10

@@ -19,7 +19,7 @@ from baton.engines.interface import (
     StandbyEngine,
     TokensComputed,
 )
-from baton.errors import InvalidRequestError
+from baton.errors import BatonError, InvalidRequestError
 from baton.worker.http_exchange import DeadlineError, DrainingError, FencedError
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from baton.clock import Clock
     from baton.engines.interface import Engine, EngineUpdate, GenerationRequest
-    from baton.errors import BatonError
     from baton.ids import RequestId
     from baton.worker.fence import MembershipFence
 

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import UNSET
 
 from baton.auth.ticket import hash_tenant
-from baton.clock import Instant
+from baton.clock import Clock, Instant
 from baton.engines.interface import Colocated, DecodeRequest, GenerationRequest, PrefillRequest
 from baton.errors import (
     BatonError,
@@ -41,10 +41,10 @@ from baton.protocol.worker_http import (
     PrefillReply,
     read_seed,
 )
-from baton.telemetry.trace import RequestSpan, Stamp
+from baton.telemetry.trace import RequestSpan, Stamp, TraceRing
 from baton.telemetry.trace_context import TRACEPARENT, parse_traceparent
-from baton.worker.http_exchange import BodyTooLargeError, describe
-from baton.worker.output_processor import OutputProcessor
+from baton.worker.http_exchange import BodyTooLargeError, HttpExchange, describe
+from baton.worker.output_processor import OutputProcessor, TextChunk
 from baton.worker.replies import (
     DONE,
     CompleteAnswer,
@@ -54,7 +54,7 @@ from baton.worker.replies import (
     error_event,
     token_ids_line,
 )
-from baton.worker.resumed_answer import find_known_tokens
+from baton.worker.resumed_answer import KnownTokens, find_known_tokens
 from baton.worker.standby import StandbyRequest, Standbys, check_standby, read_next_tokens
 
 if TYPE_CHECKING:
@@ -63,18 +63,13 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from baton.clock import Clock
     from baton.engines.interface import FinishReason, NewToken, RequestKind
-    from baton.telemetry.trace import TraceRing
     from baton.tokenizer.tokenizer import Tokenizer
     from baton.worker.engine_client import AnswerStream, EngineClient
-    from baton.worker.http_exchange import HttpExchange
     from baton.worker.metrics import RequestObserver
     from baton.worker.options import WorkerOptions
-    from baton.worker.output_processor import TextChunk
     from baton.worker.prompts import Generation
     from baton.worker.replies import ApiAdapter
-    from baton.worker.resumed_answer import KnownTokens
     from baton.worker.ticket_reader import TicketReader
 
 logger = logging.getLogger(__name__)

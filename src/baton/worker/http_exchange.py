@@ -24,15 +24,13 @@ from baton.errors import (
 from baton.handoff.interface import DECLINED_STAGE
 from baton.ids import RequestId, new_request_id
 from baton.net.http_exchange import EXTENSION
+from baton.net.http_exchange import HttpExchange as Connection
 from baton.protocol.worker_http import REQUEST_ID_HEADER, ErrorBody, ErrorDetail
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
     from starlette.types import Receive, Scope, Send
-
-    from baton.net.http_exchange import HttpExchange as Connection
-
 
 Headers: TypeAlias = "Sequence[tuple[bytes, bytes]]"
 

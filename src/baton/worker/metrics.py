@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from baton.telemetry.trace import RequestSpan, Stamp
-from baton.worker.fence import Standing
+from baton.worker.fence import MembershipFence, Standing
 from baton.worker.http_exchange import was_declined
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from baton.clock import Clock, Instant
     from baton.engines.interface import EngineStats
     from baton.telemetry.metrics import WorkerMetrics
-    from baton.worker.fence import MembershipFence
 
 
 class TokenClock:

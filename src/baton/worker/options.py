@@ -15,7 +15,7 @@ from baton.config.sections import (
     WorkerSection,
 )
 from baton.errors import ConfigError
-from baton.ids import WorkerId
+from baton.ids import Epoch, WorkerId
 from baton.models import DEMO_MODEL_PATH
 from baton.net.preemption import describe_plain_drain
 from baton.protocol.announcements import require_https
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from baton.auth.credentials import Credentials
     from baton.auth.ticket import HandoffMode
     from baton.config.sections import Role, Tls
-    from baton.ids import Epoch
     from baton.protocol.worker_http import Health
     from baton.worker.fence import MembershipFence
 

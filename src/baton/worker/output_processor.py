@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING, Final, assert_never
 
 import msgspec
 
-from baton.engines.interface import FinishReason
+from baton.engines.interface import FinishReason, NewToken
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from baton.engines.interface import NewToken
     from baton.handoff.interface import SampledToken
     from baton.tokenizer.tokenizer import Tokenizer
     from baton.worker.prompts import Generation
-
 
 REPLACEMENT: Final = "\ufffd"
 NUM_CONTEXT_TOKENS: Final = 5

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Final
 import uvloop
 from prometheus_client import disable_created_metrics
 
-from baton.clock import MachineClock
+from baton.clock import Clock, MachineClock
 from baton.config.cluster_key import is_loopback
 from baton.config.numa import bind_worker
-from baton.engines.interface import ENGINES, EngineContext
+from baton.engines.interface import ENGINES, Engine, EngineContext
 from baton.errors import ConfigError, EngineError
 from baton.handoff.dispatcher import HandoffDispatcher, open_handoffs
 from baton.handoff.encoded_view import (
@@ -32,7 +32,7 @@ from baton.handoff.options import AgentOptions, check_device_memory
 from baton.handoff.peer_transports import LinkOptions
 from baton.handoff.pool_mode.store_access import open_store_access, report_to
 from baton.handoff.verify import VerificationPolicy
-from baton.ids import new_epoch
+from baton.ids import Epoch, new_epoch
 from baton.net.http_server import (
     SilentServer,
     bind,
@@ -49,24 +49,18 @@ from baton.protocol.worker_http import Role
 from baton.store.interface import PeerAccess
 from baton.telemetry.process_status import Loading, Ready, StatusReporter
 from baton.transfer.devices.extents import choose_allocation
-from baton.transfer.interface import TransportContext, build_transports, choose_memory
+from baton.transfer.interface import Transport, TransportContext, build_transports, choose_memory
 from baton.transfer.links.probes import ProbeBounds
 from baton.worker.announcer import Announcer, SupersededError
 from baton.worker.fence import MembershipFence, Standing
-from baton.worker.options import WorkerOptions
+from baton.worker.options import ProcessOptions, WorkerOptions
 from baton.worker.worker import Worker, build_worker
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import AsyncGenerator, Generator, Sequence
 
-    from baton.clock import Clock
     from baton.encodings.interface import KVEncoding
-    from baton.engines.interface import Engine
-    from baton.ids import Epoch
-    from baton.transfer.interface import Transport
-    from baton.worker.options import ProcessOptions
-
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
-from baton.engines.interface import SamplingParams
+from baton.engines.interface import EngineInfo, SamplingParams
 from baton.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
-from baton.tokenizer.chat_template import TemplateMessage
+from baton.tokenizer.chat_template import ChatTemplate, TemplateMessage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from baton.engines.interface import EngineInfo
     from baton.protocol.request_fields import (
         ChatFields,
         ChatMessage,
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
         KVTransferParams,
         Resume,
     )
-    from baton.tokenizer.chat_template import ChatTemplate
     from baton.tokenizer.tokenizer import Tokenizer
 
 NUM_INLINE_CHARS: Final = 4096

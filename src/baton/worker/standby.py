@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from baton.engines.interface import DecodeRequest, NewToken, PrefillRequest
+from baton.engines.interface import DecodeRequest, GenerationRequest, NewToken, PrefillRequest
 from baton.errors import UNDECODABLE, BatonError, InvalidRequestError
 from baton.handoff.interface import SampledToken
 from baton.ids import RequestId
@@ -27,7 +27,6 @@ from baton.worker.http_exchange import DeadlineError, StandbyError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from baton.engines.interface import GenerationRequest
     from baton.tokenizer.tokenizer import Tokenizer
     from baton.worker.engine_client import AnswerStream, EngineClient
     from baton.worker.output_processor import OutputProcessor

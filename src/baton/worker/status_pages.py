@@ -10,7 +10,7 @@ from msgspec import UNSET
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 import baton
-from baton.engines.interface import StandbyEngine
+from baton.engines.interface import Engine, StandbyEngine
 from baton.errors import UNDECODABLE, InvalidRequestError
 from baton.events.journal_page import make_page, read_event_number
 from baton.handoff.interface import SampledToken
@@ -35,16 +35,14 @@ from baton.protocol.worker_http import (
     WorkerInfo,
     WorkerLoad,
 )
-from baton.worker.http_exchange import UnknownPathError
+from baton.worker.http_exchange import HttpExchange, UnknownPathError
 
 if TYPE_CHECKING:
     from baton.clock import Clock
-    from baton.engines.interface import Engine
     from baton.handoff.dispatcher import HandoffDispatcher
     from baton.telemetry.trace import TraceRing
     from baton.telemetry.transfers import TransferTable
     from baton.worker.engine_client import EngineClient
-    from baton.worker.http_exchange import HttpExchange
     from baton.worker.options import WorkerOptions
 
 MAX_TOKEN_BYTES: Final = 65_536

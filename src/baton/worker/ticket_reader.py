@@ -5,16 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from baton.auth.replay import TicketUse, UsedTickets
-from baton.auth.ticket import unseal
-from baton.engines.interface import Colocated, DecodeRequest, PrefillRequest
+from baton.auth.ticket import Ticket, WorkerRef, unseal
+from baton.engines.interface import Colocated, DecodeRequest, PrefillRequest, RequestKind
 from baton.errors import TicketError
 from baton.protocol.worker_http import INFO_PATH
 from baton.worker.http_exchange import StaleTicketError
 
 if TYPE_CHECKING:
     from baton.auth.credentials import Credentials
-    from baton.auth.ticket import Ticket, WorkerRef
-    from baton.engines.interface import RequestKind
     from baton.ids import Epoch, WorkerId
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 from prometheus_client import CollectorRegistry
 
 import baton
-from baton.clock import MachineClock, read_clock_domain
+from baton.clock import Clock, MachineClock, read_clock_domain
 from baton.errors import HandoffError
 from baton.handoff.pool_mode.metrics import PoolModeCollector
 from baton.handoff.pool_mode.store_report import report_store
@@ -50,12 +50,7 @@ from baton.worker.app import Bearer, PatternRoute, Routes, WorkerApp
 from baton.worker.engine_client import EngineClient
 from baton.worker.generation import GenerationContext, GenerationService
 from baton.worker.http_exchange import FencedError
-from baton.worker.metrics import (
-    EngineCollector,
-    FenceCollector,
-    LeaseCollector,
-    RequestObserver,
-)
+from baton.worker.metrics import EngineCollector, FenceCollector, LeaseCollector, RequestObserver
 from baton.worker.prompts import NUM_THREADS, PromptReader
 from baton.worker.replies import ChatAdapter, CompletionAdapter
 from baton.worker.status_pages import StatusPages
@@ -65,7 +60,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from baton.auth.ticket import Ticket
-    from baton.clock import Clock
     from baton.engines.interface import Engine
     from baton.handoff.dispatcher import HandoffDispatcher
     from baton.handoff.interface import (

@@ -17,9 +17,14 @@ from baton.telemetry.transfer_report import (
     StoreTier,
     TransferReport,
 )
-from baton.telemetry.transfers import HandoffLabels, LandedHandoff, LinkLabels, TransferTable
+from baton.telemetry.transfers import (
+    HandoffLabels,
+    LandedHandoff,
+    LinkLabels,
+    Outcome,
+    TransferTable,
+)
 from baton.testing.clocks import ManualClock
-from baton.transfer.links.choice import Outcome
 from tests.unit.telemetry.test_transfers import landed_trace
 
 if TYPE_CHECKING:

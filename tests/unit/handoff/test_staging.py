@@ -9,8 +9,8 @@ from baton.errors import ConfigError, HandoffError, InvalidLayoutError
 from baton.handoff.kv_views import Holder, KVView, RegisteredView, StagingPool
 from baton.ids import TicketId
 from baton.kv.geometry import page_geometry
-from baton.testing import host_device
 from baton.transfer.region import allocate_host_region, release_region
+from tests import host_device
 from tests.integration.handoff_nodes import make_layout
 
 NUM_PAGES = 8

@@ -7,15 +7,9 @@ from baton.telemetry.drift import DEFAULTS
 from baton.telemetry.handoff_metrics import ReceivePaths
 from baton.telemetry.links import MAX_LABEL_SETS, LinkInstruments
 from baton.telemetry.transfer_report import SegmentCounts
-from baton.telemetry.transfers import TransferTable
+from baton.telemetry.transfers import Outcome, PeerSegments, TransferTable, TransferTime
 from baton.testing.clocks import ManualClock
-from baton.transfer.links.choice import (
-    Chooser,
-    LinkObserver,
-    Outcome,
-    PeerSegments,
-    TransferTime,
-)
+from baton.transfer.links.choice import Chooser, LinkObserver
 from baton.transfer.links.cost_model import LinkModel, TransferShape
 
 MODELS = {"shared": LinkModel(1e-5, 1e-7, 1e-10), "tcp": LinkModel(1e-4, 1e-7, 1e-9)}

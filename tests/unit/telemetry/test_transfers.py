@@ -12,11 +12,11 @@ from baton.telemetry.transfers import (
     HandoffLabels,
     LandedHandoff,
     LinkLabels,
+    Outcome,
     TransferTable,
     name_distance,
 )
 from baton.testing.clocks import ManualClock
-from baton.transfer.links.choice import Outcome
 
 LABELS = HandoffLabels("same_rack", "tcp", "push", "WRITE")
 EPOCH = Epoch("1" * 32)

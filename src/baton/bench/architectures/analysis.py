@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
-from baton.bench.architectures.plan import REPLICATED
+from baton.bench.architectures.plan import REPLICATED, Configuration, Level, Plan
 from baton.bench.architectures.results import (
     Analysis,
     Cell,
@@ -23,16 +23,13 @@ from baton.bench.architectures.results import (
 )
 from baton.bench.architectures.verdict import find_cautions, headline, verdict
 from baton.bench.load.plan import Closed
-from baton.bench.load.records import Slo, compute_figures
+from baton.bench.load.records import Record, Slo, compute_figures
 from baton.bench.statistics import find_crossing, mean_of, ratio_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from baton.bench.architectures.plan import Configuration, Level, Plan
     from baton.bench.architectures.results import Metric
-    from baton.bench.load.records import Record
-
 
 TTFT_SCALE: Final = 5.0
 TPOT_SCALE: Final = 2.0

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Final
 from baton.bench.architectures.results import measured_metrics
 from baton.bench.architectures.usage import UNMEASURED
 from baton.bench.architectures.verdict import format_change
-from baton.bench.charts import colour_of
+from baton.bench.charts import ChartFiles, colour_of
 from baton.bench.printing import describe_slo, format_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from baton.bench.architectures.results import Cell, Contrast, Estimate, Findings, Proof
-    from baton.bench.charts import ChartFiles
-
 
 NUM_NAMES: Final = 2
 """Columns of a table that name what the numbers to the right of them are of."""

@@ -6,13 +6,12 @@ import random
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias, assert_never
 
-from baton.bench.load.plan import Closed, Limits, LoadPlan, Open, Replay
+from baton.bench.load.plan import Closed, Limits, Load, LoadPlan, Open, Replay
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from baton.bench.load.plan import Load
     from baton.bench.load.records import Slo
     from baton.bench.load.server_check import RequestOptions
     from baton.bench.workloads.requests import Workload

@@ -12,13 +12,11 @@ import msgspec
 
 from baton.bench.architectures.usage import CpuUse
 from baton.bench.files import RunManifest
-from baton.bench.load.records import Figures, Slo
+from baton.bench.load.records import Figures, Slo, Spread
 from baton.bench.load.runner import ClientLoad
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-
-    from baton.bench.load.records import Spread
 
 ARM: Final = {"configuration": "arm"}
 """The JSON has the name of the flag, `--arm`."""

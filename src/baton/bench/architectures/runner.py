@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Final, assert_never
 import uvloop
 
 from baton.bench.architectures.analysis import Samples, analyse
-from baton.bench.architectures.plan import plan_trials
+from baton.bench.architectures.plan import Configuration, Level, Plan, Trial, plan_trials
 from baton.bench.architectures.results import ConfigurationInfo, Findings, LevelInfo, Trouble
 from baton.bench.architectures.servers import ServerContext
-from baton.bench.architectures.trial import Bench, cores_of, run_trial
+from baton.bench.architectures.trial import Bench, ServerPlan, TrialOutcome, cores_of, run_trial
 from baton.bench.architectures.usage import EnergyMeter
-from baton.bench.files import NotSavedError, close_manifest
+from baton.bench.files import NotSavedError, RunManifest, close_manifest
 from baton.bench.load.job import interrupt_on_signals
 from baton.bench.load.plan import Closed, Open, Replay
 from baton.bench.progress import CellProgress
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from baton.bench.architectures.folder import ResultFolder
-    from baton.bench.architectures.plan import Configuration, Level, Plan, Trial
-    from baton.bench.architectures.trial import ServerPlan, TrialOutcome
-    from baton.bench.files import RunManifest
     from baton.clock import Clock
 
 MOST_FAILURES: Final = 2

@@ -10,18 +10,16 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from baton.bench.architectures.transfer_check import TraceCheck
-from baton.launch.supervisor import LaunchContext, Service, Supervisor
+from baton.bench.architectures.transfer_check import TraceCheck, TransferCheck
+from baton.launch.supervisor import Ending, LaunchContext, Service, Supervisor
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
     from io import FileIO
     from pathlib import Path
 
-    from baton.bench.architectures.transfer_check import TransferCheck
     from baton.clock import Clock
     from baton.launch.plan import LaunchPlan
-    from baton.launch.supervisor import Ending
 
 
 class Servers(Protocol):

@@ -7,24 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import os
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from baton.bench.architectures.peers.plan import PeerPlan
 from baton.bench.architectures.peers.servers import open_peer_fleet
-from baton.bench.architectures.plan import prompt_seed
+from baton.bench.architectures.plan import Level, Plan, Trial, prompt_seed
 from baton.bench.architectures.results import Cell
 from baton.bench.architectures.servers import InterruptedBenchError, open_fleet
 from baton.bench.architectures.transfer_check import RequestIds
 from baton.bench.architectures.usage import compare_usage, joules_between, read_usage
-from baton.bench.files import NotSavedError
-from baton.bench.load.client import BodyWriter, Client, open_target
-from baton.bench.load.job import Job, arrival_seed, make_report
+from baton.bench.files import NotSavedError, RunManifest
+from baton.bench.load.client import BodyWriter, Client, Target, open_target
+from baton.bench.load.job import Job, Report, arrival_seed, make_report
 from baton.bench.load.records import Slo
-from baton.bench.load.runner import LoadRunner
-from baton.bench.load.server_check import check_server
-from baton.bench.progress import RequestCounter
+from baton.bench.load.runner import LoadRunner, Outcome
+from baton.bench.load.server_check import CheckedServer, check_server
+from baton.bench.progress import CellProgress, RequestCounter
 from baton.bench.workloads.synthetic import PromptWriter
 from baton.errors import BatonError, ConfigError
 from baton.launch.plan import LaunchPlan
@@ -32,19 +32,11 @@ from baton.launch.slots import GATEWAY
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
-    from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
     from baton.bench.architectures.folder import ResultFolder
-    from baton.bench.architectures.plan import Level, Plan, Trial
     from baton.bench.architectures.servers import ServerContext, Servers
     from baton.bench.architectures.usage import CpuUse, EnergyMeter
-    from baton.bench.files import RunManifest
-    from baton.bench.load.client import Target
-    from baton.bench.load.job import Report
-    from baton.bench.load.runner import Outcome
-    from baton.bench.load.server_check import CheckedServer
-    from baton.bench.progress import CellProgress
     from baton.clock import Clock
 
 

@@ -12,14 +12,13 @@ from baton.bench.link.node import COMMAND
 from baton.errors import BatonError, ConfigError
 from baton.launch.ports import find_listener
 from baton.rig.channel import Frames, authenticate_as_listener
-from baton.rig.nodes import Address, NodeTerms, start_node
+from baton.rig.nodes import Address, NodeProcess, NodeTerms, start_node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from baton.auth.credentials import Credentials
     from baton.clock import Clock
-    from baton.rig.nodes import NodeProcess
 
 MAX_NODES: Final = 8
 REAP_S: Final = 1.0

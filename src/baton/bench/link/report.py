@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from baton.rig.backend import BackendSpec, Kind, LimitName
+from baton.rig.backend import BackendSpec, Kind, LimitName, Traits
 from baton.rig.machine import Machine
-from baton.rig.pages import Direction, Shape
+from baton.rig.pages import Direction, Shape, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from baton.rig.backend import Traits
-    from baton.rig.pages import Workload
     from baton.rig.pair import Timings
 
 

@@ -14,7 +14,7 @@ from baton import __version__
 from baton.bench.link.backends import REUSED
 from baton.bench.link.report import LinkEntry, Manifest, Report, ReportBuilder
 from baton.errors import ConfigError, TransferError, UnknownPluginError
-from baton.rig.backend import MAX_POOL_PAGES
+from baton.rig.backend import MAX_POOL_PAGES, Role
 from baton.rig.pages import PAGE_BYTES, TINY_PAGE_BYTES, Shape, Workload, format_size, plan_pool
 from baton.rig.pair import NodePair, SampleBudget, WrongBytesError
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from baton.bench.progress import StepProgress
     from baton.clock import Clock
-    from baton.rig.backend import Role
     from baton.rig.machine import Machine
     from baton.rig.nodes import Nodes
 

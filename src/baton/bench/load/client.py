@@ -11,14 +11,13 @@ import aiohttp
 import msgspec
 
 from baton.bench.load.stream import Answer, EventParser, Failure, read_error
-from baton.bench.workloads.requests import Endpoint, GivenBody, Segments
+from baton.bench.workloads.requests import Endpoint, GivenBody, Request, Segments
 from baton.bench.workloads.synthetic import Calibration, PromptWriter, TokenIds
 from baton.errors import ConfigError, ProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from baton.bench.workloads.requests import Request
     from baton.clock import Clock
 
 PATHS: Final[dict[Endpoint, str]] = {

@@ -11,24 +11,18 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import uvloop
 
-from baton.bench.files import RunManifest, close_manifest
-from baton.bench.load.client import BodyWriter, Client
-from baton.bench.load.plan import Closed, Open, Replay, describe_load
-from baton.bench.load.records import Figures, Record, compute_figures
-from baton.bench.load.runner import ClientLoad, LoadRunner
-from baton.bench.load.server_check import Server, check_server
+from baton.bench.files import LineFile, RunManifest, close_manifest
+from baton.bench.load.client import BodyWriter, Client, Target
+from baton.bench.load.plan import Closed, LoadPlan, Open, Replay, describe_load
+from baton.bench.load.records import Figures, Phase, Record, Slo, compute_figures
+from baton.bench.load.runner import ClientLoad, LoadRunner, Outcome
+from baton.bench.load.server_check import CheckedServer, RequestOptions, Server, check_server
 from baton.bench.progress import RequestCounter, follow
 from baton.bench.workloads.synthetic import PromptWriter
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from baton.bench.files import LineFile
-    from baton.bench.load.client import Target
-    from baton.bench.load.plan import LoadPlan
-    from baton.bench.load.records import Phase, Slo
-    from baton.bench.load.runner import Outcome
-    from baton.bench.load.server_check import CheckedServer, RequestOptions
     from baton.bench.workloads.requests import Workload
     from baton.clock import Clock
 

@@ -16,18 +16,15 @@ from typing import TYPE_CHECKING, Final, assert_never
 import msgspec
 import numpy as np
 
-from baton.bench.load.plan import Closed, Open, Replay, arrival_times
-from baton.bench.load.sender import Due, Sender
-from baton.bench.workloads.requests import Conversation, Segment, Segments
+from baton.bench.load.plan import Closed, LoadPlan, Open, Replay, arrival_times
+from baton.bench.load.sender import Due, Observer, Sender
+from baton.bench.workloads.requests import Conversation, Request, Segment, Segments, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable, Iterator, Sequence
 
     from baton.bench.load.client import BodyWriter, Client
-    from baton.bench.load.plan import LoadPlan
     from baton.bench.load.records import Phase, Record
-    from baton.bench.load.sender import Observer
-    from baton.bench.workloads.requests import Request, Workload
     from baton.clock import Clock
 
 TICK_S: Final = 0.02

@@ -6,13 +6,12 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
-from baton.bench.load.records import Record
+from baton.bench.load.records import Phase, Record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from baton.bench.load.client import BodyWriter, Client, Exchange, Prepared
-    from baton.bench.load.records import Phase
     from baton.bench.load.stream import Failure
     from baton.bench.workloads.requests import Conversation, Request
     from baton.clock import Clock, Instant

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import aiohttp
 import msgspec
 
-from baton.bench.load.client import BodyWriter, RequestStyle
+from baton.bench.load.client import BodyWriter, Client, Exchange, RequestStyle
 from baton.bench.workloads.requests import (
     Endpoint,
     GivenBody,
@@ -26,7 +26,6 @@ from baton.errors import UNDECODABLE, BatonError, ConfigError, PeerUnreachableEr
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from baton.bench.load.client import Client, Exchange
     from baton.bench.workloads.requests import Workload
 
 PromptForm = Literal["auto", "tokens", "words"]

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 
-from baton.bench.replay.plan import Clients
+from baton.bench.replay.plan import Clients, PolicyChoice, ReplayPlan
 from baton.bench.replay.sessions import make_sessions
 from baton.errors import ConfigError
 from baton.router.placement import POLICIES, find_first_share
 from baton.sim.router.costs import SimulatedCosts
 from baton.sim.router.outcomes import Summary, summarize
 from baton.sim.router.simulation import Simulation
-
-if TYPE_CHECKING:
-    from baton.bench.replay.plan import PolicyChoice, ReplayPlan
 
 
 class PolicyReplay(msgspec.Struct, frozen=True):

@@ -12,15 +12,12 @@ from typing import TYPE_CHECKING, Final, assert_never
 
 import msgspec
 
-from baton.bench.replay.plan import Clients, Rate, Recorded
-from baton.bench.workloads.requests import GivenBody, Segments
+from baton.bench.replay.plan import Clients, Rate, Recorded, ReplayPlan
+from baton.bench.workloads.requests import Conversation, GivenBody, Prompt, Request, Segments
 from baton.sim.router.sessions import Session, TokenRun, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from baton.bench.replay.plan import ReplayPlan
-    from baton.bench.workloads.requests import Conversation, Prompt, Request
 
 BYTES_PER_TOKEN: Final = 4
 DEFAULT_ANSWER_TOKENS: Final = 128

@@ -15,7 +15,7 @@ import torch
 from baton.engines.first_tokens import FirstTokens
 from baton.engines.gpu.device_region import allocate_device_region
 from baton.engines.interface import EngineInfo, EngineStats
-from baton.engines.transformers.loading import load_model
+from baton.engines.transformers.loading import LoadedModel, load_model
 from baton.engines.transformers.loop import EngineLoop
 from baton.engines.transformers.model_runner import ModelRunner, PagedModel
 from baton.engines.transformers.pages import allocate_pages
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
     from baton.clock import Clock
     from baton.engines.interface import EngineContext, GenerationRequest, UpdateSink
-    from baton.engines.transformers.loading import LoadedModel
     from baton.engines.transformers.options import TransformersOptions
     from baton.handoff.interface import HandoffPort, SampledToken
     from baton.ids import RequestId, TicketId

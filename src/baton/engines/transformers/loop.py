@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Final, Protocol, assert_never
 
 from baton.engines.interface import (
     DecodeRequest,
+    EngineInfo,
     EngineStats,
     FinishReason,
+    GenerationRequest,
     PrefillRequest,
+    UpdateSink,
 )
 from baton.engines.lookup_cost import LOAD_TIMEOUT_S
 from baton.engines.stall_detector import STALL_REASON, StallDetector
@@ -25,7 +28,7 @@ from baton.engines.transformers.sequence import (
     is_pushed_prefix,
 )
 from baton.engines.transformers.updates import TokenCounts, UpdateQueue, make_stats
-from baton.errors import EngineError, OverloadedError, StoreError, TicketError
+from baton.errors import BatonError, EngineError, OverloadedError, StoreError, TicketError
 from baton.handoff.interface import (
     BlocksQuiescent,
     ExportReleased,
@@ -49,13 +52,7 @@ if TYPE_CHECKING:
     from baton.auth.ticket import Ticket
     from baton.clock import Clock
     from baton.engines.first_tokens import FirstTokens
-    from baton.engines.interface import (
-        EngineInfo,
-        GenerationRequest,
-        UpdateSink,
-    )
     from baton.engines.transformers.scheduler import Plan, Scheduler, Work
-    from baton.errors import BatonError
     from baton.handoff.interface import HandoffEvent, HandoffPort
     from baton.ids import RequestId, TicketId
 

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from blake3 import blake3
 
-from baton.engines.interface import PrefillRequest
+from baton.engines.interface import PrefillRequest, SamplingParams
 from baton.engines.transformers.attention import Span, Step
-from baton.engines.transformers.pages import PagedCache
-from baton.handoff.interface import SampledToken, TokenLogprob
+from baton.engines.transformers.pages import KVPages, PagedCache
+from baton.handoff.interface import HandoffPort, SampledToken, TokenLogprob
 from baton.telemetry.trace import Stamp
 
 if TYPE_CHECKING:
@@ -22,11 +22,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.clock import Clock
-    from baton.engines.interface import SamplingParams
-    from baton.engines.transformers.pages import KVPages
     from baton.engines.transformers.scheduler import Work
     from baton.engines.transformers.shape import ModelShape
-    from baton.handoff.interface import HandoffPort
 
 
 @dataclass(frozen=True, slots=True)

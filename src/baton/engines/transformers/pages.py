@@ -12,7 +12,7 @@ from transformers import Cache
 from baton.engines.gpu.copy_stream import CopyEvent, CopyStream, pin_memory
 from baton.engines.gpu.device_region import view_memory
 from baton.engines.gpu.page_copier import view_rows
-from baton.kv.geometry import page_geometry
+from baton.kv.geometry import PlaneGeometry, page_geometry
 from baton.transfer.peer_mappings import PeerMappings
 from baton.transfer.region import allocate_shared_region
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from baton.engines.transformers.attention import Step
     from baton.engines.transformers.shape import ModelShape
-    from baton.kv.geometry import PlaneGeometry
     from baton.kv.layout import DType, KVLayout
     from baton.transfer.devices.extents import AllocateRegion
     from baton.transfer.interface import PagedRegion

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from baton.engines.transformers.sequence import is_pulled
+from baton.engines.transformers.sequence import Sequence, is_pulled
 from baton.handoff.block_guard import BlockGuard
 from baton.handoff.interface import KeepOrder
 from baton.ids import TicketId
@@ -16,7 +16,6 @@ from baton.kv.copies import BlockTable
 if TYPE_CHECKING:
     from collections.abc import Sequence as Many
 
-    from baton.engines.transformers.sequence import Sequence
     from baton.kv.blocks import InFlightBlocks, QuarantinedBlocks, ReservedBlocks
     from baton.kv.pool import BlockPool
 

@@ -13,14 +13,13 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from baton.engines.interface import DecodeRequest
-from baton.engines.transformers.sequence import PrefixState
+from baton.engines.transformers.sequence import PrefixState, Sequence
 from baton.ids import TicketId
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from baton.engines.transformers.pinned_blocks import PinnedBlocks
-    from baton.engines.transformers.sequence import Sequence
     from baton.kv.pool import BlockPool
 
 MAX_LOOKED_AHEAD: Final = 8

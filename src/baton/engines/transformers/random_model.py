@@ -15,12 +15,7 @@ from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
 import torch
-from transformers import (
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from baton.errors import ConfigError, mapped
 from baton.models import DEMO_MODEL_PATH

@@ -16,23 +16,17 @@ from baton.engines.transformers.sequence import (
     is_pulled,
     is_pushed_prefix,
 )
-from baton.events.journal import LEAST_EXPECTED_TOKENS
-from baton.kv.layout import needed_tokens
+from baton.events.journal import LEAST_EXPECTED_TOKENS, CacheJournal
+from baton.kv.layout import LayerLayout, needed_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from baton.auth.ticket import Ticket
-    from baton.engines.transformers.queued_prefixes import (
-        PendingLoad,
-        PendingLookup,
-        WorthAsking,
-    )
+    from baton.engines.transformers.queued_prefixes import PendingLoad, PendingLookup, WorthAsking
     from baton.engines.transformers.sequence import PublishedRun, Sequence
-    from baton.events.journal import CacheJournal
     from baton.handoff.interface import KVLanded
     from baton.ids import TicketId
-    from baton.kv.layout import LayerLayout
     from baton.kv.pool import BlockPool
 
 Allocated = TypeVar("Allocated")

@@ -17,7 +17,7 @@ from baton.engines.interface import (
     RequestKind,
 )
 from baton.kv.copies import count_blocks
-from baton.kv.identity import HashDomain, compute_block_hashes
+from baton.kv.identity import BlockHash, HashDomain, compute_block_hashes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Many
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from baton.engines.interface import EngineInfo, GenerationRequest
     from baton.handoff.interface import KVLanded, SampledToken
     from baton.ids import RequestId, TicketId
-    from baton.kv.identity import BlockHash
 
 
 class Status(Enum):

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from baton.errors import ConfigError
-from baton.kv.layout import KVLayout, LayerLayout
-
-if TYPE_CHECKING:
-    from baton.kv.layout import DType
+from baton.kv.layout import DType, KVLayout, LayerLayout
 
 _PLAIN_LAYERS: Final = frozenset({"full_attention", "sliding_attention"})
 

@@ -15,14 +15,12 @@ import msgspec
 
 from baton.engines.vllm.stream_tokens import TokenIdsMiddleware
 from baton.net.preemption import describe_plain_drain
-from baton.protocol.worker_http import MOVE_HEADER
+from baton.protocol.worker_http import MOVE_HEADER, Health
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-    from baton.protocol.worker_http import Health
 
 OPEN_PATHS: Final = frozenset({"/health"})
 MOVES: Final = (MOVE_HEADER.encode(), b"1")

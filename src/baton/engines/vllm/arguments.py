@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 import msgspec
 
 from baton.encodings.interface import RAW
-from baton.engines.vllm.options import ROLES
+from baton.engines.vllm.options import ROLES, VllmOptions
 from baton.errors import ConfigError
 from baton.protocol.worker_http import Role
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from baton.config.sections import Config, LogLevel
-    from baton.engines.vllm.options import VllmOptions
 
 Platform: TypeAlias = Literal["cpu", "accelerator"]
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import uvicorn
 from msgspec import UNSET
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from baton.clock import MachineClock, read_clock_domain
 from baton.config.cluster_key import is_loopback
@@ -47,7 +47,6 @@ from baton.protocol.worker_http import (
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Generator
 
-    from prometheus_client import CollectorRegistry
     from starlette.types import Receive, Scope, Send
 
     from baton.auth.credentials import Credentials

@@ -16,18 +16,20 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Final, assert_never
 
-from baton.clock import Instant
+from baton.clock import Clock, Instant
 from baton.engines.stall_detector import STALL_REASON
-from baton.engines.vllm.in_flight import (
-    AbortFanout,
-)
+from baton.engines.vllm.in_flight import AbortFanout, SendInProgress
 from baton.engines.vllm.rank_prefixes import RankPrefixes
-from baton.engines.vllm.rank_prompts import RankLoads, RankSends
+from baton.engines.vllm.rank_prompts import RankLoads, RankPort, RankSends, RankSetting
 from baton.engines.vllm.step_orders import (
     NO_ORDERS,
+    Abort,
+    LookUp,
+    Occupancy,
     PrefixOrders,
     StepOrders,
     StepReport,
+    VllmRequestId,
 )
 from baton.errors import HandoffError
 from baton.handoff.interface import (
@@ -49,16 +51,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from baton.auth.ticket import Ticket
-    from baton.clock import Clock
-    from baton.engines.vllm.in_flight import SendInProgress
     from baton.engines.vllm.rank_observer import HandoffRecord, RankObserver
-    from baton.engines.vllm.rank_prompts import RankPort, RankSetting
-    from baton.engines.vllm.step_orders import (
-        Abort,
-        LookUp,
-        Occupancy,
-        VllmRequestId,
-    )
     from baton.handoff.interface import HandoffEvent, StreamPosition
     from baton.ids import TicketId
     from baton.protocol.worker_http import StoreLoads

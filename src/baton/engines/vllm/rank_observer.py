@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final, Literal
 import msgspec
 
 from baton.handoff.interface import DECLINED_STAGE
-from baton.telemetry.metrics import HeldBlockTime
-from baton.telemetry.trace import RequestSpan, Stamp
+from baton.telemetry.metrics import HeldBlockSeconds, HeldBlockTime
+from baton.telemetry.trace import RequestSpan, Stamp, TraceRing
 from baton.telemetry.trace_merge import merge_parts
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from baton.errors import HandoffError
     from baton.ids import Epoch, TicketId, WorkerId
     from baton.telemetry.handoff_metrics import HandoffInstruments
-    from baton.telemetry.metrics import HeldBlockSeconds
-    from baton.telemetry.trace import TraceRing
 
 
 def open_trace(prompt: Prompt, role: str, worker: WorkerId, epoch: Epoch) -> RequestSpan:

@@ -8,7 +8,7 @@ import msgspec
 
 from baton.engines.gpu.device_region import register_pages
 from baton.engines.vllm.kv_views import find_arrangement
-from baton.engines.vllm.layouts import make_opaque, pages_of
+from baton.engines.vllm.layouts import CachedLayers, make_opaque, pages_of
 from baton.errors import ConfigError, TransferError
 from baton.handoff.kv_views import KVView
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
-    from baton.engines.vllm.layouts import CachedLayers
     from baton.kv.layout import KVLayout
 
 

@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from baton.engines.stall_detector import StallDetector
 from baton.engines.vllm.kept_blocks import CountedBlocks
-from baton.engines.vllm.step_orders import Occupancy
+from baton.engines.vllm.step_orders import Occupancy, VllmRequestId
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from baton.clock import Instant
-    from baton.engines.vllm.step_orders import VllmRequestId
 
 
 class VllmBlockPool(CountedBlocks[object], Protocol):

@@ -41,7 +41,7 @@ from baton.net.http_limits import WORKER_LIMITS, Connections, allow_descriptors
 from baton.net.http_server import bounded_protocol
 from baton.net.preemption import PreemptionWatch
 from baton.net.probes import serve_probes
-from baton.net.tls import ClusterTls
+from baton.net.tls import ClusterTls, Tls
 from baton.protocol.worker_http import HEALTH_PATH
 from baton.registry import Plugin
 from baton.telemetry.process_status import Draining, Loading, Ready
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from baton.engines.interface import EngineServer, ServerContext, ServerMembership
-    from baton.net.tls import Tls
 
 RETRY_INTERVAL_S: Final = 0.1
 REQUEST_TIMEOUT_S: Final = 60.0

@@ -13,7 +13,7 @@ import msgspec
 from baton.auth.replay import TicketUse, UsedTickets
 from baton.auth.ticket import MAX_TICKET_CHARS, count_ranks, derive_rank_ticket, unseal
 from baton.errors import TicketError
-from baton.kv.layout import TensorParallelShard
+from baton.kv.layout import KVLayout, TensorParallelShard
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from baton.auth.credentials import Credentials
     from baton.auth.ticket import Ticket, WorkerRef
     from baton.engines.vllm.identity import Identity
-    from baton.kv.layout import KVLayout
 
 logger = logging.getLogger(__name__)
 

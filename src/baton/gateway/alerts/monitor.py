@@ -6,19 +6,16 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final, Self
 
-from prometheus_client import Gauge
+from prometheus_client import CollectorRegistry, Gauge
 
-from baton.gateway.alerts.lifecycle import AlertLifecycle
+from baton.gateway.alerts.lifecycle import AlertLifecycle, Followed
 from baton.gateway.alerts.rules import SEVERITIES, TIMINGS, AlertRules
 from baton.gateway.alerts.webhook import Webhook
 from baton.protocol.alerts import Alert, AlertList, AlertName, AlertState
 
 if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
-
     from baton.clock import Clock
     from baton.config.sections import AlertsSection
-    from baton.gateway.alerts.lifecycle import Followed
     from baton.gateway.alerts.sources import AlertSources
 
 SHOWN_FOR_S: Final = 3600.0

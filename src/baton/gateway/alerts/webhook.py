@@ -16,15 +16,13 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import aiohttp
 import msgspec
-from prometheus_client import Counter
+from prometheus_client import CollectorRegistry, Counter
 from yarl import URL
 
 from baton.protocol.alerts import Alert, AlertState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from prometheus_client import CollectorRegistry
 
 MAX_QUEUED: Final = 64
 POST_TIMEOUT_S: Final = 5.0

@@ -7,7 +7,7 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Final
 
-from baton.gateway.asgi import send_whole
+from baton.gateway.asgi import Header, send_whole
 from baton.gateway.dashboard.series import Series
 from baton.gateway.dashboard.snapshot import SnapshotBuilder, SnapshotPages
 from baton.gateway.dashboard.stream import DashboardStream
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
-    from baton.gateway.asgi import Header
     from baton.gateway.completions import Completions
     from baton.gateway.request_context import Services
     from baton.gateway.request_traces import RequestHistory

@@ -22,7 +22,7 @@ from baton.gateway.dashboard.events import (
     TransfersShown,
 )
 from baton.gateway.workers import Up
-from baton.protocol.worker_http import Role
+from baton.protocol.worker_http import Role, WorkerInfo
 from baton.telemetry.trace import Stamp
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from baton.gateway.request_context import Services
     from baton.gateway.request_traces import RequestHistory, RequestRecord
     from baton.gateway.transfer_page import PairHandoffs, TransferPage, TransferPageReply
-    from baton.protocol.worker_http import WorkerInfo
 
 MOST_WORKERS: Final = 512
 MOST_REQUESTS: Final = 50

@@ -16,13 +16,13 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Final, Protocol
 
 from baton.auth.certificates import IdentityRole
-from baton.clock import Instant
+from baton.clock import Clock, Instant
 from baton.errors import ProtocolError
-from baton.gateway.members.heartbeat_table import HeartbeatTable
-from baton.gateway.members.lease_table import LeaseTable, Outcome
+from baton.gateway.members.heartbeat_table import HeartbeatTable, Renewal
+from baton.gateway.members.lease_table import Lease, LeaseTable, Outcome, Verdict
 from baton.gateway.options import WorkerAddress
 from baton.gateway.worker_info import read_info
-from baton.ids import Epoch
+from baton.ids import Epoch, WorkerId
 from baton.net.cluster_client import ClusterClient, NoAnswerError
 from baton.protocol.announcements import (
     RENEWALS_PER_LEASE,
@@ -32,7 +32,7 @@ from baton.protocol.announcements import (
     decode_unverified,
     read_announcement,
 )
-from baton.protocol.heartbeats import Acknowledgement
+from baton.protocol.heartbeats import Acknowledgement, HeartbeatGrant
 from baton.protocol.worker_http import INFO_PATH
 from baton.telemetry.log_limit import LimitedLog
 
@@ -42,16 +42,11 @@ if TYPE_CHECKING:
     from yarl import URL
 
     from baton.auth.credentials import Credentials
-    from baton.clock import Clock
     from baton.gateway.members.announced_metrics import AnnouncementMetrics
     from baton.gateway.members.heartbeat_receiver import HeartbeatReceiver
-    from baton.gateway.members.heartbeat_table import Renewal
     from baton.gateway.members.interface import SourceStatus
-    from baton.gateway.members.lease_table import Lease, Verdict
-    from baton.ids import WorkerId
     from baton.net.tls import ClusterTls
     from baton.protocol.announcements import Announcement, Relayed
-    from baton.protocol.heartbeats import HeartbeatGrant
 
 SWEEP_S: Final = 0.1
 STALL_S: Final = 1.0

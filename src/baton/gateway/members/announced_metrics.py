@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from baton.gateway.members.heartbeat_table import HeartbeatResult
 from baton.gateway.members.lease_table import Outcome
@@ -12,8 +12,6 @@ from baton.protocol.announcements import RefusalReason
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from prometheus_client import CollectorRegistry
 
 
 class AnnouncementMetrics:

@@ -16,7 +16,7 @@ import socket
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from baton.errors import ConfigError
-from baton.gateway.members.interface import NoSourceOptions
+from baton.gateway.members.interface import NoSourceOptions, SourceFactory, SourceSetup
 from baton.gateway.options import WorkerAddress
 from baton.protocol.members import MAX_MEMBERS
 from baton.protocol.worker_http import Role
@@ -24,8 +24,6 @@ from baton.registry import Plugin
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
-
-    from baton.gateway.members.interface import SourceFactory, SourceSetup
 
 MISSES: Final = 3
 LOOK_UP_TIMEOUT_S: Final = 10.0

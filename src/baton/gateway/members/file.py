@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from baton.errors import ConfigError, ProtocolError
-from baton.gateway.members.interface import NoSourceOptions
+from baton.gateway.members.interface import NoSourceOptions, SourceFactory, SourceSetup
 from baton.gateway.options import WorkerAddress
 from baton.protocol.members import MAX_MEMBERS_FILE_BYTES, decode_members
 from baton.registry import Plugin
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-
-    from baton.gateway.members.interface import SourceFactory, SourceSetup
 
 POLL_S: Final = 0.5
 READ_TIMEOUT_S: Final = 5.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from baton.gateway.members.heartbeat_table import HeartbeatResult
-from baton.protocol.heartbeats import make_acknowledgement
+from baton.gateway.members.heartbeat_table import HeartbeatResult, HeartbeatTable, Renewal
+from baton.protocol.heartbeats import Acknowledgement, make_acknowledgement
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from baton.clock import Instant
     from baton.gateway.members.announced_metrics import AnnouncementMetrics
     from baton.gateway.members.heartbeat_socket import HeartbeatSocket
-    from baton.gateway.members.heartbeat_table import HeartbeatTable, Renewal
-    from baton.protocol.heartbeats import Acknowledgement
 
 
 class HeartbeatReceiver:

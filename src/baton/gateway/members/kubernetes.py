@@ -19,12 +19,7 @@ from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.config.environment import read_environment
 from baton.errors import ConfigError, ProtocolError
-from baton.gateway.members.endpoint_slices import (
-    Bookmark,
-    ServiceWorkers,
-    SlicePut,
-    SliceRemoved,
-)
+from baton.gateway.members.endpoint_slices import Bookmark, ServiceWorkers, SlicePut, SliceRemoved
 from baton.gateway.members.interface import NoSourceOptions
 from baton.gateway.members.kubernetes_api import EndpointSliceApi, ResourceVersionExpiredError
 from baton.net.kubernetes.access import KubernetesApiError, ServiceAccount

@@ -8,13 +8,8 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 from baton.gateway.members.endpoint_slices import WatchFailed, decode_event, decode_page
-from baton.net.kubernetes.access import KubernetesApiError
-from baton.net.kubernetes.connection import (
-    ApiConnection,
-    ApiRefusedError,
-    ApiRequest,
-    read_lines,
-)
+from baton.net.kubernetes.access import ApiAccess, KubernetesApiError
+from baton.net.kubernetes.connection import ApiConnection, ApiRefusedError, ApiRequest, read_lines
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Generator
@@ -22,7 +17,6 @@ if TYPE_CHECKING:
     import aiohttp
 
     from baton.gateway.members.endpoint_slices import Change, EndpointSlice
-    from baton.net.kubernetes.access import ApiAccess
     from baton.net.kubernetes.connection import Listed
 
 GROUP_PATH: Final = "/apis/discovery.k8s.io/v1"

@@ -14,12 +14,7 @@ import msgspec
 import uvicorn
 
 from baton.auth.certificates import IdentityRole
-from baton.errors import (
-    AuthenticationError,
-    BatonError,
-    InvalidRequestError,
-    ProtocolError,
-)
+from baton.errors import AuthenticationError, BatonError, InvalidRequestError, ProtocolError
 from baton.gateway.asgi import BodyBudget, BodyLimit, read_body, send_error, send_whole
 from baton.gateway.errors import PathNotFoundError, answer_for
 from baton.gateway.members.announced import AnnouncedWorkers
@@ -28,7 +23,7 @@ from baton.gateway.members.gossip import Gossip, Peers
 from baton.gateway.members.heartbeat_receiver import HeartbeatReceiver
 from baton.gateway.members.heartbeat_socket import HeartbeatSocket
 from baton.net.http_exchange import EXTENSION
-from baton.net.http_limits import Connections, HttpLimits, allow_descriptors
+from baton.net.http_limits import Connections, HttpLimits, Refusal, allow_descriptors
 from baton.net.http_server import bind, count_refusals, make_server_config, start_listening, url_of
 from baton.net.tls import ClusterTls
 from baton.protocol.announcements import (
@@ -48,7 +43,6 @@ if TYPE_CHECKING:
     from baton.auth.credentials import Credentials
     from baton.clock import Clock
     from baton.gateway.options import GatewayOptions
-    from baton.net.http_limits import Refusal
     from baton.net.http_protocol import BoundedHttpProtocol
 
 LIMITS: Final = HttpLimits(max_connections_per_address=4096)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import grpc
-from envoy.service.ext_proc.v3 import external_processor_pb2_grpc
+from envoy.service.ext_proc.v3 import external_processor_pb2, external_processor_pb2_grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from baton.clock import MachineClock
@@ -23,8 +23,6 @@ from baton.telemetry.process_status import Ready, StatusReporter
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
-
-    from envoy.service.ext_proc.v3 import external_processor_pb2
 
     from baton.gateway.options import GatewayOptions
     from baton.gateway.request_context import Services

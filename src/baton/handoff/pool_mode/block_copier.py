@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from baton.errors import ConfigError
-from baton.handoff.kv_views import ShowsTokens
+from baton.handoff.kv_views import KVView, ShowsTokens
 from baton.kv.canonical import read_canonical, write_canonical
 from baton.kv.copies import (
     BlockTable,
@@ -19,7 +19,7 @@ from baton.kv.copies import (
     compute_page_copies,
 )
 from baton.kv.geometry import page_geometry, shared_heads, view_planes
-from baton.kv.identity import HashDomain, compute_block_hashes, compute_tail_hash
+from baton.kv.identity import BlockHash, HashDomain, compute_block_hashes, compute_tail_hash
 from baton.kv.token_slices import TokenPages, find_token_slices
 from baton.transfer.region import view_pages
 
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.handoff.interface import StreamPosition
-    from baton.handoff.kv_views import KVView
-    from baton.kv.identity import BlockHash
     from baton.kv.layout import KVLayout
     from baton.store.entry_format import EntryFormat
 

@@ -27,14 +27,13 @@ from baton.errors import ProtocolError, StoreError
 from baton.handoff.interface import SampledToken
 from baton.handoff.messages import Tickets
 from baton.net.framing import decode
-from baton.store.interface import EntryName, LeasesNewest
+from baton.store.interface import EntryLease, EntryName, LeasesNewest, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from baton.auth.ticket import Ticket
     from baton.ids import Epoch, TicketId
-    from baton.store.interface import EntryLease, Tier
 
 MAX_SIDE_ENTRY_BYTES: Final = 65_536
 

@@ -7,13 +7,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, Literal
 
 from baton.encodings.error_budget import check_is_alone, find_smallest
-from baton.encodings.interface import RAW, open_encoding
+from baton.encodings.interface import RAW, KVEncoding, open_encoding
 from baton.encodings.raw import RawEncoding
 from baton.events.wire import NAMING_BYTES
-from baton.handoff.pool_mode.store_journal import open_store_journal
+from baton.handoff.pool_mode.store_journal import StoreJournal, open_store_journal
 from baton.store.entry_format import EntryFormat
-from baton.store.interface import TENANT_BYTES, TenantLabel
-from baton.store.tiered import TierRun, open_store
+from baton.store.interface import TENANT_BYTES, EntryName, PeerAccess, TenantLabel
+from baton.store.tiered import TieredStore, TierRun, open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,13 +21,9 @@ if TYPE_CHECKING:
     from baton.auth.key import ClusterKey
     from baton.clock import Clock
     from baton.config.sections import StoreSection
-    from baton.encodings.interface import KVEncoding
     from baton.events.journal import CacheJournal
     from baton.handoff.kv_views import KVView
-    from baton.handoff.pool_mode.store_journal import StoreJournal
     from baton.kv.layout import KVLayout
-    from baton.store.interface import EntryName, PeerAccess
-    from baton.store.tiered import TieredStore
     from baton.telemetry.trace import RequestSpan
 
 

@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING
 
 from baton.handoff.pool_mode.side_entries import StoreIdentity, keep_identity
 from baton.ids import StoreId
-from baton.store.interface import ServerPlace
+from baton.store.interface import EntryName, ServerPlace, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from baton.store.interface import EntryName, Tier
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ waiting ──entries appear──► pieces in place ──all of them──►
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
@@ -19,14 +19,13 @@ from baton.errors import HandoffError
 from baton.handoff.interface import BlocksQuiescent, KVFailed, KVLanded
 from baton.handoff.pool_mode.block_copier import BATCH_BYTES, allocate_bytes
 from baton.handoff.pool_mode.load_costs import TierTime, add_times
-from baton.handoff.pool_mode.side_entries import find_marker, remove_marker
-from baton.handoff.pool_mode.store_access import find_pieces, note_store_encoding
+from baton.handoff.pool_mode.side_entries import CompletionMarker, find_marker, remove_marker
+from baton.handoff.pool_mode.store_access import StoreAccess, find_pieces, note_store_encoding
 from baton.handoff.session.actions import extend
 from baton.telemetry.trace import Stamp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
 
@@ -40,8 +39,6 @@ if TYPE_CHECKING:
         StreamPosition,
     )
     from baton.handoff.pool_mode.block_copier import BlockCopier, EntryBodies, TokenSegment
-    from baton.handoff.pool_mode.side_entries import CompletionMarker
-    from baton.handoff.pool_mode.store_access import StoreAccess
     from baton.ids import TicketId
     from baton.kv.copies import BlockTable
     from baton.store.interface import EntryName

@@ -16,10 +16,10 @@ import numpy as np
 from baton.errors import HandoffError, StoreError
 from baton.handoff.interface import KVSent, SendFailed
 from baton.handoff.pool_mode.side_entries import CompletionMarker, put_marker
-from baton.handoff.pool_mode.store_access import find_pieces, note_store_encoding
+from baton.handoff.pool_mode.store_access import StoreAccess, find_pieces, note_store_encoding
 from baton.handoff.pool_mode.store_reader import UNGUARDED
 from baton.handoff.session.actions import extend
-from baton.store.interface import NamedBody
+from baton.store.interface import EntryName, NamedBody
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,10 +30,8 @@ if TYPE_CHECKING:
     from baton.clock import Clock, Instant
     from baton.handoff.interface import HandoffEvent, SampledToken, SendOrder, StreamPosition
     from baton.handoff.pool_mode.block_copier import BlockCopier, EntryBodies, TokenSegment
-    from baton.handoff.pool_mode.store_access import StoreAccess
     from baton.kv.copies import BlockTable
     from baton.kv.identity import BlockHash
-    from baton.store.interface import EntryName
     from baton.store.tiered import TierRun
 
 logger = logging.getLogger(__name__)

@@ -29,18 +29,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from baton.clock import Instant
-from baton.handoff.grants import epoch_of
+from baton.handoff.grants import Granted, epoch_of
 from baton.handoff.interface import ExportReleased
-from baton.handoff.messages import MAX_BATCH, ReleaseAck, Revoke
+from baton.handoff.messages import MAX_BATCH, Release, ReleaseAck, Revoke
 from baton.kv.copies import blocks_holding
 from baton.transfer.interface import TracksReaders
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from baton.handoff.grants import Granted
     from baton.handoff.kv_views import AgentContext
-    from baton.handoff.messages import Release
     from baton.handoff.peers import Peer
     from baton.ids import Epoch, TicketId
 

@@ -29,22 +29,20 @@ from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.clock import Instant
 from baton.errors import BatonError, ProtocolError
-from baton.handoff.interface import ImportRevoked
+from baton.handoff.interface import ImportRevoked, ReceiveOrder
 from baton.handoff.messages import MAX_BATCH, Release, ReleaseAck, Revoke, unpack_blocks
 from baton.handoff.peer_transports import Reachability
-from baton.transfer.interface import as_viewer
+from baton.transfer.interface import RegionDescriptor, RemoteId, Transport, as_viewer
 from baton.transfer.region import view_pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from baton.auth.ticket import WorkerRef
-    from baton.handoff.interface import ReceiveOrder
     from baton.handoff.kv_views import AgentContext, KVView
     from baton.handoff.messages import BlocksExported, ToImporter
     from baton.handoff.peers import Peer
     from baton.ids import Epoch, TicketId
-    from baton.transfer.interface import RegionDescriptor, RemoteId, Transport
     from baton.transfer.peer_mappings import PeerMapping, PeerMappings
 
 logger = logging.getLogger(__name__)

@@ -9,15 +9,12 @@ row: 512 FP8 numbers, a float32 for each 128 of them, and the rotary part in bfl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, assert_never
+from typing import Final, Literal, assert_never
 
 import msgspec
 
 from baton.errors import ConfigError, InvalidLayoutError
-from baton.kv.sizing.parts import Attention, Latent, State
-
-if TYPE_CHECKING:
-    from baton.kv.sizing.parts import ModelShape, Part
+from baton.kv.sizing.parts import Attention, Latent, ModelShape, Part, State
 
 FormatName = Literal[
     "float32", "float16", "bfloat16", "fp8", "fp8_token", "int8_token", "int4_token", "fp8_ds_mla"

@@ -13,7 +13,7 @@ from baton.config.environment import read_environment
 from baton.config.resolve import CommandLine, resolve
 from baton.errors import ConfigError
 from baton.launch.errors import FleetError
-from baton.launch.fleet import DEFAULT_FLEET
+from baton.launch.fleet import DEFAULT_FLEET, FleetControl
 from baton.launch.kubernetes.api import FleetApi
 from baton.launch.kubernetes.cluster import find_cluster
 from baton.launch.kubernetes.fleet import KubernetesFleet
@@ -21,8 +21,6 @@ from baton.net.kubernetes.connection import open_session
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
-
-    from baton.launch.fleet import FleetControl
 
 _NAME = r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
 _FLEET: Final = re.compile(rf"(?:({_NAME})/)?({_NAME})")

@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Final
 
 from baton.errors import ConfigError
 from baton.launch.kubernetes.kubeconfig import read_kubeconfig
-from baton.net.kubernetes.access import ServiceAccount
+from baton.net.kubernetes.access import ApiAccess, ServiceAccount
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from baton.net.kubernetes.access import ApiAccess
 
 DEFAULT_FILE: Final = Path(".kube/config")
 """In the user's home."""

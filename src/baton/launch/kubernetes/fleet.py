@@ -9,16 +9,10 @@ from typing import TYPE_CHECKING, Final, cast
 
 from baton.clock import MachineClock
 from baton.launch.errors import FleetError
-from baton.launch.fleet import FleetStatus, MemberRole
-from baton.launch.kubernetes.api import KubernetesFleetError
-from baton.launch.kubernetes.members import (
-    ENDED,
-    ROLES,
-    describe_pod,
-    find_role,
-    missing_member,
-)
-from baton.launch.kubernetes.objects import VERSION_LABEL
+from baton.launch.fleet import FleetMember, FleetSize, FleetStatus, MemberRole
+from baton.launch.kubernetes.api import FleetApi, KubernetesFleetError
+from baton.launch.kubernetes.members import ENDED, ROLES, describe_pod, find_role, missing_member
+from baton.launch.kubernetes.objects import VERSION_LABEL, Pod, Workload
 from baton.launch.kubernetes.sizes import divide, find_without_identity, pod_names
 from baton.launch.kubernetes.waiting import (
     AWAY_S,
@@ -33,9 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
     from baton.config.sections import Role
-    from baton.launch.fleet import FleetMember, FleetSize
-    from baton.launch.kubernetes.api import FleetApi
-    from baton.launch.kubernetes.objects import Pod, Workload
 
 CONFLICTS: Final = 10
 """How often a change is tried again because the object's status has changed since it was read."""

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from baton.launch.fleet import FleetMember, MemberRole
-from baton.launch.kubernetes.objects import ROLE_LABEL, ContainerStatus
-
-if TYPE_CHECKING:
-    from baton.launch.fleet import MemberState
-    from baton.launch.kubernetes.objects import Container, Pod
+from baton.launch.fleet import FleetMember, MemberRole, MemberState
+from baton.launch.kubernetes.objects import ROLE_LABEL, Container, ContainerStatus, Pod
 
 ROLES: Final = frozenset[MemberRole]({"prefill", "decode", "both"})
 FAILED: Final = frozenset({

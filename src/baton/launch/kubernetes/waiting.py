@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from baton.clock import MachineClock
 from baton.launch.errors import FleetError
-from baton.launch.kubernetes.api import KubernetesFleetError
+from baton.launch.kubernetes.api import FleetApi, KubernetesFleetError
 from baton.launch.kubernetes.members import describe_pod, find_role
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
 
     from baton.launch.fleet import FleetMember
-    from baton.launch.kubernetes.api import FleetApi
     from baton.launch.kubernetes.objects import Pod, Workload
 
 LOOK_INTERVAL_S: Final = 1.0

@@ -16,7 +16,7 @@ from baton.launch.fleet import COUNTED, FleetMember, FleetStatus, MemberRole
 from baton.launch.ray.connection import CONNECT_TIMEOUT_S, check_ray, connected, find_address
 from baton.launch.ray.hosts import path_of
 from baton.launch.ray.members_file import read_member
-from baton.launch.ray.plan import NAMES, number_of, read_plan, role_of
+from baton.launch.ray.plan import NAMES, ProcessGroup, RayPlan, number_of, read_plan, role_of
 from baton.launch.ray.process import START_TIMEOUT_S, LogLines
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from baton.launch.fleet import FleetControl, FleetSize
     from baton.launch.ray.actors import FleetActors
-    from baton.launch.ray.plan import ProcessGroup, RayPlan
 
 CALL_TIMEOUT_S: Final = 5.0
 STOP_MARGIN_S: Final = 15.0

@@ -15,15 +15,15 @@ from baton.config.environment import run_directory
 from baton.config.resolve import CommandLine, resolve
 from baton.errors import ConfigError, PeerUnreachableError
 from baton.launch.errors import FleetError
-from baton.launch.fleet import FleetMember
+from baton.launch.fleet import FleetMember, MemberState
 from baton.launch.gateways import find_up, get
 from baton.launch.plan import Ports, WorkerPlan, command_line
 from baton.launch.ray.hosts import path_of
-from baton.launch.ray.members_file import MembersFileWriter
-from baton.launch.ray.plan import role_of, settings_file
+from baton.launch.ray.members_file import MembersFileWriter, Supervisors
+from baton.launch.ray.plan import RayPlan, role_of, settings_file
 from baton.launch.ray.process import LogLines, SupervisedProcess
 from baton.launch.slots import KILL_MARGIN_S
-from baton.launch.sockets import open_gateway_sockets
+from baton.launch.sockets import GatewaySockets, open_gateway_sockets
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,10 +31,6 @@ if TYPE_CHECKING:
 
     from baton.clock import Clock
     from baton.config.sections import GatewaySection
-    from baton.launch.fleet import MemberState
-    from baton.launch.ray.members_file import Supervisors
-    from baton.launch.ray.plan import RayPlan
-    from baton.launch.sockets import GatewaySockets
 
 READY_PATH: Final = "/ready"
 READY: Final = b'{"status":"ready"}'

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from baton.config.cluster_key import is_loopback
-from baton.config.resolve import PATH_KEYS, FromDefault
-from baton.config.sections import RayPlacement, RayWorkersTable
+from baton.config.resolve import PATH_KEYS, FromDefault, Resolved
+from baton.config.sections import Config, RayPlacement, RaySection, RayWorkersTable, Role
 from baton.errors import UNDECODABLE, ConfigError, ProtocolError
 from baton.launch.fleet import Count, MemberRole
 from baton.launch.folder import FLEET_NAME
@@ -20,9 +20,6 @@ from baton.planner.fleet_plan import split_path
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from baton.config.resolve import Resolved
-    from baton.config.sections import Config, RaySection, Role
 
 NOT_FORWARDED: Final = ("up.", "ray.", "fleet.")
 OWN_KEYS: Final = frozenset({

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from baton.launch.child import ChildExited, describe_exit, likely_cause, spawn
+from baton.launch.child import Child, ChildExited, describe_exit, likely_cause, spawn
 from baton.launch.errors import FleetError
 from baton.launch.plan import Ports
 from baton.launch.restarts import RestartHistory, RestartPolicy
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from baton.clock import Clock, Instant
-    from baton.launch.child import Child
     from baton.launch.fleet import MemberState
 
 NUM_LINES: Final = 2000

@@ -12,11 +12,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from baton.errors import ConfigError
 from baton.launch.errors import FleetError
-from baton.launch.ray.actors import NoAnswerError
+from baton.launch.ray.actors import FleetActors, NoAnswerError
 from baton.launch.ray.connection import describe, namespace_of
 from baton.launch.ray.hosts import list_selectors
 from baton.launch.ray.members_file import read_member
-from baton.launch.ray.plan import RayHostFacts, explain_unplaced
+from baton.launch.ray.plan import ProcessGroup, RayHostFacts, RayPlan, explain_unplaced
 from baton.launch.ray.process import LogLines
 from baton.launch.ray.supervisor import Supervisor
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from baton.launch.fleet import FleetMember
-    from baton.launch.ray.actors import FleetActors
-    from baton.launch.ray.plan import ProcessGroup, RayPlan
 
 HEAD_TIMEOUT_S: Final = 10.0
 POLL_INTERVAL_S: Final = 0.25

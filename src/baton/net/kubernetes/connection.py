@@ -12,14 +12,11 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 import aiohttp
 
-from baton.net.kubernetes.access import KubernetesApiError
-from baton.net.kubernetes.objects import decode_status
+from baton.net.kubernetes.access import ApiAccess, KubernetesApiError
+from baton.net.kubernetes.objects import ObjectPage, decode_status
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-
-    from baton.net.kubernetes.access import ApiAccess
-    from baton.net.kubernetes.objects import ObjectPage
 
 ANSWER_TIMEOUT_S: Final = 10.0
 """For a request that is answered at once, or one page of a list; to connect, for all."""

@@ -10,14 +10,13 @@ from urllib.parse import quote, urlsplit
 import msgspec
 
 from baton.errors import UNDECODABLE, BatonError
-from baton.ops.gateway_pages import PageError, RequestIds
+from baton.ops.gateway_pages import Gateway, PageError, RequestIds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from baton.ops.bundle.archive import BundleContents
     from baton.ops.bundle.redaction import Redactor
-    from baton.ops.gateway_pages import Gateway
     from baton.ops.page_reader import PageReader
 
 PAGE_TIMEOUT_S: Final = 5.0

@@ -10,14 +10,11 @@ from urllib.parse import urlsplit
 import msgspec
 
 from baton.config.environment import state_directory
-from baton.config.resolve import ENVIRONMENT_PREFIX, PATH_KEYS, closed_keys, describe
-from baton.ops.bundle.redaction import CUT
+from baton.config.resolve import ENVIRONMENT_PREFIX, PATH_KEYS, Resolved, closed_keys, describe
+from baton.ops.bundle.redaction import CUT, Redactor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-
-    from baton.config.resolve import Resolved
-    from baton.ops.bundle.redaction import Redactor
 
 MAX_SECRET_FILE_BYTES: Final = 64 << 10
 

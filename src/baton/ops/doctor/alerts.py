@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from baton.ops.doctor.finding import Area, Finding, Level
-from baton.ops.gateway_pages import NOT_FOUND, PageError, decode_page
-from baton.protocol.alerts import ALERTS_PATH, RUNBOOK_PATH, AlertList, AlertState
-
-if TYPE_CHECKING:
-    from baton.ops.gateway_pages import Gateway
-    from baton.protocol.alerts import Alert
+from baton.ops.gateway_pages import NOT_FOUND, Gateway, PageError, decode_page
+from baton.protocol.alerts import ALERTS_PATH, RUNBOOK_PATH, Alert, AlertList, AlertState
 
 WHY: Final = "What the gateway itself has found wrong with links, handoffs, the store, and targets."
 

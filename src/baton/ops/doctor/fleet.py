@@ -11,14 +11,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.ops.doctor.finding import Area, Finding, Level
-from baton.ops.gateway_pages import (
-    NOT_FOUND,
-    OK,
-    PageError,
-    RequestIds,
-    decode_page,
-    read_refusal,
-)
+from baton.ops.gateway_pages import NOT_FOUND, OK, PageError, RequestIds, decode_page, read_refusal
 from baton.protocol.request_traces import REQUESTS_PATH
 
 if TYPE_CHECKING:

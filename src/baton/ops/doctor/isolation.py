@@ -19,13 +19,12 @@ from typing import IO, TYPE_CHECKING, Final, NoReturn
 
 import msgspec
 
-from baton.ops.doctor.finding import Finding, write_seconds
+from baton.ops.doctor.finding import Finding, Probe, write_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from baton.clock import Clock
-    from baton.ops.doctor.finding import Probe
     from baton.ops.doctor.host import Host
 
 NUM_AT_ONCE: Final = 6

@@ -15,19 +15,9 @@ from baton import __version__
 from baton.ops.doctor.alerts import check_alerts
 from baton.ops.doctor.devices import check_dax, check_gpus, check_rdma
 from baton.ops.doctor.finding import Area, Finding, Level, Probe, Report, make_printable
-from baton.ops.doctor.fleet import (
-    UNREACHABLE,
-    check_counters,
-    check_handoffs,
-    check_readiness,
-)
+from baton.ops.doctor.fleet import UNREACHABLE, check_counters, check_handoffs, check_readiness
 from baton.ops.doctor.isolation import run_probes
-from baton.ops.doctor.kernel_checks import (
-    check_cma,
-    check_huge_regions,
-    check_memfd,
-    check_pidfd,
-)
+from baton.ops.doctor.kernel_checks import check_cma, check_huge_regions, check_memfd, check_pidfd
 from baton.ops.doctor.machine import (
     check_bfloat16,
     check_container,
@@ -135,13 +125,7 @@ def check_gateway(url: str, host: Host, clock: Clock) -> Report:
 
 def _fleet_probe(name: str, check: Callable[[Gateway], list[Finding]], gateway: Gateway) -> Probe:
     level = Level.PROBLEM if name == UNREACHABLE else Level.WARNING
-    return Probe(Area.FLEET, name, partial(_run_check, check, gateway), level, FLEET_TIMEOUT_S)
-
-
-def _run_check(
-    check: Callable[[Gateway], list[Finding]], gateway: Gateway, _host: Host
-) -> list[Finding]:
-    return check(gateway)
+    return Probe(Area.FLEET, name, lambda _host: check(gateway), level, FLEET_TIMEOUT_S)
 
 
 def make_report(subject: str, findings: Sequence[Finding], duration_s: float) -> Report:

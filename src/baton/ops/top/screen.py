@@ -13,8 +13,8 @@ from rich.text import Text
 
 from baton.errors import ConfigError
 from baton.ops.page_reader import open_pages
-from baton.ops.top.snapshot import FleetReader
-from baton.ops.top.tables import WORKER_SORTS, describe_traffic, make_tables
+from baton.ops.top.snapshot import FleetReader, FleetSnapshot
+from baton.ops.top.tables import WORKER_SORTS, Column, TopTable, describe_traffic, make_tables
 
 try:
     from textual.app import App
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from baton.clock import Clock
     from baton.ops.gateway_pages import Gateway
-    from baton.ops.top.snapshot import FleetSnapshot
-    from baton.ops.top.tables import Column, TopTable
 
 NUM_TABLES: Final = 6
 ENDING: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -9,7 +9,7 @@ import msgspec
 
 from baton import __version__
 from baton.errors import UNDECODABLE
-from baton.ops.gateway_pages import PageError
+from baton.ops.gateway_pages import Gateway, PageError
 from baton.ops.top.pages import (
     AlertsPage,
     LinksPage,
@@ -22,7 +22,6 @@ from baton.ops.top.window import Traffic, TrafficWindow, read_metrics
 
 if TYPE_CHECKING:
     from baton.clock import Clock
-    from baton.ops.gateway_pages import Gateway
     from baton.ops.page_reader import PageReader
 
 SCHEMA_VERSION: Final = 1

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from baton.ops.doctor.finding import one_line, write_bytes, write_seconds
-from baton.ops.top.pages import SegmentFigures
-from baton.ops.top.snapshot import READY
+from baton.ops.top.pages import FleetTier, Link, PairHandoffs, SegmentFigures, Worker
+from baton.ops.top.snapshot import READY, FleetSnapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from baton.ops.top.pages import FleetTier, Link, PairHandoffs, Worker
-    from baton.ops.top.snapshot import FleetSnapshot
     from baton.ops.top.window import Quantiles, Traffic
 
 MAX_CELL_CHARS: Final = 60

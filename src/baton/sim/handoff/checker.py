@@ -10,22 +10,27 @@ from baton.handoff.grants import MAX_EARLY_GRANTS, MAX_TOMBSTONES
 from baton.handoff.interface import (
     BlocksQuiescent,
     ExportReleased,
+    HandoffEvent,
     ImportRevoked,
+    KeepOrder,
     KVExported,
     KVFailed,
     KVLanded,
     KVSent,
+    LoadOrder,
     PrefixFound,
+    ReceiveOrder,
     SendFailed,
+    SendOrder,
 )
 from baton.handoff.kv_views import Holder
 from baton.handoff.messages import Grant, RenewLease
 from baton.handoff.session.lease import LEASE_STAGE
 from baton.kv.blocks import BlockState
-from baton.kv.copies import blocks_holding
+from baton.kv.copies import PageCopies, blocks_holding
 from baton.sim.handoff import internals
 from baton.sim.handoff.agent import tickets_of
-from baton.sim.handoff.allowed_failures import ViolationError
+from baton.sim.handoff.allowed_failures import Invariant, ViolationError
 from baton.sim.handoff.memory import NUM_LAYERS, extend_chain
 
 if TYPE_CHECKING:
@@ -34,17 +39,8 @@ if TYPE_CHECKING:
     from baton.auth.ticket import Ticket
     from baton.engines.transformers.scheduler import Work
     from baton.engines.transformers.sequence import Sequence
-    from baton.handoff.interface import (
-        HandoffEvent,
-        KeepOrder,
-        LoadOrder,
-        ReceiveOrder,
-        SendOrder,
-    )
     from baton.handoff.peers import MessageReceived
     from baton.ids import Epoch, RegionHandle, TicketId
-    from baton.kv.copies import PageCopies
-    from baton.sim.handoff.allowed_failures import Invariant
     from baton.sim.handoff.fabric import Fabric
     from baton.sim.handoff.process import SimProcess
     from baton.sim.handoff.transport import SimWrite

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias, assert_never
 
-from baton.kv.copies import apply_copies
-from baton.sim.handoff.transport import COPY_S, LATE_S, split_copies
+from baton.kv.copies import PageCopies, apply_copies
+from baton.sim.handoff.transport import COPY_S, LATE_S, SimTransport, SimWrite, split_copies
 from baton.transfer.interface import Arrived
 
 if TYPE_CHECKING:
@@ -18,12 +18,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.ids import RegionHandle, TicketId
-    from baton.kv.copies import PageCopies
     from baton.sim.handoff.checker import Checker
     from baton.sim.handoff.network import Network
     from baton.sim.handoff.process import SimProcess
     from baton.sim.handoff.timeline import Timeline
-    from baton.sim.handoff.transport import SimTransport, SimWrite
 
 CorruptionKind: TypeAlias = Literal["flip", "zero", "swap", "truncate", "repeat"]
 """What befalls a transfer: its last page, or its notification, which comes twice."""

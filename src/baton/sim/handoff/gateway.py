@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
-from baton.auth.ticket import Ticket, WorkerRef, seal, write_unsigned
-from baton.ids import TicketId, WorkerId
+from baton.auth.ticket import HandoffMode, Ticket, WorkerRef, seal, write_unsigned
+from baton.ids import RequestId, TicketId, WorkerId
 from baton.router.failover import (
     ABORT_RETRY_DELAYS_S,
     EVERY_MODE,
@@ -25,14 +25,11 @@ from baton.router.failover import (
 )
 from baton.sim.handoff.checker import REQUEST_TIMEOUT_S
 from baton.sim.handoff.memory import extend_chain, next_token
-from baton.sim.handoff.plan import GATEWAY
+from baton.sim.handoff.plan import GATEWAY, Client
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from baton.auth.ticket import HandoffMode
-    from baton.ids import RequestId
-    from baton.sim.handoff.plan import Client
     from baton.sim.handoff.process import SimProcess
     from baton.sim.handoff.world import World
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from baton.handoff.kv_views import Holder
+from baton.handoff.kv_views import Holder, RegisteredView
 from baton.handoff.pool_mode import side_entries
 from baton.handoff.session.send import SendPhase
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from baton.engines.transformers.scheduler import Scheduler
     from baton.handoff.agent import HandoffAgent
     from baton.handoff.dispatcher import HandoffDispatcher
-    from baton.handoff.kv_views import RegisteredView
     from baton.handoff.messages import Message
     from baton.handoff.peers import Peer
     from baton.handoff.pool_mode.store_handoff import StoreHandoff

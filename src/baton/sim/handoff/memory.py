@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from baton.engines.interface import PrefillRequest
-from baton.handoff.interface import SampledToken
-from baton.ids import RegionHandle
+from baton.handoff.interface import HandoffPort, SampledToken, StreamPosition
+from baton.ids import RegionHandle, RequestId
 from baton.kv.layout import KVLayout
 from baton.transfer.interface import PageArray, PagedRegion
 from baton.transfer.peer_mappings import PeerMappings
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.engines.transformers.scheduler import Work
-    from baton.handoff.interface import HandoffPort, StreamPosition
-    from baton.ids import RequestId
     from baton.sim.handoff.process import SimProcess
 
 TOKEN_BYTES: Final = 16

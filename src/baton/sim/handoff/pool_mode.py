@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from baton.auth.key import ClusterKey
-from baton.handoff.pool_mode.block_copier import BlockCopier
+from baton.handoff.pool_mode.block_copier import BlockCopier, EntryBodies, TokenSegment
 from baton.handoff.pool_mode.store_access import StoreAccess, label_tenant
 from baton.sim.handoff.store import KEY
 from baton.store.counted_tier import CountedTier
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from baton.handoff.interface import StreamPosition
     from baton.handoff.kv_views import KVView
-    from baton.handoff.pool_mode.block_copier import EntryBodies, TokenSegment
     from baton.handoff.pool_mode.store_handoff import StoreHandoff
     from baton.kv.copies import BlockTable
     from baton.sim.handoff.process import SimProcess

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from baton.auth.replay import TicketUse, UsedTickets
-from baton.auth.ticket import WorkerRef, unseal
+from baton.auth.ticket import Ticket, WorkerRef, unseal
 from baton.engines.first_tokens import FirstTokens
 from baton.engines.interface import (
     Colocated,
@@ -26,15 +26,15 @@ from baton.engines.transformers.loop import EngineLoop
 from baton.engines.transformers.scheduler import Limits, Scheduler
 from baton.errors import HandoffError, TicketError
 from baton.handoff.dispatcher import open_store_handoff
-from baton.handoff.interface import DECLINED_STAGE
-from baton.handoff.kv_views import KVView
+from baton.handoff.interface import DECLINED_STAGE, HandoffPort
+from baton.handoff.kv_views import KVView, RegisteredView
 from baton.handoff.options import AgentOptions
 from baton.handoff.peer_transports import LinkOptions
 from baton.ids import Epoch, RequestId, WorkerId
 from baton.kv.pool import BlockPool
 from baton.sim.handoff.agent import CheckedPort, SimAgent, SimDispatcher
-from baton.sim.handoff.checker import HANDOFF_TIMEOUT_S
-from baton.sim.handoff.gateway import ErrorReply, LastToken, Reply, TokenReply
+from baton.sim.handoff.checker import HANDOFF_TIMEOUT_S, Checker
+from baton.sim.handoff.gateway import ErrorReply, LastToken, Reply, TokenReply, WorkerRequest
 from baton.sim.handoff.memory import (
     VOCABULARY,
     KilledError,
@@ -54,12 +54,7 @@ from baton.telemetry.trace import RequestSpan
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from baton.auth.ticket import Ticket
     from baton.engines.interface import EngineUpdate, RequestKind
-    from baton.handoff.interface import HandoffPort
-    from baton.handoff.kv_views import RegisteredView
-    from baton.sim.handoff.checker import Checker
-    from baton.sim.handoff.gateway import WorkerRequest
     from baton.sim.handoff.plan import WorkerPlan
     from baton.sim.handoff.world import World
 

@@ -7,24 +7,20 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
-from baton.auth.ticket import TicketIssuer
-from baton.ids import Epoch
+from baton.auth.ticket import TicketIssuer, WorkerRef
+from baton.ids import Epoch, WorkerId
 from baton.sim.handoff.checker import Checker
 from baton.sim.handoff.fabric import Fabric
 from baton.sim.handoff.fault_injector import FaultInjector
 from baton.sim.handoff.gateway import SimRequest
 from baton.sim.handoff.network import Network
-from baton.sim.handoff.plan import GATEWAY
+from baton.sim.handoff.plan import GATEWAY, Client, Host, Schedule
 from baton.sim.handoff.process import SimProcess
 from baton.sim.handoff.store import SimStore
 from baton.sim.handoff.timeline import SkewedClock, Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from baton.auth.ticket import WorkerRef
-    from baton.ids import WorkerId
-    from baton.sim.handoff.plan import Client, Host, Schedule
 
 RequestFault: TypeAlias = Literal["request", "reply", "duplicate"]
 CREDENTIALS: Final = Credentials.of(ClusterKey(b"the key of a simulated cluster, 32"))

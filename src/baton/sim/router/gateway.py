@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from baton.router.load import FleetLoad
-from baton.router.placement import PlacementRequest, Unplaceable
+from baton.router.load import FleetLoad, RunningRequest
+from baton.router.placement import Placement, PlacementPolicy, PlacementRequest, Unplaceable
 from baton.router.prefixes import ModelPrefixes, PromptMatch
 
 if TYPE_CHECKING:
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from baton.ids import WorkerId
     from baton.kv.prefix_names import PrefixNames
     from baton.router.fleet import Fleet
-    from baton.router.load import RunningRequest
-    from baton.router.placement import Placement, PlacementPolicy
     from baton.router.worker_prefixes import WorkerPrefixes
 
 NO_SALT: Final = ""

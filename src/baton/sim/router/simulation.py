@@ -11,28 +11,23 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from baton.errors import BatonError
-from baton.events.blocks import TiersListed
-from baton.ids import StoreId
+from baton.events.blocks import BlockEvent, TiersListed
+from baton.ids import StoreId, WorkerId
 from baton.kv.prefix_names import PrefixNames
 from baton.protocol.worker_http import WorkerLoad
-from baton.router.fleet import Fleet
-from baton.router.placement import Unplaceable
+from baton.router.fleet import Fleet, WorkerView
+from baton.router.placement import PlacementPolicy, Unplaceable
 from baton.sim.router.gateway import NO_SALT, SimulatedGateway
 from baton.sim.router.outcomes import RequestOutcome
-from baton.sim.router.sessions import TokenRun, TokenWriter
+from baton.sim.router.sessions import Session, TokenRun, TokenWriter
 from baton.sim.router.store import SimulatedStore, StoreReporter
 from baton.sim.router.worker import Job, Processors, SimulatedWorker, Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from baton.events.blocks import BlockEvent
-    from baton.ids import WorkerId
-    from baton.router.fleet import WorkerView
     from baton.router.load import FleetLoad
-    from baton.router.placement import PlacementPolicy
     from baton.sim.router.costs import SimulatedCosts
-    from baton.sim.router.sessions import Session
 
 EVICTION_SEEN_S: Final = 1.0
 """Until a worker finds that what it has reported is not in the store any more, on the average."""

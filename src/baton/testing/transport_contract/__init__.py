@@ -47,11 +47,10 @@ from baton.testing.transport_contract.writing import (
     MultiArrayContract,
     WriteContract,
 )
-from baton.transfer.interface import TracksReaders, as_reader, as_viewer
+from baton.transfer.interface import TracksReaders, Transport, as_reader, as_viewer
 
 if TYPE_CHECKING:
     from baton.testing.transport_pair import TransportPair
-    from baton.transfer.interface import Transport
 
 
 class NetworkReadingContract(ReadingContract, ReadOwnerContract):

@@ -9,16 +9,11 @@ from typing import TYPE_CHECKING, ClassVar
 import pytest
 
 from baton.auth.credentials import Credentials
-from baton.clock import MachineClock
-from baton.ids import new_epoch
+from baton.clock import Clock, MachineClock
+from baton.ids import TicketId, new_epoch
 from baton.testing.transport_pair import TIMEOUT_S, Side, TransportPair, spans_of_pages
 from baton.transfer.devices.extents import choose_allocation
-from baton.transfer.interface import (
-    TRANSPORTS,
-    Arrived,
-    TransportContext,
-    WriteCompleted,
-)
+from baton.transfer.interface import TRANSPORTS, Arrived, TransportContext, WriteCompleted
 from baton.transfer.region import view_pages
 
 if TYPE_CHECKING:
@@ -28,8 +23,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from baton.clock import Clock
-    from baton.ids import TicketId
     from baton.kv.copies import CopyGroup
     from baton.transfer.interface import PagedRegion, RegionDescriptor, RemoteId, Transport
 

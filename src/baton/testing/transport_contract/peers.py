@@ -11,20 +11,15 @@ import msgspec
 import pytest
 
 from baton.auth.credentials import Credentials
-from baton.auth.session import TAG_BYTES
+from baton.auth.session import TAG_BYTES, Session
 from baton.errors import TransferError
-from baton.ids import new_region_handle
+from baton.ids import TicketId, new_region_handle
 from baton.net.channel import needs_sealing
 from baton.net.endpoints import ATTACH_TIMEOUT_S, MAX_UNPROVED, PROOF_TIMEOUT_S
 from baton.net.framing import PREFIX_BYTES, DialerHandshake, encode_frame
 from baton.testing.clocks import ManualClock
-from baton.testing.transport_contract.kit import (
-    NUM_PAGES,
-    PAGE_BYTES,
-    TransportKit,
-    check_write,
-)
-from baton.testing.transport_pair import TransportPair, is_about, whole_pages
+from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES, TransportKit, check_write
+from baton.testing.transport_pair import Side, TransportPair, is_about, whole_pages
 from baton.transfer.interface import (
     GrantQuiescent,
     PageArray,
@@ -37,9 +32,6 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
 
-    from baton.auth.session import Session
-    from baton.ids import TicketId
-    from baton.testing.transport_pair import Side
     from baton.transfer.interface import RegionDescriptor, RemoteId, TransferId
 
 STEP_S = 0.005

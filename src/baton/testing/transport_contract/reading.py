@@ -15,7 +15,7 @@ import pytest
 
 from baton.errors import PeerLostError, TransferError
 from baton.ids import new_region_handle
-from baton.kv.copies import PageCopies
+from baton.kv.copies import CopyGroup, PageCopies
 from baton.testing.transport_contract.kit import (
     NUM_PAGES,
     PAGE_BYTES,
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from baton.kv.copies import CopyGroup
     from baton.transfer.interface import RegionDescriptor, TransferId
 
 OTHER_SHAPES = ((NUM_PAGES, 3 * PAGE_BYTES), (NUM_PAGES, 640))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 
 from baton.errors import TransferError
-from baton.ids import new_epoch, new_region_handle, new_ticket_id
-from baton.kv.copies import PageCopies
+from baton.ids import TicketId, new_epoch, new_region_handle, new_ticket_id
+from baton.kv.copies import CopyGroup, PageCopies
 from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES, TransportKit, check_write
 from baton.testing.transport_pair import TransportPair, spans_of_pages, whole_pages
 from baton.transfer.interface import (
@@ -23,10 +21,6 @@ from baton.transfer.interface import (
     as_admitter,
 )
 from baton.transfer.region import release_region
-
-if TYPE_CHECKING:
-    from baton.ids import TicketId
-    from baton.kv.copies import CopyGroup
 
 ONE_PAGE = [whole_pages([0], [0], PAGE_BYTES)]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from baton.errors import TransferError
-from baton.ids import new_ticket_id
+from baton.ids import TicketId, new_ticket_id
 from baton.testing.transport_contract.kit import (
     NUM_PAGES,
     PAGE_BYTES,
@@ -32,7 +32,6 @@ from baton.transfer.interface import (
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
-    from baton.ids import TicketId
     from baton.kv.copies import CopyGroup
     from baton.transfer.interface import PageWrite, RemoteId
 

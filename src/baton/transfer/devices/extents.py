@@ -12,7 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self, TypeAlias
@@ -29,7 +29,7 @@ from baton.transfer.devices.backing import (
     open_backing,
     open_locks,
 )
-from baton.transfer.devices.flushing import coalesce, make_flusher
+from baton.transfer.devices.flushing import Flusher, coalesce, make_flusher
 from baton.transfer.devices.table import (
     MAX_EXTENTS,
     MAX_PROGRAM_CHARS,
@@ -41,7 +41,7 @@ from baton.transfer.devices.table import (
     read_table,
     write_table,
 )
-from baton.transfer.interface import PagedRegion
+from baton.transfer.interface import PageArray, PagedRegion
 from baton.transfer.region import (
     allocate_shared_region,
     check_arrays,
@@ -51,14 +51,10 @@ from baton.transfer.region import (
 from baton.transfer.scatter_gather import Geometry, compute_runs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from numpy.typing import NDArray
 
     from baton.kv.copies import PageCopies
     from baton.transfer.devices.backing import Backing, RangeLocks
-    from baton.transfer.devices.flushing import Flusher
-    from baton.transfer.interface import PageArray
 
 
 class ExtentMapping(mmap.mmap):

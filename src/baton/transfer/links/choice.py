@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias
 
 from baton.clock import Instant
 from baton.record import Record
-from baton.transfer.links.cost_model import NUM_REMEMBERED
+from baton.transfer.links.cost_model import NUM_REMEMBERED, LinkModel, SizeClass, TransferShape
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from baton.telemetry.transfer_report import SegmentCounts
-    from baton.transfer.links.cost_model import LinkModel, SizeClass, TransferShape
+    from baton.telemetry.transfers import Direction, Outcome, PeerSegments, TransferTime
 
 MIN_BACKOFF_S: Final = 0.5
 MAX_BACKOFF_S: Final = 60.0
@@ -52,53 +51,6 @@ class Backoff:
     def is_over(self, now: Instant) -> bool:
         """Whether it may be tried again."""
         return now >= self.until
-
-
-Direction: TypeAlias = Literal["push", "pull"]
-
-
-class Outcome(Record, frozen=True):
-    """A period from the first transfer over an idle link to the last one's end.
-
-    `predicted_s` is the sum of what was predicted of each. `refined`: the time is a measurement
-    of the link, not of submitting. `distance` is the peer's, empty where no ticket named it.
-    """
-
-    peer: str
-    distance: str
-    transport: str
-    direction: Direction
-    num_transfers: int
-    num_bytes: int
-    predicted_s: float
-    observed_s: float
-    refined: bool
-
-
-class TransferTime(Record, frozen=True):
-    """One transfer. `num_bytes`: its own, and those that were under way before it.
-
-    The link moves all of these until the transfer ends, so that the time shows what it does also
-    where transfers wait for each other without end.
-    """
-
-    peer: str
-    distance: str
-    transport: str
-    direction: Direction
-    num_bytes: int
-    seconds: float
-
-
-class PeerSegments(Record, frozen=True):
-    """TCP segments that this worker sent to a peer since the last report of that.
-
-    `distance` is the peer's, empty where no ticket named it.
-    """
-
-    peer: str
-    distance: str
-    counts: SegmentCounts
 
 
 class LinkObserver(Protocol):

@@ -16,7 +16,7 @@ import numpy as np
 from xxhash import xxh3_128_digest
 
 from baton.kv.copies import CopyGroup, PageCopies
-from baton.transfer.links.cost_model import Sample, TransferShape, fit
+from baton.transfer.links.cost_model import LinkModel, Sample, TransferShape, fit
 from baton.transfer.region import allocate_shared_region
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.transfer.interface import DeviceAccess, PagedRegion
-    from baton.transfer.links.cost_model import LinkModel
 
 PAGE_BYTES: Final = 4096
 NUM_PATTERN_PAGES: Final = 1024

@@ -8,11 +8,16 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, assert_never
 
 from baton.errors import PeerLostError, TransferError
 from baton.net.framing import encode
-from baton.transfer.base_transport import refused_to_attach
+from baton.transfer.base_transport import Reactor, refused_to_attach
 from baton.transfer.grant_messages import GrantClosed
 from baton.transfer.interface import (
+    PagedRegion,
+    PageWrite,
     ReadCompleted,
     ReadFailed,
+    RegionDescriptor,
+    RemoteId,
+    TransferId,
     WriteFailed,
 )
 from baton.transfer.messages import MAX_BODY_BYTES, NotAttached
@@ -34,14 +39,6 @@ if TYPE_CHECKING:
     from baton.kv.copies import PageCopies
     from baton.net.channel import Channel
     from baton.net.connection import Connection
-    from baton.transfer.base_transport import Reactor
-    from baton.transfer.interface import (
-        PagedRegion,
-        PageWrite,
-        RegionDescriptor,
-        RemoteId,
-        TransferId,
-    )
     from baton.transfer.onesided.session import Library, OneSidedSession
 
 logger: Final = logging.getLogger(__name__)

@@ -22,9 +22,14 @@ from baton.transfer.interface import (
     Arrived,
     Capabilities,
     GrantQuiescent,
+    PagedRegion,
+    PageRead,
+    PageWrite,
     RegionDescriptor,
     RemoteId,
+    TransferEvent,
     TransferId,
+    TransportContext,
 )
 from baton.transfer.onesided.remote import OneSidedRemote
 from baton.transfer.onesided.wire import (
@@ -44,13 +49,6 @@ if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.net.channel import Channel
     from baton.transfer.base_transport import Reactor
-    from baton.transfer.interface import (
-        PagedRegion,
-        PageRead,
-        PageWrite,
-        TransferEvent,
-        TransportContext,
-    )
     from baton.transfer.onesided.session import Library, OneSidedSession
 
 M = TypeVar("M")

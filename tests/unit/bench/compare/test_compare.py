@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from baton.bench import statistics
-from baton.bench.compare import Tolerance, compare, read_side
+from baton.bench.compare import compare, read_side
 from baton.bench.files import RunManifest
 from baton.bench.load.job import LoadInfo, Report, WorkloadInfo
 from baton.bench.load.records import Slo, compute_figures
@@ -63,21 +63,17 @@ def line_of(comparison, metric):
 
 
 def test_a_slower_server_is_worse_in_everything():
-    found = compare([report_of(records_of(1))], [report_of(records_of(2, 1.3))], Tolerance(0.05))
+    found = compare([report_of(records_of(1))], [report_of(records_of(2, 1.3))], 0.05)
     assert {line.judgement for line in found.lines} == {"worse"}
     assert line_of(found, "TTFT mean").ratio == pytest.approx(1.3, abs=0.05)
     assert line_of(found, "output").ratio == pytest.approx(1 / 1.3, abs=0.05)
     assert found.is_too_bad
-    assert not compare(
-        [report_of(records_of(1))], [report_of(records_of(2, 1.3))], Tolerance(0.5)
-    ).is_too_bad
-    assert not compare(
-        [report_of(records_of(2, 1.3))], [report_of(records_of(1))], Tolerance(0.05)
-    ).is_too_bad
+    assert not compare([report_of(records_of(1))], [report_of(records_of(2, 1.3))], 0.5).is_too_bad
+    assert not compare([report_of(records_of(2, 1.3))], [report_of(records_of(1))], 0.05).is_too_bad
 
 
 def test_the_same_server_is_the_same():
-    found = compare([report_of(records_of(1))], [report_of(records_of(2))], Tolerance(0.0))
+    found = compare([report_of(records_of(1))], [report_of(records_of(2))], 0.0)
     assert line_of(found, "TTFT mean").judgement == "same"
     assert not found.differences
     assert not found.is_too_bad
@@ -85,7 +81,7 @@ def test_the_same_server_is_the_same():
 
 def test_more_failures_are_worse_even_if_the_rest_is_quick():
     bad = [*records_of(2), *[failed(sent_s=1.0, ended_s=1.1)] * 10]
-    found = compare([report_of(records_of(1))], [report_of(bad)], Tolerance(0.05))
+    found = compare([report_of(records_of(1))], [report_of(bad)], 0.05)
     assert found.is_too_bad
     assert found.failed_share == (0.0, 0.2)
     assert any("10 of 50" in each for each in found.cautions)

@@ -9,7 +9,7 @@ import asyncio
 import os
 import signal
 import socket
-from asyncio.subprocess import DEVNULL, PIPE, STDOUT
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
 from collections import deque
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -18,21 +18,16 @@ from typing import TYPE_CHECKING, Final
 
 import aiohttp
 
-from baton.bench.architectures.peers.plan import HOST, Ports
-from baton.bench.architectures.servers import InterruptedBenchError, LogDisplay
-from baton.bench.architectures.transfer_check import MetricsCheck, NoCheck
+from baton.bench.architectures.peers.plan import HOST, PeerPlan, Ports
+from baton.bench.architectures.servers import InterruptedBenchError, LogDisplay, ServerContext
+from baton.bench.architectures.transfer_check import MetricsCheck, NoCheck, TransferCheck
 from baton.bench.architectures.usage import PROC, read_session
 from baton.launch.child import describe_exit, exit_with_parent, likely_cause, read_line
 from baton.launch.slots import GATEWAY, ChildFailedError
 
 if TYPE_CHECKING:
-    from asyncio.subprocess import Process
     from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
     from pathlib import Path
-
-    from baton.bench.architectures.peers.plan import PeerPlan
-    from baton.bench.architectures.servers import ServerContext
-    from baton.bench.architectures.transfer_check import TransferCheck
 
 NUM_LAST_LINES: Final = 20
 MAX_LINE_BYTES: Final = 64 * 1024

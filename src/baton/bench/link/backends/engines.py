@@ -20,8 +20,8 @@ import numpy as np
 
 from baton.config.environment import change_environment
 from baton.errors import ConfigError, TransferError
-from baton.rig.backend import Backend, Traits
-from baton.rig.pages import allocate_pool, layout_pool, view_bytes
+from baton.rig.backend import Backend, BackendContext, LimitName, StopRequested, Traits
+from baton.rig.pages import Direction, Move, allocate_pool, layout_pool, view_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from baton.rig.backend import BackendContext, LimitName, StopRequested
-    from baton.rig.pages import Direction, Move
     from baton.transfer.interface import PageArray
 
 SETTINGS: Final = {"MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "16384"}

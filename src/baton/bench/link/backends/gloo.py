@@ -12,15 +12,12 @@ import numpy as np
 
 from baton.config.environment import change_environment
 from baton.errors import ConfigError
-from baton.rig.backend import Backend, Traits
-from baton.rig.pages import allocate_pool, view_bytes
+from baton.rig.backend import Backend, BackendContext, StopRequested, Traits
+from baton.rig.pages import Direction, Move, allocate_pool, view_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
-
-    from baton.rig.backend import BackendContext, StopRequested
-    from baton.rig.pages import Direction, Move
 
 DRIVER, OWNER = 0, 1
 TIMEOUT: Final = timedelta(seconds=30)

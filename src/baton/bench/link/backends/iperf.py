@@ -16,14 +16,11 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import msgspec
 
 from baton.errors import UNDECODABLE, ConfigError, TransferError
-from baton.rig.backend import Backend, TimedBatch, Traits
-from baton.rig.pages import allocate_pool
+from baton.rig.backend import Backend, BackendContext, StopRequested, TimedBatch, Traits
+from baton.rig.pages import Direction, Move, Workload, allocate_pool
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from baton.rig.backend import BackendContext, StopRequested
-    from baton.rig.pages import Direction, Move, Workload
 
 PROGRAM: Final = "iperf3"
 BATCH_BYTES: Final = 1_000_000_000

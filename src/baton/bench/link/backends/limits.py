@@ -10,6 +10,7 @@ driver                                        owner
 from __future__ import annotations
 
 import hmac
+import operator
 import secrets
 import select
 import socket
@@ -23,14 +24,11 @@ import numpy as np
 
 from baton.errors import PeerLostError, PeerUnreachableError, TransferError
 from baton.net.channel import skip_bytes
-from baton.rig.backend import Backend, Traits
-from baton.rig.pages import allocate_pool, view_bytes
+from baton.rig.backend import Backend, BackendContext, StopRequested, Traits
+from baton.rig.pages import Direction, Move, allocate_pool, view_bytes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from baton.rig.backend import BackendContext, StopRequested
-    from baton.rig.pages import Direction, Move
 
 
 class Memcpy(Backend):
@@ -185,7 +183,7 @@ class SocketBackend(Backend):
         self.region = self.target = allocate_pool(("host",), context.num_pages)
         self._pair = SocketPair(context, buffer_bytes=TUNED_BUFFER_BYTES if is_tuned else None)
         self._is_spinning = is_tuned
-        self._wait: Wait = _spin if is_tuned else _call
+        self._wait: Wait = _spin if is_tuned else operator.call
         self._flags = socket.MSG_DONTWAIT if is_tuned else 0
 
     def local_metadata(self) -> bytes:
@@ -293,7 +291,3 @@ def _read_number(path: Path) -> int:
         return int(path.read_text(encoding="ascii"))
     except OSError:  # some kernels show it in the first network namespace alone
         return 0
-
-
-def _call(action: Callable[[], int]) -> int:
-    return action()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final, Protocol, TypeAlias
@@ -12,18 +12,15 @@ import numpy as np
 
 from baton.errors import TransferError
 from baton.net.framing import decode, encode
-from baton.transfer.interface import PageArray
+from baton.transfer.interface import DeviceMemory, PageArray, PagedRegion, RegionDescriptor
 from baton.transfer.onesided.wire import MAX_METADATA_BYTES
 from baton.transfer.region import MAX_ARRAYS, MAX_REGION_BYTES
 from baton.transfer.scatter_gather import compute_copy_runs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
 
     from baton.kv.copies import PageCopies
-    from baton.transfer.interface import DeviceMemory, PagedRegion, RegionDescriptor
     from baton.transfer.onesided.session import Direction
 
 

@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 
 from baton.errors import ProtocolError, TransferError
-from baton.ids import new_region_handle
+from baton.ids import Epoch, new_region_handle
 from baton.kv.copies import CopyGroup
 from baton.net.framing import encode
-from baton.transfer.base_transport import ConnectedRemote, refused_to_attach
+from baton.transfer.base_transport import ConnectedRemote, Reactor, refused_to_attach
 from baton.transfer.interface import WriteCompleted, WriteFailed
 from baton.transfer.messages import MAX_BODY_BYTES, NotAttached
 from baton.transfer.scatter_gather import Geometry, cut_parts, read_batches
@@ -38,10 +38,8 @@ from baton.transfer.transports.file.wire import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from baton.ids import Epoch
     from baton.net.channel import Channel
     from baton.net.connection import Connection
-    from baton.transfer.base_transport import Reactor
     from baton.transfer.interface import (
         PagedRegion,
         PageWrite,
@@ -49,7 +47,6 @@ if TYPE_CHECKING:
         RemoteId,
         TransferId,
     )
-
 
 PART_FILE_BYTES: Final = 16 << 20
 """Small enough that the peer reads one while the next is written."""

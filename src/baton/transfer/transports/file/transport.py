@@ -19,11 +19,14 @@ from baton.transfer.endpoints import open_dialer, open_listener, parse_endpoint
 from baton.transfer.grants import AdmittedGrants, GrantHolder
 from baton.transfer.interface import (
     Capabilities,
+    PagedRegion,
     RegionDescriptor,
     RemoteId,
+    TransportContext,
+    WriteGrant,
 )
-from baton.transfer.scatter_gather import unpack_target, write_batches
-from baton.transfer.transports.file.remote import FileRemote
+from baton.transfer.scatter_gather import Geometry, unpack_target, write_batches
+from baton.transfer.transports.file.remote import FileOptions, FileRemote
 from baton.transfer.transports.file.spool import IncomingPartFile, Spool, is_aligned
 from baton.transfer.transports.file.wire import (
     MAX_PART_FILES,
@@ -43,13 +46,6 @@ if TYPE_CHECKING:
 
     from baton.net.channel import Channel
     from baton.net.connection import Connection
-    from baton.transfer.interface import (
-        PagedRegion,
-        TransportContext,
-        WriteGrant,
-    )
-    from baton.transfer.scatter_gather import Geometry
-    from baton.transfer.transports.file.remote import FileOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,23 +15,26 @@ import msgspec
 import numpy as np
 
 from baton.errors import PeerLostError, PeerUnreachableError, TransferError
-from baton.kv.copies import apply_copies
+from baton.kv.copies import PageCopies, apply_copies
 from baton.transfer.base_transport import BaseRemote, BaseTransport, Reactor
 from baton.transfer.grants import AdmittedGrants, GrantHolder
 from baton.transfer.interface import (
     Capabilities,
+    PageArray,
+    PagedRegion,
+    PageRead,
+    PageWrite,
     ReadCompleted,
     ReadFailed,
     RegionDescriptor,
     RemoteId,
     TransferId,
+    TransportContext,
     WriteCompleted,
     WriteFailed,
+    WriteGrant,
 )
-from baton.transfer.region import (
-    check_array,
-    view_pages,
-)
+from baton.transfer.region import check_array, view_pages
 from baton.transfer.transports.local.mailbox import (
     Attach,
     Attached,
@@ -49,17 +52,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.ids import TicketId
-    from baton.kv.copies import PageCopies
-    from baton.transfer.interface import (
-        PageArray,
-        PagedRegion,
-        PageRead,
-        PageWrite,
-        TransportContext,
-        WriteGrant,
-    )
     from baton.transfer.transports.local.mailbox import LocalMessage
-
 
 _log = logging.getLogger(__name__)
 _ENDPOINT: Final = re.compile(r"local-[0-9a-f]{32}")

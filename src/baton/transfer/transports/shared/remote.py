@@ -10,10 +10,10 @@ import os
 from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.errors import PeerLostError, ProtocolError, TransferError
-from baton.kv.copies import apply_copies_in_parts, apply_layer_copies
-from baton.net.connection import InboundPoller
+from baton.kv.copies import PageCopies, apply_copies_in_parts, apply_layer_copies
+from baton.net.connection import Connection, InboundPoller
 from baton.net.framing import encode
-from baton.transfer.base_transport import refused_to_attach
+from baton.transfer.base_transport import Reactor, refused_to_attach
 from baton.transfer.devices.extents import ExtentMapping, attach_extent, compute_written
 from baton.transfer.grant_messages import GrantClosed
 from baton.transfer.interface import ReadCompleted, ReadFailed, WriteFailed
@@ -34,10 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.ids import RegionHandle
-    from baton.kv.copies import PageCopies
     from baton.net.channel import Channel
-    from baton.net.connection import Connection
-    from baton.transfer.base_transport import Reactor
     from baton.transfer.devices.backing import DeviceOptions
     from baton.transfer.interface import (
         PageArray,

@@ -25,9 +25,14 @@ from baton.transfer.interface import (
     Arrived,
     Capabilities,
     GrantQuiescent,
+    PagedRegion,
+    PageRead,
     RegionDescriptor,
     RemoteId,
+    TransferEvent,
     TransferId,
+    TransportContext,
+    WriteGrant,
 )
 from baton.transfer.peer_writes import AdmittedWriter, PeerWritesTransport, WriterConnection
 from baton.transfer.region import view_pages
@@ -48,13 +53,6 @@ if TYPE_CHECKING:
 
     from baton.net.channel import Channel
     from baton.net.connection import Connection
-    from baton.transfer.interface import (
-        PagedRegion,
-        PageRead,
-        TransferEvent,
-        TransportContext,
-        WriteGrant,
-    )
 
 
 class SharedOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -9,25 +9,27 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.errors import ProtocolError, TransferError
-from baton.ids import new_region_handle
-from baton.net.channel import ReadAhead, skip_bytes
-from baton.net.connection import count_moved_bytes
+from baton.ids import Epoch, TicketId, new_region_handle
+from baton.net.channel import Channel, ReadAhead, skip_bytes
+from baton.net.connection import Connection, count_moved_bytes
 from baton.net.framing import encode
-from baton.transfer.base_transport import BaseRemote, refused_to_attach
+from baton.transfer.base_transport import BaseRemote, Reactor, refused_to_attach
 from baton.transfer.interface import (
+    PageArray,
+    PagedRegion,
+    PageRead,
+    PageWrite,
     ReadCompleted,
     ReadFailed,
+    RegionDescriptor,
+    RemoteId,
+    TransferId,
     WriteCompleted,
     WriteFailed,
 )
 from baton.transfer.messages import MAX_BODY_BYTES, NotAttached
-from baton.transfer.scatter_gather import (
-    MAX_PART_BYTES,
-    cut_parts,
-    target_of,
-    write_batches,
-)
-from baton.transfer.transports.tcp.sockets import fit_buffers
+from baton.transfer.scatter_gather import MAX_PART_BYTES, cut_parts, target_of, write_batches
+from baton.transfer.transports.tcp.sockets import TcpOptions, fit_buffers
 from baton.transfer.transports.tcp.wire import (
     Attach,
     Attached,
@@ -45,22 +47,8 @@ from baton.transfer.transports.tcp.wire import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from baton.ids import Epoch, TicketId
     from baton.kv.copies import CopyGroup
-    from baton.net.channel import Channel
-    from baton.net.connection import Connection
-    from baton.transfer.base_transport import Reactor
-    from baton.transfer.interface import (
-        PageArray,
-        PagedRegion,
-        PageRead,
-        PageWrite,
-        RegionDescriptor,
-        RemoteId,
-        TransferId,
-    )
     from baton.transfer.transports.tcp.segments import SegmentMeter
-    from baton.transfer.transports.tcp.sockets import TcpOptions
 
 MAX_FETCHES_IN_FLIGHT: Final = 4
 """On one stream: enough that the peer always has the next one."""

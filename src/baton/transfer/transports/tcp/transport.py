@@ -17,17 +17,23 @@ import msgspec
 
 from baton.errors import ProtocolError, TransferError
 from baton.ids import Epoch, RegionHandle, TicketId
-from baton.net.channel import ReadAhead, make_zeros, skip_bytes
+from baton.net.channel import Channel, ReadAhead, make_zeros, skip_bytes
 from baton.net.framing import encode
-from baton.net.tls import TlsListener, make_contexts, wrap_dialer
+from baton.net.tls import Tls, TlsListener, make_contexts, wrap_dialer
 from baton.transfer.base_transport import ConnectedTransport
 from baton.transfer.endpoints import parse_tcp_endpoint
 from baton.transfer.grants import AdmittedGrants, GrantHolder, ReadGrants, ReadRequest
 from baton.transfer.interface import (
     Capabilities,
+    PageArray,
+    PagedRegion,
+    PageRead,
+    ReadGrant,
     RegionDescriptor,
     RemoteId,
     TransferId,
+    TransportContext,
+    WriteGrant,
 )
 from baton.transfer.scatter_gather import (
     Geometry,
@@ -66,18 +72,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from baton.net.channel import Channel
     from baton.net.connection import Connection
-    from baton.net.tls import Tls
     from baton.telemetry.transfer_report import SegmentCounts
-    from baton.transfer.interface import (
-        PageArray,
-        PagedRegion,
-        PageRead,
-        ReadGrant,
-        TransportContext,
-        WriteGrant,
-    )
     from baton.transfer.transports.tcp.sockets import TcpOptions
 
 _log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 import msgspec
 
 from baton.net.framing import decode, encode
-from baton.transfer.interface import PageArray
+from baton.transfer.interface import PageArray, PagedRegion, PageWrite
 from baton.transfer.messages import EpochText, IdBytes, NotAttached, NotificationBytes, Reason
 from baton.transfer.scatter_gather import (
     MAX_PART_BYTES,
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from baton.kv.copies import CopyGroup, PageCopies
-    from baton.transfer.interface import PagedRegion, PageWrite
 
 MAX_STREAMS: Final = 16
 

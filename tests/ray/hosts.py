@@ -22,12 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from baton.launch.child import exit_with_parent
-from baton.testing.network_namespaces import bridged_hosts, dropping_packets_from
+from baton.testing.network_namespaces import BridgedHost, bridged_hosts, dropping_packets_from
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-
-    from baton.testing.network_namespaces import BridgedHost
 
 HEAD_PORT: Final = 6379
 START_TIMEOUT_S: Final = 60.0
@@ -76,16 +74,16 @@ class IsolatedHost:
     def first_pid(self) -> int:
         """Of its first process, as this process sees it."""
         children = Path(f"/proc/{self.first.pid}/task/{self.first.pid}/children")
-        deadline = time.monotonic() + INIT_TIMEOUT_S  # noqa: TID251 - a real process, real time
+        deadline = time.monotonic() + INIT_TIMEOUT_S
         while not (pids := children.read_text("ascii").split()):
-            if time.monotonic() > deadline:  # noqa: TID251 - as above
+            if time.monotonic() > deadline:
                 raise AssertionError(f"the host {self.address} has no first process")
             time.sleep(0.01)
         return int(pids[0])
 
     def run(self, *command: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
         """Run a command on it, to its end."""
-        return subprocess.run(  # noqa: S603 - ours
+        return subprocess.run(
             [*self._prefix, *command],
             env=self.environment,
             capture_output=True,
@@ -96,7 +94,7 @@ class IsolatedHost:
 
     def start(self, *command: str) -> subprocess.Popen[str]:
         """Start a command on it."""
-        return subprocess.Popen(  # noqa: S603 - ours
+        return subprocess.Popen(
             [*self._prefix, *command],
             env=self.environment,
             stdout=subprocess.PIPE,
@@ -219,7 +217,7 @@ def _open_host(
 ) -> IsolatedHost:
     folder.mkdir(mode=0o700)
     environment = {
-        **{k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "BATON_"))},  # noqa: TID251
+        **{k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "BATON_"))},
         **HEALTH_CHECKS,
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token_file),
@@ -228,7 +226,7 @@ def _open_host(
         "XDG_STATE_HOME": str(folder / "state"),
     }
     isolate = ("unshare", "--pid", "--mount", "--uts", "--ipc", "--fork", "--kill-child")
-    first = subprocess.Popen(  # noqa: S603 - ours
+    first = subprocess.Popen(
         [*network.prefix, *isolate, "--mount-proc", "bash", "-c", INIT],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

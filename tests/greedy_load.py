@@ -69,13 +69,13 @@ class GreedyLoad:
 
     def learn(self) -> None:
         """Ask for each answer that is not known once, while nothing happens."""
-        connection, begun = self._connect(), time.monotonic()  # noqa: TID251 - real answers
+        connection, begun = self._connect(), time.monotonic()
         connection.request("GET", "/v1/models")
         self._model = msgspec.json.decode(connection.getresponse().read(), type=Models).data[0].id
         connection.close()
         self.max_tokens, whole = 1, self.max_tokens
         self.ask(self.prompts[0])
-        self.first_token_s = time.monotonic() - begun  # noqa: TID251 - as above
+        self.first_token_s = time.monotonic() - begun
         self.max_tokens = whole
         for prompt in self.prompts:
             if prompt not in self.known:
@@ -136,9 +136,9 @@ class GreedyLoad:
 
     def _read(self, answer: http.client.HTTPResponse) -> str:
         text: list[str] = []
-        before = time.monotonic()  # noqa: TID251 - real answers, real time
+        before = time.monotonic()
         while line := answer.readline():
-            now = time.monotonic()  # noqa: TID251 - as above
+            now = time.monotonic()
             with self._lock:
                 self.longest_gap_s = max(self.longest_gap_s, now - before)
             before = now

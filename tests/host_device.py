@@ -3,7 +3,7 @@
 A second implementation of `cuda_ipc`'s seam, for its tests: bytes really move between processes,
 and copies are really under way for a while. A handle names a memfd of a process.
 
-`python -m baton.testing.host_device` is `baton.testing.transport_peer` over it.
+`python -m tests.host_device` is `baton.testing.transport_peer` over it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 
 from baton.errors import TransferError
 from baton.testing.transport_peer import PeerSetup, fill_region, main
-from baton.transfer.interface import DeviceMemory
+from baton.transfer.interface import DeviceMemory, PagedRegion, TransportFactory
 from baton.transfer.region import allocate_shared_region
 from baton.transfer.transports.cuda_ipc import make_transport
 from baton.transfer.transports.cuda_ipc.session import HANDLE_BYTES, Allocation, CudaIpcOptions
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from baton.transfer.interface import PagedRegion, TransportFactory
     from baton.transfer.transports.cuda_ipc.session import Ticket
 
 DELAY_S: Final = 0.001
