@@ -170,14 +170,11 @@ class PrefillDone(Record, frozen=True):
 
     `num_cached` tokens of the prompt were cached; None where that is not reported.
     `computed_s_ago`: since when its KV is computed, where the answer waited for more.
-    `num_cached` tokens of the prompt, which has `num_prompt`, were cached; None where that is not
-    reported.
     """
 
     first: FirstToken | None = None
     num_cached: int | None = None
     computed_s_ago: float = 0.0
-    num_prompt: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,9 +206,7 @@ _prefill_reply_decoder = msgspec.json.Decoder(PrefillReply)
 def _of_baton(answer: bytes) -> PrefillResult:
     try:
         reply = _prefill_reply_decoder.decode(answer)
-        return PrefillDone(
-            reply.first or None, reply.cached_tokens, reply.computed_s_ago, reply.prompt_tokens
-        )
+        return PrefillDone(reply.first or None, reply.cached_tokens, reply.computed_s_ago)
     except UNDECODABLE as exc:
         return PrefillFailed(FallbackCause.PREFILL_FAILED, f"answered what does not decode: {exc}")
 
@@ -246,13 +241,8 @@ class _Params(msgspec.Struct, frozen=True):
     baton: _ConnectorStatus | None = None
 
 
-class _Usage(msgspec.Struct, frozen=True):
-    prompt_tokens: int | None = None
-
-
 class _Completion(msgspec.Struct, frozen=True):
     kv_transfer_params: _Params | None = None
-    usage: _Usage | None = None
 
 
 _completion_decoder = msgspec.json.Decoder(_Completion)
@@ -271,7 +261,7 @@ def _of_vllm(answer: bytes) -> PrefillResult:
         completion = _completion_decoder.decode(answer)
     except UNDECODABLE as exc:
         return PrefillFailed(FallbackCause.PREFILL_FAILED, f"answered what does not decode: {exc}")
-    params, usage = completion.kv_transfer_params, completion.usage
+    params = completion.kv_transfer_params
     offer = None if params is None else params.baton
     if offer is None:
         return PrefillFailed(
@@ -279,7 +269,7 @@ def _of_vllm(answer: bytes) -> PrefillResult:
         )
     match offer:
         case _ConnectorStatus(status="offered"):
-            return PrefillDone(num_prompt=None if usage is None else usage.prompt_tokens)
+            return PrefillDone()
         case _ConnectorStatus(code="stale_ticket"):
             return TicketStale()
         case _:
