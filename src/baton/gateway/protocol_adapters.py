@@ -149,19 +149,13 @@ def request_bodies(
 
 
 def copy_bodies(
-    body: CompletionBody, ids: list[int], ticket: str | None, protocol: WorkerProtocol
+    body: CompletionBody, ids: list[int], ticket: str, protocol: WorkerProtocol
 ) -> RequestBodies:
-    """Write what hands over the KV of a prompt and of its answer's first tokens.
-
-    Without a ticket, only the second one is sent: its worker computes what it lacks.
-    """
+    """Write what hands over the KV of a prompt and of its answer's first tokens."""
     if protocol == "baton":
         copied = body.for_copy(ids)
     else:  # without a stream, its server counts these tokens to the prompt
         copied = replace(body.for_one_token(), resume=Resume(ids))
-    if ticket is None:
-        encoded = copied.encode()
-        return RequestBodies(encoded, encoded)
     return request_bodies(copied, ticket, prefill=protocol, decode=protocol)
 
 

@@ -6,8 +6,8 @@
 
 `standby` has B's part. Where B takes no standby request, the whole blocks are handed over into B's
 cache: B's request ends after a token of which nothing is used. Where many tokens came meanwhile,
-they are handed over as well; B computes the rest at the end of a block. Until the cut whatever
-fails costs the stream nothing. From then on it is a stream that goes on elsewhere (`resumption`).
+they are handed over as well. Until the cut whatever fails costs the stream nothing. From then on
+it is a stream that goes on elsewhere (`resumption`).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ BALANCE_S: Final = 0.5
 MOST_AT_ONCE: Final = 8
 """Moves from one worker to another, while the one drains."""
 COPY_TIMEOUT_S: Final = 60.0
-CATCH_UP_S: Final = 5.0
+BLOCK_END_S: Final = 5.0
 """The end of a block is waited for so long: of vLLM's blocks on CPUs, of 128 tokens of 40 ms."""
 MOVES: Final = f"{MOVE_HEADER}: 1\r\n".encode()
 POLL_S: Final = 0.005
@@ -253,33 +253,31 @@ class StreamMoves:
             raise UpstreamError(f"{target.id} is not used any more")
 
     async def _copy_all(self, stream: RunningStream, target: WorkerView, cause: MoveCause) -> None:
-        """Hand over what the client has, until only a few tokens were generated meanwhile."""
-        record, num_prompt = stream.resumption.record, stream.resumption.num_prompt_tokens
+        """Hand over the whole blocks, until only a few tokens were generated meanwhile.
+
+        Each handoff waits for the end of a block: both workers cache whole blocks, so that the one
+        computes a single token for it, and the other few after the cut.
+        """
+        record = stream.resumption.record
         for _ in range(MAX_COPIES):
+            await self._wait_for_block_end(stream, target)
             num_before = record.num_ids
             await self._copy(stream, target, read_cached_ids(stream), cause)
             if record.num_ids - num_before <= REST_TOKENS:
-                break
-        if num_prompt is not None and target.load is not None:
-            await self._catch_up(stream, target, num_prompt, target.load.block_size)
+                return
 
-    async def _catch_up(
-        self, stream: RunningStream, target: WorkerView, num_prompt: int, block_size: int
-    ) -> None:
-        """Have it compute what came meanwhile, while the old worker still generates.
-
-        Whole blocks are cached, so this waits until one is full: then hardly a token is left to be
-        computed after the cut.
-        """
+    async def _wait_for_block_end(self, stream: RunningStream, target: WorkerView) -> None:
+        """Return when the old worker has computed hardly more than whole blocks; after a while."""
+        num_prompt, loads = stream.resumption.num_prompt_tokens, (stream.decode.load, target.load)
+        block_size = max(0 if load is None else load.block_size for load in loads)
+        if num_prompt is None or not block_size:
+            return
         record, clock = stream.resumption.record, self._services.clock
-        until = clock.now() + CATCH_UP_S
+        until = clock.now() + BLOCK_END_S
         while (  # noqa: ASYNC110 - an event would be set for each token of each stream
-            (num_prompt + record.num_ids) % block_size > 1 and clock.now() < until
+            (num_prompt + record.num_ids - 1) % block_size > 1 and clock.now() < until
         ):
             await asyncio.sleep(POLL_S)
-        bodies = copy_bodies(stream.body, record.read_token_ids() or [], None, target.protocol)
-        part = stream.context.part(f"move{stream.num_copies}-rest", clock.now())
-        await self._take(target, part, bodies.decode, stream)
 
     async def _copy(
         self,
