@@ -149,19 +149,13 @@ def request_bodies(
 
 
 def copy_bodies(
-    body: CompletionBody, ids: list[int], ticket: str | None, protocol: WorkerProtocol
+    body: CompletionBody, ids: list[int], ticket: str, protocol: WorkerProtocol
 ) -> RequestBodies:
-    """Write what hands over the KV of a prompt and of its answer's first tokens.
-
-    Without a ticket, only the second one is sent: its worker computes what it lacks.
-    """
+    """Write what hands over the KV of a prompt and of its answer's first tokens."""
     if protocol == "baton":
         copied = body.for_copy(ids)
     else:  # without a stream, its server counts these tokens to the prompt
         copied = replace(body.for_one_token(), resume=Resume(ids))
-    if ticket is None:
-        encoded = copied.encode()
-        return RequestBodies(encoded, encoded)
     return request_bodies(copied, ticket, prefill=protocol, decode=protocol)
 
 
@@ -170,14 +164,11 @@ class PrefillDone(Record, frozen=True):
 
     `num_cached` tokens of the prompt were cached; None where that is not reported.
     `computed_s_ago`: since when its KV is computed, where the answer waited for more.
-    `num_cached` tokens of the prompt, which has `num_prompt`, were cached; None where that is not
-    reported.
     """
 
     first: FirstToken | None = None
     num_cached: int | None = None
     computed_s_ago: float = 0.0
-    num_prompt: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,9 +200,7 @@ _prefill_reply_decoder = msgspec.json.Decoder(PrefillReply)
 def _of_baton(answer: bytes) -> PrefillResult:
     try:
         reply = _prefill_reply_decoder.decode(answer)
-        return PrefillDone(
-            reply.first or None, reply.cached_tokens, reply.computed_s_ago, reply.prompt_tokens
-        )
+        return PrefillDone(reply.first or None, reply.cached_tokens, reply.computed_s_ago)
     except UNDECODABLE as exc:
         return PrefillFailed(FallbackCause.PREFILL_FAILED, f"answered what does not decode: {exc}")
 
@@ -246,13 +235,8 @@ class _Params(msgspec.Struct, frozen=True):
     baton: _ConnectorStatus | None = None
 
 
-class _Usage(msgspec.Struct, frozen=True):
-    prompt_tokens: int | None = None
-
-
 class _Completion(msgspec.Struct, frozen=True):
     kv_transfer_params: _Params | None = None
-    usage: _Usage | None = None
 
 
 _completion_decoder = msgspec.json.Decoder(_Completion)
@@ -271,7 +255,7 @@ def _of_vllm(answer: bytes) -> PrefillResult:
         completion = _completion_decoder.decode(answer)
     except UNDECODABLE as exc:
         return PrefillFailed(FallbackCause.PREFILL_FAILED, f"answered what does not decode: {exc}")
-    params, usage = completion.kv_transfer_params, completion.usage
+    params = completion.kv_transfer_params
     offer = None if params is None else params.baton
     if offer is None:
         return PrefillFailed(
@@ -279,7 +263,7 @@ def _of_vllm(answer: bytes) -> PrefillResult:
         )
     match offer:
         case _ConnectorStatus(status="offered"):
-            return PrefillDone(num_prompt=None if usage is None else usage.prompt_tokens)
+            return PrefillDone()
         case _ConnectorStatus(code="stale_ticket"):
             return TicketStale()
         case _:

@@ -105,6 +105,17 @@ class RunningStream:
         """About as many as are to be handed over: its prompt's, and those of the answer so far."""
         return self.num_prompt_tokens + self.resumption.record.num_ids
 
+    def count_cached(self, num_ids: int) -> int | None:
+        """Tokens in the whole blocks that its worker has cached, once the client has `num_ids`.
+
+        None: the worker has not reported its blocks' size, or the length of the prompt.
+        """
+        num_prompt, load = self.resumption.num_prompt_tokens, self.decode.load
+        if num_prompt is None or load is None:
+            return None
+        num_computed = num_prompt + num_ids - 1  # not yet the last one, where it was sampled
+        return num_computed - num_computed % load.block_size
+
     @property
     def num_left(self) -> int:
         """Tokens that the answer may still have."""

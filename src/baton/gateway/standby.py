@@ -54,18 +54,13 @@ class Standby:
     it computes nothing for the handoff.
     """
 
-    def __init__(
-        self, services: Services, stream: RunningStream, worker: Worker, num_prompt_tokens: int
-    ) -> None:
+    def __init__(self, services: Services, stream: RunningStream, worker: Worker) -> None:
         self._services, self._stream, self._worker = services, stream, worker
         self._id = secrets.token_hex(16)
         self._answer: Answer | None = None
         self.ids = stream.resumption.record.read_token_ids() or []
         self._num_sent = len(self.ids)
-        load = stream.decode.load
-        # The last token of these has no KV yet where it was sampled.
-        num_cached = num_prompt_tokens + len(self.ids) - 1
-        self.num_prefix_tokens = 0 if load is None else num_cached - num_cached % load.block_size
+        self.num_prefix_tokens = stream.count_cached(len(self.ids)) or 0
 
     async def open(self, ticket: str) -> None:
         """Ask the worker; returns when it has the KV of all of `ids`.

@@ -4,11 +4,10 @@
       │ whole blocks so far: a handoff         │
     B └──► a standby request follows ──────────┴─► one step, and its stream begins
 
-`standby` has B's part. Where B takes no standby request, prompt and tokens so far are handed over
-whole, into B's cache: B's request ends after a token of which nothing is used. Where many tokens
-came meanwhile, they are handed over as well; few are computed by B at the end of a block. Until the
-cut whatever fails costs the stream nothing. From then on it is a stream that goes on elsewhere
-(`resumption`).
+`standby` has B's part. Where B takes no standby request, the whole blocks are handed over into B's
+cache: B's request ends after a token of which nothing is used. Where many tokens came meanwhile,
+they are handed over as well. Until the cut whatever fails costs the stream nothing. From then on
+it is a stream that goes on elsewhere (`resumption`).
 """
 
 from __future__ import annotations
@@ -73,7 +72,8 @@ BALANCE_S: Final = 0.5
 MOST_AT_ONCE: Final = 8
 """Moves from one worker to another, while the one drains."""
 COPY_TIMEOUT_S: Final = 60.0
-CATCH_UP_S: Final = 1.0
+BLOCK_END_S: Final = 5.0
+"""The end of a block is waited for so long: of vLLM's blocks on CPUs, of 128 tokens of 40 ms."""
 MOVES: Final = f"{MOVE_HEADER}: 1\r\n".encode()
 POLL_S: Final = 0.005
 AGAIN_AFTER_S: Final = 1.0
@@ -240,10 +240,9 @@ class StreamMoves:
     def _plan_standby(self, stream: RunningStream, target: WorkerView) -> Standby | None:
         """What is to wait for the stream at its new worker; None where that is not possible."""
         worker = find_standby_worker(self._services, target)
-        num_prompt_tokens = stream.resumption.num_prompt_tokens
-        if worker is None or num_prompt_tokens is None:
+        if worker is None:
             return None
-        standby = Standby(self._services, stream, worker, num_prompt_tokens)
+        standby = Standby(self._services, stream, worker)
         return standby if standby.num_prefix_tokens else None
 
     def _check_there(self, target: WorkerView) -> None:
@@ -254,33 +253,31 @@ class StreamMoves:
             raise UpstreamError(f"{target.id} is not used any more")
 
     async def _copy_all(self, stream: RunningStream, target: WorkerView, cause: MoveCause) -> None:
-        """Hand over what the client has, until only a few tokens were generated meanwhile."""
-        num_prompt: int | None = None
-        for _ in range(MAX_COPIES):
-            ids = stream.resumption.record.read_token_ids() or []
-            num_prompt = await self._copy(stream, target, ids, cause)
-            if stream.resumption.record.num_ids - len(ids) <= REST_TOKENS:
-                break
-        if num_prompt is not None and target.load is not None:
-            await self._catch_up(stream, target, num_prompt, target.load.block_size)
+        """Hand over the whole blocks, until only a few tokens were generated meanwhile.
 
-    async def _catch_up(
-        self, stream: RunningStream, target: WorkerView, num_prompt: int, block_size: int
-    ) -> None:
-        """Have it compute what came meanwhile, while the old worker still generates.
-
-        Whole blocks are cached, so this waits until one is full: then hardly a token is left to be
-        computed after the cut.
+        Each handoff waits for the end of a block: both workers cache whole blocks, so that the one
+        computes a single token for it, and the other few after the cut.
         """
+        record = stream.resumption.record
+        for _ in range(MAX_COPIES):
+            await self._wait_for_block_end(stream, target)
+            num_before = record.num_ids
+            await self._copy(stream, target, read_cached_ids(stream), cause)
+            if record.num_ids - num_before <= REST_TOKENS:
+                return
+
+    async def _wait_for_block_end(self, stream: RunningStream, target: WorkerView) -> None:
+        """Return when the old worker has computed hardly more than whole blocks; after a while."""
+        num_prompt, loads = stream.resumption.num_prompt_tokens, (stream.decode.load, target.load)
+        block_size = max(0 if load is None else load.block_size for load in loads)
+        if num_prompt is None or not block_size:
+            return
         record, clock = stream.resumption.record, self._services.clock
-        until = clock.now() + CATCH_UP_S
+        until = clock.now() + BLOCK_END_S
         while (  # noqa: ASYNC110 - an event would be set for each token of each stream
-            (num_prompt + record.num_ids) % block_size > 1 and clock.now() < until
+            (num_prompt + record.num_ids - 1) % block_size > 1 and clock.now() < until
         ):
             await asyncio.sleep(POLL_S)
-        bodies = copy_bodies(stream.body, record.read_token_ids() or [], None, target.protocol)
-        part = stream.context.part(f"move{stream.num_copies}-rest", clock.now())
-        await self._take(target, part, bodies.decode, stream)
 
     async def _copy(
         self,
@@ -290,11 +287,8 @@ class StreamMoves:
         cause: MoveCause,
         *,
         standby: Standby | None = None,
-    ) -> int | None:
+    ) -> None:
         """Hand over the KV of the prompt and of these tokens: of their whole blocks to `standby`.
-
-        Returns:
-            The prompt's number of tokens; None where the target had all of them.
 
         Raises:
             UpstreamError: one of the two workers failed, or the handoff did.
@@ -310,7 +304,7 @@ class StreamMoves:
         part.trace.outcome = "failed"
         try:
             async with asyncio.TaskGroup() as group:
-                sending = group.create_task(self._send(stream.decode, part, bodies.prefill, stream))
+                group.create_task(self._send(stream.decode, part, bodies.prefill, stream))
                 if standby is None:
                     group.create_task(self._take(target, part, bodies.decode, stream))
                 else:
@@ -321,10 +315,6 @@ class StreamMoves:
             cost.observe(stream.num_prompt_tokens + len(ids), clock.now() - began)
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
-        else:
-            num_prompt = sending.result()
-            counts_ids = target.protocol == "vllm"  # to the prompt
-            return num_prompt if num_prompt is None else num_prompt - counts_ids * len(ids)
         finally:
             self._records.add(part.finish(part.status or 0, clock.now()))
 
@@ -352,7 +342,7 @@ class StreamMoves:
 
     async def _send(
         self, view: WorkerView, part: RequestContext, body: bytes, stream: RunningStream
-    ) -> int | None:
+    ) -> None:
         """The part of the worker that has the KV: it answers once the other has it, too."""
         status, answer = await self._ask(view, part, body, stream)
         result = read_prefill_result(view.protocol, status, answer)
@@ -361,7 +351,6 @@ class StreamMoves:
                 f"{view.id} did not hand the KV over: {result}",
                 cause=FallbackCause.HANDOFF_FAILED,
             )
-        return result.num_prompt
 
     async def _take(
         self, view: WorkerView, part: RequestContext, body: bytes, stream: RunningStream
@@ -387,6 +376,19 @@ class StreamMoves:
                 return answer.status, await answer.read_whole(MAX_SMALL_ANSWER_BYTES)
             finally:
                 answer.release()
+
+
+def read_cached_ids(stream: RunningStream) -> list[int]:
+    """The client's tokens up to the first one behind the whole blocks that its worker has cached.
+
+    A worker without standby requests hands over a prompt of them after a step of one token. With
+    the rest of the last block its step would be longer, for all of its streams.
+    """
+    ids = stream.resumption.record.read_token_ids() or []
+    num_prompt, num_cached = stream.resumption.num_prompt_tokens, stream.count_cached(len(ids))
+    if num_prompt is None or num_cached is None:
+        return ids
+    return ids[: max(0, num_cached + 1 - num_prompt)]
 
 
 def measure_paces(streams: Iterable[RunningStream], now: float) -> dict[WorkerId, float]:

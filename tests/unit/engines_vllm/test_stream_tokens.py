@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send
 
 ASKED = [(b"x-baton-token-ids", b"1")]
+GOES_ON = [*ASKED, (b"x-baton-prompt-tokens", b"9")]
 EVENT = b'data: {"choices":[]}\n\n'
 
 
@@ -28,7 +29,7 @@ def serve(
         stream = CURRENT.get()
         for _ in range(num_answers):
             if stream is not None:
-                stream.begin(given)
+                stream.begin(given, 9)
                 if given is None:
                     stream.use_seed()
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -51,7 +52,7 @@ def serve(
 
 def test_an_event_names_the_tokens_since_the_one_before() -> None:
     start, *bodies = serve(ASKED, [EVENT, [5], [6], EVENT, EVENT, [7], b": ping\n\n", EVENT])
-    assert start["headers"] == ASKED
+    assert start["headers"] == GOES_ON
     assert [body["body"] for body in bodies] == [
         EVENT,
         b":5,6\n" + EVENT,
@@ -83,7 +84,7 @@ SEEDED = [*ASKED, (b"x-baton-seed", b"77")]
     [
         (SEEDED, None, 1, [SEEDED[1]]),
         (SEEDED, None, 2, []),  # answers to the same prompt would be the same
-        (SEEDED, (), 1, ASKED),  # it goes on from its tokens
+        (SEEDED, (), 1, GOES_ON),  # it goes on from its tokens
         (ASKED, None, 1, []),
         ([*ASKED, (b"x-baton-seed", b"-7")], None, 1, []),
         ([*ASKED, (b"x-baton-seed", b"9" * 20)], None, 1, []),
@@ -104,9 +105,9 @@ def test_of_several_answers_in_one_stream_none_is_named() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         stream = CURRENT.get()
         assert stream is not None
-        stream.begin((1, 2))
+        stream.begin((1, 2), 9)
         assert stream.is_reported
-        stream.begin((1, 2))
+        stream.begin((1, 2), 9)
         stream.add([3])
         assert (stream.is_reported, stream.given, stream.take_comment()) == (False, (), b"")
 

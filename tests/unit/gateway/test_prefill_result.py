@@ -23,7 +23,7 @@ def error(code: object, message: str = "why") -> bytes:
 
 def test_a_baton_worker_answers_when_all_is_well():
     assert read_prefill_result("baton", 200, b'{"object":"baton.prefill"}') == PrefillDone(
-        num_cached=0, num_prompt=0
+        num_cached=0
     )
 
 

@@ -133,7 +133,10 @@ def install() -> None:
         elif stream is not None:
             lora = options.get("lora_request")
             if find_obstacle(sampling_params, lora, prompt) is None and _is_plain(engine):
-                stream.begin(given if len(given) < (sampling_params.max_tokens or 0) else ())
+                stream.begin(
+                    given if len(given) < (sampling_params.max_tokens or 0) else (),
+                    len(prompt["prompt_token_ids"]),
+                )
             else:
                 _begin_repeatable(stream, sampling_params, engine.vllm_config)
         outputs = generate(engine, prompt, sampling_params, request_id, **options)
@@ -178,7 +181,7 @@ def give_to_engine(request: Any, given: tuple[int, ...]) -> None:  # noqa: ANN40
 
 def _begin_repeatable(stream: StreamTokens, params: Any, config: Any) -> None:  # noqa: ANN401 - vLLM's
     """Begin a stream that cannot go on from tokens: the same answer can be given from its start."""
-    stream.begin(None)
+    stream.begin(None, 0)
     if can_be_seeded(params, config):
         params.seed = stream.use_seed()
 

@@ -12,7 +12,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from baton.protocol.worker_http import SEED_HEADER, TOKEN_IDS_HEADER, read_seed
+from baton.protocol.worker_http import (
+    PROMPT_TOKENS_HEADER,
+    SEED_HEADER,
+    TOKEN_IDS_HEADER,
+    read_seed,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -21,6 +26,7 @@ if TYPE_CHECKING:
 
 ASKED: Final = (TOKEN_IDS_HEADER.encode(), b"1")
 SEED: Final = SEED_HEADER.encode()
+PROMPT_TOKENS: Final = PROMPT_TOKENS_HEADER.encode()
 DATA: Final = b"data: "
 
 
@@ -30,8 +36,9 @@ class StreamTokens:
 
     `given` are the answer's first tokens, which another server generated; `restored` are their
     outputs, which vLLM's serving layer has not seen yet. `is_reported`: the stream can go on from
-    token ids, and its events name them. `pending` are those that no event has named. `seed` is the
-    gateway's; `is_seeded`: the answer is sampled with it.
+    token ids, and its events name them. `pending` are those that no event has named.
+    `num_prompt_tokens` are the client's, without `given`. `seed` is the gateway's; `is_seeded`: the
+    answer is sampled with it.
     """
 
     seed: int | None = None
@@ -41,14 +48,16 @@ class StreamTokens:
     is_reported: bool = False
     is_seeded: bool = False
     num_answers: int = 0
+    num_prompt_tokens: int = 0
     pending: list[int] = field(default_factory=list)
 
-    def begin(self, given: tuple[int, ...] | None) -> None:
+    def begin(self, given: tuple[int, ...] | None, num_prompt_tokens: int) -> None:
         """The engine is asked for an answer, which begins with `given`; None: it cannot go on.
 
         Of several answers in one stream, none does.
         """
         self.num_answers += 1
+        self.num_prompt_tokens = num_prompt_tokens
         self.is_reported = given is not None and self.num_answers == 1
         self.given = given or () if self.is_reported else ()
         self.is_seeded = False
@@ -107,7 +116,8 @@ class TokenIdsMiddleware:
 async def _send(stream: StreamTokens, send: Send, message: Message) -> None:
     if message["type"] == "http.response.start":
         if stream.is_reported:
-            message = {**message, "headers": [*message["headers"], ASKED]}
+            prompt_tokens = (PROMPT_TOKENS, str(stream.num_prompt_tokens).encode())
+            message = {**message, "headers": [*message["headers"], ASKED, prompt_tokens]}
         elif stream.is_seeded:
             message = {
                 **message,
