@@ -178,7 +178,11 @@ def test_a_request_that_both_refuse_is_the_clients_error():
         cluster.prefills[0].script = cluster.decodes[0].script = refuse
         async with cluster.post(STREAM) as response:
             assert response.status == 400
-            assert (await response.json())["error"]["code"] == "context_length_exceeded"
+            error = (await response.json())["error"]
+            assert error["code"] == "context_length_exceeded"
+        _, listed = await cluster.get_json("/debug/requests")
+        (record,) = listed["requests"]
+        assert (record["status"], record["outcome"]) == (400, f"error: {error['message']}")
 
     run(scenario)
 

@@ -124,7 +124,7 @@ def test_the_command_prints_it(capsys, tmp_path):
     async def scenario(cluster: Cluster):
         async def command(*arguments) -> str:
             code = await asyncio.to_thread(
-                run_command, ["route", "explain", *arguments, "--url", cluster.url]
+                run_command, ["route", "explain", *arguments, "--gateway", cluster.url]
             )
             return f"{code}: " + "".join(capsys.readouterr())
 

@@ -223,6 +223,17 @@ def test_when_prefill_hands_nothing_over_decode_is_told_at_every_rank(script, ca
     run_vllm(scenario, decodes=[decode(num_ranks=2)])
 
 
+def test_no_trace_is_missed_of_a_server_that_gets_no_ticket():
+    async def scenario(cluster: Cluster):
+        await text_of(cluster, STREAM)
+        _, listed = await cluster.get_json("/debug/requests")
+        _, trace = await cluster.get_json(f"/debug/requests/{listed['requests'][0]['id']}")
+        assert (trace["gateway"]["mode"], trace["decode"]) == ("colocated", None)
+        assert trace["missing"] == []
+
+    run(scenario, prefills=[], decodes=[decode()])
+
+
 def test_a_reason_tells_what_vllm_said():
     async def scenario(cluster: Cluster):
         server = cluster.decodes[0]

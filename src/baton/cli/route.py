@@ -39,8 +39,9 @@ def explain(  # noqa: PLR0913 - one for each flag
         ),
     ] = None,
     *,
-    url: Annotated[
-        str, Parameter(help="The gateway, or its management port.")
+    gateway: Annotated[
+        str,
+        Parameter(name=("--gateway", "--url"), help="The gateway, or its management port."),
     ] = "http://127.0.0.1:8000",
     request_id: Annotated[
         str | None, Parameter(help="Show where this request went, instead.")
@@ -77,16 +78,16 @@ def explain(  # noqa: PLR0913 - one for each flag
 
     if plot is not None:
         check_plot(plot)
-    gateway = Gateway.at(url, "--url")
+    asked = Gateway.at(gateway, "--gateway")
     if request_id is not None:
-        placed = find_request(gateway, request_id)
+        placed = find_request(asked, request_id)
         if json:
             _print_json(placed)
         else:
             print_request(placed, sys.stdout)
     elif request is not None:
         key = read_environment().get(api_key_env)
-        explained = explain_request(gateway, _read_body(request), key)
+        explained = explain_request(asked, _read_body(request), key)
         if json:
             _print_json(explained)
         else:

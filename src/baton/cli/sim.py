@@ -166,8 +166,9 @@ def _print(report: SimulationReport) -> None:
         f"({report.schedules_per_s}/s): {report.num_steps} steps, {report.virtual_s} simulated s"
     )
     print("requests: " + ", ".join(f"{num} {end}" for end, num in report.requests.items()))
-    print(
-        "modes and leases: " + ", ".join(f"{n} {what}" for what, n in report.seen.items()),
-        "faults that took effect: " + ", ".join(f"{n} {what}" for what, n in report.faults.items()),
-    )
+    for title, counts in (
+        ("modes and leases", report.seen),
+        ("faults that took effect", report.faults),
+    ):
+        print(f"{title}: " + ", ".join(f"{n} {what}" for what, n in counts.items()))
     print(f"{len(report.found)} seeds broke an invariant")

@@ -35,7 +35,7 @@ from baton.gateway.request import (
     parse_body,
     request_id_from,
 )
-from baton.gateway.request_context import RequestContext
+from baton.gateway.request_context import RequestContext, note_error
 from baton.gateway.request_proxy import RequestProxy
 from baton.gateway.several_answers import SeveralAnswers
 from baton.gateway.targets import NO_TARGETS, read_targets
@@ -59,7 +59,6 @@ if TYPE_CHECKING:
 RELEASE_TIMEOUT_S: Final = 5.0
 """How long a client that does not read may delay the error event that ends its stream."""
 
-MAX_OUTCOME_CHARS: Final = 500
 """A message may quote what a client sent, and outcomes are kept."""
 
 log = logging.getLogger(__name__)
@@ -114,7 +113,8 @@ class Completions:
         except Exception as exc:
             log.exception("request %s failed", context.trace.name)
             return await self._send_failure(context, exc, send)
-        context.trace.outcome = "ok"
+        if context.trace.outcome is None:  # else a worker's refusal was passed on
+            context.trace.outcome = "ok"
         return context.status or 0
 
     async def _within_limits(self, context: RequestContext, receive: Receive, send: Send) -> None:
@@ -178,7 +178,7 @@ class Completions:
     async def _send_failure(self, context: RequestContext, error: Exception, send: Send) -> int:
         """Report the error to the client: as a response, or as the last event of its stream."""
         answer = answer_for(error)
-        context.trace.outcome = f"error: {error}"[:MAX_OUTCOME_CHARS]
+        note_error(context.trace, error)
         own = (REQUEST_ID_HEADER.encode(), context.id.encode())
         try:
             async with asyncio.timeout(RELEASE_TIMEOUT_S):

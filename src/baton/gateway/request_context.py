@@ -67,8 +67,14 @@ class BackgroundTasks:
 
 
 LOG_AGAIN_AFTER_S: Final = 30.0
+MAX_OUTCOME_CHARS: Final = 500
 
 log = logging.getLogger(__name__)
+
+
+def note_error(trace: RequestSpan, reason: object) -> None:
+    """What a request ends with, as its trace and the log show it."""
+    trace.outcome = f"error: {reason}"[:MAX_OUTCOME_CHARS]
 
 
 class Fallbacks:

@@ -227,9 +227,12 @@ class RequestTraces:
 def _list_missing(
     placed: Placement | None, decode: WorkerTrace | None, prefill: WorkerTrace | None
 ) -> tuple[str, ...]:
-    """Workers, and ranks of servers, that have no trace of a request that was placed there."""
+    """Workers, and ranks of servers, that have no trace of a request that was placed there.
+
+    A vLLM server traces only requests with a ticket: those that are handed over.
+    """
     found: list[str] = []
-    if placed is not None:
+    if placed is not None and (placed.prefill is not None or placed.decode.protocol != "vllm"):
         for role, view, trace in (
             ("decode", placed.decode, decode),
             ("prefill", placed.prefill, prefill),

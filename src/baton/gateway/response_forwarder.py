@@ -26,6 +26,7 @@ from baton.gateway.errors import (
     WorkerLostError,
 )
 from baton.gateway.protocol_adapters import client_answer, client_error, first_error
+from baton.gateway.request_context import note_error
 from baton.gateway.stream_record import ERROR_EVENT
 from baton.gateway.upstream import read_error
 from baton.protocol.worker_http import (
@@ -289,9 +290,11 @@ class ResponseForwarder:
                     response.status, body, tuple(h for h in headers if h[0] != JSON[0])
                 ),
             )
+        is_error = response.status >= CLIENT_ERROR
         if self._decode.protocol == "vllm":
-            is_error = response.status >= CLIENT_ERROR
             body = client_error(response.status, body) if is_error else client_answer(body)
+        if is_error:
+            note_error(context.trace, read_error(body).message or f"{self._decode.id} refused it")
         context.status, context.tail = response.status, body[-USAGE_BYTES:]
         first_at = None
         if (age_s := _read_age(response)) is not None:

@@ -197,7 +197,10 @@ def test_broken_lines_are_an_error_that_names_them(capsys, tmp_path):
         ([], "or --request-id"),
         (["body.json", "--request-id", "a"], "or --request-id"),
         (["no-such-file"], "cannot read the request no-such-file"),
-        (["--request-id", "a", "--url", "gateway"], "--url 'gateway' is not a gateway's URL"),
+        (
+            ["--request-id", "a", "--gateway", "gateway"],
+            "--gateway 'gateway' is not a gateway's URL",
+        ),
     ],
 )
 def test_explain_needs_one_request_and_a_gateway(capsys, arguments, reason):
