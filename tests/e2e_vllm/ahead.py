@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Final
 
 from tests.chaos import store_failpoints
@@ -56,6 +57,13 @@ def start_fp8_pair(cluster_factory: ClusterFactory) -> tuple[FleetProcess, ...]:
         cluster_factory.start_plain("fp8-p", fp8, transfer=transfer("fp8-p", "kv_producer")),
         cluster_factory.start_plain("fp8-d", fp8, transfer=transfer("fp8-d", "kv_consumer")),
     )
+
+
+def start_other_rope(cluster_factory: ClusterFactory) -> tuple[FleetProcess, ...]:
+    """The same files, read with other positions."""
+    rope = json.dumps({"rope_parameters": {"rope_type": "default", "rope_theta": 700.0}})
+    arguments = [*ENGINE["engine.arguments"], "--hf-overrides", rope]
+    return (cluster_factory.start("other-rope", "decode", engine__arguments=arguments),)
 
 
 def start_transformers(cluster_factory: ClusterFactory) -> tuple[FleetProcess, ...]:
@@ -175,6 +183,7 @@ def find_notice(cluster_factory: ClusterFactory) -> Path:
 STARTERS: Final[Mapping[str, Starter]] = {
     "speculating": start_speculating,
     "fp8_pair": start_fp8_pair,
+    "other_rope": start_other_rope,
     "transformers": start_transformers,
     "two_ranks": start_two_ranks,
     "stored": start_stored,

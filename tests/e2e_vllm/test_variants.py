@@ -11,6 +11,7 @@ import pytest
 from tests.cpu import needs_fp8
 from tests.e2e_vllm.ahead import (
     start_fp8_pair,
+    start_other_rope,
     start_speculating,
     start_transformers,
     start_two_ranks,
@@ -40,7 +41,7 @@ pytestmark = pytest.mark.vllm
 
 NUM_PROMPTS = 6
 STORE_BLOCK = 64
-SEEDS = {"ngram": 21, "draft": 22, "fp8": 23, "transformers": 24, "tp": 25}
+SEEDS = {"ngram": 21, "draft": 22, "fp8": 23, "transformers": 24, "tp": 25, "rope": 26}
 
 
 def make_varied(seed: int) -> list[list[int]]:
@@ -137,6 +138,29 @@ def test_fp8_kv_of_servers_that_vllm_started(
     with standing_gateway(cluster_factory, prefill, decode) as gateway:
         check_through(gateway, prompts, expected, ("tcp",))
     assert read_info(decode)["layout"]["dtype"] != "float32"
+
+
+@pytest.fixture(scope="module")
+def other_rope(cluster_factory: ClusterFactory, cluster: VllmCluster) -> Iterator[FleetProcess]:
+    (server,) = cluster_factory.take("other_rope", start_other_rope)
+    yield server
+    cluster_factory.end(server)
+
+
+def test_kv_of_the_same_files_with_other_positions_is_not_taken(
+    cluster_factory: ClusterFactory, cluster: VllmCluster, other_rope: FleetProcess
+) -> None:
+    prompts = make_varied(SEEDS["rope"])
+    expected = ask_all(other_rope, prompts, cache_salt="oracle")
+    usual = ask_all(cluster.oracle, prompts)
+    assert any(a != b for a, b in zip(expected, usual, strict=True))
+    with standing_gateway(cluster_factory, cluster.prefill, other_rope) as gateway:
+        answers = ask_all(gateway, prompts)
+        check_same(answers, expected)
+        for answer in answers:
+            placed = read_request(gateway, answer.request_id)
+            assert placed["summary"] is None, "it was handed over"
+            assert "different fingerprints" in " ".join(placed["placement"])
 
 
 @pytest.fixture(scope="module")

@@ -129,7 +129,7 @@ class Lies:
                 return rng.choice((None, 1e-9, 0.0, -1.0, 1.0, 2.0))
             case "costs":
                 byte_s = rng.choice((1e-9, 0.0, 1.0))
-                return rng.choice((None, messages.ReceivingCosts(byte_s, 1e-9)))
+                return rng.choice((None, messages.ReceivingCosts(byte_s, {"int8/1": 1e-9})))
             case "raw_s" | "encoded_s" | "prefill_s":
                 return rng.choice((0.0, 1.0, 1e9, -1.0, 1e10))
             case "idle_s":

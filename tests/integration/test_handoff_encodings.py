@@ -15,6 +15,7 @@ from baton.auth.credentials import Credentials
 from baton.encodings.interface import ENCODINGS
 from baton.encodings.rates import EncodingRate, EncodingRates
 from baton.errors import ConfigError
+from baton.handoff import link_encodings
 from baton.handoff.encoded_view import (
     LOSSY_TRAIT,
     StagingSize,
@@ -305,6 +306,32 @@ def test_kv_goes_raw_where_prefill_hides_it(
                 assert estimate.took_s > 0
                 assert order.trace.encodings == []
         run_until_chosen(prefill, decode, "int8/1")
+
+
+@pytest.mark.parametrize("op", ["WRITE", "READ"])
+def test_another_encoding_is_granted_where_the_prefill_worker_asks_for_it(
+    op: TransferOp, key: Credentials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it asks for is set here: which of several is there first depends on the machine."""
+    monkeypatch.setattr(link_encodings, "choose_arrival", lambda *_: "int8/1")
+    layout = make_layout(16)
+    with (
+        encoded_pages("int8,int4_token", layout) as theirs,
+        encoded_pages("int8,int4_token", layout) as ours,
+        node("p", kinds=TCP, key=key, links=MEASURED, pages=theirs) as prefill,
+        node("d", kinds=TCP, key=key, links=MEASURED, pages=ours, op=op) as decode,
+    ):
+        fill(prefill)
+        for start_blocks in (0, 2, 0):
+            handoff = run_until_chosen(prefill, decode, "int8/1", start_blocks)
+            for order in (handoff.sending, handoff.receiving):
+                estimate = order.trace.encoding_estimate
+                assert estimate is not None
+                assert (estimate.chosen, estimate.encoding) == ("int8/1", "int8/1")
+                assert order.trace.encodings == ["handoff=int8/1"]
+            sent = numbers_of(prefill, handoff, "send")
+            difference = np.abs(numbers_of(decode, handoff, "receive") - sent)
+            assert 0 < difference.max() < 0.02
 
 
 def encoded_block_bytes(layout: KVLayout) -> int:

@@ -193,6 +193,16 @@ def test_what_is_exported_is_imported_elsewhere(folder: Path, tmp_path: Path) ->
     assert names(tmp_path / "new") == set()
 
 
+@pytest.mark.parametrize("content", [None, b"", b"BATONKV4 and no archive"])
+def test_no_store_is_made_for_what_is_no_archive(tmp_path: Path, content: bytes | None) -> None:
+    archive, folder = tmp_path / "kv.archive", tmp_path / "kv"
+    if content is not None:
+        archive.write_bytes(content)
+    code, _, errors = run(folder, "import", str(archive))
+    assert (code, str(archive) in errors) == (1, True)
+    assert not folder.exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -23,7 +23,8 @@ FAILED: Final = 1
 MIB: Final = 1 << 20
 ALL_DAMAGED: Final = (
     "baton: every entry looks damaged: is this the workers' cluster key? It is in "
-    "BATON_CLUSTER_KEY, or in the file of [cluster] key_file. Nothing was removed"
+    "BATON_CLUSTER_KEY, or in the file of [cluster] key_file. Entries of another version of Baton "
+    "look damaged, too. Nothing was removed"
 )
 
 app = App(name="store", help="Look at the store, check it, make room in it, keep it up.")
@@ -206,8 +207,10 @@ def import_entries(
 
     All of the file is checked before the first is put. Both sides need the same cluster key.
     """
-    from baton.ops.store_archive import import_entries as import_  # noqa: PLC0415 - for --help
+    from baton.ops.store_archive import check_archive  # noqa: PLC0415 - for --help
+    from baton.ops.store_archive import import_entries as import_  # noqa: PLC0415
 
+    check_archive(file)
     with _open(flags, store, may_create=True) as (tiers, key):
         done = import_(tiers, file, key)
     if json:

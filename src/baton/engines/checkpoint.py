@@ -6,6 +6,7 @@ of different kinds that loaded the same files have the same fingerprint. Imports
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from blake3 import blake3
@@ -52,3 +53,27 @@ def find_weights(folder: Path) -> list[Path]:
             "convert them with safetensors"
         )
     return weights
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """How some layers turn positions: transformers' `rope_type`, and for how many tokens at first.
+
+    `original_tokens` is 0 where the configuration does not name it.
+    """
+
+    kind: str
+    original_tokens: int
+
+
+def list_ropes(text_config: object) -> list[Rope]:
+    """Of a text model's configuration in transformers: one for each kind of layers."""
+    found = getattr(text_config, "rope_parameters", None) or {}
+    by_layer = [each for each in found.values() if isinstance(each, dict)]
+    return [
+        Rope(
+            str(each.get("rope_type", "default")),
+            each.get("original_max_position_embeddings") or 0,
+        )
+        for each in by_layer or [found]
+    ]

@@ -207,18 +207,18 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                     self._perform(incoming, self._advance(incoming, message))
 
     def _encoding_refused(self, incoming: IncomingHandoff, message: EncodingRefused) -> None:
-        """The prefill worker hides raw KV behind what it computes: grant the raw pages."""
+        """KV in another encoding, or raw, would be there sooner: grant such pages."""
         session = incoming.session
         try:
-            actions = session.encoding_refused()
+            actions = session.encoding_refused(message.encoding)
         except ProtocolError as exc:
             self._perform(incoming, session.fail(str(exc), stage="grant"))
             return
         incoming.refused = message
         self._perform(incoming, actions)
-        self._try_begin_raw(incoming)
+        self._try_begin_again(incoming)
 
-    def _try_begin_raw(self, incoming: IncomingHandoff) -> None:
+    def _try_begin_again(self, incoming: IncomingHandoff) -> None:
         """After a refused encoding, once nothing can land in its pages."""
         session, peer, refused = incoming.session, incoming.peer, incoming.refused
         if refused is None or peer is None or session.phase is not ReceivePhase.WAITING:
@@ -226,7 +226,7 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         incoming.refused = None
         view = self._context.view_to(peer, incoming.encoding)
         view.release(Holder("receive", session.ticket))
-        incoming.take_raw_terms(refused)
+        incoming.take_other_terms(refused)
         self._try_begin(incoming)
 
     def _advance(
@@ -378,7 +378,7 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             self._perform(incoming, incoming.session.fenced(transport.kind))
         if incoming.is_quiescent(transport):
             self._perform(incoming, incoming.session.grant_quiescent())
-            self._try_begin_raw(incoming)
+            self._try_begin_again(incoming)
 
     def _try_begin(self, incoming: IncomingHandoff) -> None:
         """Settle the terms, if the peer is up, reachable, and the KV has pages to go to."""

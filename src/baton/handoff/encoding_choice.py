@@ -106,13 +106,19 @@ def predict_arrival(costs: LinkEncodingCosts, kv: KVToSend) -> Arrival:
     )
 
 
-def is_raw_sooner(kv: KVToSend, arrival: Arrival) -> bool:
-    """Whether KV for which an encoding was chosen by its bytes alone is to go raw.
+def choose_arrival(kv: KVToSend, arrivals: Mapping[str, Arrival], granted: str) -> str:
+    """How KV is to go, raw included, for which `granted` was chosen by its bytes alone.
 
-    Not where prefill takes less than the margin: there the choice by bytes is as good.
+    By encoding: when it would be there. As it is granted where prefill takes less than the margin:
+    there the choice by bytes is as good; and where no other is sooner by the margin.
     """
-    hides = kv.prefill_s >= MARGIN * arrival.raw_s
-    return hides and arrival.encoded_s > arrival.raw_s * (1 - MARGIN)
+    quickest = min(arrivals, key=lambda each: arrivals[each].encoded_s)
+    soonest_s, raw_s = arrivals[quickest].encoded_s, arrivals[quickest].raw_s
+    if kv.prefill_s < MARGIN * raw_s:
+        return granted
+    if soonest_s > raw_s * (1 - MARGIN):
+        return RAW
+    return quickest if soonest_s < arrivals[granted].encoded_s * (1 - MARGIN) else granted
 
 
 def _run_stages(parts: Iterable[tuple[float, ...]]) -> float:

@@ -221,7 +221,7 @@ class IncomingHandoff(MutableRecord):  # noqa: PLR0904 - all that concerns one h
             if estimate is not None and estimate.took_s is None and granted_at is not None:
                 trace.encoding_estimate = msgspec.structs.replace(estimate, took_s=now - granted_at)
 
-    def take_raw_terms(self, refused: EncodingRefused) -> None:
+    def take_other_terms(self, refused: EncodingRefused) -> None:
         """The peer refused the encoding, and nothing lands in its pages: they are given back."""
         if self.peer is None or self.mapped_pages is None:
             raise AssertionError("an encoding is refused once the terms are settled")
@@ -230,12 +230,14 @@ class IncomingHandoff(MutableRecord):  # noqa: PLR0904 - all that concerns one h
         if estimate is not None:
             trace.encoding_estimate = msgspec.structs.replace(
                 estimate,
-                chosen=RAW,
+                chosen=refused.encoding,
+                encoding=estimate.encoding if refused.encoding == RAW else refused.encoding,
                 raw_s=refused.raw_s,
                 encoded_s=refused.encoded_s,
                 prefill_s=refused.prefill_s,
             )
-        self.encoding, self.theirs = RAW, self.peer.views_for(RAW).theirs
+        self.encoding, self.costs = refused.encoding, None  # it cannot be refused once more
+        self.theirs = self.peer.views_for(refused.encoding).theirs
         self.mapped_pages = self._verifier = self._token_layer_bytes = None
 
     def record_read(self, choice: Choice, copies: PageCopies) -> None:

@@ -2,7 +2,7 @@
 
     prefill ── EncodingCosts: its rate of encoding, and its measured link for writes ──► decode
     decode  ── Grant: raw, or encoded and by what costs ──► prefill
-    prefill ── EncodingRefused: what it computes hides raw KV ──► decode ── Grant: raw ──► prefill
+    prefill ── EncodingRefused: raw, or another, is sooner ──► decode ── Grant: that ──► prefill
 
 The decode worker adds its own rate of decoding and, where it reads, the link as it has measured it.
 Before a link is measured KV goes raw. What a prompt has cached, only the prefill worker knows; the
@@ -22,7 +22,7 @@ from baton.handoff.encoding_choice import (
     KVToSend,
     LinkEncodingCosts,
     PrefillDurations,
-    is_raw_sooner,
+    choose_arrival,
     predict_arrival,
 )
 from baton.handoff.messages import (
@@ -134,7 +134,8 @@ class LinkEncodings:
             encoded_s=num_bytes * costs.encoded_byte_s,
         )
         return chosen, ReceivingCosts(
-            min(costs.link_byte_s, MAX_BYTE_S), min(costs.decode_byte_s, MAX_BYTE_S)
+            min(costs.link_byte_s, MAX_BYTE_S),
+            {name: min(each.decode_byte_s, MAX_BYTE_S) for name, each in known.items()},
         )
 
     def prefill_done(self, outgoing: OutgoingHandoff, now: Instant) -> None:
@@ -143,7 +144,7 @@ class LinkEncodings:
         self._prefills.add(order.num_tokens - _count_cached(order), now - outgoing.offered_at)
 
     def try_refuse(self, outgoing: OutgoingHandoff, granted: Granted) -> EncodingRefused | None:
-        """The answer to a grant whose KV is there sooner raw; None if it is taken as it is.
+        """The answer to a grant whose KV is there sooner otherwise; None if it is taken as it is.
 
         What was predicted is noted in the trace.
         """
@@ -151,27 +152,37 @@ class LinkEncodings:
         if grant.encoding == RAW or grant.costs is None:
             return None
         now, order = self._context.clock.now(), session.order
-        costs = LinkEncodingCosts(
-            grant.costs.link_byte_s,
-            self._rates[grant.encoding].encode.byte_s(now),
-            grant.costs.decode_byte_s,
-            self._find_share(granted.peer, grant.encoding),
-        )
-        kv = self._find_kv(granted, _list_ready(outgoing), costs)
-        arrival = predict_arrival(costs, kv)
-        is_refused = is_raw_sooner(kv, arrival)
+        kv = self._find_kv(granted, _list_ready(outgoing), grant.costs.link_byte_s)
+        arrivals = {
+            encoding: predict_arrival(
+                LinkEncodingCosts(
+                    grant.costs.link_byte_s,
+                    self._rates[encoding].encode.byte_s(now),
+                    decode_byte_s,
+                    self._find_share(granted.peer, encoding),
+                ),
+                kv,
+            )
+            for encoding, decode_byte_s in grant.costs.decode_byte_s.items()
+            if encoding in granted.peer.encoded_views
+        }
+        if grant.encoding not in arrivals:
+            return None
+        chosen = choose_arrival(kv, arrivals, grant.encoding)
+        compared = grant.encoding if chosen == RAW else chosen
         outgoing.estimated_at = now
         order.trace.encoding_estimate = EncodingEstimate(
-            chosen=RAW if is_refused else grant.encoding,
-            encoding=grant.encoding,
-            raw_s=arrival.raw_s,
-            encoded_s=arrival.encoded_s,
+            chosen=chosen,
+            encoding=compared,
+            raw_s=arrivals[compared].raw_s,
+            encoded_s=arrivals[compared].encoded_s,
             prefill_s=kv.prefill_s,
         )
-        if not is_refused:
+        if chosen == grant.encoding:
             return None
-        predicted = (arrival.raw_s, arrival.encoded_s, kv.prefill_s)
-        return EncodingRefused(session.ticket, *(min(each, MAX_PREDICTED_S) for each in predicted))
+        predicted = (arrivals[compared].raw_s, arrivals[compared].encoded_s, kv.prefill_s)
+        bounded = (min(each, MAX_PREDICTED_S) for each in predicted)
+        return EncodingRefused(session.ticket, chosen, *bounded)
 
     def acked(self, outgoing: OutgoingHandoff) -> None:
         """The peer has all: what it took is noted beside what was predicted."""
@@ -182,7 +193,7 @@ class LinkEncodings:
             )
 
     def _find_kv(
-        self, granted: Granted, ready_tokens: Sequence[int], costs: LinkEncodingCosts
+        self, granted: Granted, ready_tokens: Sequence[int], link_byte_s: float
     ) -> KVToSend:
         """What is granted, as far as it is computed, and what prefill has to do for the rest.
 
@@ -196,7 +207,7 @@ class LinkEncodings:
         num_left = grant.num_tokens - sum(ready_tokens) / num_layers
         prefill_s = self._prefills.predict_s(num_left)
         if prefill_s is None:  # nothing was computed yet: as if it took what the link takes
-            prefill_s = rest_bytes * costs.link_byte_s
+            prefill_s = rest_bytes * link_byte_s
         return KVToSend(token_bytes * num_ready, rest_bytes, prefill_s, num_layers)
 
     def find_kv_byte_s(self, peer: Peer, link: LinkReport) -> float | None:

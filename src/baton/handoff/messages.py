@@ -23,7 +23,7 @@ from baton.transfer.interface import RegionDescriptor
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-PROTOCOL_VERSION: Final = 13
+PROTOCOL_VERSION: Final = 14
 MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
 MAX_TOKENS: Final = 16 * 1024 * 1024
 DIGEST_BYTES: Final = 16
@@ -133,11 +133,14 @@ class HelloRefused(_Message, frozen=True, tag="refused"):
 class ReceivingCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """By what decode has chosen an encoding: seconds for a byte, as it knows them.
 
-    On the link, and to decode a byte of raw KV.
+    On the link, and to decode a byte of raw KV, by encoding: of all in which it has room for this
+    handoff's KV.
     """
 
     link_byte_s: SecondsPerByte
-    decode_byte_s: SecondsPerByte
+    decode_byte_s: Annotated[
+        dict[EncodingName, SecondsPerByte], msgspec.Meta(min_length=1, max_length=16)
+    ]
 
 
 class Grant(SenderMessage, frozen=True, tag="grant"):
@@ -370,13 +373,16 @@ class EncodingCosts(ReceiverMessage, frozen=True, tag="encoding_costs"):
 
 
 class EncodingRefused(ReceiverMessage, frozen=True, tag="encoding_refused"):
-    """Prefill → decode: raw KV would be there sooner; send me a grant of your raw pages.
+    """Prefill → decode: KV in `encoding` would be there sooner; send me a grant of such pages.
 
-    Nothing was sent into the encoded ones, and nothing will be. Predicted, from the grant until all
-    KV is there: `raw_s`, `encoded_s`; for `prefill_s` of these the prompt is still being computed.
+    `encoding` is raw, or another one for which the grant has costs. Nothing was sent into the
+    granted pages, and nothing will be. Predicted, from the grant until all KV is there: `raw_s`,
+    and `encoded_s` in `encoding` (in the granted one, where that is raw); for `prefill_s` of these
+    the prompt is still being computed.
     """
 
     ticket: WireTicketId
+    encoding: EncodingName
     raw_s: PredictedSeconds
     encoded_s: PredictedSeconds
     prefill_s: PredictedSeconds

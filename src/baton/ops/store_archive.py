@@ -83,6 +83,22 @@ def export_entries(
     return ArchiveReport(num_entries, num_bytes)
 
 
+def check_archive(path: Path) -> None:
+    """Refuse a file that does not begin as an archive, before a store is made for it.
+
+    Raises:
+        ProtocolError: it is no archive.
+        StoreError: the file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            begin = file.read(len(BEGIN))
+    except OSError as exc:
+        raise StoreError(f"cannot read {path}: {exc.strerror}") from exc
+    if begin != BEGIN:
+        raise ProtocolError(f"{path} is no archive of a store, or one of another version")
+
+
 def import_entries(tiers: Sequence[CountedTier], path: Path, key: ClusterKey) -> ArchiveReport:
     """Put the entries of an archive into the first tier that has room for each.
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from itertools import combinations_with_replacement
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.encodings.interface import RAW
 from baton.handoff.encoding_choice import (
     MARGIN,
     MIN_PASS_TOKENS,
@@ -15,7 +17,7 @@ from baton.handoff.encoding_choice import (
     KVToSend,
     LinkEncodingCosts,
     PrefillDurations,
-    is_raw_sooner,
+    choose_arrival,
     predict_arrival,
 )
 
@@ -105,6 +107,32 @@ def find_last_end(parts: list[list[float]]) -> float:
     )
 
 
+def goes_raw(each: LinkEncodingCosts, kv: KVToSend) -> bool:
+    """Of two workers that have one encoding."""
+    return choose_arrival(kv, {"int8/1": predict_arrival(each, kv)}, "int8/1") == RAW
+
+
+@given(st.lists(costs, min_size=1, max_size=4), kv, st.floats(1e-12, 1e-6))
+def test_of_several_encodings_none_is_sooner_by_the_margin(
+    several: list[LinkEncodingCosts], kv: KVToSend, link_byte_s: float
+) -> None:
+    """Than what goes; and one that is refused is replaced by one that is sooner by the margin."""
+    arrivals = {
+        f"e{index}/1": predict_arrival(msgspec.structs.replace(each, link_byte_s=link_byte_s), kv)
+        for index, each in enumerate(several)
+    }
+    chosen = choose_arrival(kv, arrivals, "e0/1")
+    raw_s = arrivals["e0/1"].raw_s
+    if kv.prefill_s < MARGIN * raw_s:
+        assert chosen == "e0/1"
+        return
+    took_s = raw_s if chosen == RAW else arrivals[chosen].encoded_s
+    assert all(each.encoded_s >= took_s * (1 - MARGIN) for each in arrivals.values())
+    if chosen != RAW:
+        assert arrivals[chosen].encoded_s <= raw_s
+        assert chosen == "e0/1" or took_s < arrivals["e0/1"].encoded_s * (1 - MARGIN)
+
+
 @given(costs, kv)
 def test_when_kv_is_there_follows_from_every_order_of_steps(
     each: LinkEncodingCosts, kv: KVToSend
@@ -131,7 +159,7 @@ def test_what_goes_is_later_than_the_other_by_the_margin_at_most(
     each: LinkEncodingCosts, kv: KVToSend
 ) -> None:
     arrival = predict_arrival(each, kv)
-    if is_raw_sooner(kv, arrival):
+    if goes_raw(each, kv):
         assert arrival.raw_s * (1 - MARGIN) <= arrival.encoded_s
     elif kv.prefill_s >= MARGIN * arrival.raw_s:
         assert arrival.encoded_s <= arrival.raw_s * (1 - MARGIN)
@@ -144,7 +172,7 @@ def test_where_nothing_is_to_be_computed_the_choice_by_bytes_stands(
     kv = KVToSend(num_bytes, 0.0, 0.0, 4)
     arrival = predict_arrival(each, kv)
     assert arrival.encoded_s == pytest.approx(num_bytes * each.encoded_byte_s)
-    assert not is_raw_sooner(kv, arrival)
+    assert not goes_raw(each, kv)
 
 
 @given(costs, kv)
@@ -154,7 +182,7 @@ def test_encoding_that_costs_more_than_it_saves_on_the_link_goes_raw(
     """However little of the transfer prefill hides."""
     arrival = predict_arrival(each, kv)
     if each.encoded_share >= 1 and kv.prefill_s >= MARGIN * arrival.raw_s:
-        assert is_raw_sooner(kv, arrival)
+        assert goes_raw(each, kv)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +202,7 @@ def test_a_prompt_of_2048_tokens_over_1_gbit(
     num_bytes, left_share = 32 * MIB, 1 - cached_share
     prefill_s = 2048 * left_share * token_s
     kv = KVToSend(num_bytes * cached_share, num_bytes * left_share, prefill_s, num_layers)
-    assert is_raw_sooner(kv, predict_arrival(VLLM, kv)) == is_raw
+    assert goes_raw(VLLM, kv) == is_raw
 
 
 @given(st.lists(st.floats(1e-6, 1e-2), min_size=1, max_size=30))

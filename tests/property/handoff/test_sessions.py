@@ -45,6 +45,7 @@ from baton.handoff.messages import (
     Finished,
     Grant,
     Notification,
+    ReceivingCosts,
     RetransmitRequest,
     TransferAck,
     TransferOp,
@@ -73,6 +74,8 @@ from baton.transfer.interface import TransferId
 from tests.unit.handoff.orders import make_ticket, receive_order, send_order
 
 NUM_LAYERS = 3
+GRANTED_ENCODING = "int8/1"
+COSTS = ReceivingCosts(1e-9, {GRANTED_ENCODING: 1e-10, "fp8/1": 1e-10})
 KINDS = ("first", "second", "third")
 """Transports. What is posted over `first` may land after it failed: only quiescence tells."""
 DEADLINE = Instant(100.0)
@@ -96,7 +99,7 @@ class HandoffWorld(RuleBasedStateMachine):
         first_token=st.sampled_from([None, SampledToken(7)]),
         head_start=st.integers(0, 3),
         is_encoded=st.booleans(),
-        refuses=st.booleans(),
+        wanted=st.sampled_from([None, RAW, "fp8/1"]),
     )
     def begin(
         self,
@@ -114,12 +117,12 @@ class HandoffWorld(RuleBasedStateMachine):
         first_token: SampledToken | None,
         head_start: int,
         is_encoded: bool,
-        refuses: bool,
+        wanted: str | None,
     ) -> None:
         self.fault_budget = fault_budget
         staged |= is_encoded
-        self.encoding = "int8/1" if is_encoded else RAW
-        self.refuses, self.was_refused = refuses, False
+        self.encoding = GRANTED_ENCODING if is_encoded else RAW
+        self.wanted, self.was_refused = wanted, False  # in place of what is granted
         self.may_be_doomed, self.spreads = may_be_doomed, spreads
         self.op, self.staged, self.page_tokens = op, staged, page_tokens
         self.copies_late = copies_late
@@ -343,7 +346,7 @@ class HandoffWorld(RuleBasedStateMachine):
     @rule()
     def link_comes_up(self) -> None:
         pages = self.receiver.order.blocks
-        plan = TransferPlan(self.op, pages, self.staged, encoding=self.encoding)
+        plan = TransferPlan(self.op, pages, self.staged, encoding=self.encoding, costs=COSTS)
         self.perform_receiver(self.receiver.begin(plan))
 
     @rule()
@@ -391,10 +394,12 @@ class HandoffWorld(RuleBasedStateMachine):
         message = self.to_sender.pop(0)
         if isinstance(message, Grant):
             assert (message.op, bool(message.blocks)) == (self.op, self.op == "WRITE")
-            if message.encoding == RAW or not self.refuses:
+            if message.encoding != GRANTED_ENCODING or self.wanted is None:
                 self.perform_sender(self.sender.granted(message))
             elif not self.sender.over:
-                self.to_receiver.append(EncodingRefused(self.sender.ticket, 1.0, 2.0, 0.5))
+                self.to_receiver.append(
+                    EncodingRefused(self.sender.ticket, self.wanted, 1.0, 2.0, 0.5)
+                )
         elif isinstance(message, TransferAck):
             self.perform_sender(self.sender.acked())
         elif isinstance(message, RetransmitRequest):
@@ -426,18 +431,20 @@ class HandoffWorld(RuleBasedStateMachine):
             self.perform_receiver(self.receiver.transport_failed(message))
         elif isinstance(message, EncodingRefused):
             assert not self.landed, "it was refused once some had come"
-            self.perform_receiver(self.receiver.encoding_refused())
-            self.take_raw_terms()
+            self.perform_receiver(self.receiver.encoding_refused(message.encoding))
+            self.take_other_terms()
         elif isinstance(message, Available):
             self.heard.append(message)
             self.perform_receiver(self.receiver.available(message))
         else:
             self.perform_receiver(self.receiver.fail(message.reason, stage="prefill"))
 
-    def take_raw_terms(self) -> None:
+    def take_other_terms(self) -> None:
         """Once nothing can land in the encoded pages."""
-        if self.encoding != RAW and self.receiver.phase is ReceivePhase.WAITING:
-            self.encoding, self.was_refused = RAW, True
+        if self.wanted is None or self.encoding != GRANTED_ENCODING:
+            return
+        if self.receiver.phase is ReceivePhase.WAITING:
+            self.encoding, self.was_refused = self.wanted, True
 
     @precondition(lambda self: self.reads)
     @rule(data=st.data())
@@ -662,7 +669,7 @@ class HandoffWorld(RuleBasedStateMachine):
         self.late.clear()
         self.fencing.clear()
         self.perform_receiver(self.receiver.grant_quiescent())
-        self.take_raw_terms()
+        self.take_other_terms()
 
     @precondition(lambda self: self.fault_budget and self.may_be_doomed)
     @rule()
@@ -721,7 +728,7 @@ class HandoffWorld(RuleBasedStateMachine):
         self.link_comes_up()
         while self.to_sender:
             self.sender_hears()
-        if self.encoding != RAW and self.refuses:
+        if self.encoding == GRANTED_ENCODING and self.wanted is not None:
             for place in [
                 place
                 for place, message in enumerate(self.to_receiver)

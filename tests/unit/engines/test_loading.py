@@ -129,6 +129,25 @@ def test_a_context_beyond_the_models_is_refused(checkpoint: Path) -> None:
         load_model(checkpoint, TransformersOptions(max_context_tokens=300))
 
 
+def long_rope(original_tokens: int) -> dict[str, object]:
+    """Heads of the model of these tests have 8 dimensions."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    limit = {"original_max_position_embeddings": original_tokens}
+    return {"rope_type": "longrope", "rope_theta": 10000.0, **factors, **limit}
+
+
+def test_rope_that_depends_on_the_longest_sequence_of_a_pass_is_refused(copy: Path) -> None:
+    """transformers would give equal tokens other KV beside a longer prompt."""
+    edit_config(copy, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0})
+    with pytest.raises(ConfigError, match="dynamic RoPE scaling"):
+        load_model(copy, OPTIONS)
+    edit_config(copy, rope_parameters=long_rope(64))
+    with pytest.raises(ConfigError, match="max_context_tokens = 64"):
+        load_model(copy, OPTIONS)
+    options = TransformersOptions(max_context_tokens=64)
+    assert load_model(copy, options).max_context_tokens == 64
+
+
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
 def test_bfloat16_on_a_cpu_that_converts_it_is_warned_of(
     checkpoint: Path,

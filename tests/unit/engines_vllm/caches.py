@@ -61,11 +61,10 @@ def configure(model: str, **arguments: Any) -> VllmConfig:
         warnings.simplefilter("ignore")
         config = arg_utils.EngineArgs(
             model=model,
-            dtype="float32",
             block_size=BLOCK_SIZE,
             enforce_eager=True,
             skip_tokenizer_init=True,
-            **arguments,
+            **{"dtype": "float32"} | arguments,
         ).create_engine_config()
     config.cache_config.kv_cache_layout = "LBHNC"
     return config

@@ -38,7 +38,14 @@ def test_a_plain_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("pipeline_parallel_size", 2), ("enable_dbo", True), ("ubatch_size", 2)]
+    ("option", "value"),
+    [
+        ("pipeline_parallel_size", 2),
+        ("prefill_context_parallel_size", 2),
+        ("decode_context_parallel_size", 2),
+        ("enable_dbo", True),
+        ("ubatch_size", 2),
+    ],
 )
 def test_steps_that_are_cut_in_parts_are_refused(
     option: str, value: object, tmp_path: Path

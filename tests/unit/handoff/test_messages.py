@@ -101,9 +101,9 @@ MESSAGES: dict[str, Message] = {
     "grant_to_import": Grant(ID, "sealed", b"p" * 32, 16, 40, 1, b"", "NONE"),
     "grant_encoded": Grant(
         ID, "sealed", b"p" * 32, 16, 40, 1, pack_blocks(np.array([7, 3])), "WRITE",
-        encoding="int8/1", costs=ReceivingCosts(8e-9, 4e-10),
+        encoding="int8/1", costs=ReceivingCosts(8e-9, {"int8/1": 4e-10, "fp8/1": 5e-10}),
     ),
-    "encoding_refused": EncodingRefused(ID, 0.5, 0.625, 0.375),
+    "encoding_refused": EncodingRefused(ID, "raw", 0.5, 0.625, 0.375),
     "encoding_costs": EncodingCosts("int8/1", 5e-10, 8e-9),
     "encoding_costs_of_a_new_link": EncodingCosts("int8/1", 5e-10, None),
     "blocks_exported": BlocksExported(ID, 1, pack_blocks(np.array([7, 3]))),

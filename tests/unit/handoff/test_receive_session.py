@@ -17,6 +17,7 @@ from baton.handoff.messages import (
     Finished,
     Grant,
     Notification,
+    ReceivingCosts,
     RetransmitRequest,
     TransportFailed,
 )
@@ -41,11 +42,15 @@ if TYPE_CHECKING:
 
 
 def make_session(
-    op: TransferOp = "WRITE", *, staged: bool = False, encoding: str = RAW
+    op: TransferOp = "WRITE",
+    *,
+    staged: bool = False,
+    encoding: str = RAW,
+    costs: ReceivingCosts | None = None,
 ) -> ReceiveSession:
     order = receive_order(make_ticket(), start=4, num_tokens=9)
     session = ReceiveSession(order, sealed_ticket="s", num_layers=2, deadline=Instant(10.0))
-    session.begin(TransferPlan(op, order.blocks, staged, encoding=encoding))
+    session.begin(TransferPlan(op, order.blocks, staged, encoding=encoding, costs=costs))
     return session
 
 
@@ -269,7 +274,7 @@ def test_layers_that_are_not_there_cannot_be_announced_with_others(layer, num_la
 def test_after_a_refused_encoding_raw_pages_are_granted(op: TransferOp) -> None:
     session = make_session(op, staged=True, encoding="int8/1")
     blocks = session.order.blocks
-    closing = session.encoding_refused()
+    closing = session.encoding_refused(RAW)
     assert closing == ([CloseWriteGrant()] if op == "WRITE" else [])
     if op == "WRITE":
         assert session.begin(TransferPlan(op, blocks, staged=False)) == [], "not quiescent"
@@ -285,24 +290,40 @@ def test_an_encoding_is_refused_before_anything_has_come() -> None:
     for session in (make_session(), make_session(staged=True, encoding="int8/1")):
         session.landed(Notification(0, 4, 9, b""))
         with pytest.raises(ProtocolError, match="has come in it already"):
-            session.encoding_refused()
+            session.encoding_refused(RAW)
     session = make_session(staged=True, encoding="int8/1")
-    session.encoding_refused()
+    session.encoding_refused(RAW)
     with pytest.raises(ProtocolError, match="has come in it already"):
-        session.encoding_refused()
+        session.encoding_refused(RAW)
+
+
+@pytest.mark.parametrize("wanted", ["int8/1", "int4/1"])
+def test_only_another_encoding_that_was_offered_can_be_asked_for(wanted: str) -> None:
+    costs = ReceivingCosts(8e-9, {"int8/1": 1e-10, "fp8/1": 1e-10})
+    session = make_session("READ", staged=True, encoding="int8/1", costs=costs)
+    with pytest.raises(ProtocolError, match="not offered"):
+        session.encoding_refused(wanted)
+    session.encoding_refused("fp8/1")
+    plan = TransferPlan("READ", session.order.blocks, staged=True, encoding="fp8/1")
+    (sent,) = session.begin(plan)
+    assert isinstance(sent, SendMessage)
+    assert isinstance(sent.message, Grant)
+    assert sent.message.encoding == "fp8/1"
+    with pytest.raises(ProtocolError, match="not offered"):
+        session.encoding_refused("int8/1")
 
 
 def test_an_encoding_is_not_refused_before_it_is_granted() -> None:
     """Nor once more, while the raw pages that were asked for have yet to be granted."""
     session = make_session("READ", staged=True, encoding="int8/1")
-    session.encoding_refused()
+    session.encoding_refused(RAW)
     with pytest.raises(ProtocolError, match="nothing is granted"):
-        session.encoding_refused()
+        session.encoding_refused(RAW)
 
 
 def test_a_failure_while_a_refused_grant_is_closed_waits_for_it() -> None:
     session = make_session(staged=True, encoding="int8/1")
-    session.encoding_refused()
+    session.encoding_refused(RAW)
     actions = session.fail("the prefill worker is gone", stage="link")
     assert CloseWriteGrant() not in actions, "it is being closed"
     assert Emit(BlocksQuiescent(session.ticket)) in actions, "the engine's blocks are apart"

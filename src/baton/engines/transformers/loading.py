@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from baton.config.bfloat16 import CPU_INFO, computes_bfloat16
-from baton.engines.checkpoint import compute_fingerprint, find_weights
+from baton.engines.checkpoint import compute_fingerprint, find_weights, list_ropes
 from baton.engines.transformers.attention import IMPLEMENTATION, Span, register
 from baton.engines.transformers.model_runner import PagedModel
 from baton.engines.transformers.pages import TORCH_DTYPES, allocate_pages
@@ -113,6 +113,7 @@ def load_model(folder: Path, options: TransformersOptions) -> LoadedModel:
     config = _read_config(folder)
     check_layer_kinds(config)
     max_context_tokens = _choose_context(config, options)
+    _check_rope(config, max_context_tokens)
     model = _read_weights(folder, config, options)
     dtype = _dtype_name(model.dtype)
     _warn_of_slow_dtype(model)
@@ -207,6 +208,27 @@ def _choose_context(config: Any, options: TransformersOptions) -> int:  # noqa: 
             f"max_context_tokens = {chosen}, but the model was made for {longest}; lower it"
         )
     return chosen
+
+
+def _check_rope(config: Any, max_context_tokens: int) -> None:  # noqa: ANN401
+    """Refuse positions that transformers turns by the longest sequence of a pass.
+
+    Then KV of equal tokens differs with what is computed beside them, and from vLLM's.
+
+    Raises:
+        ConfigError: `dynamic` scaling, or `longrope` with contexts for which it has long factors.
+    """
+    for rope in list_ropes(config.get_text_config(decoder=True)):
+        if rope.kind == "longrope" and max_context_tokens > rope.original_tokens:
+            raise ConfigError(
+                "this engine serves longrope models up to the context before scaling: set "
+                f"max_context_tokens = {rope.original_tokens}, or serve it with the vllm engine"
+            )
+        if rope.kind == "dynamic":
+            raise ConfigError(
+                "this engine cannot serve a model with dynamic RoPE scaling: serve it with the "
+                "vllm engine"
+            )
 
 
 def _find_eos(model: Any) -> tuple[int, ...]:  # noqa: ANN401

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from baton.protocol.worker_http import Role
 
 EPOCH_CHARS = 32
+MAX_TRAIT_CHARS: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +214,9 @@ def read_model_facts(vllm_config: VllmConfig, options: ConnectorOptions) -> Mode
     )
 
 
-def read_traits(vllm_config: VllmConfig, rank: int, arrangement: str) -> dict[str, str]:
+def read_traits(
+    vllm_config: VllmConfig, rank: int, arrangement: str, variant: str
+) -> dict[str, str]:
     """Properties that explain why two workers cannot exchange KV, by name."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     speculative = vllm_config.speculative_config
@@ -222,6 +225,7 @@ def read_traits(vllm_config: VllmConfig, rank: int, arrangement: str) -> dict[st
         "engine version": read_vllm_version(),
         "baton version": baton.__version__,
         "model": str(model.model),
+        "settings that change KV": variant[:MAX_TRAIT_CHARS] or "none",
         "dtype": str(model.dtype).removeprefix("torch."),
         "kv cache dtype": str(cache.cache_dtype),
         "block size": str(cache.block_size),

@@ -100,7 +100,7 @@ def _kernel_of(module: object, name: str) -> str:
     return kernel.lower()
 
 
-_FP8: Final[dict[str, DType]] = {
+FP8_DTYPES: Final[dict[str, DType]] = {
     "fp8": "float8_e4m3fn",
     "fp8_e4m3": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2",
@@ -190,7 +190,7 @@ def read_dtype(vllm_config: VllmConfig, dtype: torch.dtype) -> DType:
         ConfigError: a quantised cache that holds more than numbers, or an unknown dtype.
     """
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
-    found = _FP8.get(cache_dtype) or _UNQUANTISED.get(str(dtype))
+    found = FP8_DTYPES.get(cache_dtype) or _UNQUANTISED.get(str(dtype))
     if found is None:
         raise ConfigError(
             f"a KV cache of {cache_dtype} ({dtype}) cannot be handed over; "
@@ -239,7 +239,11 @@ def view_canonical(pages: torch.Tensor, num_planes: int) -> torch.Tensor:
 
 def _check_parallelism(vllm_config: VllmConfig) -> None:
     parallel = vllm_config.parallel_config
-    for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
+    for name in (
+        "pipeline_parallel_size",
+        "prefill_context_parallel_size",
+        "decode_context_parallel_size",
+    ):
         if getattr(parallel, name, 1) > 1:
             flag = name.replace("_", "-")
             raise ConfigError(f"Baton hands over no KV under --{flag} above 1 yet")

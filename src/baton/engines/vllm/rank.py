@@ -36,6 +36,7 @@ from baton.engines.vllm.kv_views import (
     try_build_store_view,
 )
 from baton.engines.vllm.layouts import read_layers
+from baton.engines.vllm.model_variant import describe_variant, extend_fingerprint
 from baton.engines.vllm.rank_handoffs import RankHandoffs
 from baton.engines.vllm.rank_observer import FALLBACK_CAUSE, RankObserver
 from baton.engines.vllm.rank_prompts import RankSetting
@@ -164,10 +165,10 @@ class Rank:
         options = plan.options
         device = next(iter(kv_caches.values())).device
         self._build_views(kv_caches, choose_staging_bytes(options.staging_bytes, device))
-        fingerprint = options.fingerprint or find_fingerprint(plan.vllm_config.model_config)
+        fingerprint, variant = self._identify_model()
         journal = CacheJournal()
         access = self._open_pool(fingerprint, journal)
-        dispatcher = open_handoffs(self._agent_options(fingerprint, access), access)
+        dispatcher = open_handoffs(self._agent_options(fingerprint, variant, access), access)
         agent = dispatcher.agent
         registry = CollectorRegistry()
         registry.register(WARNINGS)
@@ -249,6 +250,15 @@ class Rank:
             self._pool.release()
             self._pool = None
 
+    def _identify_model(self) -> tuple[str, str]:
+        """The fingerprint of what computes KV here, and the settings in it beside the files."""
+        config = self._plan.vllm_config
+        variant = describe_variant(config, self._layers)
+        if variant:
+            logger.info("KV is shared only with servers that have these settings: %s", variant)
+        files = self._plan.options.fingerprint or find_fingerprint(config.model_config)
+        return extend_fingerprint(files, variant), variant
+
     def _build_views(self, kv_caches: Mapping[str, torch.Tensor], staging_bytes: int) -> None:
         """How peers and the store see the KV: `close` gives the memory back."""
         config, layers, store = self._plan.vllm_config, self._layers, self._plan.options.store
@@ -297,7 +307,9 @@ class Rank:
             observer=observer,
         )
 
-    def _agent_options(self, fingerprint: str, access: StoreAccess | None) -> AgentOptions:
+    def _agent_options(
+        self, fingerprint: str, variant: str, access: StoreAccess | None
+    ) -> AgentOptions:
         plan, options = self._plan, self._plan.options
         worker, epoch = plan.identity.of_rank(plan.rank)
         # A drafter's KV is not handed over: what it lacks costs accepted drafts, not tokens.
@@ -311,7 +323,7 @@ class Rank:
             epoch=epoch,
             fingerprint=fingerprint,
             views=views,
-            traits=read_traits(plan.vllm_config, plan.rank, arrangement) | lossy,
+            traits=read_traits(plan.vllm_config, plan.rank, arrangement, variant) | lossy,
             preferred_op=options.preferred_op,
             transports=self._transports,
             credentials=self._credentials,

@@ -58,7 +58,7 @@ that asked for an export and has not landed has a pending release (`may_hold_exp
 have exported the blocks before it received the failure.
 
 With encoded pages the prefill worker may answer a grant with EncodingRefused. Once the write grant
-is quiescent the receiver is WAITING again, and the next Grant is of raw pages.
+is quiescent the receiver is WAITING again, and the next Grant is of the pages that it asks for.
 
 Whatever ends it early (`fail`, `abort`, `expire`) leaves by one road:
 

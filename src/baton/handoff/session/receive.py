@@ -185,13 +185,14 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self.order.trace.reroutes.append(f"reference: {reason}"[:MAX_NOTE_CHARS])
         return self.fall_back_to_write(())
 
-    def encoding_refused(self) -> list[ReceiveAction]:
-        """The peer wants to send raw KV: this waits for another plan (`begin`).
+    def encoding_refused(self, wanted: str) -> list[ReceiveAction]:
+        """The peer is to send KV in `wanted`: this waits for another plan (`begin`).
 
         At once, or after `grant_quiescent`.
 
         Raises:
-            ProtocolError: nothing is granted, KV is raw already, or some of it has come.
+            ProtocolError: nothing is granted, KV is raw already, some of it has come, or the plan
+                has no costs of `wanted`.
         """
         if self.phase is ReceivePhase.WAITING:
             raise ProtocolError("an encoding is refused where nothing is granted")
@@ -202,6 +203,10 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         is_possible = self.plan.encoding != RAW and not self._is_encoding_refused
         if not is_possible or has_begun or not self.coverage.is_empty:
             raise ProtocolError("an encoding is refused where KV is raw, or has come in it already")
+        costs = self.plan.costs
+        offered = {RAW} if costs is None else {RAW, *costs.decode_byte_s}
+        if wanted not in offered - {self.plan.encoding}:
+            raise ProtocolError(f"the encoding {wanted}, which was not offered, is asked for")
         self._is_encoding_refused = True
         if self._grant_is_open:
             return [CloseWriteGrant()]  # it claims that it wrote nothing: nothing rests on that
