@@ -39,11 +39,20 @@ def explain(  # noqa: PLR0913 - one for each flag
         ),
     ] = None,
     *,
-    url: Annotated[
+    gateway: Annotated[
         str, Parameter(help="The gateway, or its management port.")
     ] = "http://127.0.0.1:8000",
     request_id: Annotated[
         str | None, Parameter(help="Show where this request went, instead.")
+    ] = None,
+    ttft_ms: Annotated[
+        float | None, Parameter(help="The request's target of the time to first token.")
+    ] = None,
+    tpot_ms: Annotated[
+        float | None, Parameter(help="The same of the mean time per output token.")
+    ] = None,
+    itl_ms: Annotated[
+        float | None, Parameter(help="The same of the gaps between tokens, all but 1 %.")
     ] = None,
     api_key_env: Annotated[
         str, Parameter(help="The environment variable that holds the client's key, if any.")
@@ -65,8 +74,11 @@ def explain(  # noqa: PLR0913 - one for each flag
         )
     if plot is not None and request is None:
         raise ConfigError("--plot shows the candidates for a request's body, not a past request")
+    if request is None and {ttft_ms, tpot_ms, itl_ms} != {None}:
+        raise ConfigError("targets go with a request's body; a past request had its own")
     # Here, so that --help imports nothing heavy.
     from baton.bench.charts import check_plot, plot_route  # noqa: PLC0415
+    from baton.gateway.targets import ITL_HEADER, TPOT_HEADER, TTFT_HEADER  # noqa: PLC0415
     from baton.ops.gateway_pages import Gateway  # noqa: PLC0415
     from baton.ops.route import (  # noqa: PLC0415
         explain_request,
@@ -77,16 +89,18 @@ def explain(  # noqa: PLR0913 - one for each flag
 
     if plot is not None:
         check_plot(plot)
-    gateway = Gateway.at(url, "--url")
+    shown = Gateway.at(gateway, "--gateway")
     if request_id is not None:
-        placed = find_request(gateway, request_id)
+        placed = find_request(shown, request_id)
         if json:
             _print_json(placed)
         else:
             print_request(placed, sys.stdout)
     elif request is not None:
-        key = read_environment().get(api_key_env)
-        explained = explain_request(gateway, _read_body(request), key)
+        targets_ms = {TTFT_HEADER: ttft_ms, TPOT_HEADER: tpot_ms, ITL_HEADER: itl_ms}
+        explained = explain_request(
+            shown, _read_body(request), targets_ms, read_environment().get(api_key_env)
+        )
         if json:
             _print_json(explained)
         else:
