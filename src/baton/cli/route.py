@@ -150,6 +150,12 @@ class ReplayFlags(ShapeFlags):
     tpot_s: Annotated[
         float, Parameter(help="A good request's tokens take no longer.", group=LOAD)
     ] = 0.1
+    itl_s: Annotated[
+        float | None,
+        Parameter(
+            help="Target of each request: all but 1 % of the gaps are no longer.", group=LOAD
+        ),
+    ] = None
     seed: Annotated[
         int, Parameter(help="Of arrivals and prompts: the same one, the same result.", group=LOAD)
     ] = 0
@@ -286,6 +292,7 @@ def _plan(
         costs=read_costs(fleet.costs, fleet.cost, workload.block_tokens),
         ttft_s=load.ttft_s,
         tpot_s=load.tpot_s,
+        itl_s=load.itl_s,
         seed=load.seed,
     )
 
@@ -307,6 +314,7 @@ def _check(load: ReplayFlags) -> None:
         "--rate": load.rate,
         "--ttft-s": load.ttft_s,
         "--tpot-s": load.tpot_s,
+        "--itl-s": load.itl_s,
         "--concurrency": load.concurrency,
         "--requests": load.requests,
     }

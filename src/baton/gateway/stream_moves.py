@@ -410,12 +410,12 @@ def find_pace(
     With one stream more it grows as is predicted. Gaps are predicted, and no shorter than that.
     """
     activity, report = load.of(view.id, view.model), view.load
-    num_prompt_tokens = load.costs(view.model).arrivals.num_prompt_tokens
+    costs = load.costs(view.model)
     pace_s, next_pace_s = activity.pace_s(0, now), activity.pace_s(1, now)
-    next_gap_s = activity.gap_s(1, now, num_prompt_tokens)
+    next_gap_s = costs.gap_s(activity, 1, now)
     gap_s = 0.0
     if min(activity.step_cost.num_seen, activity.prefill_cost.num_seen) >= LEAST_SEEN:
-        gap_s = activity.gap_s(0, now, num_prompt_tokens)
+        gap_s = costs.gap_s(activity, 0, now)
     if seen_s is not None:
         pace_s, next_pace_s = seen_s, next_pace_s * seen_s / pace_s
     elif activity.step_cost.num_seen < LEAST_SEEN:

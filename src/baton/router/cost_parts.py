@@ -342,10 +342,10 @@ def _weigh_gaps(
     """`gap_s` of `Parts`, and what limits of gaps add to its `stall` and `answering`.
 
     `times_s`: of a step without prompts, as it is and with one answer more; the share of a worker's
-    time that prompts took in `WINDOW_S`, and the seconds of this one. In a gap there is besides a step the piece of a prompt that is
-    computed in it: as many tokens as a step has at most, and no more than all those prompts. What
-    is beyond a limit counts `BEYOND` times; all answers at a worker that have a limit are taken to
-    have the least.
+    time that prompts took in `WINDOW_S`, and the seconds of this one. In a gap there is besides a
+    step the piece of a prompt that is computed in it: as many tokens as a step has at most, and no
+    more than all those prompts. What is beyond a limit counts `BEYOND` times; all answers at a
+    worker that have a limit are taken to have the least.
     """
     rows, columns, (before_s, after_s, share, own_s) = usable.rows, costs.columns, times_s
     are_limited = request.itl_s is not None or columns.num_limited_of_all
@@ -357,10 +357,13 @@ def _weigh_gaps(
     step_tokens = columns.step_tokens[rows]
     num_before = np.maximum(0.0, request.num_prompt_tokens - step_tokens)  # of its last piece
     piece_s *= costs.prefill.predict(step_tokens, num_before)
-    now_s, with_it_s = np.minimum(lately_s, piece_s), np.minimum(lately_s + own_s, piece_s)
+    now_s = np.minimum(lately_s, piece_s)
     gap_s = after_s + now_s
-    usual = _count_beyond(before_s + now_s, limit_s)
-    stall = num_limited * (_count_beyond(before_s + with_it_s, limit_s) - usual)
+    usual = without = _count_beyond(before_s + now_s, limit_s)
+    if usable.prefills:  # who only decodes from now on is to compute none, whatever it did lately
+        without, lately_s = _count_beyond(before_s, limit_s), np.zeros(len(before_s))
+    with_it_s = np.minimum(lately_s + own_s, piece_s)
+    stall = num_limited * (_count_beyond(before_s + with_it_s, limit_s) - without)
     answering = num_limited * (_count_beyond(gap_s, limit_s) - usual)
     if request.itl_s is not None:
         answering += _count_beyond(gap_s, request.itl_s)

@@ -171,16 +171,6 @@ class WorkerActivity:
             pace_s *= max(1, self.device.num_busy + (more > 0 and self._busy_on is None))
         return pace_s
 
-    def gap_s(self, more: int, now: float, num_prompt_tokens: float) -> float:
-        """The longest between tokens, with so many answers more: as `Parts.gap_s` of placement.
-
-        A step, and what it computes of prompts of so many tokens, if they took as long lately.
-        """
-        step_tokens = float(self._columns.step_tokens[self.row])
-        num_before = max(0.0, num_prompt_tokens - step_tokens)  # of a prompt's last piece
-        piece_s = self.prefill_cost.predict(step_tokens, num_before)
-        return self.pace_s(more, NO_PROMPTS) + min(WINDOW_S * self.prefill_share(now), piece_s)
-
     def add_prefill(
         self, num_tokens: int, now: float, num_stored: int = 0, num_cached: int = 0
     ) -> tuple[float, float]:
