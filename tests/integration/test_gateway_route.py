@@ -8,6 +8,7 @@ import json
 import pytest
 
 from baton.cli.main import run as run_command
+from baton.gateway.targets import Targets
 from tests.integration.gateway_cluster import PROMPT, STREAM, Cluster, run, until
 from tests.integration.scripted_worker import ScriptedWorker, say_abc, start_and_wait
 
@@ -50,6 +51,33 @@ def test_who_is_chosen_is_who_serves_the_request(policy):
             assert [each["decode"] for each in chosen] == [served]
 
     run(scenario, prefills=0, decodes=boths(say_abc, say_abc, say_abc), policy=policy)
+
+
+def test_targets_of_headers_and_of_the_model_count_as_they_do_for_a_request():
+    """Each answer misses those of 0.01 ms: what is beyond them counts ten times."""
+
+    def cost_in(line: str) -> float:
+        return float(line.partition("cost ")[2].partition(",")[0])
+
+    async def scenario(cluster: Cluster):
+        costs = []
+        for headers in ({"x-baton-itl-ms": "1000"}, {"x-baton-tpot-ms": "0.01"}):
+            explained = await explain(cluster, **headers)
+            (best,) = [each for each in explained["candidates"] if each["is_chosen"]]
+            assert best["figures"]["itl_s"] > 0
+            costs.append(best["figures"]["cost"])
+            request_id = {"x-request-id": f"asked-{len(costs)}"}
+            await ask(cluster, STREAM, **headers, **request_id)
+            _, asked = await cluster.get_json(f"/debug/requests/asked-{len(costs)}")
+            assert cost_in(asked["placement"][0]) == pytest.approx(costs[-1], rel=0.2)
+        explained = await explain(cluster, **{"x-baton-tpot-ms": "0.01", "x-baton-ttft-ms": "0.01"})
+        costs.append(cost_in(explained["why"][0]))
+        assert costs[0] < 2 < 1000 < costs[1] < costs[2]
+        assert cost_in((await explain(cluster))["why"][0]) > 1000, "the model's target"
+        await explain(cluster, status=400, **{"x-baton-itl-ms": "soon"})
+
+    targets = {"*": Targets(itl_s=1e-5)}
+    run(scenario, prefills=0, decodes=boths(say_abc), policy="cost", targets=targets)
 
 
 def test_nothing_of_it_is_left_in_what_workers_are_given():
@@ -133,6 +161,9 @@ def test_the_command_prints_it(capsys, tmp_path):
         assert "worker-0 → worker-1" in out
         assert "chosen: worker-0" in out
         assert json.loads((await command(str(body), "--json"))[3:])["decode"] == "worker-0"
+        assert "ITL" not in out
+        assert "ITL" in await command(str(body), "--itl-ms", "50")
+        assert "x-baton-itl-ms must be milliseconds" in await command(str(body), "--itl-ms", "0")
         await ask(cluster, STREAM, **{"x-request-id": "seen"})
         out = await command("--request-id", "seen")
         assert out.startswith("0: seen: worker-0, colocated, ok")

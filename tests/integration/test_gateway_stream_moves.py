@@ -162,7 +162,8 @@ def test_a_worker_that_lacks_blocks_is_relieved() -> None:
     run(scenario, **two(counting(0.03), counting(0.001)), policy="cost")
 
 
-def test_a_worker_that_is_slow_is_relieved() -> None:
+@pytest.mark.parametrize(("target", "step_s"), [("tpot", 0.1), ("itl", 0.07)])
+def test_a_worker_that_is_slow_is_relieved(target: str, step_s: float) -> None:
     """Each is known by eight requests, which the other one does not take."""
 
     async def scenario(cluster: Cluster) -> None:
@@ -185,7 +186,7 @@ def test_a_worker_that_is_slow_is_relieved() -> None:
             await alone(worker)
             warm = {**ASKED, "max_tokens": 6}
             await asyncio.gather(*(ask(cluster, warm) for _ in range(8)))
-        asking, left = await begin(cluster, first, **{"x-baton-tpot-ms": "50"})
+        asking, left = await begin(cluster, first, **{f"x-baton-{target}-ms": "50"})
         second.visits.clear()
         second.health_status = 200
         answer = await asking
@@ -193,7 +194,7 @@ def test_a_worker_that_is_slow_is_relieved() -> None:
         assert await results(cluster) == {"slow moved": 1}
         check_moved(first, second, left)
 
-    run(scenario, **two(counting(0.1), counting(0.001)), policy="cost")
+    run(scenario, **two(counting(step_s), counting(0.001)), policy="cost")
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "cost"])

@@ -40,11 +40,19 @@ def explain(  # noqa: PLR0913 - one for each flag
     ] = None,
     *,
     gateway: Annotated[
-        str,
-        Parameter(name=("--gateway", "--url"), help="The gateway, or its management port."),
+        str, Parameter(help="The gateway, or its management port.")
     ] = "http://127.0.0.1:8000",
     request_id: Annotated[
         str | None, Parameter(help="Show where this request went, instead.")
+    ] = None,
+    ttft_ms: Annotated[
+        float | None, Parameter(help="The request's target of the time to first token.")
+    ] = None,
+    tpot_ms: Annotated[
+        float | None, Parameter(help="The same of the mean time per output token.")
+    ] = None,
+    itl_ms: Annotated[
+        float | None, Parameter(help="The same of the gaps between tokens, all but 1 %.")
     ] = None,
     api_key_env: Annotated[
         str, Parameter(help="The environment variable that holds the client's key, if any.")
@@ -66,8 +74,11 @@ def explain(  # noqa: PLR0913 - one for each flag
         )
     if plot is not None and request is None:
         raise ConfigError("--plot shows the candidates for a request's body, not a past request")
+    if request is None and {ttft_ms, tpot_ms, itl_ms} != {None}:
+        raise ConfigError("targets go with a request's body; a past request had its own")
     # Here, so that --help imports nothing heavy.
     from baton.bench.charts import check_plot, plot_route  # noqa: PLC0415
+    from baton.gateway.targets import ITL_HEADER, TPOT_HEADER, TTFT_HEADER  # noqa: PLC0415
     from baton.ops.gateway_pages import Gateway  # noqa: PLC0415
     from baton.ops.route import (  # noqa: PLC0415
         explain_request,
@@ -78,16 +89,18 @@ def explain(  # noqa: PLR0913 - one for each flag
 
     if plot is not None:
         check_plot(plot)
-    asked = Gateway.at(gateway, "--gateway")
+    shown = Gateway.at(gateway, "--gateway")
     if request_id is not None:
-        placed = find_request(asked, request_id)
+        placed = find_request(shown, request_id)
         if json:
             _print_json(placed)
         else:
             print_request(placed, sys.stdout)
     elif request is not None:
-        key = read_environment().get(api_key_env)
-        explained = explain_request(asked, _read_body(request), key)
+        targets_ms = {TTFT_HEADER: ttft_ms, TPOT_HEADER: tpot_ms, ITL_HEADER: itl_ms}
+        explained = explain_request(
+            shown, _read_body(request), targets_ms, read_environment().get(api_key_env)
+        )
         if json:
             _print_json(explained)
         else:
@@ -137,6 +150,12 @@ class ReplayFlags(ShapeFlags):
     tpot_s: Annotated[
         float, Parameter(help="A good request's tokens take no longer.", group=LOAD)
     ] = 0.1
+    itl_s: Annotated[
+        float | None,
+        Parameter(
+            help="Target of each request: all but 1 % of the gaps are no longer.", group=LOAD
+        ),
+    ] = None
     seed: Annotated[
         int, Parameter(help="Of arrivals and prompts: the same one, the same result.", group=LOAD)
     ] = 0
@@ -273,6 +292,7 @@ def _plan(
         costs=read_costs(fleet.costs, fleet.cost, workload.block_tokens),
         ttft_s=load.ttft_s,
         tpot_s=load.tpot_s,
+        itl_s=load.itl_s,
         seed=load.seed,
     )
 
@@ -294,6 +314,7 @@ def _check(load: ReplayFlags) -> None:
         "--rate": load.rate,
         "--ttft-s": load.ttft_s,
         "--tpot-s": load.tpot_s,
+        "--itl-s": load.itl_s,
         "--concurrency": load.concurrency,
         "--requests": load.requests,
     }

@@ -197,6 +197,7 @@ def _management_paths() -> Json:
             "post": {
                 "operationId": "explain_route",
                 "summary": "Where a completion's body would go now, and why; nothing is placed",
+                "parameters": _request_headers(),
                 "requestBody": {"required": True, "content": an_object},
                 "responses": _responses(an_object, "400", "401", "404", "413", "415", "503"),
             }

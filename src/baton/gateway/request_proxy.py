@@ -39,10 +39,10 @@ from baton.gateway.response_forwarder import (
 )
 from baton.gateway.resumption import Resumption
 from baton.gateway.running_streams import REST_TOKENS, RunningStream
-from baton.gateway.target_metrics import find_itl
 from baton.ids import new_ticket_id
 from baton.protocol.worker_http import CREATED_HEADER, TIMEOUT_HEADER
 from baton.router.failover import EVERY_MODE, PREFILL_FIRST, Attempt, Failover, Failure
+from baton.router.load import find_itl
 from baton.router.placement import Placement, PlacementRequest, Unplaceable
 from baton.router.topology import name_distance
 from baton.telemetry.trace import Stamp

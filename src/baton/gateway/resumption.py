@@ -53,7 +53,8 @@ class Resumption:
     def __init__(self, services: Services, context: RequestContext) -> None:
         self._services, self._context = services, context
         self.record = StreamRecord(services.stream_records, services.options.max_answer_bytes)
-        self._seed, self._is_seeded = secrets.randbits(SEED_BITS), False
+        self._seed: int | None = None
+        self._is_seeded = False
         self._num_taken = 0
         self._protocol: WorkerProtocol | None = None
         self._lost_at: Instant | None = None
@@ -78,7 +79,9 @@ class Resumption:
 
     @property
     def headers(self) -> str:
-        """What workers get so that the stream can go on elsewhere."""
+        """What workers get so that the stream can go on elsewhere: the same for each of them."""
+        if self._seed is None:  # a system call, which whole answers do without
+            self._seed = secrets.randbits(SEED_BITS)
         return f"{TOKEN_IDS_HEADER}: 1\r\n{SEED_HEADER}: {self._seed}\r\n"
 
     def continued(self, body: CompletionBody, placement: Placement) -> CompletionBody:

@@ -9,6 +9,7 @@ from baton.gateway.asgi import BodyBudget, BodyLimit, read_body
 from baton.gateway.clients import EVERYBODY
 from baton.gateway.placing import find_base, find_prompt, find_serving, find_sole_field
 from baton.gateway.request import check_content_type, estimate_prompt_tokens, parse_body
+from baton.gateway.targets import read_targets
 from baton.protocol.route_explanation import RouteCandidate, RouteExplanation
 from baton.router.explanation import ExplainedCandidate, explain
 from baton.router.placement import PlacementRequest, Unplaceable
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from baton.gateway.request import CompletionBody
     from baton.gateway.request_context import Services
+    from baton.gateway.targets import Targets
     from baton.router.explanation import Part
     from baton.router.fleet import Fleet
 
@@ -38,7 +40,7 @@ class RouteExplainer:
         self._bodies = BodyBudget(MAX_TOTAL_BYTES)
 
     async def serve(self, scope: Scope, receive: Receive) -> RouteExplanation:
-        """Read a completion's body, and explain where it would go.
+        """Read a completion's body, and explain where it would go with the targets of its headers.
 
         With an API key it is the request of that key's tenant, whose cached blocks are its own.
 
@@ -48,16 +50,19 @@ class RouteExplainer:
         """
         headers, clients = scope["headers"], self._services.clients
         check_content_type(headers)
+        targets = read_targets(headers)
         shows_key = any(name == b"authorization" for name, _ in headers)
         client = clients.authenticate(headers) if shows_key else EVERYBODY
         with self._bodies.hold() as held:
             whole = parse_body(await read_body(receive, self._limit, held), client.tenant)
             body = find_base(self._services.workers, whole)
             plan = plan_answers(body, self._services.options.max_answers)
-            return await self._explain(plan.prompts[0], plan.num_total)
+            return await self._explain(plan.prompts[0], plan.num_total, targets)
 
-    async def _explain(self, body: CompletionBody, num_answers: int) -> RouteExplanation:
-        services = self._services
+    async def _explain(
+        self, body: CompletionBody, num_answers: int, named: Targets
+    ) -> RouteExplanation:
+        services, usual = self._services, self._services.options.targets_of(body.model)
         match = await find_prompt(services, body)
         everywhere = services.workers.fleet
         fleet = find_serving(everywhere, body)
@@ -68,6 +73,10 @@ class RouteExplainer:
             at=services.clock.now(),
             cached={} if match is None else match.cached,
             stored={} if match is None else match.stored,
+            full=services.admission.find_full(body.model),
+            ttft_s=named.ttft_s or usual.ttft_s,
+            tpot_s=named.tpot_s or usual.tpot_s,
+            itl_s=named.itl_s or usual.itl_s,
         )
         found = explain(services.placement, fleet, request, services.load)
         placed = None if isinstance(found.placement, Unplaceable) else found.placement

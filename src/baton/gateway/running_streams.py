@@ -88,8 +88,8 @@ class RunningStream:
         before, self.looked_at = self.looked_at, (now, num)
         return (0.0, 0) if before is None else (now - before[0], num - before[1])
 
-    def load(self, key: int, limit_s: float) -> StreamLoad:
-        """What rebalancing looks at; a token is to take `limit_s` at most."""
+    def load(self, key: int, limit_s: float, gap_limit_s: float) -> StreamLoad:
+        """What rebalancing looks at, with its limits."""
         return StreamLoad(
             key,
             self.decode.id,
@@ -98,6 +98,7 @@ class RunningStream:
             limit_s,
             self.resumption.num_moves,
             self.resumption.moved_at,
+            gap_limit_s,
         )
 
     @property

@@ -142,8 +142,11 @@ class StreamMoves:
             for stream in services.streams.all()
             if stream.context.model == model and stream.decode.id in views and stream.is_due(now)
         ]
+        tpot_s, itl_s = services.admission.tpot_s, services.admission.itl_s
         loads = [
-            stream.load(key, services.admission.tpot_s(stream.context) or policy.tpot_limit_s)
+            stream.load(
+                key, tpot_s(stream.context) or policy.tpot_limit_s, itl_s(stream.context) or inf
+            )
             for key, stream in enumerate(due)
         ]
         full, seen = services.admission.find_full(model), measure_paces(due, now)
@@ -406,10 +409,15 @@ def find_pace(
 ) -> WorkerPace:
     """A worker's pace as it is seen, else as it is predicted if the worker is known.
 
-    With one stream more it grows as is predicted.
+    With one stream more it grows as is predicted. Gaps are predicted, and no shorter than that.
     """
     activity, report = load.of(view.id, view.model), view.load
+    costs = load.costs(view.model)
     pace_s, next_pace_s = activity.pace_s(0, now), activity.pace_s(1, now)
+    next_gap_s = costs.gap_s(activity, 1, now)
+    gap_s = 0.0
+    if min(activity.step_cost.num_seen, activity.prefill_cost.num_seen) >= LEAST_SEEN:
+        gap_s = costs.gap_s(activity, 0, now)
     if seen_s is not None:
         pace_s, next_pace_s = seen_s, next_pace_s * seen_s / pace_s
     elif activity.step_cost.num_seen < LEAST_SEEN:
@@ -426,4 +434,6 @@ def find_pace(
         takes=view.available and view.slow_start is None and not is_full,
         lacks_blocks=lacks_blocks,
         num_free_tokens=inf if report is None else report.num_free_blocks * report.block_size,
+        gap_s=max(gap_s, pace_s),
+        next_gap_s=max(next_gap_s, next_pace_s),
     )

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from prometheus_client import Counter
 
 from baton.gateway.errors import OK, SERVER_ERROR
+from baton.router.load import MIN_STREAMED, find_itl
 from baton.telemetry.trace import Stamp
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from prometheus_client import CollectorRegistry
 
     from baton.clock import Instant
     from baton.gateway.request_context import RequestContext
-
-MIN_STREAMED: Final = 4
-"""Parts of an answer, below which the time of a token is not known."""
-ITL_SHARE: Final = 0.99
-"""Of the gaps of one answer: so many are within its ITL."""
 
 
 @dataclass(slots=True)
@@ -95,13 +91,3 @@ def _find_ttft(context: RequestContext, target_s: float, now: Instant) -> float 
         return first_at - context.received_at
     whole_s = now - context.received_at
     return whole_s if whole_s <= target_s else None
-
-
-def find_itl(gaps: Sequence[float] | None) -> float | None:
-    """The p99 of the gaps of an answer, in seconds; of fewer than 100, the longest.
-
-    None: there are too few to know.
-    """
-    if gaps is None or len(gaps) < MIN_STREAMED - 1:
-        return None
-    return sorted(gaps)[int(ITL_SHARE * len(gaps))]

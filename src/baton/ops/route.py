@@ -14,6 +14,7 @@ from baton.ops.request_traces import page_of
 from baton.protocol.route_explanation import RouteCandidate, RouteExplanation
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from typing import TextIO
 
 ROUTE_PATH: Final = "/debug/route"
@@ -40,13 +41,17 @@ class PlacedRequest(msgspec.Struct, frozen=True):
     gateway: GatewaySpan
 
 
-def explain_request(gateway: Gateway, body: bytes, api_key: str | None) -> RouteExplanation:
-    """Where a completion's body would go now.
+def explain_request(
+    gateway: Gateway, body: bytes, targets_ms: Mapping[str, float | None], api_key: str | None
+) -> RouteExplanation:
+    """Where a completion's body would go now, with these targets, by header; None: not named.
 
     Raises:
         PageError: the gateway gives no explanation, and why.
     """
-    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+    headers = {name: str(target) for name, target in targets_ms.items() if target is not None}
+    if api_key is not None:
+        headers["authorization"] = f"Bearer {api_key}"
     answer = gateway.post(ROUTE_PATH, body, headers)
     return decode_page(gateway, ROUTE_PATH, answer, RouteExplanation)
 

@@ -301,7 +301,7 @@ def _weigh_answers(
     step_s, num = step.factors(columns.step_evidence[:, rows]), columns.num_decodes[rows]
     before_s, after_s = step_s * step.predict(num), step_s * step.predict(num + 1)
     share = columns.prefill_share[rows] * np.exp((columns.share_at[rows] - request.at) / WINDOW_S)
-    prompts_s, devices = WINDOW_S * np.minimum(1.0, share), usable.devices
+    own_share, devices = share, usable.devices
     if devices is not None:
         num_busy, share = devices.sum(np.minimum(1.0, num)), devices.sum(share)
         before_s *= np.maximum(1.0, num_busy)
@@ -326,7 +326,7 @@ def _weigh_answers(
         with_one_more_s = usual_s * (1.0 + 1.0 / num_busy)
         slower = options.count_usual_tpot(with_one_more_s) - options.count_usual_tpot(usual_s)
         slowing += (num == 0) * devices.sum(num * slower)
-    times_s = before_s, after_s, prompts_s, prefill_s
+    times_s = before_s, after_s, own_share, prefill_s
     gap_s, stalled, answered = _weigh_gaps(usable, costs, times_s, options, request=request)
     return stall + stalled, usual_s, tpot_s, own + slowing + answered, gap_s
 
@@ -341,25 +341,29 @@ def _weigh_gaps(
 ) -> tuple[NDArray[np.float64] | None, NDArray[np.float64] | float, NDArray[np.float64] | float]:
     """`gap_s` of `Parts`, and what limits of gaps add to its `stall` and `answering`.
 
-    `times_s`: of a step without prompts, as it is and with one answer more; of the prompts of
-    `WINDOW_S`, and of this one. In a gap there is besides a step the piece of a prompt that is
-    computed in it: as many tokens as a step has at most, and no more than all those prompts. What
-    is beyond a limit counts `BEYOND` times; all answers at a worker that have a limit are taken to
-    have the least.
+    `times_s`: of a step without prompts, as it is and with one answer more; the share of a worker's
+    time that prompts took in `WINDOW_S`, and the seconds of this one. In a gap there is besides a
+    step the piece of a prompt that is computed in it: as many tokens as a step has at most, and no
+    more than all those prompts. What is beyond a limit counts `BEYOND` times; all answers at a
+    worker that have a limit are taken to have the least.
     """
-    rows, columns, (before_s, after_s, lately_s, own_s) = usable.rows, costs.columns, times_s
-    num_limited, limit_s = columns.num_limited[rows], columns.gap_limit_s[rows]
-    are_limited = request.itl_s is not None or num_limited.any()
+    rows, columns, (before_s, after_s, share, own_s) = usable.rows, costs.columns, times_s
+    are_limited = request.itl_s is not None or columns.num_limited_of_all
     if options.objective == "throughput" or not are_limited:
         return None, 0.0, 0.0
+    num_limited, limit_s = columns.num_limited[rows], columns.gap_limit_s[rows]
+    lately_s = WINDOW_S * np.minimum(1.0, share)
     piece_s = costs.prefill.factors(columns.prefill_evidence[:, rows])
     step_tokens = columns.step_tokens[rows]
     num_before = np.maximum(0.0, request.num_prompt_tokens - step_tokens)  # of its last piece
     piece_s *= costs.prefill.predict(step_tokens, num_before)
-    now_s, with_it_s = np.minimum(lately_s, piece_s), np.minimum(lately_s + own_s, piece_s)
+    now_s = np.minimum(lately_s, piece_s)
     gap_s = after_s + now_s
-    usual = _count_beyond(before_s + now_s, limit_s)
-    stall = num_limited * (_count_beyond(before_s + with_it_s, limit_s) - usual)
+    usual = without = _count_beyond(before_s + now_s, limit_s)
+    if usable.prefills:  # who only decodes from now on is to compute none, whatever it did lately
+        without, lately_s = _count_beyond(before_s, limit_s), np.zeros(len(before_s))
+    with_it_s = np.minimum(lately_s + own_s, piece_s)
+    stall = num_limited * (_count_beyond(before_s + with_it_s, limit_s) - without)
     answering = num_limited * (_count_beyond(gap_s, limit_s) - usual)
     if request.itl_s is not None:
         answering += _count_beyond(gap_s, request.itl_s)

@@ -7,14 +7,16 @@ serves more of them, and what it can gain are the requests that are not good now
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
-from math import inf, sqrt
+from math import ceil, exp, inf, sqrt
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 from msgspec import UNSET
 
+from baton.router.load import ITL_SHARE
 from baton.router.worker_activity import MOST_SHARE
 
 if TYPE_CHECKING:
@@ -49,6 +51,15 @@ def _share(mean: float) -> float:
     return 1.0 / (1.0 + mean**STEEPNESS)
 
 
+def _chance_of_at_most(most: int, mean: float) -> float:
+    """That no more of independent events happen."""
+    chance = found = exp(-mean)
+    for num in range(1, most + 1):
+        chance *= mean / num
+        found += chance
+    return min(1.0, found)
+
+
 @dataclass(frozen=True, slots=True)
 class Achieved:
     """Requests a second, and those of them that were good."""
@@ -70,7 +81,9 @@ class Demand:
     prompt is then not where it is needed. `step_s` of a step's answers: `(fixed, each)`. `trust` is
     the share of the predicted rate that the present division achieves: workers may share what each
     is predicted to have, processors for example, and of other divisions no better is believed.
-    A worker has room for the KV of `most_at_once` requests.
+    A worker has room for the KV of `most_at_once` requests. Beside answers a prompt is computed in
+    `num_pieces` steps, each of which takes `piece_s` longer for that. `gap_limits`: targets for the
+    gaps between tokens, and the share of requests with each; others have none.
     """
 
     num_at_once: float
@@ -82,6 +95,25 @@ class Demand:
     step_s: tuple[float, float]
     trust: float = 1.0
     most_at_once: float = inf
+    piece_s: float = 0.0
+    num_pieces: float = 1.0
+    gap_limits: tuple[tuple[float, float], ...] = ()
+
+    def share_kept(self, step_s: float, num_prompts: float) -> float:
+        """The share of requests that keep their own targets for gaps, 0 to 1.
+
+        Beside an answer its worker computes `num_prompts` on the average, more or fewer by chance.
+        """
+        if not self.gap_limits:
+            return 1.0
+        num_may_miss = max(0, ceil((1.0 - ITL_SHARE) * (self.num_answer_tokens - 1)) - 1)
+        few = _chance_of_at_most(int(num_may_miss / self.num_pieces), num_prompts)
+        missed = 0.0
+        for limit_s, share in self.gap_limits:
+            kept = few * _share(step_s / limit_s)
+            kept += (1.0 - few) * _share((step_s + self.piece_s) / limit_s)
+            missed += share * (1.0 - kept)
+        return max(0.0, 1.0 - missed)
 
     def without_caches(self) -> Demand:
         """Where prompts find nothing."""
@@ -140,7 +172,14 @@ Traffic: TypeAlias = ClosedLoops | IndependentArrivals
 def predict_goodput(demand: Demand, limits: Limits, num_workers: int, num_prefill: int) -> float:
     """Good requests a second with so many workers for prefill alone; 0: all do both parts."""
     rate, ttft_s, tpot_s = predict_rate(demand, num_workers, num_prefill)
-    return demand.trust * rate * limits.share_met(ttft_s, tpot_s)
+    step_s, num_prompts = tpot_s, 0.0
+    if num_prefill == 0:
+        step_s *= 1.0 - min(MOST_SHARE, rate * demand.prefill_s / num_workers)
+        # Of the prompts that come meanwhile none is of the client that waits for this answer.
+        of_others = max(0.0, 1.0 - num_workers / demand.num_at_once)
+        num_prompts = of_others * rate * demand.num_answer_tokens * tpot_s / num_workers
+    kept = demand.share_kept(step_s, num_prompts)
+    return demand.trust * rate * limits.share_met(ttft_s, tpot_s) * kept
 
 
 def predict_rate(demand: Demand, num_workers: int, num_prefill: int) -> tuple[float, float, float]:
@@ -185,7 +224,8 @@ def predict_share(
         return 0.0
     waits_s = demand.prefill_s * busy / (1.0 - busy)
     ttft_s = waits_s + demand.prefill_s + (demand.handoff_s if num_prefill else 0.0)
-    return limits.share_met(ttft_s, tpot_s)
+    num_prompts = 0.0 if num_prefill else tokens_per_s * tpot_s
+    return limits.share_met(ttft_s, tpot_s) * demand.share_kept(tpot_s * left, num_prompts)
 
 
 def find_demand(
@@ -199,6 +239,8 @@ def find_demand(
     model = workers[0].model
     costs = load.costs(model)
     num_answer_tokens = max(1.0, sum(each.num_streamed for each in ended) / num)
+    piece_tokens = fmean(min(each.max_step_tokens or inf, tokens) for each in workers)
+    gap_limits = Counter(each.itl_s for each in ended if each.itl_s is not None)
     return Demand(
         num_at_once=max(1.0, sum(each.lasted_s for each in ended) / window_s),
         prefill_s=max(1e-4, float(costs.prefill.predict(computed, cached).mean())),
@@ -208,6 +250,9 @@ def find_demand(
         num_answer_tokens=num_answer_tokens,
         step_s=(costs.step.fixed, costs.step.each),
         most_at_once=min(find_room(each.load, ended) for each in workers),
+        piece_s=float(costs.prefill.predict(piece_tokens, all_tokens - piece_tokens)),
+        num_pieces=max(1.0, tokens / max(1.0, piece_tokens)),
+        gap_limits=tuple((itl_s, of_it / num) for itl_s, of_it in gap_limits.items()),
     )
 
 

@@ -24,14 +24,16 @@ from baton.router.topology import Places
 from baton.router.worker_activity import (
     MOST_SHARE,
     NO_PLACE,
+    NO_PROMPTS,
     UNLIMITED_TOKENS,
+    WINDOW_S,
     LoadColumns,
     WorkerActivity,
 )
 from baton.telemetry.trace import PredictedTimes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
 
 MIN_STREAMED: Final = 4
 """Parts of an answer from which its pace is learned."""
+ITL_SHARE: Final = 0.99
+"""Of the gaps between the parts of an answer that are to be within its target."""
 MOST_WORKERS: Final = 4096
 """Of which anything is remembered; those that have nothing to do are forgotten then."""
 MOST_ENDED: Final = 512
@@ -58,13 +62,23 @@ ANSWER_SHARE: Final = 0.02
 Rows: TypeAlias = "slice | NDArray[np.intp]"
 
 
+def find_itl(gaps: Sequence[float] | None) -> float | None:
+    """The p99 of the gaps of an answer, in seconds; of 100 or fewer, the longest.
+
+    None: there are too few to know.
+    """
+    if gaps is None or len(gaps) < MIN_STREAMED - 1:
+        return None
+    return sorted(gaps)[int(ITL_SHARE * len(gaps))]
+
+
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
     """What a client saw of a streamed answer of `num_streamed` parts.
 
     `num_tokens` of its prompt were to be computed, `num_cached` were not. Of `ttft_s` it `waited_s`
     in the gateway; after `prefill_s` more its prompt was computed (None: not known).
-    `kept_itl`: gaps between its parts were within its target, if it had one.
+    `kept_itl`: gaps between its parts were within its target `itl_s`, if it had one.
     """
 
     at: float
@@ -76,6 +90,7 @@ class EndedRequest:
     waited_s: float = 0.0
     prefill_s: float | None = None
     kept_itl: bool = True
+    itl_s: float | None = None
 
     @property
     def lasted_s(self) -> float:
@@ -200,7 +215,15 @@ class RunningRequest:
         tokens = self.num_tokens, self.num_cached
         self.costs.note_ended(
             EndedRequest(
-                now, *tokens, num_streamed, ttft_s, pace_s, self.waited_s, prefill_s, kept_itl
+                now,
+                *tokens,
+                num_streamed,
+                ttft_s,
+                pace_s,
+                self.waited_s,
+                prefill_s,
+                kept_itl,
+                self.itl_s,
             )
         )
 
@@ -250,6 +273,17 @@ class ModelCosts:
         if num_ahead <= 0:
             return 0.0
         return num_ahead * self.answer_tokens * activity.pace_s(0, now) / most
+
+    def gap_s(self, activity: WorkerActivity, more: int, now: float) -> float:
+        """The longest between tokens there, with so many answers more: as `Parts.gap_s` has it.
+
+        A step, and what it computes of the usual prompt, if prompts took as long lately.
+        """
+        step_tokens = float(self.columns.step_tokens[activity.row])
+        num_before = max(0.0, self.arrivals.num_prompt_tokens - step_tokens)
+        piece_s = activity.prefill_cost.predict(step_tokens, num_before)
+        lately_s = WINDOW_S * activity.prefill_share(now)
+        return activity.pace_s(more, NO_PROMPTS) + min(lately_s, piece_s)
 
     def note_found(self, num_cached: int, num_tokens: int) -> None:
         """Of a prompt so many tokens were cached, and so many were not."""

@@ -1,9 +1,10 @@
 """Which running streams move to another worker, and where to. Pure: times are given.
 
 A worker is left by a stream at a time while it is `SLOW` (a token takes longer than some stream
-there may take) or under `PRESSURE` (it lacks KV blocks, and requests wait or are preempted for
-that), and has been so for `SETTLE_S`. Another worker takes it if it stays well within the limits of
-all its streams. A move must save more time than it costs.
+there may take, or the gap in which a part of a prompt is computed does) or under `PRESSURE` (it
+lacks KV blocks, and requests wait or are preempted for that), and has been so for `SETTLE_S`.
+Another worker takes it if it stays well within the limits of all its streams. A move must save more
+time than it costs.
 
 Against oscillation: what takes a stream is not left because of it (`WELL_WITHIN`), both workers
 rest after a move, as their loads have yet to show what it did, and a stream moves a few times only.
@@ -49,8 +50,8 @@ class MoveCause(StrEnum):
 class StreamLoad:
     """A stream that can be moved. `key` is the caller's.
 
-    `num_tokens` have KV, `num_left` may follow, each of which is to take `limit_s` at most. It was
-    moved `num_moves` times, last at `moved_at`.
+    `num_tokens` have KV, `num_left` may follow, each of which is to take `limit_s` at most on the
+    average, and `gap_limit_s` in any case. It was moved `num_moves` times, last at `moved_at`.
     """
 
     key: int
@@ -60,13 +61,15 @@ class StreamLoad:
     limit_s: float
     num_moves: int = 0
     moved_at: float = -inf
+    gap_limit_s: float = inf
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPace:
     """A worker's seconds for a token as it is, and what is predicted with one stream more.
 
-    `takes`: it may be given requests. `num_free_tokens`: for which it has KV blocks.
+    `takes`: it may be given requests. `num_free_tokens`: for which it has KV blocks. `gap_s` and
+    `next_gap_s`: as the paces, of the longest gaps between tokens; 0: not known.
     """
 
     id: WorkerId
@@ -75,6 +78,16 @@ class WorkerPace:
     takes: bool = True
     lacks_blocks: bool = False
     num_free_tokens: float = inf
+    gap_s: float = 0.0
+    next_gap_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """The least of some streams."""
+
+    limit_s: float
+    gap_limit_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +121,8 @@ class Rebalancer:
         for stream in streams:
             if stream.worker in by_worker:
                 by_worker[stream.worker].append(stream)
-        causes = {worker.id: _find_cause(worker, by_worker[worker.id]) for worker in workers}
+        limits = {worker: _find_least(own) for worker, own in by_worker.items()}
+        causes = {worker.id: _find_cause(worker, limits[worker.id]) for worker in workers}
         self._note(causes, now)
         moves: list[Move] = []
         for worker in sorted(workers, key=lambda w: w.pace_s, reverse=True):
@@ -116,17 +130,20 @@ class Rebalancer:
             if cause is None or not self._is_due(worker.id, cause, now):
                 continue
             targets = [
-                (target, _least_limit(by_worker[target.id]))
+                (target, limits[target.id])
                 for target in workers
                 if target.id != worker.id
                 and target.takes
                 and causes[target.id] is None
                 and not self._is_resting(target.id, now)
             ]
+            # Gaps are no shorter for those that stay: who has no limit for them need not leave.
+            is_any = cause is MoveCause.PRESSURE or worker.pace_s > limits[worker.id].limit_s
             rested = [
                 stream
                 for stream in by_worker[worker.id]
                 if stream.num_moves < MOST_MOVES and stream.moved_at + STREAM_RESTS_S <= now
+                if is_any or worker.gap_s > stream.gap_limit_s
             ]
             found = _find_best(rested, worker, cause, targets=targets, cost_s=cost_s)
             if found is not None:
@@ -146,14 +163,18 @@ class Rebalancer:
         return self._rests_until.get(worker, -inf) > now
 
 
-def _find_cause(worker: WorkerPace, streams: Iterable[StreamLoad]) -> MoveCause | None:
+def _find_cause(worker: WorkerPace, least: _Limits) -> MoveCause | None:
     if worker.lacks_blocks:
         return MoveCause.PRESSURE
-    return MoveCause.SLOW if worker.pace_s > _least_limit(streams) else None
+    is_slow = worker.pace_s > least.limit_s or worker.gap_s > least.gap_limit_s
+    return MoveCause.SLOW if is_slow else None
 
 
-def _least_limit(streams: Iterable[StreamLoad]) -> float:
-    return min((stream.limit_s for stream in streams), default=inf)
+def _find_least(streams: Sequence[StreamLoad]) -> _Limits:
+    return _Limits(
+        min((stream.limit_s for stream in streams), default=inf),
+        min((stream.gap_limit_s for stream in streams), default=inf),
+    )
 
 
 def _find_best(
@@ -161,19 +182,22 @@ def _find_best(
     worker: WorkerPace,
     cause: MoveCause,
     *,
-    targets: Sequence[tuple[WorkerPace, float]],
+    targets: Sequence[tuple[WorkerPace, _Limits]],
     cost_s: Seconds,
 ) -> Move | None:
     """The stream that has longest to go, to the worker that is then fastest."""
     for stream in sorted(streams, key=lambda s: (-s.num_left, s.num_tokens)):
         best: WorkerPace | None = None
-        for target, limit_s in targets:
-            if target.next_pace_s > WELL_WITHIN * min(limit_s, stream.limit_s):
+        for target, least in targets:
+            if target.next_pace_s > WELL_WITHIN * min(least.limit_s, stream.limit_s):
+                continue
+            if target.next_gap_s > WELL_WITHIN * min(least.gap_limit_s, stream.gap_limit_s):
                 continue
             if target.num_free_tokens < SPARE_BLOCKS * (stream.num_tokens + stream.num_left):
                 continue
-            gain_s = stream.num_left * target.next_pace_s  # for which its blocks are others'
-            if cause is MoveCause.SLOW:
+            # For so long its blocks are others', or its gaps within their limit.
+            gain_s = stream.num_left * target.next_pace_s
+            if cause is MoveCause.SLOW and worker.gap_s <= stream.gap_limit_s:
                 gain_s = stream.num_left * (worker.pace_s - target.next_pace_s)
             if gain_s < GAIN_OVER_COST * cost_s(worker.id, target.id, stream.num_tokens):
                 continue

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec import UNSET
 
 from baton.router.load import MOST_WORKERS
+from baton.router.worker_activity import NO_PROMPTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -41,8 +42,6 @@ LEAST_SEEN: Final = 8
 LEAST_SPARE: Final = 4
 SPARE_SHARE: Final = 8
 """One in so many of those that run: requests that end together leave no place empty for long."""
-NO_PROMPTS: Final = inf
-"""A time at which none was computed lately."""
 LACKS_BLOCKS: Final = 8
 """If fewer than one in so many are free. Else requests wait for the next step, as a rule."""
 

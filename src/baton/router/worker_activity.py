@@ -23,6 +23,8 @@ WINDOW_S: Final = 3.0
 """Over which the share of a worker's time that prompts take is averaged."""
 MOST_SHARE: Final = 0.95
 """Of a worker's time that prompts take: a step is not called slower than 20 times for that."""
+NO_PROMPTS: Final = inf
+"""A time at which none was computed lately."""
 NO_PLACE: Final = -1
 UNLIMITED_TOKENS: Final = 1e9
 """Of a step, where a worker reports no limit: a prompt is computed in one."""
@@ -35,7 +37,8 @@ class LoadColumns:
     A policy reads many workers at once as arrays, requests change one at a time. Of costs they have
     the `WorkerCost.evidence` `[3, num_rows]`. `most_running` answers run at once, others wait.
     `place` is a number of the model's `Places`. A step computes `step_tokens` at most.
-    `num_limited` answers have a limit for the gaps between tokens, at least `gap_limit_s`.
+    `num_limited` answers have a limit for the gaps between tokens, at least `gap_limit_s`; of all
+    rows they are `num_limited_of_all`.
     """
 
     FIRST_ROWS: Final = 64
@@ -49,6 +52,7 @@ class LoadColumns:
         self.step_tokens = np.full(self.FIRST_ROWS, UNLIMITED_TOKENS)
         self.num_limited = np.zeros(self.FIRST_ROWS)
         self.gap_limit_s = np.full(self.FIRST_ROWS, inf)
+        self.num_limited_of_all = 0
         self.prefill_share = np.zeros(self.FIRST_ROWS)
         self.share_at = np.zeros(self.FIRST_ROWS)
         self.prefill_evidence = np.zeros((3, self.FIRST_ROWS))
@@ -98,6 +102,7 @@ class GapLimits:
         if not nums[itl_s]:
             del nums[itl_s]
         columns.num_limited[row] += change
+        columns.num_limited_of_all += change
         columns.gap_limit_s[row] = min(nums, default=inf)
 
 

@@ -34,8 +34,11 @@ def split(num_prefill, num_decode):
 class World:
     """Clients that ask for prompts without a common beginning, one after another."""
 
-    def __init__(self, policy, views, num_tokens, num_answer_tokens, costs=COSTS, seed=0):
-        self.simulation = Simulation([policy], views, costs, seed)
+    def __init__(
+        self, policy, views, num_tokens, num_answer_tokens, costs=COSTS, seed=0, itl_s=None
+    ):
+        self.simulation = Simulation([policy], views, costs, seed, itl_s=itl_s)
+        self.itl_s = itl_s
         self.views, self.num_clients = views, 0
         self.num_tokens, self.num_answer_tokens = num_tokens, num_answer_tokens
         self.asked = self.sessions()
@@ -59,7 +62,7 @@ class World:
         self.simulation.run(until_s + pause_s)
 
     def goodput(self, since_s, ttft_s, tpot_s):
-        """Requests a second within both limits, of those that ended since then."""
+        """Requests a second within all limits, of those that ended since then."""
         outcomes = [each for each in self.simulation.outcomes if each.ended_at > since_s]
-        good = [each for each in outcomes if each.ttft_s <= ttft_s and each.tpot_s <= tpot_s]
-        return len(good) / (self.simulation.now - since_s)
+        num_good = sum(each.is_good(ttft_s, tpot_s, self.itl_s) for each in outcomes)
+        return num_good / (self.simulation.now - since_s)

@@ -139,6 +139,16 @@ def gap(activity, worker, more, prefill_s=0.0):
     return activity.step_cost.predict(activity.num_decodes + more) + min(prompts_s, piece_s)
 
 
+@given(given=work, fleet=fleets.filter(len), more=st.integers(0, 3))
+def test_streams_move_by_the_gaps_that_placement_predicts(given, fleet, more):
+    load = loaded(given)
+    load.rows(fleet)
+    for worker in fleet:
+        activity = load.of(worker.id, "demo")
+        found = load.costs("demo").gap_s(activity, more, NOW)
+        assert found == pytest.approx(gap(activity, worker, more))
+
+
 def naive_gaps(computing, decode, request_, prefill_s, limits):
     """What gaps between tokens cost beyond their limits; each of the two is `(activity, worker)`.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from random import Random
 
@@ -22,9 +24,9 @@ from baton.sim.router.simulation import Simulation
 from tests.property.router.division_world import COSTS, World, replicas, split
 
 
-def goodput(policy, views, case, until_s=240.0, since_s=120.0):
+def goodput(policy, views, case, until_s=240.0, since_s=120.0, itl_s=None):
     num_tokens, num_answer_tokens, num_clients, ttft_s, tpot_s = case
-    world = World(policy, views, num_tokens, num_answer_tokens)
+    world = World(policy, views, num_tokens, num_answer_tokens, itl_s=itl_s)
     world.run(num_clients, until_s)
     return world.goodput(since_s, ttft_s, tpot_s)
 
@@ -57,6 +59,31 @@ def test_it_is_as_good_as_the_better_of_replicas_and_the_best_split(case, num_wo
     policy = CostPolicy(CostOptions(ttft_s=ttft_s, tpot_s=tpot_s))
     found = goodput(policy, replicas(num_workers), case)
     assert found >= 0.9 * max(fixed), (found, fixed)
+
+
+PIECE_S = COSTS.chunk_tokens * COSTS.prefill_token_s
+
+
+@pytest.mark.parametrize("num_workers", [2, 4])
+@pytest.mark.parametrize(("num_tokens", "num_answer_tokens"), [(2048, 32), (2048, 128)])
+def test_gaps_beyond_their_target_are_a_reason_to_divide_and_gaps_within_it_are_none(
+    num_workers, num_tokens, num_answer_tokens
+):
+    """Replicas miss a target of half a piece of a prompt always, one of two pieces never."""
+    case = num_tokens, num_answer_tokens, 2 * num_workers, 5.0, 0.1
+    splits = [split(num, num_workers - num) for num in range(1, num_workers)]
+    target_s = 0.5 * PIECE_S
+    fixed = partial(goodput, case=case, until_s=60.0, since_s=20.0, itl_s=target_s)
+    divided = max(fixed(RoundRobin(), views) for views in splits)
+    assert fixed(RoundRobin(), replicas(num_workers)) < 0.1 * divided
+    found = {
+        itl_s: goodput(
+            CostPolicy(CostOptions(ttft_s=5.0)), replicas(num_workers), case, 120.0, 60.0, itl_s
+        )
+        for itl_s in (None, target_s, 2 * PIECE_S)
+    }
+    assert found[target_s] >= 0.9 * divided
+    assert found[2 * PIECE_S] == found[None], "a target that is kept changes nothing"
 
 
 def independent(num, seed, per_s, num_tokens, num_answer_tokens):
@@ -245,6 +272,9 @@ def test_for_throughput_there_is_no_division():
         num_answer_tokens=st.floats(1, 4096),
         step_s=st.tuples(st.floats(0, 1), st.floats(0, 0.01)),
         most_at_once=st.floats(1, 1000),
+        piece_s=st.floats(0, 10),
+        num_pieces=st.floats(1, 100),
+        gap_limits=st.sampled_from([(), ((0.05, 1.0),), ((0.02, 0.3), (1.0, 0.7))]),
     ),
     limits=st.builds(Limits, st.floats(1e-3, 100), st.floats(1e-3, 10)),
     num_workers=st.integers(1, 64),
@@ -261,5 +291,8 @@ def test_no_more_is_predicted_than_can_be(demand, limits, num_workers, share, pe
     assert rate <= 1.01 * room / demand.prefill_s, "blocks are held while a prompt is computed"
     good = predict_share(demand, limits, num_workers, num_prefill, rate=per_s)
     assert 0 <= good <= 1
+    without = replace(demand, gap_limits=())
+    assert rate <= predict_goodput(without, limits, num_workers, num_prefill)
+    assert good <= predict_share(without, limits, num_workers, num_prefill, rate=per_s)
     if per_s > computing / demand.prefill_s:
         assert good == 0, "more come than can be computed"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from math import inf
 
 import pytest
 from hypothesis import given
@@ -28,6 +29,8 @@ from baton.router.rebalance import (
 NAMES = [WorkerId(f"w{i}") for i in range(4)]
 FIXED_S, EACH_S = 0.01, 0.01
 """A step takes so long, and so much longer for each stream."""
+PIECE_S = 0.1
+"""Of a prompt."""
 
 
 def cheap(source: WorkerId, target: WorkerId, num_tokens: int) -> float:
@@ -45,6 +48,7 @@ streams_of = st.lists(
         limit_s=st.sampled_from([0.02, 0.05, 0.1, 0.5]),
         num_moves=st.integers(0, MOST_MOVES),
         moved_at=st.floats(-20, 0),
+        gap_limit_s=st.sampled_from([0.05, 0.2, inf]),
     ),
     max_size=20,
 ).map(lambda streams: [replace(s, key=i) for i, s in enumerate(streams)])
@@ -53,19 +57,14 @@ streams_of = st.lists(
 def paces(
     streams: list[StreamLoad], names: list[WorkerId] = NAMES, **changes: object
 ) -> list[WorkerPace]:
-    """What workers that are alike need with these streams."""
-    counts = Counter(stream.worker for stream in streams)
-    return [
-        replace(
-            WorkerPace(
-                name,
-                FIXED_S + EACH_S * counts[name],
-                FIXED_S + EACH_S * (counts[name] + 1),
-            ),
-            **changes,
-        )
-        for name in names
-    ]
+    """What workers that are alike need with these streams. The first one computes prompts, too."""
+    counts, found = Counter(stream.worker for stream in streams), []
+    for name in names:
+        pace_s, next_pace_s = (FIXED_S + EACH_S * (counts[name] + more) for more in (0, 1))
+        piece_s = PIECE_S if name == NAMES[0] else 0.0
+        gaps_s = {"gap_s": pace_s + piece_s, "next_gap_s": next_pace_s + piece_s}
+        found.append(replace(WorkerPace(name, pace_s, next_pace_s), **{**gaps_s, **changes}))
+    return found
 
 
 def settle(
@@ -85,8 +84,11 @@ def settle(
 
 
 def num_late(streams: list[StreamLoad]) -> int:
-    pace = {worker.id: worker.pace_s for worker in paces(streams)}
-    return sum(pace[stream.worker] > stream.limit_s for stream in streams)
+    found = {worker.id: worker for worker in paces(streams)}
+    return sum(
+        found[each.worker].pace_s > each.limit_s or found[each.worker].gap_s > each.gap_limit_s
+        for each in streams
+    )
 
 
 @given(streams_of)
@@ -126,6 +128,8 @@ def test_workers_and_streams_rest(streams):
             takes=st.booleans(),
             lacks_blocks=st.booleans(),
             num_free_tokens=st.floats(0, 30_000),
+            gap_s=st.floats(0.001, 1),
+            next_gap_s=st.floats(0.001, 1),
         ),
         min_size=len(NAMES),
         max_size=len(NAMES),
@@ -148,18 +152,23 @@ def test_each_move_is_one_that_may_be(streams, drawn, each_cost_s):
     for move in moves:
         stream, target = streams[move.key], by_id[move.target]
         source = by_id[stream.worker]
-        others = [s.limit_s for s in streams if s.worker == move.target]
+        others = [s for s in streams if s.worker == move.target]
+        own = [s for s in streams if s.worker == stream.worker]
         assert target.takes
         assert not target.lacks_blocks
-        assert target.next_pace_s <= WELL_WITHIN * min([stream.limit_s, *others])
+        for each in (stream, *others):
+            assert target.next_pace_s <= WELL_WITHIN * each.limit_s
+            assert target.next_gap_s <= WELL_WITHIN * each.gap_limit_s
         assert target.num_free_tokens >= SPARE_BLOCKS * (stream.num_tokens + stream.num_left)
         assert stream.num_moves < MOST_MOVES
         assert stream.moved_at + STREAM_RESTS_S <= SETTLE_S
-        if move.cause is MoveCause.SLOW:
-            gain_s = stream.num_left * (source.pace_s - target.next_pace_s)
-            assert gain_s >= GAIN_OVER_COST * each_cost_s
-        else:
+        gain_s = stream.num_left * target.next_pace_s
+        if move.cause is MoveCause.PRESSURE:
             assert source.lacks_blocks
+        elif source.gap_s <= stream.gap_limit_s:
+            assert any(source.pace_s > each.limit_s for each in own)
+            gain_s = stream.num_left * (source.pace_s - target.next_pace_s)
+        assert gain_s >= GAIN_OVER_COST * each_cost_s
 
 
 def crowd(num: int) -> list[StreamLoad]:
@@ -171,6 +180,17 @@ def test_a_crowded_worker_is_relieved_until_it_is_within_its_limit():
     assert num_late(moved) == 0
     assert [move.key for _, move in done] == [7, 6, 5, 4], "those with most tokens left go"
     assert Counter(stream.worker for stream in moved)[NAMES[0]] == 4
+
+
+def test_streams_with_a_limit_for_gaps_leave_who_computes_prompts_and_others_stay():
+    streams = [
+        StreamLoad(i, NAMES[i % 2], 100, 100, 0.1, gap_limit_s=0.1 if i < 4 else inf)
+        for i in range(8)
+    ]
+    moved, done = settle(streams, Rebalancer())
+    assert {move.key for _, move in done} == {0, 2}
+    assert {move.cause for _, move in done} == {MoveCause.SLOW}
+    assert num_late(moved) == 0
 
 
 def test_a_short_spell_moves_nothing():

@@ -197,10 +197,8 @@ def test_broken_lines_are_an_error_that_names_them(capsys, tmp_path):
         ([], "or --request-id"),
         (["body.json", "--request-id", "a"], "or --request-id"),
         (["no-such-file"], "cannot read the request no-such-file"),
-        (
-            ["--request-id", "a", "--gateway", "gateway"],
-            "--gateway 'gateway' is not a gateway's URL",
-        ),
+        (["--request-id", "a", "--itl-ms", "50"], "targets go with a request's body"),
+        (["--request-id", "a", "--gateway", "here"], "--gateway 'here' is not a gateway's URL"),
     ],
 )
 def test_explain_needs_one_request_and_a_gateway(capsys, arguments, reason):
@@ -211,7 +209,7 @@ def test_explain_needs_one_request_and_a_gateway(capsys, arguments, reason):
 def test_explain_without_a_gateway(capsys, tmp_path):
     body = tmp_path / "body.json"
     body.write_text("{}")
-    assert run(["route", "explain", str(body), "--url", "http://127.0.0.1:1"]) == 1
+    assert run(["route", "explain", str(body), "--gateway", "http://127.0.0.1:1"]) == 1
     err = capsys.readouterr().err
     assert "http://127.0.0.1:1/debug/route" in err
     assert "refused" in err

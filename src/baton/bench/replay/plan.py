@@ -58,9 +58,10 @@ class PolicyChoice:
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:
-    """`num_requests` None: all of the workload. A request within `ttft_s` and `tpot_s` is good.
+    """`num_requests` None: all of the workload. Clients use `num_gateways` gateways in turns.
 
-    Clients, or recorded sessions, use `num_gateways` gateways in turns.
+    So do recorded sessions. A request within `ttft_s` and `tpot_s` is good, if it keeps its target
+    for gaps, too: `itl_s`; None: it has none.
     """
 
     workload: Workload
@@ -73,6 +74,7 @@ class ReplayPlan:
     costs: SimulatedCosts
     ttft_s: float
     tpot_s: float
+    itl_s: float | None
     seed: int
 
 

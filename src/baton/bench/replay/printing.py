@@ -46,10 +46,11 @@ def print_replay(report: ReplayReport, out: TextIO) -> None:
     for each in report.policies:
         table.add_row(each.policy, *_row(each))
     console.print(table)
+    itl = "" if report.itl_s is None else f", ITL within {1000 * report.itl_s:g} ms"
     console.print(
-        f"good: TTFT within {report.ttft_s:g} s, TPOT within {1000 * report.tpot_s:g} ms; saved: "
-        "tokens of prompts that were cached where they were to be computed, or loaded there; "
-        "loaded: requests that loaded some of their prompt; busiest: the worker "
+        f"good: TTFT within {report.ttft_s:g} s, TPOT within {1000 * report.tpot_s:g} ms{itl}; "
+        "saved: tokens of prompts that were cached where they were to be computed, or loaded "
+        "there; loaded: requests that loaded some of their prompt; busiest: the worker "
         "with the most answers, and its share of them. Virtual time, simulated workers."
     )
 

@@ -32,6 +32,7 @@ class ReplayReport(msgspec.Struct, frozen=True):
     num_gateways: int
     ttft_s: float
     tpot_s: float
+    itl_s: float | None
     seed: int
     policies: tuple[PolicyReplay, ...]
 
@@ -53,6 +54,7 @@ def run_replay(plan: ReplayPlan) -> ReplayReport:
         num_gateways=plan.num_gateways,
         ttft_s=plan.ttft_s,
         tpot_s=plan.tpot_s,
+        itl_s=plan.itl_s,
         seed=plan.seed,
         policies=tuple(_run(plan, choice) for choice in plan.policies),
     )
@@ -63,7 +65,9 @@ def _run(plan: ReplayPlan, choice: PolicyChoice) -> PolicyReplay:
     policies = [build(plan.mode) for _ in range(plan.num_gateways)]
     num = plan.num_gateways
     shares = [find_first_share(choice.name, index, num) for index in range(num)]
-    simulation = Simulation(policies, plan.workers, plan.costs, plan.seed, first_shares=shares)
+    simulation = Simulation(
+        policies, plan.workers, plan.costs, plan.seed, first_shares=shares, itl_s=plan.itl_s
+    )
     sessions = make_sessions(plan)
     if isinstance(plan.arrivals, Clients):
         simulation.add_clients(sessions, plan.arrivals.num)
@@ -72,5 +76,5 @@ def _run(plan: ReplayPlan, choice: PolicyChoice) -> PolicyReplay:
     simulation.run()
     if not simulation.outcomes:
         raise ConfigError("there are no requests to replay")
-    found = summarize(simulation.outcomes, plan.ttft_s, plan.tpot_s)
+    found = summarize(simulation.outcomes, plan.ttft_s, plan.tpot_s, plan.itl_s)
     return PolicyReplay(choice.name, dict(choice.options), found)

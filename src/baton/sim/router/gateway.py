@@ -37,13 +37,18 @@ class SimulatedGateway:
     """Places requests as a gateway does. Owner: one simulation.
 
     It knows of other gateways only what the workers' events report. `prefixes` None: its policy
-    does not look at caches. `first_share`: see `Fleet.beginning_at`.
+    does not look at caches. `first_share`: see `Fleet.beginning_at`. `itl_s`: each request's target
+    for the gaps between tokens, if it has one.
     """
 
     def __init__(
-        self, policy: PlacementPolicy, names: PrefixNames, first_share: float = 0.0
+        self,
+        policy: PlacementPolicy,
+        names: PrefixNames,
+        first_share: float = 0.0,
+        itl_s: float | None = None,
     ) -> None:
-        self._policy, self.load = policy, FleetLoad()
+        self._policy, self.load, self._itl_s = policy, FleetLoad(), itl_s
         self._first_share = first_share
         self._fleet: tuple[Fleet, Fleet] | None = None
         self.prefixes = ModelPrefixes(names) if policy.uses_prefixes else None
@@ -74,6 +79,7 @@ class SimulatedGateway:
             at=now,
             cached=match.cached,
             stored=match.stored,
+            itl_s=self._itl_s,
         )
         placement = self._policy.place(self._order(fleet), request, self.load)
         if isinstance(placement, Unplaceable):
@@ -89,6 +95,8 @@ class SimulatedGateway:
             num_handed - match.cached.get(placement.decode.id, 0),
             num_cached=num_cached,
         )
+        if self._itl_s is not None:
+            running.limit_gaps(self._itl_s)
         return Placed(placement, running, match.names)
 
     def check_invariants(self) -> None:

@@ -20,19 +20,26 @@ class RequestOutcome:
     """One request, in virtual seconds. `prefill` None: one worker served all of it.
 
     `num_saved` of its `num_tokens` were cached where the prompt was computed, or loaded there:
-    `num_loaded` were, and what came before them. `tpot_s` is 0 for an
-    answer of one token.
+    `num_loaded` were, and what came before them. `tpot_s` is 0 for an answer of one token. `itl_s`:
+    the p99 of the gaps between its tokens, None where they are few.
     """
 
     began_at: float
     ended_at: float
     ttft_s: float
     tpot_s: float
+    itl_s: float | None
     num_tokens: int
     num_saved: int
     num_loaded: int
     prefill: WorkerId | None
     decode: WorkerId
+
+    def is_good(self, ttft_s: float, tpot_s: float, itl_s: float | None = None) -> bool:
+        """Whether it was within these limits."""
+        if itl_s is not None and self.itl_s is not None and self.itl_s > itl_s:
+            return False
+        return self.ttft_s <= ttft_s and self.tpot_s <= tpot_s
 
 
 class Percentiles(msgspec.Struct, frozen=True):
@@ -49,7 +56,7 @@ class Percentiles(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """All requests of a run. `num_good` were within both limits.
+    """All requests of a run. `num_good` were within the limits.
 
     `loaded_requests` loaded some of their prompt, from a store or another worker. `decisions`: how
     many were served by one worker, and how many were handed over. `prefills` and `answers` count
@@ -70,7 +77,9 @@ class Summary(msgspec.Struct, frozen=True):
     answers: dict[str, int]
 
 
-def summarize(outcomes: Sequence[RequestOutcome], ttft_s: float, tpot_s: float) -> Summary:
+def summarize(
+    outcomes: Sequence[RequestOutcome], ttft_s: float, tpot_s: float, itl_s: float | None = None
+) -> Summary:
     """Figures of at least one request; a good one is within the limits."""
     seconds = max(each.ended_at for each in outcomes) - min(each.began_at for each in outcomes)
     num_pairs = sum(each.prefill is not None for each in outcomes)
@@ -80,7 +89,7 @@ def summarize(outcomes: Sequence[RequestOutcome], ttft_s: float, tpot_s: float) 
         requests_per_s=round(len(outcomes) / seconds, 4) if seconds else 0.0,
         ttft_s=Percentiles.of([each.ttft_s for each in outcomes]),
         tpot_s=Percentiles.of([each.tpot_s for each in outcomes]),
-        num_good=sum(each.ttft_s <= ttft_s and each.tpot_s <= tpot_s for each in outcomes),
+        num_good=sum(each.is_good(ttft_s, tpot_s, itl_s) for each in outcomes),
         prompt_tokens=sum(each.num_tokens for each in outcomes),
         saved_tokens=sum(each.num_saved for each in outcomes),
         loaded_requests=sum(each.num_loaded > 0 for each in outcomes),

@@ -54,7 +54,7 @@ class Simulation:
     Each of `policies` is that of one gateway; clients, or the sessions of a replay, use them in
     turns. `fleet` is what placement sees, and may be replaced between two calls of `run`; workers
     that are not in it any more finish what they have. `first_shares`: each gateway's, none: 0
-    (`Fleet.beginning_at`).
+    (`Fleet.beginning_at`). `itl_s`: the target of all requests for the gaps between tokens.
     """
 
     def __init__(
@@ -65,12 +65,13 @@ class Simulation:
         seed: int = 0,
         *,
         first_shares: Sequence[float] = (),
+        itl_s: float | None = None,
     ) -> None:
         self._costs, self._seed = costs, seed
         self._model = views[0].model
         self._stores: dict[StoreId, SimulatedStore] = {}
         self._room = WorkerLoad(0, costs.num_blocks, costs.num_blocks, costs.block_size)
-        views = [replace(view, load=self._room) for view in views]
+        views = [self._report(view) for view in views]
         if costs.workers_per_device is not None:
             views = _place_on_devices(views, costs.workers_per_device)
         self.fleet = Fleet.of(views)
@@ -81,7 +82,7 @@ class Simulation:
         self._root = self._names.root(NO_SALT)
         shares = first_shares or [0.0] * len(policies)
         self.gateways = [
-            SimulatedGateway(policy, self._names, share)
+            SimulatedGateway(policy, self._names, share, itl_s)
             for policy, share in zip(policies, shares, strict=True)
         ]
         self._in_turns = cycle(self.gateways)
@@ -105,7 +106,7 @@ class Simulation:
 
     def add_worker(self, view: WorkerView) -> None:
         """Another worker, with a cache that is empty, and without a store; the fleet has it now."""
-        view = replace(view, load=self._room)
+        view = self._report(view)
         self._workers[view.id] = self._start(view)
         served = self.fleet.models[self._model]
         self.fleet = Fleet.of((*served.prefills, *served.decodes, view))
@@ -136,6 +137,9 @@ class Simulation:
             worker.cache.check_invariants()
         for gateway in self.gateways:
             gateway.check_invariants()
+
+    def _report(self, view: WorkerView) -> WorkerView:
+        return replace(view, load=self._room, max_step_tokens=self._costs.chunk_tokens)
 
     def _assign_stores(self, views: Sequence[WorkerView]) -> dict[WorkerId, StoreId]:
         costs, found = self._costs, {}
@@ -258,6 +262,7 @@ class Simulation:
                 ended_at=now,
                 ttft_s=job.first_at - job.began_at,
                 tpot_s=(now - job.first_at) / num_steps if num_steps > 0 else 0.0,
+                itl_s=job.itl_s,
                 num_tokens=turn.num_prompt_tokens,
                 num_saved=job.num_saved,
                 num_loaded=job.num_loaded,

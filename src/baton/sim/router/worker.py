@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections import deque
 from dataclasses import dataclass
+from itertools import pairwise
 from random import Random
 from typing import TYPE_CHECKING, Final
 
@@ -16,6 +18,7 @@ from baton.events.blocks import (
     EventDomain,
 )
 from baton.events.journal import LEAST_EXPECTED_TOKENS
+from baton.router.load import find_itl
 from baton.sim.router.cache import SimulatedCache
 
 if TYPE_CHECKING:
@@ -102,6 +105,7 @@ class Job:
     num_loaded: int = 0
     num_saved: int = 0
     first_at: float = 0.0
+    itl_s: float | None = None
 
 
 class SimulatedWorker:
@@ -130,6 +134,7 @@ class SimulatedWorker:
         self._landed: list[Job] = []
         self._ends: list[tuple[int, int, Job]] = []
         self._num_steps = self._num_joined = 0
+        self._step_ends = array("d")
         self._is_busy = self._is_stepping = self._was_chunk = False
 
     def compute(self, job: Job) -> None:
@@ -291,12 +296,16 @@ class SimulatedWorker:
         self._is_busy = self._is_stepping = False
         self._processors.end()
         self._num_steps += 1
+        self._step_ends.append(self._timeline.now)
         while self._ends and self._ends[0][0] <= self._num_steps:
             self._end(heapq.heappop(self._ends)[2])
         self.wake()
 
     def _end(self, job: Job) -> None:
-        job.running.end(self._timeline.now, job.turn.num_answer_tokens)
+        first = self._num_steps - job.turn.num_answer_tokens + 1
+        token_times = [job.first_at, *self._step_ends[first:]]
+        job.itl_s = find_itl([after - before for before, after in pairwise(token_times)])
+        job.running.end(self._timeline.now, job.turn.num_answer_tokens, job.itl_s)
         job.finish(job)
         self._release(job)
 
