@@ -104,7 +104,8 @@ class ClusterFactory:
     """Where servers are started. `run_directory` is this user's runtime directory for all.
 
     `plain`: the sessions of servers that nothing of Baton is in. `planned` are started before they
-    are asked for, one after another; `loading` were, and nobody has asked for them yet.
+    are asked for, one after another; `loading` were, and nobody has asked for them yet;
+    `taken` somebody has, and they are not planned again.
     """
 
     fleet: Fleet
@@ -112,6 +113,7 @@ class ClusterFactory:
     run_directory: Path
     plain: set[int] = field(default_factory=set)
     planned: dict[str, Starter] = field(default_factory=dict)
+    taken: set[str] = field(default_factory=set)
     loading: dict[str, tuple[FleetProcess, ...]] = field(default_factory=dict)
 
     @classmethod
@@ -201,7 +203,8 @@ class ClusterFactory:
 
     def plan(self, name: str, start: Starter) -> None:
         """Some test will ask for these servers, after those that were planned before."""
-        self.planned.setdefault(name, start)
+        if name not in self.taken:
+            self.planned.setdefault(name, start)
 
     def start_ahead(self) -> None:
         """Start the next ones that are planned: one group at a time, for the sake of memory."""
@@ -212,6 +215,7 @@ class ClusterFactory:
 
     def take(self, name: str, start: Starter) -> tuple[FleetProcess, ...]:
         """These servers, ready, whether they were started ahead or not; then the next ones load."""
+        self.taken.add(name)
         servers = self.loading.pop(name, None)
         if servers is None:
             self.planned.pop(name, None)

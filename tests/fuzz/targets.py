@@ -92,7 +92,7 @@ from baton.gateway.stream_record import RecordBudget, StreamRecord
 from baton.gateway.stream_replay import Replay
 from baton.gateway.targets import MAX_TPOT_MS, MAX_TTFT_MS, read_targets
 from baton.gateway.upstream import read_error
-from baton.gateway.worker_discovery import _first_model
+from baton.gateway.worker_discovery import _read_models
 from baton.gateway.worker_info import read_health, read_info, why_not_used
 from baton.gateway.workers import Worker, worker_view
 from baton.handoff import messages
@@ -1145,7 +1145,8 @@ TARGETS: Final = {
         Target("worker-traces", read_traces_of_workers, NO_ERROR,
                json_of(RequestSpan(request_id="req-1", worker="w", epoch="e", role="decode",
                                    ticket=TICKET.id.hex(), fallbacks=["no KV"])), "json"),
-        Target("worker-models", _first_model, PROTOCOL, json_of({"data": [{"id": "m"}]}), "json"),
+        Target("worker-models", _read_models, PROTOCOL,
+               json_of({"data": [{"id": "m"}, {"id": "a", "parent": "m"}]}), "json"),
         Target("process-status", read_status, PROTOCOL,
                json_of({"event": "loading", "url": "u", "what": "w", "phase": "p"},
                        {"event": "ready", "url": "u"}, {"event": "draining", "timeout_s": 1.0}),
