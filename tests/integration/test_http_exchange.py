@@ -135,6 +135,17 @@ def test_pipelined_requests_are_answered_in_turn():
     run(scenario)
 
 
+def test_what_is_no_request_is_not_answered_within_the_answer_to_another():
+    async def scenario(app: App, reader: Any, writer: Any) -> None:
+        writer.write(get(b"parts"))
+        await read_head(reader)
+        writer.write(post(b"echo", b"second") + b"no request\r\n\r\n")
+        assert await reader.read() == b""
+        app.gate.set()
+
+    run(scenario)
+
+
 def test_to_head_only_the_head_is_answered():
     async def scenario(app: App, reader: Any, writer: Any) -> None:
         writer.write(get(b"echo", method=b"HEAD") + post(b"echo", b"z"))

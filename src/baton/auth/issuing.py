@@ -35,7 +35,7 @@ from baton.auth.credentials import (
     read_identity,
 )
 from baton.clock import MachineClock
-from baton.errors import ConfigError
+from baton.errors import ConfigError, mapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -49,6 +49,8 @@ AUTHORITY_KEY_FILE: Final = "ca.key"
 ISSUED_FILE: Final = "issued.jsonl"
 _NAME: Final = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME_CHARS - 1}}}", re.ASCII)
 _HEX: Final = 16
+_REFUSED: Final = {OSError: ConfigError, OverflowError: ConfigError}
+"""A file that cannot be read or written; a date that does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,7 @@ def create_authority(directory: Path) -> None:
     )
 
 
+@mapped(_REFUSED)
 def issue(order: Order, authority_directory: Path, directory: Path) -> None:
     """Make an identity's directory.
 
@@ -104,6 +107,7 @@ def issue(order: Order, authority_directory: Path, directory: Path) -> None:
     _write(directory, _files_of(certificate, private_key) | files)
 
 
+@mapped(_REFUSED)
 def issue_derived(order: Order, keys: Sequence[ClusterKey], directory: Path) -> None:
     """As `issue`, by the authority that the cluster key's holders derive; it revokes nothing."""
     _require_empty(directory)
@@ -113,6 +117,7 @@ def issue_derived(order: Order, keys: Sequence[ClusterKey], directory: Path) -> 
     _write(directory, _files_of(certificate, private_key) | {AUTHORITIES_FILE: trusted})
 
 
+@mapped(_REFUSED)
 def renew(
     directory: Path,
     authority_directory: Path,
@@ -145,6 +150,7 @@ def renew(
     _write(directory, files)
 
 
+@mapped(_REFUSED)
 def revoke(which: str, authority_directory: Path) -> list[Issued]:
     """Put certificates on the authority's list; those of a name, or the one of a serial number.
 
@@ -172,7 +178,8 @@ def describe(directory: Path) -> Iterator[tuple[str, str, str, str, str]]:
         ConfigError: it is neither an authority's nor an identity's directory.
     """
     if (directory / AUTHORITY_KEY_FILE).exists():
-        revoked = _revoked_of((directory / REVOKED_FILE).read_bytes())
+        with mapped(_REFUSED):
+            revoked = _revoked_of((directory / REVOKED_FILE).read_bytes())
         for each in _read_issued(directory):
             is_revoked = int(each.serial_number, _HEX) in revoked
             remark = "revoked" if is_revoked else ""

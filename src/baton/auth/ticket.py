@@ -186,7 +186,10 @@ def unseal(text: str, credentials: Credentials, *, is_from_gateway: bool = False
     if len(text) > MAX_TICKET_CHARS:
         raise TicketError(f"the ticket has {len(text)} characters, at most {MAX_TICKET_CHARS}")
     if (ranks := _RANKS.search(text)) is not None:
-        whole = unseal(text[: ranks.start()], credentials, is_from_gateway=is_from_gateway)
+        rest = text[: ranks.start()]
+        if _RANKS.search(rest):  # a thousand of them would be a thousand calls
+            raise TicketError("the ticket names two pairs of ranks")
+        whole = unseal(rest, credentials, is_from_gateway=is_from_gateway)
         return derive_rank_ticket(whole, int(ranks[1]), int(ranks[2]))
     if signed and (known := credentials.verified_tickets.find(text)) is not None:
         return known

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
@@ -139,7 +139,8 @@ async def showing(display: Display, pending: Callable[[], list[str]]) -> AsyncGe
 class LoggedDisplay:
     """See `Display`: the lines also go to log files, and after `leave_terminal` only there.
 
-    `shows_children`: whether the lines of processes are shown as well.
+    `shows_children`: whether the lines of processes are shown as well. As a full disk does
+    (`LogFile`), a terminal that is gone costs lines, not the launch.
     """
 
     def __init__(
@@ -153,18 +154,21 @@ class LoggedDisplay:
         at = datetime.fromtimestamp(self._clock.unix_now(), UTC).isoformat(" ", "seconds")
         self._logs.write_line(LAUNCHER, f"{at} {line}")
         if self._shown is not None:
-            self._shown.print_line(line)
+            with suppress(OSError):
+                self._shown.print_line(line)
 
     def child_line(self, child: str, line: str) -> None:
         """See `Display`."""
         self._logs.write_line(child, line)
         if self._shown is not None and self._shows_children:
-            self._shown.child_line(child, line)
+            with suppress(OSError):
+                self._shown.child_line(child, line)
 
     def waiting_for(self, names: Sequence[str]) -> None:
         """See `Display`."""
         if self._shown is not None:
-            self._shown.waiting_for(names)
+            with suppress(OSError):
+                self._shown.waiting_for(names)
 
     def announce(self, text: str) -> None:
         """See `Display`."""

@@ -180,7 +180,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._tls is not None and not self._tls.is_established:
             self.transport.close()
             return
-        exchange = self._exchange
+        exchange = self._served  # of requests that wait behind it, none is answered before it
         if exchange is None or exchange.response_complete:
             can_answer = refusal is not Refusal.BODY_TIMEOUT  # of a request that was answered
         else:

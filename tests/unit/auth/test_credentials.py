@@ -266,3 +266,18 @@ def test_a_signature_that_was_good_is_good_for_nothing_else(directories: Directo
     clock.advance(2.0)
     with pytest.raises(AuthenticationError):
         worker.verify(IdentityRole.GATEWAY, signer.certificate, b"message", signature)
+
+
+def test_what_cannot_be_read_or_does_not_exist_is_refused(directories: Directories) -> None:
+    own = directories.issue("w-0")
+    for keeps_certificate in (False, True):
+        with pytest.raises(ConfigError, match="No such file"):
+            renew(own, directories.path / "elsewhere", keeps_certificate=keeps_certificate)
+    for days in (4_000_000, 10**10):
+        with pytest.raises(ConfigError):
+            directories.issue("w-1", days=days)
+    (directories.ca / "ca.crl").unlink()
+    with pytest.raises(ConfigError, match=r"ca\.crl"):
+        list(describe(directories.ca))
+    with pytest.raises(ConfigError, match=r"ca\.crl"):
+        revoke("w-0", directories.ca)

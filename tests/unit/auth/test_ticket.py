@@ -101,6 +101,12 @@ def test_garbage_is_refused(text: str) -> None:
         unseal(text, KEY)
 
 
+@pytest.mark.parametrize("is_from_gateway", [False, True])
+def test_a_ticket_of_many_ranks_is_refused(*, is_from_gateway: bool) -> None:
+    with pytest.raises(TicketError):
+        unseal("x" + ".0.0" * 1000, KEY, is_from_gateway=is_from_gateway)
+
+
 def test_a_signed_body_of_another_shape_is_refused() -> None:
     body = msgspec.msgpack.encode({"t": "ticket", "id": "not bytes"})
     with pytest.raises(TicketError, match="decode"):

@@ -133,6 +133,27 @@ def test_it_loses_its_blocks_and_computes_them_again() -> None:
     assert driver.tokens("r") == WHOLE[5:]
 
 
+def test_it_takes_the_blocks_of_a_younger_request_that_decodes() -> None:
+    """Several tokens at once come after one that decodes, in the same step."""
+    alone = Driver(tiny_llama(), block_size=4)
+    alone.submit("younger", make_prompt(20, 1), max_tokens=32)
+    alone.run()
+    driver = Driver(tiny_llama(), block_size=4, num_blocks=14)
+    submit_standby(driver, 2)
+    driver.submit("younger", make_prompt(20, 1), max_tokens=32)
+    driver.step(11)
+    assert (len(driver.tokens("younger")), driver.loop.stats().num_free_blocks) == (11, 0)
+    extend(driver, 2, 6)
+    driver.step()
+    assert driver.loop.stats().num_preemptions == 1
+    assert computed(driver)[-1] == NUM_PROMPT + 6
+    extend(driver, 6, 8, generates=True)
+    driver.run()
+    assert driver.tokens("r") == WHOLE[8:]
+    assert driver.tokens("younger") == alone.tokens("younger")
+    driver.check_all_blocks_are_free()
+
+
 def test_it_receives_what_is_handed_over_and_computes_the_rest() -> None:
     handoff = RecordingHandoff()
     driver = Driver(tiny_llama(), handoff, block_size=8)

@@ -1,5 +1,8 @@
 """Announcements, diagnoses, what the gateway says, and what is shown."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from baton.clock import Instant
@@ -7,7 +10,8 @@ from baton.errors import ProtocolError
 from baton.gateway.metrics import GatewayMetrics
 from baton.launch.child import describe_exit, likely_cause
 from baton.launch.gateways import find_model, find_requests, find_up
-from baton.launch.progress import PlainDisplay
+from baton.launch.logs import LogFolder
+from baton.launch.progress import LoggedDisplay, PlainDisplay
 from baton.protocol.worker_http import Role
 from baton.telemetry.process_status import Draining, Loading, Ready, read_status
 
@@ -109,6 +113,9 @@ class SteppedClock:
     def now(self):
         return Instant(self.at)
 
+    def unix_now(self):
+        return self.at
+
 
 def test_plain_progress_is_said_on_change_and_every_few_seconds(capsys):
     clock = SteppedClock()
@@ -131,3 +138,19 @@ def test_the_address_goes_to_standard_output_and_logs_do_not(capsys):
     captured = capsys.readouterr()
     assert captured.out == "http://here\n"
     assert captured.err == "[decode-0] a line\n"
+
+
+def test_a_launch_goes_on_without_its_terminal(tmp_path, monkeypatch):
+    """Whoever reads a process's output must not end: the process would block."""
+    display = LoggedDisplay(
+        PlainDisplay(SteppedClock()), LogFolder(tmp_path), SteppedClock(), shows_children=True
+    )
+    full = Path("/dev/full").open("w", buffering=1, encoding="utf-8")  # noqa: SIM115 - closed below
+    monkeypatch.setattr(sys, "stderr", full)
+    display.child_line("decode-0", "a line")
+    display.print_line("decode-0 ended")
+    display.waiting_for(["decode-0"])
+    with pytest.raises(OSError, match="No space left"):
+        full.close()
+    assert (tmp_path / "decode-0.log").read_text() == "a line\n"
+    assert (tmp_path / "launcher.log").read_text() == "1970-01-01 00:00:00+00:00 decode-0 ended\n"

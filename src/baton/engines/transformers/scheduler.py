@@ -349,16 +349,19 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
                 break
             if self.kept_blocks.give_up_newest():
                 continue
-            self._preempt_youngest()
+            self._preempt_youngest(plan)
             if sequence.status is not Status.RUNNING:
                 return
         plan.work.append(Work(sequence, num_tokens))
 
-    def _preempt_youngest(self) -> None:
+    def _preempt_youngest(self, plan: Plan) -> None:
         # A prefill request's blocks are offered to a peer: they may not be taken away.
         preemptable = (s for s in self._running if not isinstance(s.kind, PrefillRequest))
         victim = max(preemptable, key=lambda s: s.arrival)
         self._running.remove(victim)
+        # It may be in this step already: one that decodes goes before an older standby request
+        # that was given several tokens.
+        plan.work[:] = [work for work in plan.work if work.sequence is not victim]
         self.num_preemptions += 1
         self._requeue(victim)
 
