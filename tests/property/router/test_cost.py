@@ -418,6 +418,23 @@ def test_loads_are_learned_from_what_workers_report():
     assert cost.predict(1500) == pytest.approx(0.15, rel=0.1)
 
 
+def test_a_restarted_worker_may_report_more_loads_than_its_last_life():
+    """More and smaller ones: the difference to the last life's sums is of no load."""
+    load = FleetLoad()
+    activity = load.of("w", "demo")
+    activity.note_loads(StoreLoads(3, 30_000, 3.0))
+    activity.note_loads(StoreLoads(5, 500, 0.05))
+    assert load.costs("demo").load.predict(100) < 0.05
+    assert load.costs("demo").load.predict(10_000) == pytest.approx(1.0, rel=0.2)
+
+
+def test_what_one_worker_loads_where_it_must_serve_alone_is_not_taken_for_computed():
+    load, workers = FleetLoad(), [view("a"), view("b")]
+    policy = CostPolicy(CostOptions(), "colocated")
+    placement = placed(policy, workers, load, num_tokens=4000, stored={"a": 3968, "b": 3968})
+    assert placement.num_stored_tokens == 3968
+
+
 def test_a_prefix_that_is_loaded_is_no_prompt_of_its_source():
     load, (has, idle) = FleetLoad(), (view("has"), view("idle"))
     running = load.begin(Placement(has, idle, num_prefix_tokens=960), 40, NOW, 960)
