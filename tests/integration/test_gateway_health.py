@@ -425,13 +425,16 @@ def test_a_stream_that_has_waited_for_a_worker_waits_as_long_for_the_next_one(mo
             worker.health_status = 500
             await until_true(is_shown(cluster, "worker-0", "down"))
 
-        async def waits() -> bool:
-            return len(untils) == num_waits
+        def has_waited(num: int):
+            async def condition() -> bool:
+                return len(untils) == num
+
+            return condition
 
         await drained(cluster)
         asking = asyncio.create_task(ask(cluster))
-        for num_waits, script in enumerate((break_when_down, say_abc), start=1):
-            await until_true(waits)
+        for num, script in enumerate((break_when_down, say_abc), start=1):
+            await until_true(has_waited(num))
             worker.epoch, worker.script = new_epoch(), script
             worker.health_status = 200
         assert await asking == 200

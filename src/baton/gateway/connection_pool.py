@@ -29,7 +29,7 @@ OWN_LACKS: Final = frozenset({
     errno.ENOMEM,
     errno.EADDRNOTAVAIL,
 })
-"""What this host lacks: open files, memory, ports. It says nothing of the worker."""
+"""What this host lacks: open files, memory, ports. It is no fault of the worker."""
 
 NOT_PROVED: Final = (
     "it has another cluster key, or an identity of another authority. Compare what `baton key "

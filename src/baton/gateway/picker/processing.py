@@ -130,7 +130,7 @@ class Processing:
         return ()
 
     async def _take_trailers(self) -> Iterable[ext_proc.ProcessingResponse]:
-        """They end a body that is streamed: none of its parts has said that it was the last."""
+        """They end a body that is streamed: none of its parts is marked as the last."""
         answer = ext_proc.ProcessingResponse(request_trailers=ext_proc.TrailersResponse())
         placed = () if self._is_placed else await self._place(is_end=False)
         return (*placed, answer)
