@@ -22,6 +22,7 @@ from baton.gateway.picker.server import serving_picker
 from baton.gateway.process import open_parts
 from baton.gateway.upstream import worker_token
 from baton.protocol.worker_http import Role
+from baton.router.division import Division
 from tests.integration.gateway_cluster import PROMPT, STREAM, until_true
 from tests.integration.scripted_worker import KEY, ScriptedWorker, say_abc
 
@@ -64,11 +65,14 @@ class Envoy:
         self.removed: list[str] = []
         self.body = b""
 
-    async def send_headers(self, path: str = "/v1/completions", **more: str) -> None:
+    async def send_headers(
+        self, path: str = "/v1/completions", *, is_end: bool = False, **more: str
+    ) -> None:
         fields = {":method": "POST", ":path": path, "content-type": "application/json"} | more
         message = ext_proc.ProcessingRequest()
         for key, value in fields.items():
             message.request_headers.headers.headers.add(key=key, raw_value=value.encode())
+        message.request_headers.end_of_stream = is_end
         message.protocol_config.request_body_mode = self.mode
         message.protocol_config.response_body_mode = self.mode
         await self.call.write(message)
@@ -133,6 +137,9 @@ class Envoy:
             message = ext_proc.ProcessingRequest()
             status = str(answer.status).encode()
             message.response_headers.headers.headers.add(key=":status", raw_value=status)
+            message.response_headers.headers.headers.add(
+                key="content-type", raw_value=answer.headers["content-type"].encode()
+            )
             await self.call.write(message)
             assert (await self.call.read()).WhichOneof("response") == "response_headers"
             received = b""
@@ -222,6 +229,65 @@ def test_nothing_is_answered_before_the_end_of_a_streamed_body() -> None:
         assert (await reading).WhichOneof("response") == "request_headers"
 
     run(scenario)
+
+
+@pytest.mark.parametrize("mode", [BUFFERED, FULL_DUPLEX])
+def test_trailers_end_a_body(mode: int) -> None:
+    """Then no part of it says that it is the last one."""
+
+    async def scenario(picker: Picker) -> None:
+        envoy = Envoy(picker, mode)
+        await envoy.send_headers()
+        if mode == BUFFERED:
+            assert (await envoy.call.read()).HasField("request_headers")
+        await envoy.send_body(json.dumps(PROMPT).encode(), is_end=False)
+        if mode == BUFFERED:
+            answer = await envoy.call.read()
+            assert json.loads(answer.request_body.response.body_mutation.body) == PROMPT
+            return
+        await envoy.call.write(ext_proc.ProcessingRequest(request_trailers={}))
+        assert (await envoy.call.read()).HasField("request_headers")
+        part = (await envoy.call.read()).request_body.response.body_mutation.streamed_response
+        assert (json.loads(part.body), part.end_of_stream) == (PROMPT, False)
+        assert (await envoy.call.read()).HasField("request_trailers")
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("mode", [BUFFERED, FULL_DUPLEX])
+def test_a_request_without_a_body_is_refused(mode: int) -> None:
+    async def scenario(picker: Picker) -> None:
+        envoy = Envoy(picker, mode)
+        await envoy.send_headers(is_end=True)
+        status, _ = await envoy.read_error()
+        assert status == 400
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("request_", [PROMPT, STREAM], ids=["whole", "stream"])
+def test_only_streams_show_how_long_a_prompt_takes(request_: dict[str, object]) -> None:
+    """The first part of an answer in one piece comes when all of it was generated."""
+
+    async def scenario(picker: Picker) -> None:
+        envoy = Envoy(picker)
+        await envoy.forward(await envoy.pick(request_))
+        prefill = picker.services.load.costs("demo").prefill
+        assert prefill.num_seen == (1 if request_ is STREAM else 0)
+
+    run(scenario)
+
+
+def test_no_worker_is_kept_for_prefill_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is handed over, so it would have nothing to do."""
+    looked: list[Division] = []
+    monkeypatch.setattr(Division, "look", lambda division, *_: looked.append(division))
+
+    async def scenario(picker: Picker) -> None:
+        await Envoy(picker).pick(PROMPT)
+
+    run(scenario, policy="cost")
+    assert not looked
 
 
 def test_requests_under_way_count() -> None:

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from baton.gateway.waiting import WaitingRequests
 from baton.ids import new_epoch
 from baton.router.health import REQUESTS_TO_EJECT
 from tests.integration.gateway_cluster import STREAM, Cluster, run, until, until_true
@@ -399,6 +400,46 @@ def test_a_request_whose_only_worker_restarts_is_served_by_the_next_life():
         worker.health_status = 200
         assert await asking == 200
         assert len(worker.visits) == 2
+
+    run(
+        scenario, prefills=0, decodes=0, boths=1, wait_for_worker_s=10.0, probe_interval_s=0.05
+    )  # fmt: skip
+
+
+def test_a_stream_that_has_waited_for_a_worker_waits_as_long_for_the_next_one(monkeypatch):
+    untils, wait = [], WaitingRequests.wait
+
+    async def note_wait(waiting, is_served, until):
+        untils.append(until)
+        return await wait(waiting, is_served, until)
+
+    monkeypatch.setattr(WaitingRequests, "wait", note_wait)
+
+    async def scenario(cluster: Cluster):
+        worker = cluster.decodes[0]
+
+        async def break_when_down(visit: Visit) -> None:
+            headers = [(b"content-type", b"text/event-stream"), (b"x-baton-token-ids", b"1")]
+            await visit.send({"type": "http.response.start", "status": 200, "headers": headers})
+            await visit.write(b':5\ndata: {"choices": [{"index": 0, "text": "a"}]}\n\n')
+            worker.health_status = 500
+            await until_true(is_shown(cluster, "worker-0", "down"))
+
+        def has_waited(num: int):
+            async def condition() -> bool:
+                return len(untils) == num
+
+            return condition
+
+        await drained(cluster)
+        asking = asyncio.create_task(ask(cluster))
+        for num, script in enumerate((break_when_down, say_abc), start=1):
+            await until_true(has_waited(num))
+            worker.epoch, worker.script = new_epoch(), script
+            worker.health_status = 200
+        assert await asking == 200
+        first, second = untils
+        assert second > first
 
     run(
         scenario, prefills=0, decodes=0, boths=1, wait_for_worker_s=10.0, probe_interval_s=0.05

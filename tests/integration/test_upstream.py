@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -308,5 +309,21 @@ def test_what_is_known_of_an_origin_is_forgotten_once_no_connection_to_it_is_ope
         assert upstream.num_reads(url) == 0
         await (await upstream.post(url, b"{}")).read_whole(10)
         assert len(server.heads) == 2
+
+    run(replying(OK), scenario)
+
+
+def test_a_connection_for_which_this_host_lacks_a_descriptor_is_no_fault_of_the_worker() -> None:
+    async def scenario(server: RawServer, upstream: Upstream, url: URL) -> None:
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+        try:
+            with pytest.raises(WorkerUnreachableError, match="Too many open files") as refused:
+                await upstream.post(url, b"{}")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert refused.value.is_late
+        assert not refused.value.is_refused
+        assert not server.num_connections
 
     run(replying(OK), scenario)

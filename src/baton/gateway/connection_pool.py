@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import ssl
@@ -20,6 +21,15 @@ if TYPE_CHECKING:
 KEEP_ALIVE_S: Final = 3.0
 """Below what workers keep (75 s; vLLM's server and any other uvicorn: 5 s), so that it is we who
 close an idle connection: one that they close as it is used costs the request."""
+
+OWN_LACKS: Final = frozenset({
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOBUFS,
+    errno.ENOMEM,
+    errno.EADDRNOTAVAIL,
+})
+"""What this host lacks: open files, memory, ports. It is no fault of the worker."""
 
 NOT_PROVED: Final = (
     "it has another cluster key, or an identity of another authority. Compare what `baton key "
@@ -149,6 +159,7 @@ class ConnectionPool:
             raise WorkerUnreachableError(
                 f"{self._name} cannot be reached: {_reason(exc)}",
                 is_refused=isinstance(exc, ConnectionRefusedError | ConnectionResetError),
+                is_late=exc.errno in OWN_LACKS,
             ) from exc
         if connection.is_open:
             self._open.add(connection)

@@ -124,8 +124,8 @@ class UpstreamError(GatewayError):
 class WorkerUnreachableError(UpstreamError):
     """No connection to the worker could be made, or no answer came in time.
 
-    `is_refused`: nothing listens there. `is_late`: only the time was over. `is_untrusted`: what
-    listens there is not of this cluster.
+    `is_refused`: nothing listens there. `is_late`: only the time was over, or this host
+    lacked what a connection takes. `is_untrusted`: what listens there is not of this cluster.
     """
 
     def __init__(

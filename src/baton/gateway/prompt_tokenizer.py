@@ -39,6 +39,9 @@ NUM_INLINE_BYTES: Final = 2048
 """Of JSON text; for more the event loop would stop too long, for less a thread costs more."""
 MAX_PROMPT_BYTES: Final = 8 << 20
 MAX_REMEMBERED_TOKENS: Final = 4 << 20
+ENTRY_TOKENS: Final = 128
+"""What each remembered prompt counts besides its own: its array and its place in the table take
+about so much memory, and a prompt may have no token at all."""
 UNKNOWN_WITH: Final = frozenset({
     "chat_template",
     "continue_final_message",
@@ -134,12 +137,12 @@ class PromptTokenizer:
         return ids
 
     def _remember(self, key: int, ids: NDArray[np.int32]) -> None:
-        if key not in self._remembered and len(ids) <= MAX_REMEMBERED_TOKENS:
+        if key not in self._remembered and len(ids) + ENTRY_TOKENS <= MAX_REMEMBERED_TOKENS:
             self._remembered[key] = ids
-            self._num_remembered += len(ids)
+            self._num_remembered += len(ids) + ENTRY_TOKENS
             while self._num_remembered > MAX_REMEMBERED_TOKENS:
                 _, oldest = self._remembered.popitem(last=False)
-                self._num_remembered -= len(oldest)
+                self._num_remembered -= len(oldest) + ENTRY_TOKENS
 
     def _complete(self, fields: dict[str, msgspec.Raw]) -> NDArray[np.int32]:
         prompt = fields.get("prompt", ABSENT)

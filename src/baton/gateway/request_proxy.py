@@ -162,6 +162,8 @@ class RequestProxy:
         monitor.report(self._services.workers.with_id(decode.id), error)
         has_progressed = self._resumption.note_failure(error, decode, self._body)
         failover.record(_attempt_at(placement), _failure_of(error), has_progressed=has_progressed)
+        if has_progressed:
+            self._wait_ends_at = None
         if isinstance(error, StaleTicketError):
             await monitor.refresh(error.worker)
 

@@ -165,7 +165,8 @@ class ResponseForwarder:
             UpstreamError: it is too long. Nothing was sent.
         """
         has_begun = self._early is not None and await self._early.close()
-        if response.status == OK and _is_event_stream(response):
+        kind = response.headers.get(b"content-type", b"")
+        if response.status == OK and is_event_stream(kind):
             await self._context.start_stream(self._send)
             self._resumption.begin_stream(
                 self._decode.protocol,
@@ -335,8 +336,8 @@ def _read_prompt_tokens(response: Answer) -> int | None:
     return int(text) if _COUNT.fullmatch(text) else None
 
 
-def _is_event_stream(response: Answer) -> bool:
-    kind = response.headers.get(b"content-type", b"")
+def is_event_stream(kind: bytes) -> bool:
+    """Whether a `content-type` is that of a stream of events."""
     return kind.partition(b";")[0].strip().lower() == EVENT_STREAM
 
 

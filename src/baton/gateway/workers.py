@@ -378,9 +378,10 @@ class Workers:
             del self._by_id[before.worker]
         if worker.info is not None:
             self._by_id[worker.info.worker] = worker
-        if isinstance(state, Up):
+        has_other_name = before is not None and self._by_id.get(before.worker) is not worker
+        if isinstance(state, Up) and not has_other_name:
             self._make_fleet_soon()
-        else:
+        else:  # nothing is to be placed at what is not there
             self._make_fleet()
 
     def set_members(self, listings: Mapping[URL, Listing]) -> None:

@@ -188,8 +188,9 @@ class CostPolicy:
             return usable
         parts = weigh(usable, request, load, self._options)
         best = self._best_alone(parts, request)
+        num_stored = best.prediction.num_stored
         if (fixed := serve_alone(best.decode, request, self._mode)) is not None:
-            return fixed
+            return replace(fixed, num_stored_tokens=num_stored)
         ranked = merge(
             self._rank_pairs(parts, request, load),
             self._rank_prefixes(parts, best.cost, request, load),
@@ -213,7 +214,6 @@ class CostPolicy:
         if (listed or fleet.absent_prefills) and not any(is_usable(w, request) for w in listed):
             reasons = explain_alone(fleet, best.decode, request)
         why = (f"chosen: {best}", *(f"rather than {pair}" for pair in pairs), *divided)
-        num_stored = best.prediction.num_stored
         return Placement(None, best.decode, reasons, why=why, num_stored_tokens=num_stored)
 
     def explain(

@@ -116,6 +116,11 @@ class Usable:
     devices: DeviceSums | None
     has_slow_starts: bool
 
+    @property
+    def has_divided_labour(self) -> bool:
+        """Whether no worker that answers prefills for others, and some worker does."""
+        return bool(len(self.helpers) and self.helpers.min() >= self.num_decodes)
+
 
 @dataclass(frozen=True, slots=True)
 class Parts:
@@ -360,7 +365,7 @@ def _weigh_gaps(
     now_s = np.minimum(lately_s, piece_s)
     gap_s = after_s + now_s
     usual = without = _count_beyond(before_s + now_s, limit_s)
-    if usable.prefills:  # who only decodes from now on is to compute none, whatever it did lately
+    if usable.has_divided_labour:  # who only decodes is to compute none, whatever it did lately
         without, lately_s = _count_beyond(before_s, limit_s), np.zeros(len(before_s))
     with_it_s = np.minimum(lately_s + own_s, piece_s)
     stall = num_limited * (_count_beyond(before_s + with_it_s, limit_s) - without)

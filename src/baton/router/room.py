@@ -10,7 +10,7 @@ A worker is full when it has as many requests of this gateway as it may:
     within its `itl_s`, if there are such targets
 
 Besides, a prompt waits while every worker has `AHEAD_S` of prompts before it. Predictions count
-once they were learned. A worker that reports nothing is never full, unless a limit is configured.
+once they were learned. A worker that never reported is never full, unless a limit is configured.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class FleetRoom:
         self._load, self._max_running = load, max_running
         self._most = inf if max_running is None else max_running + spare_for(max_running)
         self._limits: dict[WorkerId, float] = {}
-        self._num_waiting: dict[WorkerId, int] = {}  # by the latest report
+        self._reports: dict[WorkerId, WorkerLoad] = {}  # the latest ones
         self._least = self._most
 
     def limit(self, worker: WorkerId) -> float:
@@ -81,14 +81,24 @@ class FleetRoom:
         return self._limits.get(worker, self._most)
 
     def note_report(self, worker: WorkerId, model: str, report: WorkerLoad | None) -> None:
-        """A worker was asked for its load just now; None: it does not report it."""
+        """A worker was asked for its load just now; None: it did not report it.
+
+        One that did before has as much room as it had without a queue: who is too busy to answer
+        does not run more.
+        """
         known = self._limits.pop(worker, inf)
-        waited = self._num_waiting.pop(worker, 0)
-        if len(self._num_waiting) >= MOST_WORKERS:  # names of lives that are over
+        before = self._reports.pop(worker, None)
+        if len(self._reports) >= MOST_WORKERS:  # names of lives that are over
             self._limits.clear()
-            self._num_waiting.clear()
+            self._reports.clear()
+        if (latest := report or before) is not None:
+            self._reports[worker] = latest
+        if report is None and before is not None:
+            limit, _ = self._find_most(before)
+            if limit < inf:
+                self._limits[worker] = limit
         if report is not None:
-            self._num_waiting[worker] = report.num_waiting
+            waited = 0 if before is None else before.num_waiting
             lacks_blocks = LACKS_BLOCKS * report.num_free_blocks < report.num_blocks
             waits = report.num_waiting if lacks_blocks else min(waited, report.num_waiting)
             activity = self._load.find(worker, model)
@@ -109,7 +119,7 @@ class FleetRoom:
         """These are gone."""
         for worker in workers:
             self._limits.pop(worker, None)
-            self._num_waiting.pop(worker, None)
+            self._reports.pop(worker, None)
         self._least = min(self._limits.values(), default=inf)
         self._least = min(self._least, self._most)
 

@@ -215,7 +215,12 @@ class WorkerActivity:
     def note_loads(self, loads: StoreLoads) -> None:
         """It reports what it has loaded from its store since its start."""
         before, self._loads = self._loads, loads
-        if loads.num_loads < before.num_loads:  # it was restarted
+        is_another_life = (
+            loads.num_loads < before.num_loads
+            or loads.num_tokens < before.num_tokens
+            or loads.seconds < before.seconds
+        )
+        if is_another_life:
             before = NO_LOADS
         num_loads = loads.num_loads - before.num_loads
         if num_loads:

@@ -132,9 +132,9 @@ def beyond(gap_s, limit_s):
     return 10 * max(0.0, gap_s / limit_s - 1)
 
 
-def gap(activity, worker, more, prefill_s=0.0):
+def gap(activity, worker, more, prefill_s=0.0, *, counts_lately=True):
     """A step, and the part of the prompts of 3 s that is computed in it."""
-    prompts_s = 3.0 * activity.prefill_share(NOW) + prefill_s
+    prompts_s = (3.0 * activity.prefill_share(NOW) if counts_lately else 0.0) + prefill_s
     piece_s = activity.prefill_cost.predict(worker.max_step_tokens or 1e9)
     return activity.step_cost.predict(activity.num_decodes + more) + min(prompts_s, piece_s)
 
@@ -149,10 +149,11 @@ def test_streams_move_by_the_gaps_that_placement_predicts(given, fleet, more):
         assert found == pytest.approx(gap(activity, worker, more))
 
 
-def naive_gaps(computing, decode, request_, prefill_s, limits):
+def naive_gaps(computing, decode, request_, prefill_s, limits, *, is_divided):
     """What gaps between tokens cost beyond their limits; each of the two is `(activity, worker)`.
 
-    `limits` are those of the answers at each worker.
+    `limits` are those of the answers at each worker. `is_divided`: who answers is to compute no
+    prompts.
     """
     usual, after = gap(*decode, 0), gap(*decode, 1)
     at_first, at_second = limits.get(computing[1].id), limits.get(decode[1].id)
@@ -160,7 +161,9 @@ def naive_gaps(computing, decode, request_, prefill_s, limits):
     if at_second:
         cost += len(at_second) * (beyond(after, min(at_second)) - beyond(usual, min(at_second)))
     if at_first:
-        usual, stalled = gap(*computing, 0), gap(*computing, 0, prefill_s)
+        usual, stalled = (
+            gap(*computing, 0, more_s, counts_lately=not is_divided) for more_s in (0.0, prefill_s)
+        )
         least = min(at_first)
         return cost, len(at_first) * (beyond(stalled, least) - beyond(usual, least))
     return cost, 0.0
@@ -183,7 +186,7 @@ def naive_place_s(activity, load):
     return num_ahead * costs.answer_tokens * pace(activity, 0) / most if num_ahead else 0.0
 
 
-def naive_cost(prefill, decode, request_, load, wanted, num_loaded=0, *, limits):
+def naive_cost(prefill, decode, request_, load, wanted, num_loaded=0, *, limits, is_divided):
     """The formula of docs/routing.md for one way, step by step."""
     answering = load.of(decode.id, "demo")
 
@@ -228,7 +231,12 @@ def naive_cost(prefill, decode, request_, load, wanted, num_loaded=0, *, limits)
     own_ttft, own_tpot = request_.ttft_s or wanted.ttft_s, request_.tpot_s or limit
     first = decode if prefill is None or num_loaded else prefill
     gaps, stalled_gaps = naive_gaps(
-        (computing, first), (answering, decode), request_, whole_s or prefill_s, limits
+        (computing, first),
+        (answering, decode),
+        request_,
+        whole_s or prefill_s,
+        limits,
+        is_divided=is_divided,
     )
     others = slower + load_share * (stalled + stalled_gaps) + keep_s / wanted.ttft_s
     return bend(ttft_s / own_ttft) + bend(after / own_tpot) + gaps + others
@@ -278,7 +286,9 @@ def test_no_way_to_serve_a_request_is_better(
         and prefill is not decode
         and decode.why_not_from(prefill) is None
     ]
-    naive = partial(naive_cost, limits=gap_limits(given))
+    roles = {worker.role for worker in usable}
+    is_divided = Role.PREFILL in roles and Role.BOTH not in roles
+    naive = partial(naive_cost, limits=gap_limits(given), is_divided=is_divided)
     costs = {
         (prefill and prefill.id, decode.id, 0): naive(prefill, decode, request_, load, wanted)
         for prefill, decode in [*((None, decode) for decode in decodes), *pairs]
@@ -418,6 +428,23 @@ def test_loads_are_learned_from_what_workers_report():
     assert cost.predict(1500) == pytest.approx(0.15, rel=0.1)
 
 
+def test_a_restarted_worker_may_report_more_loads_than_its_last_life():
+    """More and smaller ones: the difference to the last life's sums is of no load."""
+    load = FleetLoad()
+    activity = load.of("w", "demo")
+    activity.note_loads(StoreLoads(3, 30_000, 3.0))
+    activity.note_loads(StoreLoads(5, 500, 0.05))
+    assert load.costs("demo").load.predict(100) < 0.05
+    assert load.costs("demo").load.predict(10_000) == pytest.approx(1.0, rel=0.2)
+
+
+def test_what_one_worker_loads_where_it_must_serve_alone_is_not_taken_for_computed():
+    load, workers = FleetLoad(), [view("a"), view("b")]
+    policy = CostPolicy(CostOptions(), "colocated")
+    placement = placed(policy, workers, load, num_tokens=4000, stored={"a": 3968, "b": 3968})
+    assert placement.num_stored_tokens == 3968
+
+
 def test_a_prefix_that_is_loaded_is_no_prompt_of_its_source():
     load, (has, idle) = FleetLoad(), (view("has"), view("idle"))
     running = load.begin(Placement(has, idle, num_prefix_tokens=960), 40, NOW, 960)
@@ -429,6 +456,20 @@ def test_a_prefix_that_is_loaded_is_no_prompt_of_its_source():
     running.end(NOW + 1.0)
     assert load.of(idle.id, "demo").num_requests == 0
     assert not load.costs("demo").prefill.num_seen
+
+
+def test_a_decode_worker_that_computed_prompts_lately_is_not_given_more_for_that():
+    """Its answers have missed their target for gaps for 3 s, and would for 3 s more each time."""
+    load, prefill, decode = FleetLoad(), view("p", Role.PREFILL), view("d", Role.DECODE)
+    decode = replace(decode, max_step_tokens=1000)
+    for at in np.arange(NOW - 10, NOW, 1.0).tolist():
+        running = load.begin(Placement(None, decode), 2000, at)
+        running.limit_gaps(0.04)
+        running.first_token(at + 0.1)
+    load.begin(Placement(prefill, decode), 20_000, NOW)
+    policy = CostPolicy(CostOptions())
+    placement = placed(policy, [prefill, decode], load, num_tokens=2000, itl_s=0.04)
+    assert placement.prefill is prefill
 
 
 def test_a_long_prompt_is_computed_where_no_answer_waits_for_it():

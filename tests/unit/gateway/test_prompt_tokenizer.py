@@ -114,11 +114,15 @@ def test_what_cannot_be_known_has_none(fields):
 
 
 def test_what_is_remembered_is_bounded(monkeypatch):
-    monkeypatch.setattr(prompt_tokenizer, "MAX_REMEMBERED_TOKENS", 10)
+    most = 2 * (prompt_tokenizer.ENTRY_TOKENS + 4)
+    monkeypatch.setattr(prompt_tokenizer, "MAX_REMEMBERED_TOKENS", most)
     tokenizer = make()
     for first in range(100):
         ids_at_the_gateway(tokenizer, {"prompt": [first, 1, 2, 3]})
-        assert sum(map(len, tokenizer._remembered.values())) == tokenizer._num_remembered <= 10
+        assert tokenizer._num_remembered <= most
+    assert len(tokenizer._remembered) == 2
+    for first in range(100):  # other bodies, whose prompts have no token
+        ids_at_the_gateway(tokenizer, {"prompt": [], "chat_template_kwargs": {"x": first}})
     assert len(tokenizer._remembered) == 2
 
 

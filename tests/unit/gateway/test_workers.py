@@ -213,6 +213,25 @@ def test_reports_of_many_workers_are_taken_up_together():
     assert {view.load for view in views} == {LOAD}
 
 
+def test_what_is_placed_on_is_there_when_a_worker_of_many_comes_back_under_another_name():
+    workers = Workers(
+        [WorkerAddress(f"http://127.0.0.1:{port}", Role.DECODE) for port in range(1, 101)],
+        GatewayMetrics(),
+    )
+
+    async def restart() -> None:
+        for number, worker in enumerate(workers.all):
+            workers.register(worker, info(worker=f"decode-{number}"))
+        async with asyncio.timeout(30):
+            while not workers.fleet.models:
+                await asyncio.sleep(0.01)
+        workers.register(workers.all[3], info(worker="another", epoch="b" * 32))
+        placed_on = [workers.of(view) for view in workers.fleet.models["demo"].decodes]
+        assert placed_on == list(workers.all)
+
+    asyncio.run(restart())
+
+
 def test_a_view_is_another_one_only_where_something_has_changed(workers):
     decode = workers.all[1]
     workers.register(decode, info())

@@ -46,6 +46,22 @@ def test_nothing_is_held_back_of_workers_that_report_nothing(load):
     assert room.look(ModelWorkers.of([A]), 0.0, 1000).num_free == inf
 
 
+def test_a_worker_that_does_not_answer_for_once_gets_no_more_than_it_runs(load):
+    """A vLLM server's own control server may be late, most likely while it is busy."""
+    room = FleetRoom(load)
+    begin(load, 12)
+    room.note_report(A.id, "demo", report(max_running=8))
+    room.note_report(A.id, "demo", None)
+    assert room.limit(A.id) == 12
+    assert room.look(ModelWorkers.of([A]), 0.0, 12).num_free == 0
+    room.note_report(A.id, "demo", short(9, max_running=8))
+    assert room.limit(A.id) < 12
+    room.note_report(A.id, "demo", None)
+    assert room.limit(A.id) == 12, "nobody knows what waits there"
+    room.forget([A.id])
+    assert room.limit(A.id) == inf
+
+
 @pytest.mark.parametrize("configured", [None, 8])
 def test_a_worker_is_full_with_what_it_runs_and_a_few_that_wait(load, configured):
     room, served = FleetRoom(load, configured), ModelWorkers.of([A, B])

@@ -70,7 +70,7 @@ class PickedRequest:
             targets=read_targets(headers),
         )
         self._placement: Placement | None = None
-        self._num_parts = 0
+        self._is_stream, self._num_parts = False, 0
         self._held = ExitStack()
         self._held.enter_context(services.clients.admit(client))
         self._held.callback(self._account)
@@ -108,9 +108,9 @@ class PickedRequest:
         self._begin(placement, num_tokens, match)
         return await _address_of(services.workers.of(placement.decode).url), body.encode()
 
-    def note_status(self, status: int) -> None:
-        """The worker has begun to answer."""
-        self._context.status = status
+    def note_head(self, status: int, *, is_stream: bool) -> None:
+        """The worker has begun to answer: with a stream, or with an answer in one piece."""
+        self._context.status, self._is_stream = status, is_stream
         worker = self._worker
         if worker is None:
             return
@@ -120,7 +120,9 @@ class PickedRequest:
             self._services.health_monitor.note_answered(worker)
 
     def note_part(self) -> None:
-        """A part of the answer has come."""
+        """A part of the answer has come; of one in one piece that shows when it ended, no more."""
+        if not self._is_stream:
+            return
         self._num_parts += 1
         if self._context.running is not None:
             self._context.running.first_token(self._services.clock.now())
@@ -170,7 +172,8 @@ class PickedRequest:
             for view in fleet.models[model].decodes
             if subset is None or services.workers.of(view).url.authority in subset
         ]
-        alone = Fleet({model: ModelWorkers.of(decodes)})
+        # A part of the fleet, for which no labour is divided: nothing is handed over here.
+        alone = Fleet({model: ModelWorkers.of(decodes, is_part=True)})
         placement = services.placement.place(alone, request, services.load)
         if isinstance(placement, Unplaceable):
             raise NoWorkerError(placement.reason)

@@ -1,6 +1,7 @@
 """One gRPC stream of Envoy's external processing: the messages of one HTTP request.
 
     request headers ─► request body … end ─► place ─► headers with the address, then the body
+                       (its last part, or trailers)
     response headers, body ─► as they are; what they show of the worker is noted
     any error ─► ImmediateResponse: 4xx or 503; 429 where there is no room
 
@@ -20,9 +21,10 @@ from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from google.protobuf import struct_pb2
 
-from baton.errors import BatonError, OverloadedError
+from baton.errors import BatonError, InvalidRequestError, OverloadedError
 from baton.gateway.errors import ErrorAnswer, answer_for
 from baton.gateway.picker.picked_request import PickedRequest
+from baton.gateway.response_forwarder import is_event_stream
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
@@ -55,7 +57,7 @@ class Processing:
         self._parts: list[bytes] = []
         self._removed: list[str] = []
         self._subset: frozenset[str] | None = None
-        self._is_buffered = False
+        self._is_buffered = self._is_placed = False
         self._response_mode = FULL_DUPLEX
 
     async def run(
@@ -89,7 +91,7 @@ class Processing:
             case "response_body":
                 return self._pass_response(message.response_body)
             case "request_trailers":
-                return (ext_proc.ProcessingResponse(request_trailers=ext_proc.TrailersResponse()),)
+                return await self._take_trailers()
             case "response_trailers":
                 return (ext_proc.ProcessingResponse(response_trailers=ext_proc.TrailersResponse()),)
             case _:
@@ -108,6 +110,8 @@ class Processing:
         method = of_name.get(b":method", b"")
         self._request = PickedRequest(self._services, method, path, headers)
         self._held.callback(self._request.close)
+        if message.request_headers.end_of_stream:
+            raise InvalidRequestError("the body is not a JSON object: there is none")
         self._removed = [n.decode("latin-1") for n, _ in headers if n.startswith(OWN_HEADERS)]
         if self._services.options.client_keys_file:
             self._removed.append("authorization")  # the client's key is for gateways
@@ -121,10 +125,21 @@ class Processing:
         self._parts.append(body.body)
         if self._limit.is_passed(sum(map(len, self._parts))):
             raise self._limit.explain()
-        if not body.end_of_stream:
-            return ()
+        if self._is_buffered or body.end_of_stream:
+            return await self._place(is_end=True)
+        return ()
+
+    async def _take_trailers(self) -> Iterable[ext_proc.ProcessingResponse]:
+        """They end a body that is streamed: none of its parts is marked as the last."""
+        answer = ext_proc.ProcessingResponse(request_trailers=ext_proc.TrailersResponse())
+        placed = () if self._is_placed else await self._place(is_end=False)
+        return (*placed, answer)
+
+    async def _place(self, *, is_end: bool) -> Iterable[ext_proc.ProcessingResponse]:
+        """The body is here. `is_end`: no trailers follow."""
         if self._request is None:
             raise BatonError("a body came before its headers")
+        self._is_placed = True
         data = b"".join(self._parts)
         self._parts.clear()
         address, data = await self._request.place(data, self._subset)
@@ -139,7 +154,7 @@ class Processing:
         head = ext_proc.HeadersResponse(response=common)
         return (
             ext_proc.ProcessingResponse(request_headers=head, dynamic_metadata=metadata),
-            *_stream(data),
+            *_stream(data, is_end=is_end),
         )
 
     def _mutate(self, address: str, num_bytes: int) -> ext_proc.HeaderMutation:
@@ -156,9 +171,10 @@ class Processing:
         )
 
     def _note_response(self, head: ext_proc.HttpHeaders) -> Iterable[ext_proc.ProcessingResponse]:
-        status = dict(_read_headers(head.headers)).get(b":status", b"")
+        headers = dict(_read_headers(head.headers))
+        status, kind = headers.get(b":status", b""), headers.get(b"content-type", b"")
         if self._request is not None and status.isdigit():
-            self._request.note_status(int(status))
+            self._request.note_head(int(status), is_stream=is_event_stream(kind))
         return (ext_proc.ProcessingResponse(response_headers=ext_proc.HeadersResponse()),)
 
     def _pass_response(self, body: ext_proc.HttpBody) -> Iterable[ext_proc.ProcessingResponse]:
@@ -171,12 +187,12 @@ class Processing:
         return (ext_proc.ProcessingResponse(response_body=answer),)
 
 
-def _stream(data: bytes) -> Iterator[ext_proc.ProcessingResponse]:
+def _stream(data: bytes, *, is_end: bool) -> Iterator[ext_proc.ProcessingResponse]:
     for start in range(0, max(1, len(data)), MAX_PART_BYTES):
         answer = ext_proc.BodyResponse()
         part = answer.response.body_mutation.streamed_response
         part.body = data[start : start + MAX_PART_BYTES]
-        part.end_of_stream = start + MAX_PART_BYTES >= len(data)
+        part.end_of_stream = is_end and start + MAX_PART_BYTES >= len(data)
         yield ext_proc.ProcessingResponse(request_body=answer)
 
 
