@@ -108,7 +108,7 @@ class Control:
     async def _stop(self, writer: asyncio.StreamWriter) -> None:
         pending = ", ".join(self._supervisor.processes)
         await _send(writer, Progress(f"draining {pending}"))
-        for slot in self._supervisor.slots.values():
+        for slot in list(self._supervisor.slots.values()):
             if slot.has_failed:
                 await _send(writer, Progress(f"{slot.name} did not serve: {slot.reason}"))
         if not self._supervisor.is_stopping:  # a second request would kill

@@ -162,7 +162,7 @@ class Supervisor:
         try:
             await self._failed
         finally:
-            for slot in self.slots.values():
+            for slot in list(self.slots.values()):  # one whose machine is taken leaves them
                 await slot.stop_restarting()
 
     # Operations on a launch that serves (`baton.launch.operations`)
