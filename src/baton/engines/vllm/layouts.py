@@ -292,10 +292,19 @@ def _specs_of(group: KVCacheGroupSpec) -> Iterable[KVCacheSpec]:
 
 
 def _check_spec(name: str, spec: KVCacheSpec) -> None:
-    """Refuse what keeps something else than K and V (or a latent) for every token."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec  # noqa: PLC0415
+    """Refuse what keeps something else than K and V (or a latent) for every token.
 
-    if not isinstance(spec, FullAttentionSpec | SlidingWindowSpec) or spec.tokens_per_state != 1:
+    With R-SWA a token sees all of the prompt and a window of the answer: KV of equal tokens depends
+    on where the answer began, and vLLM gives away blocks between the two.
+    """
+    from vllm.v1.kv_cache_interface import (  # noqa: PLC0415
+        FullAttentionSpec,
+        RSWASpec,
+        SlidingWindowSpec,
+    )
+
+    is_known = isinstance(spec, FullAttentionSpec | SlidingWindowSpec)
+    if not is_known or isinstance(spec, RSWASpec) or spec.tokens_per_state != 1:
         raise ConfigError(f"KV of layer {name} ({type(spec).__name__}) cannot be handed over")
 
 
