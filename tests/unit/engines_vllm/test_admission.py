@@ -292,16 +292,16 @@ def test_workers_are_told_of_the_queue_and_of_free_blocks_when_they_change(
     admission.count_missing(plain, 0)
     admission.allocated(plain, ([1, 2, 3],), 0)
     blocks.num_free = 7
-    assert admission.is_report_outdated
+    assert admission.needs_step
     orders = admission.step(step(new=(("r", [1, 2, 3], 0, 9),)))
     assert orders.occupancy == Occupancy(0, 10, 7, 4)
-    assert not admission.is_report_outdated
+    assert not admission.needs_step
     assert admission.step(step()).occupancy is None, "it was told"
     admission.finish(plain)
     blocks.num_free = 10
-    assert admission.is_report_outdated
+    assert admission.needs_step
     assert admission.step(step()).occupancy == Occupancy(0, 10, 10, 4)
-    assert not admission.is_report_outdated
+    assert not admission.needs_step
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
