@@ -118,6 +118,7 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
         self._refused = RefusalCounter()
         self._probes: set[VllmRequestId] = set()
         self._ranks: dict[int, RankFacts] = {}
+        self._window_tokens: int | None = None
 
     def use_store(self, prefixes: PrefixAdmission) -> None:
         """Load prompts' beginnings from the store, and keep there what requests leave. Once."""
@@ -132,6 +133,9 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
     def set_ranks(self, ranks: Mapping[int, RankFacts]) -> None:
         """The workers can be reached from now on."""
         self._ranks = dict(ranks)
+        layers = (layer for facts in ranks.values() for layer in facts.layout.layers)
+        windows = [each.window_tokens for each in layers if each.window_tokens is not None]
+        self._window_tokens = min(windows, default=None)
         if not all("pool" in facts.modes for facts in ranks.values()):
             self._prefixes = None  # what a rank computes cannot be kept in its store
 
@@ -329,6 +333,13 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
         unsupported = _unsupported_reason(request) or _tenant_mismatch(request, ticket)
         if self._adapters.last_reset is not None:
             unsupported = RESET_REASON
+        window = self._window_tokens
+        if window is not None and request.num_prompt_tokens >= window:
+            # vLLM has no blocks for what is behind the window: on a decode server it names its null
+            # block for all of them, and a prefill server's are others' by the time they are sent.
+            unsupported = (
+                f"a prompt beyond the sliding window of {window} tokens is not handed over"
+            )
         adapter = None
         if unsupported is None and request.lora_request is not None:
             found = self._adapters.find(request.lora_request)
