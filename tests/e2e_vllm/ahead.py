@@ -154,6 +154,33 @@ def start_small_decode(cluster_factory: ClusterFactory) -> tuple[FleetProcess, .
     return (server,)
 
 
+def start_trained(cluster_factory: ClusterFactory) -> tuple[FleetProcess, ...]:
+    """Has a store, and vLLM's endpoints by which its weights can be replaced."""
+    server = cluster_factory.start_plain(
+        "trained",
+        transfer={
+            "kv_connector": "BatonConnector",
+            "kv_connector_module_path": "baton.engines.vllm",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {
+                "name": "trained",
+                "store": {
+                    "tiers": ["file"],
+                    "options": {"file": {"directory": str(find_trained_kv(cluster_factory))}},
+                },
+            },
+        },
+        variables={"VLLM_SERVER_DEV_MODE": "1"},
+    )
+    return (server,)
+
+
+def find_trained_kv(cluster_factory: ClusterFactory) -> Path:
+    """The store of the server `trained`."""
+    return cluster_factory.run_directory / "trained-kv"
+
+
 def start_victims(cluster_factory: ClusterFactory) -> tuple[FleetProcess, ...]:
     """Three more decode servers: two do not live long, `find_notice` is for one of them.
 
@@ -191,5 +218,6 @@ STARTERS: Final[Mapping[str, Starter]] = {
     "standing_pair": start_slow_prefill,
     "small_decode": start_small_decode,
     "victims": start_victims,
+    "trained": start_trained,
 }
 """By the name of the fixture."""

@@ -151,7 +151,11 @@ class ClusterFactory:
         return self.fleet.start_worker(name, role, {**self._served(), **settings, **(store or {})})
 
     def start_plain(
-        self, name: str, *arguments: str, transfer: Mapping[str, object] | None = None
+        self,
+        name: str,
+        *arguments: str,
+        transfer: Mapping[str, object] | None = None,
+        variables: Mapping[str, str] | None = None,
     ) -> FleetProcess:
         """Start vLLM's own server as a user of vLLM does, and do not wait for it."""
         port = find_free_port()
@@ -166,7 +170,7 @@ class ClusterFactory:
             *("--host", "127.0.0.1", "--port", str(port)),
             *(*PLAIN_ARGUMENTS, *kv, *arguments),
         ]
-        environment = {**self.fleet.environment, **offline, **settings}
+        environment = {**self.fleet.environment, **offline, **settings, **(variables or {})}
         with log.open("wb") as stream:
             child = start_plain_vllm(words, environment, stream)
         ready = Ready(f"http://127.0.0.1:{port}")

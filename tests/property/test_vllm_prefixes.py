@@ -4,6 +4,7 @@ Each rank's store answers at once, in part, or long after the deadline, and then
 access the blocks that it was given. It has read what it found, or not. What must hold: a request
 runs only on KV of its own tokens, in every rank; no rank's store touches blocks that are another's;
 vLLM gets a report of each load once; nothing is left over in the end, nor in the stores' memory.
+After a reset of vLLM's caches nothing is loaded that was looked for before it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from baton.engines.vllm.step_orders import PrefixOrders, StepReport
 from baton.errors import StoreError
 from baton.handoff.interface import EngineSteps, KeepOrder, LoadOrder, LookupOrder
 from baton.handoff.read_prefixes import ReadOrder
+from baton.kv.identity import Adapter
 from baton.testing.clocks import ManualClock
 
 if TYPE_CHECKING:
@@ -94,6 +96,11 @@ class Request:
         return len(self.all_token_ids)
 
 
+def make_weights(num_resets: int) -> Adapter:
+    """What computes requests after so many resets."""
+    return Adapter("", str(num_resets))
+
+
 class Rank:
     """One rank: its KV, and a store that has taken orders and has not answered them."""
 
@@ -101,6 +108,7 @@ class Rank:
         self.kv = [[-1] * BLOCK_SIZE for _ in range(NUM_BLOCKS)]
         self.orders: dict[TicketId, LookupOrder | LoadOrder | KeepOrder] = {}
         self.num_kept = self.num_dropped_tokens = 0
+        self.adapter = make_weights(0)
         self.read: dict[TicketId, tuple[int, int]] = {}
         self.steps = EngineSteps()
         self.prefixes = RankPrefixes(self, block_size=BLOCK_SIZE, clock=clock)
@@ -115,6 +123,7 @@ class Rank:
         self.orders[order.id] = order
 
     def start_load(self, order: LoadOrder) -> None:
+        assert order.adapter == self.adapter, "its weights were replaced"
         self.orders[order.id] = order
 
     def start_keep(self, order: KeepOrder) -> None:
@@ -128,6 +137,7 @@ class Rank:
         self.num_dropped_tokens += num_tokens
 
     def put_in_blocks(self, order: LoadOrder) -> int:
+        assert order.adapter == self.adapter, "its weights were replaced"
         start, stop = self.read.pop(order.id)
         assert start <= order.start, "what is before was not read"
         assert len(order.prompt_ids) <= stop
@@ -200,7 +210,7 @@ class VllmMachine(RuleBasedStateMachine):
         self.admission.bind(self.pool)
         self.requests: dict[str, Request] = {}
         self.reported: dict[str, int] = {}
-        self.count = 0
+        self.count = self.num_resets = 0
 
     # What clients do.
 
@@ -254,9 +264,18 @@ class VllmMachine(RuleBasedStateMachine):
     @precondition(lambda self: self._running())
     @rule(data=st.data())
     def preempt(self, data: st.DataObject) -> None:
-        request = data.draw(st.sampled_from(self._running()))
-        self._free(request)
-        request.num_computed_tokens, request.status = 0, Status.WAITING
+        self._preempt(data.draw(st.sampled_from(self._running())))
+
+    @precondition(lambda self: self._num_used() == sum(len(r.blocks) for r in self._running()))
+    @rule()
+    def reset(self) -> None:
+        """vLLM refuses it while others than running requests have blocks."""
+        for request in self._running():
+            self._preempt(request)
+        self.num_resets += 1
+        for rank in self.ranks:
+            rank.adapter = make_weights(self.num_resets)
+        self.admission.reset()
 
     # What must hold.
 
@@ -265,7 +284,7 @@ class VllmMachine(RuleBasedStateMachine):
         self.schedule.check_invariants()
         for request in self.requests.values():
             assert all(self.pool.blocks[block].num_references for block in request.blocks)
-        assert NUM_BLOCKS - len(self.pool.free) <= self._num_owned() + MAX_KEPT_BLOCKS
+        assert self._num_used() <= self._num_owned() + MAX_KEPT_BLOCKS
 
     @invariant()
     def the_store_touches_no_block_of_another(self) -> None:
@@ -331,8 +350,9 @@ class VllmMachine(RuleBasedStateMachine):
         """Whether it may compute now: False where it must wait, for the store or for blocks."""
         most_cached = (request.num_prompt_tokens - 1) // BLOCK_SIZE
         num_cached = BLOCK_SIZE * data.draw(st.integers(0, most_cached), "cached")
-        missing = self.admission.count_missing(request, num_cached, None)
-        assert missing == self.admission.count_missing(request, num_cached, None)
+        weights = make_weights(self.num_resets)
+        missing = self.admission.count_missing(request, num_cached, weights)
+        assert missing == self.admission.count_missing(request, num_cached, weights)
         is_read = self.admission.is_read(request.request_id)
         if missing is None or not self._grow(request, num_cached + missing or 1):
             return False
@@ -387,7 +407,8 @@ class VllmMachine(RuleBasedStateMachine):
 
     def _finish(self, request: Request) -> None:
         is_loading = request.status is Status.LOADING
-        self.admission.finish(request, request.blocks, None, is_kept=True)
+        weights = make_weights(self.num_resets)
+        self.admission.finish(request, request.blocks, weights, is_kept=True)
         request.status = Status.FINISHED
         if not is_loading:
             self._free(request)
@@ -409,6 +430,10 @@ class VllmMachine(RuleBasedStateMachine):
             request.blocks.append(block)
         return True
 
+    def _preempt(self, request: Request) -> None:
+        self._free(request)
+        request.num_computed_tokens, request.status = 0, Status.WAITING
+
     def _free(self, request: Request) -> None:
         self.pool.free_blocks(self.pool.blocks[block] for block in request.blocks)
         request.blocks = []
@@ -420,6 +445,9 @@ class VllmMachine(RuleBasedStateMachine):
             for order in rank.orders.values()
             if type(order) is ReadOrder
         ]
+
+    def _num_used(self) -> int:
+        return NUM_BLOCKS - len(self.pool.free)
 
     def _num_owned(self) -> int:
         return sum(len(request.blocks) for request in self.requests.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from baton.engines.vllm.step_orders import Occupancy, StepReport
 from baton.engines.vllm.tickets import TicketReader
 from baton.ids import Epoch, WorkerId, new_ticket_id
 from baton.kv.identity import compute_prompt_hash
-from baton.kv.layout import KVLayout
+from baton.kv.layout import KVLayout, LayerLayout
 from baton.protocol.worker_http import KVEventsSource
 from baton.testing.clocks import ManualClock
 from tests.tickets import issue
@@ -202,6 +203,21 @@ def test_kv_that_depends_on_more_than_tokens_is_not_handed_over(
     assert report["code"] == "unsupported_request"
 
 
+def test_a_prompt_beyond_the_window_is_not_handed_over(admission: Admission) -> None:
+    """Its first blocks are another's while the rest is computed, and decode has none for them."""
+    layers = (LayerLayout.gqa(4, 32), LayerLayout.gqa(4, 32, window_tokens=9))
+    admission.set_ranks({0: replace(FACTS, layout=KVLayout(layers, 4, "float32"))})
+    for num_tokens, is_handed_over in ((8, True), (9, False)):
+        ids = {"prompt_token_ids": list(range(num_tokens)), "num_prompt_tokens": num_tokens}
+        decode = request(receiving(), f"d{num_tokens}", **ids)
+        assert admission.count_missing(decode, 0) == (num_tokens if is_handed_over else 0)
+        prefill = request(sending(), f"p{num_tokens}", **ids)
+        admission.add(prefill)
+        orders = admission.step(step(new=((prefill.request_id, [1, 2, 3], 0, num_tokens),)))
+        assert bool(orders.offers) is is_handed_over
+    assert admission.take_refused() == {"unsupported_request": 2}
+
+
 def test_a_request_that_was_rejected_before_it_was_added_is_declined(
     admission: Admission,
 ) -> None:
@@ -292,16 +308,16 @@ def test_workers_are_told_of_the_queue_and_of_free_blocks_when_they_change(
     admission.count_missing(plain, 0)
     admission.allocated(plain, ([1, 2, 3],), 0)
     blocks.num_free = 7
-    assert admission.is_report_outdated
+    assert admission.needs_step
     orders = admission.step(step(new=(("r", [1, 2, 3], 0, 9),)))
     assert orders.occupancy == Occupancy(0, 10, 7, 4)
-    assert not admission.is_report_outdated
+    assert not admission.needs_step
     assert admission.step(step()).occupancy is None, "it was told"
     admission.finish(plain)
     blocks.num_free = 10
-    assert admission.is_report_outdated
+    assert admission.needs_step
     assert admission.step(step()).occupancy == Occupancy(0, 10, 10, 4)
-    assert not admission.is_report_outdated
+    assert not admission.needs_step
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])

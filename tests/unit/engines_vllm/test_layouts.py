@@ -142,6 +142,26 @@ def test_two_groups_of_blocks_are_refused_with_what_helps(tmp_path: Path) -> Non
         read_layers(config, plan(config, specs), ALONE)
 
 
+def test_groups_that_no_setting_unites_are_refused_without_one(tmp_path: Path) -> None:
+    """Of an encoder-decoder: vLLM has two groups with that flag, too."""
+    config = configure(write_model(tmp_path / "m"))
+    cross = kv_cache_interface.CrossAttentionSpec(
+        block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32
+    )
+    specs = main_layers() | {"model.layers.1.encoder_attn.attn": cross}
+    with pytest.raises(ConfigError, match=r"\(CrossAttentionSpec, Full.* is not supported"):
+        read_layers(config, plan(config, specs), ALONE)
+
+
+def test_kv_that_depends_on_where_the_answer_began_is_refused(tmp_path: Path) -> None:
+    config = configure(write_model(tmp_path / "m"))
+    spec = kv_cache_interface.RSWASpec(
+        block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32, rswa_window=64
+    )
+    with pytest.raises(ConfigError, match=r"RSWASpec\) cannot be handed over"):
+        read_layers(config, plan(config, dict.fromkeys(main_layers(), spec)), ALONE)
+
+
 def test_what_holds_more_than_keys_and_values_is_refused(tmp_path: Path) -> None:
     config = configure(write_model(tmp_path / "m"))
     scaled = main_layers(state_content_bytes=2 * 32 * 4 + 8)

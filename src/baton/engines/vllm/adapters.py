@@ -1,12 +1,15 @@
-"""What identifies the LoRA adapters of a vLLM server: digests of their files.
+"""What identifies the weights that compute a request, beside the model's files.
 
-Names do not: two servers may give one name to different weights. Duck-typed over vLLM's objects.
+The LoRA adapter: by a digest of its files. Names do not: two servers may give one name to different
+weights. And the last reset of vLLM's caches: weights may have been replaced since (ADR 79).
+Duck-typed over vLLM's objects.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import secrets
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +33,7 @@ FILES: Final = ("adapter_config.json", "adapter_model.*")
 """What vLLM reads of an adapter's folder."""
 
 _TAG: Final = b"baton/adapter-files/1"
+_RESET_TAG: Final = "baton/reset/1"
 
 _Key: TypeAlias = tuple[str, str, bool]
 _Version: TypeAlias = tuple[tuple[str, int, int, int], ...]
@@ -62,9 +66,29 @@ class Adapters:
         self._settings = settings
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         self._digests: dict[_Key, Future[_Digest] | NotIdentified] = {}
+        self.last_reset: str | None = None
+        """Names the last reset; None: the weights are those of the files."""
 
-    def find(self, lora: LoRARequest) -> Adapter | NotIdentified:
-        """The adapter of a request. Blocks for `WAIT_S` at most, at the first of an adapter."""
+    def reset(self) -> None:
+        """KV from before is not used any more. No other server finds what is computed from now on.
+
+        The model without an adapter is then another adapter, too, whose identity is random.
+        """
+        self.last_reset = secrets.token_hex(16)
+
+    def find(self, lora: LoRARequest | None) -> Adapter | NotIdentified | None:
+        """What computes a request; None for the model itself.
+
+        Blocks for `WAIT_S` at most, at the first request of an adapter.
+        """
+        found = None if lora is None else self._find_files(lora)
+        if self.last_reset is None or isinstance(found, NotIdentified):
+            return found
+        name, digest = ("", "") if found is None else (found.name, found.digest)
+        both = f"{_RESET_TAG}|{self.last_reset}|{digest}".encode()
+        return Adapter(f"{name}@{self.last_reset}", hashlib.sha256(both).hexdigest())
+
+    def _find_files(self, lora: LoRARequest) -> Adapter | NotIdentified:
         name, path = str(lora.lora_name), Path(lora.lora_path).expanduser()
         key = name, str(path), bool(lora.is_3d_lora_weight)
         known = self._digests.get(key)

@@ -5,6 +5,7 @@ Duck-typed over vLLM's objects: nothing of vLLM is imported here.
 
 from __future__ import annotations
 
+import logging
 import struct
 from typing import TYPE_CHECKING, Final, assert_never
 
@@ -51,7 +52,14 @@ if TYPE_CHECKING:
         VllmRequestId,
     )
     from baton.engines.vllm.tickets import TicketReader
-    from baton.kv.identity import Adapter
+
+
+logger = logging.getLogger(__name__)
+
+RESET_REASON: Final = (
+    "the caches of this server were reset while it ran, and its weights may have been replaced: "
+    "restart it to hand over KV"
+)
 
 
 class HeldPrompts:
@@ -110,6 +118,7 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
         self._refused = RefusalCounter()
         self._probes: set[VllmRequestId] = set()
         self._ranks: dict[int, RankFacts] = {}
+        self._window_tokens: int | None = None
 
     def use_store(self, prefixes: PrefixAdmission) -> None:
         """Load prompts' beginnings from the store, and keep there what requests leave. Once."""
@@ -124,6 +133,9 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
     def set_ranks(self, ranks: Mapping[int, RankFacts]) -> None:
         """The workers can be reached from now on."""
         self._ranks = dict(ranks)
+        layers = (layer for facts in ranks.values() for layer in facts.layout.layers)
+        windows = [each.window_tokens for each in layers if each.window_tokens is not None]
+        self._window_tokens = min(windows, default=None)
         if not all("pool" in facts.modes for facts in ranks.values()):
             self._prefixes = None  # what a rank computes cannot be kept in its store
 
@@ -206,9 +218,27 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
         )
 
     @property
-    def is_report_outdated(self) -> bool:
-        """Whether one more step should report to the workers how full vLLM is."""
-        return self._pressure.is_report_outdated
+    def needs_step(self) -> bool:
+        """Whether one more step is needed, without tokens.
+
+        It reports to the workers how full vLLM is, and frees blocks that they have copied.
+        """
+        if self._pressure.is_report_outdated:
+            return True
+        return self._prefixes is not None and self._prefixes.needs_step
+
+    def reset(self) -> None:
+        """Do not use KV from before with what is computed from now on: vLLM has reset its caches.
+
+        It does so before weights are replaced, which it does not report. Requests that had blocks
+        were preempted, or vLLM refuses the reset.
+        """
+        if self._adapters.last_reset is None:
+            logger.warning("KV from before is not used any more: %s", RESET_REASON)
+        self._adapters.reset()
+        self._schedule.end_waiting(RESET_REASON)
+        if self._prefixes is not None:
+            self._prefixes.reset()
 
     def update_from_workers(
         self, received: set[str] | None, sent: set[str] | None, report: StepReport | None
@@ -257,7 +287,7 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
     def _count_stored(
         self, prefixes: PrefixAdmission, request: Request, num_cached_tokens: int
     ) -> int | None:
-        request_id, adapter = request.request_id, self._find_adapter(request)
+        request_id, adapter = request.request_id, self._adapters.find(request.lora_request)
         if isinstance(adapter, NotIdentified):
             adapter, is_plain = None, False
         else:
@@ -269,15 +299,12 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
     def _finish_stored(
         self, prefixes: PrefixAdmission, request: Request, blocks: Sequence[int]
     ) -> None:
-        adapter = self._find_adapter(request)
+        adapter = self._adapters.find(request.lora_request)
         if isinstance(adapter, NotIdentified):
             prefixes.finish(request, blocks, None, is_kept=False)
         else:
             is_kept = self._may_be_kept(request)
             prefixes.finish(request, blocks, adapter, is_kept=is_kept)
-
-    def _find_adapter(self, request: Request) -> Adapter | NotIdentified | None:
-        return None if request.lora_request is None else self._adapters.find(request.lora_request)
 
     def _count_loaded(self, request: VllmRequestId, num_computed: int) -> int:
         return 0 if self._prefixes is None else self._prefixes.count_loaded(request, num_computed)
@@ -304,6 +331,15 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
         self, request: Request, ticket: Ticket, state: type[Queued | AwaitingBlocks]
     ) -> None:
         unsupported = _unsupported_reason(request) or _tenant_mismatch(request, ticket)
+        if self._adapters.last_reset is not None:
+            unsupported = RESET_REASON
+        window = self._window_tokens
+        if window is not None and request.num_prompt_tokens >= window:
+            # vLLM has no blocks for what is behind the window: on a decode server it names its null
+            # block for all of them, and a prefill server's are others' by the time they are sent.
+            unsupported = (
+                f"a prompt beyond the sliding window of {window} tokens is not handed over"
+            )
         adapter = None
         if unsupported is None and request.lora_request is not None:
             found = self._adapters.find(request.lora_request)

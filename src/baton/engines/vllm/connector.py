@@ -146,8 +146,13 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
         self._scheduler.bind(gpu_block_pool)
 
     def has_pending_push_work(self) -> bool:
-        """True: one more step, without tokens, reports freed blocks to the workers."""
-        return self._scheduler.is_report_outdated
+        """True: one more step, without tokens, reports freed blocks to the workers, or by them."""
+        return self._scheduler.needs_step
+
+    def reset_cache(self) -> bool:
+        """See `KVConnectorBase_V1`: before weights are replaced, and on request. Always True."""
+        self._scheduler.reset()
+        return True
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, RankHandshake]) -> None:
         self._scheduler.set_ranks({rank: shake.facts for rank, shake in metadata.items()})

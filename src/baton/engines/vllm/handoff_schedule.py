@@ -311,6 +311,19 @@ class HandoffSchedule:
         if isinstance(state, Loading):
             self._enter(request, Landed(state.prompt))
 
+    def end_waiting(self, reason: str) -> None:
+        """End the handoffs of requests that have no blocks yet: they are computed here."""
+        for request, state in self._states.items():
+            match state:
+                case Queued(prompt):
+                    self._pending.withdrawn.append(Withdraw(prompt, reason))
+                    self._enter(request, LocalCompute(Refusal("handoff_failed", reason)))
+                case AwaitingBlocks(prompt):
+                    self._pending.declined.append(Decline(prompt, reason))
+                    self._enter(request, LocalCompute(None))
+                case _:
+                    pass
+
     def finish(self, request: VllmRequestId, ending: Ending) -> FinishResult:
         """A request is over, in whatever state; no call for it follows."""
         state = self._states.pop(request, None)

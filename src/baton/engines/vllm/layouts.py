@@ -13,7 +13,12 @@ if TYPE_CHECKING:
 
     import torch
     from vllm.config import ModelConfig, VllmConfig
-    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec
+    from vllm.v1.kv_cache_interface import (
+        AttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        KVCacheSpec,
+    )
 
     from baton.kv.layout import DType
 
@@ -110,6 +115,13 @@ _UNQUANTISED: Final[dict[str, DType]] = {
     "torch.float16": "float16",
     "torch.bfloat16": "bfloat16",
 }
+_LOCAL_SPECS: Final = frozenset({
+    "ChunkedLocalAttentionSpec",
+    "SlidingWindowMLASpec",
+    "SlidingWindowSpec",
+})
+_UNIFIED_SPECS: Final = _LOCAL_SPECS | {"FullAttentionSpec", "MLAAttentionSpec"}
+"""What vLLM keeps in one group with `--disable-hybrid-kv-cache-manager`, if some are local."""
 _DRAFT_PREFIXES: Final = frozenset({"draft_model", "mtp"})
 
 
@@ -256,10 +268,13 @@ def _layer_specs(kv_cache_config: KVCacheConfig) -> dict[str, AttentionSpec]:
     """The spec of each layer of the only group."""
     groups = kv_cache_config.transfer_groups
     if len(groups) != 1:
-        kinds = ", ".join(sorted({type(g.kv_cache_spec).__name__ for g in groups})) or "none"
+        kinds = sorted({type(spec).__name__ for group in groups for spec in _specs_of(group)})
+        remedy = "this model is not supported"
+        if _LOCAL_SPECS & set(kinds) and _UNIFIED_SPECS.issuperset(kinds):
+            remedy = "start vLLM with --disable-hybrid-kv-cache-manager"
         raise ConfigError(
-            f"vLLM keeps KV in {len(groups)} groups of blocks ({kinds}), Baton hands over one: "
-            "start vLLM with --disable-hybrid-kv-cache-manager"
+            f"vLLM keeps KV in {len(groups)} groups of blocks ({', '.join(kinds) or 'none'}), "
+            f"Baton hands over one: {remedy}"
         )
     spec = groups[0].kv_cache_spec
     by_layer: Mapping[str, KVCacheSpec] = getattr(spec, "kv_cache_specs", {})
@@ -271,11 +286,25 @@ def _layer_specs(kv_cache_config: KVCacheConfig) -> dict[str, AttentionSpec]:
     return specs
 
 
-def _check_spec(name: str, spec: KVCacheSpec) -> None:
-    """Refuse what keeps something else than K and V (or a latent) for every token."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec  # noqa: PLC0415
+def _specs_of(group: KVCacheGroupSpec) -> Iterable[KVCacheSpec]:
+    by_layer: Mapping[str, KVCacheSpec] = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+    return by_layer.values() or (group.kv_cache_spec,)
 
-    if not isinstance(spec, FullAttentionSpec | SlidingWindowSpec) or spec.tokens_per_state != 1:
+
+def _check_spec(name: str, spec: KVCacheSpec) -> None:
+    """Refuse what keeps something else than K and V (or a latent) for every token.
+
+    With R-SWA a token sees all of the prompt and a window of the answer: KV of equal tokens depends
+    on where the answer began, and vLLM gives away blocks between the two.
+    """
+    from vllm.v1.kv_cache_interface import (  # noqa: PLC0415
+        FullAttentionSpec,
+        RSWASpec,
+        SlidingWindowSpec,
+    )
+
+    is_known = isinstance(spec, FullAttentionSpec | SlidingWindowSpec)
+    if not is_known or isinstance(spec, RSWASpec) or spec.tokens_per_state != 1:
         raise ConfigError(f"KV of layer {name} ({type(spec).__name__}) cannot be handed over")
 
 

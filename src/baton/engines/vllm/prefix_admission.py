@@ -9,6 +9,7 @@ import struct
 from typing import TYPE_CHECKING, Final
 
 from baton.auth.ticket import hash_tenant
+from baton.clock import Instant
 from baton.engines.vllm.step_orders import Keep, LookUp
 from baton.kv.copies import count_blocks
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    from baton.clock import Clock, Instant
+    from baton.clock import Clock
     from baton.engines.vllm.kept_blocks import CountedBlocks, KeptBlocks
     from baton.engines.vllm.prefix_schedule import PrefixSchedule
     from baton.engines.vllm.step_orders import PrefixOrders, StepReport, VllmRequestId
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 MOSTLY_PROMPTS: Final = 16
 """Tokens for each request in a step: more than a step that only decodes has, also by guessing."""
+IDLE_S: Final = 0.1
+"""Without a step for so long, vLLM is idle: most copies into the store are done by then."""
 
 
 class PrefixAdmission:
@@ -43,6 +46,7 @@ class PrefixAdmission:
         self._planned: tuple[int, Instant] | None = None
         self._look_up: Callable[[LookUp], StepReport] | None = None
         self._admitted: set[VllmRequestId] = set()
+        self._checked_kept_at = Instant(0.0)
 
     def __contains__(self, request: VllmRequestId) -> bool:
         return request in self._schedule
@@ -80,6 +84,18 @@ class PrefixAdmission:
             else:
                 self._ask(self._make_lookup(request, num_cached_tokens, adapter))
         return schedule.count_missing(request.request_id, num_cached_tokens, self._clock.now())
+
+    @property
+    def needs_step(self) -> bool:
+        """Whether vLLM is idle and one step, without tokens, may free blocks that were copied.
+
+        While they are held vLLM does not reset its caches, and so can neither pause nor sleep.
+        """
+        return bool(self._kept) and self._clock.now() >= self._checked_kept_at + IDLE_S
+
+    def reset(self) -> None:
+        """What was looked for is not loaded any more."""
+        self._schedule.reset()
 
     def is_read(self, request: VllmRequestId) -> bool:
         """Whether what is to be loaded is in all ranks' memory: vLLM need not wait for it."""
@@ -120,6 +136,7 @@ class PrefixAdmission:
         if not self._kept.try_hold(request.request_id, held):
             schedule.drop(num_tokens)
             return
+        self._checked_kept_at = self._clock.now()
         ids = _pack_ids(request, num_tokens)
         salt = hash_tenant(request.cache_salt or "")
         schedule.keep(Keep(request.request_id, salt, ids, tuple(held), adapter))
@@ -129,6 +146,8 @@ class PrefixAdmission:
         num_tokens = output.total_num_scheduled_tokens
         if num_tokens >= MOSTLY_PROMPTS * max(1, len(output.num_scheduled_tokens)):
             self._planned = num_tokens, self._clock.now()
+        if self._kept:
+            self._checked_kept_at = self._clock.now()
         return self._schedule.take_orders()
 
     def update_from_workers(self, received: set[str] | None, report: StepReport | None) -> None:

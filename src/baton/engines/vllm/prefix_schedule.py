@@ -247,6 +247,14 @@ class PrefixSchedule:  # noqa: PLR0904 - one for each of vLLM's hooks
             return 0
         return max(0, num_computed_tokens - state.loaded_from)
 
+    def reset(self) -> None:
+        """Load nothing that was looked for until now: those prompts are computed."""
+        for request, state in self._states.items():
+            if isinstance(state, Asked | Found):
+                self._release(state)
+                self._under_way.discard(request)
+                self._states[request] = Local(0)
+
     def keep(self, keep: Keep) -> None:
         """Copy what a request leaves into the store."""
         self._orders().keeps.append(keep)
