@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -54,9 +55,12 @@ NUM_LONG = 2000
 """Tokens of answers that are to move: a busy machine generated 800 before their KV was copied."""
 NUM_SEEN = 50
 """Events that each client has when the server is killed."""
+GRAMMAR = {"structured_outputs": {"regex": "0[a-z]+"}}
+"""An answer that begins anew in its middle has another 0."""
 GO_ON: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {**GREEDY, "prompt": list(range(500, 570)), "stop": ["never said"]}),
     (CHAT, {**GREEDY, **MESSAGES, "tools": [TOOL]}),
+    (COMPLETIONS, {**GREEDY, "prompt": list(range(800, 850)), **GRAMMAR}),
 ]
 """What goes on from its tokens. The rest of these requests runs again from its start."""
 
@@ -68,9 +72,10 @@ SAMPLED: list[tuple[str, dict[str, Any]]] = [
         (CHAT, MESSAGES, {"logprobs": True, "top_logprobs": 1}),
         (COMPLETIONS, {"prompt": list(range(700, 760))}, {"presence_penalty": 0.5}),
         (CHAT, MESSAGES, {"tools": [TOOL]}),
+        (CHAT, MESSAGES, {**GRAMMAR, "min_tokens": GREEDY["max_tokens"]}),
     )
 ]
-"""Without a seed. But for the last one with what looks at the answer alone: sampled with a seed of
+"""Without a seed. But for the last two with what looks at the answer alone: sampled with a seed of
 the gateway's."""
 STRICT_TOOL = {
     "type": "function",
@@ -96,7 +101,7 @@ SAMPLED_CALL: tuple[str, dict[str, Any]] = (
         "stream_options": {"include_usage": True},
     },
 )
-"""Its arguments must fit the schema: the second server's call is the first one's, and ends it."""
+"""Its arguments must fit the schema, whichever server a part of them is from."""
 
 
 @pytest.fixture(scope="module")
@@ -252,6 +257,7 @@ def check_sampled(answers: list[StreamedAnswer]) -> None:
         assert (len(answer.ids), answer.finishes) == (1, ["length"])
         assert answer.usages[0]["completion_tokens"] == GREEDY["max_tokens"]
     assert {len(answer.logprobs) for answer in answers[:4]} == {GREEDY["max_tokens"]}
+    assert all(re.fullmatch("0[a-z]+", answer.text) for answer in answers[-2:])
     assert all(
         one.text != other.text for one, other in zip(answers[::2], answers[1::2], strict=True)
     )
