@@ -139,7 +139,12 @@ def test_streams_of_a_preempted_server_move(
         async with open_session() as session:
             before = read_metric(cluster.decode.url, GENERATED)
             bodies = [(path, body | {"max_tokens": NUM_LONG}) for path, body in GO_ON]
-            clients = [StreamClient(*each) for each in bodies for _ in range(2)]
+            # Twice each, of which neither finds the other's KV where it moves.
+            clients = [
+                StreamClient(path, body | {"cache_salt": salt})
+                for path, body in bodies
+                for salt in ("one", "other")
+            ]
             asking = [asyncio.create_task(c.ask(session, gateway.url)) for c in clients]
             while not all(c.answer.num_events > NUM_SEEN for c in clients):
                 await asyncio.sleep(0.02)
@@ -275,7 +280,8 @@ def check_arguments(answers: list[StreamedAnswer]) -> None:
     """Of `SAMPLED_CALL`: one call each, whose arguments fit the tool's schema.
 
     But for control characters, which xgrammar allows in strings of a bounded length. In streams
-    with such vLLM's parser takes the brace that ends the call for a part of the arguments.
+    with such vLLM's parser takes the brace that ends the call for a part of the arguments. And but
+    for bytes that xgrammar counts as one character, and a detokenizer shows as several U+FFFD.
     """
     for answer in answers:
         assert not answer.is_broken, answer.errors
@@ -284,7 +290,8 @@ def check_arguments(answers: list[StreamedAnswer]) -> None:
         assert (call["name"], call["ids"]) == ("get", ".")
         arguments, end = json.JSONDecoder(strict=False).raw_decode(call["arguments"])
         (text,) = arguments.values()
-        assert 1200 <= len(text) <= 1300
+        assert len(text) >= 1200
+        assert len(re.sub("\ufffd+", "?", text)) <= 1300
         assert call["arguments"][end:] in {"", "}"}
 
 
