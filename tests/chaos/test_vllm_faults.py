@@ -179,6 +179,7 @@ def has_ended(filling: list[Future]) -> bool:
 
 
 def test_a_client_leaves_while_its_prompt_is_prefilled(pair: Pair) -> None:
+    before = count_refused(pair.decode, "replayed_ticket")
     client = pair.connect(pair.prompts.make(LONG))
     pair.wait_prefilling(client.id)
     assert not is_idle(pair.prefill)
@@ -187,6 +188,7 @@ def test_a_client_leaves_while_its_prompt_is_prefilled(pair: Pair) -> None:
     # Who hears of it first says so to the other.
     assert read_request(pair.gateway, client.id)["prefill"]["outcome"] in {"cancelled", "failed"}
     pair.check_handoff()
+    assert count_refused(pair.decode, "replayed_ticket") == before
 
 
 def test_a_client_leaves_while_its_kv_is_loaded(pair: Pair) -> None:

@@ -34,7 +34,10 @@ GREEDY = {
 }
 PROMPT = {"prompt": list(range(300, 340))}
 MESSAGES = {"messages": [{"role": "user", "content": "What are you?"}]}
-TOOLS = {"tools": [{"type": "function", "function": {"name": "get", "parameters": {}}}]}
+TOOL = {"name": "get", "parameters": {}}
+TOOLS = {"tools": [{"type": "function", "function": TOOL}]}
+CHOICE = {"tool_choice": {"type": "function", "function": {"name": "get"}}}
+STRICT = {"tools": [{"type": "function", "function": TOOL | {"strict": True}}]}
 GOES_ON: dict[str, tuple[str, dict[str, Any]]] = {
     "completion": (COMPLETIONS, PROMPT),
     "chat": (CHAT, MESSAGES),
@@ -43,6 +46,10 @@ GOES_ON: dict[str, tuple[str, dict[str, Any]]] = {
     "bias": (COMPLETIONS, PROMPT | {"logit_bias": {"400": 5.0}, "min_tokens": 30}),
     "unseeded top 1": (COMPLETIONS, PROMPT | {"temperature": 1, "top_k": 1}),
     "seeded but greedy": (COMPLETIONS, PROMPT | {"seed": 4}),
+    "grammar": (COMPLETIONS, PROMPT | {"structured_outputs": {"regex": "[a-z]{400}"}}),
+    "schema": (CHAT, MESSAGES | {"response_format": {"type": "json_object"}}),
+    "forced call": (CHAT, MESSAGES | TOOLS | CHOICE),
+    "strict tools": (CHAT, MESSAGES | STRICT),
 }
 RUNS_AGAIN: dict[str, dict[str, Any]] = {
     "presence penalty": {"presence_penalty": 0.5},
@@ -50,7 +57,6 @@ RUNS_AGAIN: dict[str, dict[str, Any]] = {
     "log-probabilities": {"logprobs": 1},
     "seed": {"temperature": 1, "seed": 4},
     "bad words": {"bad_words": ["the"]},
-    "grammar": {"structured_outputs": {"regex": "[a-z]{80}"}},
     "several": {"n": 2, "temperature": 1, "top_k": 1},
 }
 

@@ -60,7 +60,7 @@ class StreamRecord:
     def __init__(self, budget: RecordBudget, max_event_bytes: int) -> None:
         self._budget, self._max_event_bytes = budget, max_event_bytes
         self._num_reserved = self._num_kept_bytes = 0
-        self._ids = bytearray()
+        self._ids, self._ids_before = bytearray(), bytearray()
         self._chunks: list[bytes] = []
         self._rest = self._last = b""
         self._replay: Replay | None = None
@@ -75,15 +75,17 @@ class StreamRecord:
         """A worker's stream begins. It goes on from what was taken, or is a `replay` of it.
 
         Of one that `has_events`, or without ids, they are kept, since only a replay follows it: the
-        ids in a replay are those of the whole answer, again.
+        ids in a replay are those of the whole answer, again. Until it has named as many, those
+        before it count: its worker may be lost before that.
         """
         self._rest, self.failure, self._replay = b"", None, replay
         has_events = has_events or not has_ids
         if self.num_taken and has_events != self._has_events:
             self._drop()
         if replay is not None:
-            self._num_kept_bytes -= len(self._ids)
-            self._ids.clear()
+            known = self._known_ids
+            self._num_kept_bytes -= len(self._ids) + len(self._ids_before) - len(known)
+            self._ids_before, self._ids = known, bytearray()
         self.has_ids, self._has_events = has_ids, has_events
 
     def take(self, chunk: bytes) -> bytes:
@@ -114,14 +116,18 @@ class StreamRecord:
     def read_token_ids(self) -> list[int] | None:
         """The tokens that the client has; None where a worker wrote what are no ids."""
         try:
-            return _ids_decoder.decode(b"[%b]" % bytes(self._ids[:-1]))
+            return _ids_decoder.decode(b"[%b]" % bytes(self._known_ids[:-1]))
         except UNDECODABLE:
             return None
 
     @property
     def num_ids(self) -> int:
         """How many tokens the client has, as far as their ids are kept."""
-        return self._ids.count(b",")
+        return self._known_ids.count(b",")
+
+    @property
+    def _known_ids(self) -> bytearray:
+        return max(self._ids, self._ids_before, key=len)
 
     @property
     def events(self) -> bytes:
@@ -186,7 +192,7 @@ class StreamRecord:
     def _drop(self) -> None:
         self.is_kept = False
         self._chunks.clear()
-        self._ids.clear()
+        self._ids, self._ids_before = bytearray(), bytearray()
         self._budget.give_back(self._num_reserved)
         self._num_reserved = self._num_kept_bytes = 0
 

@@ -181,6 +181,21 @@ def test_the_first_of_several_children_takes_the_ticket(admission: Admission) ->
     assert admission.finish(second) == (False, None)
 
 
+def test_what_vllm_sends_after_a_cancelled_request_is_no_second_use(admission: Admission) -> None:
+    """With the same parameters and another prompt, for what never came to the engine."""
+    params, after = receiving(), {"prompt_token_ids": [0], "abort_immediately": True}
+    decode, cleanup = request(params, "d"), request(params, "after", **after)
+    admission.arrived(decode)
+    admission.finish(decode)
+    admission.arrived(cleanup)
+    assert admission.finish(cleanup) == (False, None)
+    assert admission.take_refused() == {}
+    unread = request(receiving(), "unread", num_prompt_tokens=1, **after)
+    admission.arrived(unread)
+    admission.finish(unread)
+    assert len(admission.step(step()).declined) == 2, "its prefill worker is told"
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -22,6 +22,7 @@ GOES_ON: list[dict[str, Any]] = [
     {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1},
     {"repetition_penalty": 1.2, "logit_bias": {3: 1.0}, "allowed_token_ids": [3, 4]},
     {"stop": ["x"], "stop_token_ids": [3], "ignore_eos": True, "max_tokens": 9, "min_tokens": 2},
+    {"structured_outputs": lambda: sampling_params.StructuredOutputsParams(regex="a")},
     {
         "extra_args": {"kv_transfer_params": {}},
         "output_kind": lambda: sampling_params.RequestOutputKind.DELTA,
@@ -35,9 +36,6 @@ STAYS: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 0},
     "prompt_logprobs": {"prompt_logprobs": 0},
     "bad_words": {"bad_words": ["no"]},
-    "structured_outputs": {
-        "structured_outputs": lambda: sampling_params.StructuredOutputsParams(regex="a")
-    },
     "thinking_token_budget": {"thinking_token_budget": 9},
     "repetition_detection": {
         "repetition_detection": lambda: sampling_params.RepetitionDetectionParams(

@@ -31,7 +31,8 @@ File map, in the order in which a request meets them:
                             registered_pages.py shows them there (`cuda_ipc`)
     serving.py              vLLM's server in `baton worker`; arguments.py its command line
     access_middleware.py    its bearer, its drain, and its fence
-    resumed_streams.py      goes on from token ids; stream_tokens.py names them in its events
+    resumed_streams.py      goes on from token ids; stream_tokens.py names them in its events,
+                            resumed_grammars.py has grammars accept them
     engine_process.py       set-up inside vLLM's engine process
 
 Importing this package loads neither vLLM nor torch.

@@ -166,6 +166,8 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
                 self._start(request, ticket, Queued)
             case Receive(ticket):
                 self._start(request, ticket, AwaitingBlocks)
+            case Refusal("replayed_ticket") if getattr(request, "abort_immediately", False):
+                pass  # vLLM's own, after one that was cancelled: it ends the ticket if none has
             case Refusal():
                 self._refuse(request.request_id, role)
             case _:

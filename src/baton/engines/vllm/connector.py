@@ -25,6 +25,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from baton.clock import MachineClock
 from baton.engines.lookup_cost import LookupCost
+from baton.engines.vllm import resumed_grammars
 from baton.engines.vllm.admission import Admission, HeldPrompts
 from baton.engines.vllm.compatibility import (
     check_hooks,
@@ -130,6 +131,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
         self._computes = False
         identity = _identify(vllm_config, self._options)
         if role == KVConnectorRole.SCHEDULER:
+            if self._options.resumes_streams:
+                resumed_grammars.install()
             num_blocks = int(kv_cache_config.num_blocks)
             self._scheduler = _admit(vllm_config, self._options, identity, num_blocks)
         else:

@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from baton.engines.vllm import resumed_grammars
+from baton.engines.vllm.resumed_grammars import NUM_GIVEN_FIELD
 from baton.engines.vllm.stream_tokens import CURRENT
 from baton.errors import UNDECODABLE
 from baton.protocol.request_fields import Resume
@@ -51,6 +53,7 @@ CARRIED_ON: Final = frozenset({
     "allowed_token_ids",
     "stop",
     "stop_token_ids",
+    "structured_outputs",
     "ignore_eos",
     "max_tokens",
     "min_tokens",
@@ -69,8 +72,9 @@ CARRIED_ON: Final = frozenset({
     "_all_stop_token_ids",
 })
 """vLLM's sampling parameters with which a token depends on the tokens before it, wherever the
-prompt ends. Penalties, bad words and grammars look at the answer alone, log-probabilities are known
-only where a token was generated; whatever a later vLLM adds is not carried on until it was read.
+prompt ends, once a grammar has accepted them. Penalties and bad words look at the answer alone,
+log-probabilities are known only where a token was generated; whatever a later vLLM adds is not
+carried on until it was read.
 """
 
 
@@ -84,6 +88,8 @@ def find_obstacle(params: Any, lora: object, prompt: object) -> str | None:  # n
         value = getattr(params, name)
         if value is not None if default is None else value != default:
             return name
+    if params.structured_outputs is not None and not resumed_grammars.is_supported():
+        return "structured_outputs"
     if params.seed is not None and params.temperature != 0:
         return "seed"  # the generator's state after so many tokens is not known
     if lora is not None:
@@ -177,6 +183,7 @@ def give_to_engine(request: Any, given: tuple[int, ...]) -> None:  # noqa: ANN40
     request.prompt_token_ids = [*request.prompt_token_ids, *given]
     params.max_tokens -= len(given)
     params.min_tokens = max(0, params.min_tokens - len(given))
+    params.extra_args["kv_transfer_params"][NUM_GIVEN_FIELD] = len(given)
 
 
 def _begin_repeatable(stream: StreamTokens, params: Any, config: Any) -> None:  # noqa: ANN401 - vLLM's
