@@ -122,6 +122,23 @@ class TestSharedTier(FolderFaultContract):
             assert put(alive, "a") is PutResult.STORED
         alive.close()
 
+    def test_another_worker_removes_a_dead_clusters_folder_first(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        dead, stat = tmp_path / "baton-dead-store", Path.stat
+        Folder(dead).close()
+
+        def removed_after(path: Path, **options: bool) -> os.stat_result:
+            status = stat(path, **options)
+            if path == dead:
+                assert remove_if_abandoned(dead)
+            return status
+
+        monkeypatch.setattr(Path, "stat", removed_after)
+        with self.opened(tmp_path) as tier:
+            assert put(tier, "a") is PutResult.STORED
+        assert list(tmp_path.iterdir()) == []
+
 
 class PooledTier(SharedTier):
     """The kit's bodies lie in the pool, small as they are."""

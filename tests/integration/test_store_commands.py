@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
+from contextlib import closing
 from json import loads as parse
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,8 @@ from baton.auth.key import ClusterKey
 from baton.auth.ticket import bind_salt, hash_tenant
 from baton.clock import MachineClock
 from baton.handoff.pool_mode.store_access import label_tenant, open_keyed_store
+from baton.store.folder.directory import Folder
+from baton.store.folder.shared_capacity import CAPACITY_FILE
 from baton.store.interface import NO_TENANT, TenantLabel
 from baton.testing.store_contract import BODY_BYTES, body_of, name_of
 from tests.forked_module import run_forked
@@ -128,6 +132,22 @@ def test_evict(folder: Path) -> None:
     _, [tier], _ = run(folder, "evict", "--all")
     assert tier["num_removed"] == 3
     assert names(folder) == set()
+
+
+def test_what_could_not_be_removed_is_reported(folder: Path) -> None:
+    """A process that was stopped holds the lock of the counts."""
+    flip(folder, "c")
+    before = names(folder)
+    with closing(Folder(folder)), (folder / CAPACITY_FILE).open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        code, [tier], errors = run(folder, "evict", "--all")
+        assert (code, tier["num_removed"], tier["num_left"]) == (1, 0, len(CONTENTS))
+        assert "still" in errors
+        code, [tier], _ = run(folder, "verify", "--remove")
+        assert (code, tier["num_damaged"], tier["num_removed"]) == (1, 1, 0)
+    assert names(folder) == before
+    code, [tier], _ = run(folder, "evict", "--all")
+    assert (code, tier["num_removed"], tier["num_left"]) == (0, len(CONTENTS), 0)
 
 
 def test_a_tenants_entries_are_shown_and_removed(folder: Path, tmp_path: Path) -> None:

@@ -27,6 +27,11 @@ ALL_DAMAGED: Final = (
     "look damaged, too. Nothing was removed"
 )
 
+NOT_REMOVED: Final = (
+    "entries are there still: a server refused to delete them, another process has held the lock "
+    "of the tier's counts, or a worker has put them again"
+)
+
 app = App(name="store", help="Look at the store, check it, make room in it, keep it up.")
 
 Json = Annotated[bool, Parameter(help="Print JSON.")]
@@ -121,7 +126,7 @@ def evict(  # noqa: PLR0913 - a flag each
 ) -> int:
     """Remove entries of every tier; workers that are reading them finish.
 
-    A tenant's entries go even if they are pinned, as with --all.
+    Exit code 1: some are there still. A tenant's entries go even if they are pinned, as with --all.
     """
     from baton.ops import store as ops  # noqa: PLC0415 - for --help
 
@@ -146,7 +151,10 @@ def evict(  # noqa: PLR0913 - a flag each
         _print_json(done)
     else:
         ops.print_evictions(done)
-    return 0
+    num_left = sum(each.num_left for each in done)
+    if num_left:
+        print(f"baton: {num_left:,} {NOT_REMOVED}", file=sys.stderr)
+    return FAILED if num_left else 0
 
 
 @app.command

@@ -212,6 +212,8 @@ def _take_value(answers: Sequence[Any]) -> bytes | None:
     for answer in answers:
         if isinstance(answer, Exception):
             raise answer
+    if value is not None and not isinstance(value, bytes):
+        return b""
     return value if value or is_there else None
 
 

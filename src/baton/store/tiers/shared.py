@@ -90,7 +90,7 @@ def _choose_path(parent: Path, names: Sequence[str]) -> Path:
 
 def _remove_abandoned(parent: Path) -> None:
     for path in parent.glob(f"{_PREFIX}*{_SUFFIX}"):
-        if path.is_dir() and path.stat().st_uid == os.geteuid() and remove_if_abandoned(path):
+        if remove_if_abandoned(path):
             logger.info("store: removed %s, which dead workers left", path)
 
 
