@@ -46,14 +46,18 @@ def folder_fixture(tmp_path: Path) -> Path:
     return folder
 
 
-def run(folder: Path, *arguments: str, key: str = KEY, json: bool = True) -> tuple[int, Any, str]:
-    """Exit code, what was printed, and what was said on standard error."""
-    command = [sys.executable, "-m", "baton.cli", "store", *arguments, "--store", "file"]
+def run(
+    folder: Path, *arguments: str, key: str = KEY, json: bool = True, tiers: str = "file"
+) -> tuple[int, Any, str]:
+    """Exit code, what was printed, and what was said on standard error.
+
+    A tier `shared` is beside the folder.
+    """
+    command = [sys.executable, "-m", "baton.cli", "store", *arguments, "--store", tiers]
     command += ["--json"] if json else []
-    done = run_forked(
-        [*command, "--set", f"store.options.file.directory={folder}"],
-        env=dict(os.environ, BATON_CLUSTER_KEY=key),
-    )
+    command += ["--set", f"store.options.file.directory={folder}"]
+    command += ["--set", f"store.options.shared.directory={folder.parent}"]
+    done = run_forked(command, env=dict(os.environ, BATON_CLUSTER_KEY=key))
     return done.returncode, parse(done.stdout) if done.stdout else [], done.stderr
 
 
@@ -211,6 +215,28 @@ def test_what_is_exported_is_imported_elsewhere(folder: Path, tmp_path: Path) ->
     code, _, errors = run(tmp_path / "new", "import", str(archive), key="6" * 64)
     assert (code, "cluster key" in errors) == (1, True)
     assert names(tmp_path / "new") == set()
+
+
+def test_an_import_puts_nothing_into_memory_that_ends_with_it(folder: Path, tmp_path: Path) -> None:
+    archive, elsewhere = tmp_path / "kv.archive", tmp_path / "elsewhere"
+    assert run(folder, "export", str(archive))[0] == 0
+    code, _, errors = run(elsewhere, "import", str(archive), tiers="shared")
+    assert (code, "baton store serve" in errors) == (1, True)
+    code, done, _ = run(elsewhere, "import", str(archive), tiers="shared,file")
+    assert (code, done["num_entries"]) == (0, len(CONTENTS))
+    assert len(names(elsewhere)) == len(CONTENTS)
+    key, options = ClusterKey.from_hex(KEY), {"shared": {"directory": str(tmp_path)}}
+    with closing(open_keyed_store(("shared",), options, key=key, clock=MachineClock())) as user:
+        code, done, _ = run(tmp_path / "third", "import", str(archive), tiers="shared,file")
+        assert (code, done["num_entries"]) == (0, len(CONTENTS))
+        assert len(user.entries()) == len(CONTENTS)
+
+
+def test_the_memory_of_other_processes_is_left_out(folder: Path) -> None:
+    code, found, _ = run(folder, "stats", tiers="host,file")
+    assert (code, [tier["tier"] for tier in found]) == (0, ["file"])
+    code, _, errors = run(folder, "verify", tiers="host")
+    assert (code, "own memory" in errors) == (2, True)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"BATONKV4 and no archive"])

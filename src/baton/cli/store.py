@@ -32,6 +32,11 @@ NOT_REMOVED: Final = (
     "of the tier's counts, or a worker has put them again"
 )
 
+OWN_MEMORY: Final = (
+    "tier host is each process's own memory, which no other process can look at: /metrics of a "
+    "worker, or of `baton store serve`, shows how full it is"
+)
+
 app = App(name="store", help="Look at the store, check it, make room in it, keep it up.")
 
 Json = Annotated[bool, Parameter(help="Print JSON.")]
@@ -337,7 +342,8 @@ def _open(
 ) -> "Generator[tuple[Sequence[CountedTier], ClusterKey]]":
     """The tiers that the configuration names, or `--store`, and the cluster's key.
 
-    `serves`: other processes are answered where the tier `host` is to listen, or at `listen`.
+    Without `host`, which is each process's own, unless this one `serves`: other processes are
+    answered where the tier `host` is to listen, or at `listen`.
 
     Raises:
         ConfigError: there are none, they cannot be opened, or the cluster's key is not known.
@@ -356,6 +362,10 @@ def _open(
         raise ConfigError(
             "no store is configured: give --store shared,file, or the workers' --config FILE"
         )
+    if not serves:
+        kinds = tuple(kind for kind in kinds if kind != "host")
+        if not kinds:
+            raise ConfigError(OWN_MEMORY)
     options = config.store.options
     if listen is not None:
         if kinds != ("host",):

@@ -41,7 +41,10 @@ class SharedTierOptions(FolderTierOptions, frozen=True, kw_only=True):
 
 
 class SharedTier(FolderTier):
-    """See `Tier`. KV lies in a pool that every process maps once; what is small, in files."""
+    """See `Tier` and `EndsWithUsers`.
+
+    KV lies in a pool that every process maps once; what is small, in files.
+    """
 
     min_pooled_bytes: ClassVar = 256 << 10
 
@@ -63,6 +66,11 @@ class SharedTier(FolderTier):
         by = find_streaming_copy()
         reason = f" ({by.refusal})" if by.refusal else ""
         logger.info("store: %s copies into %s%s", by.library, self._own_folder.path, reason)
+
+    @property
+    def was_unused(self) -> bool:
+        """See `EndsWithUsers`."""
+        return self._own_folder.was_unused
 
     def usage(self) -> Usage:
         return replace(super().usage(), copied_by=find_streaming_copy().library)
