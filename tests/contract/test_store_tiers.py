@@ -414,6 +414,26 @@ class TestTiers(StoreContract):
         }
         return open_store(("shared", "file"), options, **CONTRACT)
 
+    def test_the_last_users_entries_go_to_the_tier_below(self, tmp_path: Path) -> None:
+        options = {
+            "shared": {"directory": str(tmp_path)},
+            "file": {"directory": str(tmp_path / "files")},
+        }
+        kinds, tenant = ("shared", "file"), TenantLabel(b"a tenant")
+        with closing(open_store(kinds, options, **CONTRACT)) as one:
+            with closing(open_store(kinds, options, **CONTRACT)):
+                one.put(name_of("a"), body_of("a"), tenant)
+                one.put(name_of("large"), body_of("large", LARGE_BYTES))
+            assert one.tiers[1].entries() == [], "another user is left"
+        with closing(open_store(kinds, options, **CONTRACT)) as again:
+            upper, lower = again.tiers
+            assert upper.entries() == []
+            assert {e.name: e.tenant for e in lower.entries()} == {
+                name_of("a"): tenant,
+                name_of("large"): NO_TENANT,
+            }
+            assert read(again, "a") == body_of("a")
+
     def test_entries_are_demoted_and_copied_up(self, tmp_path: Path) -> None:
         in_files = TestFileTier()
         options = {

@@ -51,11 +51,16 @@ class Folder:
         os.close(self._users)
         os.close(self.fd)
 
-    def close_and_remove_unless_shared(self) -> None:
-        """Leave it; the last of its users takes it away with all that is in it."""
-        with suppress(BlockingIOError):
-            fcntl.flock(self._users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(self.path, ignore_errors=True)
+    def leave(self) -> bool:
+        """Stop being one of its users; whether this one was the last: others wait to open it then.
+
+        `close`, or `close_and_remove` for the last one, follows.
+        """
+        return try_lock_alone(self._users)
+
+    def close_and_remove(self) -> None:
+        """Remove it with all that is in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
         self.close()
 
 
