@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
@@ -139,7 +140,8 @@ class FolderTier:
                     f"{pinned_bytes} bytes are pinned in {self._path}: no more than "
                     f"{MAX_PINNED_SHARE:.0%} of its {capacity_bytes} may be"
                 )
-            self._files.set_mode(name, PINNED_MODE)
+            # Under the lock: else its file may become another entry's in between.
+            self._capacity.under_lock(partial(self._files.set_mode, name, PINNED_MODE))
         return True
 
     def unpin(self, name: EntryName) -> bool:
