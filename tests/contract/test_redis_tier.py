@@ -13,8 +13,9 @@ import pytest
 import redis
 
 from baton.errors import ConfigError, StoreError, StoreFullError
-from baton.store.interface import PutResult
+from baton.store.interface import TIERS, PutResult
 from baton.store.remote.circuit_breaker import MIN_BACKOFF_S
+from baton.store.remote.client import ReportsServer
 from baton.store.remote.tier import REPORT_INTERVAL_S
 from baton.testing.clocks import ManualClock
 from baton.testing.store_contract import (
@@ -283,6 +284,10 @@ class TestRedisTier(ServerFaultContract):
             answers |= {b"INFO": NO_NUMBER}
             with closing(self.open_remote(tmp_path, url=url)) as tier:
                 assert not tier.usage().server.is_available
+            factory = TIERS.build("redis", {"url": url})
+            assert isinstance(factory, ReportsServer)
+            with pytest.raises(StoreError):
+                factory.report()
             server.shutdown()
 
 
