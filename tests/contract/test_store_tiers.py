@@ -548,7 +548,15 @@ def test_what_is_asked_of_each_tier_is_counted(tmp_path: Path) -> None:
         store.put(name_of("too large"), body_of("too large", 2_000_000))
     found = counted(store)
     store.close()
-    assert counted(store) == found, "after the end, as it was then"
+    after = counted(store)
+    assert after.pop(("puts_total", "file", "exists")) == 1, "the last user copies its entries"
+    for name in (
+        ("puts_total", "file", "stored"),
+        ("bytes_total", "file", "written"),
+        ("used_bytes", "file"),
+    ):
+        assert after.pop(name) > found[name]
+    assert after.items() <= found.items(), "after the end, as it was then"
     num_down = found["evictions_total", "shared", "demoted"]
     assert num_down == 2
     assert found["puts_total", "shared", "full"] == 2
@@ -595,23 +603,42 @@ def tiny_disk_fixture(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(where)], check=True, capture_output=True)
 
 
+@pytest.mark.parametrize("num_bytes", [100_000, 300_000])
+@pytest.mark.parametrize("kind", ["shared", "file"])
+def test_on_a_disk_smaller_than_its_capacity_the_oldest_entries_go(
+    tiny_disk: Path, caplog: pytest.LogCaptureFixture, kind: str, num_bytes: int
+) -> None:
+    options = {"directory": str(tiny_disk / kind), "capacity_bytes": 1 << 30}
+    (tiny_disk / kind).mkdir(mode=0o700)
+    with closing(TIERS.build(kind, options)(TierContext(**CONTRACT))) as tier:
+        for i in range(20):
+            body = body_of(f"entry {i}", num_bytes)
+            assert tier.put(name_of(f"entry {i}"), body) is PutResult.STORED
+        left = [i for i in range(20) if read(tier, f"entry {i}") is not None]
+        assert left == list(range(20 - len(left), 20))
+        assert read(tier, "entry 19") == body
+        assert scan(tier).num_damaged == 0
+        assert tier.usage().used_bytes == scan(tier).used_bytes
+    lines = [each.getMessage() for each in caplog.records if each.name.startswith("baton.store")]
+    (line,) = [each for each in lines if "is full" in each]
+    assert str(tiny_disk / kind) in line
+
+
 def test_a_full_disk_costs_caching_only(tiny_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
-    shared = TestSharedTier()
-    with shared.opened(tiny_disk, 1 << 30) as tier:
-        for i in range(7):
-            tier.put(name_of(f"entry {i}"), body_of(f"entry {i}", 100_000))
+    """Others fill it: there is no entry that could make room."""
+    (tiny_disk / "other").write_bytes(bytes(700_000))
+    with TestSharedTier().opened(tiny_disk, 1 << 30) as tier:
+        put(tier, "a")
         for _ in range(3):
             with pytest.raises(StoreFullError):
                 tier.put(name_of("too much"), body_of("too much", 300_000))
         (line,) = [each.getMessage() for each in caplog.records if "not kept" in each.getMessage()]
         assert str(tiny_disk) in line
         assert "no room" in line
-        found = scan(tier)
-        assert found.num_entries == 7
-        for i in range(found.num_entries):
-            assert read(tier, f"entry {i}") == body_of(f"entry {i}", 100_000)
-        tier.discard(name_of("entry 0"))
-        assert tier.put(name_of("b"), body_of("b", 100_000)) is PutResult.STORED
+        assert put(tier, "b") is PutResult.STORED
+        assert read(tier, "b") == body_of("b")
+        (tiny_disk / "other").unlink()
+        assert tier.put(name_of("c"), body_of("c", 300_000)) is PutResult.STORED
 
 
 def test_a_folder_that_others_can_open_is_refused(tmp_path: Path) -> None:

@@ -179,7 +179,12 @@ UNFINISHED: Final = "new-"
 """Begins the names of files that are being written, where they must have one."""
 
 _UNSUPPORTED: Final = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT})
-_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM})
+_FILESYSTEM_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+_NO_ROOM: Final = _FILESYSTEM_FULL | {errno.EFBIG, errno.ENOMEM}
+
+
+class FilesystemFullError(StoreFullError):
+    """The filesystem, or the user's quota, has less room than the tier may take."""
 
 
 class UnnamedFile:
@@ -281,6 +286,8 @@ def write_all(fd: int, buffers: Iterable[Body], min_bytes: int = 0) -> None:
 def to_store_error(error: OSError) -> StoreError:
     """What a put reports where its file cannot be written or named."""
     kind = StoreFullError if error.errno in _NO_ROOM else StoreError
+    if error.errno in _FILESYSTEM_FULL:
+        kind = FilesystemFullError
     return kind(f"cannot keep an entry: {error.strerror}")
 
 

@@ -100,6 +100,7 @@ class FolderTier:
                 make_room=self._evictor.evict,
                 recount=self._entries.recount,
                 make_entry=self._make_entry,
+                report_full=self._report_full,
             )
 
     def find(self, names: Sequence[EntryName]) -> int:
@@ -203,6 +204,13 @@ class FolderTier:
                 kind = "full" if isinstance(outcome, StoreFullError) else "failed"
                 self._log.warning(kind, f"store: an entry is not kept in {self._path}: {outcome}")
         return outcomes
+
+    def _report_full(self) -> None:
+        self._log.warning(
+            "filesystem",
+            f"store: the filesystem of {self._path} is full before capacity_bytes "
+            f"({self._capacity.capacity_bytes}) are used: entries make room as if they were",
+        )
 
     def _make_entry(self, name: EntryName, cost: int) -> StoredEntry:
         now = self._clock.unix_now()
