@@ -9,7 +9,7 @@ import errno
 import fcntl
 import os
 import subprocess
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -134,6 +134,25 @@ def test_an_entry_whose_file_is_written_again_while_it_is_opened_is_a_miss(
         assert read(reader, "a") is None
         assert reader.usage().num_damaged == 0
         assert read(reader, "c") == body_of("c")
+
+
+def test_a_pin_does_not_go_to_the_entry_that_is_written_into_the_file(place: Path) -> None:
+    """Another process makes room between the look at the name and the pin."""
+    with (
+        closing(open_direct_tier(place, ROOM_FOR_TWO)) as tier,
+        closing(open_direct_tier(place, ROOM_FOR_TWO)) as other,
+    ):
+        put(tier, "a")
+        put(tier, "b")
+
+        def make_room() -> None:
+            with suppress(StoreError):  # the lock is held for too long
+                put(other, "c")
+
+        with failing(0, make_room, ("fchmod",)) as calls:
+            assert tier.pin(name_of("a"))
+        assert calls.has_failed
+        assert [entry.name for entry in tier.entries() if entry.is_pinned] == [name_of("a")]
 
 
 def test_an_entry_in_the_file_of_another_is_read_as_soon_as_it_has_its_name(place: Path) -> None:

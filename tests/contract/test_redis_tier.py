@@ -13,8 +13,10 @@ import pytest
 import redis
 
 from baton.errors import ConfigError, StoreError, StoreFullError
-from baton.store.interface import PutResult
+from baton.store.interface import TIERS, PutResult
 from baton.store.remote.circuit_breaker import MIN_BACKOFF_S
+from baton.store.remote.client import ReportsServer
+from baton.store.remote.tier import REPORT_INTERVAL_S
 from baton.testing.clocks import ManualClock
 from baton.testing.store_contract import (
     BODY_BYTES,
@@ -40,6 +42,8 @@ from tests.store_servers import RedisServer
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from baton.store.remote.tier import RemoteTier
 
 
 @contextmanager
@@ -255,3 +259,71 @@ class TestRedisTier(ServerFaultContract):
             with taking_at_most(TIMEOUT_S + SLACK_S):
                 tier.close()
             server.shutdown()
+
+    def test_answers_that_make_no_sense_are_failures(self, tmp_path: Path) -> None:
+        """The server, or what stands before it, answers in Redis's protocol with other types."""
+        answers = dict(RIGHT_ANSWERS)
+        clock = ManualClock()
+        with QuickServer(("127.0.0.1", 0), answering(answers)) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            url = f"redis://127.0.0.1:{server.server_address[1]}"
+            with closing(self.open_remote(tmp_path, clock, url=url)) as tier:
+                assert put(tier, "a") is PutResult.STORED
+                answers |= {b"GETRANGE": b":5\r\n"}
+                assert read(tier, "b") is None
+                assert tier.usage().num_damaged == 1
+                for command, wrong in ((b"EXISTS", b"$1\r\nx\r\n"), (b"INFO", NO_NUMBER)):
+                    answers |= {command: wrong}
+                    clock.advance(REPORT_INTERVAL_S)
+                    wait_until(lambda: not find_and_look(tier))
+                    answers |= RIGHT_ANSWERS
+                    wait_available(tier, clock)
+                answers |= {b"SCAN": b":5\r\n"}
+                with pytest.raises(StoreError):
+                    tier.entries()
+            answers |= {b"INFO": NO_NUMBER}
+            with closing(self.open_remote(tmp_path, url=url)) as tier:
+                assert not tier.usage().server.is_available
+            factory = TIERS.build("redis", {"url": url})
+            assert isinstance(factory, ReportsServer)
+            with pytest.raises(StoreError):
+                factory.report()
+            server.shutdown()
+
+
+def find_and_look(tier: RemoteTier) -> bool:
+    """Whether the server is used, after another question."""
+    assert tier.find([name_of("a")]) == 0
+    return tier.is_available()
+
+
+def bulk(text: bytes) -> bytes:
+    """A string as Redis's protocol has it."""
+    return b"$%d\r\n%s\r\n" % (len(text), text)
+
+
+RIGHT_ANSWERS = {
+    b"INFO": bulk(b"redis_version:8.0\r\nused_memory:1\r\nmaxmemory:2\r\n"),
+    b"EXISTS": b":0\r\n",
+    b"GETRANGE": bulk(b""),
+    b"PEXPIRE": b":1\r\n",
+    b"UNLINK": b":1\r\n",
+}
+"""All other commands are answered with OK."""
+NO_NUMBER = bulk(b"redis_version:8.0\r\nused_memory:lots\r\n")
+
+
+def answering(answers: dict[bytes, bytes]) -> type[socketserver.StreamRequestHandler]:
+    """Each command with what `answers` has for it then."""
+
+    class Answering(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            while line := self.rfile.readline():
+                words = [self.read_word() for _ in range(int(line[1:]))]
+                self.wfile.write(answers.get(words[0].upper(), b"+OK\r\n"))
+
+        def read_word(self) -> bytes:
+            num_bytes = int(self.rfile.readline()[1:])
+            return self.rfile.read(num_bytes + 2)[:num_bytes]
+
+    return Answering

@@ -122,6 +122,23 @@ class TestSharedTier(FolderFaultContract):
             assert put(alive, "a") is PutResult.STORED
         alive.close()
 
+    def test_another_worker_removes_a_dead_clusters_folder_first(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        dead, stat = tmp_path / "baton-dead-store", Path.stat
+        Folder(dead).close()
+
+        def removed_after(path: Path, **options: bool) -> os.stat_result:
+            status = stat(path, **options)
+            if path == dead:
+                assert remove_if_abandoned(dead)
+            return status
+
+        monkeypatch.setattr(Path, "stat", removed_after)
+        with self.opened(tmp_path) as tier:
+            assert put(tier, "a") is PutResult.STORED
+        assert list(tmp_path.iterdir()) == []
+
 
 class PooledTier(SharedTier):
     """The kit's bodies lie in the pool, small as they are."""
@@ -363,7 +380,32 @@ def use_without_memory() -> None:
         assert tier.put(name_of("another"), body) is PutResult.STORED
 
 
+def read_without_memory(place: Path) -> None:
+    """An entry of the lower tier is in the pool. This process keeps the limit."""
+    num_bytes = 40 << 20  # the C library keeps no memory as large for later
+    options = {"shared": {"directory": str(place), "capacity_bytes": 2 * num_bytes}}
+    with closing(open_store(("host", "shared"), options, **CONTRACT)) as store:
+        lower, body, into = store.tiers[1], bytes(num_bytes), bytearray(num_bytes)
+        lower.put(name_of("a"), body)
+        assert read(lower, "a") == body  # maps the pool
+        limit_memory(os.getpid(), num_bytes // 2)
+        lease = store.try_lease(name_of("a"))
+        assert lease is not None
+        with lease:
+            assert lease.try_read(memoryview(into))
+        assert into == body
+        store.discard(name_of("a"))
+        assert count_taken(place / "baton-contract-store") == 0, "nobody reads it any more"
+
+
 class TestTiers(StoreContract):
+    def test_without_memory_for_a_copy_an_entry_is_read_where_it_is(self, tmp_path: Path) -> None:
+        arguments = {"target": read_without_memory, "args": (tmp_path,)}
+        child = multiprocessing.get_context("fork").Process(**arguments)
+        child.start()
+        child.join(60)
+        assert child.exitcode == 0
+
     def open_tier(self, place: Path, capacity_bytes: int) -> Tier:
         half = capacity_bytes // 2
         options = {
@@ -371,6 +413,26 @@ class TestTiers(StoreContract):
             "file": {"directory": str(place / "files"), "capacity_bytes": half},
         }
         return open_store(("shared", "file"), options, **CONTRACT)
+
+    def test_the_last_users_entries_go_to_the_tier_below(self, tmp_path: Path) -> None:
+        options = {
+            "shared": {"directory": str(tmp_path)},
+            "file": {"directory": str(tmp_path / "files")},
+        }
+        kinds, tenant = ("shared", "file"), TenantLabel(b"a tenant")
+        with closing(open_store(kinds, options, **CONTRACT)) as one:
+            with closing(open_store(kinds, options, **CONTRACT)):
+                one.put(name_of("a"), body_of("a"), tenant)
+                one.put(name_of("large"), body_of("large", LARGE_BYTES))
+            assert one.tiers[1].entries() == [], "another user is left"
+        with closing(open_store(kinds, options, **CONTRACT)) as again:
+            upper, lower = again.tiers
+            assert upper.entries() == []
+            assert {e.name: e.tenant for e in lower.entries()} == {
+                name_of("a"): tenant,
+                name_of("large"): NO_TENANT,
+            }
+            assert read(again, "a") == body_of("a")
 
     def test_entries_are_demoted_and_copied_up(self, tmp_path: Path) -> None:
         in_files = TestFileTier()
@@ -486,7 +548,15 @@ def test_what_is_asked_of_each_tier_is_counted(tmp_path: Path) -> None:
         store.put(name_of("too large"), body_of("too large", 2_000_000))
     found = counted(store)
     store.close()
-    assert counted(store) == found, "after the end, as it was then"
+    after = counted(store)
+    assert after.pop(("puts_total", "file", "exists")) == 1, "the last user copies its entries"
+    for name in (
+        ("puts_total", "file", "stored"),
+        ("bytes_total", "file", "written"),
+        ("used_bytes", "file"),
+    ):
+        assert after.pop(name) > found[name]
+    assert after.items() <= found.items(), "after the end, as it was then"
     num_down = found["evictions_total", "shared", "demoted"]
     assert num_down == 2
     assert found["puts_total", "shared", "full"] == 2
@@ -533,19 +603,42 @@ def tiny_disk_fixture(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(where)], check=True, capture_output=True)
 
 
-def test_a_full_disk_costs_caching_only(tiny_disk: Path) -> None:
-    shared = TestSharedTier()
-    with shared.opened(tiny_disk, 1 << 30) as tier:
-        for i in range(7):
-            tier.put(name_of(f"entry {i}"), body_of(f"entry {i}", 100_000))
-        with pytest.raises(StoreFullError):
-            tier.put(name_of("too much"), body_of("too much", 300_000))
-        found = scan(tier)
-        assert found.num_entries == 7
-        for i in range(found.num_entries):
-            assert read(tier, f"entry {i}") == body_of(f"entry {i}", 100_000)
-        tier.discard(name_of("entry 0"))
-        assert tier.put(name_of("b"), body_of("b", 100_000)) is PutResult.STORED
+@pytest.mark.parametrize("num_bytes", [100_000, 300_000])
+@pytest.mark.parametrize("kind", ["shared", "file"])
+def test_on_a_disk_smaller_than_its_capacity_the_oldest_entries_go(
+    tiny_disk: Path, caplog: pytest.LogCaptureFixture, kind: str, num_bytes: int
+) -> None:
+    options = {"directory": str(tiny_disk / kind), "capacity_bytes": 1 << 30}
+    (tiny_disk / kind).mkdir(mode=0o700)
+    with closing(TIERS.build(kind, options)(TierContext(**CONTRACT))) as tier:
+        for i in range(20):
+            body = body_of(f"entry {i}", num_bytes)
+            assert tier.put(name_of(f"entry {i}"), body) is PutResult.STORED
+        left = [i for i in range(20) if read(tier, f"entry {i}") is not None]
+        assert left == list(range(20 - len(left), 20))
+        assert read(tier, "entry 19") == body
+        assert scan(tier).num_damaged == 0
+        assert tier.usage().used_bytes == scan(tier).used_bytes
+    lines = [each.getMessage() for each in caplog.records if each.name.startswith("baton.store")]
+    (line,) = [each for each in lines if "is full" in each]
+    assert str(tiny_disk / kind) in line
+
+
+def test_a_full_disk_costs_caching_only(tiny_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Others fill it: there is no entry that could make room."""
+    (tiny_disk / "other").write_bytes(bytes(700_000))
+    with TestSharedTier().opened(tiny_disk, 1 << 30) as tier:
+        put(tier, "a")
+        for _ in range(3):
+            with pytest.raises(StoreFullError):
+                tier.put(name_of("too much"), body_of("too much", 300_000))
+        (line,) = [each.getMessage() for each in caplog.records if "not kept" in each.getMessage()]
+        assert str(tiny_disk) in line
+        assert "no room" in line
+        assert put(tier, "b") is PutResult.STORED
+        assert read(tier, "b") == body_of("b")
+        (tiny_disk / "other").unlink()
+        assert tier.put(name_of("c"), body_of("c", 300_000)) is PutResult.STORED
 
 
 def test_a_folder_that_others_can_open_is_refused(tmp_path: Path) -> None:

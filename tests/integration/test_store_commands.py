@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
+from contextlib import closing
 from json import loads as parse
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,8 @@ from baton.auth.key import ClusterKey
 from baton.auth.ticket import bind_salt, hash_tenant
 from baton.clock import MachineClock
 from baton.handoff.pool_mode.store_access import label_tenant, open_keyed_store
+from baton.store.folder.directory import Folder
+from baton.store.folder.shared_capacity import CAPACITY_FILE
 from baton.store.interface import NO_TENANT, TenantLabel
 from baton.testing.store_contract import BODY_BYTES, body_of, name_of
 from tests.forked_module import run_forked
@@ -42,14 +46,18 @@ def folder_fixture(tmp_path: Path) -> Path:
     return folder
 
 
-def run(folder: Path, *arguments: str, key: str = KEY, json: bool = True) -> tuple[int, Any, str]:
-    """Exit code, what was printed, and what was said on standard error."""
-    command = [sys.executable, "-m", "baton.cli", "store", *arguments, "--store", "file"]
+def run(
+    folder: Path, *arguments: str, key: str = KEY, json: bool = True, tiers: str = "file"
+) -> tuple[int, Any, str]:
+    """Exit code, what was printed, and what was said on standard error.
+
+    A tier `shared` is beside the folder.
+    """
+    command = [sys.executable, "-m", "baton.cli", "store", *arguments, "--store", tiers]
     command += ["--json"] if json else []
-    done = run_forked(
-        [*command, "--set", f"store.options.file.directory={folder}"],
-        env=dict(os.environ, BATON_CLUSTER_KEY=key),
-    )
+    command += ["--set", f"store.options.file.directory={folder}"]
+    command += ["--set", f"store.options.shared.directory={folder.parent}"]
+    done = run_forked(command, env=dict(os.environ, BATON_CLUSTER_KEY=key))
     return done.returncode, parse(done.stdout) if done.stdout else [], done.stderr
 
 
@@ -130,6 +138,22 @@ def test_evict(folder: Path) -> None:
     assert names(folder) == set()
 
 
+def test_what_could_not_be_removed_is_reported(folder: Path) -> None:
+    """A process that was stopped holds the lock of the counts."""
+    flip(folder, "c")
+    before = names(folder)
+    with closing(Folder(folder)), (folder / CAPACITY_FILE).open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        code, [tier], errors = run(folder, "evict", "--all")
+        assert (code, tier["num_removed"], tier["num_left"]) == (1, 0, len(CONTENTS))
+        assert "still" in errors
+        code, [tier], _ = run(folder, "verify", "--remove")
+        assert (code, tier["num_damaged"], tier["num_removed"]) == (1, 1, 0)
+    assert names(folder) == before
+    code, [tier], _ = run(folder, "evict", "--all")
+    assert (code, tier["num_removed"], tier["num_left"]) == (0, len(CONTENTS), 0)
+
+
 def test_a_tenants_entries_are_shown_and_removed(folder: Path, tmp_path: Path) -> None:
     key = ClusterKey.from_hex(KEY)
     by_salt, by_client = (
@@ -191,6 +215,28 @@ def test_what_is_exported_is_imported_elsewhere(folder: Path, tmp_path: Path) ->
     code, _, errors = run(tmp_path / "new", "import", str(archive), key="6" * 64)
     assert (code, "cluster key" in errors) == (1, True)
     assert names(tmp_path / "new") == set()
+
+
+def test_an_import_puts_nothing_into_memory_that_ends_with_it(folder: Path, tmp_path: Path) -> None:
+    archive, elsewhere = tmp_path / "kv.archive", tmp_path / "elsewhere"
+    assert run(folder, "export", str(archive))[0] == 0
+    code, _, errors = run(elsewhere, "import", str(archive), tiers="shared")
+    assert (code, "baton store serve" in errors) == (1, True)
+    code, done, _ = run(elsewhere, "import", str(archive), tiers="shared,file")
+    assert (code, done["num_entries"]) == (0, len(CONTENTS))
+    assert len(names(elsewhere)) == len(CONTENTS)
+    key, options = ClusterKey.from_hex(KEY), {"shared": {"directory": str(tmp_path)}}
+    with closing(open_keyed_store(("shared",), options, key=key, clock=MachineClock())) as user:
+        code, done, _ = run(tmp_path / "third", "import", str(archive), tiers="shared,file")
+        assert (code, done["num_entries"]) == (0, len(CONTENTS))
+        assert len(user.entries()) == len(CONTENTS)
+
+
+def test_the_memory_of_other_processes_is_left_out(folder: Path) -> None:
+    code, found, _ = run(folder, "stats", tiers="host,file")
+    assert (code, [tier["tier"] for tier in found]) == (0, ["file"])
+    code, _, errors = run(folder, "verify", tiers="host")
+    assert (code, "own memory" in errors) == (2, True)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"BATONKV4 and no archive"])

@@ -19,6 +19,7 @@ from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.clock import MachineClock
 from baton.handoff.pool_mode.store_access import open_keyed_store
+from baton.ops.store_daemon import TierCare
 from baton.store.interface import PeerAccess, PutResult
 from baton.testing.store_contract import BODY_BYTES, body_of, name_of, put, read, read_lease
 from tests.free_ports import find_free_port
@@ -197,3 +198,22 @@ def test_damaged_entries_are_found_unless_the_key_is_wrong(
                 (503, True) if is_key_wrong else (200, False)
             )
         assert len(store.entries()) == (3 if is_key_wrong else 2)
+
+
+def test_with_a_wrong_key_each_entry_is_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is read again and again, and never removed: neither the log nor memory may grow."""
+    options: dict[str, object] = {"directory": str(tmp_path / "kv")}
+    with closing(open_store("file", file=options)) as store:
+        for content in "abc":
+            put(store, content)
+    wrong_key = ClusterKey.from_hex("6" * 64)
+    other = open_keyed_store(("file",), {"file": options}, key=wrong_key, clock=MachineClock())
+    with closing(other):
+        care = TierCare(other.tiers[0])
+        for _ in range(4):
+            care.run_round(1 << 20)
+        assert (care.num_damaged, care.is_key_doubtful) == (12, True)
+    reported = [each.getMessage() for each in caplog.records if "is damaged" in each.getMessage()]
+    assert len(reported) == len(set(reported)) == 3

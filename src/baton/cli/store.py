@@ -27,6 +27,16 @@ ALL_DAMAGED: Final = (
     "look damaged, too. Nothing was removed"
 )
 
+NOT_REMOVED: Final = (
+    "entries are there still: a server refused to delete them, another process has held the lock "
+    "of the tier's counts, or a worker has put them again"
+)
+
+OWN_MEMORY: Final = (
+    "tier host is each process's own memory, which no other process can look at: /metrics of a "
+    "worker, or of `baton store serve`, shows how full it is"
+)
+
 app = App(name="store", help="Look at the store, check it, make room in it, keep it up.")
 
 Json = Annotated[bool, Parameter(help="Print JSON.")]
@@ -121,7 +131,7 @@ def evict(  # noqa: PLR0913 - a flag each
 ) -> int:
     """Remove entries of every tier; workers that are reading them finish.
 
-    A tenant's entries go even if they are pinned, as with --all.
+    Exit code 1: some are there still. A tenant's entries go even if they are pinned, as with --all.
     """
     from baton.ops import store as ops  # noqa: PLC0415 - for --help
 
@@ -146,7 +156,10 @@ def evict(  # noqa: PLR0913 - a flag each
         _print_json(done)
     else:
         ops.print_evictions(done)
-    return 0
+    num_left = sum(each.num_left for each in done)
+    if num_left:
+        print(f"baton: {num_left:,} {NOT_REMOVED}", file=sys.stderr)
+    return FAILED if num_left else 0
 
 
 @app.command
@@ -329,7 +342,8 @@ def _open(
 ) -> "Generator[tuple[Sequence[CountedTier], ClusterKey]]":
     """The tiers that the configuration names, or `--store`, and the cluster's key.
 
-    `serves`: other processes are answered where the tier `host` is to listen, or at `listen`.
+    Without `host`, which is each process's own, unless this one `serves`: other processes are
+    answered where the tier `host` is to listen, or at `listen`.
 
     Raises:
         ConfigError: there are none, they cannot be opened, or the cluster's key is not known.
@@ -348,6 +362,10 @@ def _open(
         raise ConfigError(
             "no store is configured: give --store shared,file, or the workers' --config FILE"
         )
+    if not serves:
+        kinds = tuple(kind for kind in kinds if kind != "host")
+        if not kinds:
+            raise ConfigError(OWN_MEMORY)
     options = config.store.options
     if listen is not None:
         if kinds != ("host",):

@@ -83,11 +83,12 @@ class TierCheck(msgspec.Struct, frozen=True):
 
 
 class TierEviction(msgspec.Struct, frozen=True):
-    """What was removed from one tier."""
+    """What was removed from one tier; `num_left` entries that were to go are there still."""
 
     tier: str
     num_removed: int
     removed_bytes: int
+    num_left: int = 0
 
 
 @contextmanager
@@ -233,10 +234,18 @@ def evict(
             victims = [e for e in victims if e.used_at < latest and not e.is_pinned]
         elif tenant is not None:
             victims = [e for e in victims if _find_tenant(tier, e) == tenant]
-        for entry in victims:
-            tier.discard(entry.name)
-        done.append(TierEviction(tier.kind, len(victims), _sum_bytes(victims)))
+        removed = _remove(tier, victims)
+        num_left = len(victims) - len(removed)
+        done.append(TierEviction(tier.kind, len(removed), _sum_bytes(removed), num_left))
     return done
+
+
+def _remove(tier: CountedTier, entries: Sequence[StoredEntry]) -> Sequence[StoredEntry]:
+    """Remove entries; those that are gone then. A tier does not report what it could not remove."""
+    for entry in entries:
+        tier.discard(entry.name)
+    left = {entry.name for entry in tier.entries()} if entries else set()
+    return [entry for entry in entries if entry.name not in left]
 
 
 def change_pins(
@@ -259,9 +268,10 @@ def change_pins(
 
 def print_evictions(done: Sequence[TierEviction]) -> None:
     """For people."""
-    table = Table("tier", "removed", "MiB")
+    table = Table("tier", "removed", "MiB", "left")
     for each in done:
-        table.add_row(each.tier, f"{each.num_removed:,}", f"{each.removed_bytes / MIB:,.1f}")
+        removed_mib = f"{each.removed_bytes / MIB:,.1f}"
+        table.add_row(each.tier, f"{each.num_removed:,}", removed_mib, f"{each.num_left:,}")
     Console().print(table)
 
 
@@ -312,9 +322,7 @@ def _check(tier: CountedTier, *, remove: bool) -> TierCheck:
                 if tier.remote is not None:  # its server does not answer
                     raise
                 num_unreadable += 1
-    removed = damaged if remove and len(damaged) < len(entries) else []
-    for entry in removed:
-        tier.discard(entry.name)
+    removed = _remove(tier, damaged) if remove and len(damaged) < len(entries) else []
     return TierCheck(tier.kind, len(entries), len(damaged), len(removed), num_unreadable)
 
 

@@ -20,7 +20,7 @@ import msgspec
 
 from baton.errors import ProtocolError, StoreError, StoreFullError
 from baton.store.entry_format import HEADER_BYTES, MAGIC, has_digest, make_header, parse_header
-from baton.store.interface import EntryName, PutResult, TenantLabel
+from baton.store.interface import EndsWithUsers, EntryName, PutResult, TenantLabel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -35,6 +35,10 @@ END: Final = b"BATONKAE"
 _COUNT: Final = struct.Struct("<8sQ")
 END_BYTES: Final = _COUNT.size + 32
 FILE_MODE: Final = 0o600
+NOT_IN_USE: Final = (
+    "no process uses this tier, which ends with its last user: start a worker or `baton store "
+    "serve` first"
+)
 
 
 class ArchiveReport(msgspec.Struct, frozen=True):
@@ -102,12 +106,16 @@ def check_archive(path: Path) -> None:
 def import_entries(tiers: Sequence[CountedTier], path: Path, key: ClusterKey) -> ArchiveReport:
     """Put the entries of an archive into the first tier that has room for each.
 
-    The whole file is checked before the first entry is put. What is there already stays.
+    The whole file is checked before the first entry is put. What is there already stays. Tiers that
+    would end with this process get none.
 
     Raises:
         ProtocolError: it is no archive, it was changed or cut short, or it has another key.
-        StoreError: the file cannot be read.
+        StoreError: the file cannot be read, or there is no tier that stays.
     """
+    tiers = [tier for tier in tiers if not _ends_here(tier)]
+    if not tiers:
+        raise StoreError(NOT_IN_USE)
     entries_key = key.sign("store", b"entries")
     num_present = num_refused = num_entries = num_bytes = 0
     try:
@@ -179,6 +187,10 @@ def _read_checked(
         yield header, body
     if not hmac.compare_digest(file.read(END_BYTES), _make_end(mac, num_entries)):
         raise ProtocolError("the archive is not complete, or was put together from others")
+
+
+def _ends_here(tier: CountedTier) -> bool:
+    return isinstance(tier.inner, EndsWithUsers) and tier.inner.was_unused
 
 
 def _put(tiers: Sequence[CountedTier], header: EntryHeader, body: bytes) -> PutResult | None:

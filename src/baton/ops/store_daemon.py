@@ -81,7 +81,7 @@ class TierCare:
     num_failed_rounds: int = 0
     error: str = ""
     _unread: deque[StoredEntry] = field(default_factory=deque)
-    _damaged: list[EntryName] = field(default_factory=list)
+    _damaged: set[EntryName] = field(default_factory=set)
 
     @property
     def is_key_doubtful(self) -> bool:
@@ -107,6 +107,7 @@ class TierCare:
             return
         if not self._unread:
             self._unread.extend(self.tier.entries())
+            self._damaged &= {entry.name for entry in self._unread}
         num_read = 0
         while self._unread and num_read < max_read_bytes:
             entry = self._unread.popleft()
@@ -115,11 +116,16 @@ class TierCare:
                 self.num_whole += 1
             elif is_damaged(self.tier, entry.name):
                 self.num_damaged += 1
-                self._damaged.append(entry.name)
-                logger.warning("store: entry %s in %s is damaged", entry.name.hex(), self.tier.kind)
+                self._note_damaged(entry.name)
         if self.num_whole:
             while self._damaged:
                 self.tier.discard(self._damaged.pop())
+
+    def _note_damaged(self, name: EntryName) -> None:
+        """Log it once: with a wrong key all entries are found damaged again and again."""
+        if name not in self._damaged:
+            self._damaged.add(name)
+            logger.warning("store: entry %s in %s is damaged", name.hex(), self.tier.kind)
 
 
 @dataclass(slots=True)

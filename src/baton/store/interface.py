@@ -244,6 +244,16 @@ class PinsEntries(Protocol):
 
 
 @runtime_checkable
+class EndsWithUsers(Protocol):
+    """A tier whose entries go with the last process that has it open."""
+
+    @property
+    def was_unused(self) -> bool:
+        """Whether no other process had it open when this one opened it."""
+        ...
+
+
+@runtime_checkable
 class RemoteLookup(Protocol):
     """A tier where each look is a round trip: it is asked once for many names."""
 

@@ -183,7 +183,10 @@ class TieredStore:
 
     def _promote(self, name: EntryName, lease: EntryLease) -> EntryLease | None:
         """Copy an entry up; a lease of the copy, or of the entry itself where there is no room."""
-        body = memoryview(bytearray(lease.num_bytes))
+        try:
+            body = memoryview(bytearray(lease.num_bytes))
+        except MemoryError:
+            return lease
         if not lease.try_read(body):
             lease.release()
             return None

@@ -180,6 +180,18 @@ class FolderFaultContract(SystemCallFaultContract):  # noqa: PLR0904 - a test fo
             assert scan(tier).used_bytes == tier.usage().used_bytes
             assert tier.usage().num_read_errors == 1
 
+    def test_a_process_without_descriptors_reads_an_entry_later(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as tier:
+            put(tier, "a")
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+            try:
+                assert read(tier, "a") is None
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            assert read(tier, "a") == body_of("a")
+            assert tier.usage().num_read_errors == 0
+
     def test_an_entry_under_another_name_is_a_miss(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
             put(tier, "a")

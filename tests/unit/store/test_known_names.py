@@ -10,7 +10,7 @@ import pytest
 
 from baton.clock import Instant
 from baton.store.folder import known_names
-from baton.store.folder.known_names import BELIEVED_S, RING_NAMES, KnownNames
+from baton.store.folder.known_names import BELIEVED_S, REMOVED_FILE, RING_NAMES, KnownNames
 from baton.testing.store_contract import name_of
 
 if TYPE_CHECKING:
@@ -66,3 +66,17 @@ def test_names_are_believed_for_a_while_and_are_bounded(
         assert known.count_leading(NAMES[1:], Instant(BELIEVED_S)) == 0
         known.add(NAMES)
         assert known.count_leading(NAMES, Instant(BELIEVED_S + 1)) == 0
+
+
+def test_a_count_that_the_disk_has_lost_costs_a_look(tmp_path: Path, folder: int) -> None:
+    """Blocks of a flash disk that were erased read as ones."""
+    with closing(KnownNames(folder)) as one, closing(KnownNames(folder)) as other:
+        other.report_removed(name_of("before"))
+        one.count_leading([], NOW)
+        one.add(NAMES)
+        (tmp_path / REMOVED_FILE).write_bytes(b"\xff" * 8)
+        other.report_removed(NAMES[4])
+        assert one.count_leading(NAMES, NOW) == 0
+        one.add(NAMES)
+        other.report_removed(NAMES[4])
+        assert one.count_leading(NAMES, NOW) == 4

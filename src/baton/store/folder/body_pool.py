@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from baton.errors import StoreError, StoreFullError, mapped
-from baton.store.folder.directory import FILE_MODE
+from baton.errors import StoreError, mapped
+from baton.store.folder.directory import FILE_MODE, FilesystemFullError
 from baton.transfer.huge_pages import fill_with_huge_pages, map_shared
 from baton.transfer.streaming_copy import find_streaming_copy
 
@@ -129,7 +129,7 @@ class BodyPool:
         """Mark free extents as taken, and claim them for this process; None: there are too few.
 
         Raises:
-            StoreFullError: the filesystem has no room for more of the pool.
+            FilesystemFullError: the filesystem has no room for more of the pool.
             StoreError: the pool's files cannot be used.
         """
         with mapped({OSError: StoreError}):
@@ -275,7 +275,7 @@ class BodyPool:
                 continue
             self._write_counts(stop, self._read_counts()[1])
             return stop
-        raise StoreFullError("the filesystem of the store has no room for more of its memory")
+        raise FilesystemFullError("the filesystem of the store has no room for more of its memory")
 
     def _back(self, first: int, stop: int) -> None:
         fill_with_huge_pages(self._pool_fd, stop * EXTENT_BYTES, first * EXTENT_BYTES)

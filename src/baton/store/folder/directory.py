@@ -51,11 +51,16 @@ class Folder:
         os.close(self._users)
         os.close(self.fd)
 
-    def close_and_remove_unless_shared(self) -> None:
-        """Leave it; the last of its users takes it away with all that is in it."""
-        with suppress(BlockingIOError):
-            fcntl.flock(self._users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(self.path, ignore_errors=True)
+    def leave(self) -> bool:
+        """Stop being one of its users; whether this one was the last: others wait to open it then.
+
+        `close`, or `close_and_remove` for the last one, follows.
+        """
+        return try_lock_alone(self._users)
+
+    def close_and_remove(self) -> None:
+        """Remove it with all that is in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
         self.close()
 
 
@@ -174,7 +179,12 @@ UNFINISHED: Final = "new-"
 """Begins the names of files that are being written, where they must have one."""
 
 _UNSUPPORTED: Final = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT})
-_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM})
+_FILESYSTEM_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+_NO_ROOM: Final = _FILESYSTEM_FULL | {errno.EFBIG, errno.ENOMEM}
+
+
+class FilesystemFullError(StoreFullError):
+    """The filesystem, or the user's quota, has less room than the tier may take."""
 
 
 class UnnamedFile:
@@ -276,6 +286,8 @@ def write_all(fd: int, buffers: Iterable[Body], min_bytes: int = 0) -> None:
 def to_store_error(error: OSError) -> StoreError:
     """What a put reports where its file cannot be written or named."""
     kind = StoreFullError if error.errno in _NO_ROOM else StoreError
+    if error.errno in _FILESYSTEM_FULL:
+        kind = FilesystemFullError
     return kind(f"cannot keep an entry: {error.strerror}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections import Counter
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXPIRY_PARTS: Final = 20
+_OF_PROCESS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""No fault of the disk: the entry is read as soon as there are descriptors, or memory."""
 
 
 class FolderEntries:
@@ -182,7 +185,8 @@ class FolderEntries:
 
     def _leave_alone(self, name: EntryName, error: OSError) -> None:
         self.forget(name)
-        self._unreadable.add(name, error)
+        if error.errno not in _OF_PROCESS:
+            self._unreadable.add(name, error)
 
     def _unlink(self, name: EntryName) -> Removed:
         try:

@@ -13,15 +13,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from baton.errors import StoreError, StoreFullError
-from baton.store.capacity import SLACK_ENTRIES
-from baton.store.folder.directory import to_store_error
+from baton.store.capacity import SLACK_ENTRIES, Shortage
+from baton.store.folder.directory import FilesystemFullError, to_store_error
 from baton.store.folder.entry_times import to_times_ns
 from baton.store.interface import PutResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from baton.store.capacity import Shortage, StoredEntry
+    from baton.store.capacity import StoredEntry
     from baton.store.folder.bodies import FileBodies, NewEntry
     from baton.store.folder.directory import UnnamedFile
     from baton.store.folder.shared_capacity import SharedCapacity
@@ -39,6 +39,7 @@ class EntryWriter:
     """One owner thread: its tier's.
 
     `make_room` makes entries go, and `recount` sets the counts right; both raise StoreError.
+    `report_full` is called where the filesystem has less room than the tier may take.
     `make_entry` states what eviction must know of a new entry that takes up so many bytes.
     """
 
@@ -47,6 +48,7 @@ class EntryWriter:
     make_room: Callable[[Shortage], None]
     recount: Callable[[], None]
     make_entry: Callable[[EntryName, int], StoredEntry]
+    report_full: Callable[[], None]
 
     def write(self, entries: Sequence[NewEntry], tenant: TenantLabel) -> list[PutOutcome]:
         """Keep entries that were not found; what became of each, in order.
@@ -55,7 +57,29 @@ class EntryWriter:
         """
         outcomes: list[PutOutcome] = []
         for window in _divide(entries):
-            outcomes += self._write_window(window, tenant)
+            outcomes += self._write_or_make_room(window, tenant)
+        return outcomes
+
+    def _write_or_make_room(
+        self, entries: Sequence[NewEntry], tenant: TenantLabel
+    ) -> list[PutOutcome]:
+        """Write a window; where the filesystem is full, others go first, and it is tried once more.
+
+        Else a tier on a filesystem that is smaller than its capacity would keep its first entries,
+        and no later one.
+        """
+        outcomes = self._write_window(entries, tenant)
+        refused = [at for at, each in enumerate(outcomes) if isinstance(each, FilesystemFullError)]
+        if not refused:
+            return outcomes
+        again = [entries[at] for at in refused]
+        self.report_full()
+        try:
+            self.make_room(Shortage(sum(self.bodies.compute_cost(len(e.body)) for e in again)))
+        except StoreError:
+            return outcomes
+        for at, outcome in zip(refused, self._write_window(again, tenant), strict=True):
+            outcomes[at] = outcome
         return outcomes
 
     def _write_window(self, entries: Sequence[NewEntry], tenant: TenantLabel) -> list[PutOutcome]:

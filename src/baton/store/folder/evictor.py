@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import takewhile
 from typing import TYPE_CHECKING, Final
 
 from baton.store.folder.demotion import VictimBody, demote
@@ -69,6 +70,24 @@ class FolderEvictor:
             self._evict_any(shortage.num_bytes)
         else:
             self._evict_of_tenant(shortage.tenant, shortage.num_bytes)
+
+    def copy_down(self, seconds: float) -> None:
+        """Put entries into the tier below, the latest used first, for so long; they stay here.
+
+        Ends early where that tier refuses one.
+
+        Raises:
+            StoreError: they cannot be listed.
+        """
+        if self._below is None:
+            return
+        ends_at = self._clock.now() + seconds
+        refused: list[StoreError] = []
+        entries = sorted(
+            self._entries.files.iter_settled(), key=lambda entry: entry.used_at, reverse=True
+        )
+        in_time = takewhile(lambda _: self._clock.now() < ends_at and not refused, entries)
+        demote(filter(None, map(self._read_victim, in_time)), self._below, refused.append)
 
     def close(self) -> None:
         """Close the files."""

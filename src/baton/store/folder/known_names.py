@@ -27,6 +27,8 @@ BELIEVED_S: Final = 30.0
 MAX_KNOWN: Final = 1 << 18
 """About 120 bytes each. Beyond that all are forgotten: who looks for so many finds most on disk."""
 _COUNT: Final = struct.Struct("<Q")
+_MAX_COUNT: Final = (1 << 64) - 1
+"""A disk may have lost the count: whatever is read is counted on from."""
 
 
 class KnownNames:
@@ -70,7 +72,7 @@ class KnownNames:
         with suppress(OSError):
             num_removed = self._read_count()
             os.pwrite(self._fd, name, _offset(num_removed))
-            os.pwrite(self._fd, _COUNT.pack(num_removed + 1), 0)
+            os.pwrite(self._fd, _COUNT.pack((num_removed + 1) & _MAX_COUNT), 0)
 
     def close(self) -> None:
         """Close the file."""

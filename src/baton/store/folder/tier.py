@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 
@@ -20,6 +22,7 @@ from baton.store.folder.evictor import FolderEvictor
 from baton.store.folder.shared_capacity import SharedCapacity
 from baton.store.interface import NO_TENANT, EntryName, NamedBody, PutResult, Usage
 from baton.store.puts import take_one
+from baton.telemetry.log_limit import LimitedLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,6 +30,12 @@ if TYPE_CHECKING:
     from baton.store.folder.directory import Folder
     from baton.store.folder.leases import FileEntryLease
     from baton.store.interface import Body, EntryLease, PutOutcome, TenantLabel, TierContext
+
+
+logger = logging.getLogger(__name__)
+
+LOG_INTERVAL_S: Final = 60.0
+"""Between two lines about entries that are not kept: a full disk refuses every one."""
 
 
 class FolderTierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -69,6 +78,7 @@ class FolderTier:
         self._marks = options.high_mark, options.low_mark
         policy = EVICTIONS.build(options.eviction, {})
         self._path, self._clock = folder.path, context.clock
+        self._log = LimitedLog(logger, context.clock, LOG_INTERVAL_S)
         tenant_bytes = int(options.tenant_share * options.capacity_bytes)
         with mapped({OSError: ConfigError, StoreError: ConfigError}):
             self._capacity = SharedCapacity(folder.fd, options.capacity_bytes, tenant_bytes)
@@ -90,6 +100,7 @@ class FolderTier:
                 make_room=self._evictor.evict,
                 recount=self._entries.recount,
                 make_entry=self._make_entry,
+                report_full=self._report_full,
             )
 
     def find(self, names: Sequence[EntryName]) -> int:
@@ -130,7 +141,8 @@ class FolderTier:
                     f"{pinned_bytes} bytes are pinned in {self._path}: no more than "
                     f"{MAX_PINNED_SHARE:.0%} of its {capacity_bytes} may be"
                 )
-            self._files.set_mode(name, PINNED_MODE)
+            # Under the lock: else its file may become another entry's in between.
+            self._capacity.under_lock(partial(self._files.set_mode, name, PINNED_MODE))
         return True
 
     def unpin(self, name: EntryName) -> bool:
@@ -186,7 +198,19 @@ class FolderTier:
 
     def _keep(self, entries: Sequence[NewEntry], tenant: TenantLabel) -> list[PutOutcome]:
         """Put entries that were not found."""
-        return self._writer.write(entries, tenant)
+        outcomes = self._writer.write(entries, tenant)
+        for outcome in outcomes:
+            if isinstance(outcome, StoreError):
+                kind = "full" if isinstance(outcome, StoreFullError) else "failed"
+                self._log.warning(kind, f"store: an entry is not kept in {self._path}: {outcome}")
+        return outcomes
+
+    def _report_full(self) -> None:
+        self._log.warning(
+            "filesystem",
+            f"store: the filesystem of {self._path} is full before capacity_bytes "
+            f"({self._capacity.capacity_bytes}) are used: entries make room as if they were",
+        )
 
     def _make_entry(self, name: EntryName, cost: int) -> StoredEntry:
         now = self._clock.unix_now()

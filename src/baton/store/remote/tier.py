@@ -99,7 +99,7 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
         )
         self._behind = WriteBehind(
             lambda name, value: client.put(name.hex(), value),
-            self._threads.submit,
+            self._submit,
             max_bytes=limits.buffer_bytes,
             num_writers=limits.num_writers,
         )
@@ -142,7 +142,7 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
         if not names or not self.is_available():
             return StartedFind(names, now, None)
         keys = [name.hex() for name in names]
-        return StartedFind(names, now, self._threads.submit(partial(self._client.exists, keys)))
+        return StartedFind(names, now, self._submit(partial(self._client.exists, keys)))
 
     def end_find(self, started: StartedFind) -> Sequence[bool]:
         """Wait for the answer, until `timeout_s` after it was asked for: see `RemoteLookup`."""
@@ -181,7 +181,7 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
             raise StoreFullError(f"{self._kind} has refused entries; it is asked again later")
         is_trial = not self._writes.is_closed
         try:
-            is_new = self._wait(self._threads.submit(partial(self._client.put, name.hex(), value)))
+            is_new = self._wait(self._submit(partial(self._client.put, name.hex(), value)))
         except StoreError as exc:
             if is_trial or isinstance(exc, StoreFullError | RequestRefusedError):
                 self._writes.fail(self._clock.now())
@@ -231,7 +231,7 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
             self._try_delete(name)
 
     def entries(self) -> list[StoredEntry]:
-        listing = self._threads.submit(partial(self._client.list_values, MAX_LISTED))
+        listing = self._submit(partial(self._client.list_values, MAX_LISTED))
         try:
             values = listing.result(LISTING_TIMEOUT_S)
         except TimeoutError:
@@ -285,10 +285,22 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
             return
 
     def _start_read(self, name: EntryName) -> Future[Body | None]:
-        return self._threads.submit(partial(self._client.use, name.hex(), self._max_value_bytes))
+        return self._submit(partial(self._client.use, name.hex(), self._max_value_bytes))
+
+    def _submit(self, work: Callable[[], T]) -> Future[T]:
+        return self._threads.submit(partial(self._attempt, work))
+
+    def _attempt(self, work: Callable[[], T]) -> T:
+        """Carry out a request. Libraries raise anything for an answer that makes no sense."""
+        try:
+            return work()
+        except BatonError:
+            raise
+        except Exception as exc:
+            raise StoreError(f"{self._kind}: an answer that makes no sense: {exc!r}") from exc
 
     def _request(self, work: Callable[[], T]) -> T:
-        return self._answer(self._threads.submit(work))
+        return self._answer(self._submit(work))
 
     def _answer(self, future: Future[T], since: Instant | None = None) -> T:
         """The same where a refusal is a failure."""
@@ -351,7 +363,7 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
             self._server.is_closed and now >= self._reported_at + REPORT_INTERVAL_S
         ):
             self._reported_at = now
-            self._reporting = self._threads.submit(self._client.report)
+            self._reporting = self._submit(self._client.report)
         return self._server.is_closed
 
     def _end_report(self, now: Instant) -> None:

@@ -149,12 +149,11 @@ class RedisClient:
         """
         try:
             with _mapped():
-                info = self._redis.info()
+                return _read_report(self._redis.info())
         except RequestRefusedError as exc:
             if isinstance(exc.__cause__, redis.AuthenticationError):
                 raise ConfigError(f"store.options.redis: {exc}") from exc
             raise
-        return _read_report(info)
 
     def disconnect(self) -> None:
         """See `RemoteClient`."""
@@ -212,6 +211,8 @@ def _take_value(answers: Sequence[Any]) -> bytes | None:
     for answer in answers:
         if isinstance(answer, Exception):
             raise answer
+    if value is not None and not isinstance(value, bytes):
+        return b""
     return value if value or is_there else None
 
 
@@ -224,8 +225,8 @@ def _mapped() -> Generator[None]:
         raise StoreFullError(f"redis: {exc}") from exc
     except (redis.ResponseError, redis.AuthenticationError) as exc:
         raise RequestRefusedError(f"redis: {exc}") from exc
-    except (redis.RedisError, OSError, ValueError, AttributeError) as exc:
-        # The last two: another thread has closed the connection (`disconnect`).
+    except (redis.RedisError, OSError, ValueError, AttributeError, TypeError) as exc:
+        # The last three: an answer of another type, or another thread has closed the connection.
         raise StoreError(f"redis: {exc}") from exc
 
 

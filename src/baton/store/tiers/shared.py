@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final
 
 import msgspec
 
+from baton.errors import StoreError
 from baton.registry import Plugin
 from baton.store.folder.bodies import PooledBodies
 from baton.store.folder.body_pool import BodyPool
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+COPY_DOWN_S: Final = 2.0
+"""A worker that stops is waited for; who starts one next finds its prompts on the disk."""
 _PREFIX: Final = "baton-"
 _SUFFIX: Final = "-store"
 
@@ -41,7 +45,10 @@ class SharedTierOptions(FolderTierOptions, frozen=True, kw_only=True):
 
 
 class SharedTier(FolderTier):
-    """See `Tier`. KV lies in a pool that every process maps once; what is small, in files."""
+    """See `Tier` and `EndsWithUsers`.
+
+    KV lies in a pool that every process maps once; what is small, in files.
+    """
 
     min_pooled_bytes: ClassVar = 256 << 10
 
@@ -64,15 +71,30 @@ class SharedTier(FolderTier):
         reason = f" ({by.refusal})" if by.refusal else ""
         logger.info("store: %s copies into %s%s", by.library, self._own_folder.path, reason)
 
+    @property
+    def was_unused(self) -> bool:
+        """See `EndsWithUsers`."""
+        return self._own_folder.was_unused
+
     def usage(self) -> Usage:
         return replace(super().usage(), copied_by=find_streaming_copy().library)
 
     def close(self) -> None:
-        """See `Tier`: with the last user, the memory goes."""
+        """See `Tier`: with the last user, the memory goes, once its entries are in the tier below.
+
+        As many of them as `COPY_DOWN_S` allows, and one batch more.
+        """
         if not self._is_closed:
             self._is_closed = True
+            is_last = self._own_folder.leave()
+            if is_last:
+                with suppress(StoreError):
+                    self._evictor.copy_down(COPY_DOWN_S)
             super().close()
-            self._own_folder.close_and_remove_unless_shared()
+            if is_last:
+                self._own_folder.close_and_remove()
+            else:
+                self._own_folder.close()
 
 
 def _choose_path(parent: Path, names: Sequence[str]) -> Path:
@@ -90,7 +112,7 @@ def _choose_path(parent: Path, names: Sequence[str]) -> Path:
 
 def _remove_abandoned(parent: Path) -> None:
     for path in parent.glob(f"{_PREFIX}*{_SUFFIX}"):
-        if path.is_dir() and path.stat().st_uid == os.geteuid() and remove_if_abandoned(path):
+        if remove_if_abandoned(path):
             logger.info("store: removed %s, which dead workers left", path)
 
 
