@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from baton.auth.credentials import Credentials
+from baton.errors import TransferError
 from baton.handoff.interface import KVLanded
 from baton.handoff.link_page import describe_links
 from baton.handoff.peer_transports import LinkOptions, PeerTransportState
 from baton.testing.faulty_transport import Fault, FaultPlan
 from baton.transfer.interface import WriteCompleted
-from baton.transfer.links.probes import ProbeBounds
+from baton.transfer.links.probes import ProbeBounds, ProbeBuffer
 from tests.integration.handoff_nodes import CLOCK, make_handoff, node
 from tests.integration.test_handoff_failover import (
     BOTH,
@@ -28,7 +29,7 @@ from tests.unit.handoff.orders import make_ticket, receive_order, send_order
 
 if TYPE_CHECKING:
     from baton.handoff.messages import TransferOp
-    from baton.transfer.interface import TransferEvent, Transport
+    from baton.transfer.interface import DeviceAccess, TransferEvent, Transport
     from tests.integration.handoff_nodes import Node
 
 MEASURED = LinkOptions()
@@ -212,6 +213,23 @@ def test_one_that_was_cut_is_on_trial_before_it_is_used_again(key: Credentials) 
         )
         expected, used = hand_over(prefill, decode, 3)
         assert expected == used
+
+
+def test_one_that_was_cut_is_used_again_where_there_is_no_memory_to_probe_it(
+    key: Credentials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_device: DeviceAccess | None = None) -> ProbeBuffer:
+        raise TransferError("there is not that much memory")
+
+    with node("d", kinds=("shared",), key=key, links=MEASURED) as decode:
+        monkeypatch.setattr(ProbeBuffer, "allocate", refuse)
+        with node("p", kinds=("shared",), key=key, links=MEASURED) as prefill:
+            hand_over(prefill, decode)
+            cut(prefill, "shared")
+            (peer_transport,) = prefill.agent.loop._peer_transports.of(peers_of(prefill, "d")[0])
+            wait_until(lambda: peer_transport.backoff.num_failures > 0)
+            wait_until(lambda: peer_transport.state is PeerTransportState.UP)
+            hand_over(prefill, decode, 2)
 
 
 def test_surveys_stay_in_their_bounds(key: Credentials) -> None:

@@ -110,6 +110,7 @@ class AgentLoop:
             clock=options.clock,
             rule=options.links.rule,
             preferred_op=options.preferred_op,
+            probed_transports=self._probe_target.exposed,
             observer=observer,
         )
         context = AgentContext(

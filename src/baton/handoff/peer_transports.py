@@ -345,7 +345,7 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     """Routes from this worker to its peers. Owner: the agent's thread.
 
     `transports` are in the operator's order. `preferred_op` is what this worker prefers as a
-    receiver.
+    receiver. `probed_transports` are those over which it has a probe buffer.
     """
 
     def __init__(
@@ -355,6 +355,7 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         clock: Clock,
         rule: ChoiceRule,
         preferred_op: TransferOp,
+        probed_transports: Collection[str],
         observer: LinkObserver,
     ) -> None:
         self.observer = observer
@@ -362,7 +363,7 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self.now = clock.now
         """When a submission begins: for `submitted`."""
         self._rule: ChoiceRule = rule
-        self._preferred_op = preferred_op
+        self._preferred_op, self._probed_transports = preferred_op, probed_transports
         self._by_peer: dict[int, _PeerTransports] = {}
 
     def attach_preferred(self, peer: Peer) -> list[PeerTransportLost]:
@@ -674,9 +675,9 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         )
 
     def _can_be_tried(self, peer: Peer, peer_transport: PeerTransport) -> bool:
-        scratch = () if peer.hello is None else peer.hello.probe_buffers
-        is_measured = self._rule == "measured"
-        return is_measured and any(each.transport == peer_transport.kind for each in scratch)
+        """Whether both sides have a probe buffer for it: one that failed then has to be probed."""
+        kind, theirs = peer_transport.kind, () if peer.hello is None else peer.hello.probe_buffers
+        return kind in self._probed_transports and any(each.transport == kind for each in theirs)
 
     def _find(
         self, transport: Transport, remote: RemoteId

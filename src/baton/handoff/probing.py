@@ -349,7 +349,7 @@ class _Held:
 class ProbeTarget:
     """Owner: the agent's thread. Without a probe buffer no probe is admitted.
 
-    `held` is the probe that has the probe buffer now.
+    `held` is the probe that has the probe buffer now, `exposed` are the transports that reach it.
     """
 
     def __init__(
@@ -360,6 +360,7 @@ class ProbeTarget:
         self._peers: PeerTable | None = None
         self._waiting: OrderedDict[TicketId, _ProbeGrant] = OrderedDict()
         self.held: _Held | None = None
+        self.exposed: set[str] = set()
 
     @property
     def has_memory(self) -> bool:
@@ -381,6 +382,7 @@ class ProbeTarget:
                 found.append(transport.expose(self.region))
             except BatonError as exc:
                 logger.info("handoff: %s will not be measured: %s", transport.kind, exc)
+        self.exposed = {each.transport for each in found}
         return tuple(found)
 
     def connect(self, peers: PeerTable) -> None:

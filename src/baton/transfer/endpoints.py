@@ -52,15 +52,28 @@ def open_dialer(reach: Literal["host", "network"], endpoint: str) -> tuple[socke
     """A fresh socket, and what to connect it to.
 
     Raises:
-        TransferError: the endpoint is none of this reach.
+        TransferError: the endpoint is none of this reach, or no descriptor is left.
     """
     address = parse_endpoint(reach, endpoint)
-    if isinstance(address, bytes):
-        return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), address
-    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock = open_socket(address)
+    if isinstance(address, tuple):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock, address
+
+
+def open_socket(address: Address) -> socket.socket:
+    """A socket of the family of `address`, not connected.
+
+    Raises:
+        TransferError: no descriptor is left.
+    """
+    family = socket.AF_UNIX
+    if isinstance(address, tuple):
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    try:
+        return socket.socket(family, socket.SOCK_STREAM)
+    except OSError as exc:
+        raise TransferError(f"cannot open a socket: {exc.strerror}") from exc
 
 
 def _bind_unix() -> tuple[socket.socket, str]:

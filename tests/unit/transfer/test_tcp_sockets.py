@@ -1,10 +1,11 @@
+import resource
 import socket
 from contextlib import contextmanager
 
 import pytest
 
 from baton.errors import TransferError
-from baton.transfer.endpoints import format_endpoint, parse_tcp_endpoint
+from baton.transfer.endpoints import format_endpoint, open_dialer, parse_tcp_endpoint
 from baton.transfer.transports.tcp.sockets import (
     TcpOptions,
     fit_buffers,
@@ -28,6 +29,25 @@ def test_endpoints_are_read_as_they_were_written(address):
 def test_what_is_no_address_of_a_peer_is_refused(endpoint):
     with pytest.raises(TransferError, match="no address"):
         parse_tcp_endpoint(endpoint)
+
+
+@pytest.mark.parametrize(
+    "open_one",
+    [
+        lambda: open_stream(("127.0.0.1", 80), TcpOptions()),
+        lambda: open_dialer("network", "127.0.0.1:80"),
+        lambda: open_dialer("host", "baton-" + "0123456789abcdef" * 2),
+    ],
+    ids=["tcp", "network", "host"],
+)
+def test_without_a_descriptor_left_a_peer_is_out_of_reach(open_one):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        with pytest.raises(TransferError, match="Too many open files"):
+            open_one()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @contextmanager

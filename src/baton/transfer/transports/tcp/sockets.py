@@ -11,7 +11,7 @@ from typing import Annotated, Final
 import msgspec
 
 from baton.errors import TransferError
-from baton.transfer.endpoints import format_endpoint
+from baton.transfer.endpoints import format_endpoint, open_socket
 from baton.transfer.transports.tcp.wire import MAX_STREAMS
 
 _MAX_KEEPALIVE_S: Final = 32_767
@@ -92,9 +92,12 @@ def open_listener(host: str, options: TcpOptions) -> tuple[socket.socket, str]:
 
 
 def open_stream(endpoint: tuple[str, int], options: TcpOptions) -> socket.socket:
-    """A fresh socket that can connect to `endpoint`."""
-    family = socket.AF_INET6 if ":" in endpoint[0] else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    """A fresh socket that can connect to `endpoint`.
+
+    Raises:
+        TransferError: no descriptor is left.
+    """
+    sock = open_socket(endpoint)
     _tune(sock, options)
     return sock
 
