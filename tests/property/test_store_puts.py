@@ -80,8 +80,10 @@ def test_a_fault_costs_one_entry(
         with failing(at, fail, (call,)) as calls:
             outcomes = tier.put_many(entries, TENANT)
         failed = [outcome for outcome in outcomes if isinstance(outcome, StoreError)]
-        assert len(failed) == calls.has_failed, (outcomes, calls.num_calls)
-        assert all(isinstance(each, StoreFullError) == (error == errno.ENOSPC) for each in failed)
+        # Where the filesystem is full others make room, and the entry is written once more.
+        is_kept = error == errno.ENOSPC
+        assert len(failed) == (calls.has_failed and not is_kept), (outcomes, calls.num_calls)
+        assert not any(isinstance(each, StoreFullError) for each in failed)
         for content in contents:
             of_it = [each for each, c in zip(outcomes, contents, strict=True) if c == content]
             num_stored = of_it.count(PutResult.STORED)

@@ -169,6 +169,12 @@ def naive_gaps(computing, decode, request_, prefill_s, limits, *, is_divided):
     return cost, 0.0
 
 
+def is_divided(usable):
+    """Whether no worker that answers prefills for others, and some worker does."""
+    roles = {worker.role for worker in usable}
+    return Role.PREFILL in roles and Role.BOTH not in roles
+
+
 def gap_limits(given):
     """The targets of the answers at each worker."""
     limits = {}
@@ -286,9 +292,7 @@ def test_no_way_to_serve_a_request_is_better(
         and prefill is not decode
         and decode.why_not_from(prefill) is None
     ]
-    roles = {worker.role for worker in usable}
-    is_divided = Role.PREFILL in roles and Role.BOTH not in roles
-    naive = partial(naive_cost, limits=gap_limits(given), is_divided=is_divided)
+    naive = partial(naive_cost, limits=gap_limits(given), is_divided=is_divided(usable))
     costs = {
         (prefill and prefill.id, decode.id, 0): naive(prefill, decode, request_, load, wanted)
         for prefill, decode in [*((None, decode) for decode in decodes), *pairs]

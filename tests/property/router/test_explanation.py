@@ -26,6 +26,7 @@ from tests.property.router.test_cost import (
     NOW,
     fleets,
     gap_limits,
+    is_divided,
     loaded,
     loadings,
     naive_cost,
@@ -107,12 +108,12 @@ def test_cost_lists_every_way_with_its_cost(worker_views, given, wanted, request
         for each in possible
     }
     assert len(found) == len(possible)
-    naive = partial(naive_cost, limits=gap_limits(given))
+    usable = [each for each in worker_views if each.available]
+    naive = partial(naive_cost, limits=gap_limits(given), is_divided=is_divided(usable))
     expected = {
         (prefill and prefill.id, decode.id, 0): naive(prefill, decode, request, load, wanted)
         for prefill, decode in alternatives(worker_views)
     }
-    usable = [each for each in worker_views if each.available]
     best_loadings = {}
     answering = [each for each in usable if each.decodes]
     for source, decode, num in loadings(usable, answering, request, load, wanted):
