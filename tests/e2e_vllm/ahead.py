@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from tests.chaos import store_failpoints
 from tests.chaos.vllm_pair import start_slow_prefill
 from tests.e2e_vllm.adapters import make_adapter
-from tests.e2e_vllm.cluster import ENGINE, KV_BYTES_PER_TOKEN, SPEC
+from tests.e2e_vllm.cluster import ENGINE, KV_BYTES_PER_TOKEN
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -182,14 +182,7 @@ def find_trained_kv(cluster_factory: ClusterFactory) -> Path:
 
 
 def start_victims(cluster_factory: ClusterFactory) -> tuple[FleetProcess, ...]:
-    """Three more decode servers: two do not live long, `find_notice` is for one of them.
-
-    The other two compute each prompt in one step, as vLLM must on CPUs where requests have seeds.
-    """
-    whole = {
-        "engine__max_num_batched_tokens": SPEC.max_context_tokens,
-        "engine__arguments": [*ENGINE["engine.arguments"], "--no-enable-chunked-prefill"],
-    }
+    """Three more decode servers: two do not live long, `find_notice` is for one of them."""
     notice = str(find_notice(cluster_factory))
     drained = cluster_factory.start(
         "drained",
@@ -198,7 +191,7 @@ def start_victims(cluster_factory: ClusterFactory) -> tuple[FleetProcess, ...]:
         preemption__file=notice,
         preemption__interval_s=0.1,
     )
-    killed, spare = (cluster_factory.start(name, "decode", **whole) for name in ("killed", "spare"))
+    killed, spare = (cluster_factory.start(name, "decode") for name in ("killed", "spare"))
     return drained, killed, spare
 
 

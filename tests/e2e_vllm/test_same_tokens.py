@@ -22,7 +22,7 @@ from tests.e2e_vllm.client import (
     read_request,
     read_summary,
 )
-from tests.e2e_vllm.cluster import BLOCK_SIZE, KV_BYTES_PER_TOKEN, NUM_LAYERS
+from tests.e2e_vllm.cluster import BLOCK_SIZE, CHUNK_TOKENS, KV_BYTES_PER_TOKEN, NUM_LAYERS
 from tests.e2e_vllm.telemetry_checks import (
     check_commands,
     check_stages,
@@ -166,6 +166,21 @@ def test_sampled_answers_are_those_of_the_oracle(cluster: VllmCluster) -> None:
     assert len(set(answers)) > 1
     for answer in answers:
         check_handed_over(cluster, prompt, answer)
+
+
+def test_a_seed_gives_one_answer_in_however_many_steps_its_prompt_is_computed(
+    cluster: VllmCluster,
+) -> None:
+    """A part of a prompt with a seed would end vLLM's engine on CPUs (`cpu_seeds`)."""
+    num_tokens = 2 * CHUNK_TOKENS + 90
+    (prompt,) = make_prompts(1, seed=5, shortest=num_tokens, longest=num_tokens)
+    body = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "cache_salt": "seeded"}
+    in_three_steps = ask_one(cluster.decode, prompt, **body)
+    in_one_step = ask_one(cluster.decode, prompt, **body)  # behind what is cached
+    handed_over = ask_one(cluster.gateway, prompt, **body | {"cache_salt": "seeded again"})
+    check_same([in_one_step, handed_over], [in_three_steps] * 2)
+    check_handed_over(cluster, prompt, handed_over)
+    assert ask_one(cluster.decode, prompt, **body | {"seed": 12}) != in_three_steps
 
 
 def test_prefix_hits_on_either_side_and_only_the_rest_is_sent(cluster: VllmCluster) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.cli.engine_options import engine_options
-from baton.clock import MachineClock, read_clock_domain
+from baton.clock import MachineClock
 from baton.config.environment import read_environment, run_directory
 from baton.config.numa import bind_worker
-from baton.config.topology import find_topology
+from baton.config.topology import find_worker_topology
 from baton.engines.interface import ENGINE_SERVERS, ServerContext
 from baton.models import DEMO_MODEL_PATH
 from baton.net.http_server import bind, url_of
@@ -34,7 +34,7 @@ def run_engine_server(config: Config, credentials: Credentials, status_fd: int) 
     serve = ENGINE_SERVERS.build(worker.engine, engine_options(worker.engine, config.engine))
     membership: AnnouncedServer | None = None
     if worker.announce_to:
-        topology = find_topology(worker.topology, read_environment(), read_clock_domain())
+        topology = find_worker_topology(worker)
         membership = AnnouncedServer(worker, credentials, MachineClock(), topology)
     bind_worker(worker)
     with closing(bind(worker.host, worker.port)) as listener:

@@ -10,12 +10,11 @@ from msgspec import structs
 from baton.auth.certificates import IdentityRole
 from baton.auth.credentials import Credentials
 from baton.cli.flags import ConfigFlags, Engine, Model, Sets, StatusFd, Store, Transport
-from baton.clock import read_clock_domain
 from baton.config.cluster_key import KEY_VARIABLE
 from baton.config.environment import change_environment, read_environment
 from baton.config.logs import configure_logging
 from baton.config.sections import Config, Role
-from baton.config.topology import find_topology
+from baton.config.topology import find_worker_topology
 from baton.net.credentials import find_credentials
 from baton.worker.options import ProcessOptions
 
@@ -105,7 +104,7 @@ def _options(config: Config, status_fd: int) -> ProcessOptions:
         credentials=_credentials(config),
         tls=config.security.tls,
         engine_options=engine_options(section.engine, config.engine),
-        at=find_topology(section.topology, read_environment(), read_clock_domain()),
+        at=find_worker_topology(section),
         handoff=config.handoff,
         transfer=config.transfer,
         store=config.store,

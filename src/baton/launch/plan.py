@@ -162,24 +162,13 @@ def plan_launch(
         settings: ChainMap[str, object] = ChainMap(
             dict(flatten_table(f"engine.{group.engine}", group.overrides)),
             {"worker.engine": group.engine},
-            _core_settings(config, share, shares) if pinning == "own_cores" else {},
+            {"worker.cpu_affinity": share} if pinning == "own_cores" else {},
             _peer_settings(peer_ports, at) if peer_ports else {},
             flags,
             _thread_default(config, engine_keys[group.engine], len(share)),
         )
         workers.append(WorkerPlan(name, role, dict(settings)))
     return LaunchPlan(config, resolved.file, tuple(workers), flags)
-
-
-def _core_settings(
-    config: Config, share: Sequence[int], shares: Sequence[Sequence[int]]
-) -> dict[str, object]:
-    """A worker's cores. One that it shares with others is its device, as placement knows it."""
-    settings: dict[str, object] = {"worker.cpu_affinity": share}
-    is_shared = sum(other == share for other in shares) > 1
-    if len(share) == 1 and is_shared and config.worker.topology is None:
-        settings["worker.topology"] = f"///core-{share[0]}"
-    return settings
 
 
 def count_peer_ports(config: Config) -> int:

@@ -38,6 +38,24 @@ def test_each_level_comes_from_the_first_source_that_has_it(configured, environm
 
 
 @pytest.mark.parametrize(
+    ("configured", "environment", "cores", "device"),
+    [
+        (None, {}, {3}, "core-3"),
+        (None, {}, {3, 4}, ""),
+        ("///gpu1", {}, {3}, "gpu1"),
+        (None, {"BATON_TOPOLOGY_DEVICE": "gpu2"}, {3}, "gpu2"),
+        (None, {"NVIDIA_VISIBLE_DEVICES": "GPU-0a1b2c3d"}, {3}, "GPU-0a1b2c3d"),
+        (None, {"CUDA_VISIBLE_DEVICES": "0,1"}, {3}, ""),
+    ],
+)
+def test_the_only_core_of_a_worker_without_a_gpu_is_its_device(
+    configured, environment, cores, device
+):
+    found = find_topology(configured, environment, BOOT, cores)
+    assert found.removeprefix("//boot-6b1c2f3a-aaaa").lstrip("/") == device
+
+
+@pytest.mark.parametrize(
     ("configured", "environment", "message"),
     [
         ("a/b/c/d/e", {}, r"worker.topology 'a/b/c/d/e' has 5 levels; it has at most 4: zone/rack"),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from baton.engines.vllm.resumed_streams import CARRIED_ON, can_be_seeded, find_obstacle
+from baton.engines.vllm.resumed_streams import CARRIED_ON, find_obstacle
 from tests.lazy_modules import LazyModule, skip_without_vllm
 
 skip_without_vllm()
@@ -69,26 +68,3 @@ def test_neither_adapters_nor_images_go_on() -> None:
     assert find_obstacle(make_params(), object(), TOKENS) == "LoRA"
     assert find_obstacle(make_params(), None, {"type": "multimodal"}) is not None
     assert find_obstacle(make_params(), None, "text") is not None
-
-
-@pytest.mark.parametrize(
-    ("fields", "device", "in_chunks", "can"),
-    [
-        ({}, "cuda", True, True),
-        ({"temperature": 0}, "cuda", True, False),
-        ({"seed": 7}, "cuda", True, False),
-        ({}, "cpu", False, True),
-        ({}, "cpu", True, False),
-    ],
-)
-def test_a_seed_is_given_where_it_changes_nothing_else(
-    fields: dict[str, Any],
-    device: str,
-    in_chunks: bool,
-    can: bool,
-) -> None:
-    config = SimpleNamespace(
-        device_config=SimpleNamespace(device_type=device),
-        scheduler_config=SimpleNamespace(enable_chunked_prefill=in_chunks),
-    )
-    assert can_be_seeded(make_params(**fields), config) == can

@@ -262,22 +262,6 @@ def test_peers_that_cannot_be_are_refused_before_anything_starts(assignments, wh
         count_peer_ports(config_of(*assignments))
 
 
-def test_a_core_that_workers_share_is_their_device():
-    given_up = "up.prefill=0", "up.decode=4"
-    shared = plan(*given_up, cores=range(2), pinning="own_cores").workers
-    assert [each.settings["worker.topology"] for each in shared] == [
-        "///core-0", "///core-1", "///core-0", "///core-1"
-    ]  # fmt: skip
-    for cores, pinning, more in [
-        (range(4), "own_cores", ()),
-        (range(8), "own_cores", ()),
-        (range(2), "shared_cores", ()),
-        (range(2), "own_cores", ("worker.topology=zone",)),
-    ]:
-        workers = plan(*given_up, *more, cores=cores, pinning=pinning).workers
-        assert {each.settings.get("worker.topology", "zone") for each in workers} == {"zone"}
-
-
 def test_a_gateway_whose_workers_change_gets_their_file_and_a_policy_for_several():
     for assignments, policy in [
         (("up.prefill=0", "up.decode=1"), "cost"),

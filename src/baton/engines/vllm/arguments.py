@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import msgspec
 
+from baton.config.topology import find_worker_topology
 from baton.encodings.interface import RAW
 from baton.engines.vllm.options import ROLES, VllmOptions
 from baton.errors import ConfigError
@@ -129,13 +130,12 @@ def _transfer(config: Config, options: VllmOptions, lease_file: Path | None) -> 
         # With TLS this server answers gateways alone: `ClusterTls.check_request`.
         "clients_are_gateways": config.security.tls != "off",
         "resumes_streams": True,
+        "topology": find_worker_topology(config.worker),  # the engine may bind its threads later
     }
     if config.handoff.encoding != RAW or config.handoff.error_budget is not None:
         extra["handoff_encoding"] = config.handoff.encoding
         extra["handoff_error_budget"] = config.handoff.error_budget
         extra["staging_bytes"] = config.handoff.staging_bytes
-    if config.worker.topology is not None:
-        extra["topology"] = config.worker.topology
     if config.cluster.key_file is not None:
         extra["key_file"] = config.cluster.key_file
     if lease_file is not None:

@@ -374,6 +374,10 @@ def _make_rank(
 
     from baton.engines.vllm.rank import Rank, RankPlan  # noqa: PLC0415 - the agent, torch
 
+    if vllm_config.device_config.device_type == "cpu":
+        from baton.engines.vllm import cpu_seeds  # noqa: PLC0415 - vLLM's for CPUs alone
+
+        cpu_seeds.install()
     if identity.role != "decode":
         warn_of_graphs(vllm_config.compilation_config)
     return Rank(

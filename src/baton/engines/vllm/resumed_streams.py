@@ -99,18 +99,6 @@ def find_obstacle(params: Any, lora: object, prompt: object) -> str | None:  # n
     return None
 
 
-def can_be_seeded(params: Any, config: Any) -> bool:  # noqa: ANN401 - vLLM's
-    """Whether a seed changes nothing but that an answer is the same each time.
-
-    `params` are vLLM's `SamplingParams`, `config` its `VllmConfig`. On CPUs a step that computes a
-    part of a prompt with a seed ends vLLM's engine: it sets back the offset of a random generator,
-    which PyTorch's generators on CPUs do not have.
-    """
-    is_on_cpu = config.device_config.device_type == "cpu"
-    is_safe = not (is_on_cpu and config.scheduler_config.enable_chunked_prefill)
-    return is_safe and params.seed is None and params.temperature != 0
-
-
 def install() -> None:
     """Extend vLLM's classes in this process, where this vLLM has them."""
     from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415 - seconds to import
@@ -144,7 +132,7 @@ def install() -> None:
                     len(prompt["prompt_token_ids"]),
                 )
             else:
-                _begin_repeatable(stream, sampling_params, engine.vllm_config)
+                _begin_repeatable(stream, sampling_params)
         outputs = generate(engine, prompt, sampling_params, request_id, **options)
         return outputs if stream is None else _report(stream, outputs)
 
@@ -186,10 +174,10 @@ def give_to_engine(request: Any, given: tuple[int, ...]) -> None:  # noqa: ANN40
     params.extra_args["kv_transfer_params"][NUM_GIVEN_FIELD] = len(given)
 
 
-def _begin_repeatable(stream: StreamTokens, params: Any, config: Any) -> None:  # noqa: ANN401 - vLLM's
+def _begin_repeatable(stream: StreamTokens, params: Any) -> None:  # noqa: ANN401 - vLLM's
     """Begin a stream that cannot go on from tokens: the same answer can be given from its start."""
     stream.begin(None, 0)
-    if can_be_seeded(params, config):
+    if params.seed is None and params.temperature != 0:
         params.seed = stream.use_seed()
 
 
