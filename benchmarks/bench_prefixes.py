@@ -11,9 +11,9 @@ nothing (`fixed`), where no policy can win and none should lose. Prompts are tex
 the gateways tokenize and the routers compare as characters. What all prompts of a load need does
 not fit one worker's pool, so a worker that sees all of them forgets. Arms are interleaved, in the
 other order every second round; prompts are new in each. Medians over the rounds. "cached": the
-share of prompt tokens that the answering workers had cached, as their answers state; "loaded": that
-they received from other workers' caches; "computed": that some worker computed. The latter two are
-from the workers' counters (`baton_worker_prompt_tokens_total`), of whole runs.
+share of prompt tokens that was cached, as answers state, without what was loaded; "loaded": that
+the answering workers received from other workers' caches; "computed": that some worker computed.
+The latter two are from the workers' counters (`baton_worker_prompt_tokens_total`), of whole runs.
 
     python benchmarks/bench_prefixes.py --peers FOLDER --json benchmarks/results/prefixes.json
     python benchmarks/bench_prefixes.py --table benchmarks/results/prefixes.json
@@ -132,6 +132,7 @@ def measure(
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         figures = json.loads(report.read_bytes())["figures"]
     after, num_tokens = count_tokens(workers), figures["num_prompt_tokens"]
+    num_received = after["received"] - before["received"]
     return Run(
         arm,
         load,
@@ -139,8 +140,8 @@ def measure(
         figures["ttft_s"]["p50"] * 1e3,
         figures["ttft_s"]["p99"] * 1e3,
         figures["ttft_s"]["mean"] * 1e3,
-        (figures["num_cached_tokens"] or 0) / num_tokens,
-        (after["received"] - before["received"]) / num_tokens,
+        ((figures["num_cached_tokens"] or 0) - num_received) / num_tokens,
+        num_received / num_tokens,
         (after["computed"] - before["computed"]) / num_tokens,
         figures["num_failed"],
     )

@@ -187,6 +187,9 @@ def test_a_prefix_is_loaded_from_the_worker_that_has_it(fleet, workers):
             break
     else:
         raise AssertionError("no prefix was loaded")
+    for answer, trace in answers:
+        if trace in loaded:
+            assert cached(answer) == trace["prefill"]["num_cached_tokens"]
     for trace in loaded:
         num_tokens = num_prompt(trace, "decode")
         assert LEAST_LOADED <= trace["decode"]["num_received_tokens"] < num_tokens

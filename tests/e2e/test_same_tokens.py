@@ -120,6 +120,8 @@ def test_prefix_hits_on_either_side(cluster: WorkerCluster, transport: str) -> N
         read_trace(gateway, answer.request_id) for answer in answers
     )
     assert on_prefill_only["num_received_tokens"] == len(prompts[0])
+    assert on_prefill_only["num_cached_tokens"] == 0
+    assert answers[0].num_cached > 0, "its prefill worker's"
     assert nowhere["num_received_tokens"] == len(prompts[3])
     for trace, prompt in ((on_both, prompts[1]), (on_decode_only, prompts[2])):
         cached = trace["num_cached_tokens"]

@@ -199,6 +199,7 @@ def test_prefix_hits_on_either_side_and_only_the_rest_is_sent(cluster: VllmClust
         assert summary["fallbacks"] == []
         assert request["prefill"]["num_cached_tokens"] == on_prefill
         assert summary["num_cached_tokens"] == on_decode
+        assert answers[i].num_cached == on_prefill
         assert summary["num_received_tokens"] == len(prompt) - on_decode
         num_blocks = count_blocks(len(prompt)) - on_decode // BLOCK_SIZE
         assert summary["num_bytes"] == num_blocks * BLOCK_SIZE * KV_BYTES_PER_TOKEN

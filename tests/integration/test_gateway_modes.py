@@ -385,3 +385,34 @@ def test_a_vllm_server_whose_control_server_is_silent_is_up_and_says_nothing_of_
         assert await cluster.metric("baton_gateway_worker_up{") == 2
 
     run(scenario, **vllm_pair(), probe_interval_s=0.02)
+
+
+def usage(cached: int) -> dict:
+    return {"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": cached}}
+
+
+async def prefill_with_64_cached(visit: Visit) -> None:
+    await visit.answer(200, {"object": "baton.prefill", "cached_tokens": 64})
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_the_client_sees_what_the_prefill_worker_had_cached(is_stream: bool) -> None:
+    async def answer(visit: Visit) -> None:
+        if not is_stream:
+            await visit.answer(200, {"choices": [{"text": "abc"}], "usage": usage(0)})
+            return
+        headers = [(b"content-type", b"text/event-stream"), (b"x-baton-token-ids", b"1")]
+        await visit.send({"type": "http.response.start", "status": 200, "headers": headers})
+        await visit.write(b':5\ndata: {"choices": [{"index": 0, "text": "abc"}]}\n\n')
+        last = json.dumps({"choices": [], "usage": usage(0)}).encode()
+        await visit.write(b"data: " + last + b"\n\ndata: [DONE]\n\n")
+        await visit.send({"type": "http.response.body", "body": b""})
+
+    async def scenario(cluster: Cluster) -> None:
+        async with cluster.post(STREAM if is_stream else PROMPT) as response:
+            text = await response.text()
+        events = [line.removeprefix("data: ") for line in text.splitlines() if line]
+        last = json.loads(events[-2] if is_stream else text)
+        assert last["usage"] == usage(64)
+
+    run(scenario, mode="pull", **pair(prefill_with_64_cached, answer))

@@ -224,6 +224,20 @@ def test_a_refusal_names_the_traits_that_differ_on_both_sides(
     assert "link to p ended: the two workers cannot exchange KV: another model" in caplog.text
 
 
+def test_a_trait_of_any_length_keeps_no_two_workers_apart(key: Credentials) -> None:
+    """A model's path may be as long as the system allows."""
+    traits = {"model": "/models" * 100}
+    with (
+        node("p", kinds=("shared",), key=key, traits=traits) as prefill,
+        node("d", kinds=("shared",), key=key, traits=traits) as decode,
+    ):
+        ticket = make_ticket(prefill.ref, decode.ref)
+        decode.agent.start_receive(receive_order(ticket, start=0, num_tokens=20))
+        prefill.agent.start_send(send_order(ticket, num_tokens=20, num_ready_tokens=20))
+        prefill.agent.prefill_done(ticket.id, FIRST)
+        assert isinstance(decode.wait_for()[0], KVLanded)
+
+
 def test_another_cluster_key_is_refused(key: Credentials) -> None:
     with (
         node("p", kinds=("shared",), key=key, block_size=16) as prefill,

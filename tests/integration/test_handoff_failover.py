@@ -26,10 +26,10 @@ from tests.integration.handoff_nodes import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from baton.handoff.messages import TransferOp
-    from baton.telemetry.transfers import Direction, Outcome, TransferTime
+    from baton.telemetry.transfers import Direction, Outcome, PeerSegments, TransferTime
     from baton.transfer.interface import Transport
     from baton.transfer.links.choice import Choice
     from baton.transfer.links.cost_model import LinkModel
@@ -69,6 +69,9 @@ class Tally:
 
     def measured(self, direction: Direction, transport: str, model: LinkModel) -> None:
         self.probed[direction, transport] = model.latency_s, model.bandwidth
+
+    def sent(self, transport: str, segments: Sequence[PeerSegments]) -> None:
+        """Not looked at here."""
 
 
 def cut(worker: Node, kind: str) -> int:

@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING
 import pytest
 
 from baton.auth.credentials import Credentials
+from baton.clock import Instant, MachineClock
 from baton.errors import TransferError
 from baton.handoff.interface import KVLanded
 from baton.handoff.link_page import describe_links
 from baton.handoff.peer_transports import LinkOptions, PeerTransportState
+from baton.handoff.probing import STEP_TIMEOUT_S
+from baton.handoff.session.actions import TransferHandle
+from baton.ids import new_ticket_id
 from baton.testing.faulty_transport import Fault, FaultPlan
-from baton.transfer.interface import WriteCompleted
+from baton.transfer.interface import TransferId, WriteCompleted
 from baton.transfer.links.probes import ProbeBounds, ProbeBuffer
 from tests.integration.handoff_nodes import CLOCK, make_handoff, node
 from tests.integration.test_handoff_failover import (
@@ -28,6 +32,8 @@ from tests.integration.test_handoff_untrusted_peers import peers_of
 from tests.unit.handoff.orders import make_ticket, receive_order, send_order
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from baton.handoff.messages import TransferOp
     from baton.transfer.interface import DeviceAccess, TransferEvent, Transport
     from tests.integration.handoff_nodes import Node
@@ -262,3 +268,48 @@ def test_many_peers_take_turns_at_one_landing(key: Credentials) -> None:
             prefill.agent.prefill_done(ticket.id, None)
         assert all(isinstance(event, KVLanded) for event in decode.wait_for(3))
         wait_until(lambda: all(len(tally.probed) == 2 for tally in tallies))
+
+
+class AheadClock(MachineClock):
+    """The machine's, ahead by what a test adds."""
+
+    ahead_s = 0.0
+
+    def now(self) -> Instant:
+        return Instant(super().now() + self.ahead_s)
+
+
+@pytest.mark.parametrize("num_probes", [0, 5])
+def test_a_link_is_measured_though_handoffs_leave_no_room_for_longer_than_a_probe_may_take(
+    key: Credentials, num_probes: int
+) -> None:
+    """Before the first probe, or after some."""
+    tally, clock = Tally(), AheadClock()
+    with (
+        node(
+            "p", kinds=("tcp",), key=key, links=MEASURED, observer=tally, clock=clock,
+            is_stepped=True,
+        ) as prefill,
+        node("d", kinds=("tcp",), key=key, links=MEASURED) as decode,
+    ):  # fmt: skip
+        loop = prefill.agent.loop
+
+        def step_until(condition: Callable[[], bool]) -> None:
+            deadline = CLOCK.now() + 10.0
+            while not condition():
+                assert CLOCK.now() < deadline, "not in 10 s"
+                loop.step()
+
+        decode.agent.decline(make_ticket(prefill.ref, decode.ref), "only to meet")
+        step_until(lambda: loop._prober.active is not None)
+        run = loop._prober.active
+        assert run is not None
+        step_until(lambda: len(run.series.samples) >= num_probes)
+        write = TransferHandle("tcp", TransferId(1 << 40))
+        loop.sending.writes[write] = run.peer_transport, new_ticket_id()
+        step_until(lambda: run.is_ready and not run.is_in_flight)
+        clock.ahead_s = STEP_TIMEOUT_S + 0.1
+        step_until(lambda: loop._prober.active is None)
+        assert bool(tally.probed) == bool(num_probes)
+        del loop.sending.writes[write]
+        step_until(lambda: ("push", "tcp") in tally.probed)

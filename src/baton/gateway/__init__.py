@@ -1,11 +1,11 @@
 """The gateway: OpenAI's API in, one placed and forwarded request out.
 
-Enters: a client's HTTP request. Leaves: the decode worker's bytes, unchanged, as they arrive;
-several answers are merged. The gateway parses only the top level of the body, strips the fields
-that clients may not send, signs a ticket, sends the request to the prefill and the decode worker,
-and cancels both when the client disconnects. It reaches workers over the network
-(docs/wire/worker-http.md), never by import, and supports two protocols: Baton workers, and vLLM's
-own server with Baton's connector.
+Enters: a client's HTTP request. Leaves: the decode worker's bytes, unchanged, as they arrive
+(of usage cached_tokens.py replaces one number); several answers are merged. The gateway parses
+only the top level of the body, strips the fields that clients may not send, signs a ticket,
+sends the request to the prefill and the decode worker, and cancels both when the client
+disconnects. It reaches workers over the network (docs/wire/worker-http.md), never by import,
+and supports two protocols: Baton workers, and vLLM's own server with Baton's connector.
 
 File map, along the way of a request:
     process.py      `run_gateway`: socket, server, signals, drain; options.py: `GatewayOptions`
@@ -21,6 +21,7 @@ File map, along the way of a request:
     request_proxy.py      placement, ticket, prefill and decode request, retry
     prefill_request.py    the prefill worker's part; aborts at decode when it fails
     response_forwarder.py the decode worker's bytes to the client; the early first token
+    cached_tokens.py      the prefill worker's, in the usage of a prompt that was handed over
     protocol_adapters.py  bodies and replies in the protocols of Baton and of vLLM
     upstream.py     what every request to a worker carries, and small answers in time
     connection_pool.py    a worker's idle connections, and how another one is made

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from baton.gateway.interruptible import Interruptible
     from baton.gateway.request_context import RequestContext, Services
     from baton.gateway.response_forwarder import EarlyFirstToken
+    from baton.gateway.stream_record import StreamRecord
     from baton.gateway.workers import Worker
     from baton.protocol.worker_http import FirstToken, WorkerProtocol
 
@@ -59,8 +60,9 @@ class Handoff(Record, frozen=True):
 class PrefillRequest:
     """Asks the prefill worker, beside the request's task: only failures need a task of their own.
 
-    `attempt` is interrupted when placing the request again is better than recomputing. `early` is
-    sent the first token, where by the ticket the client gets it from here.
+    `attempt` is interrupted when placing the request again is better than recomputing. `record` is
+    the stream's, whose usage shows what was cached here. `early` is sent the first token, where by
+    the ticket the client gets it from here.
     """
 
     def __init__(
@@ -70,10 +72,11 @@ class PrefillRequest:
         handoff: Handoff,
         attempt: Interruptible,
         *,
+        record: StreamRecord,
         early: EarlyFirstToken | None = None,
     ) -> None:
         self._services, self._context, self._handoff = services, context, handoff
-        self._attempt, self._early = attempt, early
+        self._attempt, self._record, self._early = attempt, record, early
         self._task: asyncio.Task[None] | None = None
         self._answer: Answer | None = None
         self._grace_timer: asyncio.TimerHandle | None = None
@@ -106,7 +109,7 @@ class PrefillRequest:
             raise PrefillFailedError(str(exc), cause=cause) from exc
         match result:
             case PrefillDone(first=first, num_cached=num_cached, computed_s_ago=computed_s_ago):
-                self._context.num_cached = num_cached
+                self._context.num_cached = self._record.num_cached = num_cached
                 if self._context.running is not None:
                     now = self._services.clock.now()
                     self._context.running.prefilled(now - computed_s_ago)
@@ -169,7 +172,7 @@ class PrefillRequest:
         result = read_prefill_result(self._handoff.protocol, 200, reply)
         if not isinstance(result, PrefillDone):
             return False
-        self._context.num_cached = result.num_cached
+        self._context.num_cached = self._record.num_cached = result.num_cached
         self._services.health_monitor.note_answered(self._handoff.prefill)
         self._context.note_prefilled(self._services.clock.now() - result.computed_s_ago)
         return True
@@ -187,7 +190,7 @@ class PrefillRequest:
             return
         match result:
             case PrefillDone(first=first, num_cached=num_cached, computed_s_ago=computed_s_ago):
-                self._context.num_cached = num_cached
+                self._context.num_cached = self._record.num_cached = num_cached
                 done_at = self._services.clock.now() - computed_s_ago
                 await self._send_first_token(first)
                 self._context.note_prefilled(done_at)

@@ -235,8 +235,23 @@ class _Params(msgspec.Struct, frozen=True):
     baton: _ConnectorStatus | None = None
 
 
+class _PromptDetails(msgspec.Struct, frozen=True):
+    cached_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+
+
+class _Usage(msgspec.Struct, frozen=True):
+    prompt_tokens_details: _PromptDetails | None = None
+
+
 class _Completion(msgspec.Struct, frozen=True):
     kv_transfer_params: _Params | None = None
+    usage: _Usage | None = None
+
+    @property
+    def num_cached(self) -> int | None:
+        """None where its server does not report it (`--enable-prompt-tokens-details`)."""
+        details = None if self.usage is None else self.usage.prompt_tokens_details
+        return None if details is None else details.cached_tokens
 
 
 _completion_decoder = msgspec.json.Decoder(_Completion)
@@ -263,7 +278,7 @@ def _of_vllm(answer: bytes) -> PrefillResult:
         )
     match offer:
         case _ConnectorStatus(status="offered"):
-            return PrefillDone()
+            return PrefillDone(num_cached=completion.num_cached)
         case _ConnectorStatus(code="stale_ticket"):
             return TicketStale()
         case _:

@@ -264,6 +264,7 @@ class RequestProxy:
     def _begin(self, placement: Placement) -> RunningRequest:
         """Count a placement in."""
         services, context, match = self._services, self._context, self._match
+        context.num_cached = self._resumption.record.num_cached = None
         now, num_tokens, num_handed = services.clock.now(), self._num_tokens, self._num_tokens
         if match is not None and services.prefixes is not None:
             num_cached = match.cached.get(placement.computing.id, 0)
@@ -336,13 +337,13 @@ class RequestProxy:
         sealed = write_ticket(handoff.ticket, prefill, decode, self._services.options.credentials)
         bodies = request_bodies(body, sealed, prefill=prefill.protocol, decode=decode.protocol)
         wanted = None
+        record = self._resumption.record
         if handoff.ticket.first_token_early:
-            record = self._resumption.record
             wanted = EarlyFirstToken(self._services, self._context, record, self._send)
         send_decode = partial(self._decode_with_kv, handoff, decode, bodies.decode, early=wanted)
         with Interruptible() as attempt:
             prefill_request = PrefillRequest(
-                self._services, self._context, handoff, attempt, early=wanted
+                self._services, self._context, handoff, attempt, record=record, early=wanted
             )
             if placement.handoff in PREFILL_FIRST:
                 await self._pull(prefill_request, bodies.prefill, send_decode)

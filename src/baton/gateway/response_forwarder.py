@@ -12,6 +12,7 @@ import msgspec
 
 from baton.clock import Instant
 from baton.gateway.asgi import JSON, Header, send_whole
+from baton.gateway.cached_tokens import CACHED_TOKENS, USAGE_BYTES, replace_cached_tokens
 from baton.gateway.errors import (
     CLIENT_ERROR,
     CONFLICT,
@@ -124,11 +125,8 @@ STALE_TICKET: Final = "stale_ticket"
 EVENT_STREAM: Final = b"text/event-stream"
 DONE: Final = b"data: [DONE]"
 TAIL_BYTES: Final = 32
-USAGE_BYTES: Final = 1024
-"""An answer's usage is within so many bytes of its end."""
 REFUSALS: Final = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
 """Of who asks: that is the gateway, never its client."""
-_CACHED_TOKENS: Final = re.compile(rb'"cached_tokens": ?([0-9]{1,9})[,}]')
 _COMPLETION_TOKENS: Final = re.compile(rb'"completion_tokens": ?([0-9]{1,9})[,}]')
 _COUNT: Final = re.compile(rb"[0-9]{1,9}")
 _SECONDS: Final = re.compile(rb"[0-9]{1,5}(\.[0-9]{1,9})?")
@@ -296,6 +294,8 @@ class ResponseForwarder:
             body = client_error(response.status, body) if is_error else client_answer(body)
         if is_error:
             note_error(context.trace, read_error(body).message or f"{self._decode.id} refused it")
+        elif context.num_cached is not None and b'"cached_tokens"' in body:
+            body = replace_cached_tokens(body, context.num_cached)
         context.status, context.tail = response.status, body[-USAGE_BYTES:]
         first_at = None
         if (age_s := _read_age(response)) is not None:
@@ -315,7 +315,7 @@ def _join_tail(tail: bytes, events: bytes) -> bytes:
 
 def find_cached_tokens(tail: bytes) -> int | None:
     """The cached tokens in the usage at an answer's end; None where it is not reported."""
-    return _find_number(_CACHED_TOKENS, tail)
+    return _find_number(CACHED_TOKENS, tail)
 
 
 def _find_number(field: re.Pattern[bytes], tail: bytes) -> int | None:

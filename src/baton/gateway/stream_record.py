@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from baton.errors import UNDECODABLE
+from baton.gateway.cached_tokens import replace_cached_tokens
 from baton.gateway.errors import ReplayDiffersError, UpstreamError, WorkerReportedError
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class StreamRecord:
 
     `num_taken` counts what was passed on. `failure` is why the stream that is read cannot go on,
     though its connection may: for example, the worker reported an error, which is not passed on.
+    `num_cached`: the cached tokens that usage is to show; None: those of the worker that answers.
     """
 
     def __init__(self, budget: RecordBudget, max_event_bytes: int) -> None:
@@ -67,6 +69,7 @@ class StreamRecord:
         self.has_ids = self._has_events = False
         self.is_kept = True
         self.num_taken = 0
+        self.num_cached: int | None = None
         self.failure: UpstreamError | None = None
 
     def begin(
@@ -178,6 +181,8 @@ class StreamRecord:
                 self._ids += ids[1:] + b","
                 self._num_kept_bytes += len(ids)
                 events.append(rest)
+            elif self.num_cached is not None:  # usage has no token of its own
+                events.append(replace_cached_tokens(event, self.num_cached))
             else:
                 events.append(event)
         return END_OF_EVENT.join(events)

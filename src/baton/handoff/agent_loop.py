@@ -18,6 +18,7 @@ from baton.handoff.heartbeat import EngineHeartbeat, HeartbeatPublisher
 from baton.handoff.kv_views import AgentContext, KVView, RegisteredView
 from baton.handoff.link_encodings import LinkEncodings
 from baton.handoff.messages import (
+    MAX_TRAIT_CHARS,
     PROTOCOL_VERSION,
     Failed,
     Hello,
@@ -442,7 +443,7 @@ def _make_hello(options: AgentOptions, probe_target: ProbeTarget) -> Hello:
         clock_domain=options.io_backend.clock_domain(),
         fingerprint=options.fingerprint,
         views=tuple(_offer(view, options.transports) for view in options.views),
-        traits=dict(options.traits),
+        traits={name: value[:MAX_TRAIT_CHARS] for name, value in options.traits.items()},
         preferred_op=options.preferred_op,
         probe_buffers=probe_target.expose(),
         lease_s=options.lease_s,

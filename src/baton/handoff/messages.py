@@ -45,7 +45,8 @@ SecondsPerByte = Annotated[float, msgspec.Meta(gt=0, le=MAX_BYTE_S)]
 MAX_PREDICTED_S: Final = 1e9
 PredictedSeconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_PREDICTED_S)]
 TraitName = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
-TraitValue = Annotated[str, msgspec.Meta(max_length=256)]
+MAX_TRAIT_CHARS: Final = 256
+TraitValue = Annotated[str, msgspec.Meta(max_length=MAX_TRAIT_CHARS)]
 
 LeaseSeconds = Annotated[float, msgspec.Meta(gt=0, le=3600)]
 IdleSeconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]

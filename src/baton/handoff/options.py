@@ -63,7 +63,8 @@ class AgentOptions:
 
     `preferred_op` is who moves the bytes where this worker receives, if the transport can do both.
     `traits` are readable properties that explain why two workers cannot exchange KV (engine,
-    version, dtype …): at most 32, names of 64 characters and values of 256. `lease_s` is how long
+    version, dtype …): at most 32, names of 64 characters; peers see 256 characters of a value.
+    `lease_s` is how long
     a computed prompt is held for a decode worker that does not renew it. A prompt's computed layers
     are sent together once they exceed `layer_batch_bytes`, and the rest with its end. Without
     `write_lease` this worker may always write to others.

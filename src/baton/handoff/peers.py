@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import selectors
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeAlias
@@ -181,6 +182,8 @@ MAX_LINKS: Final = 1024
 MAX_UNPROVED: Final = 128
 """Places for those that dialed and have not proved the key: they take none of the others'."""
 MAX_WARNINGS: Final = 256
+NUM_ROUND_TRIPS: Final = 8
+"""The shortest of the latest ones shows a peer's clock (NTP's clock filter): clocks drift."""
 AUTHENTICATION_TIMEOUT_S: Final = 2.0
 _READ_WRITE: Final = selectors.EVENT_READ | selectors.EVENT_WRITE
 ACCEPT_PAUSE_S: Final = 0.5
@@ -207,8 +210,10 @@ class Peer:
     pinged_at: float = 0.0
     interest: int = 0
     distance: str = ""
-    best_rtt_s: float = float("inf")
     clock_offset_s: float = 0.0
+    _round_trips: deque[tuple[float, float]] = field(
+        default_factory=lambda: deque(maxlen=NUM_ROUND_TRIPS)
+    )
 
     @property
     def name(self) -> str:
@@ -239,6 +244,12 @@ class Peer:
     def to_local(self, at: float) -> float:
         """An instant on the peer's clock, on ours."""
         return at - self.clock_offset_s
+
+    def measure_clock(self, sent_at: float, theirs: float, now: float) -> None:
+        """Between two instants on our clock the peer's showed `theirs`."""
+        if sent_at <= now:
+            self._round_trips.append((now - sent_at, theirs - (sent_at + now) / 2))
+            self.clock_offset_s = min(self._round_trips)[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -505,7 +516,8 @@ class PeerTable:
                 self.send(peer, Pong(at, self._clock.now()))
                 return []
             case Pong(echo, at):
-                self._measure_clock(peer, echo, at)
+                if peer.hello is None or peer.hello.clock_domain != self._hello.clock_domain:
+                    peer.measure_clock(echo, at, self._clock.now())
                 return []
             case _ if peer.hello is None:
                 raise ProtocolError(f"{type(message).__name__} before Hello")
@@ -558,16 +570,6 @@ class PeerTable:
             name: NegotiatedViews(pair.dialer, hello.views[pair.listener])
             for name, pair in pairs.items()
         }
-
-    def _measure_clock(self, peer: Peer, echo: float, at: float) -> None:
-        """Offset by the exchange with the shortest round trip (as NTP's clock filter does)."""
-        if peer.hello is not None and peer.hello.clock_domain == self._hello.clock_domain:
-            return
-        now = self._clock.now()
-        rtt_s = now - echo
-        if 0 <= rtt_s < peer.best_rtt_s:
-            peer.best_rtt_s = rtt_s
-            peer.clock_offset_s = at - (echo + now) / 2
 
     def _update_interest(self, peer: Peer) -> None:
         interest = _READ_WRITE if peer.link.unsent else selectors.EVENT_READ

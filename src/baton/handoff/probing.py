@@ -6,7 +6,8 @@ before the next is made, so that a transport which brings wrong bytes is found h
     push:  attach ── ProbeRequest ─► ProbeReady ── write ─► completed, ProbeResult … ProbeEnd
     pull:  attach ── own landing pages are free ── read ──► completed, looked at ── read …
 
-A peer that answers too late is not measured: its link keeps its prior.
+Where handoffs leave too little room between their transfers, or a peer answers too late, what was
+measured until then counts. Where that is nothing, the link is measured later, or keeps its prior.
 """
 
 from __future__ import annotations
@@ -149,8 +150,7 @@ class LinkProber:
         """Make the next probe, unless a handoff waits; what was found out, at the end of one."""
         run = self.active
         if run is not None and self._peer_transports.now() > run.deadline:
-            self._abandon(run, "no answer to a probe")
-            return None
+            return self._time_out(run)
         if is_moving:
             return None
         if run is None:
@@ -297,6 +297,20 @@ class LinkProber:
             model.bandwidth / 1e9,
         )
         return self._peer_transports.probed(run.peer, kind, model)
+
+    def _time_out(self, run: _ProbeRun) -> PeerTransportUp | None:
+        """The peer does not answer, or handoffs leave no room between their transfers."""
+        peer, route = run.peer, run.peer_transport
+        half_open = route.state is PeerTransportState.HALF_OPEN
+        if len(run.series.samples) > 1 and not half_open:
+            return self._conclude(run)
+        if run.is_in_flight or (half_open and not run.is_attached):
+            self._abandon(run, "no answer to a probe")
+        else:
+            self._end(run)
+            now = self._peer_transports.now()
+            self.waiting[id(peer), route.kind] = _Waiting(peer, route, now)
+        return None
 
     def _abandon(self, run: _ProbeRun, reason: str, *, is_wrong: bool = False) -> None:
         """The link is not measured; one that is wrong, or half-open, is left alone."""

@@ -101,3 +101,11 @@ def test_an_answer_without_the_connectors_word_is_a_failure(answer):
     result = read_prefill_result("vllm", 200, answer)
     assert isinstance(result, PrefillFailed)
     assert result.cause is FallbackCause.PREFILL_FAILED
+
+
+def test_vllm_reports_what_it_had_cached_where_it_was_told_to():
+    answer = json.loads(told(status="offered"))
+    for details, num_cached in (({"cached_tokens": 128}, 128), ({}, None), (None, None)):
+        answer["usage"] = {"prompt_tokens": 200, "prompt_tokens_details": details}
+        result = read_prefill_result("vllm", 200, json.dumps(answer).encode())
+        assert result == PrefillDone(num_cached=num_cached)

@@ -20,6 +20,8 @@ from baton.handoff.messages import (
     ReceivingCosts,
     RetransmitRequest,
     TransportFailed,
+    decode,
+    encode,
 )
 from baton.handoff.session.actions import (
     CloseWriteGrant,
@@ -330,3 +332,11 @@ def test_a_failure_while_a_refused_grant_is_closed_waits_for_it() -> None:
     assert not session.over
     session.grant_quiescent()
     assert session.over
+
+
+def test_a_long_reason_is_one_that_the_peer_can_read() -> None:
+    """Else it would end the link, and all other handoffs over it."""
+    said, *_ = make_session().fail("x" * 3000, stage="staging")
+    assert isinstance(said, SendMessage)
+    assert isinstance(said.message, Failed)
+    assert decode(encode(said.message)) == said.message

@@ -11,6 +11,8 @@ from baton.handoff.messages import (
     Grant,
     RetransmitRequest,
     TransportFailed,
+    decode,
+    encode,
 )
 from baton.handoff.session.actions import (
     AnnounceReadable,
@@ -216,3 +218,12 @@ def test_a_reader_that_gives_up_is_written_to() -> None:
     assert session.fall_back_to_write(message) == []
     assert session.excluded == {"shared"}
     assert session.layers_ready([0], 9) == [WriteLayers(0, 6, 9)]
+
+
+def test_a_long_reason_is_one_that_the_peer_can_read() -> None:
+    session, grant = make_session()
+    session.granted(grant)
+    said, _ = session.fail("x" * 3000, stage="submit")
+    assert isinstance(said, SendMessage)
+    assert isinstance(said.message, Failed)
+    assert decode(encode(said.message)) == said.message

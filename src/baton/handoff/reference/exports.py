@@ -219,7 +219,8 @@ class SharedBlockExporter:
         """End what a process took with it; recall what was out for too long."""
         for importer in self._find_dead_importers():
             lost = self.table.importer_died(importer)
-            self._unwatch(importer)
+            if not self.table.holds(importer):  # else what is reserved may yet be exported
+                self._unwatch(importer)
             if lost:
                 logger.info("handoff: an importer's process ended with %d exports", len(lost))
             self._end(lost)

@@ -191,6 +191,8 @@ class SharedBlockImporter:
         if exporter is not None and exporter.peer is peer:
             exporter.peer = None
             self._tidy(epoch)
+        else:  # another link is up already: what this one may have lost goes over that
+            self._send_releases(epoch)
 
     def tick(self) -> None:
         """Dial exporters with pending releases that are not linked."""

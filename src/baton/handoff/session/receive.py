@@ -399,7 +399,7 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 return [declined, *events, *self._give_back()]
             case ReceivePhase.GRANTED:
                 self.phase = ReceivePhase.ENDING
-                actions = [SendMessage(Failed(self.ticket, reason)), *events]
+                actions = [SendMessage(Failed(self.ticket, reason[:MAX_REASON_CHARS])), *events]
                 actions += self._give_back_staged()
                 is_closing = self._is_encoding_refused  # already
                 must_close = self._grant_is_open and not is_closing

@@ -11,7 +11,7 @@ import msgspec
 
 from baton.errors import HandoffError, ProtocolError
 from baton.handoff.interface import KVSent, SendFailed
-from baton.handoff.messages import Failed, TransportFailed
+from baton.handoff.messages import MAX_REASON_CHARS, Failed, TransportFailed
 from baton.handoff.session.actions import (
     AnnounceReadable,
     Emit,
@@ -347,7 +347,8 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         """End early and send Failed to the peer."""
         if self.phase in _CLOSED:
             return []
-        return [SendMessage(Failed(self.ticket, reason)), *self.peer_failed(reason, stage=stage)]
+        failed = Failed(self.ticket, reason[:MAX_REASON_CHARS])
+        return [SendMessage(failed), *self.peer_failed(reason, stage=stage)]
 
     def peer_failed(self, reason: str, *, stage: str) -> list[SendAction]:
         """End early because the peer sent Failed, or is gone."""
