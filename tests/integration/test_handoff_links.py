@@ -13,6 +13,8 @@ from baton.errors import TransferError
 from baton.handoff.interface import KVLanded
 from baton.handoff.link_page import describe_links
 from baton.handoff.peer_transports import LinkOptions, PeerTransportState
+from baton.handoff.probing import STEP_TIMEOUT_S
+from baton.ids import new_ticket_id
 from baton.testing.faulty_transport import Fault, FaultPlan
 from baton.transfer.interface import WriteCompleted
 from baton.transfer.links.probes import ProbeBounds, ProbeBuffer
@@ -29,6 +31,7 @@ from tests.unit.handoff.orders import make_ticket, receive_order, send_order
 
 if TYPE_CHECKING:
     from baton.handoff.messages import TransferOp
+    from baton.telemetry.transfers import TransferTime
     from baton.transfer.interface import DeviceAccess, TransferEvent, Transport
     from tests.integration.handoff_nodes import Node
 
@@ -262,3 +265,31 @@ def test_many_peers_take_turns_at_one_landing(key: Credentials) -> None:
             prefill.agent.prefill_done(ticket.id, None)
         assert all(isinstance(event, KVLanded) for event in decode.wait_for(3))
         wait_until(lambda: all(len(tally.probed) == 2 for tally in tallies))
+
+
+def test_a_probe_whose_turn_does_not_come_is_made_later(key: Credentials) -> None:
+    tally = Tally()
+    with (
+        node("d", kinds=("tcp",), key=key, links=MEASURED) as decode,
+        node("p", kinds=("tcp",), key=key, links=MEASURED, observer=tally) as prefill,
+    ):
+        target, busy = decode.agent.loop._probe_target, new_ticket_id()
+        decode.agent.loop.call(lambda: target.try_take(busy))
+        hand_over(prefill, decode)
+        threading.Event().wait(1.5 * STEP_TIMEOUT_S)
+        assert not tally.probed
+        decode.agent.loop.call(lambda: target.release_window(busy))
+        wait_until(lambda: set(tally.probed) == {("push", "tcp")})
+
+
+def test_an_observer_that_fails_keeps_no_pages_of_what_was_written(key: Credentials) -> None:
+    class Failing(Tally):
+        def transferred(self, transfer: TransferTime) -> None:
+            raise RuntimeError("a label that does not exist")
+
+    with (
+        node("d", kinds=("tcp",), key=key) as decode,
+        node("p", kinds=("tcp",), key=key, observer=Failing()) as prefill,
+    ):
+        hand_over(prefill, decode)
+        wait_until(lambda: not prefill.agent.loop.sending.num_sessions)

@@ -6,7 +6,8 @@ before the next is made, so that a transport which brings wrong bytes is found h
     push:  attach ── ProbeRequest ─► ProbeReady ── write ─► completed, ProbeResult … ProbeEnd
     pull:  attach ── own landing pages are free ── read ──► completed, looked at ── read …
 
-A peer that answers too late is not measured: its link keeps its prior.
+A peer that answers too late is not measured: its link keeps its prior. Where a probe buffer is in
+use for too long, another attempt follows: all workers of a fleet may start at once.
 """
 
 from __future__ import annotations
@@ -71,6 +72,10 @@ logger = logging.getLogger(__name__)
 STEP_TIMEOUT_S: Final = 1.0
 MAX_WAIT_FOR_IDLE_S: Final = 2.0
 """A worker that is never idle probes after this time, between the transfers of its handoffs."""
+MAX_ATTEMPTS: Final = 8
+"""To measure a link between two workers that are busy."""
+FIRST_PAUSE_S: Final = 1.0
+"""Before the second attempt; then twice as long each time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +88,7 @@ class _ProbeRun:
     remote: RemoteId
     deadline: Instant
     grant: TicketId
+    num_attempts: int
     is_attached: bool = False
     is_ready: bool = False
     transfer: TransferId | None = None
@@ -101,9 +107,12 @@ class _ProbeRun:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
+    """`since` is in the future between two attempts."""
+
     peer: Peer
     peer_transport: PeerTransport
     since: Instant
+    num_attempts: int = 0
 
 
 class LinkProber:
@@ -149,7 +158,7 @@ class LinkProber:
         """Make the next probe, unless a handoff waits; what was found out, at the end of one."""
         run = self.active
         if run is not None and self._peer_transports.now() > run.deadline:
-            self._abandon(run, "no answer to a probe")
+            self._time_out(run)
             return None
         if is_moving:
             return None
@@ -202,18 +211,18 @@ class LinkProber:
         for key, waiting in tuple(self.waiting.items()):
             peer_transport = waiting.peer_transport
             half_open = peer_transport.state is PeerTransportState.HALF_OPEN
-            if num_handoffs and not half_open and now - waiting.since < MAX_WAIT_FOR_IDLE_S:
+            least_s = MAX_WAIT_FOR_IDLE_S if num_handoffs else 0.0
+            if now - waiting.since < least_s and not half_open:
                 continue
             del self.waiting[key]
             self._done.add(key)
-            run = self._begin(waiting.peer, peer_transport, half_open=half_open)
+            run = self._begin(waiting, half_open=half_open)
             if run is not None:
                 return run
         return None
 
-    def _begin(
-        self, peer: Peer, peer_transport: PeerTransport, *, half_open: bool
-    ) -> _ProbeRun | None:
+    def _begin(self, waiting: _Waiting, *, half_open: bool) -> _ProbeRun | None:
+        peer, peer_transport = waiting.peer, waiting.peer_transport
         offered = () if peer.hello is None else peer.hello.probe_buffers
         descriptor = next((each for each in offered if each.transport == peer_transport.kind), None)
         is_usable = peer_transport.state in {PeerTransportState.UP, PeerTransportState.HALF_OPEN}
@@ -229,7 +238,8 @@ class LinkProber:
             )
             return None
         self.active = _ProbeRun(
-            peer, peer_transport, series, remote, self._deadline(), new_ticket_id()
+            *(peer, peer_transport, series, remote, self._deadline(), new_ticket_id()),
+            num_attempts=waiting.num_attempts + 1,
         )
         return self.active
 
@@ -297,6 +307,20 @@ class LinkProber:
             model.bandwidth / 1e9,
         )
         return self._peer_transports.probed(run.peer, kind, model)
+
+    def _time_out(self, run: _ProbeRun) -> None:
+        """Abandon it; if it waits for a probe buffer, or handoffs were moving, try again later."""
+        transport, num_attempts = run.peer_transport, run.num_attempts
+        is_unanswered = run.is_in_flight or not run.is_attached
+        is_half_open = transport.state is PeerTransportState.HALF_OPEN
+        if is_unanswered or is_half_open or num_attempts == MAX_ATTEMPTS:
+            self._abandon(run, "no answer to a probe")
+            return
+        self._end(run)
+        pause_s = FIRST_PAUSE_S * 2 ** (num_attempts - 1)
+        since = Instant(self._peer_transports.now() + pause_s)
+        key = id(run.peer), transport.kind
+        self.waiting[key] = _Waiting(run.peer, transport, since, num_attempts)
 
     def _abandon(self, run: _ProbeRun, reason: str, *, is_wrong: bool = False) -> None:
         """The link is not measured; one that is wrong, or half-open, is left alone."""
