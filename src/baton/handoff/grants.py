@@ -135,7 +135,8 @@ class EarlyGrants:
     def add(self, granted: Granted) -> None:
         """Keep a grant until its request comes, its ticket expires or its peer leaves."""
         epoch, ticket = granted.ticket.decode.epoch, granted.ticket.id
-        self._drop(epoch, ticket)
+        if ticket in self._grants.get(epoch, ()):
+            self._drop(epoch, ticket)
         self._grants.setdefault(epoch, OrderedDict())[ticket] = granted
         self._num_blocks += len(granted.target.blocks)
         while len(self) > MAX_EARLY_GRANTS:
