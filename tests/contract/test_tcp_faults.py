@@ -22,8 +22,8 @@ from baton.testing.transport_contract import (
     NetworkReadingContract,
     NetworkTransportContract,
 )
-from baton.testing.transport_contract.kit import TransportKit
-from baton.testing.transport_pair import whole_pages
+from baton.testing.transport_contract.kit import PAGE_BYTES, TransportKit
+from baton.testing.transport_pair import TransportPair, whole_pages
 from baton.testing.transport_peer import OWNED_BYTE
 from baton.transfer.interface import (
     PageRead,
@@ -158,6 +158,28 @@ def list_sockets():
         if target.startswith("socket:"):
             found.append(target)
     return sorted(found)
+
+
+def test_what_was_read_ahead_is_in_no_page_of_a_read_that_failed():
+    """The owner answers some reads and leaves, which a request for the next ones shows."""
+    kit = TcpKit()
+    pair = TransportPair.of(kit.make_side(), kit.make_side())
+    pair.reader.fill(seed=1)
+    remote = pair.attach()
+    pages = {}
+    for page in range(12):
+        copies = [whole_pages([page], [page], PAGE_BYTES)]
+        pages[pair.writer.read(pair.read(remote, copies))] = page
+    for _ in range(10):
+        pair.reader.transport.poll()
+    pair.reader.transport.close()
+    pair.pump(lambda: len(pair.seen(ReadCompleted) + pair.seen(ReadFailed)) >= len(pages))
+    ended = [event.transfer for event in pair.seen(ReadCompleted) + pair.seen(ReadFailed)]
+    assert sorted(ended) == list(pages)
+    assert pair.seen(ReadCompleted)
+    for failed in pair.seen(ReadFailed):
+        assert not pair.writer.pages()[pages[failed.transfer]].any()
+    pair.close()
 
 
 @pytest.mark.parametrize("direction", ["write", "read"])

@@ -1,13 +1,16 @@
 """Every installed transport against the public contract."""
 
+import os
 import resource
 import socket
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from baton.errors import TransferError
+from baton.ids import new_ticket_id
 from baton.testing.transport_contract import (
     LateNotificationContract,
     MultiArrayContract,
@@ -16,10 +19,18 @@ from baton.testing.transport_contract import (
     NetworkViewContract,
     ReaderTrackingContract,
 )
-from baton.testing.transport_contract.kit import PAGE_BYTES, check_write
+from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES, check_write
+from baton.testing.transport_contract.peers import ended
 from baton.testing.transport_contract.writing import ShownPages
 from baton.testing.transport_pair import TransportPair, whole_pages
-from baton.transfer.interface import TRANSPORTS, GrantQuiescent, RemoteAttached, RemoteLost
+from baton.transfer.interface import (
+    TRANSPORTS,
+    GrantQuiescent,
+    RemoteAttached,
+    RemoteLost,
+    WriteFailed,
+)
+from tests.descriptors import no_descriptors
 
 
 class TestShared(
@@ -78,6 +89,23 @@ class TestShared(
         pair.pump(lambda: pair.seen(GrantQuiescent) == [GrantQuiescent(grant)])
         assert (kept == pair.reader.pages()).all()
         del kept  # the loss' traceback keeps this frame
+
+    def test_writes_that_wait_for_a_grant_fail_if_the_first_finds_the_peer_gone(self, pair):
+        remote, grant = pair.attach(), new_ticket_id()
+        groups = [whole_pages([1], [1], PAGE_BYTES)]
+        write = pair.write(remote, grant, groups)
+        transfers = [pair.writer.transport.submit(write) for _ in range(3)]
+        pair.reader.transport.close()
+        pair.writer.transport.admit_writes(remote, grant, np.arange(NUM_PAGES))
+        pair.pump(lambda: len(ended(pair)) == len(transfers))
+        assert ended(pair) == transfers
+        assert [type(event) for event in pair.writer_events[1:]] == [RemoteLost] + [WriteFailed] * 3
+
+    def test_without_a_descriptor_left_no_reader_is_watched(self, pair):
+        pair.attach()
+        with no_descriptors():
+            assert pair.reader.transport.open_reader(pair.writer.epoch) is None
+        os.close(pair.reader.transport.open_reader(pair.writer.epoch))
 
     def test_the_kernel_itself_lets_nobody_write_through_a_view(self, pair):
         seen = pair.writer.transport.view(pair.attach(), 0)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from baton.handoff.messages import TransferOp
+    from baton.telemetry.transfers import TransferTime
     from baton.transfer.interface import DeviceAccess, TransferEvent, Transport
     from tests.integration.handoff_nodes import Node
 
@@ -313,3 +314,31 @@ def test_a_link_is_measured_though_handoffs_leave_no_room_for_longer_than_a_prob
         assert bool(tally.probed) == bool(num_probes)
         del loop.sending.writes[write]
         step_until(lambda: ("push", "tcp") in tally.probed)
+
+
+def test_a_probe_whose_turn_does_not_come_is_made_later(key: Credentials) -> None:
+    tally = Tally()
+    with (
+        node("d", kinds=("tcp",), key=key, links=MEASURED) as decode,
+        node("p", kinds=("tcp",), key=key, links=MEASURED, observer=tally) as prefill,
+    ):
+        target, busy = decode.agent.loop._probe_target, new_ticket_id()
+        decode.agent.loop.call(lambda: target.try_take(busy))
+        hand_over(prefill, decode)
+        threading.Event().wait(1.5 * STEP_TIMEOUT_S)
+        assert not tally.probed
+        decode.agent.loop.call(lambda: target.release_window(busy))
+        wait_until(lambda: set(tally.probed) == {("push", "tcp")})
+
+
+def test_an_observer_that_fails_keeps_no_pages_of_what_was_written(key: Credentials) -> None:
+    class Failing(Tally):
+        def transferred(self, transfer: TransferTime) -> None:
+            raise RuntimeError("a label that does not exist")
+
+    with (
+        node("d", kinds=("tcp",), key=key) as decode,
+        node("p", kinds=("tcp",), key=key, observer=Failing()) as prefill,
+    ):
+        hand_over(prefill, decode)
+        wait_until(lambda: not prefill.agent.loop.sending.num_sessions)

@@ -17,6 +17,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 
 from baton.clock import MachineClock
+from baton.net import http_protocol
 from baton.net.http_limits import Connections, HttpLimits, allow_descriptors
 from baton.net.http_server import bind, count_refusals, make_server_config, start_listening
 
@@ -31,6 +32,8 @@ LIMITS = HttpLimits(
     max_connections=8,
     max_connections_per_address=6,
 )
+LARGE_BYTES = 32 << 20
+"""More than sockets and readers hold."""
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 OTHER_HOST = "127.0.0.2"
 
@@ -105,7 +108,7 @@ async def answer_with_length(scope: Any, receive: Any, send: Any) -> None:
         num_bytes += len(message.get("body", b""))
         if not message.get("more_body"):
             break
-    body = json.dumps(num_bytes).encode()
+    body = json.dumps(num_bytes).encode().ljust(LARGE_BYTES if scope["path"] == "/large" else 0)
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
@@ -234,6 +237,39 @@ def test_who_waits_longest_without_a_request_gives_its_place_to_a_new_one() -> N
         assert [await other.ask() for other in others] == [200, 200]
         assert await kept.ask() == 200
         assert server.num_refused("too_many_connections") == 2
+
+    run(scenario)
+
+
+def test_who_does_not_take_an_answer_gives_no_place_to_a_new_connection() -> None:
+    async def scenario(server: Bounded) -> None:
+        large = REQUEST.replace(b"/", b"/large", 1)
+        slow = [await server.connect(large) for _ in range(6)]  # all it may have
+        connections = server.connections
+        await until(lambda: len(connections._idle) == 6)
+        for _ in range(3):
+            refused = await server.connect()
+            assert (await refused.read_answer())[0] == 503
+            assert await refused.is_closed()
+        await until(lambda: connections.num_open == 6)
+        assert [await client.read_answer() for client in slow] == [(200, 0)] * 6
+        fresh = await server.connect()
+        assert await fresh.ask() == 200
+
+    run(scenario)
+
+
+def test_a_connection_that_was_closed_ends_though_nobody_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_protocol, "KEEP_ALIVE_S", 0.1)
+    monkeypatch.setattr(http_protocol, "CLOSE_TIMEOUT_S", 0.1)
+
+    async def scenario(server: Bounded) -> None:
+        await server.connect(REQUEST.replace(b"/", b"/large", 1))
+        connections = server.connections
+        await until(lambda: connections.num_open == 1 and not connections._new)
+        await until(lambda: connections.num_open == 0)
 
     run(scenario)
 

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections import deque
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias, assert_never
 
@@ -56,6 +57,9 @@ class ReplayRequest:
     """A DEALER socket of its own for each question: an answer cannot be taken for another's.
 
     Owner thread: the subscriber's.
+
+    Raises:
+        zmq.ZMQError: no descriptor is left.
     """
 
     def __init__(
@@ -118,12 +122,23 @@ class Subscription:
     """A monitored SUB socket. Made on one thread, then owned by another.
 
     Raises:
-        ConfigError: the endpoint cannot be bound, or is none.
+        ConfigError: the endpoint cannot be bound, or is none; or no descriptor is left.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], live: LiveEndpoint) -> None:
         self._topic = live.topic.encode()
+        try:
+            with ExitStack() as opened:
+                self._open(context, live, opened)
+                opened.pop_all()
+        except zmq.ZMQError as exc:
+            raise ConfigError(f"no KV events from {live.endpoint}: {exc}") from exc
+
+    def _open(
+        self, context: zmq.Context[zmq.Socket[bytes]], live: LiveEndpoint, opened: ExitStack
+    ) -> None:
         self.socket = context.socket(zmq.SUB)
+        opened.callback(self.socket.close, linger=0)
         self.socket.linger = 0
         self.socket.rcvhwm = MAX_QUEUED_MESSAGES
         self.socket.maxmsgsize = MAX_MESSAGE_BYTES
@@ -132,14 +147,11 @@ class Subscription:
         self.socket.reconnect_ivl_max = MAX_RECONNECT_MS
         self.socket.subscribe(self._topic)
         self.monitor = self.socket.get_monitor_socket(_WATCHED)
-        try:
-            if live.bind:
-                self.socket.bind(live.endpoint)
-            else:
-                self.socket.connect(live.endpoint)
-        except zmq.ZMQError as exc:
-            self.close()
-            raise ConfigError(f"no KV events from {live.endpoint}: {exc}") from exc
+        opened.callback(self.close)
+        if live.bind:
+            self.socket.bind(live.endpoint)
+        else:
+            self.socket.connect(live.endpoint)
 
     def receive(self) -> list[Observation]:
         """What has happened, in order. Never blocks."""
@@ -300,7 +312,7 @@ class SubscriberLoop:
 
     def _check_timeouts(self) -> None:
         now = self._clock.now()
-        if self._request is not None:
+        if self._sequencer.is_replaying:
             if now - self._requested_at > REPLAY_TIMEOUT_S:
                 self._close_request()
                 self._perform(self._sequencer.replay_timed_out())
@@ -336,7 +348,10 @@ class SubscriberLoop:
             self._perform(self._sequencer.replay_impossible())
             return
         self._requested_at = self._clock.now()
-        self._request = ReplayRequest(self._context, self._options.replay, start)
+        try:
+            self._request = ReplayRequest(self._context, self._options.replay, start)
+        except zmq.ZMQError as exc:  # asked again in time, as where no answer comes
+            logger.warning("KV events of %s cannot be asked for: %s", self._options.worker, exc)
 
     def _close_request(self) -> None:
         if self._request is not None:
@@ -413,14 +428,18 @@ class KVEventSubscriber:
         """Open the live socket and start the thread. Once.
 
         Raises:
-            ConfigError: the endpoint cannot be bound, or is none.
+            ConfigError: the endpoint cannot be bound, or is none; or no descriptor is left.
         """
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         subscription = Subscription(context, self.options.live)
+        try:
+            self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        except OSError as exc:
+            subscription.close()
+            raise ConfigError(f"no KV events: {exc}") from exc
         self._loop = SubscriberLoop(
             context, subscription, self.options, queue=self._queue, clock=self._clock
         )
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(
             target=self._run,
             args=(self._loop,),

@@ -341,9 +341,6 @@ class AgentLoop:
             if self.reraises:
                 raise
             logger.exception("handoff: %r could not be handled", event)
-            if isinstance(event, WriteCompleted):  # else its pages would be held without end
-                error = TransferError("its completion could not be handled")
-                self.sending.write_failed(transport, event.transfer, error)
 
     def _dispatch_transfer_event(self, transport: Transport, event: TransferEvent) -> None:
         prober, target = self._prober, self._probe_target

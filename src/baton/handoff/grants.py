@@ -16,13 +16,15 @@ from baton.kv.copies import BlockTable
 from baton.record import Record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from baton.handoff.kv_views import AgentContext
     from baton.handoff.peers import Peer
     from baton.ids import Epoch, TicketId, WorkerId
 
 MAX_EARLY_GRANTS: Final = 4096
+MAX_EARLY_BLOCKS: Final = 1 << 23
+"""That they name, of all together: 128 MiB, packed and unpacked."""
 
 
 class Granted(Record, frozen=True):
@@ -125,18 +127,22 @@ class EarlyGrants:
 
     def __init__(self) -> None:
         self._grants: dict[Epoch, OrderedDict[TicketId, Granted]] = {}
+        self._num_blocks = 0
 
     def __len__(self) -> int:
         return sum(map(len, self._grants.values()))
 
     def add(self, granted: Granted) -> None:
         """Keep a grant until its request comes, its ticket expires or its peer leaves."""
-        self._grants.setdefault(granted.ticket.decode.epoch, OrderedDict())[granted.ticket.id] = (
-            granted
-        )
+        epoch, ticket = granted.ticket.decode.epoch, granted.ticket.id
+        if ticket in self._grants.get(epoch, ()):
+            self._drop(epoch, ticket)
+        self._grants.setdefault(epoch, OrderedDict())[ticket] = granted
+        self._num_blocks += len(granted.target.blocks)
         while len(self) > MAX_EARLY_GRANTS:
-            epoch, of_peer = max(self._grants.items(), key=lambda item: len(item[1]))
-            self._drop(epoch, next(iter(of_peer)))
+            self._drop_oldest_of_most(len)
+        while self._num_blocks > MAX_EARLY_BLOCKS:
+            self._drop_oldest_of_most(_count_blocks)
 
     def find(self, ticket: TicketId, epoch: Epoch | None) -> Granted | None:
         """The grant of a peer of this epoch, whose request has not come."""
@@ -161,11 +167,17 @@ class EarlyGrants:
         """Drop grants for requests that never came."""
         self._drop_where(lambda granted: now > granted.forget_at)
 
+    def _drop_oldest_of_most(self, count: Callable[[Mapping[TicketId, Granted]], int]) -> None:
+        epoch, of_peer = max(self._grants.items(), key=lambda item: count(item[1]))
+        self._drop(epoch, next(iter(of_peer)))
+
     def _drop(self, epoch: Epoch, ticket: TicketId) -> Granted | None:
         of_peer = self._grants.get(epoch)
         if of_peer is None:
             return None
         granted = of_peer.pop(ticket, None)
+        if granted is not None:
+            self._num_blocks -= len(granted.target.blocks)
         if not of_peer:
             del self._grants[epoch]
         return granted
@@ -175,6 +187,10 @@ class EarlyGrants:
             for ticket, granted in tuple(of_peer.items()):
                 if is_over(granted):
                     self._drop(epoch, ticket)
+
+
+def _count_blocks(grants: Mapping[TicketId, Granted]) -> int:
+    return sum(len(granted.target.blocks) for granted in grants.values())
 
 
 def _check_holds(target: BlockTable, block_size: int, grant: Grant) -> None:

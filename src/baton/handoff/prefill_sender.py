@@ -306,10 +306,12 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         """A write is done."""
         handle = TransferHandle(transport.kind, transfer)
         peer_transport, outgoing = self._take_write(handle)
-        if peer_transport is not None:
-            self._context.peer_transports.completed(peer_transport)
-        if outgoing is not None:
-            self._perform(outgoing, outgoing.session.ended(handle))
+        try:
+            if peer_transport is not None:
+                self._context.peer_transports.completed(peer_transport)
+        finally:  # else its pages would be held without end
+            if outgoing is not None:
+                self._perform(outgoing, outgoing.session.ended(handle))
 
     def write_failed(self, transport: Transport, transfer: TransferId, error: BatonError) -> None:
         """A write failed: another transport takes over, if there is one."""

@@ -211,6 +211,9 @@ def open_peer_process(sock: socket.socket) -> int | None:
 
     None where the kernel gives none (a peer in a PID namespace that is not visible here): then only
     the writer itself can report that it stopped.
+
+    Raises:
+        TransferError: no descriptor is left.
     """
     try:
         return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
@@ -220,5 +223,7 @@ def open_peer_process(sock: socket.socket) -> int | None:
         credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         return os.pidfd_open(_CREDENTIALS.unpack(credentials)[0])
     except (OSError, ValueError) as exc:
+        if isinstance(exc, OSError) and exc.errno in OUT_OF_RESOURCES:
+            raise TransferError(f"cannot watch a writer's process: {exc.strerror}") from exc
         _log.warning("cannot watch a writer's process: its exit will go unnoticed: %s", exc)
         return None

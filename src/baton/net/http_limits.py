@@ -123,9 +123,8 @@ class Connections:
         self._num_of[address] += 1
         if not is_full:
             return True
-        victim = next(
-            (other for other in waiting if not is_own_full or other.address == address), None
-        )
+        own = (other for other in waiting if not is_own_full or other.address == address)
+        victim = next(filter(_makes_room, own), None)
         if victim is None:
             return False
         victim.refuse(Refusal.TOO_MANY_CONNECTIONS, "its place was needed; it had no request")
@@ -151,6 +150,12 @@ class Connections:
         """A connection was refused."""
         self._on_refused(refusal)
         self._log.warning(refusal, f"closed a connection from {address}: {reason}")
+
+
+def _makes_room(waiting: BoundedHttpProtocol) -> bool:
+    """Whether closing a connection that waits for a request ends it at once."""
+    transport = waiting.transport
+    return not (transport.is_closing() or transport.get_write_buffer_size())
 
 
 _STATUSES: Final = {

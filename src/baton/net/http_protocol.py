@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 KEEP_ALIVE_S: Final = 75
 HEADER_OVERHEAD_BYTES: Final = 4
 UNKNOWN_ADDRESS: Final = "unknown"
+CLOSE_TIMEOUT_S: Final = 30.0
+"""For a client to take what was sent before its connection was closed."""
 NOT_HTTP: Final = "Invalid HTTP request received."
 NO_TLS: Final = "this port speaks TLS: write https:// in place of http://"
 
@@ -175,10 +177,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Close the connection, with an answer where none has begun."""
         if self.transport.is_closing():
             return
-        self._stop_timer()
         self._table.report(refusal, self.address, reason)
         if self._tls is not None and not self._tls.is_established:
-            self.transport.close()
+            self._close()
             return
         exchange = self._served  # of requests that wait behind it, none is answered before it
         if exchange is None or exchange.response_complete:
@@ -187,7 +188,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             can_answer = not exchange.response_started
         if can_answer:
             self.transport.write(refusal_answer(refusal, reason))
-        self.transport.close()
+        self._close()
         if exchange is not None:
             exchange.disconnect()
 
@@ -332,7 +333,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._is_answering or left_s > 0:
             self._idle_timer = self.loop.call_later(max(1.0, left_s), self._close_idle)
         elif not self.transport.is_closing():
-            self.transport.close()
+            self._close()
+
+    def _close(self) -> None:
+        """Close it; what was sent and is not taken in time is lost."""
+        self._stop_timer()
+        self.transport.close()
+        self._timer = self.loop.call_later(CLOSE_TIMEOUT_S, self.transport.abort)
 
     def _await_head(self) -> None:
         self._table.wait(self)

@@ -172,6 +172,10 @@ class TlsTransport(asyncio.Transport):
         """See `asyncio.BaseTransport`."""
         return self._transport.is_closing()
 
+    def get_write_buffer_size(self) -> int:
+        """See `asyncio.WriteTransport`."""
+        return self._transport.get_write_buffer_size()
+
     def pause_reading(self) -> None:
         """See `asyncio.ReadTransport`."""
         self._transport.pause_reading()

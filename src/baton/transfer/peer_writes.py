@@ -184,7 +184,9 @@ class PeerGrants:
             raise ProtocolError("the peer opened a grant again that it is closing")
         self._open[grant] = pages
         for held in self._held.pop(grant, []):
-            self.try_begin(held.transfer, held.write, held.region)
+            if not self.try_begin(held.transfer, held.write, held.region):
+                error = PeerLostError("the peer was lost as an earlier write began")
+                self._reactor.report(WriteFailed(held.transfer, error))
 
     def _close(self, grant: TicketId) -> TicketId:
         if grant not in self._open or grant in self._unadmitted:

@@ -12,6 +12,7 @@ from baton.auth.ticket import WorkerRef, seal, unseal, write_unsigned
 from baton.clock import Instant
 from baton.errors import TicketError
 from baton.handoff.grants import (
+    MAX_EARLY_BLOCKS,
     MAX_EARLY_GRANTS,
     EarlyGrants,
     Granted,
@@ -65,6 +66,22 @@ def test_a_peer_that_grants_much_takes_no_place_of_another():
         early.add(granted_by(greedy, OTHER))
     assert len(early) == MAX_EARLY_GRANTS
     assert early.take(first.ticket) is first
+
+
+def test_few_grants_of_many_pages_are_bounded_too():
+    early, honest, greedy = EarlyGrants(), object(), object()
+    first, blocks = granted_by(honest), BlockTable(0, np.empty(MAX_EARLY_BLOCKS // 4, np.int64))
+    early.add(first)
+    large = [msgspec.structs.replace(granted_by(greedy, OTHER), target=blocks) for _ in range(10)]
+    for granted in large:
+        early.add(granted)
+        early.add(granted)  # once more, which counts once
+    assert len(early) == 1 + 4
+    assert early.take(first.ticket) is first
+    assert [early.take(granted.ticket) for granted in large[-4:]] == large[-4:]
+    for granted in large[:4]:
+        early.add(granted)
+    assert len(early) == 4
 
 
 def test_a_peer_replaces_no_grant_of_another_by_its_id():

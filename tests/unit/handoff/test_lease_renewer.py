@@ -58,7 +58,8 @@ def test_what_was_granted_before_its_prompt_came_counts_as_held(by: Epoch, is_he
     """Its lease begins later: else a read of what waited long in prefill's queue is thrown away."""
     context, early, ticket = Told(), EarlyGrants(), new_ticket_id()
     named = SimpleNamespace(id=ticket, decode=SimpleNamespace(epoch=DECODE))
-    granted = SimpleNamespace(ticket=named, peer=peer_of(DECODE))
+    target = SimpleNamespace(blocks=())
+    granted = SimpleNamespace(ticket=named, peer=peer_of(DECODE), target=target)
     early.add(granted)  # type: ignore[arg-type]
     renew(context, by, RenewLease(1.0, (ticket,)), Tombstones(), early)
     assert context.said == [LeaseRenewed(1.0, (ticket,) if is_held else ())]

@@ -1,4 +1,3 @@
-import resource
 import socket
 from contextlib import contextmanager
 
@@ -12,6 +11,7 @@ from baton.transfer.transports.tcp.sockets import (
     open_listener,
     open_stream,
 )
+from tests.descriptors import no_descriptors
 
 BUFFERS = (socket.SO_SNDBUF, socket.SO_RCVBUF)
 
@@ -41,13 +41,8 @@ def test_what_is_no_address_of_a_peer_is_refused(endpoint):
     ids=["tcp", "network", "host"],
 )
 def test_without_a_descriptor_left_a_peer_is_out_of_reach(open_one):
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-    try:
-        with pytest.raises(TransferError, match="Too many open files"):
-            open_one()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with no_descriptors(), pytest.raises(TransferError, match="Too many open files"):
+        open_one()
 
 
 @contextmanager

@@ -164,24 +164,30 @@ class MooncakeHandle:
 
 
 class MooncakeSession:
-    """See `OneSidedSession`. `get_metadata` waits for the process to start, a third of a second."""
+    """See `OneSidedSession`. `get_metadata` waits for the process to start, a third of a second.
+
+    Raises:
+        TransferError: it cannot be started: no descriptor, or no memory, is left.
+    """
 
     peer_process_writes = False
     needs_serving = True
 
     def __init__(self, host: str, interface: str, *, protocol: str, devices: str) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Unauthenticated peers can reach it: it knows no secret.
         environment = {k: v for k, v in read_environment().items() if k != KEY_VARIABLE}
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "baton.transfer.transports.mooncake.child"],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env={**environment, **ENVIRONMENT},
-            )
-        self._socket = ours
+        try:
+            self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "baton.transfer.transports.mooncake.child"],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    env={**environment, **ENVIRONMENT},
+                )
+        except OSError as exc:
+            raise TransferError(f"cannot start Mooncake's process: {exc}") from exc
         self._known: set[RegionHandle] = set()
         self._theirs: tuple[PageArray, ...] | None = None
         self._num_commands = 0

@@ -83,7 +83,10 @@ class SharedWriter(WriterConnection):
         """A descriptor of the peer's process, if it is that life of a worker and can be watched."""
         if self._attach.epoch != epoch or self._process is None:
             return None
-        return os.dup(self._process)
+        try:
+            return os.dup(self._process)
+        except OSError:  # no descriptor is left
+            return None
 
     def _send_attached(self) -> None:
         region, extent = self._region, find_extent(self._region)

@@ -133,7 +133,8 @@ class TcpStream:
     def bodies(self, channel: Channel) -> Iterator[bytes]:
         """Received frames, up to a bound; page bytes between them are put in place."""
         budget = MAX_STEP_BYTES
-        while budget > 0:
+        # What was read ahead stays where it is once the peer is lost: its reads have failed.
+        while budget > 0 and self.connection.is_open:
             if self._batch:
                 num_bytes = channel.receive_into(self._batch)
                 if num_bytes == 0:

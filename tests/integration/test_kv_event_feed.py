@@ -1,0 +1,48 @@
+"""A feed of KV events in a process that runs out of file descriptors for a while."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import pytest
+
+from baton.errors import ConfigError
+from tests.descriptors import no_descriptors
+from tests.integration.following_kv_events import Consumer, wait_until
+from tests.integration.scripted_publisher import ScriptedPublisher, stored
+
+
+@pytest.fixture
+def ends(tmp_path):
+    return f"ipc://{tmp_path}/live", f"ipc://{tmp_path}/replay"
+
+
+def test_events_are_followed_again_once_there_are_descriptors(ends):
+    with (
+        contextlib.closing(ScriptedPublisher(*ends)) as publisher,
+        contextlib.closing(Consumer(*ends).connect()) as consumer,
+    ):
+        publisher.publish(stored(1))
+        wait_until(lambda: consumer.take() == {1})
+        with no_descriptors():
+            publisher.publish(stored(2), is_lost=True)
+            publisher.publish(stored(3))
+            wait_until(lambda: consumer.health.num_gaps == 1)
+        wait_until(lambda: consumer.take() == {1, 2, 3}, lambda: str(consumer.health))
+        publisher.publish(stored(4))
+        wait_until(lambda: consumer.take() == {1, 2, 3, 4})
+        assert consumer.health.num_lost == 0
+
+
+def test_a_feed_that_cannot_be_opened_is_a_configuration_error_and_leaves_nothing(ends):
+    before = threading.active_count()
+    with no_descriptors(), pytest.raises(ConfigError, match="Too many open files"):
+        Consumer(*ends).start()
+    assert threading.active_count() == before
+    with (
+        contextlib.closing(ScriptedPublisher(*ends)) as publisher,
+        contextlib.closing(Consumer(*ends).connect()) as consumer,
+    ):
+        publisher.publish(stored(1))
+        wait_until(lambda: consumer.take() == {1})
