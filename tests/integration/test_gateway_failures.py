@@ -10,6 +10,7 @@ import pytest
 
 from baton.ids import new_epoch
 from baton.router.failover import LEAST_RETRIES, PER_SECOND
+from baton.router.health import APART_S, REQUESTS_TO_EJECT
 from tests.integration.gateway_cluster import (
     JSON,
     PROMPT,
@@ -700,3 +701,58 @@ def test_an_answer_in_one_piece_has_only_the_whole_deadline():
             assert response.status == 200
 
     run(scenario, first_byte_timeout_s=0.1)
+
+
+@pytest.mark.parametrize("body", [PROMPT, STREAM])
+def test_a_request_whose_time_is_over_at_its_worker_is_not_tried_elsewhere(body):
+    """Workers look a little before the gateway does."""
+
+    async def give_up(visit: Visit):
+        await visit.fail(504, "deadline_exceeded")
+
+    async def scenario(cluster: Cluster):
+        for worker in (*cluster.prefills, *cluster.decodes):
+            worker.script = give_up
+        async with cluster.post(body) as response:
+            assert response.status == 504
+            assert (await response.json())["error"]["code"] == "deadline_exceeded"
+        assert sum(len(worker.visits) for worker in cluster.decodes) == 1
+
+    run(scenario, decodes=2, request_timeout_s=0.9)
+
+
+def test_a_worker_without_time_for_its_requests_is_not_ejected():
+    async def give_up(visit: Visit):
+        await visit.fail(504, "deadline_exceeded")
+
+    async def scenario(cluster: Cluster):
+        for worker in (*cluster.prefills, *cluster.decodes):
+            worker.script = give_up
+        for _ in range(2 * REQUESTS_TO_EJECT):
+            async with cluster.post(PROMPT) as response:
+                assert response.status == 504
+            await asyncio.sleep(2 * APART_S)
+        assert await cluster.metric("baton_gateway_ejections_total") == 0
+
+    run(scenario, decodes=2)
+
+
+def test_a_deadline_that_a_worker_reports_in_mid_stream_is_no_other_workers_chance():
+    async def give_up(visit: Visit):
+        await visit.start_stream()
+        await visit.token("a")
+        error = {"message": "x", "type": "timeout_error", "code": "deadline_exceeded"}
+        await visit.write(b"data: " + json.dumps({"error": error}).encode() + b"\n\n")
+        await visit.done()
+
+    async def scenario(cluster: Cluster):
+        for worker in cluster.decodes:
+            worker.script = give_up
+        assert errors_in(await streamed(cluster, {**STREAM, "temperature": 0})) == [
+            "deadline_exceeded"
+        ]
+        assert sum(len(worker.visits) for worker in cluster.decodes) == 1
+        cause = '{cause="deadline"}'
+        assert await cluster.metric("baton_gateway_broken_streams_total" + cause) == 1
+
+    run(scenario, decodes=2, request_timeout_s=0.9, first_byte_timeout_s=0.8)

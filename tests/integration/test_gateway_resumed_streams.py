@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from baton.router.failover import MAX_ATTEMPTS
-from tests.integration.gateway_cluster import MODEL, Cluster, run
+from tests.integration.gateway_cluster import MODEL, Cluster, run, until
 from tests.integration.scripted_vllm import ScriptedVllm, offer
 from tests.integration.scripted_worker import ScriptedWorker, Visit
 from tests.stream_answers import StreamedAnswer
@@ -353,6 +353,27 @@ def test_a_stream_survives_several_workers_one_after_the_other() -> None:
     run(scenario, **batons(*scripts, last))
 
 
+@pytest.mark.parametrize("chosen", ["b", "X"])
+def test_a_sampled_answer_of_vllm_that_lacks_only_its_end_is_not_sampled_again(chosen: str) -> None:
+    """Its last token is not known: the next server samples another one, which is not sent."""
+    end = event("a", {"text": "b", "finish_reason": "stop"})
+    first = stream(b":5\n" + texts("a", "a")[0], end, then="die", header=True)
+    other_end = event("b", {"text": chosen, "finish_reason": "length"})
+    usage = event("b", usage={"completion_tokens": 2})
+    second = stream(b":5\n" + texts("b", "a")[0], other_end, usage, header=True)
+
+    async def scenario(cluster: Cluster) -> None:
+        answer = await ask(cluster, {**SAMPLED, "max_completion_tokens": 9})
+        assert (answer.text, answer.finishes, answer.errors) == ("ab", ["stop"], [])
+        assert answer.usages == [{"completion_tokens": 2}]
+        assert answer.is_done
+        assert answer.ids == {("a", 1)}
+        (visit,) = cluster.decodes[1].visits
+        assert (visit.body["max_tokens"], visit.body["max_completion_tokens"]) == (2, 2)
+
+    run(scenario, **vllms(first, second, resumes_streams=True))
+
+
 def test_what_clients_say_of_an_answer_before_this_one_reaches_no_worker() -> None:
     async def scenario(cluster: Cluster) -> None:
         resume = {"baton_resume": {"token_ids": [1, 2]}}
@@ -361,3 +382,39 @@ def test_what_clients_say_of_an_answer_before_this_one_reaches_no_worker() -> No
         assert "baton_resume" not in visit.body["kv_transfer_params"]
 
     run(scenario, **batons(stream(*texts("a", "a"))))
+
+
+def test_a_client_that_reads_late_gets_all_of_answers_that_went_on() -> None:
+    """Whatever its gateway is about to send when their workers are given up."""
+    num_events, may_end = 200, asyncio.Event()
+
+    async def send_much(visit: Visit) -> None:
+        """More than what fits between a gateway and a client that does not read."""
+        headers = [(b"content-type", b"text/event-stream"), (b"x-baton-token-ids", b"1")]
+        await visit.send({"type": "http.response.start", "status": 200, "headers": headers})
+        params = visit.body.get("kv_transfer_params") or {}
+        first = len(params.get("baton_resume", {}).get("token_ids", []))
+        for index in range(first, num_events):
+            text = f"{index},".ljust(60_000)
+            await visit.write(b":%d\n" % index + event("a", {"text": text}))
+        await may_end.wait()
+        await visit.done()
+
+    async def scenario(cluster: Cluster) -> None:
+        async with cluster.post({**SAMPLED, "prompt": ["a", "b"]}) as response:
+            hanging = [worker for worker in cluster.decodes if worker.visits]
+            assert len(hanging) == 2
+            await asyncio.sleep(0.5)  # all that fits is sent
+            for worker in hanging:
+                worker.health_status = 500
+            await until(lambda: all(worker.visits[0].left_at for worker in hanging))
+            may_end.set()
+            answer = await response.read()
+        got = ["", ""]
+        for data in answer.split(b"\n\n")[:-2]:
+            (choice,) = json.loads(data.removeprefix(b"data: "))["choices"]
+            got[choice["index"]] += choice["text"].replace(" ", "")
+        assert got == ["".join(f"{index}," for index in range(num_events))] * 2
+
+    workers = batons(*[send_much] * 4)
+    run(scenario, **workers, prefills=0, policy="round_robin", abandon_after_s=0.3)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from baton.ids import new_epoch
 from baton.router.rebalance import MoveCause
 from tests.integration.gateway_cluster import MODEL, Cluster, run, until, until_true
 from tests.integration.scripted_vllm import ScriptedVllm, completion
@@ -543,3 +544,110 @@ def test_a_client_that_leaves_ends_the_request_that_waits() -> None:
         assert await results(cluster) == {"drain ended": 1}
 
     run(scenario, **several(counting(0.02), hold, has_standby=True))
+
+
+@pytest.mark.parametrize("kind", [ScriptedWorker, ScriptedVllm])
+def test_a_stream_that_ends_with_the_event_behind_which_it_is_cut_stays(
+    kind: type[ScriptedWorker],
+) -> None:
+    """vLLM would sample its last token again."""
+    is_cut = asyncio.Event()
+
+    async def script(visit: Visit) -> None:
+        if visit.ticket is not None:
+            offered = completion(params={"baton": {"status": "offered"}})
+            await (visit.answer(200, offered) if kind is ScriptedVllm else prefill_at_once(visit))
+            return
+        await visit.send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+        await write_token(visit, 0, 2)
+        await is_cut.wait()
+        await write_token(visit, 1, 2)
+        await asyncio.sleep(0.1)
+        await visit.done()
+
+    async def scenario(cluster: Cluster) -> None:
+        first, second = cluster.decodes
+        asking, left = await begin(cluster, first)
+        if isinstance(first, ScriptedVllm):
+            first.is_draining = True
+        else:
+            first.health_status = 503
+        await until(lambda: bool(second.visits))
+        await asyncio.sleep(0.2)  # it is answered, and nothing came meanwhile
+        is_cut.set()
+        answer = await asking
+        assert (answer.text, answer.finishes, answer.is_broken) == ("0,1,", ["length"], False)
+        assert left.left_at is None
+        assert all(visit.ticket is not None for visit in second.visits), "it got copies alone"
+        assert await results(cluster) == {"drain ended": 1}
+
+    decodes = [kind(f"d{i}", "decode", script, resumes_streams=True) for i in range(2)]
+    run(scenario, prefills=0, decodes=decodes)
+
+
+def test_a_stream_of_which_not_all_is_kept_stays() -> None:
+    """Elsewhere it would begin anew, behind what the client has."""
+    is_planned, is_cut = asyncio.Event(), asyncio.Event()
+
+    async def generate(visit: Visit) -> None:
+        await visit.send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+        await write_token(visit, 0)
+        await is_planned.wait()
+        choices = [{"index": 0, "text": "1,"}]
+        event = json.dumps({"id": "x", "created": 1, "choices": choices}).encode()
+        await visit.write(b":%b\ndata: %b\n\n" % (b",".join([b"1"] * 50_000), event))
+        await is_cut.wait()
+        for index in range(2, 5):
+            await write_token(visit, index, 5)
+            await asyncio.sleep(0.05)
+        await visit.done()
+
+    async def take(visit: Visit) -> None:
+        if visit.ticket is None:
+            await generate(visit)
+            return
+        is_planned.set()
+        await asyncio.sleep(0.1)
+        await visit.answer(200, {})
+
+    async def hand_over(visit: Visit) -> None:
+        await (prefill_at_once if visit.ticket else generate)(visit)
+
+    async def scenario(cluster: Cluster) -> None:
+        first, second = cluster.decodes
+        asking, left = await begin(cluster, first)
+        first.health_status = 503
+        await until(is_planned.is_set)
+        await asyncio.sleep(0.3)  # it is to be cut
+        is_cut.set()
+        answer = await asking
+        assert (answer.text, answer.is_broken) == ("0,1,2,3,4,", False)
+        assert left.left_at is None
+        assert len(second.visits) == 1
+        assert await results(cluster) == {"drain not_copied": 1}
+
+    run(scenario, **two(hand_over, take), max_total_record_bytes=70_000)
+
+
+def test_a_request_that_waits_at_a_worker_that_left_is_not_used_at_another() -> None:
+    async def scenario(cluster: Cluster) -> None:
+        first, second, third = cluster.decodes
+        asking, left = await begin_with_loads(cluster)
+        first.health_status = 503
+        await until(lambda: bool(second.visits))
+        second.extra_info["role"] = "prefill"
+        second.epoch = new_epoch()
+        up = f'baton_gateway_worker_up{{role="decode",url="{second.url}"'
+
+        async def is_rejected() -> bool:
+            return await cluster.metric(up) == 0
+
+        await until_true(is_rejected)
+        second.kill()
+        assert left.left_at is None, "it is cut with its next event"
+        assert (await asking).text == WHOLE
+        assert await results(cluster) == {"drain lost": 1}
+        assert [visit.ticket for visit in third.visits] == [None]
+
+    scripts = [counting(3.0), counting(0.001), counting(0.001)]
+    run(scenario, **several(*scripts, has_standby=True))

@@ -20,8 +20,10 @@ END = b"0\r\n\r\n"
 class App:
     """What it does depends on the path."""
 
-    def __init__(self) -> None:
+    def __init__(self, connections: Connections) -> None:
+        self.connections = connections
         self.gate = asyncio.Event()
+        self.num_sent = 0
         self.has_seen_disconnect = asyncio.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -64,6 +66,26 @@ class App:
         await self.start(send, (b"content-length", b"1"))
         await send({"type": "http.response.body", "body": b"ab"})
 
+    async def floods(self, body: bytes, receive: Any, send: Any) -> None:
+        await self.start(send)
+        async with asyncio.timeout(0.5):
+            await self.send_numbers(send)
+
+    async def is_interrupted(self, body: bytes, receive: Any, send: Any) -> None:
+        await self.start(send)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await self.send_numbers(send)
+        self.gate.set()
+        await send({"type": "http.response.body"})
+
+    async def send_numbers(self, send: Any) -> None:
+        while True:
+            self.num_sent += 1
+            part = (b"%d" % self.num_sent).ljust(60_000)
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+            await asyncio.sleep(0)
+
     async def waits(self, body: bytes, receive: Any, send: Any) -> None:
         assert (await receive())["type"] == "http.disconnect"
         self.has_seen_disconnect.set()
@@ -71,15 +93,17 @@ class App:
 
 def run(scenario: Any) -> None:
     async def main() -> None:
-        app = App()
         connections = Connections(HttpLimits(), MachineClock(), lambda _: None)
+        app = App(connections)
         with contextlib.closing(bind("127.0.0.1", 0)) as listener:
             start_listening(listener)
             server = uvicorn.Server(make_server_config(app, connections, drain_timeout_s=1))
             running = asyncio.create_task(server.serve(sockets=[listener]))
             try:
                 async with asyncio.timeout(30):
-                    reader, writer = await asyncio.open_connection(*listener.getsockname())
+                    reader, writer = await asyncio.open_connection(
+                        *listener.getsockname(), limit=1 << 17
+                    )
                     await scenario(app, reader, writer)
                     writer.close()
             finally:
@@ -210,5 +234,29 @@ def test_an_application_learns_that_its_client_left():
         await asyncio.sleep(0.05)
         writer.close()
         await app.has_seen_disconnect.wait()
+
+    run(scenario)
+
+
+def test_a_response_that_its_client_does_not_read_is_cut_with_its_connection():
+    async def scenario(app: App, reader: Any, writer: Any) -> None:
+        writer.write(get(b"floods"))
+        await read_head(reader)
+        assert app.connections.num_open == 1
+        while app.connections.num_open:
+            await asyncio.sleep(0.05)
+
+    run(scenario)
+
+
+def test_a_part_is_sent_though_who_waits_for_its_client_is_interrupted():
+    async def scenario(app: App, reader: Any, writer: Any) -> None:
+        writer.write(get(b"is_interrupted"))
+        await read_head(reader)
+        await app.gate.wait()
+        for number in range(1, app.num_sent + 1):
+            size, part = (await reader.readuntil(b"\r\n"), await reader.readuntil(b"\r\n"))
+            assert (int(size, 16), int(part)) == (60_000, number)
+        assert await reader.readuntil(END) == END
 
     run(scenario)

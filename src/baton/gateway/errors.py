@@ -57,11 +57,15 @@ RETRY_AFTER_NO_WORKER_S = 2.0
 CLIENTS_FAULTS: Final = frozenset({"invalid_request_error", "BadRequestError"})
 """Types of errors, Baton's and vLLM's, that the same request would meet again."""
 
+DEADLINE_CODE: Final = "deadline_exceeded"
+"""Of errors, this gateway's and Baton workers'."""
+
 # To look a member of HTTPStatus up is a call in Python, of which each request makes many.
 OK: Final = HTTPStatus.OK
 CLIENT_ERROR: Final = HTTPStatus.BAD_REQUEST
 CONFLICT: Final = HTTPStatus.CONFLICT
 SERVER_ERROR: Final = HTTPStatus.INTERNAL_SERVER_ERROR
+GATEWAY_TIMEOUT: Final = HTTPStatus.GATEWAY_TIMEOUT
 UNAVAILABLE: Final = HTTPStatus.SERVICE_UNAVAILABLE
 
 
@@ -160,6 +164,7 @@ class WorkerReportedError(UpstreamError):
         super().__init__(f"the worker ended its stream with an error ({detail})")
         self.answer = ErrorAnswer(HTTPStatus.BAD_GATEWAY, event)
         self.is_clients_fault = detail.type in CLIENTS_FAULTS
+        self.is_out_of_time = detail.code == DEADLINE_CODE
 
 
 class ReplayDiffersError(UpstreamError):
@@ -270,7 +275,7 @@ _KINDS: tuple[tuple[type[BatonError], _Kind], ...] = (
     (UpstreamError, _Kind(502, "server_error", "worker_failed")),
     (ShuttingDownError, _Kind(503, "server_error", "shutting_down")),
     (NotExplainableError, _Kind(501, "server_error", "not_explainable")),
-    (DeadlineError, _Kind(504, "server_error", "deadline_exceeded")),
+    (DeadlineError, _Kind(504, "server_error", DEADLINE_CODE)),
 )
 _INTERNAL = _Kind(500, "server_error", "internal_error")
 

@@ -283,8 +283,12 @@ def _decodes(worker: Worker, model: str) -> bool:
 
 
 def is_own_fault(status: int) -> bool:
-    """Whether an answer shows a fault of the worker: not of its request, and not a lack of room."""
-    mild = {HTTPStatus.NOT_IMPLEMENTED, HTTPStatus.SERVICE_UNAVAILABLE}
+    """Whether an answer shows a fault of the worker: not of its request, no lack of room, time."""
+    mild = {
+        HTTPStatus.NOT_IMPLEMENTED,
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        HTTPStatus.GATEWAY_TIMEOUT,
+    }
     return status >= HTTPStatus.INTERNAL_SERVER_ERROR and status not in mild
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.gateway.errors import (
@@ -32,7 +33,7 @@ from baton.record import Record
 from baton.router.failover import ABORT_RETRY_DELAYS_S
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
+    from collections.abc import Awaitable, Callable
 
     from yarl import URL
 
@@ -85,7 +86,7 @@ class PrefillRequest:
         """Ask."""
         self._answer = self._services.upstream.try_post(self._url, body, headers)
         if self._answer is None:
-            self._task = asyncio.create_task(self._run(self._ask(body, headers)))
+            self._task = asyncio.create_task(self._run(partial(self._ask, body, headers)))
         else:
             self._answer.on_end = self._take_answer
 
@@ -162,7 +163,7 @@ class PrefillRequest:
         if self._grace_timer is not None:
             self._grace_timer.cancel()
         if answer is not None and not self._is_usual(answer):
-            self._task = asyncio.create_task(self._run(self._read(answer)))
+            self._task = asyncio.create_task(self._run(partial(self._read, answer)))
 
     def _is_usual(self, answer: Answer) -> bool:
         """Whether the KV is computed and nothing else is to be done, which is then noted."""
@@ -177,9 +178,9 @@ class PrefillRequest:
         self._context.note_prefilled(self._services.clock.now() - result.computed_s_ago)
         return True
 
-    async def _run(self, asking: Awaitable[PrefillResult]) -> None:
+    async def _run(self, ask: Callable[[], Awaitable[PrefillResult]]) -> None:
         try:
-            result = await asking
+            result = await ask()
         except UpstreamError as exc:
             self._services.health_monitor.report(self._handoff.prefill, exc)
             await self._fail(_CAUSES.get(type(exc), FallbackCause.PREFILL_FAILED), str(exc))

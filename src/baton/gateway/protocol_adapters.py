@@ -214,7 +214,7 @@ def _of_error(status: int, answer: bytes) -> PrefillResult:
             return PrefillDone()  # decode had all it needs in its own cache
         case "handoff_failed":
             cause = FallbackCause.HANDOFF_FAILED
-        case _ if status == HTTPStatus.SERVICE_UNAVAILABLE:
+        case _ if status in {HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT}:
             cause = FallbackCause.PREFILL_OVERLOADED
         case _ if status < HTTPStatus.INTERNAL_SERVER_ERROR:
             cause = FallbackCause.PREFILL_REJECTED

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -59,8 +59,6 @@ NOT_FOR_ONE_TOKEN: Final = frozenset({
 What shapes the prompt must stay (`tools`, `tool_choice`, `truncate_prompt_tokens`, chat template
 settings), and sampling does no harm.
 """
-
-_ONE: Final = msgspec.Raw(b"1")
 
 MAX_REQUEST_ID_CHARS: Final = 128
 MAX_MODEL_CHARS: Final = 256
@@ -141,23 +139,24 @@ class CompletionBody:
     def for_one_token(self) -> CompletionBody:
         """The same prompt, for one token of which nothing matters."""
         fields = {name: raw for name, raw in self.fields.items() if name not in NOT_FOR_ONE_TOKEN}
-        fields["max_tokens"] = _ONE
-        if "max_completion_tokens" in fields:  # it would win
-            fields["max_completion_tokens"] = _ONE
+        _limit(fields, 1)
         fields["stream"] = msgspec.Raw(b"false")
         return CompletionBody(self.model, stream=False, fields=fields, adapter=self.adapter)
 
     def for_copy(self, ids: list[int]) -> CompletionBody:
         """The same prompt and the answer's first tokens, for one more of which nothing matters."""
         fields = {name: raw for name, raw in self.fields.items() if name not in NOT_FOR_ONE_TOKEN}
-        most = msgspec.Raw(b"%d" % (len(ids) + 1))
-        fields["max_tokens"] = most
-        if "max_completion_tokens" in fields:  # it would win
-            fields["max_completion_tokens"] = most
+        _limit(fields, len(ids) + 1)
         resume = Resume(ids)
         return CompletionBody(
             self.model, stream=True, fields=fields, resume=resume, adapter=self.adapter
         )
+
+    def for_end(self, ids: list[int]) -> CompletionBody:
+        """The same, for what follows the answer's end: one token is sampled again, for nothing."""
+        fields = dict(self.fields)
+        _limit(fields, len(ids) + 1)
+        return replace(self, fields=fields)
 
     def encode(self) -> bytes:
         """The body for a worker that prefills and decodes itself."""
@@ -176,6 +175,14 @@ class CompletionBody:
         if self.prompt_ids is not None:
             params["baton_prompt"] = self.prompt_ids
         return _encoder.encode({**self.fields, TICKET_FIELD: params})
+
+
+def _limit(fields: dict[str, msgspec.Raw], most: int) -> None:
+    """Set how many tokens an answer may have."""
+    raw = msgspec.Raw(b"%d" % most)
+    fields["max_tokens"] = raw
+    if "max_completion_tokens" in fields:  # it would win
+        fields["max_completion_tokens"] = raw
 
 
 def parse_body(body: bytes, tenant: str = "") -> CompletionBody:

@@ -118,7 +118,7 @@ class RequestProxy:
                 self._context.end_retry()
             admission.leave(self._context.model)
             if self._standby is not None:
-                self._standby.release()
+                self._release_standby()
 
     async def _try_workers(self) -> None:
         services, resumption = self._services, self._resumption
@@ -151,6 +151,11 @@ class RequestProxy:
         if failed is not None:
             raise failed
 
+    def _release_standby(self) -> None:
+        standby, self._standby = self._standby, None
+        if standby is not None:
+            standby.release()
+
     async def _begin_retry(self) -> bool:
         self._context.retry = await self._services.retries.begin()
         return self._context.retry is not None
@@ -158,6 +163,7 @@ class RequestProxy:
     async def _note_failed(
         self, error: UpstreamError, placement: Placement, failover: Failover
     ) -> None:
+        self._release_standby()  # it waits at the worker of this attempt, not of the next
         monitor, decode = self._services.health_monitor, placement.decode
         monitor.report(self._services.workers.with_id(decode.id), error)
         has_progressed = self._resumption.note_failure(error, decode, self._body)

@@ -16,8 +16,10 @@ from baton.gateway.cached_tokens import CACHED_TOKENS, USAGE_BYTES, replace_cach
 from baton.gateway.errors import (
     CLIENT_ERROR,
     CONFLICT,
+    GATEWAY_TIMEOUT,
     OK,
     SERVER_ERROR,
+    DeadlineError,
     ErrorAnswer,
     StaleTicketError,
     StreamMovedError,
@@ -25,6 +27,7 @@ from baton.gateway.errors import (
     UpstreamError,
     WorkerFailedError,
     WorkerLostError,
+    WorkerReportedError,
 )
 from baton.gateway.protocol_adapters import client_answer, client_error, first_error
 from baton.gateway.request_context import note_error
@@ -57,6 +60,8 @@ if TYPE_CHECKING:
 
 
 COMMIT_TIMEOUT_S: Final = 1.0
+LATE_S: Final = 1.0
+"""Before its deadline a request that a worker ends is not tried elsewhere."""
 
 log = logging.getLogger(__name__)
 
@@ -159,6 +164,7 @@ class ResponseForwarder:
                 its headers may have been sent.
             WorkerLostError: it was cut off. A stream may have been sent in part.
             WorkerReportedError: it is a stream that ends with an error, which was not sent.
+            DeadlineError: the worker has seen that its time is over, a little before this gateway.
             ReplayDiffersError: it is another answer than that of which a part was sent.
             UpstreamError: it is too long. Nothing was sent.
         """
@@ -186,7 +192,7 @@ class ResponseForwarder:
 
     def _check_moved(self) -> None:
         """Raise `StreamMovedError` if that was decided: whatever else happened to the worker."""
-        if isinstance(self._record.failure, StreamMovedError):
+        if isinstance(self._record.failure, StreamMovedError) and self._record.is_kept:
             raise self._record.failure
 
     def _is_done(self) -> bool:
@@ -217,8 +223,16 @@ class ResponseForwarder:
 
     def _check(self) -> None:
         """Raise what the record found in the stream."""
-        if self._record.failure is not None:
-            raise self._record.failure
+        match self._record.failure:
+            case None:
+                pass
+            case StreamMovedError() as moved if not self._record.can_go_on:
+                self._record.failure = None
+                self._resumption.note_stays(moved)
+            case WorkerReportedError(is_out_of_time=True) as failure if self._is_nearly_over():
+                raise DeadlineError(str(failure)) from failure
+            case failure:
+                raise failure
 
     async def _pass_on(self, response: Answer, exchange: HttpExchange, last: Instant) -> None:
         """The hot path: whatever is added here is paid for each token of each stream."""
@@ -265,6 +279,10 @@ class ResponseForwarder:
                 await self._send({"type": "http.response.body", "body": events, "more_body": True})
             self._check()
 
+    def _is_nearly_over(self) -> bool:
+        """Whether a worker may see already that the request's time is over."""
+        return self._context.left_s(self._services.clock.now()) < LATE_S
+
     def _refuse(self, event: bytes) -> None:
         """An error instead of a first token: vLLM sends its 200 before it knows."""
         if self._decode.protocol == "vllm" and (error := first_error(event)) is not None:
@@ -279,6 +297,8 @@ class ResponseForwarder:
         if response.status in REFUSALS:
             detail = read_error(body).message
             raise TicketRefusedError(f"{self._decode.id} answered {response.status}: {detail}")
+        if response.status == GATEWAY_TIMEOUT and self._is_nearly_over():
+            raise DeadlineError(f"{self._decode.id} answered 504 ({read_error(body)})")
         headers = _forwarded_headers(response)
         if context.status is not None:
             raise UpstreamError(f"{self._decode.id} answered {response.status} to a second attempt")

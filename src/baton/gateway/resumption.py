@@ -90,8 +90,10 @@ class Resumption:
         can_all = all(worker is None or worker.resumes_streams for worker in workers)
         if not (self._goes_on and can_all):
             return body
-        ids = self.record.read_token_ids() or []
-        return replace(body, resume=Resume(ids, is_complete=self.record.is_finished))
+        ids, is_complete = self.record.read_token_ids() or [], self.record.is_finished
+        if is_complete and self._protocol == "vllm":  # of which the last token is not known
+            body = body.for_end(ids)
+        return replace(body, resume=Resume(ids, is_complete=is_complete))
 
     def narrow(self, fleet: Fleet) -> Fleet:
         """The workers that can go on with the stream: those that speak as the lost one did."""
@@ -131,6 +133,16 @@ class Resumption:
         num = len(self.record.read_token_ids() or ())
         how = "" if moved.standby is not None else ", without a standby"
         self._context.trace.moves.append(f"to {target.id} after {num} tokens ({moved.cause}){how}")
+
+    def note_stays(self, moved: StreamMovedError) -> None:
+        """It was to be cut, and stays: it has ended, or what is kept of it became too long."""
+        result, reason = MoveResult.NOT_COPIED, "what the client has is not kept any more"
+        if self.record.is_finished:
+            result, reason = MoveResult.ENDED, "it has ended"
+        self._services.metrics.moved_streams[moved.cause, result].inc()
+        if moved.standby is not None:
+            moved.standby.release()
+        self.note_not_moved(f"not moved to {moved.placement.decode.id} ({moved.cause}): {reason}")
 
     def note_not_moved(self, why: str) -> None:
         """It was to move, and stays."""

@@ -67,9 +67,8 @@ class RunningStream:
             self.move_task is None
             and record.has_ids
             and record.num_taken > self.num_before
-            and record.is_kept
             and record.failure is None
-            and not record.is_finished
+            and record.can_go_on
         )
 
     def can_go_to(self, worker: WorkerView) -> bool:

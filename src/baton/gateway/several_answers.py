@@ -59,7 +59,6 @@ class SeveralAnswers:
         self._merger = AnswerMerger(context.path, context.id, created, plan.num_answers)
         self._answers = [b""] * plan.num_total
         self._num_bytes = 0
-        self._lock = asyncio.Lock()
 
     async def run(self) -> None:
         """Ask for all answers; forward, or merge and send.
@@ -146,13 +145,14 @@ class SeveralAnswers:
         chunk = b"".join(self._merger.rewrite(index, event) for event in events)
         if not chunk:
             return
+        # Nothing is awaited before it is written: a part whose worker is given up meanwhile, and
+        # which goes on elsewhere, would lack it.
         context = self._context
-        async with self._lock:
-            if not context.has_sent_bytes:
-                await context.start_stream(self._send)
-                context.note_first_byte(self._services.clock.now())
-            context.tail = chunk[-TAIL_BYTES:]
-            await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+        if not context.has_sent_bytes:
+            await context.start_stream(self._send)
+            context.note_first_byte(self._services.clock.now())
+        context.tail = chunk[-TAIL_BYTES:]
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 
 
 async def _no_events(events: list[bytes]) -> None:

@@ -142,6 +142,11 @@ class StreamRecord:
         """Whether the client has got the reason for which the answer ends."""
         return any(map(_has_finish, self._last.split(END_OF_EVENT)))
 
+    @property
+    def can_go_on(self) -> bool:
+        """Whether another worker could go on with it, and has something to compute."""
+        return self.is_kept and not self.is_finished
+
     def close(self) -> None:
         """Give back what it keeps."""
         self._drop()

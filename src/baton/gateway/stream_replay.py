@@ -48,6 +48,9 @@ class Replay:
         for key, pieces in parts.items():
             is_text = isinstance(pieces[0], str)
             self._sent[key] = "".join(pieces) if is_text else [i for piece in pieces for i in piece]
+        choices = {key[0] for key in (*self._sent, *self._once)}
+        ended = all((choice, "finish_reason") in self._once for choice in choices)
+        self._has_all = bool(choices) and ended
 
     def take(self, events: bytes) -> bytes:
         """Of the next events of the other worker's stream, whole ones: what the client lacks.
@@ -59,8 +62,13 @@ class Replay:
 
     @property
     def is_caught_up(self) -> bool:
-        """Whether all that the client has was found again."""
-        return all(self._at.get(key, 0) == len(value) for key, value in self._sent.items())
+        """Whether all that the client has was found again, or it lacks only what ends a stream.
+
+        Then it does not matter whether the last token is sampled again as the same one.
+        """
+        return self._has_all or all(
+            self._at.get(key, 0) == len(value) for key, value in self._sent.items()
+        )
 
     def _note(self, event: bytes, parts: dict[Key, list[Any]]) -> None:
         fields = _read(event)
@@ -87,6 +95,8 @@ class Replay:
             return b""
         choices = list(_choices_of(fields))
         if choices:
+            if self._has_all:
+                return b""
             fields["choices"] = left = [c for index, c in choices if self._has_news(index, c)]
             is_news = bool(left)
         else:

@@ -141,8 +141,14 @@ class HttpExchange:
         return {"type": "http.request", "body": body, "more_body": self.more_body}
 
     async def send(self, message: Message) -> None:
-        """Send the response's head, or a part of its body, once the client takes it."""
-        if self._flow.write_paused and not self.disconnected:
+        """Send the response's head, or a part of its body; returns once the client takes more.
+
+        A part is written before that is awaited: who is cancelled meanwhile has sent it. What ends
+        the response is written once the client takes it.
+        """
+        is_part = message.get("more_body", False)
+        ends = self.response_started and not is_part
+        if ends and self._flow.write_paused and not self.disconnected:
             await self._flow.drain()
         if self.disconnected:
             return
@@ -155,7 +161,9 @@ class HttpExchange:
         elif message["type"] != "http.response.body":
             raise RuntimeError(f"{message['type']} came after the response's start")
         else:
-            self._send_body(message.get("body", b""), is_last=not message.get("more_body", False))
+            self._send_body(message.get("body", b""), is_last=not is_part)
+            if is_part and self._flow.write_paused:
+                await self._flow.drain()
 
     # For applications that run on this server alone
 
@@ -241,7 +249,10 @@ class HttpExchange:
         if self.response_complete:
             return
         if self.response_started or self.disconnected:
-            self._transport.close()
+            if self._flow.write_paused:  # closed, it would wait for a client that takes nothing
+                self._transport.abort()
+            else:
+                self._transport.close()
             return
         self.keep_alive = False
         length = (b"content-length", b"%d" % len(INTERNAL_ERROR))

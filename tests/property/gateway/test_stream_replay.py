@@ -16,6 +16,8 @@ from baton.gateway.stream_replay import Replay
 from tests.stream_answers import StreamedAnswer
 
 TEXT = st.text('ab é\n"\\:{}😀', max_size=6)
+NUM_ENDING = 3
+"""Events of an answer's end: its reason, usage, `[DONE]`."""
 ERROR = b'data: {"error":{"message":"x","type":"engine_error"}}\n\n'
 
 
@@ -131,7 +133,7 @@ def test_another_answer_is_found_out_before_anything_of_it_is_sent(
     at = data.draw(st.integers(0, len(steps)))
     changed = [*steps[:at], {"content": "Z"}, *steps[at:]]
     first = write_events(changed, sizes, name="first", logprobs=False)
-    num_sent = data.draw(st.integers(0, len(first) - 1))
+    num_sent = data.draw(st.integers(0, len(first) - NUM_ENDING))
     sent = b"".join(first[:num_sent])
     record = StreamRecord(RecordBudget(1 << 20), 1 << 20)
     record.begin(has_ids=False, replay=Replay(sent))
@@ -242,3 +244,24 @@ def test_an_event_without_end_is_refused() -> None:
     record.begin(has_ids=False)
     assert record.take(b"data: " + b"x" * 2000) == b""
     assert record.failure is not None
+
+
+@given(steps(), SIZES, SIZES, st.integers(1, NUM_ENDING - 1), st.data())
+def test_of_another_answer_only_the_end_follows_what_has_ended(
+    steps: list[dict[str, Any]],
+    sizes: list[int],
+    other_sizes: list[int],
+    num_missing: int,
+    data: st.DataObject,
+) -> None:
+    at = data.draw(st.integers(0, len(steps)))
+    first = write_events(steps, sizes, name="first", logprobs=False)
+    sent = b"".join(first[:-num_missing])
+    record = StreamRecord(RecordBudget(1 << 20), 1 << 20)
+    record.begin(has_ids=False, replay=Replay(sent))
+    other = [*steps[:at], {"content": "Z"}]
+    more = b"".join(map(record.take, write_events(other, other_sizes, name="b", logprobs=False)))
+    assert record.failure is None
+    assert [b'"usage"' in event for event in split(more)] == [True, False][-num_missing:]
+    whole = StreamedAnswer().read_all(sent + more)
+    assert (len(whole.ids), len(whole.usages), whole.is_done) == (1, 1, True)
