@@ -253,6 +253,42 @@ def test_what_is_no_fault_of_the_worker_ejects_none(status, code):
     run(scenario, prefills=0, decodes=0, boths=2)
 
 
+@pytest.mark.parametrize("policy", ["round_robin", "cost"])
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+def test_a_worker_that_refuses_handoffs_gets_none_until_its_next_life(name, policy):
+    """As a vLLM server whose weights were replaced."""
+
+    async def scenario(cluster: Cluster):
+        prefill, decode = cluster.prefills[0], cluster.decodes[0]
+        (refusing,) = (each for each in (prefill, decode) if each.name == name)
+
+        async def why_not() -> str:
+            async with cluster.post(STREAM, "/debug/route") as response:
+                candidates = (await response.json())["candidates"]
+            return " ".join(each["why_not"] or "" for each in candidates)
+
+        async def is_known() -> bool:
+            return f"{name} refuses handoffs: replaced" in await why_not()
+
+        async def is_over() -> bool:
+            return "replaced" not in await why_not()
+
+        refusing.why_no_handoffs = "replaced"
+        await until_true(is_known)
+        assert await ask(cluster, **{"x-request-id": "why"}) == 200
+        assert not prefill.visits
+        _, trace = await cluster.get_json("/debug/requests/why")
+        assert trace["gateway"]["mode"] == "colocated"
+        assert f"{name} refuses handoffs: replaced" in trace["placement"]
+        refusing.why_no_handoffs, refusing.epoch = None, new_epoch()
+        await until_true(is_over)
+        if policy == "round_robin":
+            assert await ask(cluster) == 200
+            assert prefill.visits
+
+    run(scenario, policy=policy, probe_interval_s=0.05)
+
+
 def test_a_prefill_worker_that_fails_every_request_is_left_out():
     async def scenario(cluster: Cluster):
         cluster.prefills[0].script = fail

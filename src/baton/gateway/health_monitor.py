@@ -234,7 +234,7 @@ class Prober:
         )
         match status:
             case HTTPStatus.OK:
-                self._workers.note_load(self._worker, await self._loads.read(body, sent_at))
+                self._workers.note_report(self._worker, await self._loads.read(body, sent_at))
                 return None
             case HTTPStatus.SERVICE_UNAVAILABLE:
                 info = self._worker.info

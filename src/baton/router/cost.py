@@ -211,7 +211,10 @@ class CostPolicy:
                 return replace(placement, why=why)
         reasons: tuple[str, ...] = ()
         listed = usable.served.prefills
-        if (listed or fleet.absent_prefills) and not any(is_usable(w, request) for w in listed):
+        can_help = any(
+            is_usable(w, request) and best.decode.why_not_from(w) is None for w in listed
+        )
+        if (listed or fleet.absent_prefills) and not can_help:
             reasons = explain_alone(fleet, best.decode, request)
         why = (f"chosen: {best}", *(f"rather than {pair}" for pair in pairs), *divided)
         return Placement(None, best.decode, reasons, why=why, num_stored_tokens=num_stored)
