@@ -219,6 +219,25 @@ def test_one_trial_at_a_time():
     run(scenario, prefills=0, decodes=0, boths=2, **QUICK, probe_interval_s=0.05)
 
 
+def test_a_worker_that_was_drained_while_it_was_ejected_comes_back_by_a_trial():
+    async def scenario(cluster: Cluster):
+        broken = cluster.decodes[0]
+        broken.script = fail
+        await until_ejected(cluster, "worker-0")
+        broken.health_status = 503
+        await until_true(is_shown(cluster, "worker-0", "draining"))
+        broken.script, broken.health_status = say_abc, 200
+        await until_true(is_shown(cluster, "worker-0", "up"))
+        assert (await shown(cluster, "worker-0"))["health"] in {"ejected", "half_open"}
+        await until_true(has_state(cluster, "worker-0", "half_open"))
+        num_before = len(broken.visits)
+        assert await ask(cluster) == 200
+        assert len(broken.visits) == num_before + 1
+        await until_true(has_state(cluster, "worker-0", "healthy"))
+
+    run(scenario, prefills=0, decodes=0, boths=2, **QUICK, probe_interval_s=0.05)
+
+
 def test_the_ejected_worker_is_used_where_there_is_no_other():
     async def scenario(cluster: Cluster):
         broken, other = cluster.decodes
