@@ -334,6 +334,39 @@ def test_a_prefill_worker_that_fails_every_request_is_left_out():
 # Waiting for a worker -----------------------------------------------------------------------------
 
 
+def test_what_is_queued_waits_on_where_no_more_can_wait_for_a_worker(monkeypatch):
+    monkeypatch.setattr("baton.gateway.waiting.MAX_WAITING", 2)
+    may_answer = asyncio.Event()
+
+    async def answer_later(visit: Visit) -> None:
+        await may_answer.wait()
+        await say_abc(visit)
+
+    async def scenario(cluster: Cluster):
+        asking = [asyncio.create_task(ask(cluster)) for _ in range(8)]
+
+        async def are_queued() -> bool:
+            return (await cluster.get_json("/debug/queue"))[1]["num_requests"] == 6
+
+        async def are_waiting() -> bool:
+            return await cluster.metric("baton_gateway_waiting_requests") == 2
+
+        await until_true(are_queued)
+        await drained(cluster)
+        await until_true(are_waiting)
+        await asyncio.sleep(0.3)  # the queue is looked at every 0.1 s
+        assert not any(each.done() for each in asking)
+        cluster.decodes[0].health_status = 200
+        may_answer.set()
+        assert await asyncio.gather(*asking) == [200] * 8
+
+    worker = ScriptedWorker("worker-0", "both", answer_later)
+    run(
+        scenario, prefills=0, decodes=[worker], probe_interval_s=0.05, wait_for_worker_s=10,
+        max_running_per_worker=1,
+    )  # fmt: skip
+
+
 async def drained(cluster: Cluster) -> None:
     async def none_up() -> bool:
         return await cluster.metric("baton_gateway_worker_up{") == 0
