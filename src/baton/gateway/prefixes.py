@@ -22,6 +22,8 @@ from baton.router.prefixes import ModelPrefixes, PromptMatch
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import numpy as np
+    from numpy.typing import NDArray
     from prometheus_client import CollectorRegistry
 
     from baton.clock import Clock
@@ -99,11 +101,20 @@ class Prefixes:
         if isinstance(tokenizer, str):
             return None
         token_ids = await tokenizer.tokenize(body)
-        if token_ids is None:
-            return None
+        return None if token_ids is None else self._find(body, token_ids, tokenizer.digest)
+
+    def find_again(self, body: CompletionBody, match: PromptMatch) -> PromptMatch:
+        """Who has how much of the body's prompt by now: it was looked for a while ago."""
+        if match.token_ids is None:
+            return match
+        return self._find(body, match.token_ids, match.tokenizer)
+
+    def _find(
+        self, body: CompletionBody, token_ids: NDArray[np.int32], tokenizer: str | None
+    ) -> PromptMatch:
         salt = salt_of_adapter(hash_tenant(body.cache_salt), body.adapter)
         match = self._of(body.model).find(token_ids, salt, self._clock.now())
-        return replace(match, token_ids=token_ids, tokenizer=tokenizer.digest)
+        return replace(match, token_ids=token_ids, tokenizer=tokenizer)
 
     def expect(self, model: str, match: PromptMatch, placement: Placement) -> None:
         """The prompt goes to these workers."""
