@@ -168,6 +168,8 @@ class PickedRequest:
         self, body: CompletionBody, request: PlacementRequest, subset: frozenset[str] | None
     ) -> Placement:
         services, model = self._services, body.model
+        if model not in services.workers.fleet.models:
+            raise NoWorkerError(f"the model {model!r} is not served any more")
         fleet = find_serving(services.workers.fleet, body)
         decodes = [
             view
