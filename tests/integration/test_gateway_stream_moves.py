@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from baton.router.division import Division
 from baton.router.rebalance import MoveCause
 from tests.integration.gateway_cluster import MODEL, Cluster, run, until, until_true
 from tests.integration.scripted_vllm import ScriptedVllm, completion
@@ -16,6 +17,7 @@ from tests.stream_answers import StreamedAnswer
 
 if TYPE_CHECKING:
     from baton.ids import WorkerId
+    from baton.router.fleet import WorkerView
     from tests.integration.scripted_worker import Script
 
 NUM_TOKENS = 200
@@ -209,6 +211,31 @@ def test_a_worker_that_ends_is_left(policy: str) -> None:
         check_moved(first, second, left)
 
     run(scenario, **two(counting(0.02), counting(0.001)), policy=policy)
+
+
+def test_where_a_stream_can_go_is_no_reason_to_divide_labour(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of two workers that are left one cannot take its KV: both do both parts all the same."""
+    looked_at: list[int] = []
+
+    def look(self: Division, workers: list[WorkerView], *args: object) -> None:
+        looked_at.append(len(workers))
+
+    monkeypatch.setattr(Division, "look", look)
+    monkeypatch.setattr(Division, "is_due", lambda *_: True)
+    workers = [ScriptedWorker(f"w{i}", "both", counting(0.01)) for i in range(3)]
+    workers[2].extra_info = {"fingerprint": "g" * 32}
+
+    async def scenario(cluster: Cluster) -> None:
+        first, second, _ = workers
+        asking, left = await begin(cluster, first)
+        first.health_status = 503
+        assert (await asking).text == WHOLE
+        check_moved(first, second, left)
+        assert set(looked_at) == {3}
+
+    run(scenario, prefills=0, decodes=workers, policy="cost")
 
 
 def as_vllm(step_s: float) -> Script:

@@ -196,7 +196,8 @@ class StreamMoves:
             tpot_s=services.admission.tpot_s(context),
             itl_s=services.admission.itl_s(context),
         )
-        fleet = Fleet({context.model: ModelWorkers.of(able)})
+        # A part of the fleet, for which no labour is divided.
+        fleet = Fleet({context.model: ModelWorkers.of(able, is_part=True)})
         placed = services.placement.place(fleet, request, services.load)
         return placed.decode if isinstance(placed, Placement) else None
 

@@ -172,7 +172,7 @@ class Fleet:
         served = self.models[model]
         listed = (*served.prefills, *served.decodes)
         spoken = [w for w in listed if w.protocol == protocol]
-        is_part = len(spoken) < len(listed)
+        is_part = served.is_part or len(spoken) < len(listed)
         return Fleet({model: ModelWorkers.of(spoken, is_part=is_part)}, self.absent_prefills)
 
     def with_adapter(self, model: str, adapter: str) -> Fleet:
