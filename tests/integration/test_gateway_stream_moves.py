@@ -298,6 +298,22 @@ def test_a_stream_of_vllm_moves_with_its_tokens(cause: str) -> None:
     run(scenario, **vllm_servers(resumes_streams=True), policy="cost")
 
 
+def test_a_stream_of_an_adapter_stays_where_no_other_server_has_it() -> None:
+    setup = vllm_servers(resumes_streams=True)
+    setup["decodes"][0].adapters = ("sql",)
+
+    async def scenario(cluster: Cluster) -> None:
+        first, second = cluster.decodes
+        asking = asyncio.create_task(ask(cluster, {**ASKED, "model": "sql"}))
+        await until(lambda: first.visits)
+        first.load, second.load = SHORT, FREE
+        assert (await asking).text == WHOLE
+        assert await results(cluster) == {}
+        assert not second.visits
+
+    run(scenario, **setup, policy="cost")
+
+
 def test_streams_of_vllm_that_baton_did_not_start_stay() -> None:
     async def scenario(cluster: Cluster) -> None:
         first, second = cluster.decodes

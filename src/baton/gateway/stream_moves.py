@@ -145,7 +145,10 @@ class StreamMoves:
         tpot_s, itl_s = services.admission.tpot_s, services.admission.itl_s
         loads = [
             stream.load(
-                key, tpot_s(stream.context) or policy.tpot_limit_s, itl_s(stream.context) or inf
+                key,
+                tpot_s(stream.context) or policy.tpot_limit_s,
+                itl_s(stream.context) or inf,
+                views=views.values(),
             )
             for key, stream in enumerate(due)
         ]
