@@ -35,7 +35,7 @@ from baton.gateway.health_monitor import HealthMonitor
 from baton.gateway.members.membership import Membership
 from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.ids import WorkerId, new_epoch
-from baton.protocol.worker_http import Role, WorkerInfo, WorkerLoad
+from baton.protocol.worker_http import Health, Role, WorkerInfo, WorkerLoad
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,7 +82,7 @@ def report(workers: Workers, number: int) -> None:
     """A second of load reports: of many workers, a fleet is made every 0.1 s."""
     for tenth in range(10):
         for at, worker in enumerate(workers.all[tenth::10]):
-            workers.note_load(worker, WorkerLoad((number + at) % 9, 100, 50, 16))
+            workers.note_report(worker, Health(load=WorkerLoad((number + at) % 9, 100, 50, 16)))
         workers._make_fleet()  # noqa: SLF001 - what a timer does
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -11,7 +12,15 @@ import pytest
 from baton.engines.transformers.random_model import make_random_model
 from baton.engines.vllm.prefix_admission import IDLE_S
 from tests.e2e_vllm.ahead import find_trained_kv, start_trained
-from tests.e2e_vllm.client import ask_one, check_same, make_prompts, post, wait_until
+from tests.e2e_vllm.client import (
+    ask_one,
+    check_same,
+    get_text,
+    make_prompts,
+    post,
+    read_info,
+    wait_until,
+)
 from tests.e2e_vllm.cluster import SPEC
 
 if TYPE_CHECKING:
@@ -74,6 +83,8 @@ def test_kv_of_other_weights_is_not_loaded(
     replace_weights(trained, other)
     after = ask_one(trained, prompt)
     assert after.num_cached == 0
+    (url,) = read_info(trained)["control_urls"]
+    assert "restart it" in json.loads(get_text(f"{url}/health"))["why_no_handoffs"]
     expected = ask_one(trained, prompt, cache_salt="seen by no cache")
     check_same([after], [expected])
     assert after != before

@@ -128,6 +128,7 @@ class ScriptedWorker:
         self.num_info_reads = self.num_health_reads = 0
         self.load: dict[str, int] | None = None
         self.read_clock: Callable[[], dict[str, Any]] | None = None
+        self.why_no_handoffs: str | None = None
         self.links: list[dict[str, Any]] | None = None
         self.transfers: bytes | None = None
         self.agreed: dict[str, dict[str, Any]] = {}
@@ -173,6 +174,8 @@ class ScriptedWorker:
             extra = {} if self.load is None else {"load": self.load}
             if self.read_clock is not None:
                 extra["clock"] = self.read_clock()
+            if self.why_no_handoffs is not None:
+                extra["why_no_handoffs"] = self.why_no_handoffs
             await visit.answer(self.health_status, {"status": "ok", **extra})
         elif path == "/baton/v1/info":
             self.num_info_reads += 1

@@ -21,6 +21,7 @@ from baton.gateway.picker.processing import DESTINATION, MAX_PART_BYTES, SUBSET
 from baton.gateway.picker.server import serving_picker
 from baton.gateway.process import open_parts
 from baton.gateway.upstream import worker_token
+from baton.ids import new_epoch
 from baton.protocol.worker_http import Role
 from baton.router.division import Division
 from tests.integration.gateway_cluster import PROMPT, STREAM, until_true
@@ -419,6 +420,24 @@ def test_without_a_worker_and_without_room() -> None:
         assert await refused.read_error() == (503, "no_worker")
 
     run(scenario, num_workers=1, max_running_per_worker=1, max_queued_requests=1)
+
+
+def test_a_model_that_is_not_served_any_more_once_the_wait_is_over() -> None:
+    async def scenario(picker: Picker) -> None:
+        queue, asked = picker.services.admission.queue, list[Envoy]()
+
+        async def is_placed_or_waits() -> bool:
+            return picker.num_running() + queue.num_requests == len(asked)
+
+        while not queue.num_requests:
+            asked.append(envoy := Envoy(picker))
+            await envoy.ask(PROMPT)
+            await until_true(is_placed_or_waits)
+        (worker,) = picker.workers
+        worker.extra_info, worker.epoch = {"served_model_name": "other"}, new_epoch()
+        assert await asked[-1].read_error() == (503, "no_worker")
+
+    run(scenario, num_workers=1, max_running_per_worker=1)
 
 
 def test_clients_show_a_key_that_workers_do_not_get(tmp_path: Path) -> None:

@@ -219,6 +219,25 @@ def test_one_trial_at_a_time():
     run(scenario, prefills=0, decodes=0, boths=2, **QUICK, probe_interval_s=0.05)
 
 
+def test_a_worker_that_was_drained_while_it_was_ejected_comes_back_by_a_trial():
+    async def scenario(cluster: Cluster):
+        broken = cluster.decodes[0]
+        broken.script = fail
+        await until_ejected(cluster, "worker-0")
+        broken.health_status = 503
+        await until_true(is_shown(cluster, "worker-0", "draining"))
+        broken.script, broken.health_status = say_abc, 200
+        await until_true(is_shown(cluster, "worker-0", "up"))
+        assert (await shown(cluster, "worker-0"))["health"] in {"ejected", "half_open"}
+        await until_true(has_state(cluster, "worker-0", "half_open"))
+        num_before = len(broken.visits)
+        assert await ask(cluster) == 200
+        assert len(broken.visits) == num_before + 1
+        await until_true(has_state(cluster, "worker-0", "healthy"))
+
+    run(scenario, prefills=0, decodes=0, boths=2, **QUICK, probe_interval_s=0.05)
+
+
 def test_the_ejected_worker_is_used_where_there_is_no_other():
     async def scenario(cluster: Cluster):
         broken, other = cluster.decodes
@@ -253,6 +272,42 @@ def test_what_is_no_fault_of_the_worker_ejects_none(status, code):
     run(scenario, prefills=0, decodes=0, boths=2)
 
 
+@pytest.mark.parametrize("policy", ["round_robin", "cost"])
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+def test_a_worker_that_refuses_handoffs_gets_none_until_its_next_life(name, policy):
+    """As a vLLM server whose weights were replaced."""
+
+    async def scenario(cluster: Cluster):
+        prefill, decode = cluster.prefills[0], cluster.decodes[0]
+        (refusing,) = (each for each in (prefill, decode) if each.name == name)
+
+        async def why_not() -> str:
+            async with cluster.post(STREAM, "/debug/route") as response:
+                candidates = (await response.json())["candidates"]
+            return " ".join(each["why_not"] or "" for each in candidates)
+
+        async def is_known() -> bool:
+            return f"{name} refuses handoffs: replaced" in await why_not()
+
+        async def is_over() -> bool:
+            return "replaced" not in await why_not()
+
+        refusing.why_no_handoffs = "replaced"
+        await until_true(is_known)
+        assert await ask(cluster, **{"x-request-id": "why"}) == 200
+        assert not prefill.visits
+        _, trace = await cluster.get_json("/debug/requests/why")
+        assert trace["gateway"]["mode"] == "colocated"
+        assert f"{name} refuses handoffs: replaced" in trace["placement"]
+        refusing.why_no_handoffs, refusing.epoch = None, new_epoch()
+        await until_true(is_over)
+        if policy == "round_robin":
+            assert await ask(cluster) == 200
+            assert prefill.visits
+
+    run(scenario, policy=policy, probe_interval_s=0.05)
+
+
 def test_a_prefill_worker_that_fails_every_request_is_left_out():
     async def scenario(cluster: Cluster):
         cluster.prefills[0].script = fail
@@ -277,6 +332,39 @@ def test_a_prefill_worker_that_fails_every_request_is_left_out():
 
 
 # Waiting for a worker -----------------------------------------------------------------------------
+
+
+def test_what_is_queued_waits_on_where_no_more_can_wait_for_a_worker(monkeypatch):
+    monkeypatch.setattr("baton.gateway.waiting.MAX_WAITING", 2)
+    may_answer = asyncio.Event()
+
+    async def answer_later(visit: Visit) -> None:
+        await may_answer.wait()
+        await say_abc(visit)
+
+    async def scenario(cluster: Cluster):
+        asking = [asyncio.create_task(ask(cluster)) for _ in range(8)]
+
+        async def are_queued() -> bool:
+            return (await cluster.get_json("/debug/queue"))[1]["num_requests"] == 6
+
+        async def are_waiting() -> bool:
+            return await cluster.metric("baton_gateway_waiting_requests") == 2
+
+        await until_true(are_queued)
+        await drained(cluster)
+        await until_true(are_waiting)
+        await asyncio.sleep(0.3)  # the queue is looked at every 0.1 s
+        assert not any(each.done() for each in asking)
+        cluster.decodes[0].health_status = 200
+        may_answer.set()
+        assert await asyncio.gather(*asking) == [200] * 8
+
+    worker = ScriptedWorker("worker-0", "both", answer_later)
+    run(
+        scenario, prefills=0, decodes=[worker], probe_interval_s=0.05, wait_for_worker_s=10,
+        max_running_per_worker=1,
+    )  # fmt: skip
 
 
 async def drained(cluster: Cluster) -> None:

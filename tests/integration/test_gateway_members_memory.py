@@ -20,7 +20,7 @@ from baton.gateway.members import membership
 from baton.gateway.members.membership import Membership
 from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.ids import new_epoch
-from baton.protocol.worker_http import Role, WorkerLoad
+from baton.protocol.worker_http import Health, Role, WorkerLoad
 from baton.router.handoff_costs import LinkCost
 from baton.router.placement import Placement, PlacementRequest
 from tests.integration.scripted_worker import KEY
@@ -64,7 +64,8 @@ class Fleet:
                 topology=f"z/r{number % 4}/h{number % 32}",
             )
             workers.register(worker, described)
-            workers.note_load(worker, WorkerLoad(number % 7, 100, 50, 16, max_running=8))
+            load = WorkerLoad(number % 7, 100, 50, 16, max_running=8)
+            workers.note_report(worker, Health(load=load))
         views = workers.fleet.models["demo"].decodes
         for prompt in numbers:
             self.serve(prompt)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 
 import pytest
 
+from baton.ids import new_epoch
 from baton.models import DEMO_MODEL_PATH
 from baton.ops.gateway_pages import Gateway
 from baton.planner.measured_rates import read_rates
@@ -171,6 +173,57 @@ def test_workers_with_the_gateways_tokenizer_get_the_prompts_token_ids():
             assert "baton_prompt" not in sent["kv_transfer_params"], "it has them already"
 
     run(scenario, prefills=[prefill], decodes=[decode], policy="prefix", mode="push")
+
+
+def test_a_model_that_comes_back_with_another_tokenizer_is_tokenized_by_that(tmp_path):
+    """Before, a worker comes up whose tokenizer cannot be read here."""
+    other = tmp_path / "other"
+    shutil.copytree(DEMO_MODEL_PATH, other)
+    (other / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    folders = DEMO_MODEL_PATH, other
+    worker = ScriptedWorker("worker-0", "both", say_abc, model="/nowhere", tokenizer="another")
+    text = "hello, what is a handoff?"
+    ids = load_tokenizer(DEMO_MODEL_PATH).encode(text, add_special_tokens=True).tolist()
+
+    async def scenario(cluster: Cluster):
+        async def is_sent() -> bool:
+            await ask(cluster, STREAM | {"prompt": text})
+            sent = worker.visits[-1].body.get("kv_transfer_params") or {}
+            return sent.get("baton_prompt") == ids
+
+        assert not await is_sent()
+        _, body = await cluster.get_json("/debug/workers")
+        assert "no worker on this machine" in body["not_tokenized"]["demo"]
+        for folder in folders:
+            worker.extra_info = {"model": str(folder), "tokenizer": digest_tokenizer(folder)}
+            worker.epoch = new_epoch()
+            await until_true(is_sent)
+
+    run(scenario, prefills=0, decodes=[worker], policy="prefix")
+
+
+def test_what_a_worker_without_events_is_expected_to_have_ends_with_its_life():
+    same = {"model": str(DEMO_MODEL_PATH), "tokenizer": digest_tokenizer(DEMO_MODEL_PATH)}
+    worker = ScriptedWorker("worker-0", "both", say_abc, **same)
+    body = STREAM | {"prompt": [7] * 50}
+
+    async def scenario(cluster: Cluster):
+        async def cached() -> int:
+            async with cluster.post(body, "/debug/route") as response:
+                return (await response.json())["cached_tokens"].get("worker-0", 0)
+
+        async def is_expected() -> bool:
+            await ask(cluster, body)
+            return await cached() == 48
+
+        async def is_forgotten() -> bool:
+            return await cached() == 0
+
+        await until_true(is_expected)
+        worker.epoch = new_epoch()
+        await until_true(is_forgotten)
+
+    run(scenario, prefills=0, decodes=[worker], policy="prefix")
 
 
 def link(peer: str, direction: str, byte_s: float, **changed: object) -> dict[str, object]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from baton.gateway.clients import make_key, write_keys
+from baton.models import DEMO_MODEL_PATH
 from tests.integration.gateway_cluster import (
     PROMPT,
     STREAM,
@@ -148,6 +149,32 @@ def test_a_burst_waits_in_the_gateway_and_not_in_the_engine():
         assert last["gateway"]["waited_s"] > 0 == first["gateway"]["waited_s"]
 
     run(scenario, prefills=0, decodes=workers, **ONE)
+
+
+def test_what_is_cached_is_looked_for_again_after_the_wait():
+    """Two prompts that are alike wait; the first one's KV is there when the second is placed."""
+    gate, workers = gated(model=str(DEMO_MODEL_PATH))
+    alike = PROMPT | {"prompt": [7] * 50}
+
+    async def scenario(cluster: Cluster) -> None:
+        asked = Asked(cluster)
+        for n in range(AT_ONCE):
+            await asked.send(f"busy{n}")
+        await asked.send("first", alike)
+        await asked.send("second", alike)
+        await until_true(is_queued(cluster, 2))
+        # What is expected of a worker counts from when it is followed, soon after it is up.
+        num_reads = workers[0].num_health_reads
+        await until(lambda: workers[0].num_health_reads > num_reads + 4)
+        gate.open()
+        assert set((await asked.statuses()).values()) == {200}
+        found = []
+        for name in ("first", "second"):
+            _, trace = await cluster.get_json(f"/debug/requests/{name}")
+            found += [line for line in trace["placement"] if line.startswith("worker-0 has")]
+        assert found == [f"worker-0 has {num} of 50 tokens cached" for num in (0, 48)]
+
+    run(scenario, prefills=0, decodes=workers, policy="prefix", **ONE)
 
 
 @pytest.mark.parametrize("reported", [None, 1])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from baton.ids import new_epoch
+from baton.router.division import Division
 from baton.router.rebalance import MoveCause
 from tests.integration.gateway_cluster import MODEL, Cluster, run, until, until_true
 from tests.integration.scripted_vllm import ScriptedVllm, completion
@@ -17,6 +18,7 @@ from tests.stream_answers import StreamedAnswer
 
 if TYPE_CHECKING:
     from baton.ids import WorkerId
+    from baton.router.fleet import WorkerView
     from tests.integration.scripted_worker import Script
 
 NUM_TOKENS = 200
@@ -212,6 +214,31 @@ def test_a_worker_that_ends_is_left(policy: str) -> None:
     run(scenario, **two(counting(0.02), counting(0.001)), policy=policy)
 
 
+def test_where_a_stream_can_go_is_no_reason_to_divide_labour(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of two workers that are left one cannot take its KV: both do both parts all the same."""
+    looked_at: list[int] = []
+
+    def look(self: Division, workers: list[WorkerView], *args: object) -> None:
+        looked_at.append(len(workers))
+
+    monkeypatch.setattr(Division, "look", look)
+    monkeypatch.setattr(Division, "is_due", lambda *_: True)
+    workers = [ScriptedWorker(f"w{i}", "both", counting(0.01)) for i in range(3)]
+    workers[2].extra_info = {"fingerprint": "g" * 32}
+
+    async def scenario(cluster: Cluster) -> None:
+        first, second, _ = workers
+        asking, left = await begin(cluster, first)
+        first.health_status = 503
+        assert (await asking).text == WHOLE
+        check_moved(first, second, left)
+        assert set(looked_at) == {3}
+
+    run(scenario, prefills=0, decodes=workers, policy="cost")
+
+
 def as_vllm(step_s: float) -> Script:
     """A vLLM server that goes on: it names each token, and sends those that it is given again."""
 
@@ -270,6 +297,22 @@ def test_a_stream_of_vllm_moves_with_its_tokens(cause: str) -> None:
         assert len(resumed_ids(rest)) >= len(resumed_ids(last_copy)) > 0
 
     run(scenario, **vllm_servers(resumes_streams=True), policy="cost")
+
+
+def test_a_stream_of_an_adapter_stays_where_no_other_server_has_it() -> None:
+    setup = vllm_servers(resumes_streams=True)
+    setup["decodes"][0].adapters = ("sql",)
+
+    async def scenario(cluster: Cluster) -> None:
+        first, second = cluster.decodes
+        asking = asyncio.create_task(ask(cluster, {**ASKED, "model": "sql"}))
+        await until(lambda: first.visits)
+        first.load, second.load = SHORT, FREE
+        assert (await asking).text == WHOLE
+        assert await results(cluster) == {}
+        assert not second.visits
+
+    run(scenario, **setup, policy="cost")
 
 
 def test_streams_of_vllm_that_baton_did_not_start_stay() -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from baton.gateway.options import GatewayOptions
     from baton.gateway.request import CompletionBody
     from baton.gateway.request_context import RequestContext
-    from baton.gateway.workers import Workers
+    from baton.gateway.waiting import WaitingRequests
     from baton.ids import WorkerId
     from baton.router.prefixes import PromptMatch
 
@@ -51,12 +51,13 @@ class Admission:
         clock: Clock,
         metrics: GatewayMetrics,
         *,
-        workers: Workers,
+        waiting: WaitingRequests,
         load: FleetLoad,
         room: FleetRoom,
     ) -> None:
         self._options, self._clock, self._metrics = options, clock, metrics.queue
-        self._workers, self._load, self._room = workers, load, room
+        self._waiting, self._workers = waiting, waiting.workers
+        self._load, self._room = load, room
         self.queue = AdmissionQueue(
             QueueLimits(
                 options.max_queued_requests,
@@ -199,7 +200,11 @@ class Admission:
         room, now = self._look(model), self._clock.now()
         served = self._workers.fleet.models.get(model)
         most = self.queue.num_requests if served is None else max(1, len(served.decodes))
-        num_free = min(room.num_free - self._num_admitted[model], most)
+        decodes = () if served is None else served.decodes
+        num_free = room.num_free
+        if decodes and not any(each.available or each.ejected for each in decodes):
+            num_free = self._waiting.num_free  # they are to wait there until a worker is back
+        num_free = min(num_free - self._num_admitted[model], most)
         num_admitted = 0
         while num_admitted < num_free and (request := self.queue.take(model, now)) is not None:
             outcome = self._outcomes[request]

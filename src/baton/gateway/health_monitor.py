@@ -125,11 +125,15 @@ class Prober:
             self._last_healthy_at = self._clock.now()
 
     def _note_healthy(self) -> bool:
-        """It answered its probe; whether it may be used."""
+        """It answered its probe; whether it may be asked who it is.
+
+        Requests that failed are no reason against that: only one that is up gets a trial request.
+        """
         health = self._worker.health
         health.probe_ok(self._clock.now())
         self._workers.note_health(self._worker)
-        return isinstance(self._worker.state, Up) or health.is_usable
+        is_up = isinstance(self._worker.state, Up)
+        return is_up or health.is_usable or health.cause is EjectionCause.FAILED
 
     def _note_failure(self, error: BatonError, began_at: float) -> None:
         worker, now, reason = self._worker, self._clock.now(), str(error)
@@ -199,7 +203,8 @@ class Prober:
         worker, found = self._worker, await self._discovery.discover()
         before = worker.info
         is_another = before is not None and before.epoch != found.epoch
-        if is_another or isinstance(worker.state, Down):
+        has_failed = worker.health.cause is EjectionCause.FAILED
+        if is_another or (isinstance(worker.state, Down) and not has_failed):
             worker.health.recover(self._clock.now())
         self._workers.register(worker, found, self._discovery.adapters)
         self._workers.note_health(worker)
@@ -234,7 +239,7 @@ class Prober:
         )
         match status:
             case HTTPStatus.OK:
-                self._workers.note_load(self._worker, await self._loads.read(body, sent_at))
+                self._workers.note_report(self._worker, await self._loads.read(body, sent_at))
                 return None
             case HTTPStatus.SERVICE_UNAVAILABLE:
                 info = self._worker.info

@@ -341,7 +341,7 @@ class KVEvents:
         await asyncio.shield(ending)  # who drops it may be cancelled: `stop` waits for it
 
     def _publisher_of(self, worker: Worker) -> Publisher | None:
-        """The worker's present life, if it publishes and is used."""
+        """The worker's present life, if it publishes, or is expected to cache prompts."""
         info = worker.info
         if info is None or worker.is_gone:
             return None
@@ -352,8 +352,8 @@ class KVEvents:
             # Whose address it is was checked before the worker came up.
             media = MEDIA if info.protocol == "baton" else OF_STORE
             sources.append(Source(worker.control_urls[0], media))
-        if not sources:
-            return None
+        if not sources and self._prefixes is None:
+            return None  # else what is expected of a worker ends with its life
         served = info.served_model_name
         return Publisher(info.worker, info.epoch, served, tuple(sources))
 

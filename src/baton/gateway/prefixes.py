@@ -22,6 +22,8 @@ from baton.router.prefixes import ModelPrefixes, PromptMatch
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import numpy as np
+    from numpy.typing import NDArray
     from prometheus_client import CollectorRegistry
 
     from baton.clock import Clock
@@ -54,7 +56,7 @@ class Prefixes:
         self._names = PrefixNames(secrets.token_bytes(SECRET_BYTES))
         self._models: dict[str, ModelPrefixes] = {}
         self._tokenizers: dict[str, PromptTokenizer | str] = {}
-        self._loading: dict[str, asyncio.Task[None]] = {}
+        self._loading: dict[str, asyncio.Task[PromptTokenizer | str]] = {}
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer")
         tokens = Counter(
             "baton_router_cached_tokens",
@@ -84,7 +86,8 @@ class Prefixes:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def follow(self, model: str, worker: WorkerId) -> WorkerPrefixes:
-        """What a worker's KV events are applied to."""
+        """What the KV events of one life of a worker are applied to."""
+        self._forget_other_tokenizer(model, worker)
         return self._of(model).follow(worker)
 
     def forget(self, model: str, worker: WorkerId) -> None:
@@ -99,11 +102,20 @@ class Prefixes:
         if isinstance(tokenizer, str):
             return None
         token_ids = await tokenizer.tokenize(body)
-        if token_ids is None:
-            return None
+        return None if token_ids is None else self._find(body, token_ids, tokenizer.digest)
+
+    def find_again(self, body: CompletionBody, match: PromptMatch) -> PromptMatch:
+        """Who has how much of the body's prompt by now: it was looked for a while ago."""
+        if match.token_ids is None:
+            return match
+        return self._find(body, match.token_ids, match.tokenizer)
+
+    def _find(
+        self, body: CompletionBody, token_ids: NDArray[np.int32], tokenizer: str | None
+    ) -> PromptMatch:
         salt = salt_of_adapter(hash_tenant(body.cache_salt), body.adapter)
         match = self._of(body.model).find(token_ids, salt, self._clock.now())
-        return replace(match, token_ids=token_ids, tokenizer=tokenizer.digest)
+        return replace(match, token_ids=token_ids, tokenizer=tokenizer)
 
     def expect(self, model: str, match: PromptMatch, placement: Placement) -> None:
         """The prompt goes to these workers."""
@@ -132,22 +144,36 @@ class Prefixes:
         task = self._loading.get(model)
         if task is None:
             task = self._loading[model] = asyncio.create_task(self._read(model))
-        await asyncio.shield(task)
-        return self._tokenizers[model]
+        tokenizer = await asyncio.shield(task)
+        if self._loading.get(model) is task:
+            self._tokenizers[model] = tokenizer
+        return tokenizer
 
-    async def _read(self, model: str) -> None:
+    async def _read(self, model: str) -> PromptTokenizer | str:
         loop = asyncio.get_running_loop()
         try:
-            self._tokenizers[model] = await loop.run_in_executor(
+            return await loop.run_in_executor(
                 self._threads, PromptTokenizer, self._folder(model), self._clock, self._threads
             )
         except ConfigError as exc:
-            self._tokenizers[model] = str(exc)
             log.warning(
                 "prompts of %r are not tokenized here, so cached prefixes are not found: %s",
                 model,
                 exc,
             )
+            return str(exc)
+
+    def _forget_other_tokenizer(self, model: str, worker: WorkerId) -> None:
+        """The next prompt has it read again, if this worker has another one, or the first one."""
+        known, found = self._tokenizers.get(model), self._workers.with_id(worker)
+        if known is None or found is None or found.info is None:
+            return
+        if isinstance(known, str):
+            is_other = _folder_of(found, model) is not None
+        else:
+            is_other = found.info.tokenizer not in {None, known.digest}
+        if is_other:
+            del self._tokenizers[model], self._loading[model]
 
     def _folder(self, model: str) -> Path:
         """The operator's, or the one that a worker on this machine has loaded.

@@ -168,7 +168,8 @@ async def open_parts(
         on_load=(load.note_report, room.note_report),
         first_share=options.first_share,
     )
-    admission = Admission(options, clock, metrics, workers=workers, load=load, room=room)
+    waiting = WaitingRequests(workers, metrics, clock, options.wait_for_worker_s)
+    admission = Admission(options, clock, metrics, waiting=waiting, load=load, room=room)
     metrics.registry.register(RouterCollector(load, workers))
     metrics.registry.register(HealthCollector(workers))
     upstream = Upstream(options)
@@ -185,7 +186,7 @@ async def open_parts(
         metrics=metrics,
         workers=workers,
         health_monitor=health_monitor,
-        waiting=WaitingRequests(workers, metrics, clock, options.wait_for_worker_s),
+        waiting=waiting,
         upstream=upstream,
         placement=policy,
         load=load,

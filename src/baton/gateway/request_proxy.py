@@ -175,12 +175,15 @@ class RequestProxy:
 
     async def _place_in_time(self, failover: Failover, failed: UpstreamError | None) -> Placement:
         """Place it, if need be once a worker is back."""
+        if failed is not None or self._context.waited_s:
+            self._look_again()
         placement = self._place(failover, failed)
         while isinstance(placement, Unplaceable):
             why_not = await self._wait_for_decode(failover)
             if why_not is not None:
                 self._context.end_retry(has_failed=True)
                 raise failed or NoWorkerError(f"{placement.reason}; {why_not}")
+            self._look_again()
             placement = self._place(failover, failed)
         return placement
 
@@ -266,6 +269,11 @@ class RequestProxy:
         self._match = await find_prompt(self._services, self._body)
         if self._match is not None:
             self._num_tokens = self._match.num_tokens
+
+    def _look_again(self) -> None:
+        """Caches have changed since the prompt was looked for: it has waited, or was under way."""
+        if self._match is not None and self._services.prefixes is not None:
+            self._match = self._services.prefixes.find_again(self._body, self._match)
 
     def _begin(self, placement: Placement) -> RunningRequest:
         """Count a placement in."""

@@ -14,13 +14,14 @@ from baton.router.rebalance import TYPICAL_ANSWER_TOKENS, StreamLoad
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from baton.clock import Instant
     from baton.gateway.request import CompletionBody
     from baton.gateway.request_context import RequestContext
     from baton.gateway.resumption import Resumption
     from baton.gateway.standby import Standby
+    from baton.ids import WorkerId
     from baton.router.fleet import WorkerView
     from baton.router.prefixes import PromptMatch
 
@@ -87,8 +88,13 @@ class RunningStream:
         before, self.looked_at = self.looked_at, (now, num)
         return (0.0, 0) if before is None else (now - before[0], num - before[1])
 
-    def load(self, key: int, limit_s: float, gap_limit_s: float) -> StreamLoad:
-        """What rebalancing looks at, with its limits."""
+    def load(
+        self, key: int, limit_s: float, gap_limit_s: float, *, views: Iterable[WorkerView]
+    ) -> StreamLoad:
+        """What rebalancing looks at, with its limits; `views` are the workers that it may go to."""
+        excluded: frozenset[WorkerId] = frozenset()
+        if self.body.adapter:
+            excluded = frozenset(view.id for view in views if not self.can_go_to(view))
         return StreamLoad(
             key,
             self.decode.id,
@@ -98,6 +104,7 @@ class RunningStream:
             self.resumption.num_moves,
             self.resumption.moved_at,
             gap_limit_s,
+            excluded,
         )
 
     @property

@@ -145,7 +145,10 @@ class StreamMoves:
         tpot_s, itl_s = services.admission.tpot_s, services.admission.itl_s
         loads = [
             stream.load(
-                key, tpot_s(stream.context) or policy.tpot_limit_s, itl_s(stream.context) or inf
+                key,
+                tpot_s(stream.context) or policy.tpot_limit_s,
+                itl_s(stream.context) or inf,
+                views=views.values(),
             )
             for key, stream in enumerate(due)
         ]
@@ -196,7 +199,8 @@ class StreamMoves:
             tpot_s=services.admission.tpot_s(context),
             itl_s=services.admission.itl_s(context),
         )
-        fleet = Fleet({context.model: ModelWorkers.of(able)})
+        # A part of the fleet, for which no labour is divided.
+        fleet = Fleet({context.model: ModelWorkers.of(able, is_part=True)})
         placed = services.placement.place(fleet, request, services.load)
         return placed.decode if isinstance(placed, Placement) else None
 

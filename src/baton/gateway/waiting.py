@@ -28,11 +28,16 @@ class WaitingRequests:
     def __init__(
         self, workers: Workers, metrics: GatewayMetrics, clock: Clock, wait_s: float
     ) -> None:
-        self._workers, self._metrics, self._clock = workers, metrics, clock
+        self.workers, self._metrics, self._clock = workers, metrics, clock
         self._wait_s = wait_s
         self._waiting: dict[asyncio.Future[None], Callable[[Fleet], bool]] = {}
         workers.on_change = self._wake
         metrics.waiting.set_function(lambda: len(self._waiting))
+
+    @property
+    def num_free(self) -> int:
+        """Requests that may wait beside those that do."""
+        return MAX_WAITING - len(self._waiting)
 
     def ends_at(self) -> Instant:
         """When a wait that begins now ends at the latest."""
@@ -46,7 +51,7 @@ class WaitingRequests:
         left_s = until - self._clock.now()
         if left_s <= 0:
             return self._expired
-        if len(self._waiting) >= MAX_WAITING:
+        if self.num_free <= 0:
             self._metrics.waits[WaitOutcome.REFUSED].inc()
             return f"{MAX_WAITING} requests wait for one already"
         outcome, began_at = WaitOutcome.LEFT, self._clock.now()

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from baton.clock import Clock, Instant
     from baton.gateway.upstream import Upstream
     from baton.gateway.workers import Worker
-    from baton.protocol.worker_http import WorkerLoad
+    from baton.protocol.worker_http import Health
 
 PROBE_TIMEOUT_S: Final = 30.0
 """For one token: the first request of a vLLM server takes some seconds, and it may have others."""
@@ -246,17 +246,17 @@ PROBES_WITHOUT: Final = 10
 
 
 class LoadReader:
-    """Asks one worker. Owner: the event loop's thread."""
+    """Asks one worker how loaded it is. Owner: the event loop's thread."""
 
     def __init__(self, worker: Worker, upstream: Upstream, timeout_s: float, clock: Clock) -> None:
         self._worker, self._upstream, self._timeout_s = worker, upstream, timeout_s
         self._clock, self._clock_domain = clock, read_clock_domain()
         self._num_to_skip = 0
 
-    async def read(self, health: bytes, sent_at: Instant) -> WorkerLoad | None:
-        """The load in `health`, what a healthy worker answered to a request sent at `sent_at`.
+    async def read(self, health: bytes, sent_at: Instant) -> Health | None:
+        """What a healthy worker reports: `health` is its answer to a request sent at `sent_at`.
 
-        None if it reports none. Notes what its clock shows.
+        None where it is asked elsewhere and does not answer. Notes what its clock shows.
         """
         info = self._worker.info
         if info is None or info.protocol == "baton":
@@ -273,7 +273,7 @@ class LoadReader:
             return None
         return self._note(body, sent_at) if status == HTTPStatus.OK else None
 
-    def _note(self, body: bytes, sent_at: Instant) -> WorkerLoad | None:
+    def _note(self, body: bytes, sent_at: Instant) -> Health:
         health, received_at = read_health(body), self._clock.now()
         shown = health.clock
         if isinstance(shown, ClockReading):
@@ -281,4 +281,4 @@ class LoadReader:
                 self._worker.clock.observe_same(shown.domain)
             else:
                 self._worker.clock.observe(shown.domain, shown.at_s, sent_at, received_at)
-        return health.load
+        return health

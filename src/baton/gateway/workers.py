@@ -19,6 +19,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias, assert_never, get_args
 
+from msgspec import UNSET
 from yarl import URL
 
 from baton.auth.ticket import HandoffMode, WorkerRef
@@ -28,7 +29,7 @@ from baton.gateway.interruptible import Interruptible
 from baton.gateway.members.member_set import CONFIGURED
 from baton.gateway.options import WorkerAddress
 from baton.gateway.worker_info import why_not_used
-from baton.protocol.worker_http import Role
+from baton.protocol.worker_http import MAX_REASON_CHARS, Role
 from baton.router.fleet import Fleet, WorkerView
 from baton.router.health import DEFAULT_HEALTH, HealthOptions, HealthState, WorkerHealth
 from baton.router.topology import complete
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from baton.gateway.members.member_set import Listing
     from baton.gateway.metrics import GatewayMetrics
     from baton.ids import Epoch, WorkerId
-    from baton.protocol.worker_http import WorkerInfo, WorkerLoad
+    from baton.protocol.worker_http import Health, WorkerInfo, WorkerLoad
 
 KNOWN_MODES: Final[frozenset[HandoffMode]] = frozenset(get_args(HandoffMode))
 OnLoad: TypeAlias = "Callable[[WorkerId, str, WorkerLoad | None], None]"
@@ -74,6 +75,7 @@ def worker_view(worker: Worker, info: WorkerInfo) -> WorkerView:
         topology=complete(info.topology, worker.address.topology),
         max_step_tokens=info.max_step_tokens,
         adapters=worker.adapters,
+        why_no_handoffs=worker.why_no_handoffs,
     )
 
 
@@ -154,6 +156,7 @@ class Worker:
         self.state: WorkerState = Pending("not asked yet")
         self.load: WorkerLoad | None = None
         self.adapters: frozenset[str] = frozenset()
+        self.why_no_handoffs: str | None = None
         self.clock = ClockOffset()
         self._cancel_scopes: set[Interruptible] = set()
         self._view: tuple[tuple[object, ...], WorkerView] | None = None
@@ -189,6 +192,7 @@ class Worker:
             health.takes_trial,
             health.slow_start,
             self.adapters,
+            self.why_no_handoffs,
         )
         if self._view is None or made_of != self._view[0]:
             self._view = made_of, worker_view(self, info)
@@ -308,6 +312,8 @@ class Workers:
         before = worker.info
         if before is not None and before.epoch != info.epoch:
             log.warning("%s began another life: epoch %s → %s", worker, before.epoch, info.epoch)
+        if before is None or before.epoch != info.epoch:
+            worker.why_no_handoffs = None
         has_other_adapters = worker.adapters != adapters
         worker.adapters = adapters
         self.change(worker, Up(info) if worker.why_withdrawn is None else Draining(info))
@@ -358,14 +364,20 @@ class Workers:
         self._note_available(worker)
         return True
 
-    def note_load(self, worker: Worker, load: WorkerLoad | None) -> None:
-        """It reported its load, or that it does not."""
+    def note_report(self, worker: Worker, health: Health | None) -> None:
+        """It reported its load, or that it does not; None: nothing is known of either."""
         if worker.is_gone:
             return
+        load, has_changed = None, False
+        if health is not None:
+            load, before = health.load, worker.why_no_handoffs
+            reason = health.why_no_handoffs
+            worker.why_no_handoffs = None if reason is UNSET else reason[:MAX_REASON_CHARS]
+            has_changed = worker.why_no_handoffs != before
         if worker.info is not None:
             for listener in self._on_load:
                 listener(worker.info.worker, worker.info.served_model_name, load)
-        if worker.load != load:
+        if worker.load != load or has_changed:
             worker.load = load
             self._make_fleet_soon()
 

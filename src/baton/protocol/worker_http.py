@@ -231,7 +231,8 @@ class Health(msgspec.Struct, frozen=True):
     """`GET /health`. `reason` is given when the status is not ok; `load` where it is known.
 
     `preempted_in_s`: of a worker whose machine will be taken, seconds until then. `clock`: read
-    while the answer was made; the instants of its traces are on that clock.
+    while the answer was made; the instants of its traces are on that clock. `why_no_handoffs`: of a
+    worker that is well, why it refuses all handoffs in this life.
     """
 
     status: str = "ok"
@@ -239,6 +240,7 @@ class Health(msgspec.Struct, frozen=True):
     load: WorkerLoad | None = None
     preempted_in_s: Annotated[float, Meta(ge=0)] | UnsetType = UNSET
     clock: ClockReading | UnsetType = UNSET
+    why_no_handoffs: str | UnsetType = UNSET
 
 
 class Version(msgspec.Struct, frozen=True):

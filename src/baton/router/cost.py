@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from heapq import merge
 from itertools import chain, product
 from math import inf
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -211,7 +211,10 @@ class CostPolicy:
                 return replace(placement, why=why)
         reasons: tuple[str, ...] = ()
         listed = usable.served.prefills
-        if (listed or fleet.absent_prefills) and not any(is_usable(w, request) for w in listed):
+        can_help = any(
+            is_usable(w, request) and best.decode.why_not_from(w) is None for w in listed
+        )
+        if (listed or fleet.absent_prefills) and not can_help:
             reasons = explain_alone(fleet, best.decode, request)
         why = (f"chosen: {best}", *(f"rather than {pair}" for pair in pairs), *divided)
         return Placement(None, best.decode, reasons, why=why, num_stored_tokens=num_stored)
@@ -406,8 +409,7 @@ class CostPolicy:
         num_tokens = float(request.num_prompt_tokens)
         whole_s = line.predict(num_computed, num_tokens - num_computed)
         found: list[Candidate] = []
-        for at in parts.num_uncached.argsort(kind="stable")[:MOST_SOURCES].tolist():
-            source, uncached = usable.workers[at], float(parts.num_uncached[at])
+        for source, uncached in _find_sources(parts, request):
             if uncached > request.num_prompt_tokens - LEAST_LOADED:
                 break
             if source.protocol != "baton":
@@ -486,6 +488,25 @@ def _count_places(
     waits_s = parts.place_s[: len(answering)] - parts.before_s.min()
     counted: NDArray[np.float64] = answering + weight * np.maximum(0.0, waits_s)
     return counted
+
+
+def _find_sources(parts: Parts, request: PlacementRequest) -> list[tuple[WorkerView, float]]:
+    """Who has most of the prompt cached, and the tokens that each lacks.
+
+    Full workers, too: a prefix that they hand over takes no place among their requests.
+    """
+    usable = parts.usable
+    least = parts.num_uncached.argsort(kind="stable")[:MOST_SOURCES].tolist()
+    sources = [(usable.workers[at], float(parts.num_uncached[at])) for at in least]
+    if request.full:
+        known, served = set(usable.ids), usable.served
+        sources += [
+            (worker, float(request.count_uncached(worker.id)))
+            for worker in (*served.prefills, *served.decodes)
+            if worker.id in request.cached and worker.id not in known and is_usable(worker, request)
+        ]
+        sources.sort(key=itemgetter(1))
+    return sources[:MOST_SOURCES]
 
 
 def _explain_unpaired(usable: Usable) -> list[ExplainedCandidate]:

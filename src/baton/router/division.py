@@ -26,6 +26,7 @@ What is known of which load is in `router/division_memory.py`. Pure: times are g
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from math import sqrt
 from typing import TYPE_CHECKING, Final
@@ -122,6 +123,10 @@ class Division:
     _alike_at: float = float("-inf")
     _has_paused: bool = False
     _memory: DivisionMemory = field(default_factory=DivisionMemory)
+    _memories: defaultdict[int, DivisionMemory] = field(
+        default_factory=lambda: defaultdict(DivisionMemory)
+    )
+    """By the number of workers: what they achieve together is not what more or fewer do."""
 
     def is_due(self, now: float) -> bool:
         """Whether it is time to look again."""
@@ -131,9 +136,11 @@ class Division:
         """Change the division of these workers, which do both parts, if that is due."""
         if not self.is_due(now):
             return
-        if self._looked_at == float("-inf"):
-            self._shown_since = now  # nothing is learned yet
         looked_at, self._looked_at = self._looked_at, now
+        memory = self._memories[len(workers)]
+        if memory is not self._memory:  # together they achieve something else from now on
+            self._memory = memory
+            self._change(self.prefills, now)
         names = {worker.id for worker in workers}
         if not self.prefills <= names or len(workers) <= len(self.prefills):
             self._change(frozenset(), now)

@@ -31,6 +31,7 @@ class WorkerView:
     `topology` is where it is (`router/topology.py`).
     `max_step_tokens`: its engine computes so many in one step; None: not reported.
     `adapters`: names of the LoRA adapters that it serves the model with, too.
+    `why_no_handoffs`: why it takes no part in handoffs; None: it does.
     """
 
     ref: WorkerRef
@@ -51,6 +52,7 @@ class WorkerView:
     topology: str = ""
     max_step_tokens: int | None = None
     adapters: frozenset[str] = frozenset()
+    why_no_handoffs: str | None = None
     id: WorkerId = field(init=False)
     """The worker's name, which survives a restart. Each request asks for it many times."""
 
@@ -73,6 +75,9 @@ class WorkerView:
 
     def why_not_from(self, prefill: WorkerView) -> str | None:
         """Why this decode worker cannot take KV from `prefill`; None if it can."""
+        for worker in (prefill, self):
+            if worker.why_no_handoffs is not None:
+                return f"{worker.id} refuses handoffs: {worker.why_no_handoffs}"
         if prefill.fingerprint != self.fingerprint:
             return f"{prefill.id} and {self.id} loaded models of different fingerprints"
         if not prefill.transports & self.transports:
@@ -167,7 +172,7 @@ class Fleet:
         served = self.models[model]
         listed = (*served.prefills, *served.decodes)
         spoken = [w for w in listed if w.protocol == protocol]
-        is_part = len(spoken) < len(listed)
+        is_part = served.is_part or len(spoken) < len(listed)
         return Fleet({model: ModelWorkers.of(spoken, is_part=is_part)}, self.absent_prefills)
 
     def with_adapter(self, model: str, adapter: str) -> Fleet:

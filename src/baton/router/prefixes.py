@@ -12,7 +12,7 @@ expected is forgotten after a while.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING, Final
@@ -70,6 +70,8 @@ class ModelPrefixes:
         self._expected: list[_Expected] = []  # a heap: what ends first comes first
         self._numbers = count()
         self._num_expected = 0
+        self._until: dict[WorkerId, dict[int, float]] = {}
+        """Of workers that report nothing of their caches: until when each block is expected."""
 
     @property
     def num_blocks(self) -> int:
@@ -168,10 +170,16 @@ class ModelPrefixes:
             has_events = followed is not None and followed.reports_cache
             lasts_s = EXPECTED_WITH_EVENTS_S if has_events else EXPECTED_WITHOUT_S
             names, known = match.names.get(size, []), match.cached.get(worker, 0) // size
+            if not has_events and (until := self._until.get(worker)):
+                # No event shows that they are used again.
+                until.update((name, now + lasts_s) for name in names if name in until)
             if known < len(names) <= self._max_expected:
                 after = names[known - 1] if known else None
                 self.index_of(size).expect(worker, names[known:], after)
                 self._add(worker, size, names[known:], now + lasts_s)
+                if not has_events:
+                    until = self._until.setdefault(worker, {})
+                    until.update(dict.fromkeys(names[known:], now + lasts_s))
 
     def expect_queued(
         self, worker: WorkerId, block_size: int, names: list[int], after: int | None, *, now: float
@@ -192,6 +200,7 @@ class ModelPrefixes:
 
     def drop_expected(self, worker: WorkerId) -> None:
         """What was expected of a worker will not come."""
+        self._until.pop(worker, None)
         of_it = [each for each in self._expected if each.worker == worker]
         if of_it:
             self._expected = [each for each in self._expected if each.worker != worker]
@@ -230,13 +239,26 @@ class ModelPrefixes:
     def _drop_late(self, now: float) -> None:
         """Forget what was expected by now."""
         while self._expected and self._expected[0].until <= now:
-            self._drop(heappop(self._expected))
+            expected = heappop(self._expected)
+            until = self._until.get(expected.worker, {})
+            used = [name for name in expected.names if until.get(name, now) > now]
+            if not used:
+                self._drop(expected)
+                continue
+            left = [name for name in expected.names if until.get(name, now) <= now]
+            self._num_expected -= len(used)
+            self._drop(replace(expected, names=left))
+            ends_at = min(until[name] for name in used)
+            self._add(expected.worker, expected.block_size, used, ends_at)
 
     def _drop(self, expected: _Expected) -> None:
         """It was not reported within its time, or was, and counts as that."""
         self._num_expected -= len(expected.names)
         index = self._indexes[expected.block_size]
         index.drop_expected(expected.worker, reversed(expected.names))
+        until = self._until.get(expected.worker, {})
+        for name in expected.names if until else ():
+            until.pop(name, None)
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -52,6 +52,7 @@ class StreamLoad:
 
     `num_tokens` have KV, `num_left` may follow, each of which is to take `limit_s` at most on the
     average, and `gap_limit_s` in any case. It was moved `num_moves` times, last at `moved_at`.
+    Workers in `excluded` cannot take it.
     """
 
     key: int
@@ -62,6 +63,7 @@ class StreamLoad:
     num_moves: int = 0
     moved_at: float = -inf
     gap_limit_s: float = inf
+    excluded: frozenset[WorkerId] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +191,8 @@ def _find_best(
     for stream in sorted(streams, key=lambda s: (-s.num_left, s.num_tokens)):
         best: WorkerPace | None = None
         for target, least in targets:
+            if target.id in stream.excluded:
+                continue
             if target.next_pace_s > WELL_WITHIN * min(least.limit_s, stream.limit_s):
                 continue
             if target.next_gap_s > WELL_WITHIN * min(least.gap_limit_s, stream.gap_limit_s):

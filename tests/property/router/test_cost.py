@@ -382,6 +382,18 @@ def test_a_prefix_is_loaded_from_a_worker_that_is_busy(is_allowed):
 STORED = {"cached": {"busy": 3968}, "stored": {"busy": 3968, "idle": 3968}}
 
 
+def test_a_prefix_is_loaded_from_a_worker_that_has_no_place_for_the_request():
+    load, (has, idle) = FleetLoad(), [view(name, topology="z/r/h") for name in ("has", "idle")]
+    cached, full = {"has": 3968}, frozenset({has.id})
+    policy = CostPolicy(CostOptions())
+    placement = placed(policy, [has, idle], load, num_tokens=4000, cached=cached, full=full)
+    assert (placement.prefill, placement.decode) == (has, idle)
+    assert placement.num_prefix_tokens == 3968
+    gone = replace(has, available=False)
+    placement = placed(policy, [gone, idle], load, num_tokens=4000, cached=cached, full=full)
+    assert placement.prefill is None
+
+
 def test_what_the_store_has_is_loaded_by_a_worker_that_is_idle():
     """Its store is that of the busy worker, which has the prompt cached; the third has another."""
     busy, idle, apart = view("busy"), view("idle"), view("apart")

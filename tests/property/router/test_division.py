@@ -194,6 +194,17 @@ def test_a_division_that_achieves_less_is_taken_back_and_not_tried_again_for_a_w
     assert sum(seen) < 0.45 * len(seen)
 
 
+def serve(division, load, workers, now):
+    """Four clients ask at once and wait for half a second, then a look."""
+    asked = [load.begin(Placement(None, workers[at % 2]), 100, now - 0.5) for at in range(4)]
+    for running in asked:
+        running.first_token(now - 0.4)
+    for running in asked:
+        running.end(now, 10)
+    division.look(workers, load, now)
+    return len(division.prefills)
+
+
 def test_a_division_is_given_up_when_requests_pile_up(monkeypatch):
     """Before what it achieves could be counted, and it is not tried with even more requests."""
     monkeypatch.setattr(
@@ -201,19 +212,8 @@ def test_a_division_is_given_up_when_requests_pile_up(monkeypatch):
     )
     division, load, workers = Division(Limits(1.0, 0.1)), FleetLoad(), replicas(2)
     waiting, since = [], None
-
-    def serve(now):
-        """Four clients ask at once and wait for half a second, then a look."""
-        asked = [load.begin(Placement(None, workers[at % 2]), 100, now - 0.5) for at in range(4)]
-        for running in asked:
-            running.first_token(now - 0.4)
-        for running in asked:
-            running.end(now, 10)
-        division.look(workers, load, now)
-        return len(division.prefills)
-
     for now in range(120):
-        num_prefill = serve(float(now))
+        num_prefill = serve(division, load, workers, float(now))
         if since is None and num_prefill == 1:
             since = now
             waiting = [load.begin(Placement(None, workers[0]), 100, now + 0.5) for _ in range(2)]
@@ -225,6 +225,23 @@ def test_a_division_is_given_up_when_requests_pile_up(monkeypatch):
     assert since is not None
     assert len(waiting) == 3
     assert num_prefill == 1, "a minute later it is tried again"
+
+
+def test_what_fewer_workers_have_shown_says_nothing_of_more(monkeypatch):
+    """Of two workers one that only prefilled was too slow; of four it is tried at once."""
+    monkeypatch.setattr(
+        "baton.router.demand.predict_goodput", lambda *args: 100.0 if args[3] else 1.0
+    )
+    division, load, workers = Division(Limits(1.0, 0.1)), FleetLoad(), replicas(2)
+    now = 0
+    while not serve(division, load, workers, float(now)):
+        now += 1
+    for _ in range(6):
+        load.begin(Placement(None, workers[0]), 100, now + 0.5)
+    assert serve(division, load, workers, now + 1.0) == 0, "requests pile up"
+    workers = replicas(4)
+    tried = [serve(division, load, workers, now + 2.0 + after) for after in range(40)]
+    assert next(filter(None, tried)) == 1
 
 
 def test_a_worker_has_room_for_fewer_requests_where_their_lengths_differ():

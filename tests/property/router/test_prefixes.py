@@ -322,6 +322,27 @@ def test_what_a_worker_that_reports_of_a_store_alone_is_expected_to_hold_is_beli
     assert prefixes.find(prompt, "", EXPECTED_WITHOUT_S).cached == {}
 
 
+def test_what_is_used_again_at_a_worker_without_events_is_expected_from_then_on():
+    """Two sessions begin alike. Each turn is one block longer, and the first goes on for longer."""
+    prefixes, step_s = ModelPrefixes(NAMES), 0.75 * EXPECTED_WITHOUT_S
+    prompts = np.arange(200, dtype=np.int32), np.r_[np.arange(32), np.arange(500, 700)]
+
+    def turn(session, num_blocks, now):
+        prompt = prompts[session][: 16 * num_blocks + 1].astype(np.int32)
+        match = prefixes.find(prompt, "", now)
+        prefixes.expect(match, Placement(None, view("mute")), now)
+        prefixes.check_invariants()
+        return match.cached.get("mute", 0)
+
+    assert [turn(at % 2, 3 + at // 2, 0.1 * at) for at in range(4)] == [0, 32, 48, 48]
+    assert [turn(0, 5 + at, at * step_s) for at in range(1, 5)] == [64, 96, 112, 128]
+    assert turn(1, 5, 4 * step_s) == 32, "what both have; its own was last used long ago"
+    end = 4 * step_s + EXPECTED_WITHOUT_S
+    assert prefixes.find(prompts[0], "", end).cached == {}
+    assert prefixes.num_blocks == 0
+    assert prefixes._until == {"mute": {}}
+
+
 def test_a_prompt_that_another_gateway_placed_is_expected_for_a_while():
     prefixes = ModelPrefixes(NAMES)
     feed = prefixes.follow(WorkerId("a"))

@@ -49,6 +49,7 @@ streams_of = st.lists(
         num_moves=st.integers(0, MOST_MOVES),
         moved_at=st.floats(-20, 0),
         gap_limit_s=st.sampled_from([0.05, 0.2, inf]),
+        excluded=st.frozensets(st.sampled_from(NAMES), max_size=2),
     ),
     max_size=20,
 ).map(lambda streams: [replace(s, key=i) for i, s in enumerate(streams)])
@@ -155,6 +156,7 @@ def test_each_move_is_one_that_may_be(streams, drawn, each_cost_s):
         others = [s for s in streams if s.worker == move.target]
         own = [s for s in streams if s.worker == stream.worker]
         assert target.takes
+        assert move.target not in stream.excluded
         assert not target.lacks_blocks
         for each in (stream, *others):
             assert target.next_pace_s <= WELL_WITHIN * each.limit_s

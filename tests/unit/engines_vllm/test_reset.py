@@ -8,9 +8,10 @@ import pytest
 
 from baton.engines.vllm.admission import RESET_REASON
 from baton.engines.vllm.prefix_admission import IDLE_S
-from baton.engines.vllm.step_orders import PrefixOrders
+from baton.engines.vllm.step_orders import Occupancy, PrefixOrders
 from tests.unit.engines_vllm.test_adapters import make_files
 from tests.unit.engines_vllm.test_admission import (
+    Blocks,
     admission,
     clock,
     make_lora,
@@ -66,6 +67,18 @@ def test_handoffs_are_refused(admission: Admission) -> None:
     assert admission.step(step(new=(("p", [1, 2, 3], 0, 9),))).offers == ()
     assert admission.finish(prefill) == (False, REFUSED)
     assert admission.finish(decode) == (False, None)
+
+
+def test_the_gateway_gets_to_know_it_with_the_next_step(admission: Admission) -> None:
+    """Which is not asked for: vLLM refuses to release its KV's memory while there is work."""
+    admission.bind(Blocks())
+    admission.step(step())
+    admission.reset()
+    assert not admission.needs_step
+    told = Occupancy(0, 10, 10, 4, why_no_handoffs=RESET_REASON)
+    assert admission.step(step()).occupancy == told
+    admission.reset()
+    assert admission.step(step()).occupancy is None, "it was told"
 
 
 def test_handoffs_of_requests_that_wait_end(admission: Admission) -> None:

@@ -18,7 +18,7 @@ from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.gateway.upstream import Upstream
 from baton.gateway.workers import Preemption, Workers
-from baton.protocol.worker_http import Role, WorkerLoad
+from baton.protocol.worker_http import Health, Role, WorkerLoad
 from baton.router.load import FleetLoad
 from baton.router.placement import Placement
 from baton.testing.clocks import ManualClock
@@ -75,7 +75,7 @@ def test_the_load_is_what_the_worker_said_last(workers, worker_list):
     workers.register(worker, info())
     assert only(worker_list).load is None
     load = WorkerLoad(num_waiting=1, num_blocks=8, num_free_blocks=3, block_size=16)
-    workers.note_load(worker, load)
+    workers.note_report(worker, Health(load=load))
     assert only(worker_list).load == load
     shown = json.loads(msgspec.json.encode(worker_list.show()))["workers"][0]["load"]
     assert shown == {"num_waiting": 1, "num_blocks": 8, "num_free_blocks": 3, "block_size": 16}

@@ -17,7 +17,7 @@ from baton.gateway.options import WorkerAddress
 from baton.gateway.worker_info import read_info
 from baton.gateway.workers import Down, Draining, Pending, Preemption, Rejected, Up, Workers
 from baton.ids import Epoch, WorkerId
-from baton.protocol.worker_http import Role, WorkerInfo, WorkerLoad
+from baton.protocol.worker_http import Health, Role, WorkerInfo, WorkerLoad
 
 LOAD = WorkerLoad(num_waiting=1, num_blocks=9, num_free_blocks=5, block_size=16)
 FIELDS = {
@@ -199,7 +199,7 @@ def test_reports_of_many_workers_are_taken_up_together():
     async def report() -> None:
         for number, worker in enumerate(workers.all):
             workers.register(worker, info(worker=f"decode-{number}"))
-            workers.note_load(worker, LOAD)
+            workers.note_report(worker, Health(load=LOAD))
         assert not fleets
         async with asyncio.timeout(30):
             while not fleets:
@@ -238,7 +238,7 @@ def test_a_view_is_another_one_only_where_something_has_changed(workers):
     (before,) = workers.fleet.models["demo"].decodes
     workers.lose(workers.all[2], "refused")
     assert workers.fleet.models["demo"].decodes[0] is before
-    workers.note_load(decode, LOAD)
+    workers.note_report(decode, Health(load=LOAD))
     (loaded,) = workers.fleet.models["demo"].decodes
     assert (before.load, loaded.load) == (None, LOAD)
     for _ in range(5):

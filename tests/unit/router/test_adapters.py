@@ -43,6 +43,15 @@ def test_workers_without_it_are_left_out_and_prefill_workers_are_named():
     assert fleet.with_adapter("demo", "sql") is part
 
 
+def test_a_part_of_a_part_is_a_part():
+    """No labour is divided for it: its workers have other requests, too."""
+    fleet = Fleet.of([P, having(D, "sql"), W])
+    part = fleet.with_adapter("demo", "sql").only("demo", "baton")
+    assert [each.id for each in part.models["demo"].decodes] == ["d"]
+    assert part.models["demo"].is_part
+    assert not fleet.only("demo", "baton").models["demo"].is_part
+
+
 def test_a_policy_places_it_there_or_nowhere():
     policy, load, request = LeastLoaded(), FleetLoad(), PlacementRequest("demo")
     fleet = Fleet.of([P, having(D, "sql"), W])

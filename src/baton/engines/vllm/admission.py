@@ -238,6 +238,7 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
         if self._adapters.last_reset is None:
             logger.warning("KV from before is not used any more: %s", RESET_REASON)
         self._adapters.reset()
+        self._pressure.refuse_handoffs(RESET_REASON)
         self._schedule.end_waiting(RESET_REASON)
         if self._prefixes is not None:
             self._prefixes.reset()

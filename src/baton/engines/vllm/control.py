@@ -173,9 +173,12 @@ class ControlApp:
     def _health(self) -> ControlResponse:
         view = self._view
         if view.is_alive():
-            load = _load(view.occupancy(), view.store_loads())
+            occupancy = view.occupancy()
+            load = _load(occupancy, view.store_loads())
             clock = ClockReading(self._clock_domain, MachineClock().now())
-            return _json(200, Health("ok", load=load, clock=clock))
+            reason = None if occupancy is None else occupancy.why_no_handoffs
+            health = Health("ok", load=load, clock=clock, why_no_handoffs=reason or UNSET)
+            return _json(200, health)
         return _json(503, Health("failed", "the handoff agent's thread has ended"))
 
     def _trace(self, request_id: str) -> ControlResponse:

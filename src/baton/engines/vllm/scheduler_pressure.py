@@ -35,10 +35,19 @@ class SchedulerPressure:
         self._held: set[VllmRequestId] = set()
         self._stall_detector = StallDetector()
         self._last_reported: Occupancy | None = None
+        self._why_no_handoffs: str | None = None
 
     def bind(self, pool: VllmBlockPool) -> None:
         """The blocks of vLLM are known from now on."""
         self._pool = pool
+
+    def refuse_handoffs(self, reason: str) -> None:
+        """They are refused from now on, which is reported with the next step that vLLM makes.
+
+        `is_report_outdated` asks for none: while a connector does, vLLM does not release the
+        memory of its KV after a pause.
+        """
+        self._why_no_handoffs = reason
 
     def arrived(self, request: VllmRequestId) -> None:
         """A request has joined the queue."""
@@ -81,14 +90,20 @@ class SchedulerPressure:
         if pool is None:
             return None
         num_waiting, num_free = len(self._waiting), pool.get_num_free_blocks()
-        if reported is not None and (reported.num_waiting, reported.num_free_blocks) == (
-            num_waiting,
-            num_free,
+        why_no_handoffs = self._why_no_handoffs
+        if reported is not None and (
+            (reported.num_waiting, reported.num_free_blocks) == (num_waiting, num_free)
+            and reported.why_no_handoffs is why_no_handoffs
         ):
             return None
         # One block is vLLM's own: it stands for those that a window has left behind.
         self._last_reported = Occupancy(
-            num_waiting, pool.num_gpu_blocks - 1, num_free, self._block_size, self._max_running
+            num_waiting,
+            pool.num_gpu_blocks - 1,
+            num_free,
+            self._block_size,
+            self._max_running,
+            why_no_handoffs,
         )
         return self._last_reported
 

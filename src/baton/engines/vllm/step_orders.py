@@ -21,7 +21,8 @@ VllmRequestId: TypeAlias = str
 class Occupancy(msgspec.Struct, frozen=True):
     """vLLM's queue and KV blocks, of `block_size` tokens each.
 
-    `max_running`: its `max_num_seqs`, None where that is not known.
+    `max_running`: its `max_num_seqs`, None where that is not known. `why_no_handoffs`: why it
+    refuses them until it is restarted, None where it does not.
     """
 
     num_waiting: int
@@ -29,6 +30,7 @@ class Occupancy(msgspec.Struct, frozen=True):
     num_free_blocks: int
     block_size: int
     max_running: int | None = None
+    why_no_handoffs: str | None = None
 
 
 class Prompt(msgspec.Struct, frozen=True):

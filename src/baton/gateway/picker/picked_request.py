@@ -90,6 +90,8 @@ class PickedRequest:
         match = await find_prompt(services, body)
         num_tokens = estimate_prompt_tokens(body) if match is None else match.num_tokens
         full = await services.admission.enter(context, body, num_tokens, match)
+        if context.waited_s and match is not None and services.prefixes is not None:
+            match = services.prefixes.find_again(body, match)
         self._held.callback(services.admission.leave, body.model)
         request = PlacementRequest(
             body.model,
@@ -166,6 +168,8 @@ class PickedRequest:
         self, body: CompletionBody, request: PlacementRequest, subset: frozenset[str] | None
     ) -> Placement:
         services, model = self._services, body.model
+        if model not in services.workers.fleet.models:
+            raise NoWorkerError(f"the model {model!r} is not served any more")
         fleet = find_serving(services.workers.fleet, body)
         decodes = [
             view
