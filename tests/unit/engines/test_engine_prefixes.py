@@ -19,7 +19,7 @@ from baton.engines.transformers.pinned_blocks import KeptBlocks
 from baton.engines.transformers.prefixes import EnginePrefixes
 from baton.engines.transformers.queued_prefixes import PendingLoad, PendingLookup
 from baton.engines.transformers.scheduler import Plan, Work
-from baton.handoff.interface import EngineSteps, PrefixFound
+from baton.handoff.interface import EngineSteps, LoadOrder, PrefixFound
 from baton.ids import TicketId
 from baton.kv.identity import HashDomain, compute_block_hashes
 from baton.kv.pool import BlockPool
@@ -40,7 +40,7 @@ class RecordingStore:
     def __init__(self) -> None:
         self.steps = EngineSteps()
         self.asked: list[TicketId] = []
-        self.loads: list[TicketId] = []
+        self.loads: list[LoadOrder] = []
         self.aborted: list[TicketId] = []
         self.num_dropped_tokens = 0
 
@@ -51,7 +51,7 @@ class RecordingStore:
         self.asked.append(order.id)
 
     def start_load(self, order) -> None:
-        self.loads.append(order.id)
+        self.loads.append(order)
 
     def abort_load(self, order) -> None:
         self.aborted.append(order)
@@ -211,6 +211,19 @@ def test_a_store_that_is_late_is_not_asked_until_it_has_answered(it):
     it.prefixes.end(order)
     assert order not in it.prefixes
     assert it.prefixes.compute_worth_asking() is not None
+
+
+def test_a_load_is_late_once_it_has_made_no_progress_for_too_long(it):
+    order = it.begin_load()
+    (load,) = it.store.loads
+    for _ in range(5):
+        it.clock.advance(0.9 * LOAD_TIMEOUT_S)
+        assert it.prefixes.take_late() == []
+        load.progress.last_at = it.clock.now()
+        assert it.prefixes.next_deadline == it.clock.now() + LOAD_TIMEOUT_S
+    it.clock.advance(LOAD_TIMEOUT_S)
+    assert it.prefixes.take_late() == it.store.aborted == [order]
+    assert it.prefixes.loads == StoreLoads(1, 0, pytest.approx(5.5 * LOAD_TIMEOUT_S))
 
 
 def test_a_lookup_that_is_late_keeps_others_from_asking_until_it_is_answered(it):
