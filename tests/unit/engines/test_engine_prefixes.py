@@ -264,3 +264,32 @@ def test_what_there_is_no_room_to_keep_is_counted(it):
     )
     it.prefixes.leave(sequence)
     assert it.store.num_dropped_tokens == NUM_TOKENS
+
+
+def test_of_a_prompt_that_is_more_than_may_be_held_the_beginning_is_kept() -> None:
+    pool, unit = BlockPool(16), 32
+    hashes = compute_block_hashes(HashDomain("f", "", 16), make_prompt(NUM_TOKENS))
+    blocks = pool.try_allocate(len(hashes))
+    for block, known in zip(blocks, hashes, strict=True):
+        pool.publish(block, known)
+    pool.release(blocks)
+    kept, num_free = KeptBlocks(pool, 5), pool.num_free
+    sequence = SimpleNamespace(
+        block_size=16,
+        num_computed=NUM_TOKENS,
+        num_cached_tokens=0,
+        hashes=lambda _: hashes,
+        token_ids=lambda start, stop: make_prompt(NUM_TOKENS)[start:stop],
+        request=SimpleNamespace(tenant_salt=""),
+    )
+    order = kept.hold(sequence, unit)
+    assert order.token_ids.tolist() == make_prompt(NUM_TOKENS)[:64].tolist()
+    assert order.blocks.blocks.tolist() == blocks[:5]
+    assert kept.take_refused_tokens() == NUM_TOKENS - 64
+    assert kept.num_blocks == num_free - pool.num_free == 5
+    assert kept.hold(sequence, unit) is None, "another one holds them"
+    kept.release(order.id)
+    assert pool.num_free == num_free
+    sequence.num_cached_tokens = 64
+    assert kept.hold(sequence, unit) is None, "the beginning is nothing new"
+    assert pool.num_free == num_free

@@ -196,7 +196,7 @@ class EnginePrefixes:
         order = self._kept.hold(sequence, self._store.block_size)
         if order is not None:
             self._store.start_keep(order)
-        elif refused := self._kept.take_refused_tokens():
+        if refused := self._kept.take_refused_tokens():
             self._store.drop(refused)
 
     def observe_step(self, plan: Plan, seconds: float) -> None:
